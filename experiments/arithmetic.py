@@ -1,0 +1,86 @@
+"""Two-digit addition from nothing: does GRPO bring out an ability that the model has but rarely shows?
+
+A small decoder first fits additions whose labels are wrong (too large by one) seven times in ten, so that
+it answers right in three samples of ten. GRPO then sees only whether an answer is right. The control gets
+a coin toss for a reward and must not improve. About a minute on two CPU cores; expect sampled held-out
+accuracy to rise from about 0.3 to above 0.9. Left out of the paper: a pretrained model and natural language.
+
+  python -m experiments.arithmetic
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+
+from experiments.common import PHASES, against_control
+from grpo_jax import cli, report
+from grpo_jax.config import GRPOConfig
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.tasks import arithmetic
+from grpo_jax.training.grpo import Programs
+from grpo_jax.training.run import write_json
+from grpo_jax.training.sft import SFTConfig, train_sft
+from grpo_jax.training.state import Batch
+
+MODEL = ModelConfig(vocab_size=arithmetic.VOCAB_SIZE, initializer_range=0.1)
+CURVES = (("reward", "reward"), ("heldout_sampled", "held-out accuracy"), ("entropy", "entropy"))
+
+
+@dataclass(frozen=True)
+class Config(GRPOConfig, cli.RunConfig):
+    """Options of the run; those of the algorithm come from the preset unless given."""
+
+    steps: int = 100
+    num_prompts: int = 16
+    max_tokens: int = arithmetic.MAX_TOKENS
+    learning_rate: float = 3e-4
+    old_logprobs: Literal["recompute", "sampler"] = "sampler"
+    eval_every: int = 20
+    warm_steps: int = 700
+    """Supervised steps before GRPO."""
+    warm_batch: int = 128
+    """Additions of a supervised step."""
+    warm_learning_rate: float = 2e-3
+    """Of the supervised steps."""
+    wrong_share: float = 0.7
+    """Share of wrong labels in the supervised steps."""
+    run_dir: Path = Path("runs/arithmetic")
+
+
+def main(config: Config) -> None:
+    """Warm start, GRPO, control; a table, a few groups, curves, and the checksum of the result."""
+    started = time.perf_counter()
+    task = arithmetic.arithmetic_task(num_prompts=config.num_prompts, seed=config.seed)
+    policy = decoder_policy(MODEL)
+    programs = Programs(policy, task, config)  # refuses bad options before anything is compiled
+    run = cli.open_run(config)
+
+    def warm_batch(step: int) -> Batch:
+        prompts, labels = arithmetic.mixed_answers(
+            batch_size=config.warm_batch, seed=config.seed, step=step, wrong_share=config.wrong_share
+        )
+        labels, temperature = labels[:, None], np.ones((config.warm_batch, 1), np.float32)
+        return Batch(prompts.ids, prompts.mask, labels, labels != task.pad_id, temperature)
+
+    warm = SFTConfig(config.warm_steps, config.warm_learning_rate)
+    params = jax.jit(policy.init)(jax.random.key(config.seed))
+    params = train_sft(policy, params, warm_batch, warm, run, phase="warm").params
+    rows, checksum = against_control(
+        policy, params, task, config, run, programs, lambda params, evaluation, rollouts: evaluation
+    )
+
+    report.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-2:])
+    report.print_table(run, "accuracy on 1,000 held-out additions", ("sampled", "± s.e.", "greedy", "ended"), rows)
+    report.save_curves(run, CURVES, PHASES)
+    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    run.console.print(f"SHA-256 of the trained parameters: {checksum}")
+    write_json(run.path / "results.json", {k: v._asdict() for k, v in rows.items()} | {"params_sha256": checksum})
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

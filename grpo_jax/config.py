@@ -1,0 +1,189 @@
+"""Algorithms as rows of functions and constants, and what a training run is told."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+
+from grpo_jax import functional as F
+
+
+class Algorithm(NamedTuple):
+    """One published variant: which functions, with which constants."""
+
+    advantages: Callable[[jax.Array], jax.Array]
+    log_ratio: Callable[..., jax.Array] = F.token_log_ratio
+    surrogate: Callable[..., jax.Array] = F.clipped_surrogate
+    aggregation: Callable[..., jax.Array] = F.sequence_mean_weights
+    divergence: Callable[..., jax.Array] = F.kl_k3
+    kl_coef: float = 0.0  # 0: no reference model
+    kl_in_reward: bool = False  # −β Σ k1 in the reward of a row, instead of +β D in the loss
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    group_size: int = 8
+    temperature: float = 1.0
+    temperature_spread: float = 0.0  # completion i of G is sampled at temperature + spread · i/G
+
+
+_GRPO = Algorithm(F.group_advantages, kl_coef=0.04)
+
+PRESETS: dict[str, Algorithm] = {
+    # DeepSeekMath (2402.03300); its group of 64 is 8 here.
+    "grpo": _GRPO,
+    "rank": _GRPO._replace(advantages=F.rank_advantages),
+    # 2503.20783
+    "dr_grpo": Algorithm(F.centered_advantages, aggregation=F.constant_length_weights),
+    # 2503.14476: clip-higher and the token mean.
+    "dapo": Algorithm(F.group_advantages, aggregation=F.token_mean_weights, epsilon_high=0.28),
+    # 2507.18071
+    "gspo": Algorithm(F.group_advantages, log_ratio=F.gspo_log_ratio, epsilon_low=3e-4, epsilon_high=4e-4),
+    # 2506.13585
+    "cispo": Algorithm(
+        F.group_advantages,
+        surrogate=F.cispo_surrogate,
+        aggregation=F.token_mean_weights,
+        epsilon_low=1.0,
+        epsilon_high=4.0,
+    ),
+    # 2402.14740
+    "rloo": Algorithm(F.leave_one_out_advantages, log_ratio=F.sequence_log_ratio, kl_coef=0.05, kl_in_reward=True),
+    # The two posts that announced GRPO with ratios of whole responses.
+    "seed_000": Algorithm(
+        lambda rewards: F.group_advantages(rewards, ddof=0, eps=1e-8),
+        log_ratio=F.sequence_log_ratio,
+        kl_coef=0.01,
+        temperature=0.7,
+        temperature_spread=0.3,
+    ),
+    "seed_001": Algorithm(
+        lambda rewards: F.group_advantages(rewards, ddof=0, eps=1e-8),
+        log_ratio=F.sequence_log_ratio,
+        kl_coef=0.01,
+        epsilon_low=0.15,
+        epsilon_high=0.15,
+        group_size=12,
+    ),
+}
+
+Preset = Literal["grpo", "rank", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "seed_000", "seed_001"]
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """A GRPO run. A field that is None takes the preset's constant."""
+
+    preset: Preset = "grpo"
+    """Published variant: advantage, ratio, surrogate, aggregation, KL and their constants."""
+    steps: int = 100
+    """Rollouts, each followed by its updates."""
+    num_prompts: int = 32
+    """Prompts of a rollout."""
+    group_size: int | None = None
+    """Completions of each prompt (G)."""
+    max_tokens: int = 64
+    """Longest completion, in tokens, its ending token included (T)."""
+    temperature: float | None = None
+    """Sampling temperature; log-probabilities are those after it."""
+    temperature_spread: float | None = None
+    """Completion i of G is sampled at temperature + spread * i / G."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Sample among the fewest likeliest tokens of this mass; 1 for all."""
+    min_p: float = 0.0
+    """Sample among tokens of at least this share of the largest probability; 0 for all."""
+    kl_coef: float | None = None
+    """Weight of the KL divergence from the start; 0 does without a reference model."""
+    epsilon_low: float | None = None
+    """How far below 1 the ratio may go."""
+    epsilon_high: float | None = None
+    """How far above 1 the ratio may go."""
+    epochs: int = 1
+    """Passes over each rollout (mu)."""
+    minibatches: int = 1
+    """Optimizer steps of a pass; prompts are shuffled among them."""
+    microbatches: int = 1
+    """Pieces that a minibatch is computed in, to save memory. The result does not depend on it."""
+    old_logprobs: Literal["recompute", "sampler"] = "recompute"
+    """Denominator of the ratio: computed again by the trainer, or as the sampler reported them
+    (cheaper; only when a rollout is used for one optimizer step)."""
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up; constant afterwards."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    max_grad_norm: float = 1.0
+    """Longer gradients are scaled down to this norm."""
+    max_skipped: int = 5
+    """Stop after this many steps in a row with gradients that are not finite; each is skipped and dumped."""
+    eval_every: int = 0
+    """Steps between held-out evaluations; 0 for only before and after."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; one is always written at the end."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept of each phase."""
+    rollouts_every: int = 10
+    """Steps between rollouts written to rollouts.jsonl; 0 for none."""
+    devices: int = 1
+    """Devices to spread prompts over, with jax.pmap; 0 for all."""
+    seed: int = 0
+    """Of prompts, sampling and shuffling."""
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The preset, with the fields given here in place of its own."""
+        preset = PRESETS[self.preset]
+        given = {name: getattr(self, name) for name in Algorithm._fields if getattr(self, name, None) is not None}
+        return preset._replace(**given)
+
+
+def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
+    """Refuses what cannot work, before anything is compiled.
+
+    Args:
+      config: the run.
+      num_devices: devices that prompts are spread over.
+
+    Raises:
+      ValueError: one sentence that says what to change.
+    """
+    algorithm = config.algorithm
+    group_size = algorithm.group_size
+    for name in ("steps", "num_prompts", "max_tokens", "epochs", "minibatches", "microbatches", "keep_checkpoints"):
+        _require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}: it must be at least 1")
+    for name in ("eval_every", "checkpoint_every", "rollouts_every", "warmup_steps", "top_k"):
+        _require(getattr(config, name) >= 0, f"{name} is {getattr(config, name)}: it must be at least 0")
+    _require(
+        group_size >= 2,
+        f"group_size is {group_size}: advantages compare completions of one prompt, so set it to at least 2",
+    )
+    pieces = config.minibatches * config.microbatches * num_devices
+    _require(
+        config.num_prompts % pieces == 0,
+        f"num_prompts ({config.num_prompts}) must be a multiple of minibatches x microbatches x devices ({pieces})",
+    )
+    _require(
+        algorithm.temperature > 0 and algorithm.temperature + algorithm.temperature_spread > 0,
+        f"temperature is {algorithm.temperature}, spread {algorithm.temperature_spread}: sampling for training "
+        "needs temperatures above 0",
+    )
+    _require(0 < config.top_p <= 1, f"top_p is {config.top_p}: it must be above 0 and at most 1")
+    _require(0 <= config.min_p <= 1, f"min_p is {config.min_p}: it must be between 0 and 1")
+    _require(algorithm.kl_coef >= 0, f"kl_coef is {algorithm.kl_coef}: it must be at least 0")
+    _require(
+        algorithm.epsilon_low >= 0 and algorithm.epsilon_high >= 0,
+        f"epsilon_low {algorithm.epsilon_low} and epsilon_high {algorithm.epsilon_high} must be at least 0",
+    )
+    _require(config.learning_rate > 0, f"learning_rate is {config.learning_rate}: it must be above 0")
+    _require(config.max_grad_norm > 0, f"max_grad_norm is {config.max_grad_norm}: it must be above 0")
+    _require(
+        config.old_logprobs == "recompute" or config.epochs * config.minibatches == 1,
+        'old_logprobs "sampler" needs epochs and minibatches of 1: set it to "recompute"',
+    )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

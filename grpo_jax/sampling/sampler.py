@@ -1,0 +1,136 @@
+"""Sampling of groups: the prompt once, then one token of every completion at a time.
+
+Letters: N prompts, G completions of each, T completion tokens, P prompt tokens,
+V vocabulary, R = N·G rows.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.sampling.categorical import sample_categorical
+from grpo_jax.sampling.truncation import Truncation, truncate
+
+
+class Completions(NamedTuple):
+    """What was sampled. Log-probabilities are in nats, 0 where masked."""
+
+    completion_ids: jax.Array  # int32 [N, G, T], `pad_id` where masked
+    completion_mask: jax.Array  # bool [N, G, T], true up to and including the token that ended the row
+    sampler_logprobs: jax.Array  # [N, G, T], of the softmax after temperature: what a scorer computes
+    truncated_logprobs: jax.Array | None  # [N, G, T], after top-k, top-p and min-p too; None without them
+    truncated: jax.Array  # bool [N, G], no token ended the row within T
+
+
+def sample_groups(
+    policy: Policy,
+    params: Params,
+    prompt_ids: jax.Array,
+    prompt_mask: jax.Array,
+    rows: jax.Array,
+    key: jax.Array,
+    *,
+    max_tokens: int,
+    eos_ids: tuple[int, ...],
+    temperature: jax.Array | float = 1.0,
+    truncation: Truncation | None = None,
+    pad_id: int = 0,
+) -> Completions:
+    """Samples G completions of each of N prompts.
+
+    The noise of a token depends on the key, the row and the position alone: not on the width
+    of the batch or of the prompts, the number of devices, or the vocabulary.
+
+    Args:
+      policy: the model's functions.
+      params: its parameters.
+      prompt_ids: int `[N, P]`, padded on the left.
+      prompt_mask: bool `[N, P]`, true on tokens of the prompt; at least one a row.
+      rows: int `[N, G]`, numbers of the completions, unique within a step, that key the noise.
+      key: consumed; one for each step.
+      max_tokens: T.
+      eos_ids: any of these ends a row, and belongs to it.
+      temperature: broadcasts against `[N, G]`; 0 takes the likeliest token, and the
+        log-probabilities are then those at temperature 1. Default 1.
+      truncation: limits on the candidates, or None.
+      pad_id: fills completion_ids after the end.
+
+    Returns:
+      `Completions`.
+    """
+    shape = rows.shape
+    temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), shape)
+    uniforms = _noise(key, rows, max_tokens)
+    hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], max_tokens)
+    unembedding = policy.unembedding(params)
+    eos = jnp.asarray(eos_ids, jnp.int32)
+
+    def choose(hidden: jax.Array, step: jax.Array):
+        """The next token `[N, G]` and its two log-probabilities."""
+        scaled = _logits(hidden, unembedding, temperature)
+        logits = truncate(scaled, truncation, shape) if truncation else scaled
+        ids, logprob = sample_categorical(logits, uniforms[:, :, step], greedy=temperature == 0)
+        if not truncation:
+            return ids, logprob, None
+        return ids, _gather_logprob(scaled, ids), logprob
+
+    def body(carry):
+        step, cache, ids, done, out = carry
+        hidden, cache = decode(cache, ids, step - 1)
+        token = choose(hidden, step)
+        out, ids, done = write(out, step, token, done)
+        return step + 1, cache, ids, done, out
+
+    def write(out: Completions, step: jax.Array, token, done: jax.Array):
+        ids, logprob, truncated_logprob = token
+        ids = jnp.where(done, pad_id, ids)
+
+        def put(array, value):
+            return None if array is None else array.at[:, :, step].set(jnp.where(done, array[:, :, step], value))
+
+        out = Completions(
+            put(out.completion_ids, ids),
+            put(out.completion_mask, True),
+            put(out.sampler_logprobs, logprob),
+            put(out.truncated_logprobs, truncated_logprob),
+            done | jnp.any(ids[..., None] == eos, axis=-1),
+        )
+        return out, ids, out.truncated
+
+    zeros = jnp.zeros((*shape, max_tokens), jnp.float32)
+    empty = Completions(
+        jnp.full(zeros.shape, pad_id, jnp.int32),
+        jnp.zeros(zeros.shape, bool),
+        zeros,
+        zeros if truncation else None,
+        jnp.zeros(shape, bool),
+    )
+    first = choose(jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))
+    out, ids, done = write(empty, jnp.int32(0), first, jnp.zeros(shape, bool))
+    carry = (jnp.int32(1), cache, ids, done, out)
+    *_, done, out = jax.lax.while_loop(lambda carry: (carry[0] < max_tokens) & ~jnp.all(carry[3]), body, carry)
+    return out._replace(truncated=~done)
+
+
+def _noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:
+    """Two uniforms for each token, `[N, G, T, 2]`, keyed by (key, row, position)."""
+
+    def of_token(row, position):
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, row), position), (2,))
+
+    of_row = jax.vmap(of_token, (None, 0))
+    return jax.vmap(jax.vmap(of_row, (0, None)), (0, None))(rows, jnp.arange(max_tokens))
+
+
+def _logits(hidden: jax.Array, unembedding: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Logits after temperature, float32 `[N, G, V]`, as `functional.token_logprobs` computes them."""
+    inverse = 1.0 / jnp.where(temperature == 0, 1.0, temperature)
+    return jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32) * inverse[..., None]
+
+
+def _gather_logprob(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)

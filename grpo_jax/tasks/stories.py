@@ -1,0 +1,88 @@
+"""Happier stories: openings of children's stories, and a reward for sentences that say so.
+
+For models trained on TinyStories (2305.07759). Prompts differ in adjective, animal and name;
+the held-out ones have other animals and other names.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from grpo_jax.tasks.task import Example, Prompts, Task, pad_prompts, rng
+
+HAPPY_WORDS = frozenset(
+    ("happy", "smiled", "laughed", "love", "loved", "hug", "hugged", "fun", "joy", "glad", "cheerful", "giggled")
+)
+OPENING = "Once upon a time, there was a {adjective} {animal} named {name}."
+ADJECTIVES = ("little", "big", "small", "brave")
+ANIMALS = ("dog", "cat", "bird", "bear", "fish", "frog", "mouse", "duck")
+NAMES = ("Tim", "Lily", "Max", "Sue", "Tom", "Anna", "Ben", "Mia")
+HELDOUT_ANIMALS = ("rabbit", "fox", "cow", "bug")
+HELDOUT_NAMES = ("Sam", "Lucy", "Jack", "Amy")
+
+_SENTENCE = re.compile(r"[^.!?]*[.!?]+")
+_WORD = re.compile(r"[a-z']+")
+
+
+def stories_task(tokenizer: Any, eos_ids: tuple[int, ...], *, vocab_size: int, num_prompts: int, seed: int) -> Task:
+    """The task for a tokenizer, with `num_prompts` different openings a step.
+
+    Args:
+      tokenizer: of transformers.
+      eos_ids: what ends a story.
+      vocab_size: of the model.
+      num_prompts: N.
+      seed: of the order of openings.
+
+    Returns:
+      The task. Stories are longer than they are sampled, so it is open-ended.
+    """
+    openings, heldout = _openings(ANIMALS, NAMES), _openings(HELDOUT_ANIMALS, HELDOUT_NAMES)
+    tokens = {text: tokenizer.encode(text) for text in openings + heldout}
+    width = max(len(ids) for ids in tokens.values())
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
+
+    def encode(texts: Sequence[str]) -> Prompts:
+        examples = [{"prompt": text} for text in texts]
+        return pad_prompts([tokens[text] for text in texts], examples, width=width, pad_id=pad_id)
+
+    def prompts(step: int) -> Prompts:
+        return encode([openings[i] for i in rng(seed, 0, step).choice(len(openings), num_prompts, replace=False)])
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    return Task(prompts, happy_sentences, encode(heldout), decode, eos_ids, pad_id, vocab_size, open_ended=True)
+
+
+def happy_sentences(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+    """Distinct happy sentences ÷ max(3, complete sentences), from 0 to 1.
+
+    A happy sentence is complete, has at least four words, and one of them is in HAPPY_WORDS.
+    Repeating one counts below the line only.
+    """
+    return [_happy_share(text) for text in completions]
+
+
+def sentences(text: str) -> list[str]:
+    """The complete sentences of a text as lower-case words."""
+    found = (" ".join(_WORD.findall(sentence.lower())) for sentence in _SENTENCE.findall(text))
+    return [sentence for sentence in found if sentence]
+
+
+def repeated_share(text: str) -> float:
+    """Share of complete sentences that occurred before in the text."""
+    found = sentences(text)
+    return 1 - len(set(found)) / len(found) if found else 0.0
+
+
+def _happy_share(text: str) -> float:
+    found = sentences(text)
+    happy = {sentence for sentence in found if len(words := sentence.split()) >= 4 and HAPPY_WORDS & set(words)}
+    return len(happy) / max(3, len(found))
+
+
+def _openings(animals: Sequence[str], names: Sequence[str]) -> list[str]:
+    parts = product(ADJECTIVES, animals, names)
+    return [OPENING.format(adjective=adjective, animal=animal, name=name) for adjective, animal, name in parts]

@@ -1,0 +1,77 @@
+"""What a task is: prompts as a function of the step, and a reward on text."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Example = dict[str, Any]  # the columns of one prompt: "prompt", and what its reward needs
+# (examples, completions), one entry a completion -> one number each
+Reward = Callable[[Sequence[Example], Sequence[str]], Sequence[float]]
+
+
+class Prompts(NamedTuple):
+    """N prompts of up to P tokens, padded on the left."""
+
+    ids: np.ndarray  # int32 [N, P]
+    mask: np.ndarray  # bool [N, P]
+    examples: list[Example]  # N
+
+
+class Task(NamedTuple):
+    """Prompts, reward, and the text around the tokens."""
+
+    # step -> prompts: a pure function, so that a resumed run sees what it would have seen
+    prompts: Callable[[int], Prompts]
+    reward: Reward
+    heldout: Prompts  # never among `prompts`
+    decode: Callable[[Sequence[int]], str]  # completion ids, without what ended it -> text
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    vocab_size: int
+    open_ended: bool = False  # completions are meant to be cut at max_tokens
+
+
+def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example], *, width: int, pad_id: int) -> Prompts:
+    """Token lists as one array, padded on the left.
+
+    Args:
+      token_ids: N lists of 1 to `width` ids.
+      examples: N.
+      width: P.
+      pad_id: fills the left.
+
+    Returns:
+      The prompts.
+
+    Raises:
+      ValueError: a prompt is empty or longer than `width`.
+    """
+    ids = np.full((len(token_ids), width), pad_id, np.int32)
+    mask = np.zeros((len(token_ids), width), bool)
+    for row, tokens in enumerate(token_ids):
+        if not 0 < len(tokens) <= width:
+            raise ValueError(f"prompt {row} has {len(tokens)} tokens: it needs at least 1 and at most {width}")
+        ids[row, width - len(tokens) :] = tokens
+        mask[row, width - len(tokens) :] = True
+    return Prompts(ids, mask, list(examples))
+
+
+def rng(*key: int) -> np.random.Generator:
+    """NumPy's generator for a tuple of non-negative ints such as (seed, stream, step)."""
+    return np.random.default_rng(np.random.SeedSequence(key))
+
+
+def random_reward(seed: int) -> Reward:
+    """A fair coin for each completion, whatever it says: the control that must not learn.
+
+    A pure function of (seed, prompts, completions), like every reward, so that a resumed
+    run draws the same.
+    """
+
+    def reward(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        text = "\x1f".join([*(example["prompt"] for example in examples), *completions])
+        return rng(seed, zlib.crc32(text.encode())).integers(0, 2, len(completions)).astype(float).tolist()
+
+    return reward

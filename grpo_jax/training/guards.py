@@ -1,0 +1,77 @@
+"""What goes wrong in such runs without a word, put into words."""
+
+import jax
+import numpy as np
+
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.rollout import Rollout
+from grpo_jax.training.run import RunFolder
+from grpo_jax.training.state import Batch
+
+# In float32 sampler and trainer agree to about 1e-5, in bfloat16 to a few per cent.
+RATIO_TOLERANCE = 0.1
+
+
+def check_task(task: Task) -> None:
+    """Refuses a task whose completions could never end.
+
+    Raises:
+      ValueError: no ids that end a completion, or ids outside the vocabulary.
+    """
+    if not task.eos_ids:
+        raise ValueError("the tokenizer has no EOS token, so no completion could end: name one in its eos_token")
+    if max(*task.eos_ids, task.pad_id) >= task.vocab_size:
+        raise ValueError(
+            f"EOS {task.eos_ids} or padding {task.pad_id} is outside the model's vocabulary of {task.vocab_size}: "
+            "tokenizer and model do not belong together"
+        )
+
+
+def check_rollout(run: RunFolder, rollout: Rollout, task: Task) -> None:
+    """Warns of rollouts that teach nothing."""
+    if not np.isfinite(rollout.rewards).all():
+        run.warn_once("reward", "the reward function returned NaN or infinity: such a step is skipped")
+    if rollout.completions.truncated.all() and not task.open_ended:
+        run.warn_once(
+            "truncated",
+            "no completion ended within max_tokens: raise max_tokens, or see that the model knows its EOS token",
+        )
+    if (rollout.rewards.max(-1) == rollout.rewards.min(-1)).all():
+        run.warn_once(
+            "spread",
+            "in every group all rewards are equal, so there is nothing to learn from: choose easier or harder "
+            "prompts, larger groups or a finer reward",
+        )
+
+
+def check_first_ratio(run: RunFolder, deviation: float) -> None:
+    """Warns when the trainer gives a sample another probability than it was drawn with.
+
+    Args:
+      run: says it.
+      deviation: the largest |ratio − 1| of the first minibatch, when nothing was updated yet.
+    """
+    if deviation > RATIO_TOLERANCE:
+        run.warn_once(
+            "ratio",
+            f"on the first minibatch a ratio is off 1 by {deviation:.2g}: sampler and trainer do not compute the same "
+            "distribution (temperature, dtype or model code differ)",
+        )
+
+
+def check_gradients(run: RunFolder, step: int, metrics: dict[str, float], batch: Batch, max_skipped: int) -> None:
+    """Dumps the batch of a skipped step, and stops after `max_skipped` in a row.
+
+    Raises:
+      FloatingPointError: too many in a row.
+    """
+    if not metrics["skipped"]:
+        return
+    file = run.path / f"skipped_{step:06d}.npz"
+    arrays = {name: value for name, value in batch._asdict().items() if value is not None}
+    np.savez_compressed(file, **jax.tree.map(np.asarray, arrays))
+    run.warn_once("skipped", f"gradients of step {step} are not finite: the step is skipped, its batch is in {file}")
+    if metrics["skipped"] >= max_skipped:
+        raise FloatingPointError(
+            f"gradients were not finite {max_skipped} times in a row: lower the learning rate, or look at {file}"
+        )

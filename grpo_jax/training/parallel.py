@@ -1,0 +1,70 @@
+"""One device or many: the same pure function, wrapped."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+AXIS = "data"
+
+
+def num_devices(requested: int) -> int:
+    """Devices to use: `requested`, or all of them for 0.
+
+    Raises:
+      ValueError: there are fewer.
+    """
+    available = jax.device_count()
+    if requested > available:
+        raise ValueError(f"devices is {requested}, but JAX sees {available}: set it to at most that, or to 0 for all")
+    return requested or available
+
+
+def data_parallel(
+    fn: Callable[..., Any],
+    in_axes: Sequence[int | None],
+    out_axes: Any,
+    *,
+    devices: int = 1,
+    donate_argnums: tuple[int, ...] = (),
+) -> Callable[..., Any]:
+    """Compiles `fn(*args, axis_name)` for one device with `jax.jit`, for more with `jax.pmap`.
+
+    Callers pass and receive arrays `[N, ...]` either way. The state stays unreplicated in
+    shape, so that a checkpoint does not know how many devices wrote it.
+
+    Args:
+      fn: pure; its keyword `axis_name` is None on one device.
+      in_axes: for each argument 0 (spread its leading axis over devices) or None (same on all).
+      out_axes: likewise for the result, or a tuple for a tuple of results.
+      devices: how many; divides N.
+      donate_argnums: arguments whose memory may be reused.
+
+    Returns:
+      The compiled function of `*args`.
+    """
+    if devices == 1:
+        return jax.jit(partial(fn, axis_name=None), donate_argnums=donate_argnums)
+    mapped = jax.pmap(
+        partial(fn, axis_name=AXIS),
+        axis_name=AXIS,
+        in_axes=tuple(in_axes),
+        out_axes=out_axes,
+        devices=jax.devices()[:devices],
+        donate_argnums=donate_argnums,
+    )
+
+    def split(tree, axis):
+        return tree if axis is None else jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
+
+    def merge(tree, axis):
+        return tree if axis is None else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+    def call(*args):
+        out = mapped(*(split(tree, axis) for tree, axis in zip(args, in_axes, strict=True)))
+        if isinstance(out_axes, tuple):
+            return tuple(merge(tree, axis) for tree, axis in zip(out, out_axes, strict=True))
+        return merge(out, out_axes)
+
+    return call

@@ -1,0 +1,180 @@
+"""Prompts to completions to text to rewards: what a step learns from."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax.config import GRPOConfig
+from grpo_jax.functional import TokenLogprobs, token_logprobs
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.sampling.sampler import Completions, sample_groups
+from grpo_jax.sampling.truncation import Truncation
+from grpo_jax.tasks.task import Prompts, Reward, Task
+from grpo_jax.training.parallel import data_parallel
+from grpo_jax.training.state import Batch
+from grpo_jax.training.step import split_leading
+
+# (params, prompt_ids, prompt_mask, rows, temperature, key) -> Completions
+Sampler = Callable[..., Completions]
+# (params, batch) -> TokenLogprobs
+Scorer = Callable[[Params, Batch], TokenLogprobs]
+
+
+class Rollout(NamedTuple):
+    """N prompts with G completions each, and what they earned, on the host."""
+
+    prompts: Prompts
+    completions: Completions  # NumPy arrays
+    texts: list[list[str]]  # [N][G]
+    rewards: np.ndarray  # float32 [N, G]
+
+
+def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int = 1) -> Sampler:
+    """The compiled sampler of a run: one program, for training and evaluation alike."""
+    limits = Truncation(
+        config.top_k or None, config.top_p if config.top_p < 1 else None, config.min_p if config.min_p > 0 else None
+    )
+
+    def sample(params, prompt_ids, prompt_mask, rows, temperature, key, *, axis_name) -> Completions:
+        del axis_name  # rows do not depend on each other
+        return sample_groups(
+            policy,
+            params,
+            prompt_ids,
+            prompt_mask,
+            rows,
+            key,
+            max_tokens=config.max_tokens,
+            eos_ids=task.eos_ids,
+            temperature=temperature,
+            truncation=limits if any(limit is not None for limit in limits) else None,
+            pad_id=task.pad_id,
+        )
+
+    return data_parallel(sample, (None, 0, 0, 0, 0, None), 0, devices=devices)
+
+
+def make_scorer(policy: Policy, *, num_microbatches: int = 1, devices: int = 1) -> Scorer:
+    """The compiled scorer of a run: log-probabilities of completions under any parameters."""
+
+    def score_batch(params, batch, *, axis_name) -> TokenLogprobs:
+        del axis_name
+        if num_microbatches == 1:
+            return score(policy, params, batch)
+        scores = jax.lax.map(lambda piece: score(policy, params, piece), split_leading(batch, num_microbatches))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scores)
+
+    return data_parallel(score_batch, (None, 0), 0, devices=devices)
+
+
+def score(policy: Policy, params: Params, batch: Batch) -> TokenLogprobs:
+    """Log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`."""
+    hidden = policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+    return token_logprobs(
+        hidden, policy.unembedding(params), batch.completion_ids, temperature=batch.temperature[..., None]
+    )
+
+
+def roll_out(
+    sampler: Sampler,
+    params: Params,
+    prompts: Prompts,
+    task: Task,
+    reward: Reward,
+    temperature: np.ndarray,
+    key: jax.Array,
+) -> Rollout:
+    """Samples a group for each prompt and rewards it.
+
+    Args:
+      sampler: from `make_sampler`.
+      params: the policy's.
+      prompts: N.
+      task: for its decoder.
+      reward: on text.
+      temperature: float32 `[N, G]`.
+      key: consumed.
+
+    Returns:
+      The rollout.
+
+    Raises:
+      ValueError: the reward function returned another number of rewards.
+    """
+    rows = np.arange(temperature.size, dtype=np.int32).reshape(temperature.shape)
+    completions = sampler(params, prompts.ids, prompts.mask, rows, temperature, key)
+    completions = jax.tree.map(np.asarray, completions)
+    texts = decode_groups(completions, task)
+    group_size = temperature.shape[1]
+    examples = [example for example in prompts.examples for _ in range(group_size)]
+    rewards = reward(examples, [text for group in texts for text in group])
+    if len(rewards) != temperature.size:
+        raise ValueError(f"the reward function returned {len(rewards)} rewards for {temperature.size} completions")
+    return Rollout(prompts, completions, texts, np.asarray(rewards, np.float32).reshape(temperature.shape))
+
+
+def decode_groups(completions: Completions, task: Task) -> list[list[str]]:
+    """Texts `[N][G]` of what was sampled, without the token that ended it."""
+    content = completions.completion_mask & ~np.isin(completions.completion_ids, task.eos_ids)
+    return [
+        [task.decode(ids[keep].tolist()) for ids, keep in zip(group, kept, strict=True)]
+        for group, kept in zip(completions.completion_ids, content, strict=True)
+    ]
+
+
+def group_temperatures(num_prompts: int, group_size: int, temperature: float, spread: float) -> np.ndarray:
+    """τᵢ = temperature + spread · i / G for i = 0 … G − 1, float32 `[N, G]`."""
+    row = temperature + spread * np.arange(group_size) / group_size
+    return np.tile(row.astype(np.float32), (num_prompts, 1))
+
+
+def to_batch(rollout: Rollout, temperature: np.ndarray) -> Batch:
+    """The arrays of a rollout that a scorer needs."""
+    return Batch(
+        rollout.prompts.ids,
+        rollout.prompts.mask,
+        rollout.completions.completion_ids,
+        rollout.completions.completion_mask,
+        temperature,
+    )
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
+    """What a reader wants to know of a rollout, as plain numbers.
+
+    Lengths are in tokens, the ending one included.
+    """
+    rewards, completions = rollout.rewards, rollout.completions
+    lengths = completions.completion_mask.sum(-1)
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "zero_spread_share": float((rewards.max(-1) == rewards.min(-1)).mean()),
+        "length_mean": float(lengths.mean()),
+        "length_min": int(lengths.min()),
+        "length_max": int(lengths.max()),
+        "truncated_share": float(completions.truncated.mean()),
+        "tokens": int(lengths.sum()),
+    }
+
+
+def step_key(seed: int, stream: int, step: int) -> jax.Array:
+    """The key of a step: a pure function of (seed, stream, step)."""
+    return _step_key(np.uint32(seed), np.uint32(stream), np.uint32(step))
+
+
+@jax.jit
+def _step_key(seed, stream, step):
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)
+
+
+def shuffled_minibatches(batch: Batch, key: jax.Array, num_minibatches: int) -> list[Batch]:
+    """Splits a batch by prompts, in an order that depends on the key. Groups stay whole."""
+    if num_minibatches == 1:
+        return [batch]
+    order = np.asarray(jax.random.permutation(key, batch.prompt_ids.shape[0]))
+    pieces = np.split(order, num_minibatches)
+    return [jax.tree.map(lambda x, piece=piece: x[piece], batch) for piece in pieces]

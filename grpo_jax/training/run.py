@@ -1,0 +1,142 @@
+"""A run on disk: configuration, metrics, times, rollouts, checkpoints.
+
+Rules that make a resumed run's files equal those of an uninterrupted one: a step's lines are
+written before the checkpoint that covers it; resuming drops the lines of later steps; wall
+times, which never repeat, have a file of their own.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from grpo_jax.training.checkpoint import Checkpoints
+
+# Files whose lines carry "phase" and "step".
+_LINE_FILES = ("metrics.jsonl", "times.jsonl", "rollouts.jsonl")
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class RunFolder:
+    """Writes a run's files and shows its progress."""
+
+    def __init__(self, path: Path, config: dict[str, Any], *, console: Console | None = None) -> None:
+        """Creates `path` with config.json, or opens it to continue."""
+        self.path = path
+        self.console = console or Console()
+        self._warned: set[str] = set()
+        self._seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / "config.json").exists():
+            write_json(path / "config.json", config)
+        self.compilations = count_compilations()
+
+    # ---- lines
+
+    def log(self, phase: str, step: int, **values: Any) -> None:
+        """One line of metrics.jsonl; only numbers that a rerun repeats."""
+        self._append("metrics.jsonl", {"phase": phase, "step": step, **values})
+
+    def log_times(self, phase: str, step: int, **values: Any) -> None:
+        """One line of times.jsonl: seconds of each part since the last, and what is given."""
+        elapsed = time.perf_counter() - self._started
+        seconds = {f"{part}_s": round(spent, 4) for part, spent in self._seconds.items()}
+        compilations = {"compilations": self.compilations()}
+        times = {"s": round(elapsed, 3), **seconds, **compilations, **values}
+        self._append("times.jsonl", {"phase": phase, "step": step, **times})
+        self._seconds.clear()
+
+    def log_rollout(self, phase: str, step: int, groups: list[dict[str, Any]]) -> None:
+        """Lines of rollouts.jsonl, one a group."""
+        for group in groups:
+            self._append("rollouts.jsonl", {"phase": phase, "step": step, **group})
+
+    def rewind(self, phase: str, step: int) -> None:
+        """Drops lines of `phase` after `step`, and a last line cut off by a crash."""
+        for name in _LINE_FILES:
+            file = self.path / name
+            if not file.exists():
+                continue
+            text = file.read_text()
+            complete = text[: text.rfind("\n") + 1].splitlines()
+            kept = [line for line in complete if not _is_later(json.loads(line), phase, step)]
+            write_text(file, "".join(line + "\n" for line in kept))
+
+    def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """What has been logged."""
+        file = self.path / name
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        with (self.path / name).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    # ---- checkpoints, times, words
+
+    def checkpoints(self, phase: str, *, keep: int) -> Checkpoints:
+        """The checkpoints of a phase."""
+        return Checkpoints(self.path / "checkpoints" / phase, keep=keep)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Adds the seconds inside to `part`."""
+        start = time.perf_counter()
+        yield
+        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def progress(self, phase: str, total: int, completed: int = 0) -> Iterator[Any]:
+        """A progress bar; call what this yields with the step reached and a few words."""
+        columns = (
+            TextColumn("{task.description:<8}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[words]}"),
+        )
+        with Progress(*columns, console=self.console) as bar:
+            task = bar.add_task(phase, total=total, completed=completed, words="")
+            yield lambda step, words="": bar.update(task, completed=step, words=words)
+
+    def warn_once(self, name: str, message: str) -> None:
+        """Says something that the user should know, the first time that it happens."""
+        if name not in self._warned:
+            self._warned.add(name)
+            self.console.print(f"[yellow]warning:[/] {message}")
+
+
+def _is_later(record: dict[str, Any], phase: str, step: int) -> bool:
+    return record["phase"] == phase and record["step"] > step
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON so that a reader sees the old file or the new one, never a part."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file at once, by renaming a complete one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def count_compilations():
+    """Starts to count XLA compilations; returns a function that tells how many there were."""
+    count = 0
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        nonlocal count
+        count += event == COMPILE_EVENT
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return lambda: count

@@ -1,0 +1,58 @@
+"""What an optimizer step reads and writes."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.models.transformer import Params
+
+Array = Any  # jax.Array on a device, np.ndarray on the host
+
+
+class TrainState(NamedTuple):
+    """Everything that a checkpoint holds. Data and noise are functions of (seed, step), so no iterator
+    and no key is part of it."""
+
+    step: Array  # int32, loop steps completed: what prompts and keys come from
+    params: Params
+    opt_state: optax.OptState
+    skipped: Array  # int32, optimizer steps skipped in a row, for gradients that were not finite
+
+
+class Batch(NamedTuple):
+    """Completions to learn from. N prompts of P tokens, G completions of T tokens."""
+
+    prompt_ids: Array  # int32 [N, P], padded on the left
+    prompt_mask: Array  # bool [N, P]
+    completion_ids: Array  # int32 [N, G, T]
+    completion_mask: Array  # bool [N, G, T]
+    temperature: Array  # [N, G], that of the sampler
+    advantages: Array = None  # [N, G]
+    old_logprobs: Array = None  # [N, G, T]
+    ref_logprobs: Array = None  # [N, G, T]; None without a reference
+    sampler_logprobs: Array = None  # [N, G, T]
+    weights: Array = None  # [N, G, T], made from the mask of a whole optimizer batch
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step."""
+    return TrainState(jnp.int32(0), params, optimizer.init(params), jnp.int32(0))
+
+
+def make_optimizer(
+    learning_rate: float, *, warmup_steps: int = 0, weight_decay: float = 0.0, max_grad_norm: float = 1.0
+) -> optax.GradientTransformation:
+    """AdamW after scaling down long gradients; linear warm-up, then a constant rate.
+
+    Args:
+      learning_rate: peak rate.
+      warmup_steps: optimizer steps from 0 to the peak.
+      weight_decay: of AdamW, 0.
+      max_grad_norm: norm above which a gradient is scaled down, 1.
+
+    Returns:
+      An optax transformation.
+    """
+    warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps) if warmup_steps else learning_rate
+    return optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(warmup, weight_decay=weight_decay))

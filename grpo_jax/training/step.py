@@ -1,0 +1,116 @@
+"""One optimizer step, as a pure function: microbatches, gradients, update.
+
+This module is the one place that adds gradients up, over microbatches and over devices. The
+weights of a batch are made here from its whole mask, before it is split, so that the sum is
+that of the unsplit batch.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.functional import Metrics
+from grpo_jax.models.transformer import Params
+from grpo_jax.training.state import Batch, TrainState
+
+
+class Logs(NamedTuple):
+    """What a loss reports besides its value, such that pieces of a batch can be combined."""
+
+    means: Metrics  # name -> (weighted sum, weight)
+    maxima: dict[str, jax.Array]
+
+
+LossFn = Callable[[Params, Batch], tuple[jax.Array, Logs]]
+
+
+def accumulate_grads(
+    loss_fn: LossFn, params: Params, batch: Batch, *, num_microbatches: int = 1
+) -> tuple[Params, jax.Array, Logs]:
+    """Σ over microbatches of ∇ loss_fn, one at a time in memory.
+
+    Args:
+      loss_fn: (params, batch with weights) -> (Σ weights · per-token loss, logs).
+      params: where to differentiate.
+      batch: leading axis N; weights already made from all of it.
+      num_microbatches: divides N.
+
+    Returns:
+      Gradients, loss and logs of the whole batch.
+    """
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    if num_microbatches == 1:
+        (loss, logs), grads = grad_fn(params, batch)
+        return grads, loss, logs
+    pieces = split_leading(batch, num_microbatches)
+
+    def add(total, piece):
+        (loss, logs), grads = grad_fn(params, piece)
+        return _combine(total, (grads, loss, logs)), None
+
+    first = jax.tree.map(lambda x: x[0], pieces)
+    shapes = jax.eval_shape(grad_fn, params, first)
+    (loss, logs), grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    logs = logs._replace(maxima=jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), logs.maxima))
+    total, _ = jax.lax.scan(add, (grads, loss, logs), pieces)
+    return total
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    loss_fn: LossFn,
+    aggregation: Callable[..., jax.Array],
+    optimizer: optax.GradientTransformation,
+    num_microbatches: int = 1,
+    axis_name: Hashable | None = None,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimizer step on one minibatch.
+
+    Gradients that are not finite change nothing but the count of skipped steps.
+
+    Args:
+      state: donated by callers that jit this.
+      batch: leading axis N, of this device.
+      loss_fn: as in `accumulate_grads`.
+      aggregation: mask -> weights, one of `functional.aggregation`.
+      optimizer: an optax transformation.
+      num_microbatches: divides N.
+      axis_name: the mapped axis over which the minibatch is spread, or None.
+
+    Returns:
+      The next state, and metrics as scalars: those of the loss, `loss`, `grad_norm`, `skipped`.
+    """
+    batch = batch._replace(weights=aggregation(batch.completion_mask, axis_name=axis_name))
+    grads, loss, logs = accumulate_grads(loss_fn, state.params, batch, num_microbatches=num_microbatches)
+    if axis_name is not None:
+        grads, loss, means = jax.lax.psum((grads, loss, logs.means), axis_name)
+        logs = Logs(means, jax.lax.pmax(logs.maxima, axis_name))
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updated = optax.apply_updates(state.params, updates), opt_state
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), updated, (state.params, state.opt_state)
+    )
+    skipped = jnp.where(finite, 0, state.skipped + 1)
+    metrics = {name: total / jnp.maximum(weight, 1e-9) for name, (total, weight) in logs.means.items()}
+    metrics |= logs.maxima | {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
+    return TrainState(state.step, params, opt_state, skipped), metrics
+
+
+def split_leading(tree, pieces: int):
+    """Leaves `[N, ...]` as `[pieces, N / pieces, ...]`."""
+    return jax.tree.map(lambda x: x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:]), tree)
+
+
+def _combine(total, piece):
+    """Adds gradients, losses and means; takes the larger of maxima."""
+    (grads, loss, logs), (more_grads, more_loss, more_logs) = total, piece
+    summed = jax.tree.map(jnp.add, (grads, loss, logs.means), (more_grads, more_loss, more_logs.means))
+    return summed[0], summed[1], Logs(summed[2], jax.tree.map(jnp.maximum, logs.maxima, more_logs.maxima))
