@@ -35,12 +35,12 @@ CURVES = (("reward", "reward"), ("heldout_sampled", "held-out accuracy"), ("entr
 class Config(GRPOConfig, cli.RunConfig):
     """Options of the run; those of the algorithm come from the preset unless given."""
 
-    steps: int = 100
-    num_prompts: int = 16
+    steps: int = 250
+    num_prompts: int = 32
     max_tokens: int = arithmetic.MAX_TOKENS
-    learning_rate: float = 3e-4
+    learning_rate: float = 4e-4
     old_logprobs: Literal["recompute", "sampler"] = "sampler"
-    eval_every: int = 20
+    eval_every: int = 25
     warm_steps: int = 700
     """Supervised steps before GRPO."""
     warm_batch: int = 128

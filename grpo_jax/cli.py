@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,8 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     Returns:
       The options. `run_dir` is the folder of the run, which exists exactly when resuming.
     """
-    config = tyro.cli(config_class, args=args, description=description)
+    prog = f"python -m experiments.{Path(sys.argv[0]).stem}"
+    config = tyro.cli(config_class, prog=prog, args=args, description=description)
     if not config.resume:
         return dataclasses.replace(config, run_dir=_candidates(config.run_dir)[-1])
     existing = _candidates(config.run_dir)[:-1]
@@ -48,7 +50,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
         refuse(f"there is no run to resume at {config.run_dir}: leave out --resume, or name its --run-dir")
     saved = json.loads((existing[-1] / "config.json").read_text())
     default = config_class(**saved, run_dir=config.run_dir, resume=True)
-    config = tyro.cli(config_class, args=args, description=description, default=default)
+    config = tyro.cli(config_class, prog=prog, args=args, description=description, default=default)
     changed = [field.name for field in dataclasses.fields(config) if _differ(config, default, field.name)]
     if changed:
         refuse(f"{', '.join(changed)} differ from the run in {existing[-1]}: leave them out, or start a new run")
@@ -68,6 +70,8 @@ def main(config_class: type[Config], run: Callable[[Config], None], description:
         run(config)
     except (ValueError, FloatingPointError) as error:
         refuse(str(error))
+    except KeyboardInterrupt:
+        refuse(f"stopped; add --resume to continue the run in {config.run_dir}")
 
 
 def open_run(config: RunConfig) -> RunFolder:

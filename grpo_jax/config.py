@@ -80,13 +80,13 @@ class GRPOConfig:
     num_prompts: int = 32
     """Prompts of a rollout."""
     group_size: int | None = None
-    """Completions of each prompt (G)."""
+    """Completions of each prompt (G); None: the preset's."""
     max_tokens: int = 64
     """Longest completion, in tokens, its ending token included (T)."""
     temperature: float | None = None
-    """Sampling temperature; log-probabilities are those after it."""
+    """Sampling temperature; log-probabilities are those after it. None: the preset's."""
     temperature_spread: float | None = None
-    """Completion i of G is sampled at temperature + spread * i / G."""
+    """Completion i of G is sampled at temperature + spread * i / G; None: the preset's."""
     top_k: int = 0
     """Sample among the k likeliest tokens; 0 for all."""
     top_p: float = 1.0
@@ -94,11 +94,11 @@ class GRPOConfig:
     min_p: float = 0.0
     """Sample among tokens of at least this share of the largest probability; 0 for all."""
     kl_coef: float | None = None
-    """Weight of the KL divergence from the start; 0 does without a reference model."""
+    """Weight of the KL divergence from the start; 0 does without a reference model. None: the preset's."""
     epsilon_low: float | None = None
-    """How far below 1 the ratio may go."""
+    """How far below 1 the ratio may go; None: the preset's."""
     epsilon_high: float | None = None
-    """How far above 1 the ratio may go."""
+    """How far above 1 the ratio may go; None: the preset's."""
     epochs: int = 1
     """Passes over each rollout (mu)."""
     minibatches: int = 1

@@ -121,4 +121,5 @@ def _beats(rewards: jax.Array) -> jax.Array:
 
 
 def _has_spread(rewards: jax.Array) -> jax.Array:
-    return jnp.max(rewards, axis=-1, keepdims=True) > jnp.min(rewards, axis=-1, keepdims=True)
+    # Not equal rather than greater: a NaN must stay visible, and not pass for "all equal".
+    return jnp.max(rewards, axis=-1, keepdims=True) != jnp.min(rewards, axis=-1, keepdims=True)

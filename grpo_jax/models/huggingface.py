@@ -1,6 +1,7 @@
 """A Hugging Face folder as configuration, parameters and tokenizer. No torch, no pickle."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +42,8 @@ def load_pretrained(folder: str | Path, **overrides: Any) -> Pretrained:
     raw = json.loads((folder / "config.json").read_text())
     config = config_from_huggingface(raw, **overrides)
     params = params_from_tensors(_read_tensors(folder), config)
-    # Importing transformers takes seconds, and only this needs it.
+    # Importing transformers takes seconds, and only this needs it; that torch is missing is no news.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_jax.tasks.task import Example, Prompts, Task, pad_prompts, rng
+from grpo_jax.tasks.task import Example, Prompts, Task, check_num_prompts, pad_prompts, rng
 
 CHARACTERS = "0123456789+="
 PAD_ID = len(CHARACTERS)
@@ -34,6 +34,8 @@ def arithmetic_task(*, num_prompts: int, seed: int) -> Task:
     Returns:
       The task.
     """
+
+    check_num_prompts(num_prompts, len(_TRAIN))
 
     def prompts(step: int) -> Prompts:
         return encode_pairs(rng(seed, 0, step).choice(_TRAIN, num_prompts, replace=False))

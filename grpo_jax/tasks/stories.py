@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from grpo_jax.tasks.task import Example, Prompts, Task, pad_prompts, rng
+from grpo_jax.tasks.task import Example, Prompts, Task, check_num_prompts, pad_prompts, rng
 
 HAPPY_WORDS = frozenset(
     ("happy", "smiled", "laughed", "love", "loved", "hug", "hugged", "fun", "joy", "glad", "cheerful", "giggled")
@@ -39,6 +39,7 @@ def stories_task(tokenizer: Any, eos_ids: tuple[int, ...], *, vocab_size: int, n
       The task. Stories are longer than they are sampled, so it is open-ended.
     """
     openings, heldout = _openings(ANIMALS, NAMES), _openings(HELDOUT_ANIMALS, HELDOUT_NAMES)
+    check_num_prompts(num_prompts, len(openings))
     tokens = {text: tokenizer.encode(text) for text in openings + heldout}
     width = max(len(ids) for ids in tokens.values())
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]

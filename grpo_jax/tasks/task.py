@@ -58,6 +58,16 @@ def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example],
     return Prompts(ids, mask, list(examples))
 
 
+def check_num_prompts(num_prompts: int, available: int) -> None:
+    """Refuses a step of more prompts than there are.
+
+    Raises:
+      ValueError: one sentence that says what to change.
+    """
+    if num_prompts > available:
+        raise ValueError(f"num_prompts is {num_prompts}, but the task has {available} training prompts: lower it")
+
+
 def rng(*key: int) -> np.random.Generator:
     """NumPy's generator for a tuple of non-negative ints such as (seed, stream, step)."""
     return np.random.default_rng(np.random.SeedSequence(key))

@@ -122,12 +122,14 @@ def train(
                 # ---- log
                 guards.check_rollout(run, rollout, task)
                 guards.check_first_ratio(run, all_metrics[0]["ratio_deviation"])
-                mean_metrics = {name: float(np.mean([m[name] for m in all_metrics])) for name in all_metrics[0]}
+                metrics = {name: float(np.mean([m[name] for m in all_metrics])) for name in all_metrics[0]}
+                metrics["first_ratio_deviation"] = all_metrics[0]["ratio_deviation"]
+                metrics["ratio_deviation"] = max(m["ratio_deviation"] for m in all_metrics)
                 evaluated: dict[str, float] = {}
                 if evaluate and config.eval_every and (step + 1) % config.eval_every == 0:
                     with run.timed("evaluate"):
                         evaluated = evaluate(state.params)
-                run.log(phase, step + 1, **rollout_metrics(rollout), **mean_metrics, **evaluated)
+                run.log(phase, step + 1, **rollout_metrics(rollout), **metrics, **evaluated)
                 if config.rollouts_every and step % config.rollouts_every == 0:
                     run.log_rollout(phase, step + 1, readable(rollout, batch))
                 run.log_times(phase, step + 1, tokens=int(batch.completion_mask.sum()))

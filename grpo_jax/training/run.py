@@ -6,6 +6,7 @@ times, which never repeat, have a file of their own.
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ class RunFolder:
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
         with (self.path / name).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
 
     # ---- checkpoints, times, words
 
@@ -112,6 +113,11 @@ class RunFolder:
         if name not in self._warned:
             self._warned.add(name)
             self.console.print(f"[yellow]warning:[/] {message}")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_later(record: dict[str, Any], phase: str, step: int) -> bool:
