@@ -123,10 +123,9 @@ def test_equals_a_plain_loop(function):
 
 @pytest.mark.parametrize("function", LOOPS)
 def test_leading_axes_are_independent_groups(function):
-    rewards = jnp.asarray(random_rewards((2, 3, 5)))
-    one_by_one = [[jitted[function](group) for group in block] for block in rewards]
-    for transformed in (jitted[function], jax.jit(jax.vmap(jax.vmap(function)))):
-        assert_allclose(transformed(rewards), np.array(one_by_one), rtol=1e-5, atol=1e-6)
+    rewards = random_rewards((2, 3, 5))
+    one_by_one = jax.jit(jax.vmap(jax.vmap(function)))(rewards)
+    assert_allclose(jitted[function](rewards), one_by_one, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("function", LOOPS)
@@ -140,14 +139,15 @@ def test_eps_may_be_traced(function):
     rewards = jnp.array([0.0, 1.0, 5.0])
     values = jnp.array([1e-6, 1e-2, 1.0])
     traced = jax.jit(jax.vmap(lambda eps: function(rewards, eps=eps)))(values)
-    for result, eps in zip(traced, values.tolist(), strict=True):
-        assert_allclose(result, function(rewards, eps=eps), rtol=1e-6)
+    centered = np.array([-2, -1, 3]) if function is group_advantages else np.array([-1, 0, 1])
+    expected = [centered / (np.sqrt(np.sum(centered**2) / 2) + eps) for eps in values.tolist()]
+    assert_allclose(traced, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("function", ADVANTAGES)
 def test_shape_and_dtype_stay(function, dtype):
-    advantages = jitted[function](jnp.asarray(random_rewards(), dtype))
+    advantages = jax.eval_shape(function, jax.ShapeDtypeStruct((5, 7), dtype))
     assert (advantages.shape, advantages.dtype) == ((5, 7), dtype)
 
 
@@ -161,8 +161,8 @@ def test_gradients_equal_finite_differences(function):
 @pytest.mark.parametrize("group_size", [1, 4])
 def test_gradients_are_finite_without_spread(function, group_size):
     # √ has an infinite slope at a variance of 0.
-    jacobian = jax.jacrev(jitted[function])(jnp.full(group_size, 0.7))
-    assert jnp.all(jnp.isfinite(jacobian))
+    jacobian = jax.jit(jax.jacrev(function))(np.full(group_size, 0.7, np.float32))
+    assert np.all(np.isfinite(jacobian))
 
 
 # --- no spread ---
@@ -189,14 +189,13 @@ def test_a_group_without_spread_leaves_its_neighbours_alone(function):
     rewards = np.array([[0.7, 0.7, 0.7], [0.1, 0.7, 0.4]], np.float32)
     without, neighbour = np.asarray(jitted[function](rewards))
     assert_array_equal(without, np.zeros(3))
-    assert_allclose(neighbour, jitted[function](rewards[1]), rtol=1e-5)
-    assert neighbour[1] > 0.2
+    assert_allclose(neighbour, LOOPS[function](rewards[1].astype(float).tolist()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
 @pytest.mark.parametrize("function", [group_advantages, rank_advantages])
 def test_group_of_one_of_either_deviation(function, ddof):
-    assert_array_equal(function(jnp.array([[3.0], [0.7]]), ddof=ddof), np.zeros((2, 1)))
+    assert_array_equal(jax.jit(partial(function, ddof=ddof))(jnp.array([[3.0], [0.7]])), np.zeros((2, 1)))
 
 
 @pytest.mark.parametrize("function", ADVANTAGES)

@@ -115,9 +115,9 @@ def test_wholly_masked_rows_are_not_counted(name):
 
 
 @every_weight
-@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 1), (0, 4), (3, 0)])
+@pytest.mark.parametrize("shape", [(4, 5), (0, 5)])
 def test_an_empty_batch_gives_zeros(name, shape):
-    assert_array_equal(WEIGHTS[name](jnp.zeros(shape, bool)), np.zeros(shape))
+    assert_array_equal(jitted[name](np.zeros(shape, bool)), np.zeros(shape))
 
 
 @every_weight

@@ -1,0 +1,364 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import Mesh, PartitionSpec
+from jax.test_util import check_grads
+from numpy.testing import assert_allclose, assert_array_equal
+
+from grpo_jax.functional import TokenLogprobs, entropy, logprobs, token_logprobs
+
+ROWS, WIDTH, FEATURES = 2, 6, 3
+
+# Vocabulary and greatest width of a slice. The last slice overlaps the one before it in
+# 1 of 4 columns for (11, 4) and in 4 of 5 for (21, 5).
+SLICINGS = [(5, 128), (8, 4), (11, 4), (21, 5), (7, 1)]
+
+
+@pytest.fixture
+def slice_width(monkeypatch):
+    """Sets how many columns of the vocabulary are computed at a time."""
+
+    def set_width(width):
+        monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS", 1)
+        monkeypatch.setattr(logprobs, "_MIN_SLICE_WIDTH", width)
+
+    return set_width
+
+
+def random_arguments(vocabulary, shape=(ROWS, WIDTH), dtype=np.float32):
+    """hidden, unembedding and ids, the first and last of the vocabulary among the ids."""
+    rng = np.random.default_rng(vocabulary)
+    hidden = rng.normal(size=(*shape, FEATURES)).astype(dtype)
+    unembedding = rng.normal(size=(vocabulary, FEATURES)).astype(dtype)
+    ids = np.resize([0, vocabulary - 1, *rng.permutation(vocabulary)], shape).astype(np.int32)
+    return hidden, unembedding, ids
+
+
+def dense(hidden, unembedding, ids, *, temperature=1.0):
+    """What the function replaces: all logits at once."""
+    log_p = jax.nn.log_softmax(hidden @ unembedding.T / jnp.broadcast_to(temperature, ids.shape)[..., None])
+    chosen = jnp.take_along_axis(log_p, ids[..., None], axis=-1)[..., 0]
+    return TokenLogprobs(chosen, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1))
+
+
+def mixed(function, hidden, unembedding, ids, temperature):
+    """A scalar in which every token's log-probability and entropy has its own weight."""
+    outputs = function(hidden, unembedding, ids, temperature=temperature)
+    weights = np.linspace(-1, 2, ids.size, dtype=np.float32).reshape(ids.shape)
+    return jnp.sum(weights * outputs.logprobs) + jnp.sum(weights**2 * outputs.entropy), outputs
+
+
+def value_and_gradients(function):
+    # A new function each time: what was compiled for another width of the slices is not found again.
+    return jax.jit(jax.value_and_grad(partial(mixed, function), (0, 1, 3), has_aux=True))
+
+
+def assert_trees_close(result, expected, **tolerance):
+    jax.tree.map(partial(assert_allclose, **tolerance), result, expected)
+
+
+# --- numbers derived by hand ---
+
+
+def test_by_hand():
+    # Logits (0, log 3): π = (1/4, 3/4). log ¼ = −1.3863, log ¾ = −0.2877, H = ¼ · 1.3863 + ¾ · 0.2877 = 0.5623.
+    hidden, unembedding = jnp.ones((2, 1)), jnp.log(jnp.array([[1.0], [3.0]]))
+    result = token_logprobs(hidden, unembedding, jnp.array([0, 1]))
+    assert_allclose(result.logprobs, [-1.3863, -0.2877], atol=5e-5)
+    assert_allclose(result.entropy, [0.5623, 0.5623], atol=5e-5)
+    # τ = ½ squares the odds: logits (0, log 9), π = (1/10, 9/10). log 0.1 = −2.3026, log 0.9 = −0.1054,
+    # H = 0.2303 + 0.0948 = 0.3251.
+    result = token_logprobs(hidden, unembedding, jnp.array([0, 1]), temperature=0.5)
+    assert_allclose(result.logprobs, [-2.3026, -0.1054], atol=5e-5)
+    assert_allclose(result.entropy, [0.3251, 0.3251], atol=5e-5)
+
+
+def test_uniform_by_hand(slice_width):
+    # Without features all 11 logits are 0: log π = −log 11, H = log 11.
+    slice_width(4)
+    hidden, unembedding, ids = random_arguments(11)
+    result = token_logprobs(np.zeros_like(hidden), unembedding, ids)
+    assert_allclose(result.logprobs, np.full(ids.shape, -np.log(11)), rtol=1e-6)
+    assert_allclose(result.entropy, np.full(ids.shape, np.log(11)), rtol=1e-6)
+
+
+# --- a plain loop, and all logits at once ---
+
+
+def loop(hidden, unembedding, ids, temperature):
+    chosen, entropies = np.zeros(ids.shape), np.zeros(ids.shape)
+    for index in np.ndindex(ids.shape):
+        logits = [sum(float(w) * float(h) for w, h in zip(row, hidden[index], strict=True)) for row in unembedding]
+        weights = [np.exp(logit / temperature) for logit in logits]
+        probabilities = [weight / sum(weights) for weight in weights]
+        chosen[index] = np.log(probabilities[ids[index]])
+        entropies[index] = -sum(p * np.log(p) for p in probabilities)
+    return chosen, entropies
+
+
+def test_equals_a_plain_loop(slice_width):
+    slice_width(4)
+    arguments = random_arguments(11)
+    result = jax.jit(partial(token_logprobs, temperature=0.7))(*arguments)
+    assert_trees_close(tuple(result), loop(*arguments, 0.7), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("vocabulary", "width"), SLICINGS)
+def test_values_and_gradients_equal_the_dense_ones(slice_width, vocabulary, width):
+    slice_width(width)
+    temperature = np.array([[0.5], [1.5]], np.float32)  # one a row
+    arguments = *random_arguments(vocabulary), temperature
+    (_, result), gradients = value_and_gradients(token_logprobs)(*arguments)
+    (_, expected), expected_gradients = value_and_gradients(dense)(*arguments)
+    assert_trees_close(result, expected, rtol=1e-5, atol=1e-5)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert (gradient.shape, gradient.dtype) == (expected_gradient.shape, jnp.float32)
+        assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_equal_finite_differences(slice_width):
+    slice_width(3)
+    hidden, unembedding, ids = random_arguments(7)
+
+    @jax.jit
+    def function(hidden, unembedding, temperature):
+        return token_logprobs(hidden, unembedding, ids, temperature=temperature)
+
+    check_grads(function, (hidden, unembedding, np.full((ROWS, 1), 0.8, np.float32)), order=1, modes=["rev"], eps=1e-2)
+
+
+def test_entropy_equals_that_of_the_logits(slice_width):
+    slice_width(4)
+    hidden, unembedding, ids = random_arguments(11)
+    result = token_logprobs(hidden, unembedding, ids).entropy
+    assert_allclose(result, entropy(jnp.asarray(hidden @ unembedding.T)), rtol=1e-5)
+
+
+# --- shapes, dtypes, temperatures ---
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3, 2)])
+def test_any_leading_axes(slice_width, shape):
+    slice_width(4)
+    hidden, unembedding, ids = random_arguments(11, shape)
+    function = value_and_gradients(token_logprobs)
+    (_, result), gradients = function(hidden, unembedding, ids, np.float32(1.3))
+    (_, flat), flat_gradients = function(hidden.reshape(-1, FEATURES), unembedding, ids.reshape(-1), np.float32(1.3))
+    assert result.logprobs.shape == result.entropy.shape == shape
+    assert gradients[0].shape == hidden.shape
+    assert_trees_close(jax.tree.map(jnp.ravel, result), flat, rtol=1e-6)
+    assert_trees_close((gradients[0].reshape(-1, FEATURES), *gradients[1:]), flat_gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_temperature_broadcasts_against_the_tokens(slice_width):
+    slice_width(4)
+    hidden, unembedding, ids = random_arguments(11)
+    function = value_and_gradients(token_logprobs)
+    for shape in [(), (WIDTH,), (ROWS, 1), (1, WIDTH)]:
+        temperature = np.random.default_rng(0).uniform(0.5, 2, shape).astype(np.float32)
+        (_, result), (*_, gradient) = function(hidden, unembedding, ids, temperature)
+        full, collect = jax.vjp(lambda t: jnp.broadcast_to(t, ids.shape), temperature)
+        (_, expected), (*_, full_gradient) = function(hidden, unembedding, ids, full)
+        assert_trees_close(result, expected, rtol=1e-5, atol=1e-6)
+        # A temperature of several tokens collects the gradients of all of them.
+        assert_allclose(gradient, collect(full_gradient)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_temperature_may_be_mapped_over(slice_width):
+    slice_width(4)
+    arguments = random_arguments(11)
+    temperatures = np.array([0.5, 1.0, 2.0], np.float32)
+    function = value_and_gradients(token_logprobs)
+    mapped = jax.vmap(function, (None, None, None, 0))(*arguments, temperatures)
+    for i, temperature in enumerate(temperatures):
+        of_one = jax.tree.map(lambda x, i=i: x[i], mapped)
+        assert_trees_close(of_one, function(*arguments, temperature), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_may_be_mapped_over(slice_width):
+    slice_width(4)
+    hidden, unembedding, ids = random_arguments(11)
+    expected = jax.jit(token_logprobs)(hidden, unembedding, ids)
+    assert_trees_close(jax.jit(jax.vmap(token_logprobs, (0, None, 0)))(hidden, unembedding, ids), expected, rtol=1e-5)
+
+
+def test_jit_equals_eager(slice_width):
+    slice_width(4)
+    arguments = *random_arguments(11), np.float32(0.7)
+    eager = jax.value_and_grad(partial(mixed, token_logprobs), (0, 1, 3), has_aux=True)(*map(jnp.asarray, arguments))
+    assert_trees_close(value_and_gradients(token_logprobs)(*arguments), eager, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_inputs(slice_width):
+    slice_width(4)
+    hidden, unembedding, ids = random_arguments(11, dtype=jnp.bfloat16)
+    (_, result), gradients = value_and_gradients(token_logprobs)(hidden, unembedding, ids, np.float32(0.7))
+    exact = hidden.astype(np.float32), unembedding.astype(np.float32), ids, np.float32(0.7)
+    (_, expected), expected_gradients = value_and_gradients(dense)(*exact)
+    # Products of bfloat16 are exact in the float32 that they are added up in.
+    assert result.logprobs.dtype == result.entropy.dtype == jnp.float32
+    assert_trees_close(result, expected, rtol=1e-4, atol=1e-4)
+    # The gradients of the logits and of the inputs are rounded to the 8 bits of bfloat16.
+    assert [gradient.dtype for gradient in gradients] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert_allclose(gradient.astype(jnp.float32), expected_gradient, rtol=2e-2, atol=2e-2)
+
+
+def test_large_logits_stay_finite(slice_width):
+    # exp of such logits is infinite; their largest takes all the probability.
+    slice_width(4)
+    hidden, unembedding, ids = random_arguments(11)
+    hidden = hidden * np.float32(1e4)
+    (_, result), gradients = value_and_gradients(token_logprobs)(hidden, unembedding, ids, np.float32(1))
+    logits = hidden @ unembedding.T
+    chosen = np.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+    assert_allclose(result.logprobs, chosen - logits.max(axis=-1), rtol=1e-5, atol=1e-2)
+    assert_allclose(result.entropy, np.zeros(ids.shape), atol=1e-2)
+    assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "unembedding", "ids"),
+    [
+        ((2, 6, 3), (11, 4), (2, 6)),  # features differ
+        ((2, 6, 3), (3, 11), (2, 6)),  # transposed
+        ((2, 6, 3), (11, 3, 1), (2, 6)),
+        ((2, 6, 3), (11, 3), (2, 5)),
+        ((2, 6, 3), (11, 3), (6, 2)),
+        ((2, 6, 3), (11, 3), (2, 6, 3)),
+        ((2, 6, 5, 3), (11, 3), (2, 6)),  # an axis too many before the features
+    ],
+)
+def test_wrong_shapes_are_refused(hidden, unembedding, ids):
+    with pytest.raises(AssertionError):
+        jax.eval_shape(token_logprobs, jnp.zeros(hidden), jnp.zeros(unembedding), jnp.zeros(ids, jnp.int32))
+
+
+# --- masked tokens ---
+
+
+def test_masked_tokens_are_physically_removed(slice_width):
+    slice_width(4)
+    hidden, unembedding, ids = random_arguments(11)
+    mask = np.array([[1, 1, 1, 0, 0, 0], [0, 1, 0, 1, 1, 0]], bool)
+    ids = np.where(mask, ids, 11**5)  # no id of the vocabulary: unspecified, but of no effect
+
+    def loss(hidden, unembedding, ids, mask):
+        outputs = token_logprobs(hidden, unembedding, ids)
+        return jnp.sum(jnp.where(mask, outputs.logprobs - outputs.entropy, 0))
+
+    function = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    value, (d_hidden, d_unembedding) = function(hidden, unembedding, ids, mask)
+    expected, (d_kept, d_expected) = function(hidden[mask], unembedding, ids[mask], mask[mask])
+    assert_allclose(value, expected, rtol=1e-5)
+    assert_allclose(np.asarray(d_hidden)[mask], d_kept, rtol=1e-5, atol=1e-6)
+    assert_array_equal(np.asarray(d_hidden)[~mask], np.zeros((6, FEATURES)))
+    assert_allclose(d_unembedding, d_expected, rtol=1e-5, atol=1e-6)
+
+
+# --- many devices ---
+
+
+def loss_of_shard(hidden, unembedding, ids, temperature):
+    outputs = token_logprobs(hidden, unembedding, ids, temperature=temperature)
+    return jnp.sum(outputs.logprobs * outputs.entropy)
+
+
+def arguments_of_eight():
+    hidden, unembedding, ids = random_arguments(11, (16, WIDTH))
+    return hidden, unembedding, ids, np.linspace(0.5, 2, 16, dtype=np.float32)[:, None]
+
+
+def test_gradient_inside_shard_map(slice_width):
+    # With the default check_vma, autodiff has summed the gradient of the replicated matrix already.
+    slice_width(4)
+    arguments = arguments_of_eight()
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+
+    def value_and_gradients(*arguments):
+        value, gradients = jax.value_and_grad(loss_of_shard, (0, 1, 3))(*arguments)
+        return jax.lax.psum(value, "data"), gradients
+
+    sharded = jax.shard_map(
+        value_and_gradients,
+        mesh=mesh,
+        in_specs=(rows, whole, rows, rows),
+        out_specs=(whole, (rows, whole, rows)),
+    )
+    expected = jax.jit(jax.value_and_grad(loss_of_shard, (0, 1, 3)))(*arguments)
+    assert_trees_close(jax.jit(sharded)(*arguments), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_through_shard_map(slice_width):
+    slice_width(4)
+    arguments = arguments_of_eight()
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    sharded = jax.shard_map(
+        lambda *shard: jax.lax.psum(loss_of_shard(*shard), "data"),
+        mesh=Mesh(np.array(jax.devices()), ("data",)),
+        in_specs=(rows, whole, rows, rows),
+        out_specs=whole,
+    )
+    expected = jax.jit(jax.value_and_grad(loss_of_shard, (0, 1, 3)))(*arguments)
+    result = jax.jit(jax.value_and_grad(sharded, (0, 1, 3)))(*arguments)
+    assert_trees_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_under_pmap_with_one_sum(slice_width):
+    slice_width(4)
+    hidden, unembedding, ids, temperature = arguments_of_eight()
+
+    def summed(unembedding, hidden, ids, temperature):
+        loss, gradient = jax.value_and_grad(loss_of_shard, 1)(hidden, unembedding, ids, temperature)
+        return jax.lax.psum((loss, gradient), "data")
+
+    mapped = jax.pmap(summed, axis_name="data", in_axes=(None, 0, 0, 0), out_axes=None)
+    shards = (x.reshape(8, 2, *x.shape[1:]) for x in (hidden, ids, temperature))
+    expected = jax.jit(jax.value_and_grad(loss_of_shard, 1))(hidden, unembedding, ids, temperature)
+    assert_trees_close(mapped(unembedding, *shards), expected, rtol=1e-4, atol=1e-5)
+
+
+# --- memory ---
+
+
+def value_and_gradients_of_shapes(tokens, vocabulary, features):
+    """The function of a training step, and arguments for it that hold no memory."""
+
+    def loss(hidden, unembedding, ids):
+        outputs = token_logprobs(hidden, unembedding, ids)
+        return jnp.sum(outputs.logprobs) + jnp.sum(outputs.entropy)
+
+    shapes = (
+        jax.ShapeDtypeStruct((*tokens, features), jnp.float32),
+        jax.ShapeDtypeStruct((vocabulary, features), jnp.float32),
+        jax.ShapeDtypeStruct(tokens, jnp.int32),
+    )
+    return jax.value_and_grad(loss, (0, 1)), shapes
+
+
+def all_shapes(jaxpr):
+    """Shapes of all arrays of a computation, those of loops and calls within it included."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.shape for variable in (*equation.invars, *equation.outvars))
+        for inner in jaxprs_in_params(equation.params):
+            yield from all_shapes(inner)
+
+
+def test_no_array_is_as_large_as_the_logits():
+    tokens, vocabulary = (4, 512), 2**15 + 1
+    function, shapes = value_and_gradients_of_shapes(tokens, vocabulary, features=8)
+    found = set(all_shapes(jax.make_jaxpr(function)(*shapes).jaxpr))
+    assert (2048, 3641) in found  # a slice of nine: the walk has reached the inside of the loops
+    assert max(np.prod(shape) for shape in found) <= np.prod(tokens) * vocabulary / 8
+
+
+def test_memory_of_a_large_vocabulary():
+    # The logits alone would be 8 · 512 · 151,936 · 4 bytes = 2,374 MiB.
+    function, shapes = value_and_gradients_of_shapes((8, 512), 151_936, features=512)
+    memory = jax.jit(function).lower(*shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 200 * 2**20

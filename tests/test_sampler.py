@@ -1,0 +1,524 @@
+"""The sampler with a fake policy, with a tiny decoder, and its parts against NumPy."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from grpo_jax.config import GRPOConfig
+from grpo_jax.functional import token_logprobs
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.sampling.categorical import sample_categorical
+from grpo_jax.sampling.sampler import sample_groups
+from grpo_jax.sampling.truncation import Truncation, truncate
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.rollout import make_sampler, step_key
+
+# ---- one token
+
+
+@jax.jit
+def draw(logits, uniforms):
+    """Logits [V], uniforms [M, 2] -> M ids and log-probabilities."""
+    return jax.vmap(sample_categorical, (None, 0))(logits, uniforms)
+
+
+def random_logits(vocab_size, share=1.0, seed=0):
+    """Normal logits, of which all but about `share` are −inf."""
+    rng = np.random.default_rng(seed)
+    logits = 1.5 * rng.normal(size=vocab_size).astype(np.float32)
+    logits[rng.random(vocab_size) > share] = -np.inf
+    logits[vocab_size // 2] = 0  # at least one token
+    return logits
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 16, 50, 290])  # mostly no squares
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_frequencies_are_those_of_the_softmax(vocab_size, share):
+    logits, count = random_logits(vocab_size, share), 100_000
+    uniforms = np.random.default_rng(1).random((count, 2), np.float32)
+    ids, logprobs = draw(logits, uniforms)
+    expected = log_softmax(logits)
+    np.testing.assert_allclose(logprobs, expected[ids], atol=1e-5)
+    possible = np.isfinite(expected)
+    counts = np.bincount(ids, minlength=vocab_size)
+    assert counts[~possible].sum() == 0
+    mean = count * np.exp(expected[possible])
+    freedom = possible.sum() - 1
+    # χ² has mean `freedom` and variance 2 · `freedom`.
+    assert ((counts[possible] - mean) ** 2 / mean).sum() <= freedom + 5 * np.sqrt(2 * freedom) + 1e-6
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 50])
+def test_extreme_uniforms_take_the_first_and_the_last_possible_token(vocab_size):
+    logits = random_logits(vocab_size, share=0.4)
+    largest = np.float32(1) - np.float32(2**-24)
+    ids, _ = draw(logits, np.array([[0, 0], [largest, largest]], np.float32))
+    assert ids.tolist() == np.flatnonzero(np.isfinite(logits))[[0, -1]].tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [100, 1000, 151_936])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rounding_never_picks_an_impossible_token(vocab_size, axis):
+    """Looks where one token hands over to the next: there a rounding of running sums decides."""
+    logits, steps, count = random_logits(vocab_size, share=0.1), 2**23, 1000
+    grid = np.random.default_rng(0).integers(0, steps, (count, 2))  # jax.random.uniform returns grid / 2²³
+
+    def ids_at(position):
+        uniforms = grid.copy()
+        uniforms[:, axis] = position
+        return np.asarray(draw(logits, (uniforms / steps).astype(np.float32))[0])
+
+    target = ids_at(np.random.default_rng(1).integers(0, steps, count))
+    low, high = np.zeros(count, int), np.full(count, steps)
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        above = ids_at(middle) > target
+        low, high = np.where(above, low, middle), np.where(above, middle, high)
+    ids = np.concatenate([ids_at(np.clip(low + offset, 0, steps - 1)) for offset in range(-4, 6)])
+    assert ids.max() < vocab_size
+    impossible = ids[~np.isfinite(logits[ids])]
+    assert impossible.size == 0, f"{impossible.size} of {ids.size} are impossible"
+
+
+def test_greedy_takes_the_largest_logit_in_the_rows_that_ask_for_it():
+    logits = np.stack([random_logits(50, seed=seed) for seed in range(4)])
+    uniforms, greedy = np.zeros((4, 2), np.float32), np.array([True, False, True, False])
+    ids, logprobs = jax.jit(sample_categorical)(logits, uniforms, greedy=greedy)
+    np.testing.assert_array_equal(ids, np.where(greedy, logits.argmax(-1), 0))  # uniforms of 0: the first token
+    np.testing.assert_allclose(logprobs, log_softmax(logits)[np.arange(4), ids], atol=1e-6)
+
+
+# ---- truncation
+
+ROWS, V = (2, 3), 12
+
+
+def kept(logits, top_k=0, top_p=1.0, min_p=0.0):
+    """Which tokens of one row stay, by sorting. Also how close top-p and min-p were to deciding otherwise."""
+    probs = np.exp(log_softmax(logits))
+    keep, margin = np.ones(len(probs), bool), np.inf
+    if top_k > 0:
+        keep &= probs >= np.sort(probs)[::-1][min(top_k, len(probs)) - 1]
+    if top_p < 1:
+        left = np.where(keep, probs, 0) / probs[keep].sum()
+        descending = np.sort(left)[::-1]
+        mass = descending.cumsum()
+        margin = abs(mass - top_p).min()
+        keep &= left >= descending[np.argmax(mass >= top_p)]
+    if min_p > 0:
+        margin = min(margin, abs(probs / probs.max() - min_p)[probs < probs.max()].min(initial=np.inf))
+        keep &= probs >= min(min_p, 1) * probs.max()
+    return keep, margin
+
+
+@jax.jit
+def finite_after(logits, truncation):
+    return jnp.isfinite(truncate(logits, truncation, ROWS))
+
+
+def per_row(elements, dtype):
+    return arrays(dtype, ROWS, elements=elements)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    # Multiples of 1/4, so that ties are common.
+    logits=arrays(np.int32, (*ROWS, V), elements=st.integers(-16, 16)).map(lambda x: (x / 4).astype(np.float32)),
+    top_k=per_row(st.integers(0, V + 2), np.int32),
+    top_p=per_row(st.floats(1 / 16, 31 / 32, width=32) | st.just(1.0), np.float32),
+    min_p=per_row(st.floats(0.0, 1.0, width=32), np.float32),
+)
+def test_truncation_equals_sorting(logits, top_k, top_p, min_p):
+    keep, margin = zip(
+        *(kept(logits[row], top_k[row], top_p[row], min_p[row]) for row in np.ndindex(ROWS)), strict=True
+    )
+    assume(min(margin) > 1e-5)  # at a tie between masses, float32 may round either way
+    finite = finite_after(logits, Truncation(top_k, top_p, min_p))
+    np.testing.assert_array_equal(finite, np.reshape(keep, (*ROWS, V)))
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"top_k": 2}, [0, 1]),
+        ({"top_k": 3}, [0, 1, 2, 3]),  # 2 and 3 are equal: a tie at the threshold is kept
+        ({"top_p": 0.45}, [0, 1]),
+        ({"top_p": 0.75}, [0, 1, 2, 3]),
+        ({"min_p": 0.6}, [0, 1]),
+        ({"top_k": 2, "top_p": 0.45}, [0]),  # of the 0.7 that top-k leaves, 0.4 is 57 %
+        ({"top_k": 2, "top_p": 0.6}, [0, 1]),
+        ({"top_p": 0.75, "min_p": 0.3}, [0, 1, 2, 3]),
+        ({"top_k": 4, "top_p": 0.99, "min_p": 0.6}, [0, 1]),
+        ({"top_k": 1, "top_p": 1e-6, "min_p": 1.0}, [0]),
+        ({"top_p": 0.0}, [0]),
+        ({"top_k": -1}, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_truncation_in_the_order_of_huggingface(limits, expected):
+    logits = np.log(np.array([0.4, 0.3, 0.13, 0.13, 0.04], np.float32))[[4, 2, 0, 3, 1]]
+    order = np.array([4, 2, 0, 3, 1])
+    left = truncate(jnp.asarray(logits)[None, None], Truncation(**limits), (1, 1))[0, 0]
+    assert sorted(order[np.isfinite(left)].tolist()) == expected
+    stays = np.isfinite(left)
+    np.testing.assert_array_equal(left[stays], logits[stays])
+
+
+@pytest.mark.parametrize("spread", [1.0, 10.0])
+def test_limits_that_are_off_keep_everything(spread):
+    logits = (spread * np.random.default_rng(0).normal(size=(*ROWS, V))).astype(np.float32)
+    off = Truncation(np.zeros(ROWS, np.int32), np.ones(ROWS, np.float32), np.zeros(ROWS, np.float32))
+    assert finite_after(logits, off).all()
+
+
+def test_flat_logits_are_all_ties():
+    limits = Truncation(jnp.int32(1), jnp.float32(0.1), jnp.float32(1.0))
+    assert finite_after(np.full((*ROWS, V), -3, np.float32), limits).all()
+
+
+# ---- a fake policy: a Markov chain of second order
+
+
+def markov_policy(on_decode=lambda step: None):
+    """Parameters are logits [V, V, V] of the next token after the two before it.
+
+    The cache is the last token but one, so a sampler that loses or shuffles it gets other
+    distributions. A prompt of one token follows an imagined token 0.
+    """
+
+    def context(prompt_ids, prompt_mask):
+        return jnp.where(prompt_mask[:, -2], prompt_ids[:, -2], 0), prompt_ids[:, -1]
+
+    def hidden(table, prompt_ids, prompt_mask, completion_ids):
+        shape = (*completion_ids.shape[:2], 1)
+        start = [jnp.broadcast_to(x[:, None, None], shape) for x in context(prompt_ids, prompt_mask)]
+        ids = jnp.concatenate([*start, completion_ids], axis=-1)
+        return table[ids[..., :-2], ids[..., 1:-1]]
+
+    def prefill(table, prompt_ids, prompt_mask, group_size, max_tokens):
+        before, last = context(prompt_ids, prompt_mask)
+
+        def decode(cache, ids, step):
+            jax.debug.callback(on_decode, step)
+            return table[cache, ids], ids
+
+        return table[before, last], decode, jnp.broadcast_to(last[:, None], (last.shape[0], group_size))
+
+    return Policy(lambda key: None, lambda table: jnp.eye(table.shape[-1]), hidden, prefill)
+
+
+def row_numbers(num_prompts, group_size):
+    return np.arange(num_prompts * group_size, dtype=np.int32).reshape(num_prompts, group_size)
+
+
+def sampler_of(policy, **options):
+    """(params, prompt_ids, prompt_mask, rows, key, temperature, truncation) -> Completions, compiled."""
+
+    def sample(params, prompt_ids, prompt_mask, rows, key, temperature=1.0, truncation=None):
+        return sample_groups(
+            policy,
+            params,
+            prompt_ids,
+            prompt_mask,
+            rows,
+            key,
+            temperature=temperature,
+            truncation=truncation,
+            **options,
+        )
+
+    return jax.jit(sample)
+
+
+def random_table(vocab_size, seed=0):
+    return np.random.default_rng(seed).normal(size=(vocab_size,) * 3).astype(np.float32)
+
+
+def counting_table(vocab_size):
+    """The chain that counts: i + 1 follows i, whatever was before."""
+    nexts = (np.arange(vocab_size) + 1) % vocab_size
+    table = np.where(np.arange(vocab_size) == nexts[:, None], 0, -1e4).astype(np.float32)
+    return np.broadcast_to(table, (vocab_size,) * 3)
+
+
+PROMPTS = np.array([[9, 9, 0], [1, 2, 1], [9, 2, 0]], np.int32)
+PROMPT_MASK = np.array([[False, False, True], [True, True, True], [False, True, True]])
+
+
+def test_sequences_have_their_exact_probabilities():
+    vocab_size, eos, tokens, group_size = 3, 2, 3, 30_000
+    table = random_table(vocab_size)
+    logprobs = log_softmax(table)
+
+    def outcomes(before, last, done=()):
+        """Every sequence with its probability."""
+        if len(done) == tokens or (done and done[-1] == eos):
+            return {done: 1.0}
+        return {
+            ids: np.exp(logprobs[before, last, token]) * share
+            for token in range(vocab_size)
+            for ids, share in outcomes(last, token, (*done, token)).items()
+        }
+
+    sample = sampler_of(markov_policy(), max_tokens=tokens, eos_ids=(eos,))
+    out = sample(table, PROMPTS, PROMPT_MASK, row_numbers(3, group_size), jax.random.key(0))
+    for prompt, context in enumerate([(0, 0), (2, 1), (2, 0)]):
+        expected = outcomes(*context)
+        assert sum(expected.values()) == pytest.approx(1)
+        lengths = np.asarray(out.completion_mask[prompt]).sum(-1)
+        rows = [tuple(ids[:n]) for ids, n in zip(np.asarray(out.completion_ids[prompt]).tolist(), lengths, strict=True)]
+        seen = {ids: rows.count(ids) / group_size for ids in set(rows)}
+        assert seen.keys() <= expected.keys()
+        # 13 outcomes of 30,000 draws: about 0.005 is expected.
+        assert sum(abs(expected[ids] - seen.get(ids, 0)) for ids in expected) / 2 < 0.012
+
+
+def test_completions_hold_what_they_say():
+    """Ids, mask, log-probabilities and flags of random rows, each against the definition."""
+    vocab_size, tokens, eos_ids, pad_id = 6, 7, (2, 5), 4
+    table, policy = random_table(vocab_size), markov_policy()
+    sample = sampler_of(policy, max_tokens=tokens, eos_ids=eos_ids, pad_id=pad_id)
+    out = sample(table, PROMPTS, PROMPT_MASK, row_numbers(3, 40), jax.random.key(0))
+    ids, mask = np.asarray(out.completion_ids), np.asarray(out.completion_mask)
+    ends = np.isin(ids, eos_ids) & mask
+    expected_mask = np.cumsum(ends, axis=-1) - ends == 0  # up to and including the first end
+    np.testing.assert_array_equal(mask, expected_mask)
+    np.testing.assert_array_equal(out.truncated, ~ends.any(-1))
+    assert (ids[~mask] == pad_id).all()
+    logprobs = np.take_along_axis(
+        log_softmax(policy.hidden(table, PROMPTS, PROMPT_MASK, ids)), ids[..., None], axis=-1
+    )[..., 0]
+    np.testing.assert_allclose(out.sampler_logprobs, np.where(mask, logprobs, 0), atol=1e-5)
+    assert out.truncated_logprobs is None
+    # The draw has rows of every kind: ended by each id, cut, of one token.
+    assert {ids[ends].tolist().count(eos) > 0 for eos in eos_ids} == {True}
+    assert np.asarray(out.truncated).any()
+    assert (mask.sum(-1) == 1).any()
+
+
+@pytest.mark.parametrize(
+    ("eos_ids", "max_tokens", "lengths", "truncated"),
+    [
+        ((3, 6), 4, [3, 1, 3], [False, False, False]),
+        ((6,), 4, [4, 4, 3], [True, False, False]),
+        ((3, 6), 1, [1, 1, 1], [True, False, True]),
+    ],
+)
+def test_every_eos_id_ends_a_row_and_is_kept(eos_ids, max_tokens, lengths, truncated):
+    last = np.array([0, 2, 3], np.int32)  # the chain then says 1 2 3, 3 and 4 5 6
+    prompts, mask = np.stack([last, last], axis=1), np.ones((3, 2), bool)
+    sample = sampler_of(markov_policy(), max_tokens=max_tokens, eos_ids=eos_ids, pad_id=7)
+    out = sample(counting_table(8), prompts, mask, row_numbers(3, 2), jax.random.key(0))
+    for prompt, group in np.ndindex(3, 2):
+        said = (last[prompt] + 1 + np.arange(max_tokens)) % 8
+        said[lengths[prompt] :] = 7
+        assert out.completion_ids[prompt, group].tolist() == said.tolist()
+        assert out.completion_mask[prompt, group].sum() == lengths[prompt]
+    np.testing.assert_array_equal(out.truncated, np.repeat(np.array(truncated)[:, None], 2, axis=1))
+
+
+def test_sampling_stops_when_every_row_has_ended():
+    steps = []
+    policy = markov_policy(lambda step: steps.append(int(step)))
+    last = np.array([0, 2, 3], np.int32)
+    sample = sampler_of(policy, max_tokens=50, eos_ids=(3, 6))
+    prompts = np.stack([last, last], axis=1)
+    out = sample(counting_table(8), prompts, np.ones((3, 2), bool), row_numbers(3, 2), jax.random.key(0))
+    assert out.completion_mask.sum(-1).max() == 3
+    jax.effects_barrier()
+    # The first token comes from the prompt, so three tokens take two turns.
+    assert sorted(steps) == [0, 1]
+
+
+# ---- noise is keyed by key, row and position alone
+
+
+TABLE, SIX, SIX_MASK = random_table(10), np.tile(PROMPTS, (2, 1)), np.tile(PROMPT_MASK, (2, 1))
+
+
+@pytest.fixture(scope="module")
+def markov_sample():
+    """(prompt_ids, prompt_mask, rows, key, temperature) -> completions of 12 tokens."""
+    sample = sampler_of(markov_policy(), max_tokens=12, eos_ids=())
+
+    def run(prompts, mask, rows, key, temperature=1.0):
+        return sample(TABLE, prompts, mask, rows, key, np.broadcast_to(np.float32(temperature), rows.shape))
+
+    return run
+
+
+def test_two_halves_of_a_batch_give_what_the_batch_gives(markov_sample):
+    rows, key = row_numbers(6, 4), jax.random.key(3)
+    whole = markov_sample(SIX, SIX_MASK, rows, key)
+    for half in (slice(3), slice(3, 6)):
+        part = markov_sample(SIX[half], SIX_MASK[half], rows[half], key)
+        np.testing.assert_array_equal(part.completion_ids, whole.completion_ids[half])
+
+
+@pytest.fixture(scope="module")
+def one_prompt_sample(markov_sample):
+    """(rows [6, 4], key) -> ids [6, 4, 12], all after the same prompt."""
+    prompts, mask = np.repeat(PROMPTS[:1], 6, axis=0), np.repeat(PROMPT_MASK[:1], 6, axis=0)
+    return lambda rows, key: np.asarray(markov_sample(prompts, mask, rows, key).completion_ids)
+
+
+def test_rows_follow_their_numbers(one_prompt_sample):
+    order = np.random.default_rng(0).permutation(24).reshape(6, 4).astype(np.int32)
+    ids = one_prompt_sample(row_numbers(6, 4), jax.random.key(3)).reshape(24, -1)
+    np.testing.assert_array_equal(one_prompt_sample(order, jax.random.key(3)), ids[order])
+
+
+def test_rows_keys_and_steps_have_noise_of_their_own(one_prompt_sample):
+    keys = [jax.random.key(0), jax.random.key(1), step_key(0, 0, 1), step_key(0, 0, 2), step_key(0, 1, 1)]
+    ids = np.concatenate([one_prompt_sample(row_numbers(6, 4), key).reshape(24, -1) for key in keys])
+    # 120 rows of 12 tokens: two equal ones are a sign of one noise for both.
+    assert len(np.unique(ids, axis=0)) == len(ids)
+
+
+def test_a_step_is_a_function_of_its_numbers(one_prompt_sample):
+    first, second = (one_prompt_sample(row_numbers(6, 4), step_key(5, 0, 9)) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_temperature_0_is_greedy_in_its_rows_with_logprobs_at_temperature_1(markov_sample):
+    temperature = np.resize(np.array([0, 2, 2, 0, 0], np.float32), (6, 4))
+    out = markov_sample(SIX, SIX_MASK, row_numbers(6, 4), jax.random.key(0), temperature)
+    ids = np.asarray(out.completion_ids)
+    logits = np.asarray(markov_policy().hidden(TABLE, SIX, SIX_MASK, ids))
+    np.testing.assert_array_equal((ids == logits.argmax(-1)).all(-1), temperature == 0)
+    scaled = logits / np.where(temperature == 0, 1, temperature)[..., None, None]
+    expected = np.take_along_axis(log_softmax(scaled), ids[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(out.sampler_logprobs, expected, atol=1e-5)
+
+
+# ---- a tiny decoder
+
+CONFIG = ModelConfig(
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+)
+TOKENS, GROUP = 8, 4
+EOS_IDS, PAD_ID = (3, 11), 1
+POLICY = decoder_policy(CONFIG)
+
+
+def random_params(policy):
+    """Large enough for distributions far from flat."""
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(policy.init, jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(POLICY)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Eight prompts of 1 to 6 tokens."""
+    rng = np.random.default_rng(0)
+    mask = np.arange(6) >= 6 - rng.integers(1, 7, (8, 1))
+    return np.where(mask, rng.integers(0, CONFIG.vocab_size, mask.shape, np.int32), PAD_ID), mask
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return sampler_of(POLICY, max_tokens=TOKENS, eos_ids=EOS_IDS, pad_id=PAD_ID)
+
+
+@pytest.fixture(scope="module")
+def score(params, prompts):
+    """(ids, temperature [N, G]) -> what a trainer computes, and the logits after temperature."""
+
+    @jax.jit
+    def compute(params, ids, temperature):
+        hidden, unembedding = POLICY.hidden(params, *prompts, ids), POLICY.unembedding(params)
+        logprobs = token_logprobs(hidden, unembedding, ids, temperature=temperature[..., None]).logprobs
+        return logprobs, hidden @ unembedding.T / temperature[..., None, None]
+
+    return partial(compute, params)
+
+
+MIXED = np.linspace(0.4, 1.6, 8 * GROUP, dtype=np.float32).reshape(8, GROUP)
+MIXED_K = np.resize(np.array([0, 1, 5, 20], np.int32), (8, GROUP))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "limits"),
+    [
+        (1.0, None),
+        (0.7, None),
+        (MIXED, None),
+        (1.0, (0, 1.0, 0.0)),
+        (0.7, (5, 1.0, 0.0)),
+        (1.3, (0, 0.8, 0.0)),
+        (0.9, (0, 1.0, 0.1)),
+        (MIXED, (20, 0.9, 0.02)),
+        (MIXED, (MIXED_K, 0.5 + MIXED / 4, MIXED / 20)),
+    ],
+)
+def test_a_scorer_finds_the_log_probabilities_of_the_sampler(params, prompts, sample, score, temperature, limits):
+    temperature = np.broadcast_to(np.float32(temperature), MIXED.shape)
+    if limits is not None:
+        dtypes = np.int32, np.float32, np.float32
+        limits = [np.broadcast_to(np.asarray(x, dtype), MIXED.shape) for x, dtype in zip(limits, dtypes, strict=True)]
+    truncation = None if limits is None else Truncation(*limits)
+    out = sample(params, *prompts, row_numbers(8, GROUP), jax.random.key(1), temperature, truncation)
+    ids, mask = np.asarray(out.completion_ids), np.asarray(out.completion_mask)
+    logprobs, logits = map(np.asarray, score(ids, temperature))
+    deviation = abs(np.expm1(np.where(mask, logprobs - out.sampler_logprobs, 0)))
+    assert deviation.max() <= 1e-5
+    assert (np.asarray(out.sampler_logprobs)[~mask] == 0).all()
+    if limits is None:
+        assert out.truncated_logprobs is None
+        return
+    assert (np.asarray(out.truncated_logprobs)[~mask] == 0).all()
+    for row in np.argwhere(mask):
+        n, g, t = row
+        keep, _ = kept(logits[n, g, t], *(x[n, g] for x in limits))
+        left = log_softmax(np.where(keep, logits[n, g, t], -np.inf))
+        assert out.truncated_logprobs[n, g, t] == pytest.approx(left[ids[n, g, t]], abs=1e-4)
+
+
+def test_batch_group_and_prompt_width_do_not_change_samples(params, prompts, sample):
+    rows, key = row_numbers(8, GROUP), jax.random.key(1)
+    whole = sample(params, *prompts, rows, key, MIXED, None)
+    part, members, wide = slice(3, 6), slice(1, 3), ((0, 0), (4, 0))
+    inputs = [np.pad(x[part], wide) for x in prompts]
+    other = sample(params, *inputs, rows[part, members], key, MIXED[part, members], None)
+    np.testing.assert_array_equal(other.completion_ids, whole.completion_ids[part, members])
+    np.testing.assert_allclose(other.sampler_logprobs, whole.sampler_logprobs[part, members], atol=1e-5)
+
+
+def test_eight_devices_give_what_one_gives(prompts):
+    policy = decoder_policy(replace(CONFIG, num_hidden_layers=1))  # compiles sooner
+    task = Task(None, None, None, None, EOS_IDS, PAD_ID, CONFIG.vocab_size)
+    config = GRPOConfig(max_tokens=TOKENS, top_p=0.95)
+    one, eight = (
+        make_sampler(policy, task, config, devices=devices)(
+            random_params(policy), *prompts, row_numbers(8, GROUP), MIXED, jax.random.key(2)
+        )
+        for devices in (1, 8)
+    )
+    for name in ("completion_ids", "completion_mask", "truncated"):
+        np.testing.assert_array_equal(getattr(eight, name), getattr(one, name))
+    for name in ("sampler_logprobs", "truncated_logprobs"):
+        np.testing.assert_allclose(getattr(eight, name), getattr(one, name), atol=1e-5)

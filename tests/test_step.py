@@ -1,0 +1,152 @@
+"""The optimizer step: one batch, however it is split, gives one gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpo_jax import functional as F
+from grpo_jax.config import PRESETS
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.training.grpo import grpo_loss_fn
+from grpo_jax.training.parallel import data_parallel
+from grpo_jax.training.rollout import score
+from grpo_jax.training.state import Batch, init_state
+from grpo_jax.training.step import train_step
+
+N, G, P, T, V = 8, 3, 5, 6, 17
+POLICY = decoder_policy(ModelConfig(V, 16, 32, 2, 2, 1, 8, initializer_range=0.05))
+PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+AGGREGATIONS = (F.token_mean_weights, F.sequence_mean_weights, F.sequence_sum_weights, F.constant_length_weights)
+
+
+def ragged_batch() -> Batch:
+    """Lengths from 0 (a wholly masked row) to T, prompts from 1 to P; old and reference policies near the policy."""
+    rng = np.random.default_rng(0)
+    prompt_mask = np.arange(P) >= P - rng.integers(1, P + 1, (N, 1))
+    completion_mask = np.arange(T) < rng.integers(0, T + 1, (N, G, 1))
+    assert not completion_mask.any(-1).all()
+    batch = Batch(
+        prompt_ids=rng.integers(0, V, (N, P)).astype(np.int32),
+        prompt_mask=prompt_mask,
+        completion_ids=rng.integers(0, V, (N, G, T)).astype(np.int32),
+        completion_mask=completion_mask,
+        temperature=rng.uniform(0.8, 1.5, (N, G)).astype(np.float32),
+        advantages=rng.normal(size=(N, G)).astype(np.float32),
+    )
+    logprobs = np.asarray(score(POLICY, PARAMS, batch).logprobs)
+    near = [logprobs + rng.normal(0, 0.2, logprobs.shape).astype(np.float32) for _ in range(3)]
+    return batch._replace(old_logprobs=near[0], ref_logprobs=near[1], sampler_logprobs=near[2])
+
+
+@functools.cache
+def compiled_gradient(aggregation, num_microbatches, devices, preset):
+    """(state, batch) -> gradient and metrics of a step, by an optimizer whose state is the gradient it was given."""
+    loss_fn = grpo_loss_fn(POLICY, PRESETS[preset])
+
+    def step(state, batch, *, axis_name):
+        moved, metrics = train_step(
+            state,
+            batch,
+            loss_fn=loss_fn,
+            aggregation=aggregation,
+            optimizer=optax.trace(decay=0.0),
+            num_microbatches=num_microbatches,
+            axis_name=axis_name,
+        )
+        return moved.opt_state.trace, metrics
+
+    return data_parallel(step, (None, 0), (None, None), devices=devices)
+
+
+def gradient(batch, *, aggregation=F.token_mean_weights, num_microbatches=1, devices=1, preset="grpo"):
+    state = init_state(PARAMS, optax.trace(decay=0.0))
+    return compiled_gradient(aggregation, num_microbatches, devices, preset)(state, batch)
+
+
+def assert_same_gradient(one, other, tolerance=1e-6):
+    """‖Δ‖/‖g‖ of each leaf."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        relative = float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a))
+        assert relative <= tolerance, (jax.tree_util.keystr(path), relative)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "split"),
+    [
+        *((aggregation, {"devices": 8}) for aggregation in AGGREGATIONS),
+        (F.token_mean_weights, {"num_microbatches": 4}),
+        (F.sequence_mean_weights, {"devices": 2, "num_microbatches": 2}),
+    ],
+)
+def test_a_split_batch_has_the_gradient_of_the_whole(aggregation, split):
+    whole, metrics = gradient(ragged_batch(), aggregation=aggregation)
+    pieces, piece_metrics = gradient(ragged_batch(), aggregation=aggregation, **split)
+    assert_same_gradient(whole, pieces)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(piece_metrics[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_mean_of_microbatch_means_would_be_another_gradient():
+    # What the equality above protects from: equal weight for pieces of unequal length.
+    batch = ragged_batch()
+    halves = [jax.tree.map(lambda x, s=s: x[s], batch) for s in (slice(0, 4), slice(4, 8))]
+    whole, _ = gradient(batch)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *(gradient(half)[0] for half in halves))
+    relative = optax.global_norm(jax.tree.map(jnp.subtract, whole, mean)) / optax.global_norm(whole)
+    assert relative > 0.01
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_preset_has_a_finite_gradient_that_masked_tokens_do_not_change(preset):
+    batch, rng = ragged_batch(), np.random.default_rng(1)
+    aggregation = PRESETS[preset].aggregation
+
+    def rubbish(x):
+        return np.where(batch.completion_mask, x, rng.choice([np.nan, np.inf, -1e30], x.shape)).astype(np.float32)
+
+    spoiled = batch._replace(
+        old_logprobs=rubbish(batch.old_logprobs),
+        ref_logprobs=rubbish(batch.ref_logprobs),
+        sampler_logprobs=rubbish(batch.sampler_logprobs),
+        completion_ids=np.where(batch.completion_mask, batch.completion_ids, 3).astype(np.int32),
+    )
+    clean, metrics = gradient(batch, aggregation=aggregation, preset=preset)
+    dirty, _ = gradient(spoiled, aggregation=aggregation, preset=preset)
+    assert 0 < metrics["grad_norm"] < np.inf
+    assert_same_gradient(clean, dirty)
+
+
+def test_gradients_that_are_not_finite_change_nothing_but_the_count():
+    optimizer = optax.adam(1e-2)
+    step = jax.jit(
+        lambda state, batch: train_step(
+            state,
+            batch,
+            loss_fn=grpo_loss_fn(POLICY, PRESETS["grpo"]),
+            aggregation=F.token_mean_weights,
+            optimizer=optimizer,
+        )
+    )
+    good, state = ragged_batch(), init_state(PARAMS, optimizer)
+    advantages = np.array(good.advantages)
+    advantages[0, 0] = np.nan
+    bad = good._replace(advantages=advantages)
+    after_bad, metrics = step(state, bad)
+    assert metrics["skipped"] == 1
+    assert step(after_bad, bad)[1]["skipped"] == 2
+    for before, after in zip(
+        jax.tree.leaves((state.params, state.opt_state)),
+        jax.tree.leaves((after_bad.params, after_bad.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(before, after)
+    recovered, metrics = step(after_bad, good)
+    assert metrics["skipped"] == 0
+    assert any(
+        bool(jnp.any(a != b)) for a, b in zip(jax.tree.leaves(recovered.params), jax.tree.leaves(PARAMS), strict=True)
+    )

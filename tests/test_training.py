@@ -1,0 +1,270 @@
+"""The loop: guards, resume, epochs, devices. A task of one-token answers keeps every run to seconds."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.config import GRPOConfig, validate
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.tasks.task import Task, pad_prompts, random_reward, rng
+from grpo_jax.training import guards
+from grpo_jax.training.checkpoint import Checkpoints, params_sha256
+from grpo_jax.training.evaluate import evaluate, heldout_rollouts
+from grpo_jax.training.grpo import Programs, train
+from grpo_jax.training.run import RunFolder
+from grpo_jax.training.state import TrainState
+
+VOCAB, EOS, PAD = 8, 6, 7
+POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
+PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+CONFIG = GRPOConfig(
+    steps=6, num_prompts=8, group_size=4, max_tokens=3, learning_rate=1e-2, checkpoint_every=2, rollouts_every=1
+)
+
+
+def prompts(step: int):
+    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
+
+
+def says_three(examples, completions):
+    return [text.count("3") / 3 for text in completions]
+
+
+TASK = Task(prompts, says_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return Programs(POLICY, TASK, CONFIG)
+
+
+def open_run(path, config=CONFIG) -> RunFolder:
+    return RunFolder(path, dataclasses.asdict(config))
+
+
+# ---- learning and logging
+
+
+def test_training_raises_the_reward_and_logs_every_step(tmp_path, programs):
+    run = open_run(tmp_path)
+    config = dataclasses.replace(CONFIG, steps=30)
+    train(POLICY, PARAMS, TASK, config, run, programs=programs)
+    lines = run.lines()
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    first, last = (np.mean([line["reward"] for line in part]) for part in (lines[:5], lines[-5:]))
+    assert last > first + 0.3
+    assert lines[0]["first_ratio_deviation"] < 1e-5
+    assert lines[0]["sampler_mismatch"] == pytest.approx(1, abs=1e-5)
+    assert run.lines("times.jsonl")[-1]["compilations"] == run.lines("times.jsonl")[1]["compilations"]
+    group = run.lines("rollouts.jsonl")[0]
+    assert len(group["completions"]) == len(group["rewards"]) == len(group["advantages"]) == 4
+
+
+def test_a_random_reward_depends_on_the_completions_alone():
+    examples, texts = [{"prompt": "a"}] * 64, [str(i) for i in range(64)]
+    draws = random_reward(0)(examples, texts)
+    assert draws == random_reward(0)(examples, texts)
+    assert draws != random_reward(1)(examples, texts)
+    assert set(draws) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epochs": 2, "minibatches": 2},
+        {"preset": "rloo", "temperature": 0.8, "top_k": 4},
+        {"preset": "seed_000", "old_logprobs": "sampler", "microbatches": 2},
+    ],
+)
+def test_first_ratio_is_one_whatever_the_sampling(tmp_path, changes):
+    config = dataclasses.replace(CONFIG, steps=2, **changes)
+    run = open_run(tmp_path, config)
+    state = train(POLICY, PARAMS, TASK, config, run)
+    assert [line["first_ratio_deviation"] < 1e-5 for line in run.lines()] == [True, True]
+    updates = 2 * config.epochs * config.minibatches
+    counts = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state) if "count" in str(path)]
+    assert counts
+    assert all(int(count) == updates for count in counts)
+    assert params_sha256(state.params) != params_sha256(PARAMS)
+
+
+def test_kl_in_the_reward_lowers_advantages_of_unlikely_rows(tmp_path):
+    # With a zero reward, only the penalty tells completions apart, once the policy has left the reference.
+    config = dataclasses.replace(CONFIG, steps=4, preset="rloo", kl_coef=1.0)
+    run = open_run(tmp_path, config)
+
+    def first_steps_only(examples, texts, calls=iter(range(99))):  # noqa: B008
+        return says_three(examples, texts) if next(calls) < 3 else [0.0] * len(texts)
+
+    train(POLICY, PARAMS, TASK, config, run, reward=first_steps_only)
+    advantages = [group["advantages"] for group in run.lines("rollouts.jsonl") if group["step"] == 4]
+    assert np.abs(advantages).max() > 1e-3
+
+
+# ---- resume
+
+
+class Stop(Exception):
+    pass
+
+
+def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
+    whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
+    expected = train(POLICY, PARAMS, TASK, CONFIG, whole, programs=programs)
+
+    def stopping_reward(examples, texts, calls=iter(range(99))):  # noqa: B008
+        if next(calls) == 5:
+            raise Stop
+        return says_three(examples, texts)
+
+    with pytest.raises(Stop):
+        train(POLICY, PARAMS, TASK, CONFIG, cut, programs=programs, reward=stopping_reward)
+    with (cut.path / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "grpo", "st')  # a line that a crash cut off
+    assert cut.lines("times.jsonl")[-1]["step"] == 5  # one step further than the last checkpoint
+    resumed = train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "cut"), programs=programs)
+
+    assert params_sha256(resumed) == params_sha256(expected)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (cut.path / name).read_text() == (whole.path / name).read_text()
+    again = train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "cut"), programs=programs)
+    assert params_sha256(again) == params_sha256(expected)
+
+
+def test_a_checkpoint_is_what_was_saved_though_its_buffers_are_donated(tmp_path):
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = TrainState(jnp.int32(0), {"w": jnp.zeros((512, 1024))}, (), jnp.int32(0))
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for number in range(3):
+            checkpoints.save(state, number)
+            state = step(step(state))
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, number = checkpoints.restore(lambda: state)
+    assert number == 2
+    np.testing.assert_array_equal(restored.params["w"], np.full((512, 1024), 4.0))
+
+
+def test_a_checkpoint_does_not_know_how_many_devices_wrote_it(tmp_path, programs):
+    many = dataclasses.replace(CONFIG, steps=2, devices=8)
+    train(POLICY, PARAMS, TASK, many, open_run(tmp_path / "run"))
+    after = train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "run"), programs=programs)
+    train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "one"), programs=programs)
+    assert int(after.step) == 6
+    many_lines, one_lines = (open_run(tmp_path / name).lines() for name in ("run", "one"))
+    # Eight devices sample the same tokens, so the rewards are the same numbers.
+    assert [line["reward"] for line in many_lines[:2]] == [line["reward"] for line in one_lines[:2]]
+    np.testing.assert_allclose(many_lines[0]["grad_norm"], one_lines[0]["grad_norm"], rtol=1e-5)
+
+
+# ---- evaluation
+
+
+def test_evaluation_counts_each_heldout_prompt_once(programs):
+    # Eleven prompts in batches of eight: the second batch is filled up with copies that must not count.
+    tokens = rng(1).integers(0, 6, (11, 2)).tolist()
+    heldout = pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
+    seen = []
+
+    def reward(examples, texts):
+        seen.extend(example["prompt"] for example in examples)
+        return [float(len(seen) <= 32)] * len(texts)  # 1 in the first batch, 0 in the second
+
+    shape = {"num_prompts": 8, "group_size": 4, "temperature": 1.0, "seed": 0}
+    task = TASK._replace(heldout=heldout)
+    result = evaluate(heldout_rollouts(programs.sampler, PARAMS, task, reward, **shape))
+    assert result.sampled == pytest.approx(8 / 11)
+    assert result.greedy == pytest.approx(8 / 11)
+    assert result.sampled_se == pytest.approx(np.std([1] * 8 + [0] * 3, ddof=1) / 11**0.5)
+
+
+def test_greedy_is_the_last_of_a_group_and_does_not_depend_on_the_seed(programs):
+    shape = {"num_prompts": 8, "group_size": 4, "temperature": 1.0}
+    (one, _), (two, _) = (
+        next(heldout_rollouts(programs.sampler, PARAMS, TASK, says_three, seed=seed, **shape)) for seed in (0, 1)
+    )
+    greedy = [np.where(r.completions.completion_mask, r.completions.completion_ids, 0)[:, -1] for r in (one, two)]
+    np.testing.assert_array_equal(*greedy)
+    assert (one.completions.completion_ids[:, :-1] != two.completions.completion_ids[:, :-1]).any()
+
+
+# ---- guards
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"group_size": 1}, "group_size"),
+        ({"num_prompts": 6, "microbatches": 4}, "num_prompts"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": 0.5, "temperature_spread": -0.6}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"kl_coef": -0.1}, "kl_coef"),
+        ({"epsilon_low": -0.1}, "epsilon_low"),
+        ({"old_logprobs": "sampler", "epochs": 2}, "old_logprobs"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"steps": 0}, "steps"),
+        ({"eval_every": -1}, "eval_every"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(changes, word):
+    with pytest.raises(ValueError, match=word) as error:
+        validate(dataclasses.replace(CONFIG, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_more_devices_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="devices is 99"):
+        Programs(POLICY, TASK, dataclasses.replace(CONFIG, devices=99))
+
+
+@pytest.mark.parametrize("changes", [{"eos_ids": ()}, {"vocab_size": 5}])
+def test_a_task_whose_completions_cannot_end_is_refused(changes):
+    with pytest.raises(ValueError, match=r"EOS"):
+        guards.check_task(TASK._replace(**changes))
+
+
+def test_rollouts_that_teach_nothing_are_warned_of_once(tmp_path, programs, capsys):
+    config = dataclasses.replace(CONFIG, steps=3)
+    train(POLICY, PARAMS, TASK, config, open_run(tmp_path), programs=programs, reward=lambda e, t: [1.0] * len(t))
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("all rewards are equal") == 1
+    assert "ratio" not in said
+
+
+def test_completions_that_never_end_are_warned_of(tmp_path, capsys):
+    task = TASK._replace(eos_ids=(PAD,), pad_id=0)
+    config = dataclasses.replace(CONFIG, steps=1, max_tokens=1, top_k=1)
+    train(POLICY, PARAMS, task, config, open_run(tmp_path), reward=says_three)
+    assert "no completion ended" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_ratio_off_one_is_warned_of(tmp_path, capsys):
+    run = open_run(tmp_path)
+    guards.check_first_ratio(run, 1e-5)
+    assert not capsys.readouterr().out
+    guards.check_first_ratio(run, 0.5)
+    guards.check_first_ratio(run, 0.5)
+    assert capsys.readouterr().out.count("ratio is off 1") == 1
+
+
+def test_gradients_that_are_not_finite_are_skipped_dumped_and_stop_the_run(tmp_path, programs):
+    config = dataclasses.replace(CONFIG, max_skipped=2)
+    run = open_run(tmp_path)
+    with pytest.raises(FloatingPointError, match="2 times in a row"):
+        train(POLICY, PARAMS, TASK, config, run, programs=programs, reward=lambda e, t: [float("nan")] * len(t))
+    dumped = np.load(tmp_path / "skipped_000000.npz")
+    assert np.isnan(dumped["advantages"]).all()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["skipped"] == 1
+
+
+def test_a_reward_of_the_wrong_length_is_refused(tmp_path, programs):
+    with pytest.raises(ValueError, match="returned 1 rewards for 32 completions"):
+        train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path), programs=programs, reward=lambda e, t: [1.0])
