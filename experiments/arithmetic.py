@@ -22,7 +22,7 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks import arithmetic
-from grpo_jax.training.grpo import Programs
+from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.run import write_json
 from grpo_jax.training.sft import SFTConfig, train_sft
 from grpo_jax.training.state import Batch
@@ -57,7 +57,7 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     task = arithmetic.arithmetic_task(num_prompts=config.num_prompts, seed=config.seed)
     policy = decoder_policy(MODEL)
-    programs = Programs(policy, task, config)  # refuses bad options before anything is compiled
+    programs = make_programs(policy, task, config)  # refuses bad options before anything is compiled
     run = cli.open_run(config)
 
     def warm_batch(step: int) -> Batch:

@@ -21,7 +21,7 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks.stories import repeated_share, stories_task
-from grpo_jax.training.grpo import Programs
+from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.rollout import to_batch
 from grpo_jax.training.run import write_json
 
@@ -70,7 +70,7 @@ def main(config: Config) -> None:
         seed=config.seed,
     )
     policy = decoder_policy(model.config)
-    programs = Programs(policy, task, config)  # refuses bad options before anything is compiled
+    programs = make_programs(policy, task, config)  # refuses bad options before anything is compiled
     run = cli.open_run(config)
     stories: list[str] = []
 

@@ -423,7 +423,7 @@ def random_params(policy):
     """Large enough for distributions far from flat."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(policy.init, jax.random.key(0))
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(scale=0.7, size=x.shape), jnp.float32), shapes)
 
 
 @pytest.fixture(scope="module")

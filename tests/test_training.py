@@ -15,7 +15,7 @@ from grpo_jax.tasks.task import Task, pad_prompts, random_reward, rng
 from grpo_jax.training import guards
 from grpo_jax.training.checkpoint import Checkpoints, params_sha256
 from grpo_jax.training.evaluate import evaluate, heldout_rollouts
-from grpo_jax.training.grpo import Programs, train
+from grpo_jax.training.grpo import make_programs, train
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import TrainState
 
@@ -41,7 +41,7 @@ TASK = Task(prompts, says_three, prompts(999), lambda ids: "".join(map(str, ids)
 
 @pytest.fixture(scope="module")
 def programs():
-    return Programs(POLICY, TASK, CONFIG)
+    return make_programs(POLICY, TASK, CONFIG)
 
 
 def open_run(path, config=CONFIG) -> RunFolder:
@@ -222,7 +222,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(changes, word):
 
 def test_more_devices_than_there_are_is_refused():
     with pytest.raises(ValueError, match="devices is 99"):
-        Programs(POLICY, TASK, dataclasses.replace(CONFIG, devices=99))
+        make_programs(POLICY, TASK, dataclasses.replace(CONFIG, devices=99))
 
 
 @pytest.mark.parametrize("changes", [{"eos_ids": ()}, {"vocab_size": 5}])

@@ -1,7 +1,7 @@
 """The GRPO loop, read from top to bottom."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from grpo_jax.training.parallel import data_parallel, num_devices
 from grpo_jax.training.rollout import (
     Rollout,
     Sampler,
+    Scorer,
     group_temperatures,
     make_sampler,
     make_scorer,
@@ -66,13 +67,11 @@ def train(
       ValueError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    programs = programs or Programs(policy, task, config)
-    algorithm, reward = config.algorithm, reward or task.reward
+    programs = programs or make_programs(policy, task, config)
+    algorithm, reward, reference = config.algorithm, reward or task.reward, params
     temperature = group_temperatures(
         config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
     )
-    reference = params
-
     with run.checkpoints(phase, keep=config.keep_checkpoints) as checkpoints:
         state, done = checkpoints.restore(lambda: programs.init_state(params))
         run.rewind(phase, done)
@@ -81,50 +80,24 @@ def train(
                 # ---- rollout: a group of completions for each prompt, and their rewards
                 with run.timed("rollout"):
                     key = step_key(config.seed, _SAMPLING, step)
-                    rollout = roll_out(
-                        programs.sampler, state.params, task.prompts(step), task, reward, temperature, key
-                    )
+                    prompts = task.prompts(step)
+                    rollout = roll_out(programs.sampler, state.params, prompts, task, reward, temperature, key)
+                    guards.check_rollout(run, rollout, task)
 
                 # ---- score: log-probabilities under the policy that sampled, and under the reference
                 with run.timed("score"):
-                    batch = to_batch(rollout, temperature)
-                    old_logprobs: Array = rollout.completions.sampler_logprobs
-                    if config.old_logprobs == "recompute":
-                        old_logprobs = np.asarray(programs.scorer(state.params, batch).logprobs)
-                    ref_logprobs: Array = None
-                    if algorithm.kl_coef > 0:
-                        ref_logprobs = np.asarray(programs.scorer(reference, batch).logprobs)
+                    batch = score_rollout(programs, state.params, reference, rollout, temperature, config)
 
                 # ---- advantages: rewards against those of the same group
-                rewards = rollout.rewards
-                if algorithm.kl_coef > 0 and algorithm.kl_in_reward:
-                    penalty = np.where(batch.completion_mask, kl_k1(old_logprobs, ref_logprobs), 0).sum(-1)
-                    rewards, ref_logprobs = rewards - algorithm.kl_coef * penalty, None
-                batch = batch._replace(
-                    advantages=np.asarray(programs.advantages(rewards)),
-                    old_logprobs=old_logprobs,
-                    ref_logprobs=ref_logprobs,
-                    sampler_logprobs=rollout.completions.sampler_logprobs,
-                )
+                rewards, batch = penalised_rewards(rollout.rewards, batch, algorithm)
+                batch = batch._replace(advantages=np.asarray(programs.advantages(rewards)))
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
                 with run.timed("update"):
-                    all_metrics = []
-                    for epoch in range(config.epochs):
-                        key = step_key(config.seed, _SHUFFLING, step * config.epochs + epoch)
-                        for minibatch in shuffled_minibatches(batch, key, config.minibatches):
-                            state, metrics = programs.train_step(state, minibatch)
-                            metrics = jax.tree.map(float, jax.device_get(metrics))
-                            guards.check_gradients(run, step, metrics, minibatch, config.max_skipped)
-                            all_metrics.append(metrics)
+                    state, metrics = update(programs, state, batch, step, config, run)
                     state = state._replace(step=jnp.int32(step + 1))
 
                 # ---- log
-                guards.check_rollout(run, rollout, task)
-                guards.check_first_ratio(run, all_metrics[0]["ratio_deviation"])
-                metrics = {name: float(np.mean([m[name] for m in all_metrics])) for name in all_metrics[0]}
-                metrics["first_ratio_deviation"] = all_metrics[0]["ratio_deviation"]
-                metrics["ratio_deviation"] = max(m["ratio_deviation"] for m in all_metrics)
                 evaluated: dict[str, float] = {}
                 if evaluate and config.eval_every and (step + 1) % config.eval_every == 0:
                     with run.timed("evaluate"):
@@ -139,39 +112,120 @@ def train(
     return state
 
 
-class Programs:
+class Programs(NamedTuple):
     """The compiled functions of a run. Phases that differ in the reward alone share them."""
 
-    def __init__(self, policy: Policy, task: Task, config: GRPOConfig) -> None:
-        """Checks the configuration, and compiles nothing yet."""
-        devices = num_devices(config.devices)
-        validate(config, num_devices=devices)
-        guards.check_task(task)
-        algorithm = config.algorithm
-        optimizer = make_optimizer(
-            config.learning_rate,
-            warmup_steps=config.warmup_steps,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
+    sampler: Sampler
+    scorer: Scorer
+    advantages: Callable[[np.ndarray], jax.Array]
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    init_state: Callable[[Params], TrainState]  # a copy: the step donates its state, and the start stays
+
+
+def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
+    """Checks everything that can be checked, and compiles nothing yet.
+
+    Args:
+      policy: the model's functions.
+      task: its tokens.
+      config: the run.
+
+    Returns:
+      The functions, compiled at their first call.
+
+    Raises:
+      ValueError: one sentence that says what to change.
+    """
+    devices = num_devices(config.devices)
+    validate(config, num_devices=devices)
+    guards.check_task(task)
+    algorithm = config.algorithm
+    optimizer = make_optimizer(
+        config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+    )
+    loss_fn = grpo_loss_fn(policy, algorithm)
+
+    def step(state: TrainState, batch: Batch, *, axis_name):
+        return train_step(
+            state,
+            batch,
+            loss_fn=loss_fn,
+            aggregation=algorithm.aggregation,
+            optimizer=optimizer,
+            num_microbatches=config.microbatches,
+            axis_name=axis_name,
         )
-        loss_fn = grpo_loss_fn(policy, algorithm)
 
-        def step(state: TrainState, batch: Batch, *, axis_name):
-            return train_step(
-                state,
-                batch,
-                loss_fn=loss_fn,
-                aggregation=algorithm.aggregation,
-                optimizer=optimizer,
-                num_microbatches=config.microbatches,
-                axis_name=axis_name,
-            )
+    return Programs(
+        sampler=make_sampler(policy, task, config, devices=devices),
+        scorer=make_scorer(policy, num_microbatches=config.microbatches * config.minibatches, devices=devices),
+        advantages=jax.jit(algorithm.advantages),
+        train_step=data_parallel(step, (None, 0), (None, None), devices=devices, donate_argnums=(0,)),
+        init_state=jax.jit(lambda params: init_state(params, optimizer)),
+    )
 
-        self.sampler: Sampler = make_sampler(policy, task, config, devices=devices)
-        self.scorer = make_scorer(policy, num_microbatches=config.microbatches * config.minibatches, devices=devices)
-        self.advantages = jax.jit(algorithm.advantages)
-        self.train_step = data_parallel(step, (None, 0), (None, None), devices=devices, donate_argnums=(0,))
-        self.init_state = jax.jit(lambda params: init_state(params, optimizer))
+
+def score_rollout(
+    programs: Programs,
+    params: Params,
+    reference: Params,
+    rollout: Rollout,
+    temperature: np.ndarray,
+    config: GRPOConfig,
+) -> Batch:
+    """A rollout with its old log-probabilities, and those of the reference if the algorithm has one."""
+    batch = to_batch(rollout, temperature)
+    sampler_logprobs = rollout.completions.sampler_logprobs
+    old_logprobs: Array = sampler_logprobs
+    if config.old_logprobs == "recompute":
+        old_logprobs = np.asarray(programs.scorer(params, batch).logprobs)
+    ref_logprobs: Array = None
+    if config.algorithm.kl_coef > 0:
+        ref_logprobs = np.asarray(programs.scorer(reference, batch).logprobs)
+    return batch._replace(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, sampler_logprobs=sampler_logprobs)
+
+
+def penalised_rewards(rewards: np.ndarray, batch: Batch, algorithm: Algorithm) -> tuple[np.ndarray, Batch]:
+    """rᵢ − β Σₜ k1, where the algorithm has its KL in the reward; the loss then needs no reference.
+
+    Args:
+      rewards: `[N, G]`.
+      batch: with old and reference log-probabilities.
+      algorithm: the run's.
+
+    Returns:
+      Rewards for the advantages, and the batch for the loss.
+    """
+    if not (algorithm.kl_in_reward and algorithm.kl_coef > 0):
+        return rewards, batch
+    k1 = np.where(batch.completion_mask, kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
+    return rewards - algorithm.kl_coef * k1.sum(-1), batch._replace(ref_logprobs=None)
+
+
+def update(
+    programs: Programs, state: TrainState, batch: Batch, step: int, config: GRPOConfig, run: RunFolder
+) -> tuple[TrainState, dict[str, float]]:
+    """All optimizer steps on one rollout, and the means of their metrics.
+
+    The state is donated. `first_ratio_deviation` is that of the first optimizer step, when the
+    policy is still the one that sampled; `ratio_deviation` is the largest.
+    """
+    history = []
+    for epoch in range(config.epochs):
+        key = step_key(config.seed, _SHUFFLING, step * config.epochs + epoch)
+        for minibatch in shuffled_minibatches(batch, key, config.minibatches):
+            state, metrics = programs.train_step(state, minibatch)
+            history.append(jax.tree.map(float, jax.device_get(metrics)))
+            guards.check_gradients(run, step, history[-1], minibatch, config.max_skipped)
+    guards.check_first_ratio(run, history[0]["ratio_deviation"])
+    means = {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]}
+    return state, means | {
+        "first_ratio_deviation": history[0]["ratio_deviation"],
+        "ratio_deviation": max(metrics["ratio_deviation"] for metrics in history),
+    }
 
 
 def grpo_loss_fn(policy: Policy, algorithm: Algorithm) -> LossFn:
