@@ -46,8 +46,9 @@ def sample_categorical(
 
 def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """The first i with w₀ + … + wᵢ > u Σ w, int32 `[...]`; never one with w = 0."""
-    running = jnp.cumsum(weights, axis=-1)
-    # Rounding can push the target up to the total itself. The last positive weight is then meant:
-    # the first at which the running sum has its final value.
-    target = jnp.minimum(uniform[..., None] * running[..., -1:], jnp.nextafter(running[..., -1:], 0.0))
-    return jnp.sum(running <= target, axis=-1, dtype=jnp.int32)
+    # A parallel prefix sum may rise by a rounding where the weight is 0; 0 never exceeds the target.
+    running = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
+    total = jnp.max(running, axis=-1, keepdims=True)
+    # Rounding could also push the target up to the total itself, which nothing exceeds.
+    target = jnp.minimum(uniform[..., None] * total, jnp.nextafter(total, 0.0))
+    return jnp.argmax(running > target, axis=-1).astype(jnp.int32)

@@ -61,58 +61,65 @@ def sample_groups(
     Returns:
       `Completions`.
     """
-    shape = rows.shape
+    shape, limits = rows.shape, truncation
     temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), shape)
     uniforms = _noise(key, rows, max_tokens)
     hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], max_tokens)
     unembedding = policy.unembedding(params)
-    eos = jnp.asarray(eos_ids, jnp.int32)
 
-    def choose(hidden: jax.Array, step: jax.Array):
-        """The next token `[N, G]` and its two log-probabilities."""
+    def choose(hidden: jax.Array, step: jax.Array) -> _Token:
         scaled = _logits(hidden, unembedding, temperature)
-        logits = truncate(scaled, truncation, shape) if truncation else scaled
-        ids, logprob = sample_categorical(logits, uniforms[:, :, step], greedy=temperature == 0)
-        if not truncation:
-            return ids, logprob, None
-        return ids, _gather_logprob(scaled, ids), logprob
+        candidates = scaled if limits is None else truncate(scaled, limits, shape)
+        ids, logprob = sample_categorical(candidates, uniforms[:, :, step], greedy=temperature == 0)
+        return _Token(ids, logprob, None) if limits is None else _Token(ids, _logprob_of(scaled, ids), logprob)
 
-    def body(carry):
-        step, cache, ids, done, out = carry
+    def continues(carry):
+        step, _, _, out = carry
+        return (step < max_tokens) & jnp.any(out.truncated)
+
+    def extend(carry):
+        step, cache, ids, out = carry
         hidden, cache = decode(cache, ids, step - 1)
         token = choose(hidden, step)
-        out, ids, done = write(out, step, token, done)
-        return step + 1, cache, ids, done, out
+        return step + 1, cache, token.ids, _append(out, token, step, eos_ids)
 
-    def write(out: Completions, step: jax.Array, token, done: jax.Array):
-        ids, logprob, truncated_logprob = token
-        ids = jnp.where(done, pad_id, ids)
-
-        def put(array, value):
-            return None if array is None else array.at[:, :, step].set(jnp.where(done, array[:, :, step], value))
-
-        out = Completions(
-            put(out.completion_ids, ids),
-            put(out.completion_mask, True),
-            put(out.sampler_logprobs, logprob),
-            put(out.truncated_logprobs, truncated_logprob),
-            done | jnp.any(ids[..., None] == eos, axis=-1),
-        )
-        return out, ids, out.truncated
-
-    zeros = jnp.zeros((*shape, max_tokens), jnp.float32)
-    empty = Completions(
-        jnp.full(zeros.shape, pad_id, jnp.int32),
-        jnp.zeros(zeros.shape, bool),
-        zeros,
-        zeros if truncation else None,
-        jnp.zeros(shape, bool),
-    )
     first = choose(jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))
-    out, ids, done = write(empty, jnp.int32(0), first, jnp.zeros(shape, bool))
-    carry = (jnp.int32(1), cache, ids, done, out)
-    *_, done, out = jax.lax.while_loop(lambda carry: (carry[0] < max_tokens) & ~jnp.all(carry[3]), body, carry)
-    return out._replace(truncated=~done)
+    out = _append(_nothing(shape, max_tokens, pad_id, first), first, jnp.int32(0), eos_ids)
+    *_, out = jax.lax.while_loop(continues, extend, (jnp.int32(1), cache, first.ids, out))
+    return out
+
+
+class _Token(NamedTuple):
+    """One token of every row, `[N, G]` each, named as in `Completions`."""
+
+    ids: jax.Array
+    logprob: jax.Array
+    truncated_logprob: jax.Array | None
+
+
+def _nothing(shape: tuple[int, ...], max_tokens: int, pad_id: int, token: _Token) -> Completions:
+    """Completions before the first token: no row has ended yet."""
+    ids = jnp.full((*shape, max_tokens), pad_id, jnp.int32)
+    zeros = jnp.zeros(ids.shape, jnp.float32)
+    truncated_logprobs = None if token.truncated_logprob is None else zeros
+    return Completions(ids, jnp.zeros(ids.shape, bool), zeros, truncated_logprobs, jnp.ones(shape, bool))
+
+
+def _append(out: Completions, token: _Token, step: jax.Array, eos_ids: tuple[int, ...]) -> Completions:
+    """Writes a token at `step` to the rows that have not ended. Those it ends keep it."""
+    running = out.truncated
+
+    def put(array, value):
+        return None if array is None else array.at[:, :, step].set(jnp.where(running, value, array[:, :, step]))
+
+    ends = jnp.any(token.ids[..., None] == jnp.asarray(eos_ids, jnp.int32), axis=-1)
+    return Completions(
+        put(out.completion_ids, token.ids),
+        put(out.completion_mask, True),
+        put(out.sampler_logprobs, token.logprob),
+        put(out.truncated_logprobs, token.truncated_logprob),
+        running & ~ends,
+    )
 
 
 def _noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:
@@ -131,6 +138,7 @@ def _logits(hidden: jax.Array, unembedding: jax.Array, temperature: jax.Array) -
     return jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32) * inverse[..., None]
 
 
-def _gather_logprob(logits: jax.Array, ids: jax.Array) -> jax.Array:
+def _logprob_of(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """log softmax(logits)[ids], `[N, G]`."""
     chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)

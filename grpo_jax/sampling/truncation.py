@@ -43,7 +43,9 @@ def truncate(logits: jax.Array, truncation: Truncation, shape: tuple[int, ...]) 
         mass = jnp.where(probs >= threshold, probs, 0)
         p = jnp.broadcast_to(jnp.asarray(truncation.top_p, jnp.float32), shape)[..., None]
         target = p * jnp.sum(mass, axis=-1, keepdims=True)
-        threshold = jnp.maximum(threshold, _largest_threshold(probs, mass, target))
+        # Rounded sums reach the whole mass before the last token; 1 must keep it all the same.
+        nucleus = jnp.where(p < 1, _largest_threshold(probs, mass, target), 0)
+        threshold = jnp.maximum(threshold, nucleus)
     if truncation.min_p is not None:
         min_p = jnp.broadcast_to(jnp.asarray(truncation.min_p, jnp.float32), shape)[..., None]
         threshold = jnp.maximum(threshold, min_p)

@@ -48,7 +48,7 @@ def train_sft(
         return train_step(state, batch, loss_fn=loss_fn, aggregation=token_mean_weights, optimizer=optimizer)
 
     with run.checkpoints(phase, keep=1) as checkpoints:
-        state, done = checkpoints.restore(lambda: init_state(params, optimizer))
+        state, done = checkpoints.restore(jax.jit(lambda: init_state(params, optimizer)))
         run.rewind(phase, done)
         with run.progress(phase, config.steps, done) as show:
             for step in range(done, config.steps):

@@ -539,6 +539,12 @@ def test_objective_clips_a_large_ratio():
     assert_allclose(grpo_objective([5.0], [-1.0], *common), -5.0, atol=1e-6)
 
 
+def test_objective_of_an_impossible_response():
+    # 0 · log(0 + 1e-10) = 0: only the other response is left, with KL = 1 · log(1/0.5) = 0.6931.
+    objective = grpo_objective([0.0, 1.0], [1.0, 1.0], [0.5, 0.5], [0.5, 0.5], beta=1.0)
+    assert_allclose(objective, 0.5 - 0.6931, atol=5e-5)
+
+
 def test_larger_beta_lowers_the_objective():
     values = jax.vmap(lambda beta: grpo_objective(*EXAMPLE, beta=beta))(jnp.array([0.0, 0.01, 0.1, 1.0]))
     assert jnp.all(jnp.diff(values) < 0)
