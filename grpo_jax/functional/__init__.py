@@ -2,7 +2,7 @@
 
 Arrays keep any leading axes: per-token arrays are `[..., T]`, rewards and advantages
 of groups `[..., G]`, masks bool. Everything works under jit, grad, vmap, `jax.pmap` and
-`shard_map`. Hyperparameters are keyword-only and may be traced.
+`shard_map`. Hyperparameters are keyword-only; those that are floats may be traced.
 """
 
 from grpo_jax.functional.advantages import (

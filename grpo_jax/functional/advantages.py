@@ -112,7 +112,8 @@ def _mean_ranks(rewards: jax.Array) -> jax.Array:
     """Ranks with the mean on ties, `[..., G]` in the dtype of the rewards."""
     better = jnp.sum(_beats(rewards), axis=-1, dtype=rewards.dtype)
     worse = jnp.sum(_beats(-rewards), axis=-1, dtype=rewards.dtype)
-    return (better - worse + (rewards.shape[-1] + 1)) / 2
+    ranks = (better - worse + (rewards.shape[-1] + 1)) / 2
+    return jnp.where(jnp.isnan(rewards), rewards, ranks)  # NaN beats nobody; it must not pass for average
 
 
 def _beats(rewards: jax.Array) -> jax.Array:

@@ -54,8 +54,8 @@ def kl_k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
       `[..., T]`, never negative.
     """
     difference = logprobs - ref_logprobs
-    # exp(−x) − 1 loses all digits for small x and then goes negative. Even with
-    # expm1 the sum can round one unit below 0.
+    # exp(−x) − 1 loses all digits for small x and then goes negative; and where a backend's
+    # expm1 is a unit off, so does the sum.
     return jnp.maximum(jnp.expm1(-difference) + difference, 0)
 
 

@@ -53,7 +53,7 @@ def token_logprobs(
     Raises:
       AssertionError: shapes disagree (at trace time).
     """
-    chex.assert_equal_shape_prefix([hidden, ids], ids.ndim)
+    chex.assert_shape(hidden, (*ids.shape, None))
     chex.assert_shape(unembedding, (None, hidden.shape[-1]))
     inverse_temperature = jnp.broadcast_to(1.0 / jnp.asarray(temperature, jnp.float32), ids.shape)
     # Under shard_map the hidden states differ between devices while the matrix may not.
@@ -85,7 +85,7 @@ def _forward(hidden, unembedding, ids, scale):
     num_slices = _num_slices(hidden, unembedding)
     maximum, total, first_moment, chosen = jax.lax.map(reduce_slice, jnp.arange(num_slices))  # each [K, R]
     overall = jnp.max(maximum, axis=0)
-    rescale = jnp.exp(maximum - overall)
+    rescale = jnp.exp(maximum - overall[None, :])
     total = jnp.sum(total * rescale, axis=0)
     mean_logit = jnp.sum(first_moment * rescale, axis=0) / total
     log_normalizer = overall + jnp.log(total)

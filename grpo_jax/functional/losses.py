@@ -42,8 +42,8 @@ def grpo_loss(
       completion_mask: bool `[..., T]`, true on sampled tokens including the ending one.
       ref_logprobs: `[..., T]` in nats, under the reference. None: no KL term.
       kl_coef: β, read where there is a reference. 0.04 from DeepSeekMath.
-      epsilon_low: how far below 1 the ratio may go. 0.2 from PPO.
-      epsilon_high: how far above 1 the ratio may go. 0.2 from PPO.
+      epsilon_low: how far below 1 the ratio may go. 0.2 from PPO; other surrogates need their own.
+      epsilon_high: how far above 1 the ratio may go. 0.2 from PPO; other surrogates need their own.
       weights: `[..., T]`, one of `aggregation`'s, computed on the whole optimizer batch.
         None: the mean over the tokens given here.
       log_ratio: (logprobs, old_logprobs, mask) -> `[..., T]`.
@@ -52,16 +52,18 @@ def grpo_loss(
 
     Returns:
       The loss, a scalar, and metrics over tokens: `ratio`, `clip_low`, `clip_high`
-      (shares of tokens whose gradient the clip removes), and `kl` if there is a reference.
+      (shares of tokens on the side where the clip acts), and `kl` if there is a reference.
 
     Raises:
       AssertionError: shapes disagree (at trace time).
     """
-    chex.assert_equal_shape([logprobs, old_logprobs, completion_mask])
-    chex.assert_type(completion_mask, bool)
     if weights is None:
         weights = token_mean_weights(completion_mask)
-    chex.assert_equal_shape([weights, logprobs])
+    given = [logprobs, old_logprobs, completion_mask, weights]
+    chex.assert_equal_shape(given if ref_logprobs is None else [*given, ref_logprobs])
+    chex.assert_type(completion_mask, bool)
+    chex.assert_rank(advantages, {logprobs.ndim - 1, logprobs.ndim})
+    chex.assert_shape(advantages, logprobs.shape[: advantages.ndim])
 
     ratio = log_ratio(logprobs, old_logprobs, completion_mask)
     loss = surrogate(ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)

@@ -287,3 +287,8 @@ def test_the_rank_of_two_is_a_sign(rewards):
     sign = np.sign(rewards - rewards[:, ::-1])
     assert_allclose(population_rank(rewards), sign, atol=1e-5)
     assert_array_equal(jitted[linear_rank_advantages](rewards), sign)
+
+
+@pytest.mark.parametrize("function", ADVANTAGES)
+def test_a_nan_reward_stays_visible(function):
+    assert jnp.isnan(function(jnp.array([1.0, jnp.nan, 0.0]))).any()
