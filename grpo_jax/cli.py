@@ -1,6 +1,7 @@
 """Command line of an experiment, from its dataclass."""
 
 import dataclasses
+import glob
 import json
 import sys
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from typing import NoReturn, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
+from grpo_jax.errors import UsageError
 from grpo_jax.training.run import RunFolder
 
 
@@ -43,22 +46,25 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     """
     prog = f"python -m experiments.{Path(sys.argv[0]).stem}"
     config = tyro.cli(config_class, prog=prog, args=args, description=description)
+    folder = config.run_dir.expanduser()
+    config = dataclasses.replace(config, run_dir=folder if folder.name else folder.absolute())
+    runs = _runs(config.run_dir)
     if not config.resume:
-        return dataclasses.replace(config, run_dir=_candidates(config.run_dir)[-1])
-    existing = _candidates(config.run_dir)[:-1]
-    if not existing:
+        return dataclasses.replace(config, run_dir=_fresh(config.run_dir, runs))
+    if not runs:
         refuse(f"there is no run to resume at {config.run_dir}: leave out --resume, or name its --run-dir")
-    saved = json.loads((existing[-1] / "config.json").read_text())
-    default = config_class(**saved, run_dir=config.run_dir, resume=True)
+    newest = runs[max(runs)]
+    try:
+        saved = json.loads((newest / "config.json").read_text())
+        default = config_class(**saved, run_dir=config.run_dir, resume=True)
+    except (ValueError, TypeError) as error:
+        refuse(f"{newest}/config.json is not of this experiment and version ({error}): start a new run")
     config = tyro.cli(config_class, prog=prog, args=args, description=description, default=default)
-    changed = [field.name for field in dataclasses.fields(config) if _differ(config, default, field.name)]
-    if changed:
-        refuse(f"{', '.join(changed)} differ from the run in {existing[-1]}: leave them out, or start a new run")
-    return dataclasses.replace(config, run_dir=existing[-1])
+    return dataclasses.replace(config, run_dir=newest)
 
 
 def main(config_class: type[Config], run: Callable[[Config], None], description: str | None) -> None:
-    """Parses the command line and runs; a refusal (ValueError) is one sentence and no traceback.
+    """Parses the command line and runs; a refusal (UsageError) is one sentence and no traceback.
 
     Args:
       config_class: as in `parse`.
@@ -68,34 +74,45 @@ def main(config_class: type[Config], run: Callable[[Config], None], description:
     config = parse(config_class, description)
     try:
         run(config)
-    except (ValueError, FloatingPointError) as error:
+    except (UsageError, FloatingPointError) as error:
         refuse(str(error))
     except KeyboardInterrupt:
         refuse(f"stopped; add --resume to continue the run in {config.run_dir}")
 
 
 def open_run(config: RunConfig) -> RunFolder:
-    """The run folder of parsed options."""
+    """The run folder of parsed options.
+
+    Raises:
+      UsageError: the folder holds a run with other options.
+    """
     values = dataclasses.asdict(config)
     del values["run_dir"], values["resume"]
+    if not config.resume and (config.run_dir / "config.json").exists():
+        raise UsageError(f"another run has just started in {config.run_dir}: try again, or name a --run-dir")
     run = RunFolder(config.run_dir, values)
-    run.console.print(f"run folder: {config.run_dir}")
+    run.console.print(f"run folder: {config.run_dir}", markup=False, highlight=False, soft_wrap=True)
     return run
 
 
 def refuse(message: str) -> NoReturn:
     """Ends the program with one sentence."""
-    Console(stderr=True).print(f"[red]error:[/] {message}")
+    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
     raise SystemExit(2)
 
 
-def _differ(config: RunConfig, default: RunConfig, name: str) -> bool:
-    return getattr(config, name) != getattr(default, name)
-
-
-def _candidates(folder: Path) -> list[Path]:
-    """folder, folder-2, folder-3 … up to the first that holds no run."""
-    found = [folder]
-    while (found[-1] / "config.json").exists():
-        found.append(folder.with_name(f"{folder.name}-{len(found) + 1}"))
+def _runs(folder: Path) -> dict[int, Path]:
+    """Runs in folder (number 1), folder-2, folder-3 …"""
+    found = {1: folder} if (folder / "config.json").exists() else {}
+    for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/config.json"):
+        number = path.parent.name.removeprefix(f"{folder.name}-")
+        if number.isdecimal():
+            found[int(number)] = path.parent
     return found
+
+
+def _fresh(folder: Path, runs: dict[int, Path]) -> Path:
+    """`folder`, or where it holds a run, folder-n with the next number."""
+    if not runs and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        refuse(f"{folder} exists and is no run: name another --run-dir")
+    return folder.with_name(f"{folder.name}-{max(runs) + 1}") if runs else folder

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from grpo_jax import functional as F
+from grpo_jax.errors import UsageError
 
 
 class Algorithm(NamedTuple):
@@ -121,7 +122,7 @@ class GRPOConfig:
     eval_every: int = 0
     """Steps between held-out evaluations; 0 for only before and after."""
     checkpoint_every: int = 50
-    """Steps between checkpoints; one is always written at the end."""
+    """Steps between checkpoints; 0 for only at the end."""
     keep_checkpoints: int = 2
     """Checkpoints kept of each phase."""
     rollouts_every: int = 10
@@ -147,11 +148,20 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
       num_devices: devices that prompts are spread over.
 
     Raises:
-      ValueError: one sentence that says what to change.
+      UsageError: one sentence that says what to change.
     """
     algorithm = config.algorithm
     group_size = algorithm.group_size
-    for name in ("steps", "num_prompts", "max_tokens", "epochs", "minibatches", "microbatches", "keep_checkpoints"):
+    for name in (
+        "steps",
+        "num_prompts",
+        "max_tokens",
+        "epochs",
+        "minibatches",
+        "microbatches",
+        "keep_checkpoints",
+        "max_skipped",
+    ):
         _require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}: it must be at least 1")
     for name in ("eval_every", "checkpoint_every", "rollouts_every", "warmup_steps", "top_k"):
         _require(getattr(config, name) >= 0, f"{name} is {getattr(config, name)}: it must be at least 0")
@@ -176,7 +186,9 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
         algorithm.epsilon_low >= 0 and algorithm.epsilon_high >= 0,
         f"epsilon_low {algorithm.epsilon_low} and epsilon_high {algorithm.epsilon_high} must be at least 0",
     )
-    _require(config.learning_rate > 0, f"learning_rate is {config.learning_rate}: it must be above 0")
+    _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
+    _require(config.weight_decay >= 0, f"weight_decay is {config.weight_decay}: it must be at least 0")
+    _require(0 < config.learning_rate < float("inf"), f"learning_rate is {config.learning_rate}: it must be above 0")
     _require(config.max_grad_norm > 0, f"max_grad_norm is {config.max_grad_norm}: it must be above 0")
     _require(
         config.old_logprobs == "recompute" or config.epochs * config.minibatches == 1,
@@ -186,4 +198,4 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise ValueError(message)
+        raise UsageError(message)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from grpo_jax.training.run import RunFolder
@@ -23,13 +24,13 @@ def print_table(run: RunFolder, title: str, columns: Sequence[str], rows: Mappin
 def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
     """The completions of each group below one another, with rewards and advantages."""
     for group in groups:
-        table = Table(box=box.SIMPLE_HEAD, title=f"prompt {group['prompt']!r}", title_justify="left")
+        table = Table(box=box.SIMPLE_HEAD, title=escape(f"prompt {group['prompt']!r}"), title_justify="left")
         table.add_column("completion", overflow="fold")
         for column in ("tokens", "reward", "advantage"):
             table.add_column(column, justify="right")
         rows = zip(group["completions"], group["lengths"], group["rewards"], group["advantages"], strict=True)
         for text, length, reward, advantage in rows:
-            table.add_row(repr(text), str(length), f"{reward:.2f}", f"{advantage:+.2f}")
+            table.add_row(escape(repr(text)), str(length), f"{reward:.2f}", f"{advantage:+.2f}")
         run.console.print(table)
 
 
@@ -47,8 +48,8 @@ def save_curves(run: RunFolder, curves: Sequence[tuple[str, str]], phases: Seque
     from matplotlib import pyplot as plt
 
     lines = run.lines()
-    figure, axes = plt.subplots(1, len(curves), figsize=(4 * len(curves), 3), layout="constrained")
-    for axis, (metric, title) in zip(axes, curves, strict=True):
+    figure, axes = plt.subplots(1, len(curves), figsize=(4 * len(curves), 3), layout="constrained", squeeze=False)
+    for axis, (metric, title) in zip(axes[0], curves, strict=True):
         for phase, style in zip(phases, ("-", "--", ":", "-."), strict=False):
             points = [(line["step"], line[metric]) for line in lines if line["phase"] == phase and metric in line]
             if points:
@@ -56,6 +57,7 @@ def save_curves(run: RunFolder, curves: Sequence[tuple[str, str]], phases: Seque
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        if axis.lines:
+            axis.legend(fontsize=8)
     figure.savefig(run.path / "curves.png", dpi=120)
     plt.close(figure)

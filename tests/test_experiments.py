@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,11 +65,42 @@ def test_bad_options_are_refused(tmp_path, capsys, args, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_resuming_with_other_options_is_refused(tmp_path, capsys):
+def test_resuming_may_change_where_a_run_computes_but_not_what(tmp_path):
     cli.open_run(parse("--run-dir", tmp_path / "run"))
+    cli.open_run(parse("--resume", "--run-dir", tmp_path / "run", "--devices", "2"))
+    with pytest.raises(ValueError, match="steps differ from the run"):
+        cli.open_run(parse("--resume", "--run-dir", tmp_path / "run", "--steps", "7"))
+
+
+def test_two_runs_that_start_at_once_do_not_share_a_folder(tmp_path):
+    first, second = (parse("--run-dir", tmp_path / "run", "--seed", seed) for seed in (0, 1))
+    cli.open_run(first)
+    with pytest.raises(ValueError, match="another run has just started"):
+        cli.open_run(second)
+
+
+@pytest.mark.parametrize("content", ["", '{"no_such_option": 1}'])
+def test_a_config_that_cannot_be_read_is_refused(tmp_path, content, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(content)
     with pytest.raises(SystemExit):
-        parse("--resume", "--run-dir", tmp_path / "run", "--steps", "7")
-    assert "steps differ from the run" in " ".join(capsys.readouterr().err.split())
+        parse("--resume", "--run-dir", tmp_path / "run")
+    assert "not of this experiment" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        parse("--run-dir", tmp_path)
+
+
+def test_numbers_of_runs_go_on_after_a_gap(tmp_path):
+    for name in ("run", "run-2", "run-3"):
+        cli.open_run(parse("--run-dir", tmp_path / "run"))
+        assert (tmp_path / name / "config.json").exists()
+    shutil.rmtree(tmp_path / "run-2")
+    assert parse("--run-dir", tmp_path / "run").run_dir.name == "run-4"
+    assert parse("--run-dir", tmp_path / "run", "--resume").run_dir.name == "run-3"
 
 
 @pytest.mark.parametrize("config", [arithmetic.Config, stories.Config])
@@ -95,8 +127,8 @@ def test_stories_from_start_to_table(tmp_path):
 
 # ---- killed and resumed. The environment variable asks for the whole main job.
 
-KILLS = 10
 SHORT = [] if os.environ.get("GRPO_JAX_FULL") else ["--warm-steps", "150", "--steps", "40", "--eval-every", "10"]
+MOMENTS = ["warm", "grpo", "control", "*/*.orbax-checkpoint-tmp"] * 2 + ["grpo", "*/*.orbax-checkpoint-tmp"]
 
 
 def start(folder: Path, *args: str) -> subprocess.Popen:
@@ -105,23 +137,30 @@ def start(folder: Path, *args: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
 
+def kill_at(moment: str, folder: Path, process: subprocess.Popen, dice: random.Random) -> str:
+    """Kills within a phase (its folder, then a few seconds), or in mid-save (a checkpoint not yet renamed)."""
+    saving = moment.endswith("-tmp")
+    time.sleep(dice.uniform(8, 20) if saving else 0)
+    while not list((folder / "checkpoints").glob(moment)) and process.poll() is None:
+        time.sleep(0.002)
+    time.sleep(0 if saving else dice.uniform(0, 8))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    unfinished = [str(path.relative_to(folder)) for path in (folder / "checkpoints").glob("*/*-tmp")]
+    lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+    return f"after {lines[-1][:30] if lines else 'no line'}, unfinished {unfinished}"
+
+
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path):
     args = [*SHORT, "--checkpoint-every", "5"]
-    begun = time.monotonic()
     assert start(tmp_path / "whole", *args).wait() == 0
-    seconds = time.monotonic() - begun
     expected = {name: (tmp_path / "whole" / name).read_bytes() for name in ("metrics.jsonl", "results.json")}
-    moments = random.Random(0)
-    for kill in range(KILLS):
-        folder = tmp_path / f"killed-{kill}"
-        process = start(folder, *args)
-        time.sleep(moments.uniform(0.15, 0.95) * seconds)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        phases = sorted(path.name for path in (folder / "checkpoints").glob("*"))
-        process = start(folder, "--resume") if (folder / "config.json").exists() else start(folder, *args)
-        assert process.wait() == 0
+    dice = random.Random(0)
+    for number, moment in enumerate(MOMENTS):
+        folder = tmp_path / f"killed-{number}"
+        where = kill_at(moment, folder, start(folder, *args), dice)
+        assert start(folder, "--resume").wait() == 0
         for name, content in expected.items():
-            assert (folder / name).read_bytes() == content, (kill, name)
-        print(f"kill {kill}: phases begun {phases}, same bits")
+            assert (folder / name).read_bytes() == content, (number, where, name)
+        print(f"kill {number} in {moment}: {where}; same bits")

@@ -212,9 +212,10 @@ def test_tokenizer_round_trip(stories):
 
 
 @needs_stories
-def test_bfloat16_tensors_in_several_files(stories, tmp_path):
+def test_bfloat16_tensors_in_several_files_and_more_eos_ids(stories, tmp_path):
     for file in STORIES.glob("*.json"):
         shutil.copyfile(file, tmp_path / file.name)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     tensors = load_file(STORIES / "model.safetensors")
     names = sorted(tensors)
     for part, chosen in enumerate((names[::2], names[1::2])):
@@ -222,5 +223,6 @@ def test_bfloat16_tensors_in_several_files(stories, tmp_path):
         save_file(halves, tmp_path / f"model-{part}.safetensors")
     loaded = load_pretrained(tmp_path, dtype="bfloat16", remat=True)
     assert (loaded.config.dtype, loaded.config.remat) == ("bfloat16", True)
+    assert loaded.eos_ids == (1, 2, 7)
     expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), stories.params)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, expected)

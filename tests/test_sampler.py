@@ -420,10 +420,14 @@ POLICY = decoder_policy(CONFIG)
 
 
 def random_params(policy):
-    """Large enough for distributions far from flat."""
+    """Weights large enough for distributions that are not flat, small enough for float32 to compute them well."""
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(policy.init, jax.random.key(0))
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(scale=0.7, size=x.shape), jnp.float32), shapes)
+
+    def leaf(path, shape):
+        noise = rng.normal(scale=0.4, size=shape.shape).astype(np.float32)
+        return jnp.asarray(1 + noise if path[-1].key == "scale" else noise)
+
+    return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(policy.init, jax.random.key(0)))
 
 
 @pytest.fixture(scope="module")
@@ -510,13 +514,13 @@ def test_batch_group_and_prompt_width_do_not_change_samples(params, prompts, sam
 
 def test_eight_devices_give_what_one_gives(prompts):
     policy = decoder_policy(replace(CONFIG, num_hidden_layers=1))  # compiles sooner
+    params = random_params(policy)
     task = Task(None, None, None, None, EOS_IDS, PAD_ID, CONFIG.vocab_size)
     config = GRPOConfig(max_tokens=TOKENS, top_p=0.95)
+    # Two prompts a device.
+    inputs = *(np.tile(x, (2, 1)) for x in prompts), row_numbers(16, GROUP), np.tile(MIXED, (2, 1))
     one, eight = (
-        make_sampler(policy, task, config, devices=devices)(
-            random_params(policy), *prompts, row_numbers(8, GROUP), MIXED, jax.random.key(2)
-        )
-        for devices in (1, 8)
+        make_sampler(policy, task, config, devices=devices)(params, *inputs, jax.random.key(2)) for devices in (1, 8)
     )
     for name in ("completion_ids", "completion_mask", "truncated"):
         np.testing.assert_array_equal(getattr(eight, name), getattr(one, name))

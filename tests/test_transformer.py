@@ -182,6 +182,18 @@ def test_remat_changes_neither_values_nor_gradients():
     assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
 
 
+def test_remat_stores_less_for_the_backward_pass():
+    *inputs, _ = ragged_batch()
+
+    def stored(config):
+        def backward(params):
+            return jax.vjp(lambda params: shared_hidden(config, params, *inputs), params)[1]
+
+        return sum(x.size for x in jax.tree.leaves(jax.eval_shape(backward, random_params(LLAMA))))
+
+    assert stored(dataclasses.replace(LLAMA, remat=True)) < stored(LLAMA) / 2
+
+
 def test_bfloat16_is_close_to_float32():
     *inputs, _ = ragged_batch()
     config = dataclasses.replace(LLAMA, dtype="bfloat16")

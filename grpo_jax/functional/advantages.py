@@ -1,7 +1,7 @@
 """Advantages of completions that answer the same prompt.
 
 Rewards are `[..., G]`: the last axis is the group, the G completions of one
-prompt. Every function returns advantages of the same shape and dtype, treats
+prompt. Every function returns advantages of the same shape, treats
 leading axes as independent groups, and knows no parameters.
 """
 
@@ -30,8 +30,10 @@ def group_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6) ->
     # Equal rewards have a deviation of rounding noise, not of 0, which ε does
     # not drown: eight times 0.7 in float32 would give 0.86. Compare the rewards.
     has_spread = _has_spread(rewards)
-    variance = jnp.sum(jnp.square(centered), axis=-1, keepdims=True) / max(rewards.shape[-1] - ddof, 1)
-    deviation = jnp.sqrt(jnp.where(has_spread, variance, 1))
+    # Squares of rewards between 0 and 1: larger ones could overflow, and all advantages be 0 without a word.
+    scale = jax.lax.stop_gradient(jnp.max(jnp.abs(jnp.where(has_spread, centered, 1)), axis=-1, keepdims=True))
+    variance = jnp.sum(jnp.square(centered / scale), axis=-1, keepdims=True) / max(rewards.shape[-1] - ddof, 1)
+    deviation = scale * jnp.sqrt(jnp.where(has_spread, variance, 1))
     return jnp.where(has_spread, centered / (deviation + eps), 0)
 
 
@@ -66,7 +68,7 @@ def leave_one_out_advantages(rewards: jax.Array) -> jax.Array:
 def group_ranks(rewards: jax.Array) -> jax.Array:
     """Competition rank: rankᵢ = 1 + #{j : rⱼ > rᵢ}.
 
-    The best reward has rank 1; equal rewards share the better rank.
+    The best reward has rank 1; equal rewards share the better rank; NaN comes last.
 
     Args:
       rewards: `[..., G]`.
@@ -74,7 +76,8 @@ def group_ranks(rewards: jax.Array) -> jax.Array:
     Returns:
       int32 `[..., G]`, from 1 to G.
     """
-    return 1 + jnp.sum(_beats(rewards), axis=-1, dtype=jnp.int32)
+    rewards = jnp.where(jnp.isnan(rewards), -jnp.inf, rewards)
+    return 1 + jnp.sum(_larger(rewards), axis=-1, dtype=jnp.int32)
 
 
 def rank_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6) -> jax.Array:
@@ -109,14 +112,15 @@ def linear_rank_advantages(rewards: jax.Array) -> jax.Array:
 
 
 def _mean_ranks(rewards: jax.Array) -> jax.Array:
-    """Ranks with the mean on ties, `[..., G]` in the dtype of the rewards."""
-    better = jnp.sum(_beats(rewards), axis=-1, dtype=rewards.dtype)
-    worse = jnp.sum(_beats(-rewards), axis=-1, dtype=rewards.dtype)
-    ranks = (better - worse + (rewards.shape[-1] + 1)) / 2
-    return jnp.where(jnp.isnan(rewards), rewards, ranks)  # NaN beats nobody; it must not pass for average
+    """Ranks with the mean on ties, floats `[..., G]`."""
+    larger = _larger(rewards)
+    better, worse = (jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (larger, jnp.swapaxes(larger, -1, -2)))
+    dtype = rewards.dtype if jnp.issubdtype(rewards.dtype, jnp.floating) else jnp.float32
+    ranks = (better - worse + (rewards.shape[-1] + 1)).astype(dtype) / 2
+    return jnp.where(jnp.isnan(rewards), jnp.nan, ranks)  # NaN is larger than nothing; it must not pass for average
 
 
-def _beats(rewards: jax.Array) -> jax.Array:
+def _larger(rewards: jax.Array) -> jax.Array:
     """bool `[..., G, G]`: at [i, j], whether j has a larger reward than i."""
     return rewards[..., None, :] > rewards[..., :, None]
 

@@ -45,7 +45,8 @@ def grpo_loss(
       epsilon_low: how far below 1 the ratio may go. 0.2 from PPO; other surrogates need their own.
       epsilon_high: how far above 1 the ratio may go. 0.2 from PPO; other surrogates need their own.
       weights: `[..., T]`, one of `aggregation`'s, computed on the whole optimizer batch.
-        None: the mean over the tokens given here.
+        None: the mean over the tokens given here, `token_mean_weights`; the paper's own are
+        `sequence_mean_weights`.
       log_ratio: (logprobs, old_logprobs, mask) -> `[..., T]`.
       surrogate: (log_ratio, advantages, *, epsilon_low, epsilon_high) -> `[..., T]`.
       divergence: (logprobs, ref_logprobs) -> `[..., T]`.
@@ -73,7 +74,8 @@ def grpo_loss(
         kl = divergence(jnp.where(completion_mask, logprobs, 0), jnp.where(completion_mask, ref_logprobs, 0))
         loss = loss + kl_coef * kl
         metrics["kl"] = masked_sum(kl, completion_mask)
-    return jnp.sum(weights * loss), metrics
+    # A weight of 0 does not silence NaN: advantages of wholly masked rows may hold anything.
+    return jnp.sum(weights * jnp.where(completion_mask, loss, 0)), metrics
 
 
 def ratio_metrics(

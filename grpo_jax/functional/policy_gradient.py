@@ -11,8 +11,8 @@ Shapes: T tokens; advantages are `[...]`, one a row, or `[..., T]`, one a token.
 import jax
 import jax.numpy as jnp
 
-# exp overflows float32 at 88.7, and 0 · inf is NaN. Beyond e^80 a ratio means nothing.
-MAX_LOG_RATIO = 80.0
+# Keeps exp and its squares finite in float32; 0 · inf is NaN. Beyond e⁴⁰ a ratio means nothing.
+MAX_LOG_RATIO = 40.0
 
 
 def token_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
@@ -28,8 +28,13 @@ def token_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Arra
     """
     # Masked before any exp: what exp makes of rubbish in a padded slot (inf) has a
     # gradient of NaN even when it is multiplied by 0 later.
-    difference = jnp.where(mask, logprobs, 0) - jnp.where(mask, jax.lax.stop_gradient(old_logprobs), 0)
+    difference = _exact(logprobs, mask) - jax.lax.stop_gradient(_exact(old_logprobs, mask))
     return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _exact(logprobs: jax.Array, mask: jax.Array) -> jax.Array:
+    """0 where masked, and at least float32: 16 bits hold neither a small difference nor its exp."""
+    return jnp.where(mask, logprobs, 0).astype(jnp.promote_types(logprobs.dtype, jnp.float32))
 
 
 def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:

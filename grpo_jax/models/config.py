@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from grpo_jax.errors import UsageError
+
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2")
 
 
@@ -32,12 +34,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
+            raise UsageError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary positions turn pairs of features")
+            raise UsageError(f"head_dim ({self.head_dim}) must be even: rotary positions turn pairs of features")
 
 
 def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelConfig:
@@ -51,20 +53,26 @@ def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelCo
       The configuration.
 
     Raises:
-      ValueError: the file asks for something that this decoder does not compute.
+      UsageError: the file asks for something that this decoder does not compute.
     """
     model_type = config.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ValueError(f"model_type {model_type!r} is not supported; choose one of {SUPPORTED_MODEL_TYPES}")
+        raise UsageError(f"model_type {model_type!r} is not supported; choose one of {SUPPORTED_MODEL_TYPES}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ValueError(f"rope scaling {rope} is not supported")
+        raise UsageError(f"rope scaling {rope} is not supported")
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported, only silu")
+        raise UsageError(f"hidden_act {config['hidden_act']!r} is not supported, only silu")
+    for unsupported in ("quantization_config", "partial_rotary_factor"):
+        if config.get(unsupported) not in (None, 1.0):
+            raise UsageError(f"{unsupported} {config[unsupported]!r} is not supported")
     if config.get("use_sliding_window"):
-        raise ValueError("use_sliding_window is not supported")
+        raise UsageError("use_sliding_window is not supported")
     if model_type == "llama" and (config.get("attention_bias") or config.get("mlp_bias")):
-        raise ValueError("attention_bias and mlp_bias are not supported for llama")
+        raise UsageError("attention_bias and mlp_bias are not supported for llama")
+    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    if missing := [name for name in needed if name not in config]:
+        raise UsageError(f"config.json lacks {', '.join(missing)}")
     heads = config["num_attention_heads"]
     return ModelConfig(
         vocab_size=config["vocab_size"],
@@ -74,7 +82,7 @@ def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelCo
         num_attention_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta", 10000.0),
+        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         tie_word_embeddings=config.get("tie_word_embeddings", False),
         qkv_bias=model_type == "qwen2",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
+from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig, config_from_huggingface
 from grpo_jax.models.transformer import Params
 
@@ -34,11 +35,11 @@ def load_pretrained(folder: str | Path, **overrides: Any) -> Pretrained:
       The model.
 
     Raises:
-      ValueError: what is missing or not supported, in one sentence.
+      UsageError: what is missing or not supported, in one sentence.
     """
     folder = Path(folder)
     if not (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds no config.json: name a folder of a Hugging Face model")
+        raise UsageError(f"{folder} holds no config.json: name a folder of a Hugging Face model")
     raw = json.loads((folder / "config.json").read_text())
     config = config_from_huggingface(raw, **overrides)
     params = params_from_tensors(_read_tensors(folder), config)
@@ -46,7 +47,12 @@ def load_pretrained(folder: str | Path, **overrides: Any) -> Pretrained:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        raise UsageError(
+            f"{folder} holds no tokenizer that transformers can load: copy tokenizer.json into it"
+        ) from error
     generation = folder / "generation_config.json"
     generation_config = json.loads(generation.read_text()) if generation.exists() else {}
     ids = _as_set(raw.get("eos_token_id")) | _as_set(generation_config.get("eos_token_id"))
@@ -65,18 +71,19 @@ def params_from_tensors(tensors: dict[str, np.ndarray], config: ModelConfig) -> 
       Parameters, float32, layers stacked.
 
     Raises:
-      ValueError: names a tensor that is missing, is not known, or has the wrong shape.
+      UsageError: names a tensor that is missing, is not known, or has the wrong shape.
     """
-    left = dict(tensors)
+    # Older files keep the rotary frequencies, which follow from the configuration.
+    left = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     width, features = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
 
     def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name not in left:
-            raise ValueError(f"the model's safetensors files hold no tensor {name!r}")
+            raise UsageError(f"the model's safetensors files hold no tensor {name!r}")
         tensor = left.pop(name)
         if tensor.shape != shape:
-            raise ValueError(f"tensor {name!r} has shape {tensor.shape}, but config.json asks for {shape}")
+            raise UsageError(f"tensor {name!r} has shape {tensor.shape}, but config.json asks for {shape}")
         return np.asarray(tensor, np.float32)
 
     def stacked(name: str, shape: tuple[int, ...], arrange: Callable[[np.ndarray], np.ndarray]) -> jnp.ndarray:
@@ -119,14 +126,14 @@ def params_from_tensors(tensors: dict[str, np.ndarray], config: ModelConfig) -> 
     else:
         params["unembedding"] = jnp.asarray(take("lm_head.weight", (config.vocab_size, width)))
     if left:
-        raise ValueError(f"the model's safetensors files hold tensors that this decoder does not know: {sorted(left)}")
+        raise UsageError(f"the model's safetensors files hold tensors that this decoder does not know: {sorted(left)}")
     return params
 
 
 def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} holds no .safetensors file: convert the model to safetensors first")
+        raise UsageError(f"{folder} holds no .safetensors file: convert the model to safetensors first")
     tensors: dict[str, np.ndarray] = {}
     for file in files:
         with safe_open(file, framework="flax") as opened:  # reads bfloat16 too, which NumPy alone does not

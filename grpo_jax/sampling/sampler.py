@@ -61,7 +61,8 @@ def sample_groups(
     Returns:
       `Completions`.
     """
-    shape, limits = rows.shape, truncation
+    shape = rows.shape
+    limits = truncation if truncation and any(limit is not None for limit in truncation) else None
     temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), shape)
     uniforms = _noise(key, rows, max_tokens)
     hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], max_tokens)

@@ -40,9 +40,9 @@ def stories_task(tokenizer: Any, eos_ids: tuple[int, ...], *, vocab_size: int, n
     """
     openings, heldout = _openings(ANIMALS, NAMES), _openings(HELDOUT_ANIMALS, HELDOUT_NAMES)
     check_num_prompts(num_prompts, len(openings))
-    tokens = {text: tokenizer.encode(text) for text in openings + heldout}
+    tokens = {text: _without_end(tokenizer.encode(text), eos_ids) for text in openings + heldout}
     width = max(len(ids) for ids in tokens.values())
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
     def encode(texts: Sequence[str]) -> Prompts:
         examples = [{"prompt": text} for text in texts]
@@ -76,6 +76,11 @@ def repeated_share(text: str) -> float:
     """Share of complete sentences that occurred before in the text."""
     found = sentences(text)
     return 1 - len(set(found)) / len(found) if found else 0.0
+
+
+def _without_end(ids: list[int], eos_ids: tuple[int, ...]) -> list[int]:
+    """Some tokenizers end every text; a prompt is to be continued."""
+    return ids[:-1] if len(ids) > 1 and ids[-1] in eos_ids else ids
 
 
 def _happy_share(text: str) -> float:

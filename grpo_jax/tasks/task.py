@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.errors import UsageError
+
 Example = dict[str, Any]  # the columns of one prompt: "prompt", and what its reward needs
 # (examples, completions), one entry a completion -> one number each
 Reward = Callable[[Sequence[Example], Sequence[str]], Sequence[float]]
@@ -46,13 +48,13 @@ def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example],
       The prompts.
 
     Raises:
-      ValueError: a prompt is empty or longer than `width`.
+      UsageError: a prompt is empty or longer than `width`.
     """
     ids = np.full((len(token_ids), width), pad_id, np.int32)
     mask = np.zeros((len(token_ids), width), bool)
     for row, tokens in enumerate(token_ids):
         if not 0 < len(tokens) <= width:
-            raise ValueError(f"prompt {row} has {len(tokens)} tokens: it needs at least 1 and at most {width}")
+            raise UsageError(f"prompt {row} has {len(tokens)} tokens: it needs at least 1 and at most {width}")
         ids[row, width - len(tokens) :] = tokens
         mask[row, width - len(tokens) :] = True
     return Prompts(ids, mask, list(examples))
@@ -62,10 +64,10 @@ def check_num_prompts(num_prompts: int, available: int) -> None:
     """Refuses a step of more prompts than there are.
 
     Raises:
-      ValueError: one sentence that says what to change.
+      UsageError: one sentence that says what to change.
     """
     if num_prompts > available:
-        raise ValueError(f"num_prompts is {num_prompts}, but the task has {available} training prompts: lower it")
+        raise UsageError(f"num_prompts is {num_prompts}, but the task has {available} training prompts: lower it")
 
 
 def rng(*key: int) -> np.random.Generator:

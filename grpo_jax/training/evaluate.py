@@ -20,9 +20,6 @@ class Evaluation(NamedTuple):
     greedy: float
     ended_share: float  # of sampled completions
 
-    def __str__(self) -> str:
-        return f"sampled {self.sampled:.3f} ± {self.sampled_se:.3f}, greedy {self.greedy:.3f}"
-
 
 def heldout_rollouts(
     sampler: Sampler,

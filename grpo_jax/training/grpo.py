@@ -64,7 +64,7 @@ def train(
       The final state.
 
     Raises:
-      ValueError: the configuration cannot work.
+      UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
     programs = programs or make_programs(policy, task, config)
@@ -75,6 +75,8 @@ def train(
     with run.checkpoints(phase, keep=config.keep_checkpoints) as checkpoints:
         state, done = checkpoints.restore(lambda: programs.init_state(params))
         run.rewind(phase, done)
+        if evaluate and config.eval_every and done == 0:
+            run.log(phase, 0, evaluate(state.params))
         with run.progress(phase, config.steps, done) as show:
             for step in range(done, config.steps):
                 # ---- rollout: a group of completions for each prompt, and their rewards
@@ -89,25 +91,24 @@ def train(
                     batch = score_rollout(programs, state.params, reference, rollout, temperature, config)
 
                 # ---- advantages: rewards against those of the same group
-                rewards, batch = penalised_rewards(rollout.rewards, batch, algorithm)
+                rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm)
                 batch = batch._replace(advantages=np.asarray(programs.advantages(rewards)))
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
                 with run.timed("update"):
-                    state, metrics = update(programs, state, batch, step, config, run)
-                    state = state._replace(step=jnp.int32(step + 1))
+                    state, metrics = update(programs, state, batch, step, config, run, phase)
 
                 # ---- log
                 evaluated: dict[str, float] = {}
                 if evaluate and config.eval_every and (step + 1) % config.eval_every == 0:
                     with run.timed("evaluate"):
                         evaluated = evaluate(state.params)
-                run.log(phase, step + 1, **rollout_metrics(rollout), **metrics, **evaluated)
+                run.log(phase, step + 1, rollout_metrics(rollout) | penalty | metrics | evaluated)
                 if config.rollouts_every and step % config.rollouts_every == 0:
                     run.log_rollout(phase, step + 1, readable(rollout, batch))
                 run.log_times(phase, step + 1, tokens=int(batch.completion_mask.sum()))
                 show(step + 1, f"reward {rollout.rewards.mean():.3f}")
-                if (step + 1) % max(config.checkpoint_every, 1) == 0 or step + 1 == config.steps:
+                if step + 1 == config.steps or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
                     checkpoints.save(state, step + 1)
     return state
 
@@ -134,7 +135,7 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
       The functions, compiled at their first call.
 
     Raises:
-      ValueError: one sentence that says what to change.
+      UsageError: one sentence that says what to change.
     """
     devices = num_devices(config.devices)
     validate(config, num_devices=devices)
@@ -188,7 +189,9 @@ def score_rollout(
     return batch._replace(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, sampler_logprobs=sampler_logprobs)
 
 
-def penalised_rewards(rewards: np.ndarray, batch: Batch, algorithm: Algorithm) -> tuple[np.ndarray, Batch]:
+def penalised_rewards(
+    rewards: np.ndarray, batch: Batch, algorithm: Algorithm
+) -> tuple[np.ndarray, dict[str, float], Batch]:
     """rᵢ − β Σₜ k1, where the algorithm has its KL in the reward; the loss then needs no reference.
 
     Args:
@@ -197,16 +200,23 @@ def penalised_rewards(rewards: np.ndarray, batch: Batch, algorithm: Algorithm) -
       algorithm: the run's.
 
     Returns:
-      Rewards for the advantages, and the batch for the loss.
+      Rewards for the advantages, the KL a token to log, and the batch for the loss.
     """
     if not (algorithm.kl_in_reward and algorithm.kl_coef > 0):
-        return rewards, batch
+        return rewards, {}, batch
     k1 = np.where(batch.completion_mask, kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
-    return rewards - algorithm.kl_coef * k1.sum(-1), batch._replace(ref_logprobs=None)
+    kl = {"kl": float(k1.sum() / max(batch.completion_mask.sum(), 1))}
+    return rewards - algorithm.kl_coef * k1.sum(-1), kl, batch._replace(ref_logprobs=None)
 
 
 def update(
-    programs: Programs, state: TrainState, batch: Batch, step: int, config: GRPOConfig, run: RunFolder
+    programs: Programs,
+    state: TrainState,
+    batch: Batch,
+    step: int,
+    config: GRPOConfig,
+    run: RunFolder,
+    phase: str,
 ) -> tuple[TrainState, dict[str, float]]:
     """All optimizer steps on one rollout, and the means of their metrics.
 
@@ -219,7 +229,8 @@ def update(
         for minibatch in shuffled_minibatches(batch, key, config.minibatches):
             state, metrics = programs.train_step(state, minibatch)
             history.append(jax.tree.map(float, jax.device_get(metrics)))
-            guards.check_gradients(run, step, history[-1], minibatch, config.max_skipped)
+            name = f"{phase}_{step:06d}_{len(history)}"
+            guards.check_gradients(run, name, history[-1], minibatch, config.max_skipped)
     guards.check_first_ratio(run, history[0]["ratio_deviation"])
     means = {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]}
     return state, means | {
@@ -247,11 +258,11 @@ def grpo_loss_fn(policy: Policy, algorithm: Algorithm) -> LossFn:
             surrogate=algorithm.surrogate,
             divergence=algorithm.divergence,
         )
-        deviation = jnp.abs(jnp.expm1(jnp.where(mask, scores.logprobs - batch.old_logprobs, 0)))
-        mismatch = jnp.where(mask, scores.logprobs - batch.sampler_logprobs, 0)
+        # Against the sampler's own numbers, whatever the ratio of the loss is taken against.
+        mismatch = jax.lax.stop_gradient(jnp.where(mask, scores.logprobs - batch.sampler_logprobs, 0))
         metrics["entropy"] = masked_sum(scores.entropy, mask)
         metrics["sampler_mismatch"] = masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
-        return loss, Logs(metrics, {"ratio_deviation": jax.lax.stop_gradient(jnp.max(deviation))})
+        return loss, Logs(metrics, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
 
     return loss_fn
 

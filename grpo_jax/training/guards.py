@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from grpo_jax.errors import UsageError
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.rollout import Rollout
 from grpo_jax.training.run import RunFolder
@@ -16,14 +17,15 @@ def check_task(task: Task) -> None:
     """Refuses a task whose completions could never end.
 
     Raises:
-      ValueError: no ids that end a completion, or ids outside the vocabulary.
+      UsageError: no ids that end a completion, or ids outside the vocabulary.
     """
     if not task.eos_ids:
-        raise ValueError("the tokenizer has no EOS token, so no completion could end: name one in its eos_token")
-    if max(*task.eos_ids, task.pad_id) >= task.vocab_size:
-        raise ValueError(
-            f"EOS {task.eos_ids} or padding {task.pad_id} is outside the model's vocabulary of {task.vocab_size}: "
-            "tokenizer and model do not belong together"
+        raise UsageError("the tokenizer has no EOS token, so no completion could end: name one in its eos_token")
+    ids = [*task.eos_ids, task.pad_id, task.heldout.ids.max(initial=0)]
+    if min(ids) < 0 or max(ids) >= task.vocab_size:
+        raise UsageError(
+            f"EOS {task.eos_ids}, padding {task.pad_id} or a prompt is outside the model's vocabulary of "
+            f"{task.vocab_size}: tokenizer and model do not belong together"
         )
 
 
@@ -59,18 +61,25 @@ def check_first_ratio(run: RunFolder, deviation: float) -> None:
         )
 
 
-def check_gradients(run: RunFolder, step: int, metrics: dict[str, float], batch: Batch, max_skipped: int) -> None:
+def check_gradients(run: RunFolder, name: str, metrics: dict[str, float], batch: Batch, max_skipped: int) -> None:
     """Dumps the batch of a skipped step, and stops after `max_skipped` in a row.
+
+    Args:
+      run: says it, and keeps the dump.
+      name: of the phase and optimizer step.
+      metrics: of the step.
+      batch: of the step.
+      max_skipped: how many in a row are borne.
 
     Raises:
       FloatingPointError: too many in a row.
     """
     if not metrics["skipped"]:
         return
-    file = run.path / f"skipped_{step:06d}.npz"
+    file = run.path / f"skipped_{name}.npz"
     arrays = {name: value for name, value in batch._asdict().items() if value is not None}
     np.savez_compressed(file, **jax.tree.map(np.asarray, arrays))
-    run.warn_once("skipped", f"gradients of step {step} are not finite: the step is skipped, its batch is in {file}")
+    run.warn_once("skipped", f"gradients of {name} are not finite: the step is skipped, its batch is in {file}")
     if metrics["skipped"] >= max_skipped:
         raise FloatingPointError(
             f"gradients were not finite {max_skipped} times in a row: lower the learning rate, or look at {file}"

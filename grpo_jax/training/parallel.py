@@ -5,6 +5,10 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from grpo_jax.errors import UsageError
 
 AXIS = "data"
 
@@ -13,11 +17,11 @@ def num_devices(requested: int) -> int:
     """Devices to use: `requested`, or all of them for 0.
 
     Raises:
-      ValueError: there are fewer.
+      UsageError: there are fewer.
     """
     available = jax.device_count()
-    if requested > available:
-        raise ValueError(f"devices is {requested}, but JAX sees {available}: set it to at most that, or to 0 for all")
+    if not 0 <= requested <= available:
+        raise UsageError(f"devices is {requested}, but JAX sees {available}: set it to at most that, or to 0 for all")
     return requested or available
 
 
@@ -31,8 +35,8 @@ def data_parallel(
 ) -> Callable[..., Any]:
     """Compiles `fn(*args, axis_name)` for one device with `jax.jit`, for more with `jax.pmap`.
 
-    Callers pass and receive arrays `[N, ...]` either way. The state stays unreplicated in
-    shape, so that a checkpoint does not know how many devices wrote it.
+    Callers pass and receive arrays `[N, ...]` either way, from many devices as NumPy arrays. The
+    state stays unreplicated in shape, so that a checkpoint does not know how many devices wrote it.
 
     Args:
       fn: pure; its keyword `axis_name` is None on one device.
@@ -46,23 +50,29 @@ def data_parallel(
     """
     if devices == 1:
         return jax.jit(partial(fn, axis_name=None), donate_argnums=donate_argnums)
+    used = jax.devices()[:devices]
     mapped = jax.pmap(
         partial(fn, axis_name=AXIS),
         axis_name=AXIS,
         in_axes=tuple(in_axes),
         out_axes=out_axes,
-        devices=jax.devices()[:devices],
+        devices=used,
         donate_argnums=donate_argnums,
     )
+    mesh = jax.sharding.Mesh(np.asarray(used), (AXIS,))
 
-    def split(tree, axis):
-        return tree if axis is None else jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
+    def place(tree, axis):
+        """Arguments always arrive where pmap wants them: a second placement would be a second compilation."""
+        if axis is None:
+            return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+        pieces = jax.tree.map(lambda x: np.asarray(x).reshape(devices, -1, *x.shape[1:]), tree)
+        return jax.device_put(pieces, NamedSharding(mesh, PartitionSpec(AXIS)))
 
     def merge(tree, axis):
-        return tree if axis is None else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+        return tree if axis is None else jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), tree)
 
     def call(*args):
-        out = mapped(*(split(tree, axis) for tree, axis in zip(args, in_axes, strict=True)))
+        out = mapped(*(place(tree, axis) for tree, axis in zip(args, in_axes, strict=True)))
         if isinstance(out_axes, tuple):
             return tuple(merge(tree, axis) for tree, axis in zip(out, out_axes, strict=True))
         return merge(out, out_axes)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from grpo_jax.config import GRPOConfig
+from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -35,7 +36,9 @@ class Rollout(NamedTuple):
 def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int = 1) -> Sampler:
     """The compiled sampler of a run: one program, for training and evaluation alike."""
     limits = Truncation(
-        config.top_k or None, config.top_p if config.top_p < 1 else None, config.min_p if config.min_p > 0 else None
+        top_k=config.top_k or None,
+        top_p=config.top_p if config.top_p < 1 else None,
+        min_p=config.min_p or None,
     )
 
     def sample(params, prompt_ids, prompt_mask, rows, temperature, key, *, axis_name) -> Completions:
@@ -50,7 +53,7 @@ def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int
             max_tokens=config.max_tokens,
             eos_ids=task.eos_ids,
             temperature=temperature,
-            truncation=limits if any(limit is not None for limit in limits) else None,
+            truncation=limits,
             pad_id=task.pad_id,
         )
 
@@ -102,8 +105,12 @@ def roll_out(
       The rollout.
 
     Raises:
-      ValueError: the reward function returned another number of rewards.
+      UsageError: the task or its reward function returned another number than asked.
     """
+    if prompts.ids.shape[0] != temperature.shape[0]:
+        raise UsageError(
+            f"the task gave {prompts.ids.shape[0]} prompts for {temperature.shape[0]}: set its num_prompts"
+        )
     rows = np.arange(temperature.size, dtype=np.int32).reshape(temperature.shape)
     completions = sampler(params, prompts.ids, prompts.mask, rows, temperature, key)
     completions = jax.tree.map(np.asarray, completions)
@@ -112,7 +119,7 @@ def roll_out(
     examples = [example for example in prompts.examples for _ in range(group_size)]
     rewards = reward(examples, [text for group in texts for text in group])
     if len(rewards) != temperature.size:
-        raise ValueError(f"the reward function returned {len(rewards)} rewards for {temperature.size} completions")
+        raise UsageError(f"the reward function returned {len(rewards)} rewards for {temperature.size} completions")
     return Rollout(prompts, completions, texts, np.asarray(rewards, np.float32).reshape(temperature.shape))
 
 

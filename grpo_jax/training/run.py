@@ -16,12 +16,16 @@ from typing import Any
 
 import jax
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from grpo_jax.errors import UsageError
 from grpo_jax.training.checkpoint import Checkpoints
 
 # Files whose lines carry "phase" and "step".
 _LINE_FILES = ("metrics.jsonl", "times.jsonl", "rollouts.jsonl")
+# Options that a resumed run may change: they do not touch what it computes.
+_FREE_OPTIONS = frozenset({"devices", "keep_checkpoints", "checkpoint_every"})
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -29,20 +33,31 @@ class RunFolder:
     """Writes a run's files and shows its progress."""
 
     def __init__(self, path: Path, config: dict[str, Any], *, console: Console | None = None) -> None:
-        """Creates `path` with config.json, or opens it to continue."""
+        """Creates `path` with config.json, or opens it to continue.
+
+        Raises:
+          UsageError: `path` holds a run with another configuration, or something else than a run.
+        """
         self.path = path
         self.console = console or Console()
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
         path.mkdir(parents=True, exist_ok=True)
-        if not (path / "config.json").exists():
-            write_json(path / "config.json", config)
+        try:  # to create the file: of two runs that start at once, one succeeds
+            with (path / "config.json").open("x") as file:
+                file.write(json.dumps(config, indent=2) + "\n")
+        except FileExistsError:
+            differing = differing_options(json.loads((path / "config.json").read_text()), config)
+            if differing:
+                raise UsageError(
+                    f"{', '.join(differing)} differ from the run in {path}: leave them out, or start a new run"
+                ) from None
         self.compilations = count_compilations()
 
     # ---- lines
 
-    def log(self, phase: str, step: int, **values: Any) -> None:
+    def log(self, phase: str, step: int, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl; only numbers that a rerun repeats."""
         self._append("metrics.jsonl", {"phase": phase, "step": step, **values})
 
@@ -61,7 +76,7 @@ class RunFolder:
             self._append("rollouts.jsonl", {"phase": phase, "step": step, **group})
 
     def rewind(self, phase: str, step: int) -> None:
-        """Drops lines of `phase` after `step`, and a last line cut off by a crash."""
+        """Drops lines of `phase` after `step`, all of them for 0, and a last line cut off by a crash."""
         for name in _LINE_FILES:
             file = self.path / name
             if not file.exists():
@@ -78,7 +93,7 @@ class RunFolder:
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
         with (self.path / name).open("a") as file:
-            file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
 
     # ---- checkpoints, times, words
 
@@ -112,21 +127,32 @@ class RunFolder:
         """Says something that the user should know, the first time that it happens."""
         if name not in self._warned:
             self._warned.add(name)
-            self.console.print(f"[yellow]warning:[/] {message}")
+            self.console.print(f"[yellow]warning:[/] {escape(message)}")
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """The value with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Options that change what a run computes and are not the same in both."""
+    given = json.loads(json.dumps(config))  # as the file holds them
+    names = saved.keys() | given.keys()
+    return sorted(name for name in names - _FREE_OPTIONS if saved.get(name) != given.get(name))
+
+
 def _is_later(record: dict[str, Any], phase: str, step: int) -> bool:
-    return record["phase"] == phase and record["step"] > step
+    return record["phase"] == phase and (record["step"] > step or step == 0)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON so that a reader sees the old file or the new one, never a part."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

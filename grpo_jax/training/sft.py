@@ -1,6 +1,7 @@
 """Supervised training on given completions, with the step of everything else."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -43,20 +44,19 @@ def train_sft(
     optimizer = make_optimizer(config.learning_rate)
     loss_fn = sft_loss_fn(policy)
 
-    @jax.jit
+    @partial(jax.jit, donate_argnums=0)
     def step_fn(state: TrainState, batch: Batch):
         return train_step(state, batch, loss_fn=loss_fn, aggregation=token_mean_weights, optimizer=optimizer)
 
     with run.checkpoints(phase, keep=1) as checkpoints:
-        state, done = checkpoints.restore(jax.jit(lambda: init_state(params, optimizer)))
+        state, done = checkpoints.restore(lambda: jax.jit(init_state, static_argnums=1)(params, optimizer))
         run.rewind(phase, done)
         with run.progress(phase, config.steps, done) as show:
             for step in range(done, config.steps):
                 state, metrics = step_fn(state, batches(step))
-                state = state._replace(step=jnp.int32(step + 1))
                 if (step + 1) % config.log_every == 0:
                     metrics = jax.tree.map(float, jax.device_get(metrics))
-                    run.log(phase, step + 1, **metrics)
+                    run.log(phase, step + 1, metrics)
                     run.log_times(phase, step + 1)
                     show(step + 1, f"loss {metrics['loss']:.3f}")
                 if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:

@@ -11,10 +11,9 @@ Array = Any  # jax.Array on a device, np.ndarray on the host
 
 
 class TrainState(NamedTuple):
-    """Everything that a checkpoint holds. Data and noise are functions of (seed, step), so no iterator
-    and no key is part of it."""
+    """Everything that a checkpoint holds. Data and noise are functions of (seed, step), and the step is the
+    checkpoint's name, so no iterator and no key is part of it."""
 
-    step: Array  # int32, loop steps completed: what prompts and keys come from
     params: Params
     opt_state: optax.OptState
     skipped: Array  # int32, optimizer steps skipped in a row, for gradients that were not finite
@@ -37,7 +36,7 @@ class Batch(NamedTuple):
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step."""
-    return TrainState(jnp.int32(0), params, optimizer.init(params), jnp.int32(0))
+    return TrainState(params, optimizer.init(params), jnp.int32(0))
 
 
 def make_optimizer(

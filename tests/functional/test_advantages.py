@@ -289,6 +289,22 @@ def test_the_rank_of_two_is_a_sign(rewards):
     assert_array_equal(jitted[linear_rank_advantages](rewards), sign)
 
 
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, bool])
+def test_ranks_of_small_types(dtype):
+    # Four of eight: mean ranks 2.5 and 6.5, sample deviation 4 · √(8/28).
+    rewards = jnp.array([0, 1] * 4, dtype)
+    assert_allclose(rank_advantages(rewards), np.array([-1, 1] * 4) * 0.5 / np.sqrt(2 / 7), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e20, 1e37])
+def test_standardising_does_not_overflow(scale):
+    assert_allclose(group_advantages(jnp.array([3.0, 0, 0, 0]) * scale, eps=0.0), [1.5, -0.5, -0.5, -0.5], rtol=1e-5)
+
+
+def test_nan_is_ranked_last():
+    assert_array_equal(group_ranks(jnp.array([jnp.nan, 1.0, 0.0])), [3, 1, 2])
+
+
 @pytest.mark.parametrize("function", ADVANTAGES)
 def test_a_nan_reward_stays_visible(function):
     assert jnp.isnan(function(jnp.array([1.0, jnp.nan, 0.0]))).any()
