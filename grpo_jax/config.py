@@ -70,6 +70,10 @@ PRESETS: dict[str, Algorithm] = {
 Preset = Literal["grpo", "rank", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "seed_000", "seed_001"]
 
 
+# Constants of a preset that a run may replace.
+_OVERRIDES = ("kl_coef", "epsilon_low", "epsilon_high", "group_size", "temperature", "temperature_spread")
+
+
 @dataclass(frozen=True)
 class GRPOConfig:
     """A GRPO run. A field that is None takes the preset's constant."""
@@ -136,8 +140,8 @@ class GRPOConfig:
     def algorithm(self) -> Algorithm:
         """The preset, with the fields given here in place of its own."""
         preset = PRESETS[self.preset]
-        given = {name: getattr(self, name) for name in Algorithm._fields if getattr(self, name, None) is not None}
-        return preset._replace(**given)
+        given = {name: getattr(self, name) for name in _OVERRIDES}
+        return preset._replace(**{name: value for name, value in given.items() if value is not None})
 
 
 def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config import GRPOConfig, validate
+from grpo_jax.config import PRESETS, GRPOConfig, Preset, validate
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks.task import Task, pad_prompts, random_reward, rng
@@ -231,6 +232,16 @@ def test_what_cannot_work_is_refused_in_a_sentence(changes, word):
     with pytest.raises(ValueError, match=word) as error:
         validate(dataclasses.replace(CONFIG, **changes))
     assert "\n" not in str(error.value)
+
+
+def test_the_presets_that_the_command_line_offers_are_those_that_there_are():
+    assert set(get_args(Preset)) == set(PRESETS)
+
+
+def test_options_replace_constants_of_the_preset_and_none_keeps_them():
+    algorithm = GRPOConfig(preset="seed_001", kl_coef=0.0, temperature=0.9).algorithm
+    assert (algorithm.kl_coef, algorithm.temperature, algorithm.group_size) == (0.0, 0.9, 12)
+    assert (algorithm.epsilon_low, algorithm.epsilon_high) == (0.15, 0.15)
 
 
 def test_more_devices_than_there_are_is_refused():

@@ -40,7 +40,15 @@ def arithmetic_task(*, num_prompts: int, seed: int) -> Task:
     def prompts(step: int) -> Prompts:
         return encode_pairs(rng(seed, 0, step).choice(_TRAIN, num_prompts, replace=False))
 
-    return Task(prompts, exact_answer, encode_pairs(_HELDOUT), decode, (EOS_ID,), PAD_ID, VOCAB_SIZE)
+    return Task(
+        prompts=prompts,
+        reward=exact_answer,
+        heldout=encode_pairs(_HELDOUT),
+        decode=decode,
+        eos_ids=(EOS_ID,),
+        pad_id=PAD_ID,
+        vocab_size=VOCAB_SIZE,
+    )
 
 
 def exact_answer(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:

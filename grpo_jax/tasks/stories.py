@@ -54,7 +54,16 @@ def stories_task(tokenizer: Any, eos_ids: tuple[int, ...], *, vocab_size: int, n
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    return Task(prompts, happy_sentences, encode(heldout), decode, eos_ids, pad_id, vocab_size, open_ended=True)
+    return Task(
+        prompts=prompts,
+        reward=happy_sentences,
+        heldout=encode(heldout),
+        decode=decode,
+        eos_ids=eos_ids,
+        pad_id=pad_id,
+        vocab_size=vocab_size,
+        open_ended=True,
+    )
 
 
 def happy_sentences(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
