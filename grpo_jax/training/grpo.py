@@ -165,7 +165,7 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
         scorer=make_scorer(policy, num_microbatches=config.microbatches * config.minibatches, devices=devices),
         advantages=jax.jit(algorithm.advantages),
         train_step=data_parallel(step, (None, 0), (None, None), devices=devices, donate_argnums=(0,)),
-        init_state=jax.jit(lambda params: init_state(params, optimizer)),
+        init_state=jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), optimizer)),
     )
 
 
