@@ -21,6 +21,8 @@ from grpo_jax.training.step import train_step
 N, G, P, T, V = 8, 3, 5, 6, 17
 POLICY = decoder_policy(ModelConfig(V, 16, 32, 2, 2, 1, 8, initializer_range=0.05))
 PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+# A preset for each loss; those that differ in advantages and constants alone are the same program.
+DIFFERENT_LOSSES = {(a.log_ratio, a.surrogate, a.aggregation): name for name, a in PRESETS.items()}.values()
 AGGREGATIONS = (F.token_mean_weights, F.sequence_mean_weights, F.sequence_sum_weights, F.constant_length_weights)
 
 
@@ -101,7 +103,7 @@ def test_a_mean_of_microbatch_means_would_be_another_gradient():
     assert relative > 0.01
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("preset", sorted(DIFFERENT_LOSSES))
 def test_every_preset_has_a_finite_gradient_that_masked_tokens_do_not_change(preset):
     batch, rng = ragged_batch(), np.random.default_rng(1)
     aggregation = PRESETS[preset].aggregation
