@@ -19,6 +19,7 @@ import numpy as np
 from experiments.common import PHASES, against_control
 from grpo_jax import cli, report
 from grpo_jax.config import GRPOConfig
+from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks.stories import repeated_share, stories_task
@@ -29,11 +30,11 @@ from grpo_jax.training.run import write_json
 CURVES = (("reward", "reward (control's: a coin)"), ("kl", "KL to the start, nats a token"), ("entropy", "entropy"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Config(GRPOConfig, cli.RunConfig):
     """Options of the run; those of the algorithm come from the preset unless given."""
 
-    model: str
+    model: str = ""
     """Folder of a Hugging Face model, trained on stories."""
     steps: int = 30
     num_prompts: int = 8
@@ -62,6 +63,8 @@ class Row(NamedTuple):
 def main(config: Config) -> None:
     """GRPO and control; a table, two stories before and after, curves, and the checksum of the result."""
     started = time.perf_counter()
+    if not config.model:  # not a required option: --resume takes it from the run
+        raise UsageError("--model is needed: name a folder of a Hugging Face model")
     model = load_pretrained(config.model)
     task = stories_task(
         model.tokenizer,
