@@ -22,6 +22,7 @@ from grpo_jax import cli, report
 from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks import arithmetic
 from grpo_jax.training.grpo import make_programs
@@ -63,6 +64,8 @@ def main(config: Config) -> None:
     policy = decoder_policy(MODEL)
     programs = make_programs(policy, task, config)  # refuses bad options before anything is compiled
     run = cli.open_run(config)
+    save_description(run.path / "model", MODEL)
+    arithmetic.save_tokenizer(run.path / "model")
 
     def warm_batch(step: int) -> Batch:
         prompts, labels = arithmetic.mixed_answers(

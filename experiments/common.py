@@ -1,10 +1,15 @@
-"""What the experiments share: a run beside its control, from the same start."""
+"""What the experiments share: a pretrained model, and a run beside its control from the same start."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from grpo_jax.config import GRPOConfig
-from grpo_jax.models.policy import Policy
+import jax
+
+from grpo_jax.config import GRPOConfig, ModelOptions
+from grpo_jax.errors import UsageError
+from grpo_jax.models.huggingface import Pretrained, adapter_config, load_pretrained, save_description
+from grpo_jax.models.lora import add_adapters, join, split
+from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.checkpoint import params_sha256
@@ -15,6 +20,64 @@ from grpo_jax.training.run import RunFolder
 
 PHASES = ("grpo", "control")
 Result = TypeVar("Result")
+
+
+class Loaded(NamedTuple):
+    """A pretrained model, ready to be trained."""
+
+    policy: Policy
+    params: Params  # with adapters, if the options ask for them
+    pretrained: Pretrained
+
+
+def load_model(options: ModelOptions, *, seed: int) -> Loaded:
+    """The model that the options name.
+
+    Args:
+      options: of the run.
+      seed: of new adapters.
+
+    Returns:
+      The model.
+
+    Raises:
+      UsageError: there is none, or it cannot be trained as asked.
+    """
+    if not options.model:  # no required option: --resume takes it from the run
+        raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
+    if options.lora_rank < 0:
+        raise UsageError(f"lora_rank is {options.lora_rank}: it must be at least 0")
+    if options.param_dtype != "float32" and not options.lora_rank:
+        raise UsageError(
+            "param_dtype bfloat16 would lose small updates of parameters that are trained: set it to float32, or "
+            "lora_rank above 0"
+        )
+    pretrained = load_pretrained(
+        options.model,
+        param_dtype=options.param_dtype,
+        dtype=options.dtype,
+        remat=options.remat,
+        attention=options.attention,
+    )
+    params = pretrained.params
+    if options.lora_rank:
+        key = jax.random.key(seed)
+        targets = options.lora_targets
+        params = add_adapters(params, key, rank=options.lora_rank, alpha=options.lora_alpha, targets=targets)
+    return Loaded(decoder_policy(pretrained.config), params, pretrained)
+
+
+def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> None:
+    """Puts into the run what `grpo_jax.export` needs besides a checkpoint: the model's folder without the weights."""
+    adapter = None
+    if options.lora_rank:
+        adapter = adapter_config(
+            rank=options.lora_rank,
+            alpha=options.lora_alpha,
+            targets=options.lora_targets,
+            base=str(loaded.pretrained.folder.resolve()),
+        )
+    save_description(run.path / "model", loaded.pretrained.config, source=loaded.pretrained.folder, adapter=adapter)
 
 
 def rollouts_of(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> list[tuple[Rollout, int]]:
@@ -71,6 +134,6 @@ def against_control(
         state = train(
             policy, params, task, config, run, phase=phase, reward=reward, programs=programs, evaluate=heldout
         )
-        rows["after" if phase == "grpo" else phase] = row(state.params)
+        rows["after" if phase == "grpo" else phase] = row(join(state.params, split(params)[1]))
         checksum = checksum or params_sha256(state.params)
     return rows, checksum

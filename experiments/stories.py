@@ -7,21 +7,19 @@ also under other presets, unless you give your own. Left out of the paper: a lea
 reference that is refreshed.
 
   python -m experiments.stories --model DIR
+  python -m experiments.stories --model DIR --lora-rank 4 --learning-rate 3e-3
 """
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from experiments.common import PHASES, against_control
+from experiments.common import PHASES, against_control, keep_description, load_model
 from grpo_jax import cli, report
-from grpo_jax.config import GRPOConfig
-from grpo_jax.errors import UsageError
-from grpo_jax.models.huggingface import load_pretrained
-from grpo_jax.models.policy import decoder_policy
+from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.rollout import to_batch
@@ -31,11 +29,9 @@ CURVES = (("reward", "reward (control's: a coin)"), ("kl", "KL to the start, nat
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, cli.RunConfig):
+class Config(GRPOConfig, ModelOptions, cli.RunConfig):
     """Options of the run; those of the algorithm come from the preset unless given."""
 
-    model: str = ""
-    """Folder of a Hugging Face model, trained on stories."""
     steps: int = 30
     num_prompts: int = 8
     group_size: int | None = 8
@@ -43,7 +39,6 @@ class Config(GRPOConfig, cli.RunConfig):
     kl_coef: float | None = 0.1
     learning_rate: float = 3e-4
     microbatches: int = 4
-    old_logprobs: Literal["recompute", "sampler"] = "sampler"
     eval_every: int = 10
     checkpoint_every: int = 10
     run_dir: Path = Path("runs/stories")
@@ -63,19 +58,19 @@ class Row(NamedTuple):
 def main(config: Config) -> None:
     """GRPO and control; a table, two stories before and after, curves, and the checksum of the result."""
     started = time.perf_counter()
-    if not config.model:  # not a required option: --resume takes it from the run
-        raise UsageError("--model is needed: name a folder of a Hugging Face model")
-    model = load_pretrained(config.model)
+    model = load_model(config, seed=config.seed)
     task = stories_task(
-        model.tokenizer,
-        model.eos_ids,
-        vocab_size=model.config.vocab_size,
+        model.pretrained.tokenizer,
+        model.pretrained.eos_ids,
+        vocab_size=model.pretrained.config.vocab_size,
         num_prompts=config.num_prompts,
         seed=config.seed,
+        max_prompt_tokens=config.max_prompt_tokens,
+        overlong=config.overlong,
     )
-    policy = decoder_policy(model.config)
-    programs = make_programs(policy, task, config)  # refuses bad options before anything is compiled
+    programs = make_programs(model.policy, task, config)  # refuses bad options before anything is compiled
     run = cli.open_run(config)
+    keep_description(run, model, config)
     stories: list[str] = []
 
     def examine(params, evaluation, rollouts) -> Row:
@@ -103,7 +98,7 @@ def main(config: Config) -> None:
             repeated=float(np.mean(repeated)),
         )
 
-    rows, checksum = against_control(policy, model.params, task, config, run, programs, examine)
+    rows, checksum = against_control(model.policy, model.params, task, config, run, programs, examine)
     for title, story in zip(("before", "after"), stories, strict=False):
         run.console.print(f"\n[bold]{title}:[/] ", end="")
         run.console.print(story, markup=False, highlight=False)

@@ -56,6 +56,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     newest = runs[max(runs)]
     try:
         saved = json.loads((newest / "config.json").read_text())
+        saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
         default = config_class(**saved, run_dir=config.run_dir, resume=True)
     except (ValueError, TypeError) as error:
         refuse(f"{newest}/config.json is not of this experiment and version ({error}): start a new run")

@@ -8,6 +8,9 @@ import jax
 
 from grpo_jax import functional as F
 from grpo_jax.errors import UsageError
+from grpo_jax.models.config import AttentionKind, Dtype, Remat
+from grpo_jax.models.lora import TARGETS, Target
+from grpo_jax.tasks.text import Overlong
 
 
 class Algorithm(NamedTuple):
@@ -70,6 +73,34 @@ PRESETS: dict[str, Algorithm] = {
 Preset = Literal["grpo", "rank", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "seed_000", "seed_001"]
 
 
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which pretrained model, and how it is computed and trained."""
+
+    model: str = ""
+    """Folder of a Hugging Face model, or its id on the hub."""
+    dtype: Dtype = "float32"
+    """Of activations and matrix products. bfloat16 is faster on accelerators and rounds to 8 bits."""
+    param_dtype: Dtype = "float32"
+    """Of the parameters. bfloat16 halves the frozen ones of LoRA; parameters that are trained need float32."""
+    remat: Remat = "none"
+    """What the backward pass computes again to save memory: nothing, whole layers, or all but matrix products.
+    Changes no number."""
+    attention: AttentionKind = "shared"
+    """shared: a prompt's keys once a group. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for
+    long sequences in bfloat16 on NVIDIA GPUs. They differ by rounding."""
+    lora_rank: int = 0
+    """Train adapters of this rank and nothing else; 0 to train all parameters."""
+    lora_alpha: float = 32.0
+    """Adapters count alpha / rank times."""
+    lora_targets: tuple[Target, ...] = TARGETS
+    """Projections that get adapters."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt, in tokens (P); None: as long as they come."""
+    overlong: Overlong = "drop"
+    """What happens to longer prompts: dropped, or their beginning is cut off. Either is counted."""
+
+
 # Constants of a preset that a run may replace.
 _OVERRIDES = ("kl_coef", "epsilon_low", "epsilon_high", "group_size", "temperature", "temperature_spread")
 
@@ -116,7 +147,9 @@ class GRPOConfig:
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
-    """Optimizer steps of linear warm-up; constant afterwards."""
+    """Optimizer steps of linear warm-up."""
+    decay: Literal["none", "linear", "cosine"] = "none"
+    """How the learning rate falls to 0 between warm-up and end."""
     weight_decay: float = 0.0
     """Of AdamW."""
     max_grad_norm: float = 1.0

@@ -1,5 +1,6 @@
 """The experiments as a user starts them."""
 
+import dataclasses
 import json
 import os
 import random
@@ -10,14 +11,26 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from experiments import arithmetic, stories
+from experiments.common import keep_description, load_model
 from grpo_jax import cli
+from grpo_jax.export import Options, export
+from grpo_jax.models.huggingface import load_adapter, load_pretrained
+from grpo_jax.models.lora import merge
+from grpo_jax.tasks.arithmetic import EOS_ID
+from grpo_jax.tasks.stories import stories_task
+from grpo_jax.tasks.task import random_reward
+from grpo_jax.training.checkpoint import params_sha256
+from grpo_jax.training.grpo import train
 
 ROOT = Path(__file__).parents[1]
 STORIES_MODEL = ROOT.parent / "shared/data/stories260K-hf"
-FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "results.json", "curves.png", "checkpoints"}
+needs_stories = pytest.mark.skipif(not STORIES_MODEL.exists(), reason="needs the stories260K model")
+FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "results.json", "curves.png"}
+FILES |= {"checkpoints", "model"}
 SMALL = ["--warm-steps", "4", "--warm-batch", "8", "--steps", "2", "--num-prompts", "8", "--eval-every", "1"]
 
 
@@ -25,20 +38,29 @@ def parse(*args, config=arithmetic.Config):
     return cli.parse(config, None, [str(arg) for arg in args])
 
 
-def test_arithmetic_from_start_to_table_and_again_resumed(tmp_path, capsys):
-    arithmetic.main(parse(*SMALL, "--run-dir", tmp_path / "run"))
-    out = capsys.readouterr().out
-    assert {file.name for file in (tmp_path / "run").iterdir()} == FILES
-    results = json.loads((tmp_path / "run/results.json").read_text())
-    assert set(results) == {"before", "after", "control", "params_sha256"}
-    assert results["params_sha256"] in out
-    metrics = (tmp_path / "run/metrics.jsonl").read_text()
+@pytest.fixture(scope="module")
+def arithmetic_run(tmp_path_factory):
+    """A folder that holds a finished "run", and something else that is "full"."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    arithmetic.main(parse(*SMALL, "--run-dir", folder / "run"))
+    (folder / "full").mkdir()
+    (folder / "full/thesis.txt").write_text("mine")
+    return folder
 
-    config = parse("--resume", "--run-dir", tmp_path / "run")
+
+def test_arithmetic_from_start_to_table_and_again_resumed(arithmetic_run, capsys):
+    run = arithmetic_run / "run"
+    assert {file.name for file in run.iterdir()} == FILES
+    results = json.loads((run / "results.json").read_text())
+    assert set(results) == {"before", "after", "control", "params_sha256"}
+    metrics = (run / "metrics.jsonl").read_text()
+
+    config = parse("--resume", "--run-dir", run)
     assert (config.steps, config.num_prompts) == (2, 8)  # those of the run, not the defaults
     arithmetic.main(config)
-    assert json.loads((tmp_path / "run/results.json").read_text()) == results
-    assert (tmp_path / "run/metrics.jsonl").read_text() == metrics
+    assert json.loads((run / "results.json").read_text()) == results
+    assert results["params_sha256"] in capsys.readouterr().out
+    assert (run / "metrics.jsonl").read_text() == metrics
 
 
 def test_a_second_run_gets_a_folder_of_its_own_and_resume_takes_the_newest(tmp_path):
@@ -115,24 +137,95 @@ def test_help_explains_every_option(config, capsys):
         assert len([word for word in text if not word.startswith(("-", "{"))]) >= 3, lines[start]
 
 
-@pytest.mark.skipif(not STORIES_MODEL.exists(), reason="needs the stories260K model")
-def test_stories_from_start_to_table(tmp_path):
-    args = ["--steps", "1", "--max-tokens", "16", "--num-prompts", "64", "--group-size", "2"]
-    stories.main(parse("--model", STORIES_MODEL, *args, "--run-dir", tmp_path / "run", config=stories.Config))
-    results = json.loads((tmp_path / "run/results.json").read_text())
+@needs_stories
+def test_stories_from_start_to_table_to_a_folder_of_the_same_format(tmp_path):
+    args = [
+        "--steps",
+        "1",
+        "--max-tokens",
+        "16",
+        "--num-prompts",
+        "64",
+        "--group-size",
+        "2",
+        "--max-prompt-tokens",
+        "40",
+    ]
+    run = tmp_path / "run"
+    stories.main(parse("--model", STORIES_MODEL, *args, "--run-dir", run, config=stories.Config))
+    results = json.loads((run / "results.json").read_text())
     assert results["before"]["kl"] == pytest.approx(0, abs=1e-5)
     assert 0.5 < results["before"]["start_nll"] < 2.5
-    assert {file.name for file in (tmp_path / "run").iterdir()} == FILES
+    assert {file.name for file in run.iterdir()} == FILES
+    assert export(Options(run, tmp_path / "out")) == 1
+    saved = load_pretrained(tmp_path / "out")
+    assert params_sha256(saved.params) == results["params_sha256"]
+    assert (saved.config, saved.eos_ids) == (load_pretrained(STORIES_MODEL).config, (1, 2))
+
+
+@needs_stories
+def test_lora_trains_saves_and_exports_adapters_alone(tmp_path):
+    run, model = tmp_path / "run", load_pretrained(STORIES_MODEL)
+    args = ["--steps", "1", "--max-tokens", "4", "--num-prompts", "4", "--group-size", "2", "--lora-rank", "2"]
+    config = parse("--model", STORIES_MODEL, *args, "--run-dir", run, config=stories.Config)
+    loaded = load_model(config, seed=0)
+    task = stories_task(model.tokenizer, model.eos_ids, vocab_size=512, num_prompts=4, seed=0)
+    folder = cli.open_run(config)
+    keep_description(folder, loaded, config)
+    state = train(loaded.policy, loaded.params, task, config, folder, reward=random_reward(0))
+    line = folder.lines()[0]
+    assert line["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the base, where adapters start
+    assert line["grad_norm"] > 0
+    trained, moments = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (state.params, state.opt_state))
+    assert trained == 2 * 5780  # per rank and layer: q 128, k 96, v 96, o 128, gate, up and down 236 each
+    assert moments == 2 * trained + 1
+    on_disk = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
+    assert on_disk < 4 * 3 * trained + 2**16
+
+    export(Options(run, tmp_path / "adapter", adapter=True))
+    adapted = load_adapter(tmp_path / "adapter", model.params)
+    assert params_sha256(adapted.adapters) == params_sha256(state.params)
+    export(Options(run, tmp_path / "merged"))
+    assert not (tmp_path / "merged/adapter_config.json").exists()  # it would be taken for an adapter
+    assert params_sha256(load_pretrained(tmp_path / "merged").params) == params_sha256(merge(adapted))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"run": "nowhere"}, "no model/config.json"),
+        ({"phase": "dpo"}, "no checkpoints of a phase 'dpo'"),
+        ({"step": 3}, r"no checkpoint of step 3 .* only of \[2\]"),
+        ({"adapter": True}, "did not train adapters"),
+        ({"out": "full"}, "exists"),
+    ],
+)
+def test_exports_that_cannot_be(arithmetic_run, options, message):
+    given = {"run": "run", "out": "out"} | options
+    given |= {name: arithmetic_run / given[name] for name in ("run", "out")}
+    with pytest.raises(ValueError, match=message) as error:
+        export(Options(**given))
+    assert "\n" not in str(error.value)
+    assert not (arithmetic_run / "out").exists()
+
+
+def test_a_model_from_nothing_is_exported_with_its_tokenizer(arithmetic_run):
+    export(Options(arithmetic_run / "run", arithmetic_run / "saved", phase="warm"))
+    saved = load_pretrained(arithmetic_run / "saved")
+    assert dataclasses.replace(saved.config, initializer_range=0.1) == arithmetic.MODEL
+    assert saved.eos_ids == (EOS_ID,)
+    assert saved.tokenizer.decode(saved.tokenizer.encode("07+58=")) == "07+58="
 
 
 # ---- killed and resumed. The environment variable asks for the whole main job.
 
 SHORT = [] if os.environ.get("GRPO_JAX_FULL") else ["--warm-steps", "150", "--steps", "40", "--eval-every", "10"]
-MOMENTS = ["warm", "grpo", "control", "*/*.orbax-checkpoint-tmp"] * 2 + ["grpo", "*/*.orbax-checkpoint-tmp"]
+SAVING = "*/*.orbax-checkpoint-tmp"
+LORA = ["--model", str(STORIES_MODEL), "--lora-rank", "2", "--steps", "10", "--max-tokens", "32"]
 
 
-def start(folder: Path, *args: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "experiments.arithmetic", "--run-dir", str(folder), *args]
+def start(script: str, folder: Path, *args: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", f"experiments.{script}", "--run-dir", str(folder), *args]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
@@ -152,15 +245,22 @@ def kill_at(moment: str, folder: Path, process: subprocess.Popen, dice: random.R
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path):
-    args = [*SHORT, "--checkpoint-every", "5"]
-    assert start(tmp_path / "whole", *args).wait() == 0
+@pytest.mark.parametrize(
+    ("script", "options", "moments"),
+    [
+        ("arithmetic", SHORT, ["warm", "grpo", "control", SAVING] * 2 + ["grpo", SAVING]),
+        pytest.param("stories", LORA, ["grpo", "control", SAVING, "grpo", SAVING], marks=needs_stories),
+    ],
+)
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path, script, options, moments):
+    args = [*options, "--checkpoint-every", "5"]
+    assert start(script, tmp_path / "whole", *args).wait() == 0
     expected = {name: (tmp_path / "whole" / name).read_bytes() for name in ("metrics.jsonl", "results.json")}
     dice = random.Random(0)
-    for number, moment in enumerate(MOMENTS):
+    for number, moment in enumerate(moments):
         folder = tmp_path / f"killed-{number}"
-        where = kill_at(moment, folder, start(folder, *args), dice)
-        assert start(folder, "--resume").wait() == 0
+        where = kill_at(moment, folder, start(script, folder, *args), dice)
+        assert start(script, folder, "--resume").wait() == 0
         for name, content in expected.items():
             assert (folder / name).read_bytes() == content, (number, where, name)
         print(f"kill {number} in {moment}: {where}; same bits")

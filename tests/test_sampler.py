@@ -424,7 +424,7 @@ def random_params(policy):
     rng = np.random.default_rng(0)
 
     def leaf(path, shape):
-        noise = rng.normal(scale=0.4, size=shape.shape).astype(np.float32)
+        noise = rng.normal(scale=0.3, size=shape.shape).astype(np.float32)
         return jnp.asarray(1 + noise if path[-1].key == "scale" else noise)
 
     return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(policy.init, jax.random.key(0)))

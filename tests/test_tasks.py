@@ -67,7 +67,7 @@ class Characters:
 
     pad_token_id = None
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens):
         return [ord(character) % 256 for character in text]
 
     def decode(self, ids, skip_special_tokens):

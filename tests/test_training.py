@@ -270,12 +270,13 @@ def test_completions_that_never_end_are_warned_of(tmp_path, capsys):
     assert "no completion ended" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_ratio_off_one_is_warned_of(tmp_path, capsys):
-    run = open_run(tmp_path)
-    guards.check_first_ratio(run, 1e-5)
+@pytest.mark.parametrize("far", [{"ratio_deviation": 2.0}, {"sampler_mismatch": 1.1}])
+def test_a_ratio_off_one_is_warned_of(tmp_path, capsys, far):
+    run, close = open_run(tmp_path), {"ratio_deviation": 0.3, "sampler_mismatch": 1.01}
+    guards.check_first_ratio(run, close)
     assert not capsys.readouterr().out
-    guards.check_first_ratio(run, 0.5)
-    guards.check_first_ratio(run, 0.5)
+    guards.check_first_ratio(run, close | far)
+    guards.check_first_ratio(run, close | far)
     assert capsys.readouterr().out.count("ratio is off 1") == 1
 
 

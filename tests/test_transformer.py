@@ -1,20 +1,25 @@
 """The decoder against repeated prompts, NumPy loops and itself in other forms."""
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.models.config import ModelConfig, config_from_huggingface
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig, RopeScaling
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import (
+    Cache,
     KeyValues,
+    Prefix,
     RMSNorm,
     Transformer,
     attend,
+    attend_in_a_row,
+    geometry,
     rotary_angles,
     rotate,
     unstack_layers,
@@ -29,8 +34,19 @@ LLAMA = ModelConfig(
     num_key_value_heads=2,
     head_dim=8,
 )
-QWEN2 = dataclasses.replace(LLAMA, qkv_bias=True, tie_word_embeddings=False)
-CONFIGS = pytest.mark.parametrize("config", [LLAMA, QWEN2], ids=["llama", "qwen2"])
+# Every option at once, more than any architecture has: one program to compile instead of one for each.
+ALL = dataclasses.replace(
+    LLAMA,
+    rope_scaling=RopeScaling(4.0, 1.0, 4.0, 16),
+    tie_word_embeddings=False,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+    sliding_window=3,
+    sliding_layers=(1,),
+)
+CONFIGS = pytest.mark.parametrize("config", [LLAMA, ALL], ids=["llama", "all options"])
 
 PROMPT_LENGTHS, P = (1, 6, 4), 6
 N, G, T = len(PROMPT_LENGTHS), 4, 5
@@ -110,7 +126,7 @@ def test_shared_prompt_equals_repeated_prompt(config):
 
 def test_one_completion_token():
     params, (ids, mask, completions, _) = random_params(LLAMA), ragged_batch()
-    first = shared_hidden(LLAMA, params, ids, mask, completions[..., :1])
+    first = jax.jit(partial(shared_hidden, LLAMA))(params, ids, mask, completions[..., :1])
     assert first.shape == (N, G, 1, LLAMA.hidden_size)
     (_, expected), _ = loss_and_grads(repeated_hidden, LLAMA)
     np.testing.assert_allclose(first, expected[:, :, :1], atol=1e-5)
@@ -118,9 +134,9 @@ def test_one_completion_token():
 
 @pytest.fixture(scope="module")
 def hidden_fn():
-    """ids, mask, completions -> hidden states, compiled once."""
-    params = random_params(QWEN2)
-    return jax.jit(lambda *batch: shared_hidden(QWEN2, params, *batch))
+    """ids, mask, completions, and optionally other parameters -> hidden states, compiled once."""
+    compiled = jax.jit(partial(shared_hidden, ALL))
+    return lambda *batch, params=None: compiled(params or random_params(ALL), *batch)
 
 
 def test_width_of_padding_does_not_matter(hidden_fn):
@@ -140,7 +156,7 @@ def test_each_token_reaches_what_follows_it_and_nothing_else(hidden_fn):
     ids, mask, completions, _ = ragged_batch()
     before = np.asarray(hidden_fn(ids, mask, completions))
     changed = completions.copy()
-    changed[1, 2, 2] = (changed[1, 2, 2] + 1) % QWEN2.vocab_size
+    changed[1, 2, 2] = (changed[1, 2, 2] + 1) % ALL.vocab_size
     differs = (np.asarray(hidden_fn(ids, mask, changed)) != before).any(-1)
     expected = np.zeros((N, G, T), bool)
     expected[1, 2, 3:] = True  # at t is what predicts token t, so token 2 is first seen at 3
@@ -151,11 +167,20 @@ def test_prompt_tokens_reach_their_own_group_only(hidden_fn):
     ids, mask, completions, _ = ragged_batch()
     before = np.asarray(hidden_fn(ids, mask, completions))
     changed = ids.copy()
-    changed[1, 0] = (changed[1, 0] + 1) % QWEN2.vocab_size  # row 1 has no padding
+    changed[1, 0] = (changed[1, 0] + 1) % ALL.vocab_size  # row 1 has no padding
     differs = (np.asarray(hidden_fn(changed, mask, completions)) != before).any(-1)
     expected = np.zeros((N, G, T), bool)
     expected[1] = True
     np.testing.assert_array_equal(differs, expected)
+
+
+def test_norms_of_queries_and_keys_undo_the_size_of_their_projections(hidden_fn):
+    *batch, _ = ragged_batch()
+    params = random_params(ALL)
+    attention = params["layers"]["attention"]
+    larger = {name: jax.tree.map(lambda x: 8 * x, attention[name]) for name in ("q_proj", "k_proj")}
+    changed = params | {"layers": params["layers"] | {"attention": attention | larger}}
+    np.testing.assert_allclose(hidden_fn(*batch, params=changed), hidden_fn(*batch), atol=1e-4)  # but for epsilon
 
 
 # ---- other forms of the same decoder
@@ -166,17 +191,18 @@ def test_scanned_layers_equal_separate_layers(config):
     params, (ids, mask, *_) = random_params(config), ragged_batch()
     positions = np.maximum(np.cumsum(mask, -1) - 1, 0)
     inputs = ids[:, None], positions[:, None], mask[:, None]
-    scanned, stacked = Transformer(config).apply({"params": params}, *inputs)
-    separate = Transformer(config, scan_layers=False)
-    hidden, layers = separate.apply({"params": unstack_layers(params, config.num_hidden_layers)}, *inputs)
+    scanned, stacked = jax.jit(Transformer(config).apply)({"params": params}, *inputs)
+    separate = jax.jit(Transformer(config, scan_layers=False).apply)
+    hidden, layers = separate({"params": unstack_layers(params, config.num_hidden_layers)}, *inputs)
     np.testing.assert_allclose(hidden, scanned, atol=1e-5)
     for layer, own in enumerate(layers):
         np.testing.assert_allclose(own.keys, stacked.keys[layer], atol=1e-5)
         np.testing.assert_allclose(own.values, stacked.values[layer], atol=1e-5)
 
 
-def test_remat_changes_neither_values_nor_gradients():
-    (value, _), grads = loss_and_grads(shared_hidden, dataclasses.replace(LLAMA, remat=True))
+@pytest.mark.parametrize("remat", ["layer", "dots"])
+def test_remat_changes_neither_values_nor_gradients(remat):
+    (value, _), grads = loss_and_grads(shared_hidden, dataclasses.replace(LLAMA, remat=remat))
     (expected_value, _), expected_grads = loss_and_grads(shared_hidden, LLAMA)
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
@@ -185,13 +211,24 @@ def test_remat_changes_neither_values_nor_gradients():
 def test_remat_stores_less_for_the_backward_pass():
     *inputs, _ = ragged_batch()
 
-    def stored(config):
+    def stored(remat):
+        config = dataclasses.replace(LLAMA, remat=remat)
+
         def backward(params):
             return jax.vjp(lambda params: shared_hidden(config, params, *inputs), params)[1]
 
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(backward, random_params(LLAMA))))
 
-    assert stored(dataclasses.replace(LLAMA, remat=True)) < stored(LLAMA) / 2
+    assert stored("layer") < stored("dots") < stored("none")
+    assert stored("layer") < stored("none") / 2
+
+
+def test_attention_in_a_row_is_the_same_decoder():
+    *inputs, _ = ragged_batch()
+    config = dataclasses.replace(ALL, attention="xla")
+    hidden = jax.jit(lambda params: shared_hidden(config, params, *inputs))(random_params(ALL))
+    (_, expected), _ = loss_and_grads(shared_hidden, ALL)
+    np.testing.assert_allclose(hidden, expected, atol=1e-5)
 
 
 def test_bfloat16_is_close_to_float32():
@@ -239,34 +276,113 @@ def test_rotation_turns_pairs_of_features_by_their_angle():
             angle = positions[n, 0, s] * theta ** (-2 * i / features)
             pair = complex(x[n, 0, h, s, i], x[n, 0, h, s, i + features // 2]) * np.exp(1j * angle)
             expected[n, 0, h, s, [i, i + features // 2]] = pair.real, pair.imag
-    rotated = rotate(jnp.asarray(x), rotary_angles(jnp.asarray(positions), features, theta))
+    config = dataclasses.replace(LLAMA, head_dim=features, rope_theta=theta)
+    rotated = rotate(jnp.asarray(x), rotary_angles(jnp.asarray(positions), config))
     np.testing.assert_allclose(rotated, expected, atol=1e-4)  # float32 angles of up to 300
+
+
+def test_llama3_stretches_long_waves_only():
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+    config = dataclasses.replace(LLAMA, head_dim=16, rope_theta=1000.0, rope_scaling=scaling)
+    expected, kinds = [], []
+    for i in range(8):
+        frequency = 1000.0 ** (-2 * i / 16)
+        wavelength = 2 * np.pi / frequency
+        if wavelength < 64 / 4.0:
+            kinds.append("kept")
+        elif wavelength > 64 / 1.0:
+            kinds.append("stretched")
+            frequency /= 8.0
+        else:
+            kinds.append("between")
+            smooth = (64 / wavelength - 1.0) / (4.0 - 1.0)
+            frequency = (1 - smooth) * frequency / 8.0 + smooth * frequency
+        expected.append(frequency)
+    assert set(kinds) == {"kept", "between", "stretched"}
+    cos, sin = rotary_angles(jnp.array([[[1, 50]]]), config)
+    np.testing.assert_allclose(np.arctan2(sin, cos)[0, 0, 0, 0], expected, rtol=1e-5)
+    np.testing.assert_allclose(cos[0, 0, 0, 1], np.cos(50 * np.array(expected)), atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_who_may_look_where(window):
+    n, g, s, p = 2, 2, 5, 4
+    prompt_mask = np.array([[False, True, True, True], [False, False, False, True]])
+    lengths = prompt_mask.sum(-1)
+    mask = np.ones((n, g, s), bool)
+    mask[0, 1, :2] = False  # padding on the left, its positions then are 0
+    own = np.maximum(np.cumsum(mask, -1) - 1, 0)
+    positions = lengths[:, None, None] + own
+    prefix_positions = np.cumsum(prompt_mask, -1) - 1
+    near = np.inf if window is None else window
+    seen, prefix_seen = np.zeros((n, g, s, s), bool), np.zeros((n, g, s, p), bool)
+    for i, j, query in np.ndindex(n, g, s):
+        for key in range(query + 1):
+            close = positions[i, j, query] - positions[i, j, key] < near
+            seen[i, j, query, key] = (mask[i, j, key] or key == query) and close
+        for key in range(p):
+            close = positions[i, j, query] - prefix_positions[i, key] < near
+            prefix_seen[i, j, query, key] = prompt_mask[i, key] and close
+
+    prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(lengths))
+    found = geometry(LLAMA, jnp.asarray(positions), jnp.asarray(mask), prefix, None, window=window)
+    for computed, expected in ((found.mask, seen), (found.prefix_mask, prefix_seen)):
+        computed = np.broadcast_to(computed, (n, g, 1, 1, *expected.shape[2:]))[:, :, 0, 0]
+        np.testing.assert_array_equal(computed, expected)
+
+    # One token after the other into a cache: each sees what its row of the square says.
+    row, slots = 1, jnp.zeros((n, g, 2, s, 8))  # row 1 of the prompts has no padding behind it
+    for step in range(s):
+        cache = Cache((KeyValues(slots, slots),), jnp.int32(step))
+        found = geometry(LLAMA, jnp.asarray(positions[..., [step]]), None, prefix, cache, window=window)
+        for computed, expected in ((found.mask, seen), (found.prefix_mask, prefix_seen)):
+            computed = np.broadcast_to(computed, (n, g, 1, 1, 1, expected.shape[-1]))[row, :, 0, 0, 0]
+            np.testing.assert_array_equal(computed, expected[row, :, step])
+
+
+def attention_inputs():
+    """Random queries, own keys and values and who sees them, and the same of a prefix with padding and a hole."""
+    n, g, k, q, s, e, p = 2, 3, 2, 2, 3, 4, 4
+    rng = np.random.default_rng(0)
+    queries, *arrays = (
+        rng.normal(size=shape).astype(np.float32)
+        for shape in ((n, g, k, q, s, e), (n, g, k, s, e), (n, g, k, s, e), (n, k, p, e), (n, k, p, e))
+    )
+    mask = np.tril(np.ones((s, s), bool))[None, None, None, None]
+    prefix_mask = np.array([[False, True, True, True], [True, True, False, True]])[:, None, None, None, None]
+    return queries, KeyValues(*arrays[:2]), mask, KeyValues(*arrays[2:]), prefix_mask
 
 
 @pytest.mark.parametrize("with_prefix", [True, False])
 def test_attention_is_one_softmax_over_prefix_and_own_tokens(with_prefix):
-    n, g, k, q, s, e, p = 2, 3, 2, 2, 3, 4, 4
-    rng = np.random.default_rng(0)
-
-    def draw(*shape):
-        return rng.normal(size=shape).astype(np.float32)
-
-    queries, keys, values = draw(n, g, k, q, s, e), draw(n, g, k, s, e), draw(n, g, k, s, e)
-    prefix_keys, prefix_values = draw(n, k, p, e), draw(n, k, p, e)
-    seen = np.array([[False, True, True, True], [True, True, False, True]]) & with_prefix  # [N, P]
+    queries, own, mask, prefix, prefix_mask = attention_inputs()
     expected = np.zeros(queries.shape)
-    for i, j, head, twin, token in np.ndindex(n, g, k, q, s):
-        visible_keys = np.concatenate([prefix_keys[i, head][seen[i]], keys[i, j, head, : token + 1]])
-        visible_values = np.concatenate([prefix_values[i, head][seen[i]], values[i, j, head, : token + 1]])
-        weights = np.exp(visible_keys @ queries[i, j, head, twin, token] / np.sqrt(e))
-        expected[i, j, head, twin, token] = weights / weights.sum() @ visible_values
-    bias = np.where(np.tril(np.ones((s, s), bool)), 0, -np.inf).astype(np.float32)[None, None, None, None]
-    prefix = ()
-    if with_prefix:
-        prefix_bias = np.where(seen, 0, -np.inf).astype(np.float32)[:, None, None, None, None]
-        prefix = KeyValues(jnp.asarray(prefix_keys), jnp.asarray(prefix_values)), jnp.asarray(prefix_bias)
-    own = KeyValues(jnp.asarray(keys), jnp.asarray(values))
-    np.testing.assert_allclose(attend(jnp.asarray(queries), own, jnp.asarray(bias), *prefix), expected, atol=1e-5)
+    for i, j, head, twin, token in np.ndindex(*queries.shape[:-1]):
+        seen = prefix_mask[i, 0, 0, 0, 0] & with_prefix
+        keys, values = (
+            np.concatenate([shared[i, head][seen], x[i, j, head, : token + 1]])
+            for shared, x in zip(prefix, own, strict=True)
+        )
+        weights = np.exp(keys @ queries[i, j, head, twin, token] / np.sqrt(queries.shape[-1]))
+        expected[i, j, head, twin, token] = weights / weights.sum() @ values
+    shared = (prefix, prefix_mask) if with_prefix else ()
+    np.testing.assert_allclose(jax.jit(attend)(queries, own, mask, *shared), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_prefix", [True, False])
+def test_attention_in_a_row_has_the_same_values_and_gradients(with_prefix):
+    queries, own, mask, prefix, prefix_mask = attention_inputs()
+    weights = np.random.default_rng(1).normal(size=queries.shape).astype(np.float32)
+
+    def value_and_grads(attention):
+        def total(queries, own, prefix):
+            attended = attention(queries, own, mask, *((prefix, prefix_mask) if with_prefix else ()))
+            return jnp.sum(weights * attended), attended
+
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(queries, own, prefix)
+
+    in_a_row = value_and_grads(partial(attend_in_a_row, implementation="xla"))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), in_a_row, value_and_grads(attend))
 
 
 def test_rms_norm():
@@ -277,78 +393,18 @@ def test_rms_norm():
     np.testing.assert_allclose(RMSNorm(eps).apply(params, jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=1e-6)
 
 
-# ---- config.json
-
-CONFIG_JSON = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-    "rope_scaling": None,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-
-
-def test_config_of_earlier_transformers():
-    assert config_from_huggingface(CONFIG_JSON, remat=True) == ModelConfig(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rope_theta=5000.0,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        remat=True,
-    )
-
-
-def test_config_of_transformers_5():
-    renamed = {name: value for name, value in CONFIG_JSON.items() if not name.startswith("rope_")}
-    renamed["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0}
-    assert config_from_huggingface(renamed) == config_from_huggingface(CONFIG_JSON)
-
-
-@pytest.mark.parametrize(
-    ("change", "field", "value"),
-    [
-        ({"model_type": "qwen2"}, "qkv_bias", True),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings", False),
-        ({"num_key_value_heads": None}, "num_key_value_heads", 4),
-        ({"head_dim": 16}, "head_dim", 16),
-        ({"rope_scaling": {"type": "default"}}, "rope_theta", 5000.0),
-    ],
-    ids=["qwen2", "untied", "one key head a query head", "explicit head_dim", "named default rope"],
-)
-def test_config_fields(change, field, value):
-    assert getattr(config_from_huggingface(CONFIG_JSON | change), field) == value
+# ---- settings that cannot work
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "gpt2"}, "gpt2"),
-        ({"model_type": None}, "model_type"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 7}, "head_dim"),
+        ({"attention": "cudnn"}, "bfloat16"),
     ],
 )
-def test_config_that_is_not_supported(change, named):
-    with pytest.raises(ValueError, match=named) as error:
-        config_from_huggingface(CONFIG_JSON | change)
+def test_settings_that_cannot_work(change, named):
+    with pytest.raises(UsageError, match=named) as error:
+        dataclasses.replace(LLAMA, **change)
     assert "\n" not in str(error.value)

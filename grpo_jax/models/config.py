@@ -1,18 +1,32 @@
-"""The shape of a decoder: one dataclass that a Hugging Face config.json maps onto."""
+"""The shape of a decoder: one dataclass that a Hugging Face config.json maps onto, both ways."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from grpo_jax.errors import UsageError
 
-SUPPORTED_MODEL_TYPES = ("llama", "qwen2")
+# Those whose forward pass differs in what ModelConfig says and in nothing else.
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+Dtype = Literal["float32", "bfloat16"]
+Remat = Literal["none", "layer", "dots"]
+AttentionKind = Literal["shared", "xla", "cudnn"]
+
+
+class RopeScaling(NamedTuple):
+    """Llama 3's stretching of long waves, for contexts longer than those first trained on (2407.21783)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: RMS norm, rotary positions, gated MLP, grouped-query attention.
 
-    Llama and Qwen2 differ in `qkv_bias` alone. Names follow config.json.
+    Llama (SmolLM too), Mistral, Qwen2 and Qwen3 are settings of it. Names follow config.json.
     """
 
     vocab_size: int
@@ -23,14 +37,23 @@ class ModelConfig:
     num_key_value_heads: int = 2
     head_dim: int = 16
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
-    qkv_bias: bool = False
+    qkv_bias: bool = False  # Qwen2; Llama and Qwen3 with attention_bias
+    o_bias: bool = False  # Llama and Qwen3 with attention_bias
+    mlp_bias: bool = False  # Llama
+    qk_norm: bool = False  # RMS norm of each head's queries and keys: Qwen3
+    sliding_window: int | None = None  # tokens that a token attends to, itself included: Mistral
+    sliding_layers: tuple[int, ...] | None = None  # that have the window; None: all
     initializer_range: float = 0.02
-    # Of activations and matrix products; parameters, norms and softmax stay in float32.
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    # Recompute each layer's activations in the backward pass instead of storing them.
-    remat: bool = False
+    # Of activations and matrix products; norms, rotations and softmax are computed in float32.
+    dtype: Dtype = "float32"
+    # What the backward pass computes again: nothing, whole layers, or all of a layer but its matrix products.
+    remat: Remat = "none"
+    # "shared": two products and one softmax, the prompt never repeated. "xla" and "cudnn": jax.nn.dot_product_attention
+    # over prompt and completion in a row; cudnn is flash attention, for bfloat16 on NVIDIA GPUs.
+    attention: AttentionKind = "shared"
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -40,6 +63,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UsageError(f"head_dim ({self.head_dim}) must be even: rotary positions turn pairs of features")
+        if self.attention == "cudnn" and self.dtype != "bfloat16":
+            raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
 
 
 def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelConfig:
@@ -47,7 +72,7 @@ def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelCo
 
     Args:
       config: the parsed file.
-      **overrides: fields of ModelConfig that the file does not determine (dtype, remat).
+      **overrides: fields of ModelConfig that the file does not determine (dtype, remat, attention).
 
     Returns:
       The configuration.
@@ -58,22 +83,18 @@ def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelCo
     model_type = config.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise UsageError(f"model_type {model_type!r} is not supported; choose one of {SUPPORTED_MODEL_TYPES}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UsageError(f"rope scaling {rope} is not supported")
     if config.get("hidden_act", "silu") != "silu":
         raise UsageError(f"hidden_act {config['hidden_act']!r} is not supported, only silu")
     for unsupported in ("quantization_config", "partial_rotary_factor"):
         if config.get(unsupported) not in (None, 1.0):
             raise UsageError(f"{unsupported} {config[unsupported]!r} is not supported")
-    if config.get("use_sliding_window"):
-        raise UsageError("use_sliding_window is not supported")
-    if model_type == "llama" and (config.get("attention_bias") or config.get("mlp_bias")):
-        raise UsageError("attention_bias and mlp_bias are not supported for llama")
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if missing := [name for name in needed if name not in config]:
         raise UsageError(f"config.json lacks {', '.join(missing)}")
     heads = config["num_attention_heads"]
+    rope_theta, rope_scaling = _rope(config)
+    sliding_window, sliding_layers = _sliding(config)
+    attention_bias = bool(config.get("attention_bias")) and model_type in ("llama", "qwen3")
     return ModelConfig(
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
@@ -81,11 +102,107 @@ def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelCo
         num_hidden_layers=config["num_hidden_layers"],
         num_attention_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+        # Qwen3's files always say it; its default is not the quotient.
+        head_dim=config.get("head_dim") or (128 if model_type == "qwen3" else config["hidden_size"] // heads),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         tie_word_embeddings=config.get("tie_word_embeddings", False),
-        qkv_bias=model_type == "qwen2",
+        qkv_bias=attention_bias or model_type == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=bool(config.get("mlp_bias")) and model_type == "llama",
+        qk_norm=model_type == "qwen3",
+        sliding_window=sliding_window,
+        sliding_layers=sliding_layers,
         initializer_range=config.get("initializer_range", 0.02),
         **overrides,
     )
+
+
+def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of a model that was not loaded from one; `config_from_huggingface` reads it back.
+
+    Args:
+      config: the decoder's shape.
+
+    Returns:
+      What to write, with `rope_parameters` as transformers 5 has them.
+
+    Raises:
+      UsageError: no supported architecture has this combination.
+    """
+    model_type, architecture = _architecture(config)
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling:
+        rope |= {"rope_type": "llama3", **config.rope_scaling._asdict()}
+    written = {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rope_parameters": rope,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.o_bias,
+        "mlp_bias": config.mlp_bias,
+        "initializer_range": config.initializer_range,
+        "sliding_window": config.sliding_window,
+    }
+    if model_type.startswith("qwen") and config.sliding_window:
+        layers = range(config.num_hidden_layers)
+        sliding = layers if config.sliding_layers is None else config.sliding_layers
+        kinds = ["sliding_attention" if layer in sliding else "full_attention" for layer in layers]
+        written |= {"use_sliding_window": True, "layer_types": kinds}
+    if config_from_huggingface(written, dtype=config.dtype, remat=config.remat, attention=config.attention) != config:
+        raise UsageError(f"no {model_type} of transformers has this combination of options: {config}")
+    return written
+
+
+def _architecture(config: ModelConfig) -> tuple[str, str]:
+    """The model_type that has these options, and its name in class names."""
+    if config.qk_norm:
+        return "qwen3", "Qwen3"
+    if config.qkv_bias and not config.o_bias:
+        return "qwen2", "Qwen2"
+    if config.sliding_window:
+        return "mistral", "Mistral"
+    return "llama", "Llama"
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier)."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UsageError(f"rope scaling {rope} is not supported, only llama3")
+    if missing := [name for name in RopeScaling._fields if name not in rope]:
+        raise UsageError(f"rope scaling llama3 in config.json lacks {', '.join(missing)}")
+    return theta, RopeScaling(*(rope[name] for name in RopeScaling._fields))
+
+
+def _sliding(config: dict[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
+    """Window, and the layers that have it (None: all). Only Qwen mixes layers, and only with use_sliding_window."""
+    window, layers = config.get("sliding_window", 4096), range(config["num_hidden_layers"])  # transformers' default
+    if not window or config["model_type"] == "llama":
+        return None, None
+    if config["model_type"] == "mistral":
+        return window, None
+    if not config.get("use_sliding_window"):
+        return None, None
+    kinds = config.get("layer_types")
+    if kinds:
+        sliding = tuple(layer for layer in layers if kinds[layer] == "sliding_attention")
+    else:
+        sliding = tuple(layers[config.get("max_window_layers", 28) :])
+    if not sliding:
+        return None, None
+    return window, None if len(sliding) == len(layers) else sliding

@@ -1,35 +1,67 @@
-"""A Hugging Face folder as configuration, parameters and tokenizer. No torch, no pickle."""
+"""Hugging Face folders: a model's configuration, parameters and tokenizer, in and out. No torch, no pickle.
+
+Tensors are read and written one at a time; what is held at once is the parameters and one of their leaves.
+"""
 
 import json
 import os
-from collections.abc import Callable
+import re
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.config import ModelConfig, config_from_huggingface
+from grpo_jax.models.config import ModelConfig, config_from_huggingface, config_to_huggingface
+from grpo_jax.models.lora import TARGETS, Adapted, Target, sites, split_shape
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
+
+# By safetensors' names.
+FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# What a folder holds besides weights. Never a pickle.
+_TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
+_INDEX = "model.safetensors.index.json"
+# Of adapter_config.json: what makes more of an adapter than W + s·A B everywhere, and the starts that leave W alone.
+_REFUSED_IN_ADAPTERS = (
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "layers_to_transform",
+    "alora_invocation_tokens",
+)
+_INITS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 
 
 class Pretrained(NamedTuple):
     """What a folder holds."""
 
     config: ModelConfig
-    params: Params  # float32
+    params: Params
     tokenizer: Any  # of transformers
     eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json and tokenizer
+    folder: Path
 
 
-def load_pretrained(folder: str | Path, **overrides: Any) -> Pretrained:
-    """Loads config.json, *.safetensors and the tokenizer of a local folder.
+def load_pretrained(
+    name: str | Path, *, param_dtype: Any = jnp.float32, sharding: Any = None, **overrides: Any
+) -> Pretrained:
+    """Loads config.json, *.safetensors and the tokenizer of a model.
 
     Args:
-      folder: as `save_pretrained` of transformers writes it.
-      **overrides: fields of ModelConfig, such as dtype and remat.
+      name: a local folder, as `save_pretrained` of transformers writes it, or the id of one on the hub.
+      param_dtype: of the parameters, whatever the files hold; float32, in which small updates are not lost.
+      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that is a prefix of
+        the parameters'; None: the default device.
+      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
 
     Returns:
       The model.
@@ -37,109 +69,517 @@ def load_pretrained(folder: str | Path, **overrides: Any) -> Pretrained:
     Raises:
       UsageError: what is missing or not supported, in one sentence.
     """
-    folder = Path(folder)
-    if not (folder / "config.json").exists():
-        raise UsageError(f"{folder} holds no config.json: name a folder of a Hugging Face model")
-    raw = json.loads((folder / "config.json").read_text())
+    folder = model_folder(name)
+    raw = read_json(folder / "config.json")
     config = config_from_huggingface(raw, **overrides)
-    params = params_from_tensors(_read_tensors(folder), config)
+    tokenizer = load_tokenizer(folder)  # before the weights, which take longest
+    if len(tokenizer) > config.vocab_size:
+        raise UsageError(
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the model {config.vocab_size}: they do not "
+            "belong together"
+        )
+    params = load_params(folder, config, dtype=param_dtype, sharding=sharding)
+    return Pretrained(config, params, tokenizer, eos_ids(folder, tokenizer), folder)
+
+
+def model_folder(name: str | Path) -> Path:
+    """The local folder of a model, fetched from the hub if `name` is the id of one there.
+
+    Raises:
+      UsageError: there is neither.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.suffix == ".safetensors":
+        raise UsageError(f"there is no folder {name}: name one of a Hugging Face model, or an id on the hub")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=[*_TEXT_FILES, "*.safetensors"]))
+    except Exception as error:  # offline, unknown, private: the hub has a class for each
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"{name} is no folder here, and fetching it from the hub failed: {reason}") from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder, by transformers' AutoTokenizer.
+
+    Raises:
+      UsageError: there is none.
+    """
     # Importing transformers takes seconds, and only this needs it; that torch is missing is no news.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (ValueError, OSError) as error:
+        return AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as error:
         raise UsageError(
             f"{folder} holds no tokenizer that transformers can load: copy tokenizer.json into it"
         ) from error
-    generation = folder / "generation_config.json"
-    generation_config = json.loads(generation.read_text()) if generation.exists() else {}
-    ids = _as_set(raw.get("eos_token_id")) | _as_set(generation_config.get("eos_token_id"))
-    eos_ids = tuple(sorted(ids | _as_set(tokenizer.eos_token_id)))
-    return Pretrained(config, params, tokenizer, eos_ids)
 
 
-def params_from_tensors(tensors: dict[str, np.ndarray], config: ModelConfig) -> Params:
-    """Tensors with Hugging Face names as the scanned decoder's parameters.
+def eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """What ends a text: the union of config.json, generation_config.json and tokenizer, which often disagree."""
+    found = {tokenizer.eos_token_id}
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        ids = read_json(file).get("eos_token_id") if file.exists() else None
+        found |= set(ids) if isinstance(ids, list) else {ids}
+    return tuple(sorted(found - {None}))
 
-    Args:
-      tensors: name -> array; matrices are [out, in].
-      config: the decoder's shape.
 
-    Returns:
-      Parameters, float32, layers stacked.
+# ---- the one table of names and shapes, read in both directions
 
-    Raises:
-      UsageError: names a tensor that is missing, is not known, or has the wrong shape.
-    """
-    # Older files keep the rotary frequencies, which follow from the configuration.
-    left = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    width, features = config.hidden_size, config.head_dim
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
 
-    def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if name not in left:
-            raise UsageError(f"the model's safetensors files hold no tensor {name!r}")
-        tensor = left.pop(name)
-        if tensor.shape != shape:
-            raise UsageError(f"tensor {name!r} has shape {tensor.shape}, but config.json asks for {shape}")
-        return np.asarray(tensor, np.float32)
+class Tensor(NamedTuple):
+    """A tensor of a folder, and how it is laid out there."""
 
-    def stacked(name: str, shape: tuple[int, ...], arrange: Callable[[np.ndarray], np.ndarray]) -> jnp.ndarray:
-        layers = range(config.num_hidden_layers)
-        return jnp.asarray(np.stack([arrange(take(f"model.layers.{i}.{name}", shape)) for i in layers]))
+    name: str  # "{}" stands for the layer
+    shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
+    linear: bool  # here [*in, *out]: transposed, with axes for heads
 
-    def into_heads(name: str, count: int) -> jnp.ndarray:
-        shape = (count * features, width)
-        return stacked(f"self_attn.{name}.weight", shape, lambda x: x.T.reshape(width, count, features))
+    @property
+    def stacked(self) -> bool:
+        """Whether there is one for each layer, here the leading axis of one leaf."""
+        return "{}" in self.name
+
+    def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """As part of a leaf, with the shape that it has there."""
+        return (tensor.T if self.linear else tensor).reshape(shape)
+
+    def from_leaf(self, leaf: np.ndarray) -> np.ndarray:
+        """The inverse of `to_leaf`."""
+        return np.ascontiguousarray(leaf.reshape(self.shape[::-1]).T if self.linear else leaf.reshape(self.shape))
+
+
+def tensor_layout(config: ModelConfig) -> dict[str, Any]:
+    """A `Tensor` for every leaf of the scanned decoder's parameters, in a tree like theirs."""
+    width, inner, features = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * features, config.num_key_value_heads * features
+
+    def linear(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, Tensor]:
+        stem = f"model.layers.{{}}.{name}"
+        kernel = {"kernel": Tensor(f"{stem}.weight", (outputs, inputs), True)}
+        return kernel | ({"bias": Tensor(f"{stem}.bias", (outputs,), False)} if bias else {})
+
+    def norm(name: str, size: int) -> dict[str, Tensor]:
+        return {"scale": Tensor(f"model.layers.{{}}.{name}.weight", (size,), False)}
 
     attention = {
-        "q_proj": into_heads("q_proj", heads),
-        "k_proj": into_heads("k_proj", kv_heads),
-        "v_proj": into_heads("v_proj", kv_heads),
-        "o_proj": stacked(
-            "self_attn.o_proj.weight", (width, heads * features), lambda x: x.T.reshape(heads, features, width)
-        ),
+        "q_proj": linear("self_attn.q_proj", width, queries, config.qkv_bias),
+        "k_proj": linear("self_attn.k_proj", width, keys, config.qkv_bias),
+        "v_proj": linear("self_attn.v_proj", width, keys, config.qkv_bias),
+        "o_proj": linear("self_attn.o_proj", queries, width, config.o_bias),
     }
-    if config.qkv_bias:
-        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            bias = stacked(f"self_attn.{name}_proj.bias", (count * features,), np.asarray)
-            attention[f"{name}_bias"] = bias.reshape(-1, count, features)
-    inner = config.intermediate_size
-    params = {
-        "embedding": jnp.asarray(take("model.embed_tokens.weight", (config.vocab_size, width))),
-        "final_norm": {"scale": jnp.asarray(take("model.norm.weight", (width,)))},
+    if config.qk_norm:
+        attention |= {f"{x}_norm": norm(f"self_attn.{x}_norm", features) for x in "qk"}
+    layout = {
+        "embedding": Tensor("model.embed_tokens.weight", (config.vocab_size, width), False),
+        "final_norm": {"scale": Tensor("model.norm.weight", (width,), False)},
         "layers": {
             "attention": attention,
-            "input_norm": {"scale": stacked("input_layernorm.weight", (width,), np.asarray)},
-            "post_attention_norm": {"scale": stacked("post_attention_layernorm.weight", (width,), np.asarray)},
+            "input_norm": norm("input_layernorm", width),
+            "post_attention_norm": norm("post_attention_layernorm", width),
             "mlp": {
-                "gate_proj": stacked("mlp.gate_proj.weight", (inner, width), np.transpose),
-                "up_proj": stacked("mlp.up_proj.weight", (inner, width), np.transpose),
-                "down_proj": stacked("mlp.down_proj.weight", (width, inner), np.transpose),
+                "gate_proj": linear("mlp.gate_proj", width, inner, config.mlp_bias),
+                "up_proj": linear("mlp.up_proj", width, inner, config.mlp_bias),
+                "down_proj": linear("mlp.down_proj", inner, width, config.mlp_bias),
             },
         },
     }
-    if config.tie_word_embeddings:
-        left.pop("lm_head.weight", None)  # some writers repeat the tied matrix
-    else:
-        params["unembedding"] = jnp.asarray(take("lm_head.weight", (config.vocab_size, width)))
-    if left:
-        raise UsageError(f"the model's safetensors files hold tensors that this decoder does not know: {sorted(left)}")
-    return params
+    if not config.tie_word_embeddings:
+        layout["unembedding"] = Tensor("lm_head.weight", (config.vocab_size, width), False)
+    return layout
 
 
-def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+def _tensors_of(layout: dict[str, Any]) -> list[Tensor]:
+    """In the order of `jax.tree.leaves` of the parameters."""
+    return jax.tree.leaves(layout, is_leaf=lambda x: isinstance(x, Tensor))
+
+
+# ---- in
+
+
+def load_params(folder: Path, config: ModelConfig, *, dtype: Any = jnp.float32, sharding: Any = None) -> Params:
+    """The parameters in a folder's safetensors files, leaf by leaf in the dtype and on the devices asked for.
+
+    Args:
+      folder: with model.safetensors, or several files and their index.
+      config: the decoder's shape.
+      dtype, sharding: as in `load_pretrained`.
+
+    Returns:
+      Parameters, layers stacked.
+
+    Raises:
+      UsageError: names a tensor or file that is missing, not known, cut off, or of another shape or dtype.
+    """
+    found = _find_tensors(folder)
+    layout = tensor_layout(config)
+    _check_tensors(found, layout, config)
+    shapes = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.broadcast(default if sharding is None else sharding, shapes)
+
+    def load(tensor: Tensor, leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            """What one device holds, a tuple of slices: of each layer its part."""
+            if not tensor.stacked:
+                return tensor.to_leaf(_read(found, tensor.name), leaf.shape)[index].astype(dtype)
+            layers = range(leaf.shape[0])[index[0]]
+            sizes = (len(range(size)[part]) for size, part in zip(leaf.shape[1:], index[1:], strict=True))
+            piece = np.empty((len(layers), *sizes), dtype)
+            for row, layer in enumerate(layers):
+                piece[row] = tensor.to_leaf(_read(found, tensor.name.format(layer)), leaf.shape[1:])[index[1:]]
+            return piece
+
+        return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, target, part))
+
+    columns = _tensors_of(layout), jax.tree.leaves(shapes), jax.tree.leaves(shardings)
+    leaves = list(zip(*columns, strict=True))
+    # The largest first: while a leaf is put together it exists twice, which then is not on top of all others.
+    order = sorted(range(len(leaves)), key=lambda i: -leaves[i][1].size)
+    loaded = {i: load(*leaves[i]) for i in order}
+    return jax.tree.unflatten(jax.tree.structure(shapes), [loaded[i] for i in range(len(leaves))])
+
+
+class _Found(NamedTuple):
+    """Where a tensor is, and what its file says of it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # by safetensors' names
+
+
+def _find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, _Found]:
+    """All tensors of a folder by name. Reads headers only."""
+    if names is None:
+        if (folder / _INDEX).exists():
+            names = sorted(set(read_json(folder / _INDEX)["weight_map"].values()))
+        elif (folder / "model.safetensors").exists():
+            names = ["model.safetensors"]
+        else:
+            names = sorted(file.name for file in folder.glob("*.safetensors"))
+    if not names:
         raise UsageError(f"{folder} holds no .safetensors file: convert the model to safetensors first")
-    tensors: dict[str, np.ndarray] = {}
-    for file in files:
-        with safe_open(file, framework="flax") as opened:  # reads bfloat16 too, which NumPy alone does not
-            tensors |= {name: np.asarray(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
-    return tensors
+    found = {}
+    for file in (folder / name for name in names):
+        if not file.exists():
+            raise UsageError(f"{folder} lacks {file.name}: download it again")
+        with _opened(file) as opened:
+            for name in opened.keys():  # noqa: SIM118, it is no dictionary
+                header = opened.get_slice(name)
+                found[name] = _Found(file, tuple(header.get_shape()), header.get_dtype())
+    return found
 
 
-def _as_set(ids: int | list[int] | None) -> set[int]:
-    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+def _check_tensors(found: dict[str, _Found], layout: dict[str, Any], config: ModelConfig) -> None:
+    """Every tensor that is needed, in a shape and dtype that can be read, and none that nobody reads."""
+    needed = {}
+    for tensor in _tensors_of(layout):
+        for layer in range(config.num_hidden_layers if tensor.stacked else 1):
+            needed[tensor.name.format(layer)] = tensor.shape
+    for name, shape in needed.items():
+        if name not in found:
+            raise UsageError(f"the model's safetensors files hold no tensor {name!r}")
+        if found[name].shape != shape:
+            raise UsageError(f"tensor {name!r} has shape {found[name].shape}, but config.json asks for {shape}")
+        if found[name].dtype not in FLOAT_DTYPES:
+            raise UsageError(
+                f"tensor {name!r} is of dtype {found[name].dtype}, but only {', '.join(FLOAT_DTYPES)} can be read: "
+                "convert the model first"
+            )
+    # Older files keep the rotary frequencies, which follow from the configuration; some repeat the tied matrix.
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    unknown = {name for name in found.keys() - needed.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}
+    if unknown:
+        raise UsageError(
+            f"the model's safetensors files hold tensors that this decoder does not know: {sorted(unknown)[:5]}"
+        )
+
+
+def _read(found: dict[str, _Found], name: str) -> np.ndarray:
+    # Opened for each tensor: while a file is open, all that was read of it counts as memory in use.
+    with _opened(found[name].file) as opened:
+        return opened.get_tensor(name)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{file} is no complete safetensors file ({error}): download it again") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON file of a folder.
+
+    Raises:
+      UsageError: it is missing or broken.
+    """
+    if not file.exists():
+        raise UsageError(f"{file.parent} holds no {file.name}: name a folder of a Hugging Face model")
+    try:
+        contents = json.loads(file.read_text())
+    except ValueError as error:
+        raise UsageError(f"{file} is not valid JSON ({error}): download it again") from error
+    if not isinstance(contents, dict):
+        raise UsageError(f"{file} holds no JSON object: download it again")
+    return contents
+
+
+# ---- out
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """As transformers lays it out."""
+    file.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def save_pretrained(
+    folder: str | Path,
+    params: Params,
+    config: ModelConfig,
+    *,
+    source: Path | None = None,
+    dtype: Any = None,
+    max_shard_bytes: int | None = None,
+) -> Path:
+    """Writes a folder that transformers, vLLM and `load_pretrained` load. It appears when it is complete.
+
+    Args:
+      folder: must not exist, or be empty.
+      params: of the decoder, layers stacked, without adapters (`lora.merge` makes them so).
+      config: the decoder's shape.
+      source: folder whose config.json, tokenizer, chat template and generation config are taken over; None: a
+        config.json is made, and there is no tokenizer.
+      dtype: of the tensors; None: the parameters'.
+      max_shard_bytes: more weights than this become several files; None: a sixteenth of them, but at least 64 MiB and
+        at most 4 GiB, for a file's tensors are in memory while it is written, and some of the last one's still.
+
+    Returns:
+      The folder.
+
+    Raises:
+      UsageError: the folder is in use, or no architecture of transformers has this configuration.
+    """
+    folder = Path(folder).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists: name another folder to save the model to")
+    dtype = np.dtype(dtype or params["embedding"].dtype)
+    written = read_json(source / "config.json") if source else config_to_huggingface(config)
+    written |= {"torch_dtype" if "torch_dtype" in written else "dtype": dtype.name}
+    if max_shard_bytes is None:
+        total = sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize
+        max_shard_bytes = min(max(total // 16, 2**26), 2**32)
+
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    if source:
+        copy_text_files(source, partial)
+    write_json(partial / "config.json", written)
+    shards = []
+    for number, shard in enumerate(_shards(params, config, dtype, max_shard_bytes)):
+        save_file(shard, partial / f"{number}.safetensors", {"format": "pt"})
+        shards.append({name: tensor.nbytes for name, tensor in shard.items()})
+        shard.clear()
+    _name_shards(partial, shards)
+    if folder.exists():
+        folder.rmdir()
+    return partial.rename(folder)
+
+
+def save_description(
+    folder: Path, config: ModelConfig, *, source: Path | None = None, adapter: dict[str, Any] | None = None
+) -> None:
+    """Writes everything of a model's folder but the weights, as a `source` for `save_pretrained`.
+
+    Args:
+      folder: created; what is there already is replaced.
+      config: the decoder's shape.
+      source: the folder that the model was loaded from; None: a config.json is made.
+      adapter: contents of an adapter_config.json, if adapters are trained.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if source:
+        copy_text_files(source, folder)
+    else:
+        write_json(folder / "config.json", config_to_huggingface(config))
+    if adapter:
+        write_json(folder / "adapter_config.json", adapter)
+
+
+def copy_text_files(source: Path, target: Path) -> None:
+    """Copies what is not weights: configurations, tokenizer, chat template, licence."""
+    for pattern in _TEXT_FILES:
+        for file in source.glob(pattern):
+            # A model beside an adapter_config.json would be taken for an adapter.
+            if not file.name.endswith((".index.json", "adapter_config.json")):
+                shutil.copyfile(file, target / file.name)
+
+
+def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and tensors as the folder has them, one fetched at a time."""
+    for tensor, leaf in zip(_tensors_of(tensor_layout(config)), jax.tree.leaves(params), strict=True):
+        if tensor.stacked:
+            for layer in range(config.num_hidden_layers):
+                yield tensor.name.format(layer), tensor.from_leaf(np.asarray(leaf[layer]))
+        else:
+            yield tensor.name, tensor.from_leaf(np.asarray(leaf))
+
+
+def _shards(
+    params: Params, config: ModelConfig, dtype: np.dtype, max_shard_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Tensors in groups of at most max_shard_bytes, or of one tensor that is larger."""
+    shard: dict[str, np.ndarray] = {}
+    size = 0
+    for name, tensor in _tensors(params, config):
+        tensor = tensor.astype(dtype, copy=False)
+        if shard and size + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
+
+
+def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
+    """Gives 0.safetensors … the names that transformers looks for, and several an index."""
+    if len(shards) == 1:
+        (folder / "0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(shards):
+        name = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / name)
+        weight_map |= dict.fromkeys(shard, name)
+        total += sum(shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(folder / _INDEX, index)
+
+
+# ---- adapters, as PEFT writes them
+
+
+def adapter_config(*, rank: int, alpha: float, targets: Sequence[Target], base: str) -> dict[str, Any]:
+    """The adapter_config.json of LoRA adapters.
+
+    Args:
+      rank: R.
+      alpha: α.
+      targets: the projections.
+      base: folder or hub id of the base model.
+
+    Returns:
+      What PEFT reads.
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted(targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def save_adapter(folder: str | Path, params: Adapted, *, base: str) -> Path:
+    """Writes adapters as a folder that PEFT loads.
+
+    Args:
+      folder: must not exist, or be empty.
+      params: with adapters.
+      base: folder or hub id of the base model, for adapter_config.json.
+
+    Returns:
+      The folder.
+
+    Raises:
+      UsageError: the folder is in use.
+    """
+    folder = Path(folder).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists: name another folder to save the adapter to")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, targets, rank = {}, [], 0
+    for block, name in sites():
+        if name not in params.adapters["layers"].get(block, {}):
+            continue
+        a, b = (np.asarray(params.adapters["layers"][block][name][matrix]) for matrix in "ab")
+        rank = b.shape[1]
+        targets.append(name)
+        for layer in range(len(a)):
+            stem = _peft_name(layer, block, name)
+            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[layer].reshape(-1, rank).T)
+            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[layer].reshape(rank, -1).T)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    config = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
+    write_json(folder / "adapter_config.json", config)
+    return folder
+
+
+def load_adapter(folder: str | Path, params: Params) -> Adapted:
+    """LoRA adapters as PEFT or `save_adapter` wrote them, on the parameters of their base.
+
+    Args:
+      folder: with adapter_config.json and adapter_model.safetensors.
+      params: of the decoder, layers stacked.
+
+    Returns:
+      The adapted parameters.
+
+    Raises:
+      UsageError: what is missing or not supported, in one sentence.
+    """
+    folder = Path(folder).expanduser()
+    config = read_json(folder / "adapter_config.json")
+    if config.get("peft_type") != "LORA":
+        raise UsageError(f"{folder} is an adapter of type {config.get('peft_type')!r}: only LORA is supported")
+    variants = {name for name in config if name.startswith("use_")} - {"use_rslora"}
+    for option in (*_REFUSED_IN_ADAPTERS, *variants):
+        if config.get(option):
+            raise UsageError(f"{option} in {folder}/adapter_config.json is not supported")
+    if config.get("init_lora_weights") not in _INITS_BESIDE_THE_BASE:
+        raise UsageError(
+            f"init_lora_weights {config['init_lora_weights']!r} in {folder}/adapter_config.json changes the base: save "
+            "the adapter with PEFT's path_initial_model_for_weight_conversion first"
+        )
+    found = _find_tensors(folder, ["adapter_model.safetensors"])
+    rank, left = config["r"], set(found)
+
+    def take(name: str, shape: tuple[int, int]) -> np.ndarray:
+        if name not in left or found[name].shape != shape or found[name].dtype not in FLOAT_DTYPES:
+            there = found[name]._asdict() if name in found else "missing"
+            raise UsageError(f"{folder}: {name} must be floats of shape {shape}, but is {there}")
+        left.discard(name)
+        return _read(found, name).astype(np.float32).T
+
+    layers: dict[str, Any] = {}
+    for block, name in sites(TARGETS):
+        kernel = params["layers"][block][name]["kernel"]
+        inputs, outputs = split_shape(name, kernel.shape)
+        stems = [_peft_name(layer, block, name) for layer in range(kernel.shape[0])]
+        if f"{stems[0]}.lora_A.weight" in left:
+            a = [take(f"{stem}.lora_A.weight", (rank, int(np.prod(inputs)))) for stem in stems]
+            b = [take(f"{stem}.lora_B.weight", (int(np.prod(outputs)), rank)) for stem in stems]
+            layers.setdefault(block, {})[name] = {
+                "a": jnp.asarray(np.stack(a).reshape(-1, *inputs, rank)),
+                "b": jnp.asarray(np.stack(b).reshape(-1, rank, *outputs)),
+            }
+    if left or not layers:
+        raise UsageError(f"{folder} holds adapters that this decoder does not have: {sorted(left)[:3]}")
+    scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+    return Adapted(params, {"layers": layers}, jnp.float32(scale))
+
+
+def _peft_name(layer: int, block: str, name: str) -> str:
+    module = "self_attn" if block == "attention" else block
+    return f"base_model.model.model.layers.{layer}.{module}.{name}"

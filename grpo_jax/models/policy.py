@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.lora import variables
 from grpo_jax.models.transformer import Cache, KeyValues, Params, Prefix, Transformer, unstack_layers
 
 
 class Policy(NamedTuple):
-    """Pure functions over params. Hidden states are those after the last norm."""
+    """Pure functions over params, which may be `lora.Adapted`. Hidden states are those after the last norm."""
 
     # key -> params
     init: Callable[[jax.Array], Params]
@@ -40,7 +42,12 @@ def decoder_policy(config: ModelConfig) -> Policy:
 
     Returns:
       The four functions.
+
+    Raises:
+      UsageError: the attention is one that this machine does not have.
     """
+    if config.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "shared" or "xla"')
     model = Transformer(config)
 
     def init(key: jax.Array) -> Params:
@@ -49,12 +56,12 @@ def decoder_policy(config: ModelConfig) -> Policy:
 
     def run_prompt(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, Prefix]:
         positions = jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
-        hidden, layers = model.apply({"params": params}, ids[:, None], positions[:, None], mask[:, None])
+        hidden, layers = model.apply(variables(params), ids[:, None], positions[:, None], mask[:, None])
         layers = jax.tree.map(lambda x: x.squeeze(2), layers)  # the group axis, after the layer's
         return hidden[:, 0, -1], Prefix(layers, mask, jnp.sum(mask, axis=-1, dtype=jnp.int32))
 
     def unembedding(params: Params) -> jax.Array:
-        matrix = params["embedding" if config.tie_word_embeddings else "unembedding"]
+        matrix = variables(params)["params"]["embedding" if config.tie_word_embeddings else "unembedding"]
         return matrix.astype(config.dtype)
 
     def hidden(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array) -> jax.Array:
@@ -65,14 +72,14 @@ def decoder_policy(config: ModelConfig) -> Policy:
             return first
         given = completion_ids[..., :-1]
         positions = jnp.broadcast_to(prefix.length[:, None, None] + jnp.arange(given.shape[-1]), given.shape)
-        rest, _ = model.apply({"params": params}, given, positions, prefix=prefix)
+        rest, _ = model.apply(variables(params), given, positions, prefix=prefix)
         return jnp.concatenate([first, rest], axis=2)
 
     def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):
         last, prefix = run_prompt(params, prompt_ids, prompt_mask)
         # Separate layers, cut out here, once, and not in every turn of the decode loop.
         layers = range(config.num_hidden_layers)
-        separate = unstack_layers(params, config.num_hidden_layers)
+        separate = {name: unstack_layers(tree, config.num_hidden_layers) for name, tree in variables(params).items()}
         prefix = prefix._replace(layers=tuple(jax.tree.map(lambda x, i=i: x[i], prefix.layers) for i in layers))
         shape = (
             prompt_ids.shape[0],
@@ -87,7 +94,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         def decode(cache: Any, ids: jax.Array, step: jax.Array):
             positions = jnp.broadcast_to(prefix.length[:, None] + step, ids.shape)
             state, cache = decoder.apply(
-                {"params": separate}, ids[..., None], positions[..., None], prefix=prefix, cache=Cache(cache, step)
+                separate, ids[..., None], positions[..., None], prefix=prefix, cache=Cache(cache, step)
             )
             return state[:, :, 0], cache
 

@@ -4,9 +4,12 @@ A prompt is "07+58="; the answer is written with its last digit first ("56"), th
 which addition is done, and ends with EOS. All 10,000 pairs exist; 1,000 are held out.
 """
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+import tokenizers
 
 from grpo_jax.tasks.task import Example, Prompts, Task, check_num_prompts, pad_prompts, rng
 
@@ -96,6 +99,18 @@ def encode(text: str) -> list[int]:
 def decode(ids: Sequence[int]) -> str:
     """Characters of ids; "?" for padding."""
     return "".join(CHARACTERS[i] if i < len(CHARACTERS) else "?" for i in ids)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Writes this module's `encode` and `decode` as a tokenizer that transformers loads."""
+    vocab = {character: i for i, character in enumerate(CHARACTERS)} | {"<pad>": PAD_ID, "</s>": EOS_ID}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.add_special_tokens(["<pad>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _answer(total: int) -> str:

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from grpo_jax.tasks.task import Example, Prompts, Task, check_num_prompts, pad_prompts, rng
+from grpo_jax.tasks.text import Encoded, Overlong, encode_prompts
 
 HAPPY_WORDS = frozenset(
     ("happy", "smiled", "laughed", "love", "loved", "hug", "hugged", "fun", "joy", "glad", "cheerful", "giggled")
@@ -25,7 +28,16 @@ _SENTENCE = re.compile(r"[^.!?]*[.!?]+")
 _WORD = re.compile(r"[a-z']+")
 
 
-def stories_task(tokenizer: Any, eos_ids: tuple[int, ...], *, vocab_size: int, num_prompts: int, seed: int) -> Task:
+def stories_task(
+    tokenizer: Any,
+    eos_ids: tuple[int, ...],
+    *,
+    vocab_size: int,
+    num_prompts: int,
+    seed: int,
+    max_prompt_tokens: int | None = None,
+    overlong: Overlong = "drop",
+) -> Task:
     """The task for a tokenizer, with `num_prompts` different openings a step.
 
     Args:
@@ -34,22 +46,26 @@ def stories_task(tokenizer: Any, eos_ids: tuple[int, ...], *, vocab_size: int, n
       vocab_size: of the model.
       num_prompts: N.
       seed: of the order of openings.
+      max_prompt_tokens, overlong: as in `encode_prompts`.
 
     Returns:
       The task. Stories are longer than they are sampled, so it is open-ended.
     """
-    openings, heldout = _openings(ANIMALS, NAMES), _openings(HELDOUT_ANIMALS, HELDOUT_NAMES)
-    check_num_prompts(num_prompts, len(openings))
-    tokens = {text: _without_end(tokenizer.encode(text), eos_ids) for text in openings + heldout}
-    width = max(len(ids) for ids in tokens.values())
+
+    def encoded(texts: list[str]) -> Encoded:
+        return encode_prompts(tokenizer, texts, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong)
+
+    openings, heldout = encoded(_openings(ANIMALS, NAMES)), encoded(_openings(HELDOUT_ANIMALS, HELDOUT_NAMES))
+    check_num_prompts(num_prompts, len(openings.kept))
+    width = max(len(ids) for ids in openings.token_ids + heldout.token_ids)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
-    def encode(texts: Sequence[str]) -> Prompts:
-        examples = [{"prompt": text} for text in texts]
-        return pad_prompts([tokens[text] for text in texts], examples, width=width, pad_id=pad_id)
+    def padded(chosen: Encoded, numbers: Sequence[int] | np.ndarray) -> Prompts:
+        examples = [{"prompt": chosen.texts[i]} for i in numbers]
+        return pad_prompts([chosen.token_ids[i] for i in numbers], examples, width=width, pad_id=pad_id)
 
     def prompts(step: int) -> Prompts:
-        return encode([openings[i] for i in rng(seed, 0, step).choice(len(openings), num_prompts, replace=False)])
+        return padded(openings, rng(seed, 0, step).choice(len(openings.kept), num_prompts, replace=False))
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
@@ -57,12 +73,13 @@ def stories_task(tokenizer: Any, eos_ids: tuple[int, ...], *, vocab_size: int, n
     return Task(
         prompts=prompts,
         reward=happy_sentences,
-        heldout=encode(heldout),
+        heldout=padded(heldout, range(len(heldout.kept))),
         decode=decode,
         eos_ids=eos_ids,
         pad_id=pad_id,
         vocab_size=vocab_size,
         open_ended=True,
+        notes=tuple(filter(None, (openings.summary(), heldout.summary()))),
     )
 
 
@@ -85,11 +102,6 @@ def repeated_share(text: str) -> float:
     """Share of complete sentences that occurred before in the text."""
     found = sentences(text)
     return 1 - len(set(found)) / len(found) if found else 0.0
-
-
-def _without_end(ids: list[int], eos_ids: tuple[int, ...]) -> list[int]:
-    """Some tokenizers end every text; a prompt is to be continued."""
-    return ids[:-1] if len(ids) > 1 and ids[-1] in eos_ids else ids
 
 
 def _happy_share(text: str) -> float:

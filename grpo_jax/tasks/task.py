@@ -33,6 +33,7 @@ class Task(NamedTuple):
     pad_id: int
     vocab_size: int
     open_ended: bool = False  # completions are meant to be cut at max_tokens
+    notes: tuple[str, ...] = ()  # what a user should know of the prompts, such as how many were dropped
 
 
 def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example], *, width: int, pad_id: int) -> Prompts:

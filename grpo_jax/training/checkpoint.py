@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from grpo_jax.errors import UsageError
+from grpo_jax.models.transformer import Params
 from grpo_jax.training.state import TrainState
 
 
@@ -27,17 +29,41 @@ class Checkpoints:
         """Starts to save; returns when the arrays have been copied."""
         # One copy of what every device holds; orbax would cut it into a slice for each, and compile the cuts.
         single = jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else x, state)
-        self._manager.save(step, args=ocp.args.StandardSave(single))
+        items = {name: ocp.args.StandardSave(item) for name, item in _items(single).items()}
+        self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore(self, like: Callable[[], TrainState]) -> tuple[TrainState, int]:
         """The newest state and its step, or `like()` and 0 where there is none."""
         step = self._manager.latest_step()
         if step is None:
             return like(), 0
-        target = jax.eval_shape(like)
+        restored = self._restore(step, _items(jax.eval_shape(like)))
+        return TrainState(restored["params"], **restored["rest"]), step
+
+    def restore_params(self, like: Params, step: int | None = None) -> tuple[Params, int]:
+        """The trained parameters alone, without reading the optimizer's state.
+
+        Args:
+          like: their shapes and dtypes.
+          step: of the checkpoint; None: the newest.
+
+        Returns:
+          The parameters and their step.
+
+        Raises:
+          UsageError: there is no such checkpoint.
+        """
+        steps = sorted(self._manager.all_steps())
+        chosen = (steps or [0])[-1] if step is None else step
+        if chosen not in steps:
+            raise UsageError(f"there is no checkpoint of step {chosen} in {self._manager.directory}, only of {steps}")
+        return self._restore(chosen, {"params": like})["params"], chosen
+
+    def _restore(self, step: int, items: dict[str, Any]) -> Any:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), target)
-        return self._manager.restore(step, args=ocp.args.StandardRestore(target)), step
+        targets = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), items)
+        args = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
+        return self._manager.restore(step, args=ocp.args.Composite(**args))
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -45,6 +71,12 @@ class Checkpoints:
     def __exit__(self, *exception: Any) -> None:
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _items(state: TrainState) -> dict[str, Any]:
+    """What is stored apart, so that parameters can be read alone."""
+    rest = state._asdict()
+    return {"params": rest.pop("params"), "rest": rest}
 
 
 def params_sha256(params: Any) -> str:

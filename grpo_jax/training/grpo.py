@@ -9,11 +9,12 @@ import numpy as np
 
 from grpo_jax.config import Algorithm, GRPOConfig, validate
 from grpo_jax.functional import grpo_loss, kl_k1, masked_sum
+from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Reward, Task
 from grpo_jax.training import guards
-from grpo_jax.training.parallel import data_parallel, num_devices
+from grpo_jax.training.parallel import data_parallel, num_devices, replicate
 from grpo_jax.training.rollout import (
     Rollout,
     Sampler,
@@ -51,7 +52,8 @@ def train(
 
     Args:
       policy: the model's functions.
-      params: where training starts; also the reference, when there is one.
+      params: where training starts; also the reference, when there is one. With `lora.Adapted`, the
+        adapters alone are trained, and the start shares its base with the policy.
       task: prompts and text.
       config: the run.
       run: where lines and checkpoints go.
@@ -61,34 +63,38 @@ def train(
       evaluate: (params) -> numbers to log, called every `config.eval_every` steps.
 
     Returns:
-      The final state.
+      The final state; `lora.join(state.params, frozen)` with what `lora.split(params)` calls frozen are the policy's.
 
     Raises:
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
     programs = programs or make_programs(policy, task, config)
-    algorithm, reward, reference = config.algorithm, reward or task.reward, params
+    algorithm, reward = config.algorithm, reward or task.reward
+    for note in task.notes:
+        run.warn_once(note, note)
+    reference = replicate(params, num_devices(config.devices))
+    start, frozen = split(reference)
     temperature = group_temperatures(
         config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
     )
     with run.checkpoints(phase, keep=config.keep_checkpoints) as checkpoints:
-        state, done = checkpoints.restore(lambda: programs.init_state(params))
+        state, done = checkpoints.restore(lambda: programs.init_state(start))
         run.rewind(phase, done)
         if evaluate and config.eval_every and done == 0:
-            run.log(phase, 0, evaluate(state.params))
+            run.log(phase, 0, evaluate(join(state.params, frozen)))
         with run.progress(phase, config.steps, done) as show:
             for step in range(done, config.steps):
                 # ---- rollout: a group of completions for each prompt, and their rewards
                 with run.timed("rollout"):
                     key = step_key(config.seed, _SAMPLING, step)
-                    prompts = task.prompts(step)
-                    rollout = roll_out(programs.sampler, state.params, prompts, task, reward, temperature, key)
+                    prompts, current = task.prompts(step), join(state.params, frozen)
+                    rollout = roll_out(programs.sampler, current, prompts, task, reward, temperature, key)
                     guards.check_rollout(run, rollout, task)
 
                 # ---- score: log-probabilities under the policy that sampled, and under the reference
                 with run.timed("score"):
-                    batch = score_rollout(programs, state.params, reference, rollout, temperature, config)
+                    batch = score_rollout(programs, current, reference, rollout, temperature, config)
 
                 # ---- advantages: rewards against those of the same group
                 rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm)
@@ -96,13 +102,13 @@ def train(
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
                 with run.timed("update"):
-                    state, metrics = update(programs, state, batch, step, config, run, phase)
+                    state, metrics = update(programs, state, frozen, batch, step, config, run, phase)
 
                 # ---- log
                 evaluated: dict[str, float] = {}
                 if evaluate and config.eval_every and (step + 1) % config.eval_every == 0:
                     with run.timed("evaluate"):
-                        evaluated = evaluate(state.params)
+                        evaluated = evaluate(join(state.params, frozen))
                 run.log(phase, step + 1, rollout_metrics(rollout) | penalty | metrics | evaluated)
                 if config.rollouts_every and step % config.rollouts_every == 0:
                     run.log_rollout(phase, step + 1, readable(rollout, batch))
@@ -119,8 +125,10 @@ class Programs(NamedTuple):
     sampler: Sampler
     scorer: Scorer
     advantages: Callable[[np.ndarray], jax.Array]
-    train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
-    init_state: Callable[[Params], TrainState]  # a copy: the step donates its state, and the start stays
+    # (state, batch, frozen parameters or None) -> state, metrics
+    train_step: Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, jax.Array]]]
+    # trained parameters -> state; a copy: the step donates its state, and the start stays
+    init_state: Callable[[Params], TrainState]
 
 
 def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
@@ -144,16 +152,18 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
     optimizer = make_optimizer(
         config.learning_rate,
         warmup_steps=config.warmup_steps,
+        total_steps=config.steps * config.epochs * config.minibatches,
+        decay=config.decay,
         weight_decay=config.weight_decay,
         max_grad_norm=config.max_grad_norm,
     )
     loss_fn = grpo_loss_fn(policy, algorithm)
 
-    def step(state: TrainState, batch: Batch, *, axis_name):
+    def step(state: TrainState, batch: Batch, frozen: Any, *, axis_name):
         return train_step(
             state,
             batch,
-            loss_fn=loss_fn,
+            loss_fn=lambda trained, batch: loss_fn(join(trained, frozen), batch),
             aggregation=algorithm.aggregation,
             optimizer=optimizer,
             num_microbatches=config.microbatches,
@@ -164,7 +174,7 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
         sampler=make_sampler(policy, task, config, devices=devices),
         scorer=make_scorer(policy, num_microbatches=config.microbatches * config.minibatches, devices=devices),
         advantages=jax.jit(algorithm.advantages),
-        train_step=data_parallel(step, (None, 0), (None, None), devices=devices, donate_argnums=(0,)),
+        train_step=data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,)),
         init_state=jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), optimizer)),
     )
 
@@ -212,6 +222,7 @@ def penalised_rewards(
 def update(
     programs: Programs,
     state: TrainState,
+    frozen: Any,
     batch: Batch,
     step: int,
     config: GRPOConfig,
@@ -227,11 +238,11 @@ def update(
     for epoch in range(config.epochs):
         key = step_key(config.seed, _SHUFFLING, step * config.epochs + epoch)
         for minibatch in shuffled_minibatches(batch, key, config.minibatches):
-            state, metrics = programs.train_step(state, minibatch)
+            state, metrics = programs.train_step(state, minibatch, frozen)
             history.append(jax.tree.map(float, jax.device_get(metrics)))
             name = f"{phase}_{step:06d}_{len(history)}"
             guards.check_gradients(run, name, history[-1], minibatch, config.max_skipped)
-    guards.check_first_ratio(run, history[0]["ratio_deviation"])
+    guards.check_first_ratio(run, history[0])
     means = {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]}
     return state, means | {
         "first_ratio_deviation": history[0]["ratio_deviation"],

@@ -50,23 +50,21 @@ def data_parallel(
     """
     if devices == 1:
         return jax.jit(partial(fn, axis_name=None), donate_argnums=donate_argnums)
-    used = jax.devices()[:devices]
     mapped = jax.pmap(
         partial(fn, axis_name=AXIS),
         axis_name=AXIS,
         in_axes=tuple(in_axes),
         out_axes=out_axes,
-        devices=used,
+        devices=jax.devices()[:devices],
         donate_argnums=donate_argnums,
     )
-    mesh = jax.sharding.Mesh(np.asarray(used), (AXIS,))
 
     def place(tree, axis):
         """Arguments always arrive where pmap wants them: a second placement would be a second compilation."""
         if axis is None:
-            return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+            return replicate(tree, devices)
         pieces = jax.tree.map(lambda x: np.asarray(x).reshape(devices, -1, *x.shape[1:]), tree)
-        return jax.device_put(pieces, NamedSharding(mesh, PartitionSpec(AXIS)))
+        return jax.device_put(pieces, NamedSharding(_mesh(devices), PartitionSpec(AXIS)))
 
     def merge(tree, axis):
         return tree if axis is None else jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), tree)
@@ -78,3 +76,12 @@ def data_parallel(
         return merge(out, out_axes)
 
     return call
+
+
+def replicate(tree: Any, devices: int) -> Any:
+    """The tree on the first `devices` devices; what is there already is not moved."""
+    return tree if devices == 1 else jax.device_put(tree, NamedSharding(_mesh(devices), PartitionSpec()))
+
+
+def _mesh(devices: int) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.asarray(jax.devices()[:devices]), (AXIS,))

@@ -1,6 +1,6 @@
 """What an optimizer step reads and writes."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -40,18 +40,33 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 
 
 def make_optimizer(
-    learning_rate: float, *, warmup_steps: int = 0, weight_decay: float = 0.0, max_grad_norm: float = 1.0
+    learning_rate: float,
+    *,
+    warmup_steps: int = 0,
+    total_steps: int = 0,
+    decay: Literal["none", "linear", "cosine"] = "none",
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
 ) -> optax.GradientTransformation:
-    """AdamW after scaling down long gradients; linear warm-up, then a constant rate.
+    """AdamW after scaling down long gradients.
 
     Args:
       learning_rate: peak rate.
-      warmup_steps: optimizer steps from 0 to the peak.
+      warmup_steps: optimizer steps of a linear rise from 0 to the peak, 0.
+      total_steps: optimizer steps at which the decay ends.
+      decay: how the rate falls from the peak to 0 after the warm-up, "none".
       weight_decay: of AdamW, 0.
       max_grad_norm: norm above which a gradient is scaled down, 1.
 
     Returns:
       An optax transformation.
     """
-    warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps) if warmup_steps else learning_rate
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(warmup, weight_decay=weight_decay))
+    falling = max(total_steps - warmup_steps, 1)
+    after: optax.Schedule = {
+        "none": optax.constant_schedule(learning_rate),
+        "linear": optax.linear_schedule(learning_rate, 0.0, falling),
+        "cosine": optax.cosine_decay_schedule(learning_rate, falling),
+    }[decay]
+    rising = optax.linear_schedule(0.0, learning_rate, warmup_steps)
+    rate = optax.join_schedules([rising, after], [warmup_steps]) if warmup_steps else after
+    return optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(rate, weight_decay=weight_decay))

@@ -1,0 +1,106 @@
+"""LoRA (2106.09685): W + (α/r)·A B, with W frozen and A, B trained.
+
+The parameters of an adapted policy are an `Adapted`, which every function of a `Policy` takes where it takes plain
+parameters. Training splits it into what is trained and what is not; the frozen base is also the reference, as the
+adapters start at zero. Adapters are never multiplied into W while training: sampler and trainer compute the same sums.
+
+Leaves have the base's tree: `a` `[L, *in, R]` and `b` `[L, R, *out]` for a kernel `[L, *in, *out]`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.errors import UsageError
+from grpo_jax.models.transformer import Params
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+
+class Adapted(NamedTuple):
+    """Parameters of a policy with adapters."""
+
+    base: Params  # frozen, as without adapters
+    adapters: Params  # trained
+    scale: jax.Array  # float32 scalar, α/r
+
+
+def split(params: Params) -> tuple[Params, Any]:
+    """What is trained, and what is not (None where everything is)."""
+    return (params.adapters, (params.base, params.scale)) if isinstance(params, Adapted) else (params, None)
+
+
+def join(trained: Params, frozen: Any) -> Params:
+    """The parameters that `split` took apart."""
+    return trained if frozen is None else Adapted(frozen[0], trained, frozen[1])
+
+
+def variables(params: Params) -> dict[str, Any]:
+    """Collections for `Transformer.apply`: with adapters, their B already scaled."""
+    if not isinstance(params, Adapted):
+        return {"params": params}
+    scaled = jax.tree_util.tree_map_with_path(
+        lambda path, x: x * params.scale if path[-1].key == "b" else x, params.adapters
+    )
+    return {"params": params.base, "lora": scaled}
+
+
+def add_adapters(
+    params: Params, key: jax.Array, *, rank: int, alpha: float, targets: Sequence[Target] = TARGETS
+) -> Adapted:
+    """New adapters that change nothing yet: A ~ U(−1/√in, 1/√in), as PEFT draws it, and B = 0.
+
+    Args:
+      params: of the decoder, layers stacked.
+      key: consumed.
+      rank: R.
+      alpha: α; ΔW = (α/R)·A B.
+      targets: which projections have them, all seven by default (2305.14314 needed all).
+
+    Returns:
+      The adapted parameters; the base is the same arrays.
+
+    Raises:
+      UsageError: an impossible rank, or no target.
+    """
+    if rank < 1:
+        raise UsageError(f"the rank of LoRA is {rank}: it must be at least 1")
+    if not targets or not alpha > 0:
+        raise UsageError("LoRA needs at least one target and an alpha above 0")
+    adapters: dict[str, Any] = {"layers": {}}
+    for number, (block, name) in enumerate(sites(targets)):
+        kernel = params["layers"][block][name]["kernel"]
+        inputs, outputs = split_shape(name, kernel.shape)
+        bound = math.prod(inputs) ** -0.5
+        shape = (kernel.shape[0], *inputs, rank)
+        a = jax.random.uniform(jax.random.fold_in(key, number), shape, minval=-bound, maxval=bound)
+        adapters["layers"].setdefault(block, {})[name] = {"a": a, "b": jnp.zeros((kernel.shape[0], rank, *outputs))}
+    return Adapted(params, adapters, jnp.float32(alpha / rank))
+
+
+def merge(params: Adapted) -> Params:
+    """Plain parameters W + (α/r)·A B, in the dtype of W; the base stays."""
+    layers = {block: dict(modules) for block, modules in params.base["layers"].items()}
+    for block, adapted in params.adapters["layers"].items():
+        for name, adapter in adapted.items():
+            kernel = layers[block][name]["kernel"]
+            num_layers, rank = adapter["b"].shape[:2]
+            change = adapter["a"].reshape(num_layers, -1, rank) @ adapter["b"].reshape(num_layers, rank, -1)
+            merged = kernel + (params.scale * change).reshape(kernel.shape).astype(kernel.dtype)
+            layers[block][name] = layers[block][name] | {"kernel": merged}
+    return params.base | {"layers": layers}
+
+
+def sites(targets: Sequence[Target] = TARGETS) -> list[tuple[str, Target]]:
+    """(block, projection) of each target: where its kernel and its adapter stand in the tree of a layer."""
+    return [("attention" if name in TARGETS[:4] else "mlp", name) for name in TARGETS if name in targets]
+
+
+def split_shape(name: Target, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(in, out) of a kernel `[L, *in, *out]`: o_proj alone contracts two axes, heads and features."""
+    axes = 3 if name == "o_proj" else 2
+    return kernel_shape[1:axes], kernel_shape[axes:]

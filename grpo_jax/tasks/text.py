@@ -1,0 +1,87 @@
+"""Prompts in words, or in chat messages, as token ids. What does not fit is dropped or cut, and counted."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from grpo_jax.errors import UsageError
+
+Message = dict[str, str]  # {"role": "user", "content": "…"}
+Overlong = Literal["drop", "truncate"]
+
+
+class Encoded(NamedTuple):
+    """Prompts that can be sampled from."""
+
+    token_ids: list[list[int]]
+    texts: list[str]  # what was encoded: of messages, the chat template filled in
+    kept: list[int]  # numbers of these prompts among those given
+    dropped: dict[str, int]  # reason -> how many
+    truncated: int  # how many lost their beginning
+
+    def summary(self) -> str:
+        """What happened to prompts, in words; empty if nothing did."""
+        parts = [f"{count} {reason}" for reason, count in self.dropped.items()]
+        total = len(self.kept) + sum(self.dropped.values())
+        said = [f"dropped of {total} prompts: {', '.join(parts)}"] if parts else []
+        said += [f"{self.truncated} of {total} prompts lost their beginning"] if self.truncated else []
+        return "; ".join(said)
+
+
+def encode_prompts(
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[Message]],
+    *,
+    eos_ids: tuple[int, ...],
+    max_prompt_tokens: int | None = None,
+    overlong: Overlong = "drop",
+) -> Encoded:
+    """Token ids of prompts. Completions are sampled and trained as ids: nothing is ever encoded again.
+
+    Args:
+      tokenizer: of transformers.
+      prompts: texts, or lists of chat messages, for which the tokenizer's chat template is filled in and opened
+        for the assistant's turn.
+      eos_ids: dropped at the end of a prompt, for a prompt is to be continued.
+      max_prompt_tokens: P; None: as long as they come.
+      overlong: what happens to a prompt of more tokens: it is dropped, or keeps its last P tokens.
+
+    Returns:
+      The prompts that are left, and the counts of the others.
+
+    Raises:
+      UsageError: messages without a chat template, an impossible P, or nothing is left.
+    """
+    if max_prompt_tokens is not None and max_prompt_tokens < 1:
+        raise UsageError(f"max_prompt_tokens is {max_prompt_tokens}: it must be at least 1")
+    dropped: Counter[str] = Counter()
+    token_ids, texts, kept, truncated = [], [], [], 0
+    for number, prompt in enumerate(prompts):
+        text = prompt if isinstance(prompt, str) else _fill_template(tokenizer, prompt)
+        # A template writes the special tokens itself.
+        ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)) if text.strip() else []
+        ids = ids[:-1] if ids and ids[-1] in eos_ids else ids
+        if not ids:
+            dropped["empty"] += 1
+            continue
+        if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
+            if overlong == "drop":
+                dropped[f"longer than {max_prompt_tokens} tokens"] += 1
+                continue
+            ids, truncated = ids[-max_prompt_tokens:], truncated + 1
+        token_ids.append(ids)
+        texts.append(text)
+        kept.append(number)
+    encoded = Encoded(token_ids, texts, kept, dict(dropped), truncated)
+    if not kept:
+        raise UsageError(f"no prompt is left ({encoded.summary() or 'none was given'}): raise max_prompt_tokens")
+    return encoded
+
+
+def _fill_template(tokenizer: Any, messages: Sequence[Message]) -> str:
+    if not tokenizer.chat_template:
+        raise UsageError(
+            "the prompts are chat messages, but the tokenizer has no chat template: give prompts as text, or put a "
+            "chat_template.jinja into the model's folder"
+        )
+    return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
