@@ -7,8 +7,9 @@ import jax
 
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.errors import UsageError
-from grpo_jax.models.huggingface import Pretrained, adapter_config, load_pretrained, save_description
+from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description
 from grpo_jax.models.lora import add_adapters, join, split
+from grpo_jax.models.peft import adapter_config
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Task, random_reward

@@ -7,7 +7,7 @@ also under other presets, unless you give your own. Left out of the paper: a lea
 reference that is refreshed.
 
   python -m experiments.stories --model DIR
-  python -m experiments.stories --model DIR --lora-rank 4 --learning-rate 3e-3
+  python -m experiments.stories --model DIR --lora-rank 4 --learning-rate 3e-3 --decay linear
 """
 
 import time

@@ -91,7 +91,7 @@ class ModelOptions:
     long sequences in bfloat16 on NVIDIA GPUs. They differ by rounding."""
     lora_rank: int = 0
     """Train adapters of this rank and nothing else; 0 to train all parameters."""
-    lora_alpha: float = 32.0
+    lora_alpha: float = 16.0
     """Adapters count alpha / rank times."""
     lora_targets: tuple[Target, ...] = TARGETS
     """Projections that get adapters."""

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from grpo_jax.cli import refuse
 from grpo_jax.errors import UsageError
-from grpo_jax.models import huggingface
+from grpo_jax.models import huggingface, peft
 from grpo_jax.models.config import ModelConfig, config_from_huggingface
 from grpo_jax.models.lora import Adapted, add_adapters, merge, split
 from grpo_jax.models.policy import decoder_policy
@@ -71,7 +71,7 @@ def export(options: Options) -> int:
             params, step = checkpoints.restore_params(like, options.step)
     if options.adapter:
         base = huggingface.read_json(lora)["base_model_name_or_path"]
-        huggingface.save_adapter(options.out, params, base=base)
+        peft.save_adapter(options.out, params, base=base)
         return step
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     huggingface.save_pretrained(

@@ -22,7 +22,7 @@ CONFIG = ModelConfig(
     num_key_value_heads=1,
     head_dim=8,
     dtype="bfloat16",
-    remat=True,
+    remat="layer",
 )
 POLICY = decoder_policy(CONFIG)
 OPTIMIZER = make_optimizer(1e-3, warmup_steps=2, weight_decay=0.1)

@@ -25,15 +25,14 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface
 from grpo_jax.models.config import ModelConfig, RopeScaling, config_from_huggingface, config_to_huggingface
 from grpo_jax.models.huggingface import (
-    load_adapter,
     load_params,
     load_pretrained,
     load_tokenizer,
     model_folder,
     read_json,
-    save_adapter,
     save_pretrained,
 )
+from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import sample_groups
 

@@ -14,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import load_adapter, load_params, read_json, save_adapter
+from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import TARGETS, Adapted, add_adapters, join, merge, sites, split
+from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Linear
 

@@ -26,6 +26,7 @@ DIFFERENT_LOSSES = {(a.log_ratio, a.surrogate, a.aggregation): name for name, a 
 AGGREGATIONS = (F.token_mean_weights, F.sequence_mean_weights, F.sequence_sum_weights, F.constant_length_weights)
 
 
+@functools.cache
 def ragged_batch() -> Batch:
     """Lengths from 0 (a wholly masked row) to T, prompts from 1 to P; old and reference policies near the policy."""
     rng = np.random.default_rng(0)
@@ -40,7 +41,7 @@ def ragged_batch() -> Batch:
         temperature=rng.uniform(0.8, 1.5, (N, G)).astype(np.float32),
         advantages=rng.normal(size=(N, G)).astype(np.float32),
     )
-    logprobs = np.asarray(score(POLICY, PARAMS, batch).logprobs)
+    logprobs = np.asarray(jax.jit(lambda batch: score(POLICY, PARAMS, batch))(batch).logprobs)
     near = [logprobs + rng.normal(0, 0.2, logprobs.shape).astype(np.float32) for _ in range(3)]
     return batch._replace(old_logprobs=near[0], ref_logprobs=near[1], sampler_logprobs=near[2])
 

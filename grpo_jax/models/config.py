@@ -1,7 +1,7 @@
 """The shape of a decoder: one dataclass that a Hugging Face config.json maps onto, both ways."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from grpo_jax.errors import UsageError
 
@@ -63,6 +63,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UsageError(f"head_dim ({self.head_dim}) must be even: rotary positions turn pairs of features")
+        for name, choices in (("dtype", Dtype), ("remat", Remat), ("attention", AttentionKind)):
+            if getattr(self, name) not in get_args(choices):
+                raise UsageError(f"{name} is {getattr(self, name)!r}: choose one of {get_args(choices)}")
         if self.attention == "cudnn" and self.dtype != "bfloat16":
             raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
 
@@ -180,6 +183,8 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise UsageError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported")
     if kind == "default":
         return theta, None
     if kind != "llama3":

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from safetensors.numpy import save_file
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig, config_from_huggingface, config_to_huggingface
-from grpo_jax.models.lora import TARGETS, Adapted, Target, sites, split_shape
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 
@@ -29,16 +29,6 @@ FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a folder holds besides weights. Never a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 _INDEX = "model.safetensors.index.json"
-# Of adapter_config.json: what makes more of an adapter than W + s·A B everywhere, and the starts that leave W alone.
-_REFUSED_IN_ADAPTERS = (
-    "lora_bias",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "layers_to_transform",
-    "alora_invocation_tokens",
-)
-_INITS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 
 
 class Pretrained(NamedTuple):
@@ -215,7 +205,7 @@ def load_params(folder: Path, config: ModelConfig, *, dtype: Any = jnp.float32, 
     Raises:
       UsageError: names a tensor or file that is missing, not known, cut off, or of another shape or dtype.
     """
-    found = _find_tensors(folder)
+    found = find_tensors(folder)
     layout = tensor_layout(config)
     _check_tensors(found, layout, config)
     shapes = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
@@ -226,12 +216,12 @@ def load_params(folder: Path, config: ModelConfig, *, dtype: Any = jnp.float32, 
         def part(index: Any) -> np.ndarray:
             """What one device holds, a tuple of slices: of each layer its part."""
             if not tensor.stacked:
-                return tensor.to_leaf(_read(found, tensor.name), leaf.shape)[index].astype(dtype)
+                return tensor.to_leaf(read_tensor(found, tensor.name), leaf.shape)[index].astype(dtype)
             layers = range(leaf.shape[0])[index[0]]
             sizes = (len(range(size)[part]) for size, part in zip(leaf.shape[1:], index[1:], strict=True))
             piece = np.empty((len(layers), *sizes), dtype)
             for row, layer in enumerate(layers):
-                piece[row] = tensor.to_leaf(_read(found, tensor.name.format(layer)), leaf.shape[1:])[index[1:]]
+                piece[row] = tensor.to_leaf(read_tensor(found, tensor.name.format(layer)), leaf.shape[1:])[index[1:]]
             return piece
 
         return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, target, part))
@@ -244,7 +234,7 @@ def load_params(folder: Path, config: ModelConfig, *, dtype: Any = jnp.float32, 
     return jax.tree.unflatten(jax.tree.structure(shapes), [loaded[i] for i in range(len(leaves))])
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """Where a tensor is, and what its file says of it."""
 
     file: Path
@@ -252,7 +242,7 @@ class _Found(NamedTuple):
     dtype: str  # by safetensors' names
 
 
-def _find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, _Found]:
+def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
     """All tensors of a folder by name. Reads headers only."""
     if names is None:
         if (folder / _INDEX).exists():
@@ -270,11 +260,11 @@ def _find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str,
         with _opened(file) as opened:
             for name in opened.keys():  # noqa: SIM118, it is no dictionary
                 header = opened.get_slice(name)
-                found[name] = _Found(file, tuple(header.get_shape()), header.get_dtype())
+                found[name] = Found(file, tuple(header.get_shape()), header.get_dtype())
     return found
 
 
-def _check_tensors(found: dict[str, _Found], layout: dict[str, Any], config: ModelConfig) -> None:
+def _check_tensors(found: dict[str, Found], layout: dict[str, Any], config: ModelConfig) -> None:
     """Every tensor that is needed, in a shape and dtype that can be read, and none that nobody reads."""
     needed = {}
     for tensor in _tensors_of(layout):
@@ -299,7 +289,7 @@ def _check_tensors(found: dict[str, _Found], layout: dict[str, Any], config: Mod
         )
 
 
-def _read(found: dict[str, _Found], name: str) -> np.ndarray:
+def read_tensor(found: dict[str, Found], name: str) -> np.ndarray:
     # Opened for each tensor: while a file is open, all that was read of it counts as memory in use.
     with _opened(found[name].file) as opened:
         return opened.get_tensor(name)
@@ -364,9 +354,6 @@ def save_pretrained(
     Raises:
       UsageError: the folder is in use, or no architecture of transformers has this configuration.
     """
-    folder = Path(folder).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} exists: name another folder to save the model to")
     dtype = np.dtype(dtype or params["embedding"].dtype)
     written = read_json(source / "config.json") if source else config_to_huggingface(config)
     written |= {"torch_dtype" if "torch_dtype" in written else "dtype": dtype.name}
@@ -374,21 +361,36 @@ def save_pretrained(
         total = sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize
         max_shard_bytes = min(max(total // 16, 2**26), 2**32)
 
+    with complete_or_not_at_all(folder) as partial:
+        if source:
+            copy_text_files(source, partial)
+        write_json(partial / "config.json", written)
+        shards = []
+        for number, shard in enumerate(_shards(params, config, dtype, max_shard_bytes)):
+            save_file(shard, partial / f"{number}.safetensors", {"format": "pt"})
+            shards.append({name: tensor.nbytes for name, tensor in shard.items()})
+            shard.clear()
+        _name_shards(partial, shards)
+    return Path(folder).expanduser()
+
+
+@contextmanager
+def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
+    """A folder to write to, that gets its name at the end.
+
+    Raises:
+      UsageError: the name is taken.
+    """
+    folder = Path(folder).expanduser().absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists: name another folder to write to")
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if source:
-        copy_text_files(source, partial)
-    write_json(partial / "config.json", written)
-    shards = []
-    for number, shard in enumerate(_shards(params, config, dtype, max_shard_bytes)):
-        save_file(shard, partial / f"{number}.safetensors", {"format": "pt"})
-        shards.append({name: tensor.nbytes for name, tensor in shard.items()})
-        shard.clear()
-    _name_shards(partial, shards)
+    yield partial
     if folder.exists():
         folder.rmdir()
-    return partial.rename(folder)
+    partial.rename(folder)
 
 
 def save_description(
@@ -423,11 +425,13 @@ def copy_text_files(source: Path, target: Path) -> None:
 def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Names and tensors as the folder has them, one fetched at a time."""
     for tensor, leaf in zip(_tensors_of(tensor_layout(config)), jax.tree.leaves(params), strict=True):
+        # From many devices to one; on CPU nothing is copied.
+        whole = np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))
         if tensor.stacked:
             for layer in range(config.num_hidden_layers):
-                yield tensor.name.format(layer), tensor.from_leaf(np.asarray(leaf[layer]))
+                yield tensor.name.format(layer), tensor.from_leaf(whole[layer])
         else:
-            yield tensor.name, tensor.from_leaf(np.asarray(leaf))
+            yield tensor.name, tensor.from_leaf(whole)
 
 
 def _shards(
@@ -460,126 +464,3 @@ def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
         total += sum(shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / _INDEX, index)
-
-
-# ---- adapters, as PEFT writes them
-
-
-def adapter_config(*, rank: int, alpha: float, targets: Sequence[Target], base: str) -> dict[str, Any]:
-    """The adapter_config.json of LoRA adapters.
-
-    Args:
-      rank: R.
-      alpha: α.
-      targets: the projections.
-      base: folder or hub id of the base model.
-
-    Returns:
-      What PEFT reads.
-    """
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": sorted(targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-
-
-def save_adapter(folder: str | Path, params: Adapted, *, base: str) -> Path:
-    """Writes adapters as a folder that PEFT loads.
-
-    Args:
-      folder: must not exist, or be empty.
-      params: with adapters.
-      base: folder or hub id of the base model, for adapter_config.json.
-
-    Returns:
-      The folder.
-
-    Raises:
-      UsageError: the folder is in use.
-    """
-    folder = Path(folder).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} exists: name another folder to save the adapter to")
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors, targets, rank = {}, [], 0
-    for block, name in sites():
-        if name not in params.adapters["layers"].get(block, {}):
-            continue
-        a, b = (np.asarray(params.adapters["layers"][block][name][matrix]) for matrix in "ab")
-        rank = b.shape[1]
-        targets.append(name)
-        for layer in range(len(a)):
-            stem = _peft_name(layer, block, name)
-            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[layer].reshape(-1, rank).T)
-            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[layer].reshape(rank, -1).T)
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    config = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
-    write_json(folder / "adapter_config.json", config)
-    return folder
-
-
-def load_adapter(folder: str | Path, params: Params) -> Adapted:
-    """LoRA adapters as PEFT or `save_adapter` wrote them, on the parameters of their base.
-
-    Args:
-      folder: with adapter_config.json and adapter_model.safetensors.
-      params: of the decoder, layers stacked.
-
-    Returns:
-      The adapted parameters.
-
-    Raises:
-      UsageError: what is missing or not supported, in one sentence.
-    """
-    folder = Path(folder).expanduser()
-    config = read_json(folder / "adapter_config.json")
-    if config.get("peft_type") != "LORA":
-        raise UsageError(f"{folder} is an adapter of type {config.get('peft_type')!r}: only LORA is supported")
-    variants = {name for name in config if name.startswith("use_")} - {"use_rslora"}
-    for option in (*_REFUSED_IN_ADAPTERS, *variants):
-        if config.get(option):
-            raise UsageError(f"{option} in {folder}/adapter_config.json is not supported")
-    if config.get("init_lora_weights") not in _INITS_BESIDE_THE_BASE:
-        raise UsageError(
-            f"init_lora_weights {config['init_lora_weights']!r} in {folder}/adapter_config.json changes the base: save "
-            "the adapter with PEFT's path_initial_model_for_weight_conversion first"
-        )
-    found = _find_tensors(folder, ["adapter_model.safetensors"])
-    rank, left = config["r"], set(found)
-
-    def take(name: str, shape: tuple[int, int]) -> np.ndarray:
-        if name not in left or found[name].shape != shape or found[name].dtype not in FLOAT_DTYPES:
-            there = found[name]._asdict() if name in found else "missing"
-            raise UsageError(f"{folder}: {name} must be floats of shape {shape}, but is {there}")
-        left.discard(name)
-        return _read(found, name).astype(np.float32).T
-
-    layers: dict[str, Any] = {}
-    for block, name in sites(TARGETS):
-        kernel = params["layers"][block][name]["kernel"]
-        inputs, outputs = split_shape(name, kernel.shape)
-        stems = [_peft_name(layer, block, name) for layer in range(kernel.shape[0])]
-        if f"{stems[0]}.lora_A.weight" in left:
-            a = [take(f"{stem}.lora_A.weight", (rank, int(np.prod(inputs)))) for stem in stems]
-            b = [take(f"{stem}.lora_B.weight", (int(np.prod(outputs)), rank)) for stem in stems]
-            layers.setdefault(block, {})[name] = {
-                "a": jnp.asarray(np.stack(a).reshape(-1, *inputs, rank)),
-                "b": jnp.asarray(np.stack(b).reshape(-1, rank, *outputs)),
-            }
-    if left or not layers:
-        raise UsageError(f"{folder} holds adapters that this decoder does not have: {sorted(left)[:3]}")
-    scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
-    return Adapted(params, {"layers": layers}, jnp.float32(scale))
-
-
-def _peft_name(layer: int, block: str, name: str) -> str:
-    module = "self_attn" if block == "attention" else block
-    return f"base_model.model.model.layers.{layer}.{module}.{name}"

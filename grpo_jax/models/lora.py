@@ -89,9 +89,10 @@ def merge(params: Adapted) -> Params:
         for name, adapter in adapted.items():
             kernel = layers[block][name]["kernel"]
             num_layers, rank = adapter["b"].shape[:2]
-            change = adapter["a"].reshape(num_layers, -1, rank) @ adapter["b"].reshape(num_layers, rank, -1)
-            merged = kernel + (params.scale * change).reshape(kernel.shape).astype(kernel.dtype)
-            layers[block][name] = layers[block][name] | {"kernel": merged}
+            a, b = adapter["a"].reshape(num_layers, -1, rank), adapter["b"].reshape(num_layers, rank, -1)
+            change = params.scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+            merged = kernel.astype(jnp.float32) + change.reshape(kernel.shape)
+            layers[block][name] = layers[block][name] | {"kernel": merged.astype(kernel.dtype)}
     return params.base | {"layers": layers}
 
 

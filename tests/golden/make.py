@@ -1,8 +1,8 @@
 """Makes the folders beside this file: one random tiny model per family and option, and what transformers computes.
 
 Each holds what `save_pretrained` of transformers wrote, and golden.npz: ids [B, S] and logits [B, S, V] in float32 by
-the installed transformers. `llama/adapter` is a LoRA adapter as peft wrote it, and its logits. Needs torch, transformers
-and peft; the tests that read the folders do not.
+the installed transformers. `llama/adapter` is a LoRA adapter as peft wrote it, and its logits. This script needs torch,
+transformers and peft; the tests that read the folders do not.
 
   python tests/golden/make.py
 """
