@@ -7,13 +7,13 @@ also under other presets, unless you give your own. Left out of the paper: a lea
 reference that is refreshed.
 
   python -m experiments.stories --model DIR
-  python -m experiments.stories --model DIR --lora-rank 4 --learning-rate 3e-3 --decay linear
+  python -m experiments.stories --model DIR --lora-rank 4 --learning-rate 3e-3
 """
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,8 @@ class Config(GRPOConfig, ModelOptions, cli.RunConfig):
     group_size: int | None = 8
     max_tokens: int = 96
     kl_coef: float | None = 0.1
-    learning_rate: float = 3e-4
+    learning_rate: float = 4e-4
+    decay: Literal["none", "linear", "cosine"] = "linear"
     microbatches: int = 4
     eval_every: int = 10
     checkpoint_every: int = 10
