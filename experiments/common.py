@@ -1,6 +1,7 @@
 """What the experiments share: a pretrained model, and a run beside its control from the same start."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -76,7 +77,8 @@ def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> N
             rank=options.lora_rank,
             alpha=options.lora_alpha,
             targets=options.lora_targets,
-            base=str(loaded.pretrained.folder.resolve()),
+            # A hub id stays one, so that the adapter can be used elsewhere.
+            base=str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model,
         )
     save_description(run.path / "model", loaded.pretrained.config, source=loaded.pretrained.folder, adapter=adapter)
 

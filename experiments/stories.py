@@ -22,6 +22,7 @@ from grpo_jax import cli, report
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.guards import check_length
 from grpo_jax.training.rollout import to_batch
 from grpo_jax.training.run import write_json
 
@@ -72,6 +73,7 @@ def main(config: Config) -> None:
     programs = make_programs(model.policy, task, config)  # refuses bad options before anything is compiled
     run = cli.open_run(config)
     keep_description(run, model, config)
+    check_length(run, task, config.max_tokens, model.pretrained.config.max_position_embeddings)
     stories: list[str] = []
 
     def examine(params, evaluation, rollouts) -> Row:

@@ -7,7 +7,7 @@ With LoRA the adapters are merged into the model, or written alone (--adapter) a
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from grpo_jax.models import huggingface, peft
 from grpo_jax.models.config import ModelConfig, config_from_huggingface
 from grpo_jax.models.lora import Adapted, add_adapters, merge, split
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import Params
 from grpo_jax.training.checkpoint import Checkpoints
 
 
@@ -27,14 +28,14 @@ from grpo_jax.training.checkpoint import Checkpoints
 class Options:
     """What to write, and where."""
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of a run."""
-    out: tyro.conf.Positional[Path]
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write; must not exist, or be empty."""
     phase: str = "grpo"
     """Phase of the run."""
     step: int | None = None
-    """Step of the checkpoint; None: the newest."""
+    """Step of the checkpoint; None: the newest. A run keeps the newest few (--keep-checkpoints)."""
     dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
     """Of the tensors written; model: that of the model which was trained. float32 loses nothing."""
     adapter: bool = False
@@ -55,23 +56,30 @@ def export(options: Options) -> int:
     """
     description = options.run / "model"
     if not (description / "config.json").exists():
-        raise UsageError(f"{options.run} holds no model/config.json: name the folder of a run")
-    folder = options.run / "checkpoints" / options.phase
-    if not folder.is_dir():
-        raise UsageError(f"{options.run} has no checkpoints of a phase {options.phase!r}: see {folder.parent}")
-    raw = huggingface.read_json(description / "config.json")
-    config, lora = config_from_huggingface(raw), description / "adapter_config.json"
+        raise UsageError(
+            f"{options.run} holds no model/config.json: name the folder of a run; in a loop of your own, "
+            "huggingface.save_description writes it"
+        )
+    phases = sorted(folder.name for folder in (options.run / "checkpoints").glob("*") if folder.is_dir())
+    if options.phase not in phases:
+        raise UsageError(f"{options.run} has no checkpoints of a phase {options.phase!r}: its phases are {phases}")
+    lora = description / "adapter_config.json"
     if options.adapter and not lora.exists():
         raise UsageError(f"{options.run} did not train adapters: leave out --adapter")
-    with Checkpoints(folder) as checkpoints:
+    if options.adapter and options.dtype != "model":
+        raise UsageError("adapters are always written in float32: leave out --dtype")
+    raw = huggingface.read_json(description / "config.json")
+    config = config_from_huggingface(raw)
+    like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
+    with Checkpoints(options.run / "checkpoints" / options.phase) as checkpoints:
         if lora.exists():
-            params, step = _adapted(checkpoints, config, huggingface.read_json(lora), options)
+            trained = huggingface.read_json(lora)
+            base = like if options.adapter else _base(trained, config)
+            params, step = _adapted(checkpoints, base, trained, options.step)
         else:
-            like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
             params, step = checkpoints.restore_params(like, options.step)
     if options.adapter:
-        base = huggingface.read_json(lora)["base_model_name_or_path"]
-        peft.save_adapter(options.out, params, base=base)
+        peft.save_adapter(options.out, params, base=trained["base_model_name_or_path"])
         return step
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     huggingface.save_pretrained(
@@ -84,15 +92,25 @@ def export(options: Options) -> int:
     return step
 
 
-def _adapted(checkpoints: Checkpoints, config: ModelConfig, lora: dict, options: Options) -> tuple[Adapted, int]:
-    """Base and trained adapters of a LoRA run."""
-    base = huggingface.load_params(huggingface.model_folder(lora["base_model_name_or_path"]), config)
+def _base(lora: dict[str, Any], config: ModelConfig) -> Params:
+    """The weights that the adapters were trained on."""
+    try:
+        return huggingface.load_params(huggingface.model_folder(lora["base_model_name_or_path"]), config)
+    except UsageError as error:
+        raise UsageError(
+            f"the base of the adapters cannot be loaded ({error}): write them alone with --adapter, or put the base's "
+            "new place into model/adapter_config.json of the run"
+        ) from error
 
-    def start(base):
+
+def _adapted(checkpoints: Checkpoints, base: Params, lora: dict[str, Any], step: int | None) -> tuple[Adapted, int]:
+    """Base, or its shapes, with trained adapters; and their step."""
+
+    def start(base: Params) -> Adapted:
         rank, alpha, targets = lora["r"], lora["lora_alpha"], lora["target_modules"]
         return add_adapters(base, jax.random.key(0), rank=rank, alpha=alpha, targets=targets)
 
-    adapters, step = checkpoints.restore_params(split(jax.eval_shape(start, base))[0], options.step)
+    adapters, step = checkpoints.restore_params(split(jax.eval_shape(start, base))[0], step)
     return Adapted(base, adapters, jnp.float32(lora["lora_alpha"] / lora["r"])), step
 
 

@@ -199,6 +199,7 @@ def test_lora_trains_saves_and_exports_adapters_alone(tmp_path):
         ({"step": 3}, r"no checkpoint of step 3 .* only of \[2\]"),
         ({"adapter": True}, "did not train adapters"),
         ({"out": "full"}, "exists"),
+        ({"phase": ""}, r"its phases are \['control', 'grpo', 'warm'\]"),
     ],
 )
 def test_exports_that_cannot_be(arithmetic_run, options, message):

@@ -9,16 +9,18 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import load_params, read_json
+from grpo_jax.models.huggingface import load_params, read_json, save_pretrained
 from grpo_jax.models.lora import TARGETS, Adapted, add_adapters, join, merge, sites, split
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Linear
+from grpo_jax.training.state import init_state
 
 GOLDEN = Path(__file__).parent / "golden/llama"
 ADAPTER = GOLDEN / "adapter"  # q_proj, v_proj, o_proj and down_proj with r = 3, by PEFT
@@ -306,3 +308,14 @@ def test_other_sizes_than_the_bases_are_refused(adapter):
     shapes = jax.eval_shape(decoder_policy(wide).init, jax.random.key(0))
     with pytest.raises(UsageError, match=r"\(3, 32\)"):
         load_adapter(adapter, shapes)
+
+
+def test_adapters_where_plain_parameters_are_needed_are_refused(tmp_path):
+    for use in (
+        lambda: save_pretrained(tmp_path / "out", adapted(), CONFIG),
+        lambda: add_adapters(adapted(), jax.random.key(0), rank=1, alpha=1.0),
+        lambda: init_state(adapted(), optax.sgd(1.0)),
+    ):
+        with pytest.raises(UsageError, match="have adapters"):
+            use()
+    assert not list(tmp_path.iterdir())

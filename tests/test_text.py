@@ -67,6 +67,8 @@ def test_nothing_left_is_refused(digits):
     with pytest.raises(ValueError, match="no prompt is left") as error:
         encode(digits, ["", "123"], max_prompt_tokens=2)
     assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="prompts must be a list"):
+        encode(digits, "1+2=")  # would be taken for four prompts of a letter
     with pytest.raises(ValueError, match="max_prompt_tokens is 0"):
         encode(digits, ["1"], max_prompt_tokens=0)
 

@@ -16,9 +16,9 @@ from grpo_jax.tasks.task import Task, pad_prompts, random_reward, rng
 from grpo_jax.training import guards
 from grpo_jax.training.checkpoint import Checkpoints, params_sha256
 from grpo_jax.training.evaluate import evaluate, heldout_rollouts
-from grpo_jax.training.grpo import make_programs, train
+from grpo_jax.training.grpo import grpo_loss_fn, make_programs, train
 from grpo_jax.training.run import RunFolder
-from grpo_jax.training.state import TrainState
+from grpo_jax.training.state import Batch, TrainState
 
 VOCAB, EOS, PAD = 8, 6, 7
 POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
@@ -253,6 +253,27 @@ def test_more_devices_than_there_are_is_refused():
 def test_a_task_whose_completions_cannot_end_is_refused(changes):
     with pytest.raises(ValueError, match=r"EOS"):
         guards.check_task(TASK._replace(**changes))
+
+
+def test_texts_longer_than_the_model_was_trained_on_are_warned_of(tmp_path, capsys):
+    run = open_run(tmp_path)  # prompts of up to 3 tokens
+    guards.check_length(run, TASK, 5, 8)
+    guards.check_length(run, TASK, 5, None)
+    assert not capsys.readouterr().out
+    guards.check_length(run, TASK, 6, 8)
+    assert "longer than the 8" in " ".join(capsys.readouterr().out.split())
+
+
+def test_prompts_padded_on_the_right_are_refused(tmp_path, programs):
+    task = TASK._replace(prompts=lambda step: prompts(step)._replace(mask=prompts(step).mask[:, ::-1]))
+    with pytest.raises(ValueError, match="padded on the left"):
+        train(POLICY, PARAMS, task, CONFIG, open_run(tmp_path), programs=programs)
+
+
+def test_a_kl_without_reference_is_refused():
+    batch = Batch(*jnp.zeros((5, 1, 1, 1)))
+    with pytest.raises(ValueError, match="no ref_logprobs"):
+        grpo_loss_fn(POLICY, PRESETS["grpo"])(PARAMS, batch)
 
 
 def test_rollouts_that_teach_nothing_are_warned_of_once(tmp_path, programs, capsys):

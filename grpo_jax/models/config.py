@@ -46,6 +46,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm of each head's queries and keys: Qwen3
     sliding_window: int | None = None  # tokens that a token attends to, itself included: Mistral
     sliding_layers: tuple[int, ...] | None = None  # that have the window; None: all
+    max_position_embeddings: int | None = None  # the longest texts that it was trained on, in tokens
     initializer_range: float = 0.02
     # Of activations and matrix products; norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
@@ -117,6 +118,7 @@ def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelCo
         qk_norm=model_type == "qwen3",
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
+        max_position_embeddings=config.get("max_position_embeddings"),
         initializer_range=config.get("initializer_range", 0.02),
         **overrides,
     )
@@ -157,6 +159,8 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
         "initializer_range": config.initializer_range,
         "sliding_window": config.sliding_window,
     }
+    if config.max_position_embeddings:
+        written["max_position_embeddings"] = config.max_position_embeddings
     if model_type.startswith("qwen") and config.sliding_window:
         layers = range(config.num_hidden_layers)
         sliding = layers if config.sliding_layers is None else config.sliding_layers

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig, config_from_huggingface, config_to_huggingface
+from grpo_jax.models.lora import Adapted
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 
@@ -60,8 +61,13 @@ def load_pretrained(
       UsageError: what is missing or not supported, in one sentence.
     """
     folder = model_folder(name)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise UsageError(f"{folder} is an adapter: load its base, and then the adapter with peft.load_adapter")
     raw = read_json(folder / "config.json")
-    config = config_from_huggingface(raw, **overrides)
+    try:
+        config, param_dtype = config_from_huggingface(raw, **overrides), jnp.dtype(param_dtype)
+    except TypeError as error:
+        raise UsageError(f"{error}: see load_pretrained for what it takes") from error
     tokenizer = load_tokenizer(folder)  # before the weights, which take longest
     if len(tokenizer) > config.vocab_size:
         raise UsageError(
@@ -332,7 +338,7 @@ def save_pretrained(
     params: Params,
     config: ModelConfig,
     *,
-    source: Path | None = None,
+    source: str | Path | None = None,
     dtype: Any = None,
     max_shard_bytes: int | None = None,
 ) -> Path:
@@ -354,6 +360,9 @@ def save_pretrained(
     Raises:
       UsageError: the folder is in use, or no architecture of transformers has this configuration.
     """
+    if isinstance(params, Adapted):
+        raise UsageError("these parameters have adapters: save lora.merge of them, or peft.save_adapter")
+    source = None if source is None else Path(source)
     dtype = np.dtype(dtype or params["embedding"].dtype)
     written = read_json(source / "config.json") if source else config_to_huggingface(config)
     written |= {"torch_dtype" if "torch_dtype" in written else "dtype": dtype.name}
@@ -388,6 +397,8 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
+    for file in partial.glob("*.safetensors"):  # written for the owner alone; a server may be another user
+        file.chmod(next(partial.glob("*.json")).stat().st_mode)
     if folder.exists():
         folder.rmdir()
     partial.rename(folder)

@@ -67,6 +67,8 @@ def add_adapters(
     Raises:
       UsageError: an impossible rank, or no target.
     """
+    if isinstance(params, Adapted):
+        raise UsageError("these parameters have adapters already: merge them first")
     if rank < 1:
         raise UsageError(f"the rank of LoRA is {rank}: it must be at least 1")
     if not targets or not alpha > 0:

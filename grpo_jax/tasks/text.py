@@ -52,6 +52,8 @@ def encode_prompts(
     Raises:
       UsageError: messages without a chat template, an impossible P, or nothing is left.
     """
+    if isinstance(prompts, str):
+        raise UsageError("prompts must be a list: put the one prompt into brackets")
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
         raise UsageError(f"max_prompt_tokens is {max_prompt_tokens}: it must be at least 1")
     dropped: Counter[str] = Counter()

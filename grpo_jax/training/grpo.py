@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import Algorithm, GRPOConfig, validate
+from grpo_jax.errors import UsageError
 from grpo_jax.functional import grpo_loss, kl_k1, masked_sum
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
@@ -254,6 +255,10 @@ def grpo_loss_fn(policy: Policy, algorithm: Algorithm) -> LossFn:
     """(params, batch with weights) -> the algorithm's loss and what to log of it."""
 
     def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Logs]:
+        if algorithm.kl_coef > 0 and not algorithm.kl_in_reward and batch.ref_logprobs is None:
+            raise UsageError(
+                "kl_coef is above 0, but the batch has no ref_logprobs: score it under a reference, or set 0"
+            )
         scores, mask = score(policy, params, batch), batch.completion_mask
         loss, metrics = grpo_loss(
             scores.logprobs,
@@ -269,8 +274,9 @@ def grpo_loss_fn(policy: Policy, algorithm: Algorithm) -> LossFn:
             surrogate=algorithm.surrogate,
             divergence=algorithm.divergence,
         )
-        # Against the sampler's own numbers, whatever the ratio of the loss is taken against.
-        mismatch = jax.lax.stop_gradient(jnp.where(mask, scores.logprobs - batch.sampler_logprobs, 0))
+        # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
+        sampled = batch.old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
+        mismatch = jax.lax.stop_gradient(jnp.where(mask, scores.logprobs - sampled, 0))
         metrics["entropy"] = masked_sum(scores.entropy, mask)
         metrics["sampler_mismatch"] = masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
         return loss, Logs(metrics, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})

@@ -30,6 +30,24 @@ def check_task(task: Task) -> None:
         )
 
 
+def check_length(run: RunFolder, task: Task, max_tokens: int, longest: int | None) -> None:
+    """Warns of texts longer than the model was trained on.
+
+    Args:
+      run: says it.
+      task: its prompts' width.
+      max_tokens: of completions.
+      longest: the model's `max_position_embeddings`.
+    """
+    width = task.heldout.ids.shape[1]
+    if longest is not None and width + max_tokens > longest:
+        run.warn_once(
+            "length",
+            f"prompts of up to {width} tokens and completions of {max_tokens} are longer than the {longest} that the "
+            "model was trained on: lower max_tokens or max_prompt_tokens",
+        )
+
+
 def check_rollout(run: RunFolder, rollout: Rollout, task: Task) -> None:
     """Warns of rollouts that teach nothing."""
     if not np.isfinite(rollout.rewards).all():

@@ -111,6 +111,8 @@ def roll_out(
         raise UsageError(
             f"the task gave {prompts.ids.shape[0]} prompts for {temperature.shape[0]}: set its num_prompts"
         )
+    if not prompts.mask[:, -1].all():
+        raise UsageError("prompts must be padded on the left: tasks.task.pad_prompts does it")
     rows = np.arange(temperature.size, dtype=np.int32).reshape(temperature.shape)
     completions = sampler(params, prompts.ids, prompts.mask, rows, temperature, key)
     completions = jax.tree.map(np.asarray, completions)

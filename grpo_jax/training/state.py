@@ -5,6 +5,8 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import optax
 
+from grpo_jax.errors import UsageError
+from grpo_jax.models.lora import Adapted
 from grpo_jax.models.transformer import Params
 
 Array = Any  # jax.Array on a device, np.ndarray on the host
@@ -35,7 +37,13 @@ class Batch(NamedTuple):
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
+    """The state before the first step.
+
+    Raises:
+      UsageError: the parameters have adapters, which `lora.split` takes out for training.
+    """
+    if isinstance(params, Adapted):
+        raise UsageError("these parameters have adapters: train the first of lora.split(params)")
     return TrainState(params, optimizer.init(params), jnp.int32(0))
 
 
