@@ -8,9 +8,9 @@ import jax
 
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.errors import UsageError
-from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description
-from grpo_jax.models.lora import add_adapters, join, split
-from grpo_jax.models.peft import adapter_config
+from grpo_jax.export import LORA_FILE, LoraDescription
+from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description, write_json
+from grpo_jax.models.lora import add_adapters, fingerprint, join, split
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Task, random_reward
@@ -70,17 +70,27 @@ def load_model(options: ModelOptions, *, seed: int) -> Loaded:
 
 
 def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> None:
-    """Puts into the run what `grpo_jax.export` needs besides a checkpoint: the model's folder without the weights."""
-    adapter = None
+    """Puts into the run what `grpo_jax.export` needs besides a checkpoint: the model's folder without the weights.
+
+    Raises:
+      UsageError: the run is resumed, and its frozen base is no longer the one that it started from.
+    """
+    pretrained, lora = loaded.pretrained, None
     if options.lora_rank:
-        adapter = adapter_config(
+        # A hub id stays one, so that the adapter can be used elsewhere.
+        base = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
+        lora = LoraDescription(
+            base=base,
+            fingerprint=fingerprint(pretrained.params),
+            param_dtype=options.param_dtype,
             rank=options.lora_rank,
             alpha=options.lora_alpha,
             targets=options.lora_targets,
-            # A hub id stays one, so that the adapter can be used elsewhere.
-            base=str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model,
         )
-    save_description(run.path / "model", loaded.pretrained.config, source=loaded.pretrained.folder, adapter=adapter)
+        lora.check(run.path / "model")
+    save_description(run.path / "model", pretrained.config, source=pretrained.folder)
+    if lora:
+        write_json(run.path / "model" / LORA_FILE, lora._asdict())
 
 
 def rollouts_of(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> list[tuple[Rollout, int]]:

@@ -12,14 +12,16 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
+from safetensors.numpy import load_file
 
 from experiments import arithmetic, stories
 from experiments.common import keep_description, load_model
 from grpo_jax import cli
 from grpo_jax.export import Options, export
 from grpo_jax.models.huggingface import load_pretrained
-from grpo_jax.models.lora import merge
+from grpo_jax.models.lora import join, merge, split
 from grpo_jax.models.peft import load_adapter
 from grpo_jax.tasks.arithmetic import EOS_ID
 from grpo_jax.tasks.stories import stories_task
@@ -164,31 +166,94 @@ def test_stories_from_start_to_table_to_a_folder_of_the_same_format(tmp_path):
     assert (saved.config, saved.eos_ids) == (load_pretrained(STORIES_MODEL).config, (1, 2))
 
 
-@needs_stories
-def test_lora_trains_saves_and_exports_adapters_alone(tmp_path):
-    run, model = tmp_path / "run", load_pretrained(STORIES_MODEL)
-    args = ["--steps", "1", "--max-tokens", "4", "--num-prompts", "4", "--group-size", "2", "--lora-rank", "2"]
-    config = parse("--model", STORIES_MODEL, *args, "--run-dir", run, config=stories.Config)
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory):
+    """The base, the parameters after two steps of LoRA with options that are not the defaults, and the run."""
+    folder = tmp_path_factory.mktemp("lora")
+    shutil.copytree(STORIES_MODEL, folder / "base")
+    args = ["--steps", "2", "--max-tokens", "4", "--num-prompts", "4", "--group-size", "2", "--learning-rate", "1e-2"]
+    args += ["--lora-rank", "2", "--lora-alpha", "6", "--lora-targets", "q_proj", "o_proj", "down_proj"]
+    args += ["--param-dtype", "bfloat16", "--remat", "dots", "--attention", "xla"]
+    config = parse("--model", folder / "base", *args, "--run-dir", folder / "run", config=stories.Config)
     loaded = load_model(config, seed=0)
+    assert (loaded.pretrained.config.remat, loaded.pretrained.config.attention) == ("dots", "xla")
+    assert {x.dtype for x in jax.tree.leaves(loaded.params.base)} == {jnp.dtype("bfloat16")}
+    assert loaded.params.scale == 3
+    model = loaded.pretrained
     task = stories_task(model.tokenizer, model.eos_ids, vocab_size=512, num_prompts=4, seed=0)
-    folder = cli.open_run(config)
-    keep_description(folder, loaded, config)
-    state = train(loaded.policy, loaded.params, task, config, folder, reward=random_reward(0))
-    line = folder.lines()[0]
+    run = cli.open_run(config)
+    keep_description(run, loaded, config)
+    state = train(loaded.policy, loaded.params, task, config, run, reward=random_reward(0))
+    return folder, state, join(state.params, split(loaded.params)[1]), run
+
+
+@needs_stories
+def test_lora_trains_and_saves_adapters_alone(lora_run):
+    folder, state, _, run = lora_run
+    line = run.lines()[0]
     assert line["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the base, where adapters start
     assert line["grad_norm"] > 0
+    assert len({line["compilations"] for line in run.lines("times.jsonl")}) == 1  # none after the first step
     trained, moments = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (state.params, state.opt_state))
-    assert trained == 2 * 5780  # per rank and layer: q 128, k 96, v 96, o 128, gate, up and down 236 each
+    assert trained == 2 * 5 * (128 + 128 + 236)  # rank, layers, and in + out of q, o and down
     assert moments == 2 * trained + 2  # and two counts of steps
-    on_disk = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
+    on_disk = sum(file.stat().st_size for file in (folder / "run/checkpoints").rglob("*") if file.is_file())
     assert on_disk < 4 * 3 * trained + 2**16
 
+
+@needs_stories
+def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(lora_run, tmp_path):
+    folder, _, trained, _ = lora_run
+    run = folder / "run"
+    export(Options(run, tmp_path / "merged", dtype="float32"))
+    assert not (tmp_path / "merged/lora.json").exists()
+    saved = load_pretrained(tmp_path / "merged")
+    # Of the rounded weights that it was trained on: the file holds their exact values.
+    assert params_sha256(saved.params) == params_sha256(jax.tree.map(lambda x: x.astype(jnp.float32), merge(trained)))
+    export(Options(run, tmp_path / "half", dtype="bfloat16"))
+    assert load_file(tmp_path / "half/model.safetensors")["model.norm.weight"].dtype == jnp.bfloat16
+
+    moved = (folder / "base").rename(folder / "moved")
     export(Options(run, tmp_path / "adapter", adapter=True))
-    adapted = load_adapter(tmp_path / "adapter", model.params)
-    assert params_sha256(adapted.adapters) == params_sha256(state.params)
-    export(Options(run, tmp_path / "merged"))
-    assert not (tmp_path / "merged/adapter_config.json").exists()  # it would be taken for an adapter
-    assert params_sha256(load_pretrained(tmp_path / "merged").params) == params_sha256(merge(adapted))
+    adapted = load_adapter(tmp_path / "adapter", trained.base)
+    assert params_sha256(adapted.adapters) == params_sha256(trained.adapters)
+    assert adapted.scale == trained.scale
+    with pytest.raises(ValueError, match="say where it is with --base"):
+        export(Options(run, tmp_path / "out"))
+    export(Options(run, tmp_path / "out", base=moved))
+    with pytest.raises(ValueError, match="not those that the adapters were trained on"):
+        export(Options(run, tmp_path / "other", base=tmp_path / "merged"))
+    with pytest.raises(ValueError, match="leave out --dtype"):
+        export(Options(run, tmp_path / "other", adapter=True, dtype="float32"))
+    moved.rename(folder / "base")
+
+
+@needs_stories
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora-rank", "-1"], "lora_rank is -1"),
+        (["--param-dtype", "bfloat16"], "param_dtype bfloat16 would lose"),
+        (["--attention", "cudnn"], "bfloat16"),
+        (["--attention", "cudnn", "--dtype", "bfloat16"], "NVIDIA GPU"),
+        (["--lora-rank", "2", "--lora-alpha", "0"], "alpha"),
+    ],
+)
+def test_models_that_cannot_be_trained_as_asked(tmp_path, options, message):
+    config = parse("--model", STORIES_MODEL, *options, "--run-dir", tmp_path / "run", config=stories.Config)
+    with pytest.raises(ValueError, match=message):
+        load_model(config, seed=0)
+
+
+@needs_stories
+def test_a_run_does_not_go_on_with_another_base(lora_run):
+    folder, _, trained, run = lora_run
+    config = parse("--resume", "--run-dir", folder / "run", config=stories.Config)
+    loaded = load_model(config, seed=0)
+    keep_description(run, loaded, config)
+    other = loaded.pretrained._replace(params=jax.tree.map(lambda x: x * 0.5, trained.base))
+    with pytest.raises(ValueError, match="no longer those that this run began with"):
+        keep_description(run, loaded._replace(pretrained=other), config)
 
 
 @pytest.mark.parametrize(

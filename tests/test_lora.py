@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_params, read_json, save_pretrained
-from grpo_jax.models.lora import TARGETS, Adapted, add_adapters, join, merge, sites, split
+from grpo_jax.models.lora import TARGETS, Adapted, add_adapters, fingerprint, join, merge, sites, split
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Linear
@@ -319,3 +319,14 @@ def test_adapters_where_plain_parameters_are_needed_are_refused(tmp_path):
         with pytest.raises(UsageError, match="have adapters"):
             use()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{"targets": ("q_proj", "vproj")}, {"targets": ()}, {"alpha": float("inf")}])
+def test_adapters_that_make_no_sense_are_refused(options):
+    with pytest.raises(UsageError, match="of LoRA"):
+        add_adapters(base(), jax.random.key(0), **{"rank": 1, "alpha": 1.0} | options)
+
+
+def test_a_fingerprint_tells_weights_that_were_trained_further():
+    assert fingerprint(base()) == fingerprint(load_params(GOLDEN, CONFIG))
+    assert fingerprint(base()) != fingerprint(merge(adapted()))

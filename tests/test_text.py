@@ -103,6 +103,27 @@ def test_a_prompt_does_not_end_and_a_template_brings_its_own_special_tokens():
     assert encoded.token_ids == [[1, 97], [98]]
 
 
+def test_a_text_that_brings_its_own_beginning_has_one_and_any_number_of_ends_goes():
+    class Marked(Ending):
+        """Reads < and > as beginning and end."""
+
+        bos_token_id = 1
+
+        def encode(self, text, add_special_tokens):
+            return [{60: 1, 62: 2}.get(i, i) for i in super().encode(text, add_special_tokens)]
+
+    encoded = encode_prompts(Marked(), ["<a", "a>>", "a"], eos_ids=(2,))
+    assert encoded.token_ids == [[1, 97]] * 3
+
+
+def test_a_template_that_refuses_is_a_sentence(digits):
+    digits = type(digits).from_pretrained(digits.name_or_path)
+    digits.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="chat template refuses prompt 0: roles must alternate") as error:
+        encode(digits, [[{"role": "user", "content": "1"}]])
+    assert "\n" not in str(error.value)
+
+
 @needs_data
 def test_a_published_chat_template_and_unicode():
     tokenizer = load_tokenizer(DATA / "hf-tokenizers/phi-3-mini")

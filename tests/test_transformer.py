@@ -408,3 +408,23 @@ def test_settings_that_cannot_work(change, named):
     with pytest.raises(UsageError, match=named) as error:
         dataclasses.replace(LLAMA, **change)
     assert "\n" not in str(error.value)
+
+
+def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 3, 4, 64)), jnp.bfloat16)
+    exact = x.astype(jnp.float32)
+    params = {"params": {"scale": jnp.linspace(0.5, 2, 64)}}
+    norm, angles = (
+        RMSNorm(1e-5),
+        rotary_angles(jnp.arange(8).reshape(2, 1, 4) * 50, dataclasses.replace(LLAMA, head_dim=64)),
+    )
+    for half, whole in (
+        (norm.apply(params, x), norm.apply(params, exact)),
+        (rotate(x, angles), rotate(exact, angles)),
+    ):
+        np.testing.assert_array_equal(half, whole.astype(jnp.bfloat16))
+    # 512 keys of equal weight: a sum in bfloat16 would stop growing at 256.
+    keys, values = jnp.zeros((1, 1, 1, 512, 2), jnp.bfloat16), jnp.ones((1, 1, 1, 512, 2), jnp.bfloat16)
+    queries = jnp.zeros((1, 1, 1, 1, 1, 2), jnp.bfloat16)
+    attended = attend(queries, KeyValues(keys, values), jnp.ones((1, 1, 1, 1, 1, 512), bool))
+    np.testing.assert_array_equal(attended, jnp.ones_like(attended))

@@ -152,6 +152,7 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rope_parameters": rope,
+        "rope_theta": config.rope_theta,  # for readers of before transformers 5
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": config.o_bias,
@@ -185,6 +186,8 @@ def _architecture(config: ModelConfig) -> tuple[str, str]:
 def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UsageError("rope_parameters that differ between layers are not supported")
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (None, 1.0):

@@ -66,8 +66,12 @@ def load_pretrained(
     raw = read_json(folder / "config.json")
     try:
         config, param_dtype = config_from_huggingface(raw, **overrides), jnp.dtype(param_dtype)
-    except TypeError as error:
-        raise UsageError(f"{error}: see load_pretrained for what it takes") from error
+    except UsageError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise UsageError(f"{folder}/config.json or the options given cannot be understood: {error}") from error
+    if not jnp.issubdtype(param_dtype, jnp.floating):
+        raise UsageError(f"param_dtype is {param_dtype}: it must be float32, bfloat16 or float16")
     tokenizer = load_tokenizer(folder)  # before the weights, which take longest
     if len(tokenizer) > config.vocab_size:
         raise UsageError(
@@ -110,9 +114,10 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:  # of broken files each has its own
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
-            f"{folder} holds no tokenizer that transformers can load: copy tokenizer.json into it"
+            f"{folder} holds no tokenizer that transformers can load ({reason}): copy its tokenizer.json into it"
         ) from error
 
 
@@ -252,7 +257,10 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
     """All tensors of a folder by name. Reads headers only."""
     if names is None:
         if (folder / _INDEX).exists():
-            names = sorted(set(read_json(folder / _INDEX)["weight_map"].values()))
+            weight_map = read_json(folder / _INDEX).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise UsageError(f"{folder / _INDEX} has no weight_map: download it again")
+            names = sorted(set(weight_map.values()))
         elif (folder / "model.safetensors").exists():
             names = ["model.safetensors"]
         else:
@@ -314,7 +322,7 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
       UsageError: it is missing or broken.
     """
-    if not file.exists():
+    if not file.is_file():
         raise UsageError(f"{file.parent} holds no {file.name}: name a folder of a Hugging Face model")
     try:
         contents = json.loads(file.read_text())
@@ -393,10 +401,13 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
     folder = Path(folder).expanduser().absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: name another folder to write to")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
-    yield partial
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
     for file in partial.glob("*.safetensors"):  # written for the owner alone; a server may be another user
         file.chmod(next(partial.glob("*.json")).stat().st_mode)
     if folder.exists():
@@ -404,24 +415,19 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
     partial.rename(folder)
 
 
-def save_description(
-    folder: Path, config: ModelConfig, *, source: Path | None = None, adapter: dict[str, Any] | None = None
-) -> None:
+def save_description(folder: Path, config: ModelConfig, *, source: Path | None = None) -> None:
     """Writes everything of a model's folder but the weights, as a `source` for `save_pretrained`.
 
     Args:
       folder: created; what is there already is replaced.
       config: the decoder's shape.
       source: the folder that the model was loaded from; None: a config.json is made.
-      adapter: contents of an adapter_config.json, if adapters are trained.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if source:
         copy_text_files(source, folder)
     else:
         write_json(folder / "config.json", config_to_huggingface(config))
-    if adapter:
-        write_json(folder / "adapter_config.json", adapter)
 
 
 def copy_text_files(source: Path, target: Path) -> None:
@@ -429,7 +435,7 @@ def copy_text_files(source: Path, target: Path) -> None:
     for pattern in _TEXT_FILES:
         for file in source.glob(pattern):
             # A model beside an adapter_config.json would be taken for an adapter.
-            if not file.name.endswith((".index.json", "adapter_config.json")):
+            if file.is_file() and not file.name.endswith((".index.json", "adapter_config.json", "lora.json")):
                 shutil.copyfile(file, target / file.name)
 
 

@@ -7,12 +7,14 @@ adapters start at zero. Adapters are never multiplied into W while training: sam
 Leaves have the base's tree: `a` `[L, *in, R]` and `b` `[L, R, *out]` for a kernel `[L, *in, *out]`.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
@@ -65,14 +67,16 @@ def add_adapters(
       The adapted parameters; the base is the same arrays.
 
     Raises:
-      UsageError: an impossible rank, or no target.
+      UsageError: an impossible rank, alpha or target.
     """
     if isinstance(params, Adapted):
         raise UsageError("these parameters have adapters already: merge them first")
     if rank < 1:
         raise UsageError(f"the rank of LoRA is {rank}: it must be at least 1")
-    if not targets or not alpha > 0:
-        raise UsageError("LoRA needs at least one target and an alpha above 0")
+    if not targets or set(targets) - set(TARGETS):
+        raise UsageError(f"the targets of LoRA are {targets}: choose among {TARGETS}")
+    if not 0 < alpha < math.inf:
+        raise UsageError(f"the alpha of LoRA is {alpha}: it must be above 0")
     adapters: dict[str, Any] = {"layers": {}}
     for number, (block, name) in enumerate(sites(targets)):
         kernel = params["layers"][block][name]["kernel"]
@@ -96,6 +100,15 @@ def merge(params: Adapted) -> Params:
             merged = kernel.astype(jnp.float32) + change.reshape(kernel.shape)
             layers[block][name] = layers[block][name] | {"kernel": merged.astype(kernel.dtype)}
     return params.base | {"layers": layers}
+
+
+def fingerprint(params: Params) -> str:
+    """A checksum of a few numbers of each leaf: another one for weights that were trained further, in a moment."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        few = np.asarray(leaf[(0,) * (leaf.ndim - 1)], np.float32)
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape}".encode() + few.tobytes())
+    return digest.hexdigest()
 
 
 def sites(targets: Sequence[Target] = TARGETS) -> list[tuple[str, Target]]:

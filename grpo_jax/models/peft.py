@@ -29,7 +29,7 @@ _REFUSED_IN_ADAPTERS = (
     "layers_to_transform",
     "alora_invocation_tokens",
 )
-_INITS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_INITS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def adapter_config(*, rank: int, alpha: float, targets: Sequence[Target], base: str) -> dict[str, Any]:

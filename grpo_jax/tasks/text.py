@@ -59,10 +59,13 @@ def encode_prompts(
     dropped: Counter[str] = Counter()
     token_ids, texts, kept, truncated = [], [], [], 0
     for number, prompt in enumerate(prompts):
-        text = prompt if isinstance(prompt, str) else _fill_template(tokenizer, prompt)
+        text = prompt if isinstance(prompt, str) else _fill_template(tokenizer, prompt, number)
         # A template writes the special tokens itself.
         ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)) if text.strip() else []
-        ids = ids[:-1] if ids and ids[-1] in eos_ids else ids
+        if len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None):
+            ids = ids[1:]  # the text brought its own
+        while ids and ids[-1] in eos_ids:
+            ids = ids[:-1]
         if not ids:
             dropped["empty"] += 1
             continue
@@ -80,10 +83,14 @@ def encode_prompts(
     return encoded
 
 
-def _fill_template(tokenizer: Any, messages: Sequence[Message]) -> str:
+def _fill_template(tokenizer: Any, messages: Sequence[Message], number: int) -> str:
     if not tokenizer.chat_template:
         raise UsageError(
             "the prompts are chat messages, but the tokenizer has no chat template: give prompts as text, or put a "
             "chat_template.jinja into the model's folder"
         )
-    return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    try:
+        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # whatever the template raises, such as that roles must alternate
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"the chat template refuses prompt {number}: {reason}") from error

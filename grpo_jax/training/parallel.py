@@ -79,8 +79,15 @@ def data_parallel(
 
 
 def replicate(tree: Any, devices: int) -> Any:
-    """The tree on the first `devices` devices; what is there already is not moved."""
-    return tree if devices == 1 else jax.device_put(tree, NamedSharding(_mesh(devices), PartitionSpec()))
+    """The tree on the first `devices` devices; what is there already is not moved.
+
+    On one device, what JAX was free to place gets committed: results of a step are, and a program whose arguments
+    become so is compiled again.
+    """
+    if devices > 1:
+        return jax.device_put(tree, NamedSharding(_mesh(devices), PartitionSpec()))
+    first = jax.devices()[0]
+    return jax.tree.map(lambda x: x if getattr(x, "committed", False) else jax.device_put(x, first), tree)
 
 
 def _mesh(devices: int) -> jax.sharding.Mesh:
