@@ -72,7 +72,7 @@ def main(config: Config) -> None:
         overlong=config.overlong,
     )
     programs = make_programs(model.policy, task, config)  # refuses bad options before anything is compiled
-    params = replicate(model.params, num_devices(config.devices))
+    start = replicate(model.params, num_devices(config.devices))
     run = cli.open_run(config)
     keep_description(run, model, config)
     check_length(run, task, config.max_tokens, model.pretrained.config.max_position_embeddings)
@@ -86,7 +86,7 @@ def main(config: Config) -> None:
             sampled[count:], sampled[:, -1] = False, False  # filling, and the greedy story of a group
             # Both at the sampler's temperature.
             temperature = np.full(rollout.rewards.shape, config.algorithm.temperature, np.float32)
-            scores = programs.scorer(params, to_batch(rollout, temperature))
+            scores = programs.scorer(start, to_batch(rollout, temperature))
             start_logprob += float(np.asarray(scores.logprobs)[sampled].sum())
             logprob += float(rollout.completions.sampler_logprobs[sampled].sum())
             tokens += sampled.sum()
@@ -103,7 +103,7 @@ def main(config: Config) -> None:
             repeated=float(np.mean(repeated)),
         )
 
-    rows, checksum = against_control(model.policy, params, task, config, run, programs, examine)
+    rows, checksum = against_control(model.policy, start, task, config, run, programs, examine)
     for title, story in zip(("before", "after"), stories, strict=False):
         run.console.print(f"\n[bold]{title}:[/] ", end="")
         run.console.print(story, markup=False, highlight=False)

@@ -158,6 +158,7 @@ def test_stories_from_start_to_table_to_a_folder_of_the_same_format(tmp_path):
     stories.main(parse("--model", STORIES_MODEL, *args, "--run-dir", run, config=stories.Config))
     results = json.loads((run / "results.json").read_text())
     assert results["before"]["kl"] == pytest.approx(0, abs=1e-5)
+    assert results["after"]["kl"] > 1e-4  # to the start, not to itself
     assert 0.5 < results["before"]["start_nll"] < 2.5
     assert {file.name for file in run.iterdir()} == FILES
     assert export(Options(run, tmp_path / "out")) == 1

@@ -105,9 +105,9 @@ def merge(params: Adapted) -> Params:
 def fingerprint(params: Params) -> str:
     """A checksum of a few numbers of each leaf: another one for weights that were trained further, in a moment."""
     digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        few = np.asarray(leaf[(0,) * (leaf.ndim - 1)], np.float32)
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape}".encode() + few.tobytes())
+    few = jax.jit(lambda params: jax.tree.map(lambda x: x[(0,) * (x.ndim - 1)].astype(jnp.float32), params))(params)
+    for (path, leaf), row in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(few), strict=True):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape}".encode() + np.asarray(row).tobytes())
     return digest.hexdigest()
 
 
