@@ -9,7 +9,7 @@ import jax
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.errors import UsageError
 from grpo_jax.export import LORA_FILE, LoraDescription
-from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description, write_json
+from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description
 from grpo_jax.models.lora import add_adapters, fingerprint, join, split
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
@@ -18,7 +18,7 @@ from grpo_jax.training.checkpoint import params_sha256
 from grpo_jax.training.evaluate import Evaluation, evaluate, heldout_rollouts
 from grpo_jax.training.grpo import Programs, train
 from grpo_jax.training.rollout import Rollout
-from grpo_jax.training.run import RunFolder
+from grpo_jax.training.run import RunFolder, write_json
 
 PHASES = ("grpo", "control")
 Result = TypeVar("Result")
