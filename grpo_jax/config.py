@@ -1,76 +1,35 @@
-"""Algorithms as rows of functions and constants, and what a training run is told."""
+"""What a training run is told."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-import jax
-
-from grpo_jax import functional as F
 from grpo_jax.errors import UsageError
+from grpo_jax.functional.presets import PRESETS, Algorithm
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.lora import TARGETS, Target
 from grpo_jax.tasks.text import Overlong
 
-
-class Algorithm(NamedTuple):
-    """One published variant: which functions, with which constants."""
-
-    advantages: Callable[[jax.Array], jax.Array]
-    log_ratio: Callable[..., jax.Array] = F.token_log_ratio
-    surrogate: Callable[..., jax.Array] = F.clipped_surrogate
-    aggregation: Callable[..., jax.Array] = F.sequence_mean_weights
-    divergence: Callable[..., jax.Array] = F.kl_k3
-    kl_coef: float = 0.0  # 0: no reference model
-    kl_in_reward: bool = False  # −β Σ k1 in the reward of a row, instead of +β D in the loss
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    group_size: int = 8
-    temperature: float = 1.0
-    temperature_spread: float = 0.0  # completion i of G is sampled at temperature + spread · i/G
-
-
-_GRPO = Algorithm(F.group_advantages, kl_coef=0.04)
-
-PRESETS: dict[str, Algorithm] = {
-    # DeepSeekMath (2402.03300); its group of 64 is 8 here.
-    "grpo": _GRPO,
-    "rank": _GRPO._replace(advantages=F.rank_advantages),
-    # 2503.20783
-    "dr_grpo": Algorithm(F.centered_advantages, aggregation=F.constant_length_weights),
-    # 2503.14476: clip-higher and the token mean.
-    "dapo": Algorithm(F.group_advantages, aggregation=F.token_mean_weights, epsilon_high=0.28),
-    # 2507.18071
-    "gspo": Algorithm(F.group_advantages, log_ratio=F.gspo_log_ratio, epsilon_low=3e-4, epsilon_high=4e-4),
-    # 2506.13585
-    "cispo": Algorithm(
-        F.group_advantages,
-        surrogate=F.cispo_surrogate,
-        aggregation=F.token_mean_weights,
-        epsilon_low=1.0,
-        epsilon_high=4.0,
-    ),
-    # 2402.14740
-    "rloo": Algorithm(F.leave_one_out_advantages, log_ratio=F.sequence_log_ratio, kl_coef=0.05, kl_in_reward=True),
-    # The two posts that announced GRPO with ratios of whole responses.
-    "seed_000": Algorithm(
-        lambda rewards: F.group_advantages(rewards, ddof=0, eps=1e-8),
-        log_ratio=F.sequence_log_ratio,
-        kl_coef=0.01,
-        temperature=0.7,
-        temperature_spread=0.3,
-    ),
-    "seed_001": Algorithm(
-        lambda rewards: F.group_advantages(rewards, ddof=0, eps=1e-8),
-        log_ratio=F.sequence_log_ratio,
-        kl_coef=0.01,
-        epsilon_low=0.15,
-        epsilon_high=0.15,
-        group_size=12,
-    ),
-}
-
-Preset = Literal["grpo", "rank", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "seed_000", "seed_001"]
+Preset = Literal[
+    "grpo",
+    "rank",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "seed_000",
+    "seed_001",
+    "gmpo",
+    "sapo",
+    "dppo",
+    "luspo",
+    "vespo",
+    "opo",
+    "gpg",
+    "max_rl",
+    "lite_ppo",
+    "pass_at_k",
+]
 
 
 @dataclass(frozen=True)
@@ -219,18 +178,29 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     _require(0 < config.top_p <= 1, f"top_p is {config.top_p}: it must be above 0 and at most 1")
     _require(0 <= config.min_p <= 1, f"min_p is {config.min_p}: it must be between 0 and 1")
     _require(algorithm.kl_coef >= 0, f"kl_coef is {algorithm.kl_coef}: it must be at least 0")
-    _require(
-        algorithm.epsilon_low >= 0 and algorithm.epsilon_high >= 0,
-        f"epsilon_low {algorithm.epsilon_low} and epsilon_high {algorithm.epsilon_high} must be at least 0",
-    )
+    for name in ("epsilon_low", "epsilon_high"):
+        value = getattr(algorithm, name)
+        _require(
+            getattr(config, name) is None or getattr(PRESETS[config.preset], name) is not None,
+            f"{name} is {value}, but preset {config.preset} has no such constant: leave it out",
+        )
+        _require(value is None or value >= 0, f"{name} is {value}: it must be at least 0")
     _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
     _require(config.weight_decay >= 0, f"weight_decay is {config.weight_decay}: it must be at least 0")
     _require(0 < config.learning_rate < float("inf"), f"learning_rate is {config.learning_rate}: it must be above 0")
     _require(config.max_grad_norm > 0, f"max_grad_norm is {config.max_grad_norm}: it must be above 0")
     _require(
-        config.old_logprobs == "recompute" or config.epochs * config.minibatches == 1,
+        config.old_logprobs == "sampler" or not algorithm.ratio_to_sampler,
+        f'preset {config.preset} takes its ratio against the sampler: set old_logprobs to "sampler"',
+    )
+    _require(
+        config.old_logprobs == "recompute" or config.epochs * config.minibatches == 1 or algorithm.ratio_to_sampler,
         'old_logprobs "sampler" needs epochs and minibatches of 1: set it to "recompute"',
     )
+    try:
+        check(algorithm)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _require(condition: bool, message: str) -> None:

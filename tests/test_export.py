@@ -5,7 +5,7 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 
-from grpo_jax.config import PRESETS
+from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import sample_groups

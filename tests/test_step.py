@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from grpo_jax import functional as F
-from grpo_jax.config import PRESETS
+from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.training.grpo import grpo_loss_fn
@@ -22,7 +22,7 @@ N, G, P, T, V = 8, 3, 5, 6, 17
 POLICY = decoder_policy(ModelConfig(V, 16, 32, 2, 2, 1, 8, initializer_range=0.05))
 PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
 # A preset for each loss; those that differ in advantages and constants alone are the same program.
-DIFFERENT_LOSSES = {(a.log_ratio, a.surrogate, a.aggregation): name for name, a in PRESETS.items()}.values()
+DIFFERENT_LOSSES = {(a.term, a.aggregation): name for name, a in PRESETS.items()}.values()
 AGGREGATIONS = (F.token_mean_weights, F.sequence_mean_weights, F.sequence_sum_weights, F.constant_length_weights)
 
 

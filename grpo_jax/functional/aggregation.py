@@ -12,7 +12,7 @@ weight 0 and is not counted.
 the optimizer batch is spread; totals are then global. Default: not spread.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def token_mean_weights(mask: jax.Array, *, axis_name: AxisName = None) -> jax.Ar
     Returns:
       float32 `[..., T]`, summing to 1 over the optimizer batch (to 0 if it is empty).
     """
-    total = _global_sum(jnp.sum(mask, dtype=jnp.float32), axis_name)
+    total = over_devices(jnp.sum(mask, dtype=jnp.float32), axis_name)
     return mask.astype(jnp.float32) / jnp.maximum(total, 1)
 
 
@@ -79,8 +79,9 @@ def constant_length_weights(mask: jax.Array, *, max_length: int | None = None, a
 
 def _num_rows(mask: jax.Array, axis_name: AxisName) -> jax.Array:
     """B, the number of rows that have a token; at least 1."""
-    return jnp.maximum(_global_sum(jnp.sum(jnp.any(mask, axis=-1), dtype=jnp.float32), axis_name), 1)
+    return jnp.maximum(over_devices(jnp.sum(jnp.any(mask, axis=-1), dtype=jnp.float32), axis_name), 1)
 
 
-def _global_sum(value: jax.Array, axis_name: AxisName) -> jax.Array:
-    return value if axis_name is None else jax.lax.psum(value, axis_name)
+def over_devices(value: jax.Array, axis_name: AxisName, reduce: Callable[..., jax.Array] = jax.lax.psum) -> jax.Array:
+    """The total over the mapped axes, or another reduction; the value itself if there are none."""
+    return value if axis_name is None else reduce(value, axis_name)

@@ -59,6 +59,112 @@ def kl_k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.expm1(-difference) + difference, 0)
 
 
+def kl_abs(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+    """|x|, x = log π − log π_ref.
+
+    No estimate of the KL divergence, but a distance that pulls with the same force everywhere.
+
+    Args:
+      logprobs: `[..., T]` in nats.
+      ref_logprobs: `[..., T]` in nats.
+
+    Returns:
+      `[..., T]`, never negative.
+
+    Examples:
+      >>> print(kl_abs(jnp.array([-1.0]), jnp.array([-1.5])))
+      [0.5]
+    """
+    return jnp.abs(logprobs - ref_logprobs)
+
+
+def kl_unbiased(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+    """k2 + sg(k3 − k2): the value of k3 and the gradient of k2.
+
+    On samples of the current policy both the value and the gradient have the expectation that those
+    of the KL divergence have; no estimator alone does (k3's gradient is biased, k2's value).
+
+    Args:
+      logprobs: `[..., T]` in nats, with gradient.
+      ref_logprobs: `[..., T]` in nats.
+
+    Returns:
+      `[..., T]`, never negative.
+
+    Examples:
+      >>> print(jax.grad(kl_unbiased)(jnp.array(-1.0), jnp.array(-1.5)))  # x
+      0.5
+    """
+    k2 = kl_k2(logprobs, ref_logprobs)
+    return k2 + jax.lax.stop_gradient(kl_k3(logprobs, ref_logprobs) - k2)
+
+
+def kl_off_policy(logprobs: jax.Array, ref_logprobs: jax.Array, log_ratio: jax.Array) -> jax.Array:
+    """ρ k3, gradient through ρ too. DeepSeek-V3.2 (2512.02556).
+
+    Unbiased in value and gradient where the samples come from the old policy.
+
+    Args:
+      logprobs: `[..., T]` in nats, with gradient.
+      ref_logprobs: `[..., T]` in nats.
+      log_ratio: `[..., T]`, `token_log_ratio`, with gradient.
+
+    Returns:
+      `[..., T]`, never negative.
+
+    Examples:
+      >>> print(kl_off_policy(jnp.log(0.5), jnp.log(0.25), jnp.log(2.0)))  # 2 (½ − 1 + log 2)
+      0.3863
+    """
+    return jnp.exp(log_ratio) * kl_k3(logprobs, ref_logprobs)
+
+
+def adaptive_kl_coef(
+    kl_coef: jax.Array, kl: jax.Array, *, target: float, num_samples: int, horizon: float = 10_000.0
+) -> jax.Array:
+    """β ← β (1 + clip(KL/target − 1, −0.2, 0.2) · n/horizon). 1909.08593, section 2.2.
+
+    Args:
+      kl_coef: β, a scalar.
+      kl: measured KL divergence, a scalar, in the unit of `target`.
+      target: where it should be; 6 nats a response in 1909.08593.
+      num_samples: n, completions since the last call.
+      horizon: completions over which β may change e-fold five times slower; 10 000 as in TRL and verl.
+
+    Returns:
+      The next β, a scalar.
+
+    Examples:
+      >>> print(adaptive_kl_coef(jnp.array(0.1), jnp.array(9.0), target=6.0, num_samples=1000))
+      0.102
+    """
+    return kl_coef * (1 + jnp.clip(kl / target - 1, -0.2, 0.2) * (num_samples / horizon))
+
+
+def adaptive_entropy_coef(
+    entropy_coef: jax.Array, entropy: jax.Array, *, target: float = 0.2, step: float = 0.005, largest: float = 1.0
+) -> jax.Array:
+    """c ← c + Δ where H ≤ target, else c − Δ; within [0, largest]. Skywork-OR1 (2505.22312).
+
+    The paper applies the bonus only while H ≤ target: multiply by that where you use c.
+
+    Args:
+      entropy_coef: c, a scalar.
+      entropy: mean entropy of a token, a scalar, in nats.
+      target: 0.2 nats from the paper.
+      step: Δ; 0.005 from the paper.
+      largest: bound of c, 1.0 as in TRL.
+
+    Returns:
+      The next c, a scalar.
+
+    Examples:
+      >>> print(adaptive_entropy_coef(jnp.array(0.01), jnp.array(0.1)))
+      0.015
+    """
+    return jnp.clip(entropy_coef + jnp.where(entropy <= target, step, -step), 0, largest)
+
+
 def kl_full(logits: jax.Array, ref_logits: jax.Array, *, reverse: bool = False) -> jax.Array:
     """KL(π ‖ π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)), or with `reverse` KL(π_ref ‖ π).
 

@@ -4,6 +4,7 @@ A loss is Σ weights · per_token, so that it may be computed in pieces and adde
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -11,11 +12,13 @@ import jax.numpy as jnp
 
 from grpo_jax.functional.aggregation import token_mean_weights
 from grpo_jax.functional.divergence import kl_k3
-from grpo_jax.functional.policy_gradient import clipped_surrogate, per_token, token_log_ratio
+from grpo_jax.functional.policy_gradient import Term, clipped_surrogate, per_token, ratio_term, token_log_ratio
 
 # name -> (weighted sum, weight): the value is their quotient, and both add up over
 # microbatches, devices and steps.
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
+
+clipped_term = ratio_term(token_log_ratio, clipped_surrogate)
 
 
 def grpo_loss(
@@ -24,80 +27,132 @@ def grpo_loss(
     advantages: jax.Array,
     completion_mask: jax.Array,
     *,
+    term: Term = clipped_term,
     ref_logprobs: jax.Array | None = None,
     kl_coef: float = 0.04,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
+    divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3,
+    entropy: jax.Array | None = None,
+    entropy_coef: float = 0.0,
     weights: jax.Array | None = None,
-    log_ratio: Callable[..., jax.Array] = token_log_ratio,
-    surrogate: Callable[..., jax.Array] = clipped_surrogate,
-    divergence: Callable[..., jax.Array] = kl_k3,
+    **constants: Any,
 ) -> tuple[jax.Array, Metrics]:
-    """L = Σ w · [surrogate(d, A) + β · D(π, π_ref)]. DeepSeekMath (2402.03300), equation 3, as a loss.
+    """L = Σ w · [term(π, π_old, A) + β D(π, π_ref) − c H]. DeepSeekMath (2402.03300), equation 3, as a loss.
+
+    Any published relative is this sum with another term, weights or divergence; `presets` has them.
 
     Args:
       logprobs: `[..., T]` in nats, of the completion under the policy, with gradient.
       old_logprobs: `[..., T]` in nats, under the policy that sampled.
       advantages: `[...]`, one a completion, or `[..., T]`, one a token.
       completion_mask: bool `[..., T]`, true on sampled tokens including the ending one.
+      term: (logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`. Default: ratio of
+        tokens, PPO's clip; others by `ratio_term`, or those named `*_term`.
       ref_logprobs: `[..., T]` in nats, under the reference. None: no KL term.
       kl_coef: β, read where there is a reference. 0.04 from DeepSeekMath.
-      epsilon_low: how far below 1 the ratio may go. 0.2 from PPO; other surrogates need their own.
-      epsilon_high: how far above 1 the ratio may go. 0.2 from PPO; other surrogates need their own.
+      divergence: (logprobs, ref_logprobs) -> `[..., T]`.
+      entropy: `[..., T]` in nats, with gradient. None: no bonus.
+      entropy_coef: c, read where there is an entropy. Default 0: GRPO has no bonus.
       weights: `[..., T]`, one of `aggregation`'s, computed on the whole optimizer batch.
         None: the mean over the tokens given here, `token_mean_weights`; the paper's own are
         `sequence_mean_weights`.
-      log_ratio: (logprobs, old_logprobs, mask) -> `[..., T]`.
-      surrogate: (log_ratio, advantages, *, epsilon_low, epsilon_high) -> `[..., T]`.
-      divergence: (logprobs, ref_logprobs) -> `[..., T]`.
+      **constants: of the term, by name, such as epsilon_low and epsilon_high (0.2 each) of the default.
 
     Returns:
-      The loss, a scalar, and metrics over tokens: `ratio`, `clip_low`, `clip_high`
-      (shares of tokens on the side where the clip acts), and `kl` if there is a reference.
+      The loss, a scalar, and metrics over tokens: `ratio`, the mean of ρ; `clip_low` and `clip_high`, the
+      shares of tokens that have an advantage below (above) 0 but no gradient from the term; `kl` if there
+      is a reference.
 
     Raises:
       AssertionError: shapes disagree (at trace time).
+      TypeError: the term has no such constant.
+
+    Examples:
+      >>> logprobs, mask = jnp.log(jnp.array([[0.6, 0.5]])), jnp.array([[True, True]])
+      >>> old_logprobs = jnp.log(jnp.array([[0.4, 0.5]]))
+      >>> loss, metrics = grpo_loss(logprobs, old_logprobs, jnp.array([2.0]), mask, epsilon_high=0.28)
+      >>> print(loss)  # −(1.28 + 1) 2 / 2
+      -2.28
     """
     if weights is None:
         weights = token_mean_weights(completion_mask)
     given = [logprobs, old_logprobs, completion_mask, weights]
-    chex.assert_equal_shape(given if ref_logprobs is None else [*given, ref_logprobs])
+    chex.assert_equal_shape([*given, *(x for x in (ref_logprobs, entropy) if x is not None)])
     chex.assert_type(completion_mask, bool)
     chex.assert_rank(advantages, {logprobs.ndim - 1, logprobs.ndim})
     chex.assert_shape(advantages, logprobs.shape[: advantages.ndim])
 
-    ratio = log_ratio(logprobs, old_logprobs, completion_mask)
-    loss = surrogate(ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    metrics = ratio_metrics(ratio, advantages, completion_mask, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    def policy_term(logprobs):
+        return term(logprobs, old_logprobs, advantages, completion_mask, **constants)
+
+    loss = policy_term(logprobs)
+    metrics = policy_metrics(policy_term, logprobs, old_logprobs, advantages, completion_mask)
     if ref_logprobs is not None:
         # Both sides are replaced where masked, so that rubbish there stays finite.
         kl = divergence(jnp.where(completion_mask, logprobs, 0), jnp.where(completion_mask, ref_logprobs, 0))
         loss = loss + kl_coef * kl
         metrics["kl"] = masked_sum(kl, completion_mask)
-    # A weight of 0 does not silence NaN: advantages of wholly masked rows may hold anything.
-    return jnp.sum(weights * jnp.where(completion_mask, loss, 0)), metrics
+    if entropy is not None:
+        loss = loss - entropy_coef * entropy
+    return weighted_sum(loss, weights, completion_mask), metrics
 
 
-def ratio_metrics(
-    log_ratio: jax.Array, advantages: jax.Array, mask: jax.Array, *, epsilon_low: float, epsilon_high: float
-) -> Metrics:
-    """Mean ratio, and the shares of tokens below and above the clip on the side where it acts.
+def weighted_sum(values: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.Array:
+    """Σ w x over the mask: the last line of a loss.
 
     Args:
-      log_ratio: `[..., T]`.
-      advantages: `[...]` or `[..., T]`.
+      values: `[..., T]`.
+      weights: `[..., T]`, one of `aggregation`'s.
       mask: bool `[..., T]`.
-      epsilon_low: as in `grpo_loss`.
-      epsilon_high: as in `grpo_loss`.
 
     Returns:
-      `ratio`, `clip_low`, `clip_high`.
+      A scalar. Masked values may be anything.
+
+    Examples:
+      >>> print(weighted_sum(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 0.0]), jnp.array([True, False])))
+      0.5
     """
-    ratio, advantages = jnp.exp(jax.lax.stop_gradient(log_ratio)), per_token(advantages, log_ratio)
+    # A weight of 0 does not silence NaN: advantages of wholly masked rows may hold anything.
+    return jnp.sum(weights * jnp.where(mask, values, 0))
+
+
+def policy_metrics(
+    policy_term: Callable[[jax.Array], jax.Array],
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+) -> Metrics:
+    """Mean ratio of tokens, and the shares of tokens that the term holds back: A ≠ 0, and yet no gradient.
+
+    The same for every term, whether its bound is on ratios, on probabilities or on rows.
+
+    Args:
+      policy_term: logprobs -> `[..., T]`.
+      logprobs: `[..., T]` in nats.
+      old_logprobs: `[..., T]` in nats.
+      advantages: `[...]` or `[..., T]`.
+      mask: bool `[..., T]`.
+
+    Returns:
+      `ratio`; `clip_low`, where A < 0; `clip_high`, where A > 0.
+
+    Examples:
+      >>> old_logprobs, mask = jnp.log(jnp.array([[0.4, 0.5]])), jnp.array([[True, True]])
+      >>> logprobs, advantages = jnp.log(jnp.array([[0.6, 0.5]])), jnp.array([1.0])
+      >>> def policy_term(logprobs):
+      ...     return clipped_term(logprobs, old_logprobs, advantages, mask)
+      >>> metrics = policy_metrics(policy_term, logprobs, old_logprobs, advantages, mask)
+      >>> print(metrics["clip_high"])  # one of two tokens
+      (Array(1., dtype=float32), Array(2., dtype=float32))
+    """
+    logprobs = jax.lax.stop_gradient(logprobs)
+    ratio = jnp.exp(token_log_ratio(logprobs, old_logprobs, mask))
+    held_back = jax.grad(lambda logprobs: jnp.sum(policy_term(logprobs)))(logprobs) == 0
+    advantages = per_token(advantages, logprobs)
     return {
         "ratio": masked_sum(ratio, mask),
-        "clip_low": masked_sum((ratio < 1 - epsilon_low) & (advantages < 0), mask),
-        "clip_high": masked_sum((ratio > 1 + epsilon_high) & (advantages > 0), mask),
+        "clip_low": masked_sum(held_back & (advantages < 0), mask),
+        "clip_high": masked_sum(held_back & (advantages > 0), mask),
     }
 
 

@@ -1,15 +1,24 @@
-"""Log-ratios and surrogates, per token.
+"""Policy-gradient terms per token: log-ratios, surrogates of them, and terms.
 
-A log-ratio is `[..., T]`: d = log π − log π_old, per token or of the row, written
-on each of its tokens. A surrogate maps (log_ratio, advantages) to a loss per token,
-to be minimised; the caller weighs and sums. All surrogates have one signature, so
-that any log-ratio goes with any surrogate.
+A *log-ratio* is `[..., T]`: d = log π − log π_old, per token or of the row, written
+on each of its tokens. A *surrogate* maps (log_ratio, advantages) to a loss per token,
+elementwise. A *term* is what `grpo_loss` takes: it maps (logprobs, old_logprobs,
+advantages, mask) to a loss per token. `ratio_term` makes one of a log-ratio and a
+surrogate; methods that look at more than a ratio are terms themselves.
 
-Shapes: T tokens; advantages are `[...]`, one a row, or `[..., T]`, one a token.
+All are to be minimised; the caller weighs and sums. Constants are keywords.
+T tokens; advantages are `[...]`, one a row, or `[..., T]`, one a token.
 """
+
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
+
+from grpo_jax.functional.aggregation import over_devices
+
+# (logprobs, old_logprobs, advantages, mask, **constants) -> loss per token
+Term = Callable[..., jax.Array]
 
 # Keeps exp and its squares finite in float32; 0 · inf is NaN. Beyond e⁴⁰ a ratio means nothing.
 MAX_LOG_RATIO = 40.0
@@ -54,6 +63,26 @@ def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.A
     return jnp.where(mask, jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO), 0)
 
 
+def sequence_mean_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
+    """d = Σₜ mₜ (log π(oₜ) − log π_old(oₜ)) / |o|, a response's ratio by length. GSPO (2507.18071), equation 7.
+
+    Args:
+      logprobs: `[..., T]` in nats, with gradient.
+      old_logprobs: `[..., T]` in nats.
+      mask: bool `[..., T]`.
+
+    Returns:
+      `[..., T]`, the row's number on every one of its tokens, 0 where masked.
+
+    Examples:
+      >>> logprobs, old_logprobs = jnp.array([-1.0, -2.0, -9.0]), jnp.array([-1.5, -3.0, -1.0])
+      >>> print(sequence_mean_log_ratio(logprobs, old_logprobs, jnp.array([True, True, False])))
+      [0.75 0.75 0.  ]
+    """
+    mean = _row_mean(token_log_ratio(logprobs, old_logprobs, mask), mask)
+    return jnp.where(mask, mean, 0)
+
+
 def gspo_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
     """log sₜ = sg(mean d) + log π(oₜ) − sg(log π(oₜ)). GSPO-token (2507.18071), equation 14.
 
@@ -68,9 +97,7 @@ def gspo_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array
       `[..., T]`, 0 where masked.
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
-    length = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True, dtype=log_ratio.dtype), 1)
-    mean = jnp.sum(log_ratio, axis=-1, keepdims=True) / length
-    return jnp.where(mask, jax.lax.stop_gradient(mean - log_ratio) + log_ratio, 0)
+    return jnp.where(mask, jax.lax.stop_gradient(_row_mean(log_ratio, mask) - log_ratio) + log_ratio, 0)
 
 
 def clipped_surrogate(
@@ -86,10 +113,102 @@ def clipped_surrogate(
 
     Returns:
       `[..., T]`.
+
+    Examples:
+      >>> print(clipped_surrogate(jnp.log(jnp.array([1.5, 0.5])), jnp.array(1.0)))  # gains no more above 1.2
+      [-1.2 -0.5]
     """
     advantages = per_token(advantages, log_ratio)
     ratio = jnp.exp(log_ratio)
     return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * advantages)
+
+
+def two_sided_clipped_surrogate(
+    log_ratio: jax.Array,
+    advantages: jax.Array,
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float = 4.0,
+) -> jax.Array:
+    """−min(min(ρ, δ) A, clip(ρ, 1 − ε_low, 1 + ε_high) A). INTELLECT-2 (2505.07291).
+
+    The clip alone leaves −ρA without bound where A < 0 and ρ is large.
+
+    Args:
+      log_ratio: `[..., T]`.
+      advantages: `[...]` or `[..., T]`.
+      epsilon_low: 0.2 from PPO.
+      epsilon_high: 0.2 from PPO.
+      delta: δ, above 1 + epsilon_high; 4 from INTELLECT-2.
+
+    Returns:
+      `[..., T]`.
+
+    Raises:
+      ValueError: delta is not above 1 + epsilon_high (traced values are not checked).
+
+    Examples:
+      >>> print(two_sided_clipped_surrogate(jnp.log(jnp.array([3.0, 100.0])), jnp.array(-1.0)))
+      [3. 4.]
+    """
+    if _known(delta, epsilon_high) and not delta > 1 + epsilon_high:
+        raise ValueError(f"delta is {delta}: it must be above 1 + epsilon_high ({1 + epsilon_high}), or it is the clip")
+    advantages = per_token(advantages, log_ratio)
+    capped = jnp.minimum(jnp.exp(log_ratio), delta) * advantages
+    clipped = jnp.clip(jnp.exp(log_ratio), 1 - epsilon_low, 1 + epsilon_high) * advantages
+    return -jnp.minimum(capped, clipped)
+
+
+def dual_clipped_surrogate(
+    log_ratio: jax.Array,
+    advantages: jax.Array,
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    dual_clip: float = 3.0,
+) -> jax.Array:
+    """`clipped_surrogate`, and where A < 0 no more than −cA. Dual-clip PPO (1912.09729), equation 5.
+
+    Args:
+      log_ratio: `[..., T]`.
+      advantages: `[...]` or `[..., T]`.
+      epsilon_low: 0.2 from PPO.
+      epsilon_high: 0.2 from PPO.
+      dual_clip: c, above 1; 3 from the paper.
+
+    Returns:
+      `[..., T]`.
+
+    Raises:
+      ValueError: dual_clip is not above 1 (a traced value is not checked).
+
+    Examples:
+      >>> print(dual_clipped_surrogate(jnp.log(jnp.array([2.0, 100.0])), jnp.array(-1.0)))
+      [2. 3.]
+    """
+    if _known(dual_clip) and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip}: it must be above 1")
+    loss = clipped_surrogate(log_ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    advantages = per_token(advantages, log_ratio)
+    return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
+
+
+def unclipped_surrogate(log_ratio: jax.Array, advantages: jax.Array) -> jax.Array:
+    """−ρA: the policy gradient with importance weights, without a clip. CPI, PPO (1707.06347), equation 6.
+
+    Args:
+      log_ratio: `[..., T]`.
+      advantages: `[...]` or `[..., T]`.
+
+    Returns:
+      `[..., T]`.
+
+    Examples:
+      >>> print(unclipped_surrogate(jnp.log(jnp.array([1.5, 0.5])), jnp.array(1.0)))
+      [-1.5 -0.5]
+    """
+    return -jnp.exp(log_ratio) * per_token(advantages, log_ratio)
 
 
 def cispo_surrogate(
@@ -112,13 +231,345 @@ def cispo_surrogate(
 
     Raises:
       ValueError: epsilon_high is a negative number (a traced value is not checked).
+
+    Examples:
+      >>> print(cispo_surrogate(jnp.log(jnp.array([10.0])), jnp.array(1.0)))  # −5 log 10
+      [-11.513]
     """
-    if isinstance(epsilon_high, (int, float)) and epsilon_high < 0:
+    if _known(epsilon_high) and epsilon_high < 0:
         raise ValueError(f"epsilon_high is {epsilon_high}: CISPO's cap 1 + epsilon_high must be at least 1")
     weight = jnp.clip(jnp.exp(log_ratio), 1 - epsilon_low, 1 + epsilon_high)
     return -jax.lax.stop_gradient(weight) * per_token(advantages, log_ratio) * log_ratio
 
 
+def sapo_surrogate(
+    log_ratio: jax.Array, advantages: jax.Array, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> jax.Array:
+    """−A (4/τ) σ(τ (ρ − 1)), a soft clip; τ by the sign of A. SAPO (2511.20347).
+
+    At ρ = 1 its slope is that of −ρA, and falls smoothly to both sides.
+
+    Args:
+      log_ratio: `[..., T]`, per token.
+      advantages: `[...]` or `[..., T]`.
+      tau_positive: τ where A > 0; 1.0 from the paper.
+      tau_negative: τ elsewhere; 1.05 from the paper, a tighter clip.
+
+    Returns:
+      `[..., T]`.
+
+    Raises:
+      ValueError: a τ is not above 0 (a traced value is not checked).
+
+    Examples:
+      >>> print(sapo_surrogate(jnp.zeros(1), jnp.array(1.0)))  # 4 σ(0)
+      [-2.]
+    """
+    for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
+        if _known(tau) and not tau > 0:
+            raise ValueError(f"{name} is {tau}: it must be above 0")
+    advantages = per_token(advantages, log_ratio)
+    tau = jnp.where(advantages > 0, tau_positive, tau_negative)
+    return -advantages * (4 / tau) * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1))
+
+
+def ratio_term(log_ratio: Callable[..., jax.Array], surrogate: Callable[..., jax.Array]) -> Term:
+    """The term surrogate(log_ratio(logprobs, old_logprobs, mask), advantages).
+
+    Args:
+      log_ratio: `token_log_ratio`, `sequence_log_ratio`, `sequence_mean_log_ratio` or `gspo_log_ratio`.
+      surrogate: (log_ratio, advantages, **constants) -> `[..., T]`.
+
+    Returns:
+      (logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`; constants are the surrogate's.
+
+    Examples:
+      >>> gspo = ratio_term(gspo_log_ratio, clipped_surrogate)
+      >>> logprobs, mask = jnp.array([[-1.0, -2.0]]), jnp.array([[True, True]])
+      >>> print(gspo(logprobs, logprobs, jnp.array([0.5]), mask, epsilon_low=3e-4, epsilon_high=4e-4))
+      [[-0.5 -0.5]]
+    """
+
+    def term(logprobs, old_logprobs, advantages, mask, **constants):
+        return surrogate(log_ratio(logprobs, old_logprobs, mask), advantages, **constants)
+
+    return term
+
+
+def reinforce_term(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array) -> jax.Array:
+    """−A log π. REINFORCE (Williams 1992).
+
+    Args:
+      logprobs: `[..., T]` in nats, with gradient.
+      old_logprobs: `[..., T]`, not read: it has no ratio, and is for samples of the current policy.
+      advantages: `[...]` or `[..., T]`.
+      mask: bool `[..., T]`.
+
+    Returns:
+      `[..., T]`, 0 where masked.
+
+    Examples:
+      >>> logprobs, mask = jnp.array([[-1.0, -2.0]]), jnp.array([[True, False]])
+      >>> print(reinforce_term(logprobs, logprobs, jnp.array([0.5]), mask))
+      [[ 0.5 -0. ]]
+    """
+    del old_logprobs
+    logprobs = _exact(logprobs, mask)
+    return -jnp.where(mask, per_token(advantages, logprobs), 0) * logprobs
+
+
+def gmpo_term(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    epsilon_low: float = 0.4,
+    epsilon_high: float = 0.4,
+) -> jax.Array:
+    """−A exp(meanₜ d′), d′ = σ min(σd, σ clip(d, −ε_low, ε_high)), σ = sign A. GMPO (2507.20673).
+
+    The geometric mean of the row's ratios, each clipped against the advantage in log space.
+    One number a row: weigh rows equally (`sequence_mean_weights`).
+
+    Args:
+      logprobs: `[..., T]` in nats, with gradient.
+      old_logprobs: `[..., T]` in nats.
+      advantages: `[...]`; or `[..., T]`, the row's number on its tokens.
+      mask: bool `[..., T]`.
+      epsilon_low: of the log-ratio, not of the ratio; 0.4 from the paper.
+      epsilon_high: of the log-ratio, not of the ratio; 0.4 from the paper.
+
+    Returns:
+      `[..., T]`, the row's number on every one of its tokens, 0 where masked.
+
+    Examples:
+      >>> logprobs, old_logprobs, mask = jnp.array([-1.0, -1.0]), jnp.array([-2.0, -1.0]), jnp.array([True, True])
+      >>> print(gmpo_term(logprobs, old_logprobs, jnp.array(1.0), mask))  # exp((0.4 + 0)/2)
+      [-1.221 -1.221]
+    """
+    log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
+    advantages = per_token(advantages, log_ratio)
+    sign = jnp.sign(advantages)
+    clipped = sign * jnp.minimum(sign * log_ratio, sign * jnp.clip(log_ratio, -epsilon_low, epsilon_high))
+    return jnp.where(mask, -advantages * jnp.exp(_row_mean(jnp.where(mask, clipped, 0), mask)), 0)
+
+
+def dppo_term(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    threshold: float = 0.2,
+    penalty: float = 1e-3,
+) -> jax.Array:
+    """−keep · ρA + c (log ρ)², keep = 0 where A > 0 and π − π_s > th, or A < 0 and π − π_s < −th. DPPO-TV (2602.04879).
+
+    A token is dropped by how much probability has moved, not by its ratio, so that rare tokens may
+    still move. The square stays on every token.
+
+    Args:
+      logprobs: `[..., T]` in nats, with gradient.
+      old_logprobs: `[..., T]` in nats, **as the sampler reported them** (π_s), in place of recomputed ones.
+      advantages: `[...]` or `[..., T]`.
+      mask: bool `[..., T]`.
+      threshold: th, in probability; 0.2 from the paper.
+      penalty: c; 1e-3 from published systems, 0 for none.
+
+    Returns:
+      `[..., T]`, 0 where masked.
+
+    Examples:
+      >>> logprobs, sampler_logprobs = jnp.log(jnp.array([0.9, 0.02])), jnp.log(jnp.array([0.5, 0.01]))
+      >>> print(dppo_term(logprobs, sampler_logprobs, jnp.array(1.0), jnp.array([True, True]), penalty=0.0))
+      [ 0. -2.]
+    """
+    log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
+    moved = jax.lax.stop_gradient(jnp.exp(_exact(logprobs, mask)) - jnp.exp(_exact(old_logprobs, mask)))
+    advantages = per_token(advantages, log_ratio)
+    dropped = ((advantages > 0) & (moved > threshold)) | ((advantages < 0) & (moved < -threshold))
+    loss = jnp.where(dropped, 0, unclipped_surrogate(log_ratio, advantages)) + penalty * jnp.square(log_ratio)
+    return jnp.where(mask, loss, 0)
+
+
+def vespo_term(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> jax.Array:
+    """−φ A log π, φ = sg exp(λ + k log W − λW), W = Πₜ ρₜ. VESPO (2602.10693).
+
+    A gamma-shaped weight of the whole row's ratio, 1 at W = 1. log W is kept in [log 1e-8, 20], each of
+    its terms within ±20, as in published systems.
+
+    Args:
+      logprobs: `[..., T]` in nats, with gradient.
+      old_logprobs: `[..., T]` in nats.
+      advantages: `[...]`; or `[..., T]`, of one sign in a row.
+      mask: bool `[..., T]`.
+      k_positive: k where A ≥ 0; 2 in TRL.
+      lambda_positive: λ where A ≥ 0; 3 in TRL.
+      k_negative: k where A < 0; 3 in TRL.
+      lambda_negative: λ where A < 0; 2 in TRL.
+
+    Returns:
+      `[..., T]`, 0 where masked.
+
+    Examples:
+      >>> logprobs, mask = jnp.array([-1.0, -2.0]), jnp.array([True, True])
+      >>> print(vespo_term(logprobs, logprobs, jnp.array(1.0), mask))
+      [1. 2.]
+    """
+    log_ratio = jnp.clip(jax.lax.stop_gradient(token_log_ratio(logprobs, old_logprobs, mask)), -20, 20)
+    log_weight = jnp.clip(jnp.sum(log_ratio, axis=-1, keepdims=True), jnp.log(1e-8), 20)
+    positive = per_token(advantages, log_ratio) >= 0
+    k, lam = jnp.where(positive, k_positive, k_negative), jnp.where(positive, lambda_positive, lambda_negative)
+    phi = jnp.exp(lam + k * log_weight - lam * jnp.exp(log_weight))
+    return phi * reinforce_term(logprobs, old_logprobs, advantages, mask)
+
+
+def token_covariance(
+    logprobs: jax.Array, advantages: jax.Array, mask: jax.Array, *, axis_name: Hashable | None = None
+) -> jax.Array:
+    """covₜ = (A − Ā)(log π − mean log π), means over the tokens of the batch. 2505.22617, equation 10.
+
+    The tokens whose covariance is large are those that make the entropy fall.
+
+    Args:
+      logprobs: `[..., T]` in nats.
+      advantages: `[...]` or `[..., T]`.
+      mask: bool `[..., T]`.
+      axis_name: mapped axes over which the batch is spread.
+
+    Returns:
+      `[..., T]` without gradient, 0 where masked.
+
+    Examples:
+      >>> logprobs, mask = jnp.array([[-1.0], [-3.0]]), jnp.array([[True], [True]])
+      >>> print(token_covariance(logprobs, jnp.array([1.0, -1.0]), mask))
+      [[1.]
+       [1.]]
+    """
+    logprobs = jax.lax.stop_gradient(_exact(logprobs, mask))
+    advantages = jnp.where(mask, per_token(advantages, logprobs), 0)
+    sums = [jnp.sum(x, dtype=logprobs.dtype) for x in (mask, advantages, logprobs)]
+    count, *totals = (over_devices(total, axis_name) for total in sums)
+    mean_advantage, mean_logprob = (total / jnp.maximum(count, 1) for total in totals)
+    return jnp.where(mask, (advantages - mean_advantage) * (logprobs - mean_logprob), 0)
+
+
+def clip_cov_term(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    key: jax.Array,
+    share: float = 2e-4,
+    covariance_low: float = 1.0,
+    covariance_high: float = 5.0,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+) -> jax.Array:
+    """`clipped_surrogate`, but 0 on a random few tokens of a band of `token_covariance`. Clip-Cov (2505.22617).
+
+    Tokens are chosen among the arrays given: give it the whole optimizer batch.
+
+    Args:
+      logprobs: `[..., T]` in nats, with gradient.
+      old_logprobs: `[..., T]` in nats.
+      advantages: `[...]` or `[..., T]`.
+      mask: bool `[..., T]`.
+      key: consumed; a new one each step.
+      share: of all tokens, how many are chosen, at least one; 2e-4 from the paper. Static.
+      covariance_low: chosen above it; 1 from the paper.
+      covariance_high: chosen below it; 5 from the paper.
+      epsilon_low: 0.2 from PPO.
+      epsilon_high: 0.2 from PPO.
+
+    Returns:
+      `[..., T]`, 0 where masked.
+
+    Examples:
+      >>> logprobs, mask = jnp.array([[-1.0, -5.0, -1.0]]), jnp.array([[True, True, True]])
+      >>> advantages = jnp.array([[1.0, -1.0, 0.0]])  # covariances 4/3, 8/3, 0
+      >>> print(clip_cov_term(logprobs, logprobs, advantages, mask, key=jax.random.key(0), share=1.0))
+      [[ 0.  0. -0.]]
+    """
+    log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
+    loss = clipped_surrogate(log_ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+    covariance = token_covariance(logprobs, advantages, mask)
+    # A token that the clip holds already is not chosen once more.
+    free = mask & (loss <= unclipped_surrogate(log_ratio, advantages))
+    candidates = free & (covariance > covariance_low) & (covariance < covariance_high)
+    chosen = _largest(jax.random.uniform(key, mask.shape), candidates, mask, share)
+    return jnp.where(mask & ~chosen, loss, 0)
+
+
+def kl_cov_term(
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    *,
+    share: float = 2e-4,
+    penalty: float = 1.0,
+) -> jax.Array:
+    """−ρA, and + c |d| on the tokens of largest `token_covariance`. KL-Cov (2505.22617).
+
+    Tokens are chosen among the arrays given: give it the whole optimizer batch.
+
+    Args:
+      logprobs: `[..., T]` in nats, with gradient.
+      old_logprobs: `[..., T]` in nats.
+      advantages: `[...]` or `[..., T]`.
+      mask: bool `[..., T]`.
+      share: of all tokens, how many are chosen, at least one; 2e-4 from the paper. Static.
+      penalty: c; 1 from the paper (0.1 in verl's configuration).
+
+    Returns:
+      `[..., T]`, 0 where masked.
+
+    Examples:
+      >>> logprobs, old_logprobs = jnp.array([[-1.0, -5.0]]), jnp.array([[-1.5, -5.0]])
+      >>> mask = jnp.array([[True, True]])
+      >>> print(kl_cov_term(logprobs, old_logprobs, jnp.array([[1.0, 0.0]]), mask, share=1.0))  # −e^½ + ½
+      [[-1.149  0.   ]]
+    """
+    log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
+    chosen = _largest(token_covariance(logprobs, advantages, mask), mask, mask, share)
+    loss = unclipped_surrogate(log_ratio, advantages) + jnp.where(chosen, penalty * jnp.abs(log_ratio), 0)
+    return jnp.where(mask, loss, 0)
+
+
 def per_token(advantages: jax.Array, like: jax.Array) -> jax.Array:
     """Advantages of rows `[...]` or of tokens `[..., T]`, with the rank of `like` `[..., T]`."""
     return advantages[..., None] if advantages.ndim == like.ndim - 1 else advantages
+
+
+def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean over the tokens of a row, `[..., 1]`; values are 0 where masked."""
+    return jnp.sum(values, axis=-1, keepdims=True) / jnp.maximum(
+        jnp.sum(mask, axis=-1, keepdims=True, dtype=values.dtype), 1
+    )
+
+
+def _largest(scores: jax.Array, candidates: jax.Array, mask: jax.Array, share: float) -> jax.Array:
+    """bool, which candidates have the largest scores; as many as `share` of the tokens, at least one."""
+    most = max(int(share * mask.size), 1)  # static: no mask has more tokens than places
+    wanted = jnp.maximum((share * jnp.sum(mask, dtype=jnp.float32)).astype(jnp.int32), 1)
+    values, places = jax.lax.top_k(jnp.where(candidates, scores, -jnp.inf).ravel(), most)
+    chosen = (jnp.arange(most) < wanted) & (values > -jnp.inf)
+    return jnp.zeros(mask.size, bool).at[places].set(chosen).reshape(mask.shape)
+
+
+def _known(*constants) -> bool:
+    """Whether these are numbers now, rather than traced."""
+    return all(isinstance(constant, (int, float)) for constant in constants)

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import Algorithm, GRPOConfig, validate
+from grpo_jax.config import GRPOConfig, validate
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import grpo_loss, kl_k1, masked_sum
+from grpo_jax.functional import kl_k1, masked_sum
+from grpo_jax.functional.presets import Algorithm
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -99,7 +100,8 @@ def train(
 
                 # ---- advantages: rewards against those of the same group
                 rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm)
-                batch = batch._replace(advantages=np.asarray(programs.advantages(rewards)))
+                lengths = batch.completion_mask.sum(-1)
+                batch = batch._replace(advantages=np.asarray(programs.advantages(rewards, lengths)))
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
                 with run.timed("update"):
@@ -260,19 +262,13 @@ def grpo_loss_fn(policy: Policy, algorithm: Algorithm) -> LossFn:
                 "kl_coef is above 0, but the batch has no ref_logprobs: score it under a reference, or set 0"
             )
         scores, mask = score(policy, params, batch), batch.completion_mask
-        loss, metrics = grpo_loss(
+        loss, metrics = algorithm.loss(
             scores.logprobs,
             batch.old_logprobs,
             batch.advantages,
             mask,
             ref_logprobs=batch.ref_logprobs,
-            kl_coef=algorithm.kl_coef,
-            epsilon_low=algorithm.epsilon_low,
-            epsilon_high=algorithm.epsilon_high,
             weights=batch.weights,
-            log_ratio=algorithm.log_ratio,
-            surrogate=algorithm.surrogate,
-            divergence=algorithm.divergence,
         )
         # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
         sampled = batch.old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs

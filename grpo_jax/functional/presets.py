@@ -1,0 +1,222 @@
+"""Published methods as compositions: which functions, with which constants.
+
+A preset is data. `PRESETS["dapo"].loss(...)` is its loss on arrays; a variant is
+`PRESETS["dapo"]._replace(...)`, and `check` refuses compositions that make no sense.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.functional.advantages import (
+    batch_std_advantages,
+    centered_advantages,
+    gpg_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    max_rl_advantages,
+    opo_advantages,
+    pass_at_k_advantages,
+    rank_advantages,
+)
+from grpo_jax.functional.aggregation import (
+    constant_length_weights,
+    sequence_mean_weights,
+    sequence_sum_weights,
+    token_mean_weights,
+)
+from grpo_jax.functional.divergence import kl_k1, kl_k3
+from grpo_jax.functional.losses import Metrics, clipped_term, grpo_loss
+from grpo_jax.functional.policy_gradient import (
+    Term,
+    cispo_surrogate,
+    clipped_surrogate,
+    dppo_term,
+    gmpo_term,
+    gspo_log_ratio,
+    ratio_term,
+    reinforce_term,
+    sapo_surrogate,
+    sequence_log_ratio,
+    sequence_mean_log_ratio,
+    token_log_ratio,
+    vespo_term,
+)
+
+
+def of_rewards(advantages: Callable[..., jax.Array], **constants) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """An advantage function that looks at rewards alone, as the (rewards, lengths) -> advantages of an `Algorithm`.
+
+    Examples:
+      >>> print(of_rewards(group_advantages, ddof=0)(jnp.array([1.0, 0.0]), jnp.array([3, 4])))
+      [ 1. -1.]
+    """
+    return lambda rewards, lengths: advantages(rewards, **constants)
+
+
+class Algorithm(NamedTuple):
+    """One published method: which functions, with which constants."""
+
+    advantages: Callable[[jax.Array, jax.Array], jax.Array]
+    """(rewards `[..., G]`, lengths `[..., G]` in tokens) -> `[..., G]`."""
+    term: Term = clipped_term
+    """(logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`."""
+    aggregation: Callable[..., jax.Array] = sequence_mean_weights
+    """(mask, *, axis_name) -> weights `[..., T]`."""
+    divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3
+    """(logprobs, ref_logprobs) -> `[..., T]`."""
+    kl_coef: float = 0.0
+    """β; 0: no reference model."""
+    kl_in_reward: bool = False
+    """−β Σ k1 in the reward of a row, instead of +β D in the loss."""
+    epsilon_low: float | None = 0.2
+    """Constant of the term; None: it has none, and neither epsilon_high."""
+    epsilon_high: float | None = 0.2
+    """Constant of the term."""
+    ratio_to_sampler: bool = False
+    """The term is defined against the sampler's own log-probabilities, not recomputed ones."""
+    group_size: int = 8
+    """G."""
+    temperature: float = 1.0
+    """Of sampling."""
+    temperature_spread: float = 0.0
+    """Completion i of G is sampled at temperature + spread · i/G."""
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """Of the term, by name."""
+        given = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def loss(
+        self,
+        logprobs: jax.Array,
+        old_logprobs: jax.Array,
+        advantages: jax.Array,
+        completion_mask: jax.Array,
+        *,
+        ref_logprobs: jax.Array | None = None,
+        weights: jax.Array | None = None,
+    ) -> tuple[jax.Array, Metrics]:
+        """`grpo_loss` of this method, all arguments as there.
+
+        Without weights, those of the mask given; without reference, no KL term.
+
+        Examples:
+          >>> logprobs, mask = jnp.array([[-1.0, -2.0], [-3.0, -9.0]]), jnp.array([[True, True], [True, False]])
+          >>> loss, _ = PRESETS["dr_grpo"].loss(logprobs, logprobs, jnp.array([1.0, -2.0]), mask)
+          >>> print(loss)  # (−1 − 1 + 2) / (2 rows · 2 places)
+          0.0
+        """
+        return grpo_loss(
+            logprobs,
+            old_logprobs,
+            advantages,
+            completion_mask,
+            term=self.term,
+            ref_logprobs=None if self.kl_in_reward else ref_logprobs,
+            kl_coef=self.kl_coef,
+            divergence=self.divergence,
+            weights=self.aggregation(completion_mask) if weights is None else weights,
+            **self.constants,
+        )
+
+
+_GRPO = Algorithm(of_rewards(group_advantages), kl_coef=0.04)
+_WITHOUT_KL = Algorithm(of_rewards(group_advantages))
+_BY_TOKEN = _WITHOUT_KL._replace(aggregation=token_mean_weights)
+_SEQUENCE_TERM = ratio_term(sequence_log_ratio, clipped_surrogate)
+_SEED = Algorithm(of_rewards(group_advantages, ddof=0, eps=1e-8), term=_SEQUENCE_TERM, kl_coef=0.01)
+
+PRESETS: dict[str, Algorithm] = {
+    # DeepSeekMath (2402.03300); its group of 64 is 8 here.
+    "grpo": _GRPO,
+    "rank": _GRPO._replace(advantages=of_rewards(rank_advantages)),
+    # 2503.20783
+    "dr_grpo": Algorithm(of_rewards(centered_advantages), aggregation=constant_length_weights),
+    # 2503.14476: clip-higher and the token mean.
+    "dapo": _BY_TOKEN._replace(epsilon_high=0.28),
+    # 2507.18071
+    "gspo": _WITHOUT_KL._replace(
+        term=ratio_term(gspo_log_ratio, clipped_surrogate), epsilon_low=3e-4, epsilon_high=4e-4
+    ),
+    # 2506.13585: a cap of 5 and no lower bound.
+    "cispo": _BY_TOKEN._replace(term=ratio_term(token_log_ratio, cispo_surrogate), epsilon_low=1.0, epsilon_high=4.0),
+    # 2402.14740
+    "rloo": Algorithm(of_rewards(leave_one_out_advantages), term=_SEQUENCE_TERM, kl_coef=0.05, kl_in_reward=True),
+    # The two posts that announced GRPO, with ratios of whole responses.
+    "seed_000": _SEED._replace(temperature=0.7, temperature_spread=0.3),
+    "seed_001": _SEED._replace(epsilon_low=0.15, epsilon_high=0.15, group_size=12),
+    # 2507.20673; epsilons are of the log-ratio.
+    "gmpo": _WITHOUT_KL._replace(term=gmpo_term, epsilon_low=0.4, epsilon_high=0.4),
+    # 2511.20347
+    "sapo": _WITHOUT_KL._replace(term=ratio_term(token_log_ratio, sapo_surrogate), epsilon_low=None, epsilon_high=None),
+    # 2602.04879
+    "dppo": _BY_TOKEN._replace(term=dppo_term, epsilon_low=None, epsilon_high=None, ratio_to_sampler=True),
+    # GSPO's ratio of the row, its loss times |o|: sums over the tokens that it stands on.
+    "luspo": _WITHOUT_KL._replace(
+        term=ratio_term(sequence_mean_log_ratio, clipped_surrogate),
+        aggregation=sequence_sum_weights,
+        epsilon_low=3e-4,
+        epsilon_high=4e-4,
+    ),
+    # 2602.10693
+    "vespo": _BY_TOKEN._replace(term=vespo_term, epsilon_low=None, epsilon_high=None),
+    # 2505.23585: exactly on-policy.
+    "opo": _BY_TOKEN._replace(advantages=opo_advantages, term=reinforce_term, epsilon_low=None, epsilon_high=None),
+    # 2504.02546
+    "gpg": _BY_TOKEN._replace(
+        advantages=of_rewards(gpg_advantages), term=reinforce_term, epsilon_low=None, epsilon_high=None
+    ),
+    # 2602.02710
+    "max_rl": _BY_TOKEN._replace(advantages=of_rewards(max_rl_advantages)),
+    # 2508.08221
+    "lite_ppo": _BY_TOKEN._replace(advantages=of_rewards(batch_std_advantages)),
+    # 2508.10751, k = 4 of 8.
+    "pass_at_k": _BY_TOKEN._replace(advantages=of_rewards(pass_at_k_advantages, k=4)),
+}
+
+
+def check(algorithm: Algorithm) -> None:
+    """Refuses compositions that make no sense.
+
+    Args:
+      algorithm: of any functions and constants.
+
+    Raises:
+      ValueError: one sentence that says what to change.
+
+    Examples:
+      >>> check(PRESETS["gmpo"]._replace(aggregation=token_mean_weights))
+      Traceback (most recent call last):
+      ValueError: the term is one number a row, but these weights count it once a token: take sequence_mean_weights
+    """
+    if algorithm.kl_coef and not algorithm.kl_in_reward and algorithm.divergence is kl_k1:
+        raise ValueError("kl_k1 in the loss has no expected gradient: take kl_unbiased, or set kl_in_reward")
+    if (algorithm.epsilon_low is None) != (algorithm.epsilon_high is None):
+        raise ValueError(
+            f"epsilon_low is {algorithm.epsilon_low} and epsilon_high {algorithm.epsilon_high}: give both or neither"
+        )
+    rewards = jax.ShapeDtypeStruct((1, algorithm.group_size), jnp.float32)
+    jax.eval_shape(algorithm.advantages, rewards, rewards)  # refuses a k above the group's size
+    if algorithm.aggregation not in (sequence_mean_weights, sequence_sum_weights) and _is_one_number_a_row(algorithm):
+        raise ValueError(
+            "the term is one number a row, but these weights count it once a token: take sequence_mean_weights"
+        )
+
+
+def _is_one_number_a_row(algorithm: Algorithm) -> bool:
+    """Whether the term of one token has a gradient in the log-probability of another, at a ratio of 1."""
+    logprobs, mask = -jnp.ones((1, 2)), jnp.ones((1, 2), bool)
+
+    def of_first_token(logprobs):
+        return algorithm.term(logprobs, -jnp.ones((1, 2)), jnp.ones(1), mask, **algorithm.constants)[0, 0]
+
+    try:
+        return bool(jax.grad(of_first_token)(logprobs)[0, 1] != 0)
+    except TypeError as error:
+        raise ValueError(
+            f"the term takes no such constants, set epsilon_low and epsilon_high to None: {error}"
+        ) from None
