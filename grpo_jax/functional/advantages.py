@@ -355,7 +355,7 @@ def gdpo_advantages(
     Examples:
       >>> accuracy, tokens = jnp.array([1.0, 1.0, 0.0]), jnp.array([10.0, 30.0, 20.0])
       >>> print(gdpo_advantages(jnp.stack([accuracy, -tokens])))
-      [ 1.091 -0.293 -0.798]
+      [ 1.115 -0.299 -0.816]
     """
     applies = ~jnp.isnan(rewards)
     by_reward = group_advantages(rewards, ddof=ddof, eps=eps, where=applies)

@@ -201,7 +201,8 @@ def check(algorithm: Algorithm) -> None:
         )
     rewards = jax.ShapeDtypeStruct((1, algorithm.group_size), jnp.float32)
     jax.eval_shape(algorithm.advantages, rewards, rewards)  # refuses a k above the group's size
-    if algorithm.aggregation not in (sequence_mean_weights, sequence_sum_weights) and _is_one_number_a_row(algorithm):
+    one_number_a_row = _is_one_number_a_row(algorithm)
+    if one_number_a_row and algorithm.aggregation not in (sequence_mean_weights, sequence_sum_weights):
         raise ValueError(
             "the term is one number a row, but these weights count it once a token: take sequence_mean_weights"
         )
