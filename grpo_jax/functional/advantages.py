@@ -288,7 +288,7 @@ def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = No
     if rewards.shape[-1] == 1:
         return jnp.zeros_like(rewards)
     eligible = rewards if where is None else jnp.where(where, rewards, -jnp.inf)
-    is_best = jnp.arange(rewards.shape[-1]) == jnp.argmax(eligible, axis=-1)[..., None]
+    is_best = _positions(rewards) == jnp.argmax(eligible, axis=-1, keepdims=True)
     best = jnp.max(eligible, axis=-1, keepdims=True)
     second = jnp.max(jnp.where(is_best, -jnp.inf, eligible), axis=-1, keepdims=True)
     has_second = _count(rewards, where) > 1
@@ -470,7 +470,7 @@ def rewards_at_end(rewards: jax.Array, mask: jax.Array) -> jax.Array:
       >>> print(rewards_at_end(jnp.array([5.0]), jnp.array([[True, True, False]])))
       [[0. 5. 0.]]
     """
-    position = jnp.arange(mask.shape[-1])
+    position = _positions(mask)
     last = jnp.max(jnp.where(mask, position, -1), axis=-1, keepdims=True)
     return jnp.where(position == last, rewards[..., None], 0)
 
@@ -531,6 +531,11 @@ def generalized_advantages(
     by_token = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), (rewards, values, mask))
     advantages = jax.lax.scan(backward, (end, following), by_token, reverse=True)[1]
     return jnp.moveaxis(advantages, 0, -1)
+
+
+def _positions(like: jax.Array) -> jax.Array:
+    """0, 1, … along the last axis, with the rank of `like`."""
+    return jnp.arange(like.shape[-1]).reshape(*[1] * (like.ndim - 1), -1)
 
 
 def _mean_ranks(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
