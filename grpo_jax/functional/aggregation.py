@@ -29,6 +29,11 @@ def token_mean_weights(mask: jax.Array, *, axis_name: AxisName = None) -> jax.Ar
 
     Returns:
       float32 `[..., T]`, summing to 1 over the optimizer batch (to 0 if it is empty).
+
+    Examples:
+      >>> print(token_mean_weights(jnp.array([[True, True, True], [True, False, False]])))
+      [[0.25 0.25 0.25]
+       [0.25 0.   0.  ]]
     """
     total = over_devices(jnp.sum(mask, dtype=jnp.float32), axis_name)
     return mask.astype(jnp.float32) / jnp.maximum(total, 1)
@@ -43,6 +48,11 @@ def sequence_mean_weights(mask: jax.Array, *, axis_name: AxisName = None) -> jax
 
     Returns:
       float32 `[..., T]`, summing to 1 over the optimizer batch (to 0 if it is empty).
+
+    Examples:
+      >>> print(sequence_mean_weights(jnp.array([[True, True], [True, False]])))
+      [[0.25 0.25]
+       [0.5  0.  ]]
     """
     lengths = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32)
     return mask.astype(jnp.float32) / (jnp.maximum(lengths, 1) * _num_rows(mask, axis_name))
@@ -57,6 +67,11 @@ def sequence_sum_weights(mask: jax.Array, *, axis_name: AxisName = None) -> jax.
 
     Returns:
       float32 `[..., T]`, summing to the mean length of a row.
+
+    Examples:
+      >>> print(sequence_sum_weights(jnp.array([[True, True], [True, False]])))
+      [[0.5 0.5]
+       [0.5 0. ]]
     """
     return mask.astype(jnp.float32) / _num_rows(mask, axis_name)
 
@@ -72,6 +87,11 @@ def constant_length_weights(mask: jax.Array, *, max_length: int | None = None, a
 
     Returns:
       float32 `[..., T]`.
+
+    Examples:
+      >>> print(constant_length_weights(jnp.array([[True, True], [True, False]]), max_length=4))
+      [[0.125 0.125]
+       [0.125 0.   ]]
     """
     max_length = mask.shape[-1] if max_length is None else max_length
     return mask.astype(jnp.float32) / (max_length * _num_rows(mask, axis_name))

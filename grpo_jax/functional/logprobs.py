@@ -52,6 +52,12 @@ def token_logprobs(
 
     Raises:
       AssertionError: shapes disagree (at trace time).
+
+    Examples:
+      >>> hidden, unembedding = jnp.ones((1, 2, 3)), jnp.zeros((4, 3))  # T = 2, D = 3, V = 4
+      >>> result = token_logprobs(hidden, unembedding, jnp.array([[0, 3]]))
+      >>> print(result.logprobs, result.entropy)  # −log 4, log 4
+      [[-1.386 -1.386]] [[1.386 1.386]]
     """
     chex.assert_shape(hidden, (*ids.shape, None))
     chex.assert_shape(unembedding, (None, hidden.shape[-1]))

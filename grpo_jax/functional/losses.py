@@ -165,6 +165,11 @@ def masked_sum(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array
 
     Returns:
       Two float32 scalars.
+
+    Examples:
+      >>> total, count = masked_sum(jnp.array([1.0, 2.0, 9.0]), jnp.array([True, True, False]))
+      >>> print(total, count)
+      3.0 2.0
     """
     values = jax.lax.stop_gradient(values).astype(jnp.float32)
     return jnp.sum(jnp.where(mask, values, 0)), jnp.sum(mask, dtype=jnp.float32)
@@ -190,6 +195,10 @@ def grpo_objective(rhos, A, pi_theta_old, pi_theta_ref, epsilon=0.2, beta=0.01) 
 
     Raises:
       ValueError: the lengths differ.
+
+    Examples:
+      >>> print(grpo_objective([1.2], [1.0], [0.9], [1.0], beta=0.01))  # one response: no KL is possible
+      1.2
     """
     rhos, A, old, ref = (jnp.asarray(x, dtype=float) for x in (rhos, A, pi_theta_old, pi_theta_ref))
     if not rhos.shape == A.shape == old.shape == ref.shape:

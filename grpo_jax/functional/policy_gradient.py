@@ -34,6 +34,10 @@ def token_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Arra
 
     Returns:
       `[..., T]`, 0 where masked, whatever stands there.
+
+    Examples:
+      >>> print(token_log_ratio(jnp.array([-1.0, -9.0]), jnp.array([-1.5, 0.0]), jnp.array([True, False])))
+      [0.5 0. ]
     """
     # Masked before any exp: what exp makes of rubbish in a padded slot (inf) has a
     # gradient of NaN even when it is multiplied by 0 later.
@@ -58,6 +62,11 @@ def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.A
 
     Returns:
       `[..., T]`, the row's number on every one of its tokens, 0 where masked.
+
+    Examples:
+      >>> logprobs, old_logprobs = jnp.array([-1.0, -2.0, -9.0]), jnp.array([-1.5, -3.0, -1.0])
+      >>> print(sequence_log_ratio(logprobs, old_logprobs, jnp.array([True, True, False])))
+      [1.5 1.5 0. ]
     """
     total = jnp.sum(token_log_ratio(logprobs, old_logprobs, mask), axis=-1, keepdims=True)
     return jnp.where(mask, jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO), 0)
@@ -95,6 +104,11 @@ def gspo_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array
 
     Returns:
       `[..., T]`, 0 where masked.
+
+    Examples:
+      >>> logprobs, old_logprobs = jnp.array([-1.0, -2.0, -9.0]), jnp.array([-1.5, -3.0, -1.0])
+      >>> print(gspo_log_ratio(logprobs, old_logprobs, jnp.array([True, True, False])))
+      [0.75 0.75 0.  ]
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
     return jnp.where(mask, jax.lax.stop_gradient(_row_mean(log_ratio, mask) - log_ratio) + log_ratio, 0)

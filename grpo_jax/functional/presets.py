@@ -155,7 +155,7 @@ PRESETS: dict[str, Algorithm] = {
     "sapo": _WITHOUT_KL._replace(term=ratio_term(token_log_ratio, sapo_surrogate), epsilon_low=None, epsilon_high=None),
     # 2602.04879
     "dppo": _BY_TOKEN._replace(term=dppo_term, epsilon_low=None, epsilon_high=None, ratio_to_sampler=True),
-    # GSPO's ratio of the row, its loss times |o|: sums over the tokens that it stands on.
+    # 2602.05261: a row counts |o| times, by sums over the tokens that its number stands on; epsilons as in GSPO.
     "luspo": _WITHOUT_KL._replace(
         term=ratio_term(sequence_mean_log_ratio, clipped_surrogate),
         aggregation=sequence_sum_weights,
