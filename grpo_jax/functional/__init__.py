@@ -4,6 +4,7 @@ Arrays keep any leading axes: per-token arrays are `[..., T]`, rewards and advan
 of groups `[..., G]`, masks bool. Everything works under jit, grad, vmap, `jax.pmap` and
 `shard_map`. Hyperparameters are keyword-only; those that are floats may be traced.
 
+.. include:: ../../docs/examples.md
 .. include:: ../../docs/methods.md
 """
 

@@ -1,0 +1,103 @@
+"""The documentation is run, and held against the code."""
+
+import inspect
+import re
+from ast import literal_eval
+from pathlib import Path
+
+import pytest
+
+from grpo_jax import functional as F
+
+DOCS = Path(__file__).parents[1] / "docs"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", (DOCS / "examples.md").read_text(), re.M | re.S)
+
+
+def examples():
+    """Blocks that stand alone, each with those that continue it."""
+    programs = []
+    for code in BLOCKS:
+        if code.startswith("# (continued)"):
+            programs[-1] += code
+        else:
+            programs.append(code)
+    return programs
+
+
+@pytest.mark.parametrize("code", examples(), ids=range(len(examples())))
+def test_example_runs(code):
+    exec(compile(code, "examples.md", "exec"), {})
+
+
+# --- the table of methods ---
+
+
+def table(heading):
+    """Rows of the table whose first column is `heading`, as lists of cells."""
+    lines = (DOCS / "methods.md").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {heading} |"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return rows
+
+
+METHODS = [row for row in table("method") if row[2]]
+NOT_METHODS = {"Algorithm", "CombinedRewards", "Metrics", "PRESETS", "Term", "TokenLogprobs"}  # types and tables
+HELPERS = {"check", "clipped_term", "of_rewards", "per_token"}
+
+
+def test_every_function_has_one_row():
+    named = [row[2].strip("`") for row in METHODS]
+    assert sorted(named) == sorted(set(F.__all__) - NOT_METHODS - HELPERS)
+
+
+@pytest.mark.parametrize("row", METHODS, ids=lambda row: row[2].strip("`"))
+def test_row_is_complete_and_its_defaults_are_the_functions(row):
+    _, _, function, equation, defaults, origin = row
+    parameters = inspect.signature(getattr(F, function.strip("`"))).parameters
+    numbers = {
+        name: parameter.default for name, parameter in parameters.items() if isinstance(parameter.default, (int, float))
+    }
+    stated = dict(part.split("=") for part in defaults.split(", ")) if defaults else {}
+    stated = {name: literal_eval(value) for name, value in stated.items()}
+    assert {name: value for name, value in stated.items() if value is not None} == numbers
+    assert all(parameters[name].default == value for name, value in stated.items())
+    assert equation
+    assert origin or not numbers or numbers == {"temperature": 1.0}
+
+
+@pytest.mark.parametrize("name", sorted(set(F.__all__) - NOT_METHODS - {"clipped_term"}))
+def test_docstring_is_complete(name):
+    function = getattr(F, name)
+    doc = inspect.getdoc(function)
+    parameters = inspect.signature(function).parameters
+    if name not in HELPERS:
+        assert "Args:" in doc
+        assert "Returns:" in doc
+        assert ">>>" in doc
+    for parameter in parameters if "Args:" in doc else ():
+        assert re.search(rf"^ +(\*\*)?{parameter}:", doc, re.M), f"{parameter} is not described"
+
+
+PRESET_ROWS = {row[0].strip("`"): row[1:] for row in table("preset")}
+
+
+def test_every_preset_has_a_row():
+    assert PRESET_ROWS.keys() == F.PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", F.PRESETS)
+def test_row_of_preset_has_its_functions_and_constants(name):
+    algorithm = F.PRESETS[name]
+    _, _, _, weights, divergence, kl_coef, epsilon_low, epsilon_high = PRESET_ROWS[name]
+    assert weights == f"`{algorithm.aggregation.__name__}`"
+    assert float(kl_coef) == algorithm.kl_coef
+    for stated, constant in ((epsilon_low, algorithm.epsilon_low), (epsilon_high, algorithm.epsilon_high)):
+        assert (float(stated) if stated else None) == constant
+    if algorithm.kl_in_reward:
+        assert divergence == "k1 in the reward"
+    else:
+        assert divergence == (f"`{algorithm.divergence.__name__}`" if algorithm.kl_coef else "")
