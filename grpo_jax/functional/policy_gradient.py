@@ -41,13 +41,19 @@ def token_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Arra
     """
     # Masked before any exp: what exp makes of rubbish in a padded slot (inf) has a
     # gradient of NaN even when it is multiplied by 0 later.
-    difference = _exact(logprobs, mask) - jax.lax.stop_gradient(_exact(old_logprobs, mask))
-    return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = _exact(logprobs) - jax.lax.stop_gradient(_exact(old_logprobs))
+    return jnp.where(mask, _bounded(difference), 0)
 
 
-def _exact(logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """0 where masked, and at least float32: 16 bits hold neither a small difference nor its exp."""
-    return jnp.where(mask, logprobs, 0).astype(jnp.promote_types(logprobs.dtype, jnp.float32))
+def _exact(logprobs: jax.Array) -> jax.Array:
+    """At least float32: 16 bits hold neither a small difference nor its exp."""
+    return logprobs.astype(jnp.promote_types(logprobs.dtype, jnp.float32))
+
+
+def _bounded(log_ratio: jax.Array) -> jax.Array:
+    # Not jnp.clip, whose gradient at ties costs several arrays.
+    bound = jnp.asarray(MAX_LOG_RATIO, log_ratio.dtype)
+    return jax.lax.clamp(-bound, log_ratio, bound)
 
 
 def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
@@ -69,7 +75,7 @@ def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.A
       [1.5 1.5 0. ]
     """
     total = jnp.sum(token_log_ratio(logprobs, old_logprobs, mask), axis=-1, keepdims=True)
-    return jnp.where(mask, jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO), 0)
+    return jnp.where(mask, _bounded(total), 0)
 
 
 def sequence_mean_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
@@ -132,9 +138,7 @@ def clipped_surrogate(
       >>> print(clipped_surrogate(jnp.log(jnp.array([1.5, 0.5])), jnp.array(1.0)))  # gains no more above 1.2
       [-1.2 -0.5]
     """
-    advantages = per_token(advantages, log_ratio)
-    ratio = jnp.exp(log_ratio)
-    return -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * advantages)
+    return _capped_surrogate(log_ratio, advantages, epsilon_low, epsilon_high, jnp.inf)
 
 
 def two_sided_clipped_surrogate(
@@ -168,10 +172,7 @@ def two_sided_clipped_surrogate(
     """
     if _known(delta, epsilon_high) and not delta > 1 + epsilon_high:
         raise ValueError(f"delta is {delta}: it must be above 1 + epsilon_high ({1 + epsilon_high}), or it is the clip")
-    advantages = per_token(advantages, log_ratio)
-    capped = jnp.minimum(jnp.exp(log_ratio), delta) * advantages
-    clipped = jnp.clip(jnp.exp(log_ratio), 1 - epsilon_low, 1 + epsilon_high) * advantages
-    return -jnp.minimum(capped, clipped)
+    return _capped_surrogate(log_ratio, advantages, epsilon_low, epsilon_high, delta)
 
 
 def dual_clipped_surrogate(
@@ -183,6 +184,8 @@ def dual_clipped_surrogate(
     dual_clip: float = 3.0,
 ) -> jax.Array:
     """`clipped_surrogate`, and where A < 0 no more than −cA. Dual-clip PPO (1912.09729), equation 5.
+
+    The two-sided clip of δ = c, found earlier.
 
     Args:
       log_ratio: `[..., T]`.
@@ -203,9 +206,7 @@ def dual_clipped_surrogate(
     """
     if _known(dual_clip) and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}: it must be above 1")
-    loss = clipped_surrogate(log_ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    advantages = per_token(advantages, log_ratio)
-    return jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
+    return _capped_surrogate(log_ratio, advantages, epsilon_low, epsilon_high, dual_clip)
 
 
 def unclipped_surrogate(log_ratio: jax.Array, advantages: jax.Array) -> jax.Array:
@@ -328,7 +329,7 @@ def reinforce_term(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax
       [[ 0.5 -0. ]]
     """
     del old_logprobs
-    logprobs = _exact(logprobs, mask)
+    logprobs = jnp.where(mask, _exact(logprobs), 0)
     return -jnp.where(mask, per_token(advantages, logprobs), 0) * logprobs
 
 
@@ -400,7 +401,7 @@ def dppo_term(
       [ 0. -2.]
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
-    moved = jax.lax.stop_gradient(jnp.exp(_exact(logprobs, mask)) - jnp.exp(_exact(old_logprobs, mask)))
+    moved = jax.lax.stop_gradient(jnp.exp(_exact(logprobs)) - jnp.exp(_exact(old_logprobs)))
     advantages = per_token(advantages, log_ratio)
     dropped = ((advantages > 0) & (moved > threshold)) | ((advantages < 0) & (moved < -threshold))
     loss = jnp.where(dropped, 0, unclipped_surrogate(log_ratio, advantages)) + penalty * jnp.square(log_ratio)
@@ -471,7 +472,7 @@ def token_covariance(
       [[1.]
        [1.]]
     """
-    logprobs = jax.lax.stop_gradient(_exact(logprobs, mask))
+    logprobs = jax.lax.stop_gradient(jnp.where(mask, _exact(logprobs), 0))
     advantages = jnp.where(mask, per_token(advantages, logprobs), 0)
     sums = [jnp.sum(x, dtype=logprobs.dtype) for x in (mask, advantages, logprobs)]
     count, *totals = (over_devices(total, axis_name) for total in sums)
@@ -566,6 +567,20 @@ def kl_cov_term(
 def per_token(advantages: jax.Array, like: jax.Array) -> jax.Array:
     """Advantages of rows `[...]` or of tokens `[..., T]`, with the rank of `like` `[..., T]`."""
     return advantages[..., None] if advantages.ndim == like.ndim - 1 else advantages
+
+
+def _capped_surrogate(log_ratio, advantages, epsilon_low, epsilon_high, cap) -> jax.Array:
+    """−A times the ratio bounded on the side where A pushes it, and by `cap` where A < 0.
+
+    By comparisons rather than minimum and clip, whose gradients at ties are halved (a clip at exactly its bound
+    would lose gradient) and take several arrays more.
+    """
+    advantages, ratio = per_token(advantages, log_ratio), jnp.exp(log_ratio)
+    good = advantages > 0
+    bound = jnp.where(good, 1 + epsilon_high, 1 - epsilon_low)
+    beyond = jnp.where(good, ratio > bound, ratio < bound)
+    bounded = jnp.where(beyond, bound, ratio)
+    return -advantages * jnp.where((ratio > cap) & ~good, cap, bounded)
 
 
 def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
