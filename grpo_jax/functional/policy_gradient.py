@@ -280,9 +280,9 @@ def sapo_surrogate(
       >>> print(sapo_surrogate(jnp.zeros(1), jnp.array(1.0)))  # 4 σ(0)
       [-2.]
     """
-    for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        if _known(tau) and not tau > 0:
-            raise ValueError(f"{name} is {tau}: it must be above 0")
+    for name, given in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
+        if _known(given) and not given > 0:
+            raise ValueError(f"{name} is {given}: it must be above 0")
     advantages = per_token(advantages, log_ratio)
     tau = jnp.where(advantages > 0, tau_positive, tau_negative)
     return -advantages * (4 / tau) * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1))

@@ -5,7 +5,7 @@ A preset is data. `PRESETS["dapo"].loss(...)` is its loss on arrays; a variant i
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ class Algorithm(NamedTuple):
     """Completion i of G is sampled at temperature + spread · i/G."""
 
     @property
-    def constants(self) -> dict[str, float]:
+    def constants(self) -> dict[str, Any]:
         """Of the term, by name."""
         given = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
         return {name: value for name, value in given.items() if value is not None}

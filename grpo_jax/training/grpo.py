@@ -127,7 +127,7 @@ class Programs(NamedTuple):
 
     sampler: Sampler
     scorer: Scorer
-    advantages: Callable[[np.ndarray], jax.Array]
+    advantages: Callable[[np.ndarray, np.ndarray], jax.Array]
     # (state, batch, frozen parameters or None) -> state, metrics
     train_step: Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, jax.Array]]]
     # trained parameters -> state; a copy: the step donates its state, and the start stays
