@@ -61,7 +61,15 @@ class ModelOptions:
 
 
 # Constants of a preset that a run may replace.
-_OVERRIDES = ("kl_coef", "epsilon_low", "epsilon_high", "group_size", "temperature", "temperature_spread")
+_OVERRIDES = (
+    "kl_coef",
+    "epsilon_low",
+    "epsilon_high",
+    "entropy_coef",
+    "group_size",
+    "temperature",
+    "temperature_spread",
+)
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,14 @@ class GRPOConfig:
     """How far below 1 the ratio may go; None: the preset's."""
     epsilon_high: float | None = None
     """How far above 1 the ratio may go; None: the preset's."""
+    entropy_coef: float | None = None
+    """Weight of the entropy bonus; None: the preset's, 0 in all of them."""
+    correction: Literal["none", "token", "sequence", "icepop", "geometric"] = "none"
+    """Weights of advantages, by w, recomputed over sampled probability: min(w, 2) of tokens, min(w, 3) of completions,
+    w within [0.5, 5] of tokens, or completions kept whose mean log w is within 0.001. With top-k, top-p or min-p, w is
+    against what was sampled from."""
+    mask_truncated: bool = False
+    """Leave completions without an end out of the loss; they count in their group's advantages all the same."""
     epochs: int = 1
     """Passes over each rollout (mu)."""
     minibatches: int = 1
@@ -189,6 +205,10 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     _require(config.weight_decay >= 0, f"weight_decay is {config.weight_decay}: it must be at least 0")
     _require(0 < config.learning_rate < float("inf"), f"learning_rate is {config.learning_rate}: it must be above 0")
     _require(config.max_grad_norm > 0, f"max_grad_norm is {config.max_grad_norm}: it must be above 0")
+    _require(
+        config.correction == "none" or config.old_logprobs == "recompute",
+        f'correction {config.correction} compares the sampler with the trainer: set old_logprobs to "recompute"',
+    )
     _require(
         config.old_logprobs == "sampler" or not algorithm.ratio_to_sampler,
         f'preset {config.preset} takes its ratio against the sampler: set old_logprobs to "sampler"',

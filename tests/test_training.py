@@ -12,11 +12,13 @@ import pytest
 from grpo_jax.config import PRESETS, GRPOConfig, Preset, validate
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task, pad_prompts, random_reward, rng
 from grpo_jax.training import guards
 from grpo_jax.training.checkpoint import Checkpoints, params_sha256
 from grpo_jax.training.evaluate import evaluate, heldout_rollouts
-from grpo_jax.training.grpo import grpo_loss_fn, make_programs, train
+from grpo_jax.training.grpo import corrected, grpo_loss_fn, make_programs, train
+from grpo_jax.training.rollout import Rollout
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import Batch, TrainState
 
@@ -206,6 +208,60 @@ def test_greedy_is_the_last_of_a_group_and_does_not_depend_on_the_seed(programs)
     assert (one.completions.completion_ids[:, :-1] != two.completions.completion_ids[:, :-1]).any()
 
 
+# ---- corrections
+
+
+def a_rollout(old_logprobs, sampler_logprobs, truncated_logprobs=None):
+    """One prompt, two completions of two tokens; the second has one token and no end."""
+    mask = np.array([[[True, True], [True, False]]])
+    completions = Completions(
+        np.zeros((1, 2, 2), np.int32), mask, sampler_logprobs, truncated_logprobs, np.array([[False, True]])
+    )
+    rollout = Rollout(prompts(0), completions, np.zeros((1, 2)), [])
+    batch = Batch(
+        None, None, None, mask, None, advantages=np.array([[2.0, -1.0]], np.float32), old_logprobs=old_logprobs
+    )
+    return batch, rollout
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected", "mean"),
+    [
+        ("none", [[2.0, -1.0]], None),
+        ("token", [[[4.0, 1.6], [-0.25, -1.0]]], 3.05 / 3),  # w = 4 and 0.8; ¼
+        ("sequence", [[[6.0, 6.0], [-0.25, -1.0]]], 6.25 / 3),  # 4 · 0.8 = 3.2
+        ("icepop", [[[8.0, 1.6], [0.0, -1.0]]], 4.8 / 3),  # ¼ is below 0.5
+        ("geometric", [[[0.0, 0.0], [0.0, -1.0]]], 0.0),
+    ],
+)
+def test_corrections_by_hand(correction, expected, mean):
+    old_logprobs = np.log(np.array([[[0.8, 0.2], [0.1, 0.9]]], np.float32))
+    sampler_logprobs = np.log(np.array([[[0.2, 0.25], [0.4, 0.1]]], np.float32))
+    config = dataclasses.replace(CONFIG, correction=correction)
+    batch, logs = corrected(*a_rollout(old_logprobs, sampler_logprobs), config)
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
+    assert logs == ({} if mean is None else {"correction": pytest.approx(mean, rel=1e-5)})
+    # What was sampled from, where that was less than the whole softmax.
+    batch, _ = corrected(*a_rollout(old_logprobs, old_logprobs, sampler_logprobs), config)
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
+
+
+def test_truncated_completions_leave_the_loss_but_not_the_baseline():
+    batch, rollout = a_rollout(*np.zeros((2, 1, 2, 2), np.float32))
+    kept, _ = corrected(batch, rollout, dataclasses.replace(CONFIG, mask_truncated=True))
+    np.testing.assert_array_equal(kept.completion_mask, [[[True, True], [False, False]]])
+    np.testing.assert_array_equal(kept.advantages, batch.advantages)
+
+
+def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
+    config = dataclasses.replace(CONFIG, correction="icepop", mask_truncated=True, entropy_coef=1e-3, preset="sapo")
+    run = open_run(tmp_path, config)
+    train(POLICY, PARAMS, TASK, config, run)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["reward"] > lines[0]["reward"]
+    assert all(line["correction"] == pytest.approx(1, abs=1e-4) for line in lines)
+
+
 # ---- guards
 
 
@@ -221,6 +277,10 @@ def test_greedy_is_the_last_of_a_group_and_does_not_depend_on_the_seed(programs)
         ({"kl_coef": -0.1}, "kl_coef"),
         ({"epsilon_low": -0.1}, "epsilon_low"),
         ({"old_logprobs": "sampler", "epochs": 2}, "old_logprobs"),
+        ({"old_logprobs": "sampler", "correction": "token"}, "correction"),
+        ({"preset": "sapo", "epsilon_low": 0.1}, "sapo has no such constant"),
+        ({"preset": "dppo"}, "old_logprobs"),
+        ({"preset": "pass_at_k", "group_size": 2}, "k is 4"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"steps": 0}, "steps"),

@@ -75,6 +75,8 @@ class Algorithm(NamedTuple):
     """Constant of the term; None: it has none, and neither epsilon_high."""
     epsilon_high: float | None = 0.2
     """Constant of the term."""
+    entropy_coef: float = 0.0
+    """c of the entropy bonus −c H."""
     ratio_to_sampler: bool = False
     """The term is defined against the sampler's own log-probabilities, not recomputed ones."""
     group_size: int = 8
@@ -98,11 +100,12 @@ class Algorithm(NamedTuple):
         completion_mask: jax.Array,
         *,
         ref_logprobs: jax.Array | None = None,
+        entropy: jax.Array | None = None,
         weights: jax.Array | None = None,
     ) -> tuple[jax.Array, Metrics]:
         """`grpo_loss` of this method, all arguments as there.
 
-        Without weights, those of the mask given; without reference, no KL term.
+        Without weights, those of the mask given; without reference or entropy, without these terms.
 
         Examples:
           >>> logprobs, mask = jnp.array([[-1.0, -2.0], [-3.0, -9.0]]), jnp.array([[True, True], [True, False]])
@@ -119,6 +122,8 @@ class Algorithm(NamedTuple):
             ref_logprobs=None if self.kl_in_reward else ref_logprobs,
             kl_coef=self.kl_coef,
             divergence=self.divergence,
+            entropy=entropy if self.entropy_coef else None,
+            entropy_coef=self.entropy_coef,
             weights=self.aggregation(completion_mask) if weights is None else weights,
             **self.constants,
         )

@@ -1,6 +1,7 @@
 """The GRPO loop, read from top to bottom."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,17 @@ import numpy as np
 
 from grpo_jax.config import GRPOConfig, validate
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import kl_k1, masked_sum
+from grpo_jax.functional import (
+    keep_rows,
+    kl_k1,
+    masked_sum,
+    masked_weights,
+    rejection_weights,
+    sequence_log_ratio,
+    sequence_mean_log_ratio,
+    token_log_ratio,
+    truncated_weights,
+)
 from grpo_jax.functional.presets import Algorithm
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
@@ -102,6 +113,7 @@ def train(
                 rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm)
                 lengths = batch.completion_mask.sum(-1)
                 batch = batch._replace(advantages=np.asarray(programs.advantages(rewards, lengths)))
+                batch, correction = corrected(batch, rollout, config)
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
                 with run.timed("update"):
@@ -112,10 +124,10 @@ def train(
                 if evaluate and config.eval_every and (step + 1) % config.eval_every == 0:
                     with run.timed("evaluate"):
                         evaluated = evaluate(join(state.params, frozen))
-                run.log(phase, step + 1, rollout_metrics(rollout) | penalty | metrics | evaluated)
+                run.log(phase, step + 1, rollout_metrics(rollout) | penalty | correction | metrics | evaluated)
                 if config.rollouts_every and step % config.rollouts_every == 0:
                     run.log_rollout(phase, step + 1, readable(rollout, batch))
-                run.log_times(phase, step + 1, tokens=int(batch.completion_mask.sum()))
+                run.log_times(phase, step + 1, tokens=int(rollout.completions.completion_mask.sum()))
                 show(step + 1, f"reward {rollout.rewards.mean():.3f}")
                 if step + 1 == config.steps or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
                     checkpoints.save(state, step + 1)
@@ -222,6 +234,39 @@ def penalised_rewards(
     return rewards - algorithm.kl_coef * k1.sum(-1), kl, batch._replace(ref_logprobs=None)
 
 
+# What a correction compares, and what it makes of the ratio.
+_CORRECTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
+    "token": (token_log_ratio, truncated_weights),
+    "sequence": (sequence_log_ratio, partial(truncated_weights, cap=3.0)),
+    "icepop": (token_log_ratio, masked_weights),
+    "geometric": (sequence_mean_log_ratio, rejection_weights),
+}
+
+
+def corrected(batch: Batch, rollout: Rollout, config: GRPOConfig) -> tuple[Batch, dict[str, float]]:
+    """Advantages by tokens, weighted for what sampler and trainer disagree on, and the mask without truncated rows.
+
+    Args:
+      batch: with advantages `[N, G]` and recomputed log-probabilities.
+      rollout: as sampled.
+      config: the run's.
+
+    Returns:
+      The batch, and the mean weight to log as `correction`.
+    """
+    completions, mask, logs = rollout.completions, batch.completion_mask, {}
+    if config.correction != "none":
+        log_ratio, weights_of = _CORRECTIONS[config.correction]
+        sampled = completions.truncated_logprobs
+        sampled = completions.sampler_logprobs if sampled is None else sampled
+        weights = np.asarray(weights_of(log_ratio(batch.old_logprobs, sampled, mask)))
+        batch = batch._replace(advantages=batch.advantages[..., None] * weights)
+        logs = {"correction": float(weights[mask].mean()) if mask.any() else 0.0}
+    if config.mask_truncated:
+        batch = batch._replace(completion_mask=np.asarray(keep_rows(mask, ~completions.truncated)))
+    return batch, logs
+
+
 def update(
     programs: Programs,
     state: TrainState,
@@ -268,6 +313,7 @@ def grpo_loss_fn(policy: Policy, algorithm: Algorithm) -> LossFn:
             batch.advantages,
             mask,
             ref_logprobs=batch.ref_logprobs,
+            entropy=scores.entropy,
             weights=batch.weights,
         )
         # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
@@ -287,7 +333,7 @@ def readable(rollout: Rollout, batch: Batch, num_groups: int = 2) -> list[dict[s
             "prompt": rollout.prompts.examples[i]["prompt"],
             "completions": rollout.texts[i],
             "rewards": rollout.rewards[i].tolist(),
-            "advantages": [round(float(a), 4) for a in batch.advantages[i]],
+            "advantages": np.asarray(batch.advantages[i], float).round(4).tolist(),
             "lengths": rollout.completions.completion_mask[i].sum(-1).tolist(),
         }
         for i in range(min(num_groups, len(rollout.texts)))

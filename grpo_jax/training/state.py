@@ -29,7 +29,7 @@ class Batch(NamedTuple):
     completion_ids: Array  # int32 [N, G, T]
     completion_mask: Array  # bool [N, G, T]
     temperature: Array  # [N, G], that of the sampler
-    advantages: Array = None  # [N, G]
+    advantages: Array = None  # [N, G]; [N, G, T] when corrected
     old_logprobs: Array = None  # [N, G, T]
     ref_logprobs: Array = None  # [N, G, T]; None without a reference
     sampler_logprobs: Array = None  # [N, G, T]
