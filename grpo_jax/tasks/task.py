@@ -1,7 +1,7 @@
 """What a task is: prompts as a function of the step, and a reward on text."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,8 +9,26 @@ import numpy as np
 from grpo_jax.errors import UsageError
 
 Example = dict[str, Any]  # the columns of one prompt: "prompt", and what its reward needs
-# (examples, completions), one entry a completion -> one number each
-Reward = Callable[[Sequence[Example], Sequence[str]], Sequence[float]]
+
+
+class Completion(str):
+    """The text of a completion, which also knows its tokens."""
+
+    ids: tuple[int, ...]  # as sampled, without the token that ended it
+    truncated: bool  # nothing ended it within max_tokens
+
+    def __new__(cls, text: str, ids: Sequence[int] = (), truncated: bool = False) -> "Completion":
+        self = super().__new__(cls, text)
+        self.ids, self.truncated = tuple(ids), truncated
+        return self
+
+    def __getnewargs__(self):
+        return str(self), self.ids, self.truncated  # so that it can be sent to another process
+
+
+Number = float | None  # None: the reward does not apply to this completion
+# (examples, completions), one entry a completion -> one number each; may be async
+Reward = Callable[[Sequence[Example], Sequence[Completion]], Sequence[Number] | Awaitable[Sequence[Number]]]
 
 
 class Prompts(NamedTuple):

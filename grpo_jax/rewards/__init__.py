@@ -1,0 +1,1 @@
+"""Rewards on the host: what a completion earns."""

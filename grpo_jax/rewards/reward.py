@@ -1,0 +1,77 @@
+"""Rewards put together: several functions, weights, and what does not apply."""
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from grpo_jax.errors import UsageError
+from grpo_jax.tasks.task import Completion, Example, Reward
+
+
+class Component(NamedTuple):
+    """One reward among several."""
+
+    reward: Reward
+    weight: float = 1.0
+
+
+Rewards = Mapping[str, Component]
+
+
+class Scores(NamedTuple):
+    """What B completions earned."""
+
+    rewards: np.ndarray  # float32 [B], Σ weight · component over those that apply; 0 where none does
+    applicable: np.ndarray  # bool [B], whether any does
+    components: dict[str, np.ndarray]  # name -> float32 [B], unweighted, NaN where it does not apply
+
+
+def score(rewards: Reward | Rewards, examples: Sequence[Example], completions: Sequence[Completion]) -> Scores:
+    """Rewards of completions. Async functions run together.
+
+    Args:
+      rewards: one function, or several with weights.
+      examples: B, the prompt's columns of each completion.
+      completions: B.
+
+    Returns:
+      The scores. A NaN that a function returned stays NaN in the sum; None does not apply.
+
+    Raises:
+      UsageError: a function returned another number of rewards than there are completions, or no numbers.
+    """
+    named = rewards if isinstance(rewards, Mapping) else {"reward": Component(rewards)}
+    answers = [component.reward(examples, completions) for component in named.values()]
+    if any(inspect.isawaitable(answer) for answer in answers):
+        answers = asyncio.run(_gather(answers))
+    total, applicable = np.zeros(len(completions), np.float32), np.zeros(len(completions), bool)
+    components = {}
+    for (name, component), answer in zip(named.items(), answers, strict=True):
+        values, applies = _checked(name, answer, len(completions))
+        total += np.where(applies, np.float32(component.weight) * values, 0)
+        applicable |= applies
+        components[name] = np.where(applies, values, np.nan)
+    return Scores(total, applicable, components)
+
+
+async def _gather(answers):
+    async def wait(answer):
+        return await answer if inspect.isawaitable(answer) else answer
+
+    return await asyncio.gather(*map(wait, answers))
+
+
+def _checked(name: str, answer, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Values float32 `[B]`, 0 where it does not apply, and where it applies."""
+    try:
+        answer = list(answer)
+        applies = np.array([number is not None for number in answer], bool)
+        values = np.array([0.0 if number is None else float(number) for number in answer], np.float32)
+    except (TypeError, ValueError):
+        raise UsageError(f"reward {name} must return one number (or None) for each completion") from None
+    if len(answer) != count:
+        raise UsageError(f"the reward function {name} returned {len(answer)} rewards for {count} completions")
+    return values, applies
