@@ -46,21 +46,21 @@ from grpo_jax.functional.policy_gradient import (
 )
 
 
-def of_rewards(advantages: Callable[..., jax.Array], **constants) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """An advantage function that looks at rewards alone, as the (rewards, lengths) -> advantages of an `Algorithm`.
+def of_rewards(advantages: Callable[..., jax.Array], **constants) -> Callable[..., jax.Array]:
+    """An advantage function that looks at rewards alone, as the (rewards, lengths, *, where) of an `Algorithm`.
 
     Examples:
       >>> print(of_rewards(group_advantages, ddof=0)(jnp.array([1.0, 0.0]), jnp.array([3, 4])))
       [ 1. -1.]
     """
-    return lambda rewards, lengths: advantages(rewards, **constants)
+    return lambda rewards, lengths, *, where=None: advantages(rewards, where=where, **constants)
 
 
 class Algorithm(NamedTuple):
     """One published method: which functions, with which constants."""
 
-    advantages: Callable[[jax.Array, jax.Array], jax.Array]
-    """(rewards `[..., G]`, lengths `[..., G]` in tokens) -> `[..., G]`."""
+    advantages: Callable[..., jax.Array]
+    """(rewards `[..., G]`, lengths `[..., G]` in tokens, *, where `[..., G]`) -> `[..., G]`."""
     term: Term = clipped_term
     """(logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`."""
     aggregation: Callable[..., jax.Array] = sequence_mean_weights

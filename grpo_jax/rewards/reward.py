@@ -8,17 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_jax.errors import UsageError
-from grpo_jax.tasks.task import Completion, Example, Reward
-
-
-class Component(NamedTuple):
-    """One reward among several."""
-
-    reward: Reward
-    weight: float = 1.0
-
-
-Rewards = Mapping[str, Component]
+from grpo_jax.tasks.task import Completion, Component, Example, Reward, Rewards
 
 
 class Scores(NamedTuple):
@@ -29,7 +19,9 @@ class Scores(NamedTuple):
     components: dict[str, np.ndarray]  # name -> float32 [B], unweighted, NaN where it does not apply
 
 
-def score(rewards: Reward | Rewards, examples: Sequence[Example], completions: Sequence[Completion]) -> Scores:
+def score_completions(
+    rewards: Reward | Rewards, examples: Sequence[Example], completions: Sequence[Completion]
+) -> Scores:
     """Rewards of completions. Async functions run together.
 
     Args:

@@ -1,7 +1,7 @@
 """What a task is: prompts as a function of the step, and a reward on text."""
 
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,16 @@ Number = float | None  # None: the reward does not apply to this completion
 Reward = Callable[[Sequence[Example], Sequence[Completion]], Sequence[Number] | Awaitable[Sequence[Number]]]
 
 
+class Component(NamedTuple):
+    """One reward among several."""
+
+    reward: Reward
+    weight: float = 1.0
+
+
+Rewards = Mapping[str, Component]
+
+
 class Prompts(NamedTuple):
     """N prompts of up to P tokens, padded on the left."""
 
@@ -44,7 +54,7 @@ class Task(NamedTuple):
 
     # step -> prompts: a pure function, so that a resumed run sees what it would have seen
     prompts: Callable[[int], Prompts]
-    reward: Reward
+    reward: Reward | Rewards
     heldout: Prompts  # never among `prompts`
     decode: Callable[[Sequence[int]], str]  # completion ids, without what ended it -> text
     eos_ids: tuple[int, ...]

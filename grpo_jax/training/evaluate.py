@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_jax.models.transformer import Params
-from grpo_jax.tasks.task import Prompts, Reward, Task
+from grpo_jax.tasks.task import Prompts, Reward, Rewards, Task
 from grpo_jax.training.rollout import Rollout, Sampler, roll_out, step_key
 
 _EVALUATION = 2  # stream of keys
@@ -25,7 +25,7 @@ def heldout_rollouts(
     sampler: Sampler,
     params: Params,
     task: Task,
-    reward: Reward,
+    reward: Reward | Rewards,
     *,
     num_prompts: int,
     group_size: int,

@@ -25,7 +25,7 @@ from grpo_jax.functional.presets import Algorithm
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.tasks.task import Reward, Task
+from grpo_jax.tasks.task import Reward, Rewards, Task
 from grpo_jax.training import guards
 from grpo_jax.training.parallel import data_parallel, num_devices, replicate
 from grpo_jax.training.rollout import (
@@ -57,7 +57,7 @@ def train(
     run: RunFolder,
     *,
     phase: str = "grpo",
-    reward: Reward | None = None,
+    reward: Reward | Rewards | None = None,
     programs: "Programs | None" = None,
     evaluate: Callable[[Params], dict[str, float]] | None = None,
 ) -> TrainState:
@@ -112,7 +112,9 @@ def train(
                 # ---- advantages: rewards against those of the same group
                 rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm)
                 lengths = batch.completion_mask.sum(-1)
-                batch = batch._replace(advantages=np.asarray(programs.advantages(rewards, lengths)))
+                batch = batch._replace(
+                    advantages=np.asarray(programs.advantages(rewards, lengths, where=rollout.applicable))
+                )
                 batch, correction = corrected(batch, rollout, config)
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
@@ -139,7 +141,7 @@ class Programs(NamedTuple):
 
     sampler: Sampler
     scorer: Scorer
-    advantages: Callable[[np.ndarray, np.ndarray], jax.Array]
+    advantages: Callable[..., jax.Array]
     # (state, batch, frozen parameters or None) -> state, metrics
     train_step: Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, jax.Array]]]
     # trained parameters -> state; a copy: the step donates its state, and the start stays

@@ -5,7 +5,7 @@ import numpy as np
 
 from grpo_jax.errors import UsageError
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.rollout import Rollout
+from grpo_jax.training.rollout import Rollout, zero_spread
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import Batch
 
@@ -57,7 +57,9 @@ def check_rollout(run: RunFolder, rollout: Rollout, task: Task) -> None:
             "truncated",
             "no completion ended within max_tokens: raise max_tokens, or see that the model knows its EOS token",
         )
-    if (rollout.rewards.max(-1) == rollout.rewards.min(-1)).all():
+    if not rollout.applicable.any():
+        run.warn_once("applicable", "no reward applies to any completion: look at what the graders refuse")
+    elif zero_spread(rollout).all():
         run.warn_once(
             "spread",
             "in every group all rewards are equal, so there is nothing to learn from: choose easier or harder "

@@ -11,9 +11,10 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.reward import score_completions
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
-from grpo_jax.tasks.task import Prompts, Reward, Task
+from grpo_jax.tasks.task import Completion, Prompts, Reward, Rewards, Task
 from grpo_jax.training.parallel import data_parallel
 from grpo_jax.training.state import Batch
 from grpo_jax.training.step import split_leading
@@ -29,8 +30,10 @@ class Rollout(NamedTuple):
 
     prompts: Prompts
     completions: Completions  # NumPy arrays
-    texts: list[list[str]]  # [N][G]
-    rewards: np.ndarray  # float32 [N, G]
+    texts: list[list[Completion]]  # [N][G]
+    rewards: np.ndarray  # float32 [N, G], the weighted sum
+    applicable: np.ndarray  # bool [N, G], whether any reward applies
+    components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where it does not apply
 
 
 def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int = 1) -> Sampler:
@@ -86,7 +89,7 @@ def roll_out(
     params: Params,
     prompts: Prompts,
     task: Task,
-    reward: Reward,
+    reward: Reward | Rewards,
     temperature: np.ndarray,
     key: jax.Array,
 ) -> Rollout:
@@ -97,7 +100,7 @@ def roll_out(
       params: the policy's.
       prompts: N.
       task: for its decoder.
-      reward: on text.
+      reward: one function, or several with weights.
       temperature: float32 `[N, G]`.
       key: consumed.
 
@@ -119,19 +122,21 @@ def roll_out(
     texts = decode_groups(completions, task)
     group_size = temperature.shape[1]
     examples = [example for example in prompts.examples for _ in range(group_size)]
-    rewards = reward(examples, [text for group in texts for text in group])
-    if len(rewards) != temperature.size:
-        raise UsageError(f"the reward function returned {len(rewards)} rewards for {temperature.size} completions")
-    return Rollout(prompts, completions, texts, np.asarray(rewards, np.float32).reshape(temperature.shape))
+    scores = score_completions(reward, examples, [text for group in texts for text in group])
+    scores = jax.tree.map(lambda x: x.reshape(temperature.shape), scores)
+    return Rollout(prompts, completions, texts, *scores)
 
 
-def decode_groups(completions: Completions, task: Task) -> list[list[str]]:
+def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
     """Texts `[N][G]` of what was sampled, without the token that ended it."""
     content = completions.completion_mask & ~np.isin(completions.completion_ids, task.eos_ids)
-    return [
-        [task.decode(ids[keep].tolist()) for ids, keep in zip(group, kept, strict=True)]
-        for group, kept in zip(completions.completion_ids, content, strict=True)
-    ]
+
+    def decode(row: tuple[int, ...]) -> Completion:
+        ids = completions.completion_ids[row][content[row]].tolist()
+        return Completion(task.decode(ids), ids, bool(completions.truncated[row]))
+
+    num_prompts, group_size = completions.truncated.shape
+    return [[decode((i, j)) for j in range(group_size)] for i in range(num_prompts)]
 
 
 def group_temperatures(num_prompts: int, group_size: int, temperature: float, spread: float) -> np.ndarray:
@@ -156,18 +161,29 @@ def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
 
     Lengths are in tokens, the ending one included.
     """
-    rewards, completions = rollout.rewards, rollout.completions
+    completions, components = rollout.completions, rollout.components
     lengths = completions.completion_mask.sum(-1)
+    moments = {"reward": rollout.rewards[rollout.applicable]}
+    if len(components) > 1:
+        moments |= {f"reward_{name}": values[~np.isnan(values)] for name, values in components.items()}
     return {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "zero_spread_share": float((rewards.max(-1) == rewards.min(-1)).mean()),
+        **{name: float(values.mean()) if values.size else None for name, values in moments.items()},
+        **{f"{name}_std": float(values.std()) if values.size else None for name, values in moments.items()},
+        "not_applicable_share": float(1 - rollout.applicable.mean()),
+        "zero_spread_share": float(zero_spread(rollout).mean()),
         "length_mean": float(lengths.mean()),
         "length_min": int(lengths.min()),
         "length_max": int(lengths.max()),
         "truncated_share": float(completions.truncated.mean()),
         "tokens": int(lengths.sum()),
     }
+
+
+def zero_spread(rollout: Rollout) -> np.ndarray:
+    """Whether all rewards of a group that apply are equal, bool `[N]`: such a group teaches nothing."""
+    highest = np.where(rollout.applicable, rollout.rewards, -np.inf).max(-1)
+    lowest = np.where(rollout.applicable, rollout.rewards, np.inf).min(-1)
+    return (highest == lowest) | ~rollout.applicable.any(-1)
 
 
 def step_key(seed: int, stream: int, step: int) -> jax.Array:
