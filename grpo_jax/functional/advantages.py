@@ -50,7 +50,7 @@ def group_advantages(
         _count(rewards, where) - ddof
     )
     deviation = scale * jnp.sqrt(jnp.where(has_spread, variance, 1))
-    return jnp.where(has_spread, centered / (deviation + eps), 0)
+    return jnp.where(_differs(rewards, where), centered / (deviation + eps), 0)
 
 
 def centered_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
@@ -180,7 +180,8 @@ def batch_std_advantages(
        [ 0.     0.   ]]
     """
     deviation = _batch_moments(rewards, where, ddof, axis_name)[1]
-    return centered_advantages(rewards, where=where) / (deviation + eps)
+    centered = centered_advantages(rewards, where=where)
+    return jnp.where(_differs(rewards, where), centered / (deviation + eps).astype(centered.dtype), 0)
 
 
 def opo_advantages(rewards: jax.Array, lengths: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
@@ -200,11 +201,12 @@ def opo_advantages(rewards: jax.Array, lengths: jax.Array, *, where: jax.Array |
       >>> print(opo_advantages(jnp.array([1.0, 0.0]), jnp.array([30, 10])))
       [ 0.25 -0.75]
     """
-    kept, lengths = _fill(rewards, where), lengths.astype(rewards.dtype)
+    # Small types hold neither lengths nor their sum.
+    kept, lengths = _exact(_fill(rewards, where)), lengths.astype(_exact(rewards).dtype)
     weights = lengths if where is None else jnp.where(where, lengths, 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     baseline = jnp.sum(weights * kept, axis=-1, keepdims=True) / jnp.maximum(total, 1)
-    return _against(rewards, baseline, where)
+    return _against(rewards, baseline.astype(_float(rewards)), where)
 
 
 def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array:
@@ -246,8 +248,9 @@ def gpg_advantages(
     """
     counted = jnp.ones_like(rewards, bool) if where is None else where
     with_signal = counted & _has_spread(rewards, where)
-    rows, signals = (over_devices(jnp.sum(x, dtype=rewards.dtype), axis_name) for x in (counted, with_signal))
-    return centered_advantages(rewards, where=where) * (rows / jnp.maximum(signals, 1))
+    rows, signals = (over_devices(jnp.sum(x, dtype=jnp.float32), axis_name) for x in (counted, with_signal))
+    centered = centered_advantages(rewards, where=where)
+    return centered * (rows / jnp.maximum(signals, 1)).astype(centered.dtype)
 
 
 def max_rl_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
@@ -266,7 +269,8 @@ def max_rl_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> 
     """
     mean = _mean(rewards, where)
     # Not "mean > 0": a NaN must stay visible.
-    return jnp.where(mean <= 0, 0, centered_advantages(rewards, where=where) / jnp.where(mean <= 0, 1, mean))
+    informative = _differs(rewards, where) & ~(mean <= 0)
+    return jnp.where(informative, centered_advantages(rewards, where=where) / jnp.where(mean <= 0, 1, mean), 0)
 
 
 def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
@@ -285,14 +289,13 @@ def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = No
       >>> print(best_of_group_advantages(jnp.array([0.2, 0.9, 0.5])))
       [0.  0.4 0. ]
     """
-    if rewards.shape[-1] == 1:
-        return jnp.zeros_like(rewards)
     eligible = rewards if where is None else jnp.where(where, rewards, -jnp.inf)
     is_best = _positions(rewards) == jnp.argmax(eligible, axis=-1, keepdims=True)
     best = jnp.max(eligible, axis=-1, keepdims=True)
     second = jnp.max(jnp.where(is_best, -jnp.inf, eligible), axis=-1, keepdims=True)
     has_second = _count(rewards, where) > 1
-    return jnp.where(is_best & has_second, best - jnp.where(has_second, second, 0), 0)
+    informative = has_second | jnp.isnan(best)  # a NaN must stay visible, even alone
+    return jnp.where(is_best & informative, best - jnp.where(has_second, second, 0), 0)
 
 
 def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: jax.Array | None = None) -> jax.Array:
@@ -327,7 +330,7 @@ def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: jax.Array | None 
     above = jnp.where(right, all_wrong, all_wrong - others_wrong)
     informative = (variance > 0) & counted & (n >= k)
     advantages = jnp.where(informative, above / jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
-    return jnp.where(jnp.isnan(rewards), jnp.nan, advantages.astype(_float(rewards)))
+    return jnp.where(counted & jnp.isnan(rewards), jnp.nan, advantages.astype(_float(rewards)))
 
 
 def gdpo_advantages(
@@ -390,12 +393,14 @@ def whiten(
        [ 1.  0.]]
     """
     mask = jnp.ones_like(values, bool) if mask is None else mask
+    kept = jnp.where(mask, _exact(values), 0)
     mean, deviation = _batch_moments(values, mask, ddof, axis_name)
     # Of equal values the deviation is rounding noise; see group_advantages.
-    constant = jax.lax.stop_gradient(values)
+    constant = jax.lax.stop_gradient(kept)
     lowest = over_devices(jnp.min(jnp.where(mask, constant, jnp.inf)), axis_name, jax.lax.pmin)
     highest = over_devices(jnp.max(jnp.where(mask, constant, -jnp.inf)), axis_name, jax.lax.pmax)
-    return jnp.where(mask & (lowest != highest), (jnp.where(mask, values, 0) - mean) / (deviation + eps), 0)
+    whitened = jnp.where(mask & (lowest != highest), (kept - mean) / (deviation + eps), 0)
+    return whitened.astype(_float(values))
 
 
 def reinforce_pp_advantages(
@@ -500,7 +505,7 @@ def generalized_advantages(
       num_steps: K, static; None: to the end.
 
     Returns:
-      `[..., T]`, 0 where masked.
+      `[..., T]`, at least float32; 0 where masked.
 
     Raises:
       ValueError: num_steps is below 1.
@@ -512,7 +517,10 @@ def generalized_advantages(
     """
     if num_steps is not None and num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}: it must be at least 1, or None for all")
-    end = jnp.zeros_like(values[..., 0]) if bootstrap is None else bootstrap
+    # In 16 bits a sum over a long completion would stop growing.
+    dtype = jnp.promote_types(_exact(rewards).dtype, _exact(values).dtype)
+    rewards, values = (jnp.where(mask, x.astype(dtype), 0) for x in (rewards, values))
+    end = jnp.zeros_like(values[..., 0]) if bootstrap is None else bootstrap.astype(dtype)
 
     def backward(carry, token):
         next_value, following = carry  # following: A of the next token, or δ of the next K
@@ -578,8 +586,12 @@ def _mean(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
 
 def _against(rewards: jax.Array, baseline: jax.Array, where: jax.Array | None) -> jax.Array:
     """Reward minus baseline; exactly 0 for what does not count, and where all rewards are equal."""
-    kept = _has_spread(rewards, where) if where is None else _has_spread(rewards, where) & where
-    return jnp.where(kept, _fill(rewards, where) - baseline, 0)
+    return jnp.where(_differs(rewards, where), _fill(rewards, where) - baseline, 0)
+
+
+def _differs(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
+    """What counts, in groups whose rewards are not all equal: everything else gets exactly 0."""
+    return _has_spread(rewards, where) if where is None else _has_spread(rewards, where) & where
 
 
 def _has_spread(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
@@ -591,20 +603,30 @@ def _has_spread(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
 def _batch_moments(values: jax.Array, mask: jax.Array | None, ddof: int, axis_name: Hashable | None):
     """Mean and standard deviation over all axes and `axis_name`, of what the mask keeps."""
     mask = jnp.ones_like(values, bool) if mask is None else mask
-    kept = jnp.where(mask, values, 0)
+    kept = jnp.where(mask, _exact(values), 0)
     count, total = (over_devices(jnp.sum(x, dtype=kept.dtype), axis_name) for x in (mask, kept))
     mean = total / jnp.maximum(count, 1)
-    squares = over_devices(jnp.sum(jnp.where(mask, jnp.square(kept - mean), 0)), axis_name)
+    centered = jnp.where(mask, kept - mean, 0)
+    # Squares between 0 and 1, as in group_advantages.
+    largest = over_devices(jnp.max(jnp.abs(jax.lax.stop_gradient(centered)), initial=0), axis_name, jax.lax.pmax)
+    scale = jnp.where(largest > 0, largest, 1)
+    squares = over_devices(jnp.sum(jnp.square(centered / scale)), axis_name)
     # Of constant values the gradient of a square root at 0 would be infinite.
     variance = squares / jnp.maximum(count - ddof, 1)
-    return mean, jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), variance)
+    return mean, scale * jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), variance)
 
 
 def _choose_ratio(q: jax.Array, n: jax.Array, k: int) -> jax.Array:
     """C(q, k) / C(n, k) = Π_{i<k} (q − i)/(n − i), 0 where q < k."""
     i = jnp.arange(k, dtype=q.dtype).reshape(-1, *[1] * q.ndim)
-    return jnp.prod(jnp.maximum(q - i, 0) / jnp.maximum(n - i, 1), axis=0)
+    return jnp.prod(jnp.maximum(q[None] - i, 0) / jnp.maximum(n[None] - i, 1), axis=0)
 
 
 def _float(rewards: jax.Array):
     return rewards.dtype if jnp.issubdtype(rewards.dtype, jnp.floating) else jnp.float32
+
+
+def _exact(values: jax.Array) -> jax.Array:
+    """At least float32: fewer bits hold neither the counts nor the sums of a batch."""
+    dtype = _float(values)
+    return values.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)

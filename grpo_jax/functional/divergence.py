@@ -91,7 +91,7 @@ def kl_abs(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 
 
 def kl_unbiased(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-    """k2 + sg(k3 − k2): the value of k3 and the gradient of k2.
+    """sg(k3) + k2 − sg(k2): the value of k3 and the gradient of k2.
 
     On samples of the current policy both the value and the gradient have the expectation that those
     of the KL divergence have; no estimator alone does (k3's gradient is biased, k2's value).
@@ -108,7 +108,8 @@ def kl_unbiased(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
       0.5
     """
     k2 = kl_k2(logprobs, ref_logprobs)
-    return k2 + jax.lax.stop_gradient(kl_k3(logprobs, ref_logprobs) - k2)
+    # In this order the value is exactly k3, and never negative; k2 + (k3 − k2) rounds to the digits of k2.
+    return jax.lax.stop_gradient(kl_k3(logprobs, ref_logprobs)) + (k2 - jax.lax.stop_gradient(k2))
 
 
 def kl_off_policy(logprobs: jax.Array, ref_logprobs: jax.Array, log_ratio: jax.Array) -> jax.Array:

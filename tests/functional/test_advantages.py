@@ -1,4 +1,5 @@
 from functools import partial
+from itertools import combinations
 
 import jax
 import jax.numpy as jnp
@@ -7,16 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax.functional import (
+    batch_std_advantages,
+    best_of_group_advantages,
     centered_advantages,
+    gdpo_advantages,
+    gpg_advantages,
     group_advantages,
     group_ranks,
     leave_one_out_advantages,
     linear_rank_advantages,
+    max_rl_advantages,
+    opo_advantages,
+    pass_at_k_advantages,
     rank_advantages,
+    remax_advantages,
+    whiten,
 )
 
 DIFFERENTIABLE = [group_advantages, centered_advantages, leave_one_out_advantages]
@@ -91,11 +102,13 @@ def loop_mean_rank(group, i):
 
 def loop_standardised(group):
     mean = sum(group) / len(group)
-    deviation = (sum((r - mean) ** 2 for r in group) / (len(group) - 1)) ** 0.5
+    deviation = (sum((r - mean) ** 2 for r in group) / max(len(group) - 1, 1)) ** 0.5
     return [(r - mean) / (deviation + 1e-6) if max(group) > min(group) else 0.0 for r in group]
 
 
 def loop_leave_one_out(group):
+    if len(group) == 1:
+        return [0.0]
     return [r - sum(s for j, s in enumerate(group) if j != i) / (len(group) - 1) for i, r in enumerate(group)]
 
 
@@ -105,7 +118,8 @@ LOOPS = {
     leave_one_out_advantages: loop_leave_one_out,
     rank_advantages: lambda group: loop_standardised([-loop_mean_rank(group, i) for i in range(len(group))]),
     linear_rank_advantages: lambda group: [
-        2 * (len(group) - loop_mean_rank(group, i)) / (len(group) - 1) - 1 for i in range(len(group))
+        2 * (len(group) - loop_mean_rank(group, i)) / (len(group) - 1) - 1 if len(group) > 1 else 0.0
+        for i in range(len(group))
     ],
     group_ranks: lambda group: [1 + sum(other > r for other in group) for r in group],
 }
@@ -308,3 +322,479 @@ def test_nan_is_ranked_last():
 @pytest.mark.parametrize("function", ADVANTAGES)
 def test_a_nan_reward_stays_visible(function):
     assert jnp.isnan(function(jnp.array([1.0, jnp.nan, 0.0]))).any()
+
+
+# --- the whole batch, the best, the length ---
+
+
+def lengths_of(rewards):
+    """Lengths from 1 to 7 tokens, made of the rewards: a completion that is removed takes its own along."""
+    return 1 + (jnp.abs(rewards) * 4).astype(jnp.int32) % 7
+
+
+def opo(rewards, *, where=None):
+    return opo_advantages(rewards, lengths_of(rewards), where=where)
+
+
+pass_at_2 = partial(pass_at_k_advantages, k=2)
+
+
+def test_batch_std_by_hand():
+    # r = (4, 0), (2, 2): the batch has μ = 2, Σ (r − μ)² = 8, s = √(8/3); the groups have μ = 2 too.
+    rewards = jnp.array([[4.0, 0.0], [2.0, 2.0]])
+    assert_allclose(batch_std_advantages(rewards), np.array([[2, -2], [0, 0]]) / np.sqrt(8 / 3), rtol=1e-5)
+    # Population: s = √2. With ε = 2 − √2 the divisor is 2.
+    advantages = batch_std_advantages(rewards, ddof=0, eps=2 - 2**0.5)
+    assert_allclose(advantages, [[1, -1], [0, 0]], rtol=1e-6)
+
+
+def test_opo_by_hand():
+    # Lengths 1, 2, 1 and rewards 4, 1, 0: the baseline is (4 + 2 + 0)/4 = 1.5.
+    assert_allclose(opo_advantages(jnp.array([4.0, 1, 0]), jnp.array([1, 2, 1])), [2.5, -0.5, -1.5])
+    # All tokens in one completion, were it one: its reward is the baseline.
+    assert_allclose(opo_advantages(jnp.array([4.0, 1, 0]), jnp.array([1, 0, 0])), [0, -3, -4])
+    # Without tokens there is no baseline.
+    assert_allclose(opo_advantages(jnp.array([4.0, 1, 0]), jnp.zeros(3, jnp.int32)), [4, 1, 0])
+
+
+def test_remax_by_hand():
+    rewards, greedy = jnp.array([[1.0, 0.0, 3.0], [2.0, 2.0, 2.0]]), jnp.array([0.5, 2.5])
+    expected = [[0.5, -0.5, 2.5], [-0.5, -0.5, -0.5]]
+    assert_allclose(remax_advantages(rewards, greedy), expected)
+    assert_allclose(jax.jit(jax.vmap(remax_advantages))(rewards, greedy), expected)
+    assert_allclose(remax_advantages(jnp.array([3.0]), jnp.array(1.0)), [2])  # one completion is enough
+
+
+def test_gpg_by_hand():
+    # Two of six rows are in a group whose rewards differ: α = 6/2 = 3, r − μ = ±½.
+    advantages = gpg_advantages(jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]))
+    assert_allclose(advantages, [[1.5, -1.5], [0, 0], [0, 0]])
+    # Without the last row B is 5, and its partner a group of one: α = 5/2.
+    where = jnp.array([[True, True], [True, True], [True, False]])
+    advantages = gpg_advantages(jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 9.0]]), where=where)
+    assert_allclose(advantages, [[1.25, -1.25], [0, 0], [0, 0]])
+
+
+def test_max_rl_by_hand():
+    # μ = ½ and 2: (r − μ)/μ. A negative mean teaches nothing.
+    rewards = jnp.array([[1.0, 0, 0, 1], [5, 1, 1, 1], [-1, -2, 0, 1], [-1, 1, 0, 0]])
+    expected = [[1, -1, -1, 1], [1.5, -0.5, -0.5, -0.5], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert_allclose(max_rl_advantages(rewards), expected)
+
+
+def test_best_of_group_by_hand():
+    rewards = jnp.array([[0.25, 2.0, 0.5], [2.0, 2.0, 0.5], [-3.0, -1.0, -2.0]])
+    assert_allclose(best_of_group_advantages(rewards), [[0, 1.5, 0], [0, 0, 0], [0, 1, 0]])
+    assert_array_equal(best_of_group_advantages(jnp.array([[3.0], [0.7]])), np.zeros((2, 1)))
+
+
+def test_pass_at_k_by_hand():
+    # n = 4, q = 2, k = 2: R̄ = 1 − C(2,2)/C(4,2) = 5/6, σ = √(5/36), A⁺ = (1/6)/σ = 1/√5,
+    # A⁻ = (1 − 5/6 − C(1,1)/C(3,1))/σ = (−1/6)/σ = −1/√5.
+    advantages = pass_at_k_advantages(jnp.array([1.0, 0, 1, 0]), k=2)
+    assert_allclose(advantages, np.array([1, -1, 1, -1]) / np.sqrt(5), rtol=1e-5)
+    # Right is what is above 0, by how much does not matter. Three of four pass at every 2.
+    assert_allclose(pass_at_k_advantages(jnp.array([0.1, -5, 7, 0]), k=2), advantages)
+    assert_array_equal(pass_at_k_advantages(jnp.array([1.0, 1, 1, 0]), k=2), np.zeros(4))
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_pass_at_k_refuses_a_k_outside_of_the_group(k):
+    with pytest.raises(ValueError, match=f"k is {k}"):
+        pass_at_k_advantages(jnp.ones(4), k=k)
+
+
+def loop_batch_std(batch):
+    rewards = [r for group in batch for r in group]
+    mean = sum(rewards) / max(len(rewards), 1)
+    deviation = (sum((r - mean) ** 2 for r in rewards) / max(len(rewards) - 1, 1)) ** 0.5
+    return [[(r - sum(group) / len(group)) / (deviation + 1e-6) for r in group] for group in batch]
+
+
+def loop_gpg(batch):
+    rows, signals = (sum(len(g) for g in batch if g and max(g) - min(g) >= least) for least in (0, 1e-3))
+    return [[(r - sum(group) / len(group)) * rows / max(signals, 1) for r in group] for group in batch]
+
+
+def loop_max_rl(group):
+    mean = sum(group) / len(group)
+    return [(r - mean) / mean if mean > 0 else 0.0 for r in group]
+
+
+def loop_best_of_group(group):
+    others = [[s for j, s in enumerate(group) if j != i] for i in range(len(group))]
+    return [max(r - max(rest), 0.0) if rest else 0.0 for r, rest in zip(group, others, strict=True)]
+
+
+def loop_pass_at_k(group, k):
+    """A subset of k is worth 1 if one of it is right. A row gets the mean of its subsets, all standardised."""
+    subsets = list(combinations(range(len(group)), k))
+    worth = np.array([float(any(group[i] > 0 for i in subset)) for subset in subsets])
+    if not subsets or worth.std() == 0:
+        return [0.0] * len(group)
+    standardised = (worth - worth.mean()) / worth.std()
+    return [np.mean([w for w, s in zip(standardised, subsets, strict=True) if i in s]) for i in range(len(group))]
+
+
+def loop_opo(group):
+    lengths = [1 + int(abs(r) * 4) % 7 for r in group]
+    baseline = sum(n * r for n, r in zip(lengths, group, strict=True)) / sum(lengths)
+    return [r - baseline for r in group]
+
+
+def of_each_group(loop):
+    return lambda batch: [loop(group) if group else [] for group in batch]
+
+
+BATCH_LOOPS = {
+    **{function: of_each_group(LOOPS[function]) for function in ADVANTAGES},
+    batch_std_advantages: loop_batch_std,
+    opo: of_each_group(loop_opo),
+    gpg_advantages: loop_gpg,
+    max_rl_advantages: of_each_group(loop_max_rl),
+    best_of_group_advantages: of_each_group(loop_best_of_group),
+    pass_at_2: of_each_group(partial(loop_pass_at_k, k=2)),
+}
+OF_BATCH = [batch_std_advantages, gpg_advantages]
+
+
+def name_of(function):
+    return "pass_at_2" if function is pass_at_2 else function.__name__
+
+
+FUNCTIONS = {name_of(function): function for function in BATCH_LOOPS}
+
+
+@partial(jax.jit, static_argnames="names")
+def advantages_by_name(rewards, where=None, names=tuple(FUNCTIONS)):
+    """One program for all of them."""
+    return {name: FUNCTIONS[name](rewards, where=where) for name in names}
+
+
+# Few levels, so that groups have ties or no spread, and means from below to above 0.
+batches = hnp.arrays(np.float32, (3, 5), elements=st.integers(-2, 6).map(lambda n: n / 4))
+wheres = hnp.arrays(np.bool_, (3, 5))
+
+
+def loop_where(function, rewards, where):
+    """The loop knows no `where`: it gets what is left, and what is left out gets 0."""
+    batch = [[float(r) for r, kept in zip(*rows, strict=True) if kept] for rows in zip(rewards, where, strict=True)]
+    expected = np.zeros(rewards.shape)
+    expected[where] = [a for group in BATCH_LOOPS[function](batch) for a in group]
+    return expected
+
+
+@few
+@given(batches, wheres)
+def test_what_is_left_out_might_as_well_be_removed(rewards, where):
+    for name, advantages in advantages_by_name(rewards, where).items():
+        expected = loop_where(FUNCTIONS[name], rewards, where)
+        assert_allclose(advantages, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert_array_equal(np.asarray(advantages)[~where], 0, err_msg=name)
+
+
+@few
+@given(batches)
+def test_without_where_all_count(rewards):
+    everywhere = np.ones(rewards.shape, bool)
+    for name, advantages in advantages_by_name(rewards).items():
+        expected = loop_where(FUNCTIONS[name], rewards, everywhere)
+        assert_allclose(advantages, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+REWARDS = np.array([[0.3, 1.1, 2.0, 0.7, 0.4], [1.2, 1.6, 0.2, -0.4, 0.9], [0.7, 0.7, 0.7, 0.7, 0.7]], np.float32)
+WHERE = np.array([[1, 0, 1, 1, 0], [1, 1, 0, 0, 1], [0, 1, 1, 1, 0]], bool)
+
+
+def test_left_out_is_physically_removed():
+    removed = advantages_by_name(REWARDS[WHERE].reshape(3, 3))
+    for name, advantages in advantages_by_name(REWARDS, WHERE).items():
+        assert_allclose(advantages[WHERE].reshape(3, 3), removed[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf, 1e30])
+def test_what_is_left_out_may_be_anything(rubbish):
+    expected = advantages_by_name(REWARDS, WHERE)
+    for name, advantages in advantages_by_name(np.where(WHERE, REWARDS, np.float32(rubbish)), WHERE).items():
+        assert_array_equal(advantages, expected[name], err_msg=name)
+
+
+def test_nan_in_what_counts_stays_visible_and_what_is_left_out_stays_zero():
+    rewards = REWARDS.copy()
+    rewards[0, 0] = np.nan
+    for name, advantages in advantages_by_name(rewards, WHERE).items():
+        assert np.isnan(advantages[0, 0]), name
+        assert_array_equal(np.asarray(advantages)[~WHERE], 0, err_msg=name)
+        if FUNCTIONS[name] not in OF_BATCH:  # the batch's deviation is NaN everywhere
+            assert np.all(np.isfinite(advantages[1:])), name
+    # Alone in its group it is as visible.
+    alone = np.zeros_like(WHERE)
+    alone[0, 0] = True
+    for name, advantages in advantages_by_name(rewards, alone).items():
+        assert np.isnan(advantages[0, 0]), name
+    for name, advantages in advantages_by_name(np.full((3, 5), np.nan, np.float32)).items():
+        assert np.all(np.isnan(advantages).any(axis=-1)), name
+
+
+@pytest.mark.parametrize("counted", [0, 1])
+def test_a_group_where_nothing_or_one_counts_gives_zero(counted):
+    where = np.arange(5) < np.array([counted, 0, counted])[:, None]
+    rewards = np.where(where, REWARDS, np.float32(np.nan))
+    for name, advantages in advantages_by_name(rewards, where).items():
+        assert_array_equal(advantages, np.zeros((3, 5)), err_msg=name)
+
+
+@pytest.mark.parametrize("reward", [0.7, 0.1, 1 / 3, -2.3, 0.0])
+def test_equal_rewards_give_exactly_zero_whatever_is_left_out(reward):
+    rewards = np.where(WHERE, np.float32(reward), np.float32(5))
+    for name, advantages in advantages_by_name(rewards, WHERE).items():
+        assert_array_equal(advantages, np.zeros((3, 5)), err_msg=name)
+    for name, advantages in advantages_by_name(np.full((3, 5), reward, np.float32)).items():
+        assert_array_equal(advantages, np.zeros((3, 5)), err_msg=name)
+
+
+def test_where_under_vmap_is_one_group_at_a_time():
+    names = tuple(name for name, function in FUNCTIONS.items() if function not in OF_BATCH)
+    rewards, where = REWARDS[None], WHERE[None]  # leading axes of two kinds
+    expected = advantages_by_name(REWARDS, WHERE)
+    mapped = jax.vmap(jax.vmap(partial(advantages_by_name, names=names)))(rewards, where)
+    for name in names:
+        assert_allclose(mapped[name][0], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_where_under_jit_equals_eager():
+    for name, advantages in advantages_by_name(REWARDS, WHERE).items():
+        eager = FUNCTIONS[name](jnp.asarray(REWARDS), where=jnp.asarray(WHERE))
+        assert_allclose(advantages, eager, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+SMOOTH = tuple(name_of(function) for function in BATCH_LOOPS if function not in (*OF_RANKS, pass_at_2))
+
+
+def stacked(rewards):
+    return jnp.stack(list(advantages_by_name(rewards, WHERE, SMOOTH).values()))
+
+
+def test_gradients_with_where_equal_finite_differences():
+    # No two rewards of a group are within a step of each other, no length within one of the next.
+    rewards = REWARDS.copy()
+    rewards[0, 2:4], rewards[2] = (1.9, 0.65), (0.15, 0.55, 1.35, 0.85, 0.6)
+    check_grads(jax.jit(stacked), (rewards,), order=1, modes=["rev"], eps=1e-2, rtol=1e-2)
+
+
+def test_what_is_left_out_has_no_gradient_and_spoils_none():
+    def of_rows(rewards):
+        return jnp.sum(stacked(rewards) * jnp.arange(15.0).reshape(1, 3, 5))
+
+    gradient = jax.jit(jax.grad(of_rows))
+    expected = gradient(REWARDS)
+    assert np.any(np.asarray(expected)[WHERE] != 0)
+    assert_array_equal(np.asarray(expected)[~WHERE], 0)
+    assert_allclose(gradient(np.where(WHERE, REWARDS, np.float32(np.nan))), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_shape_and_dtype_stay_with_where(dtype):
+    for where in (None, jax.ShapeDtypeStruct((3, 5), bool)):
+        for name, advantages in jax.eval_shape(advantages_by_name, jax.ShapeDtypeStruct((3, 5), dtype), where).items():
+            assert (advantages.shape, advantages.dtype) == ((3, 5), dtype), name
+
+
+# --- equivalences of the new ---
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
+def test_pass_at_k_is_the_mean_over_all_subsets(k):
+    # Every number of right ones, from none to all.
+    rewards = (np.arange(6) < np.arange(7)[:, None]).astype(np.float32)
+    expected = [loop_pass_at_k(group.tolist(), k) for group in rewards]
+    assert_allclose(pass_at_k_advantages(jnp.asarray(rewards), k=k), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_pass_at_k_of_a_group_with_fewer_than_k_is_zero():
+    where = jnp.arange(4) < 2
+    assert_array_equal(pass_at_k_advantages(jnp.array([1.0, 0, 0, 0]), k=3, where=where), np.zeros(4))
+
+
+pass_at_1 = jax.jit(partial(pass_at_k_advantages, k=1))
+population = jax.jit(partial(group_advantages, ddof=0))
+
+
+@few
+@given(binary_groups)
+def test_pass_at_1_is_the_standardised_reward(rewards):
+    assert_allclose(pass_at_1(rewards), population(rewards), rtol=1e-4, atol=1e-5)
+
+
+def test_of_one_group_the_batch_is_the_group():
+    rewards = REWARDS[:1]
+    expected = group_advantages(jnp.asarray(rewards))
+    assert_allclose(batch_std_advantages(jnp.asarray(rewards)), expected, rtol=1e-5)
+    assert_allclose(gpg_advantages(jnp.asarray(rewards)), centered_advantages(jnp.asarray(rewards)), rtol=1e-6)
+
+
+def test_of_equal_lengths_opo_is_centred():
+    lengths = jnp.full((3, 5), 9)
+    expected = centered_advantages(jnp.asarray(REWARDS))
+    assert_allclose(opo_advantages(jnp.asarray(REWARDS), lengths), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_remax_against_the_mean_is_centred():
+    rewards = jnp.asarray(REWARDS)
+    assert_allclose(remax_advantages(rewards, rewards.mean(-1)), centered_advantages(rewards), atol=1e-6)
+
+
+def test_max_rl_of_one_right_is_n_minus_1_to_minus_1():
+    # μ = 1/n: (1 − 1/n) n = n − 1.
+    assert_allclose(max_rl_advantages(jnp.array([0, 0, 1.0, 0, 0])), [-1, -1, 4, -1, -1], rtol=1e-5)
+
+
+jitted_best = jax.jit(best_of_group_advantages)
+
+
+@few
+@given(groups)
+def test_best_of_group_is_what_the_group_would_lose(rewards):
+    # The maximum with a row minus the maximum without it.
+    without = [max(np.delete(rewards, i)) for i in range(G)]
+    assert_allclose(jitted_best(rewards), max(rewards) - np.array(without), rtol=1e-6)
+
+
+# --- several rewards ---
+
+NAN = np.float32(np.nan)
+
+
+def test_gdpo_by_hand():
+    # Accuracy (1, 1, 0): μ = 2/3, s = √(6/9/2) = 0.5774, standardised (0.5774, 0.5774, −1.1547).
+    # Brevity (−10, −30, −20): (1, −1, 0). Sum (1.5774, −0.4226, −1.1547): mean 0, squares sum to 4, s = √2.
+    rewards = jnp.array([[1.0, 1.0, 0.0], [-10.0, -30.0, -20.0]])
+    assert_allclose(gdpo_advantages(rewards), [1.1154, -0.2989, -0.8165], atol=1e-4)
+    # Weighted 1 and ½: (1.0774, 0.0774, −1.1547), squares sum to 2.5, s = 1.1180.
+    weighted = gdpo_advantages(rewards, weights=jnp.array([1.0, 0.5]))
+    assert_allclose(weighted, [0.9636, 0.0692, -1.0328], atol=1e-4)
+    # Population deviations: (0.7071, 0.7071, −1.4142) + (1.2247, −1.2247, 0) = (1.9319, −0.5176, −1.4142),
+    # squares sum to 6, s = √2; ε = 0.
+    assert_allclose(gdpo_advantages(rewards, ddof=0, eps=0.0), [1.3660, -0.3660, -1.0], atol=1e-4)
+
+
+def loop_gdpo(rewards, weights):
+    total, applies = np.zeros(rewards.shape[1:]), ~np.isnan(rewards).all(axis=0)
+    for reward, weight in zip(rewards, weights, strict=True):
+        for n, group in enumerate(reward):
+            places = [g for g in range(len(group)) if not np.isnan(group[g])]
+            standardised = loop_standardised([float(group[g]) for g in places]) if places else []
+            for g, advantage in zip(places, standardised, strict=True):
+                total[n, g] += weight * advantage
+    if applies.sum() < 2 or np.ptp(total[applies]) < 1e-9:
+        return np.zeros(total.shape)
+    return np.where(applies, (total - total[applies].mean()) / (total[applies].std(ddof=1) + 1e-6), 0)
+
+
+jitted_gdpo = jax.jit(gdpo_advantages)
+# Weighted 1 and ½, no two standardised rewards of up to four cancel. What is left of those that do is rounding
+# noise, and another in the loop.
+WEIGHTS = np.array([1, 0.5], np.float32)
+
+
+@few
+@given(hnp.arrays(np.float32, (2, 3, 4), elements=st.one_of(quarters, st.just(float("nan")))))
+def test_gdpo_equals_a_plain_loop(rewards):
+    advantages = jitted_gdpo(rewards, weights=WEIGHTS)
+    assert_allclose(advantages, loop_gdpo(rewards, WEIGHTS.tolist()), rtol=1e-4, atol=1e-5)
+
+
+def test_gdpo_under_jit_equals_eager():
+    rewards = jnp.stack([REWARDS, REWARDS[::-1] ** 2])
+    expected = jitted_gdpo(rewards)
+    assert_allclose(gdpo_advantages(rewards), expected, rtol=1e-5, atol=1e-6)
+    assert_allclose(gdpo_advantages(rewards, weights=jnp.ones(2)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_of_one_reward_gdpo_is_the_whitened_standardised_reward():
+    rewards = jnp.asarray(REWARDS)
+    expected = whiten(group_advantages(rewards), eps=1e-6)
+    assert_allclose(gdpo_advantages(rewards[None]), expected, rtol=1e-5, atol=1e-6)
+    ignored = gdpo_advantages(jnp.stack([rewards, -3 * rewards]), weights=jnp.array([1.0, 0.0]))
+    assert_allclose(ignored, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gdpo_drowns_no_reward_in_the_scale_of_another():
+    small, large = jnp.asarray(REWARDS), jnp.asarray(REWARDS[::-1]) ** 2
+    expected = gdpo_advantages(jnp.stack([small, large]))
+    assert_allclose(gdpo_advantages(jnp.stack([small, 1024 * large])), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_no_reward_applies_to_stays_out_of_gdpo():
+    rewards = np.stack([REWARDS, REWARDS[::-1] ** 2])
+    without = rewards.copy()
+    without[:, :, 4] = NAN
+    advantages = jitted_gdpo(without)
+    assert_array_equal(advantages[:, 4], np.zeros(3))
+    assert_allclose(advantages[:, :4], jitted_gdpo(rewards[:, :, :4]), rtol=1e-5, atol=1e-6)
+    assert_array_equal(jitted_gdpo(np.full_like(rewards, NAN)), np.zeros((3, 5)))
+
+
+# --- a batch spread over devices ---
+
+
+def shard_map_over_devices(function):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    spec = PartitionSpec("data")
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+SPREAD = {
+    "vmap": lambda function: jax.jit(jax.vmap(function, axis_name="data")),
+    "pmap": lambda function: jax.pmap(function, axis_name="data"),
+    "shard_map": shard_map_over_devices,
+}
+
+
+def of_the_batch(rewards, where, axis_name=None):
+    several = jnp.stack([jnp.where(where, rewards, jnp.nan), jnp.square(rewards)])
+    return {
+        "batch_std": batch_std_advantages(rewards, where=where, axis_name=axis_name),
+        "gpg": gpg_advantages(rewards, where=where, axis_name=axis_name),
+        "gdpo": gdpo_advantages(several, weights=jnp.asarray(WEIGHTS), axis_name=axis_name),
+    }
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+def test_moments_are_global_when_the_batch_is_spread(spread):
+    rng = np.random.default_rng(0)
+    # Another scale on each device: statistics of its own would differ.
+    rewards = (rng.integers(0, 4, (8, 2, 4)) * np.arange(1, 9)[:, None, None]).astype(np.float32)
+    rewards[4] = 2  # one device without signal
+    where = rng.random((8, 2, 4)) < 0.8
+    where[2] = False  # and one with nothing to do
+    expected = jax.jit(of_the_batch)(rewards, where)
+    for name, advantages in SPREAD[spread](partial(of_the_batch, axis_name="data"))(rewards, where).items():
+        assert_allclose(advantages, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+# --- types and scales ---
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e20, 1e37])
+def test_scaling_by_the_batch_does_not_overflow(scale):
+    rewards = jnp.array([[3.0, 0, 0, 0]]) * scale
+    assert_allclose(batch_std_advantages(rewards, eps=0.0), [[1.5, -0.5, -0.5, -0.5]], rtol=1e-5)
+
+
+def test_verdicts_may_be_bool():
+    # Counted in bool, a hundred rows would be one.
+    verdicts = jnp.array([[True, False], [True, True], [False, False]])
+    rewards, lengths = verdicts.astype(jnp.float32), jnp.array([[300, 100], [2, 3], [4, 5]])
+    names = ("batch_std_advantages", "gpg_advantages", "max_rl_advantages", "best_of_group_advantages", "pass_at_2")
+    expected = advantages_by_name(rewards, names=names)
+    with jax.numpy_dtype_promotion("standard"):
+        for name, advantages in advantages_by_name(verdicts, names=names).items():
+            assert_allclose(advantages, expected[name], rtol=1e-6, err_msg=name)
+        assert_allclose(opo_advantages(verdicts, lengths), [[0.25, -0.75], [0, 0], [0, 0]])
+
+
+def test_lengths_may_be_longer_than_the_type_of_the_rewards_can_count():
+    # 60 000 + 60 000 tokens are more than float16 holds.
+    advantages = opo_advantages(jnp.array([1.0, 0.0], jnp.float16), jnp.array([60_000, 60_000]))
+    assert_array_equal(advantages, np.array([0.5, -0.5], np.float16))

@@ -10,11 +10,23 @@ from hypothesis.extra import numpy as hnp
 from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
-from grpo_jax.functional import entropy, kl_full, kl_k1, kl_k2, kl_k3
+from grpo_jax.functional import (
+    adaptive_entropy_coef,
+    adaptive_kl_coef,
+    entropy,
+    kl_abs,
+    kl_full,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    kl_off_policy,
+    kl_unbiased,
+    token_log_ratio,
+)
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 jitted_entropy = jax.jit(entropy)
-ESTIMATORS = [kl_k1, kl_k2, kl_k3]
+ESTIMATORS = [kl_k1, kl_k2, kl_k3, kl_abs, kl_unbiased]
 
 
 def kl_reverse(logits, ref_logits):
@@ -35,6 +47,11 @@ def test_estimators_by_hand():
     assert_allclose(kl_k1(logprobs, ref_logprobs), [0.6931], atol=5e-5)
     assert_allclose(kl_k2(logprobs, ref_logprobs), [0.2402], atol=5e-5)
     assert_allclose(kl_k3(logprobs, ref_logprobs), [0.1931], atol=5e-5)
+    assert_allclose(kl_abs(logprobs, ref_logprobs), [0.6931], atol=5e-5)
+    assert_allclose(kl_abs(ref_logprobs, logprobs), [0.6931], atol=5e-5)
+    assert_allclose(kl_unbiased(logprobs, ref_logprobs), [0.1931], atol=5e-5)
+    # The policy doubled its probability since it sampled: twice 0.1931.
+    assert_allclose(kl_off_policy(logprobs, ref_logprobs, jnp.log(jnp.array([2.0]))), [0.3863], atol=5e-5)
 
 
 def test_weather_models():
@@ -81,7 +98,13 @@ def test_full_divergences_equal_a_plain_loop():
     assert_allclose(entropy(logits).ravel(), [loop_entropy(p) for p, _ in pairs], rtol=1e-5)
 
 
-LOOPS = {kl_k1: lambda x: x, kl_k2: lambda x: x * x / 2, kl_k3: lambda x: np.exp(-x) - 1 + x}
+LOOPS = {
+    kl_k1: lambda x: x,
+    kl_k2: lambda x: x * x / 2,
+    kl_k3: lambda x: np.exp(-x) - 1 + x,
+    kl_abs: abs,
+    kl_unbiased: lambda x: np.exp(-x) - 1 + x,
+}
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -92,12 +115,35 @@ def test_estimators_equal_a_plain_loop(estimator):
     assert_allclose(estimator(logprobs, ref_logprobs).ravel(), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_off_policy_estimator_equals_a_plain_loop():
+    logprobs, ref_logprobs = random_logits(2, 3, 4)
+    log_ratio = jnp.flip(logprobs) / 2
+    expected = [
+        np.exp(d) * LOOPS[kl_k3](x)
+        for x, d in zip(np.ravel(logprobs - ref_logprobs).tolist(), np.ravel(log_ratio).tolist(), strict=True)
+    ]
+    assert_allclose(kl_off_policy(logprobs, ref_logprobs, log_ratio).ravel(), expected, rtol=1e-4, atol=1e-6)
+
+
 # --- transformations ---
 
 
-@pytest.mark.parametrize("function", [*ESTIMATORS, kl_full, kl_reverse])
+@pytest.mark.parametrize("function", [kl_k1, kl_k2, kl_k3, kl_abs, kl_full, kl_reverse])
 def test_gradients_equal_finite_differences(function):
     check_grads(jax.jit(function), random_logits(3, 5), order=1, modes=["rev"], eps=1e-2)
+
+
+def test_gradients_of_the_off_policy_estimator_equal_finite_differences():
+    logits, ref_logits = random_logits(3, 5)
+    arrays = logits, ref_logits, jnp.flip(logits) / 2
+    check_grads(jax.jit(kl_off_policy), arrays, order=1, modes=["rev"], eps=1e-2)
+
+
+def test_gradient_of_the_unbiased_estimator_is_that_of_k2():
+    logits, ref_logits = random_logits(3, 5)
+    gradients = jax.jit(jax.grad(lambda *arrays: jnp.sum(kl_unbiased(*arrays)), (0, 1)))(logits, ref_logits)
+    assert_allclose(gradients[0], logits - ref_logits, rtol=1e-6)
+    assert_allclose(gradients[1], ref_logits - logits, rtol=1e-6)
 
 
 def test_gradient_of_the_entropy_equals_finite_differences():
@@ -132,6 +178,17 @@ def test_k3_is_never_negative(logprobs, ref_logprobs):
     assert np.all(kl_k3(jnp.asarray(logprobs), jnp.asarray(ref_logprobs)) >= 0)
 
 
+jitted_unbiased = jax.jit(kl_unbiased)
+
+
+@few
+@given(hnp.arrays(np.float32, 64, elements=st.one_of(small, large)), hnp.arrays(np.float32, 64, elements=small))
+def test_the_unbiased_estimator_has_the_value_of_k3_to_the_last_digit(logprobs, ref_logprobs):
+    # As k2 + (k3 − k2) it would have the digits of k2.
+    for of_tokens in (logprobs, 500 + logprobs):
+        assert_array_equal(jitted_unbiased(of_tokens, ref_logprobs), jitted_k3(of_tokens, ref_logprobs))
+
+
 @pytest.mark.parametrize("x", [1e-2, -1e-2, 1e-3, -1e-3, 1e-4, -1e-4])
 def test_k3_keeps_its_digits_near_zero(x):
     # k3 ≈ x²/2 (1 − x/3). With exp in place of expm1 the rounding of 1 alone is 6e-8, all of it at x = 1e-4.
@@ -153,11 +210,18 @@ def expectation(estimator, logits, ref_logits):
     return jnp.sum(jnp.exp(log_p) * estimator(log_p, log_q), axis=-1)
 
 
-@pytest.mark.parametrize("estimator", [kl_k1, kl_k3])
+@pytest.mark.parametrize("estimator", [kl_k1, kl_k3, kl_unbiased])
 def test_unbiased_estimators(estimator):
     logits, ref_logits = random_logits(4, 6)
     expected = kl_full(logits, ref_logits)
     assert_allclose(jax.jit(partial(expectation, estimator))(logits, ref_logits), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("estimator", [kl_k2, kl_abs])
+def test_biased_estimators(estimator):
+    logits, ref_logits = random_logits(4, 6)
+    expected = kl_full(logits, ref_logits)
+    assert jnp.all(jnp.abs(expectation(estimator, logits, ref_logits) / expected - 1) > 0.05)
 
 
 def on_policy_gradient(estimator, logits, ref_logits):
@@ -176,12 +240,43 @@ def on_policy_gradient(estimator, logits, ref_logits):
         (kl_k1, lambda logits, _: jnp.zeros(())),  # Σ π ∇ log π = ∇ Σ π = 0
         (kl_k2, kl_full),  # Σ π x ∇ log π
         (kl_k3, kl_reverse),  # Σ π (1 − π_ref/π) ∇ log π = −Σ π_ref ∇ log π
+        (kl_unbiased, kl_full),
     ],
 )
 def test_expected_on_policy_gradients(estimator, divergence):
     logits, ref_logits = random_logits(6)
     expected = jax.jit(jax.grad(divergence))(logits, ref_logits)
     assert_allclose(on_policy_gradient(estimator, logits, ref_logits), expected, atol=1e-6)
+
+
+def test_gradients_of_both_divergences_differ():
+    # So k3 in the loss does not follow the gradient of what it estimates.
+    logits, ref_logits = random_logits(6)
+    of_full, of_reverse = (jax.grad(divergence)(logits, ref_logits) for divergence in (kl_full, kl_reverse))
+    assert jnp.max(jnp.abs(of_full - of_reverse)) > 0.05
+
+
+def test_samples_of_the_old_policy_give_the_divergence_of_the_current_one():
+    # Σ π_old ρ k3 = Σ π k3 = KL, and so in gradient, as long as ρ has one.
+    logits, ref_logits = random_logits(6)
+    old_logits = jnp.flip(logits) / 2
+
+    def sampled_loss(logits):
+        logprobs, old_logprobs = jax.nn.log_softmax(logits), jax.nn.log_softmax(old_logits)
+        log_ratio = token_log_ratio(logprobs, old_logprobs, jnp.ones(6, bool))
+        estimates = kl_off_policy(logprobs, jax.nn.log_softmax(ref_logits), log_ratio)
+        return jnp.sum(jax.nn.softmax(old_logits) * estimates)
+
+    value, gradient = jax.jit(jax.value_and_grad(sampled_loss))(logits)
+    expected, expected_gradient = jax.jit(jax.value_and_grad(kl_full))(logits, ref_logits)
+    assert_allclose(value, expected, rtol=1e-5)
+    assert_allclose(gradient, expected_gradient, atol=1e-6)
+
+
+def test_on_policy_the_off_policy_estimator_has_the_value_of_k3():
+    logprobs, ref_logprobs = random_logits(3, 4)
+    expected = kl_k3(logprobs, ref_logprobs)
+    assert_array_equal(kl_off_policy(logprobs, ref_logprobs, jnp.zeros((3, 4))), expected)
 
 
 def test_reverse_swaps_the_arguments():
@@ -193,6 +288,59 @@ def test_reverse_swaps_the_arguments():
 def test_divergence_is_invariant_to_shifts_of_the_logits(function):
     logits, ref_logits = random_logits(4, 6)
     assert_allclose(function(logits + 3, ref_logits - 2), function(logits, ref_logits), rtol=1e-4, atol=1e-6)
+
+
+# --- coefficients that follow a target ---
+
+jitted_kl_coef = jax.jit(adaptive_kl_coef, static_argnames=("num_samples", "horizon", "target"))
+jitted_entropy_coef = jax.jit(adaptive_entropy_coef)
+
+
+@pytest.mark.parametrize(
+    ("kl", "options", "coefficient"),
+    [
+        (6.0, {}, 0.1),  # on target
+        (6.6, {}, 0.101),  # 10 % above, n/horizon = 0.1: β · 1.01
+        (5.4, {}, 0.099),
+        (9.0, {}, 0.102),  # 50 % above counts as 20 %
+        (0.0, {}, 0.098),
+        (6.6, {"horizon": 1000.0}, 0.11),
+        (6.6, {"num_samples": 500}, 0.1005),
+        (6.6, {"target": 6.6}, 0.1),
+    ],
+)
+def test_adaptive_kl_coef_by_hand(kl, options, coefficient):
+    options = {"target": 6.0, "num_samples": 1000} | options
+    assert_allclose(jitted_kl_coef(jnp.array(0.1), jnp.array(kl), **options), coefficient, rtol=1e-5)
+    assert_allclose(adaptive_kl_coef(jnp.array(0.1), jnp.array(kl), **options), coefficient, rtol=1e-5)
+
+
+def test_adaptive_kl_coef_settles_at_the_target():
+    # A policy whose divergence falls as 0.6/β: at β = 0.1 it is 6.
+    coefficient = jnp.array(0.02)
+    for _ in range(100):
+        coefficient = jitted_kl_coef(coefficient, 0.6 / coefficient, target=6.0, num_samples=5000)
+    assert_allclose(coefficient, 0.1, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "entropy_now", "options", "following"),
+    [
+        (0.01, 0.1, {}, 0.015),
+        (0.01, 0.3, {}, 0.005),
+        (0.01, 0.2, {}, 0.015),  # on target counts as below
+        (0.0, 0.3, {}, 0.0),
+        (0.002, 0.3, {}, 0.0),
+        (1.0, 0.1, {}, 1.0),
+        (0.01, 0.3, {"target": 0.4}, 0.015),
+        (0.5, 0.1, {"step": 0.25}, 0.75),
+        (0.5, 0.1, {"step": 0.25, "largest": 0.6}, 0.6),
+    ],
+)
+def test_adaptive_entropy_coef_by_hand(coefficient, entropy_now, options, following):
+    arrays = jnp.array(coefficient), jnp.array(entropy_now)
+    assert_allclose(jitted_entropy_coef(*arrays, **options), following, rtol=1e-5, atol=1e-9)
+    assert_allclose(adaptive_entropy_coef(*arrays, **options), following, rtol=1e-5, atol=1e-9)
 
 
 # --- excluded tokens ---
