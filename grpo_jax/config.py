@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.presets import PRESETS, Algorithm
+from grpo_jax.functional.presets import PRESETS, Algorithm, check
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.lora import TARGETS, Target
 from grpo_jax.tasks.text import Overlong

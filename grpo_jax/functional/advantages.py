@@ -598,7 +598,7 @@ def _batch_moments(values: jax.Array, mask: jax.Array | None, ddof: int, axis_na
 def _choose_ratio(q: jax.Array, n: jax.Array, k: int) -> jax.Array:
     """C(q, k) / C(n, k) = Π_{i<k} (q − i)/(n − i), 0 where q < k."""
     i = jnp.arange(k, dtype=q.dtype).reshape(-1, *[1] * q.ndim)
-    return jnp.prod(jnp.maximum(q - i, 0) / jnp.maximum(n - i, 1), axis=0)
+    return jnp.prod(jnp.maximum(q[None] - i, 0) / jnp.maximum(n[None] - i, 1), axis=0)
 
 
 def _float(rewards: jax.Array):
