@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config import PRESETS, GRPOConfig, Preset, validate
+from grpo_jax.config import GRPOConfig, Preset, validate
+from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks.task import Task, pad_prompts, random_reward, rng
@@ -221,6 +222,9 @@ def test_greedy_is_the_last_of_a_group_and_does_not_depend_on_the_seed(programs)
         ({"kl_coef": -0.1}, "kl_coef"),
         ({"epsilon_low": -0.1}, "epsilon_low"),
         ({"old_logprobs": "sampler", "epochs": 2}, "old_logprobs"),
+        ({"preset": "dppo"}, "old_logprobs"),
+        ({"preset": "sapo", "epsilon_low": 0.1}, "epsilon_low"),
+        ({"preset": "pass_at_k", "group_size": 3}, "k is 4"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"steps": 0}, "steps"),
