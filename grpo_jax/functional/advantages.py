@@ -13,7 +13,7 @@ from collections.abc import Hashable
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.aggregation import over_devices
+from grpo_jax.functional.numerics import exact, over_devices
 
 
 def group_advantages(
@@ -202,7 +202,7 @@ def opo_advantages(rewards: jax.Array, lengths: jax.Array, *, where: jax.Array |
       [ 0.25 -0.75]
     """
     # Small types hold neither lengths nor their sum.
-    kept, lengths = _exact(_fill(rewards, where)), lengths.astype(_exact(rewards).dtype)
+    kept, lengths = exact(_fill(rewards, where)), lengths.astype(exact(rewards).dtype)
     weights = lengths if where is None else jnp.where(where, lengths, 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     baseline = jnp.sum(weights * kept, axis=-1, keepdims=True) / jnp.maximum(total, 1)
@@ -393,7 +393,7 @@ def whiten(
        [ 1.  0.]]
     """
     mask = jnp.ones_like(values, bool) if mask is None else mask
-    kept = jnp.where(mask, _exact(values), 0)
+    kept = jnp.where(mask, exact(values), 0)
     mean, deviation = _batch_moments(values, mask, ddof, axis_name)
     # Of equal values the deviation is rounding noise; see group_advantages.
     constant = jax.lax.stop_gradient(kept)
@@ -518,7 +518,7 @@ def generalized_advantages(
     if num_steps is not None and num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}: it must be at least 1, or None for all")
     # In 16 bits a sum over a long completion would stop growing.
-    dtype = jnp.promote_types(_exact(rewards).dtype, _exact(values).dtype)
+    dtype = jnp.promote_types(exact(rewards).dtype, exact(values).dtype)
     rewards, values = (jnp.where(mask, x.astype(dtype), 0) for x in (rewards, values))
     end = jnp.zeros_like(values[..., 0]) if bootstrap is None else bootstrap.astype(dtype)
 
@@ -603,7 +603,7 @@ def _has_spread(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
 def _batch_moments(values: jax.Array, mask: jax.Array | None, ddof: int, axis_name: Hashable | None):
     """Mean and standard deviation over all axes and `axis_name`, of what the mask keeps."""
     mask = jnp.ones_like(values, bool) if mask is None else mask
-    kept = jnp.where(mask, _exact(values), 0)
+    kept = jnp.where(mask, exact(values), 0)
     count, total = (over_devices(jnp.sum(x, dtype=kept.dtype), axis_name) for x in (mask, kept))
     mean = total / jnp.maximum(count, 1)
     centered = jnp.where(mask, kept - mean, 0)
@@ -624,9 +624,3 @@ def _choose_ratio(q: jax.Array, n: jax.Array, k: int) -> jax.Array:
 
 def _float(rewards: jax.Array):
     return rewards.dtype if jnp.issubdtype(rewards.dtype, jnp.floating) else jnp.float32
-
-
-def _exact(values: jax.Array) -> jax.Array:
-    """At least float32: fewer bits hold neither the counts nor the sums of a batch."""
-    dtype = _float(values)
-    return values.astype(dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32)

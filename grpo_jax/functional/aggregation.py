@@ -12,10 +12,12 @@ weight 0 and is not counted.
 the optimizer batch is spread; totals are then global. Default: not spread.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
+
+from grpo_jax.functional.numerics import over_devices
 
 AxisName = Hashable | None
 
@@ -100,8 +102,3 @@ def constant_length_weights(mask: jax.Array, *, max_length: int | None = None, a
 def _num_rows(mask: jax.Array, axis_name: AxisName) -> jax.Array:
     """B, the number of rows that have a token; at least 1."""
     return jnp.maximum(over_devices(jnp.sum(jnp.any(mask, axis=-1), dtype=jnp.float32), axis_name), 1)
-
-
-def over_devices(value: jax.Array, axis_name: AxisName, reduce: Callable[..., jax.Array] = jax.lax.psum) -> jax.Array:
-    """The total over the mapped axes, or another reduction; the value itself if there are none."""
-    return value if axis_name is None else reduce(value, axis_name)

@@ -81,13 +81,15 @@ def kl_abs(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
       ref_logprobs: `[..., T]` in nats.
 
     Returns:
-      `[..., T]`, never negative.
+      `[..., T]`, never negative; its gradient at x = 0 is 0.
 
     Examples:
       >>> print(kl_abs(jnp.array([-1.0]), jnp.array([-1.5])))
       [0.5]
     """
-    return jnp.abs(logprobs - ref_logprobs)
+    difference = logprobs - ref_logprobs
+    # jnp.abs has a slope of 1 at 0, which would push a policy that is the reference.
+    return difference * jax.lax.stop_gradient(jnp.sign(difference))
 
 
 def kl_unbiased(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from grpo_jax.functional.aggregation import token_mean_weights
 from grpo_jax.functional.divergence import kl_k3
+from grpo_jax.functional.numerics import exact
 from grpo_jax.functional.policy_gradient import Term, clipped_surrogate, per_token, ratio_term, token_log_ratio
 
 # name -> (weighted sum, weight): the value is their quotient, and both add up over
@@ -59,8 +60,8 @@ def grpo_loss(
 
     Returns:
       The loss, a scalar, and metrics over tokens: `ratio`, the mean of ρ; `clip_low` and `clip_high`, the
-      shares of tokens that have an advantage below (above) 0 but no gradient from the term; `kl` if there
-      is a reference.
+      shares of tokens that have an advantage below (above) 0 but no gradient from it; `kl` if there is a
+      reference.
 
     Raises:
       AssertionError: shapes disagree (at trace time).
@@ -81,18 +82,18 @@ def grpo_loss(
     chex.assert_rank(advantages, {logprobs.ndim - 1, logprobs.ndim})
     chex.assert_shape(advantages, logprobs.shape[: advantages.ndim])
 
-    def policy_term(logprobs):
+    def policy_term(logprobs, advantages):
         return term(logprobs, old_logprobs, advantages, completion_mask, **constants)
 
-    loss = policy_term(logprobs)
+    loss = policy_term(logprobs, advantages)
     metrics = policy_metrics(policy_term, logprobs, old_logprobs, advantages, completion_mask)
     if ref_logprobs is not None:
         # Both sides are replaced where masked, so that rubbish there stays finite.
-        kl = divergence(jnp.where(completion_mask, logprobs, 0), jnp.where(completion_mask, ref_logprobs, 0))
+        kl = divergence(*(jnp.where(completion_mask, exact(x), 0) for x in (logprobs, ref_logprobs)))
         loss = loss + kl_coef * kl
         metrics["kl"] = masked_sum(kl, completion_mask)
     if entropy is not None:
-        loss = loss - entropy_coef * entropy
+        loss = loss - entropy_coef * exact(entropy)
     return weighted_sum(loss, weights, completion_mask), metrics
 
 
@@ -116,18 +117,19 @@ def weighted_sum(values: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.
 
 
 def policy_metrics(
-    policy_term: Callable[[jax.Array], jax.Array],
+    policy_term: Callable[[jax.Array, jax.Array], jax.Array],
     logprobs: jax.Array,
     old_logprobs: jax.Array,
     advantages: jax.Array,
     mask: jax.Array,
 ) -> Metrics:
-    """Mean ratio of tokens, and the shares of tokens that the term holds back: A ≠ 0, and yet no gradient.
+    """Mean ratio of tokens, and the shares of tokens that the term holds back: A ≠ 0, and yet no gradient from A.
 
-    The same for every term, whether its bound is on ratios, on probabilities or on rows.
+    The same for every term, whether its bound is on ratios, on probabilities or on rows. A gradient that is
+    there without advantages too, as DPPO's square is, does not count.
 
     Args:
-      policy_term: logprobs -> `[..., T]`.
+      policy_term: (logprobs, advantages) -> `[..., T]`.
       logprobs: `[..., T]` in nats.
       old_logprobs: `[..., T]` in nats.
       advantages: `[...]` or `[..., T]`.
@@ -139,7 +141,7 @@ def policy_metrics(
     Examples:
       >>> old_logprobs, mask = jnp.log(jnp.array([[0.4, 0.5]])), jnp.array([[True, True]])
       >>> logprobs, advantages = jnp.log(jnp.array([[0.6, 0.5]])), jnp.array([1.0])
-      >>> def policy_term(logprobs):
+      >>> def policy_term(logprobs, advantages):
       ...     return clipped_term(logprobs, old_logprobs, advantages, mask)
       >>> metrics = policy_metrics(policy_term, logprobs, old_logprobs, advantages, mask)
       >>> print(metrics["clip_high"])  # one of two tokens
@@ -147,7 +149,10 @@ def policy_metrics(
     """
     logprobs = jax.lax.stop_gradient(logprobs)
     ratio = jnp.exp(token_log_ratio(logprobs, old_logprobs, mask))
-    held_back = jax.grad(lambda logprobs: jnp.sum(policy_term(logprobs)))(logprobs) == 0
+    gradient = jax.grad(lambda *arguments: jnp.sum(policy_term(*arguments)))
+    pair = jnp.stack([advantages, jnp.zeros_like(advantages)])
+    with_advantages, without = jax.vmap(gradient, (None, 0))(logprobs, pair)
+    held_back = with_advantages == without
     advantages = per_token(advantages, logprobs)
     return {
         "ratio": masked_sum(ratio, mask),

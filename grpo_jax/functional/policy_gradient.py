@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.aggregation import over_devices
+from grpo_jax.functional.numerics import exact, over_devices
 
 # (logprobs, old_logprobs, advantages, mask, **constants) -> loss per token
 Term = Callable[..., jax.Array]
@@ -41,13 +41,8 @@ def token_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Arra
     """
     # Masked before any exp: what exp makes of rubbish in a padded slot (inf) has a
     # gradient of NaN even when it is multiplied by 0 later.
-    difference = _exact(logprobs) - jax.lax.stop_gradient(_exact(old_logprobs))
+    difference = exact(logprobs) - jax.lax.stop_gradient(exact(old_logprobs))
     return jnp.where(mask, _bounded(difference), 0)
-
-
-def _exact(logprobs: jax.Array) -> jax.Array:
-    """At least float32: 16 bits hold neither a small difference nor its exp."""
-    return logprobs.astype(jnp.promote_types(logprobs.dtype, jnp.float32))
 
 
 def _bounded(log_ratio: jax.Array) -> jax.Array:
@@ -329,7 +324,7 @@ def reinforce_term(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax
       [[ 0.5 -0. ]]
     """
     del old_logprobs
-    logprobs = jnp.where(mask, _exact(logprobs), 0)
+    logprobs = jnp.where(mask, exact(logprobs), 0)
     return -jnp.where(mask, per_token(advantages, logprobs), 0) * logprobs
 
 
@@ -364,7 +359,8 @@ def gmpo_term(
       [-1.221 -1.221]
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
-    advantages = per_token(advantages, log_ratio)
+    # All tokens share one exp, whose gradient rubbish in a masked advantage would spoil.
+    advantages = jnp.where(mask, per_token(advantages, log_ratio), 0)
     sign = jnp.sign(advantages)
     clipped = sign * jnp.minimum(sign * log_ratio, sign * jnp.clip(log_ratio, -epsilon_low, epsilon_high))
     return jnp.where(mask, -advantages * jnp.exp(_row_mean(jnp.where(mask, clipped, 0), mask)), 0)
@@ -401,7 +397,7 @@ def dppo_term(
       [ 0. -2.]
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
-    moved = jax.lax.stop_gradient(jnp.exp(_exact(logprobs)) - jnp.exp(_exact(old_logprobs)))
+    moved = jax.lax.stop_gradient(jnp.exp(exact(logprobs)) - jnp.exp(exact(old_logprobs)))
     advantages = per_token(advantages, log_ratio)
     dropped = ((advantages > 0) & (moved > threshold)) | ((advantages < 0) & (moved < -threshold))
     loss = jnp.where(dropped, 0, unclipped_surrogate(log_ratio, advantages)) + penalty * jnp.square(log_ratio)
@@ -472,8 +468,8 @@ def token_covariance(
       [[1.]
        [1.]]
     """
-    logprobs = jax.lax.stop_gradient(jnp.where(mask, _exact(logprobs), 0))
-    advantages = jnp.where(mask, per_token(advantages, logprobs), 0)
+    logprobs = jax.lax.stop_gradient(jnp.where(mask, exact(logprobs), 0))
+    advantages = jax.lax.stop_gradient(jnp.where(mask, per_token(advantages, logprobs), 0))
     sums = [jnp.sum(x, dtype=logprobs.dtype) for x in (mask, advantages, logprobs)]
     count, *totals = (over_devices(total, axis_name) for total in sums)
     mean_advantage, mean_logprob = (total / jnp.maximum(count, 1) for total in totals)
@@ -560,7 +556,9 @@ def kl_cov_term(
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
     chosen = _largest(token_covariance(logprobs, advantages, mask), mask, mask, share)
-    loss = unclipped_surrogate(log_ratio, advantages) + jnp.where(chosen, penalty * jnp.abs(log_ratio), 0)
+    # Not jnp.abs: on policy, at d = 0, its slope is 1.
+    distance = log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
+    loss = unclipped_surrogate(log_ratio, advantages) + jnp.where(chosen, penalty * distance, 0)
     return jnp.where(mask, loss, 0)
 
 

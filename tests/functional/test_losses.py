@@ -1,4 +1,3 @@
-import itertools
 from functools import cache, partial
 
 import jax
@@ -14,30 +13,48 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax.functional import (
     cispo_surrogate,
+    clip_cov_term,
     clipped_surrogate,
+    clipped_term,
     constant_length_weights,
+    dppo_term,
+    dual_clipped_surrogate,
+    gmpo_term,
     grpo_loss,
     grpo_objective,
     gspo_log_ratio,
+    kl_abs,
+    kl_cov_term,
     kl_k1,
     kl_k2,
     kl_k3,
+    kl_unbiased,
     masked_sum,
-    ratio_metrics,
+    policy_metrics,
+    ratio_term,
+    reinforce_term,
+    sapo_surrogate,
     sequence_log_ratio,
+    sequence_mean_log_ratio,
     sequence_mean_weights,
     sequence_sum_weights,
     token_log_ratio,
     token_mean_weights,
+    two_sided_clipped_surrogate,
+    unclipped_surrogate,
+    vespo_term,
+    weighted_sum,
 )
 
 LOG_RATIOS = [token_log_ratio, sequence_log_ratio, gspo_log_ratio]
-SURROGATES = [clipped_surrogate, cispo_surrogate]
 DIVERGENCES = [kl_k1, kl_k2, kl_k3]
 AGGREGATIONS = [token_mean_weights, sequence_mean_weights, sequence_sum_weights, constant_length_weights]
+# test_terms.py has every term; here each of these in some composition.
 CHOICES = [
-    *itertools.product(LOG_RATIOS, SURROGATES, [kl_k3]),
-    *[(token_log_ratio, clipped_surrogate, k) for k in (kl_k1, kl_k2)],
+    (token_log_ratio, clipped_surrogate, kl_k3),
+    (token_log_ratio, cispo_surrogate, kl_k2),
+    (sequence_log_ratio, clipped_surrogate, kl_k1),
+    (gspo_log_ratio, cispo_surrogate, kl_k3),
 ]
 every_choice = pytest.mark.parametrize(("log_ratio", "surrogate", "divergence"), CHOICES)
 jitted_weights = {aggregation: jax.jit(aggregation) for aggregation in AGGREGATIONS}
@@ -60,7 +77,8 @@ def random_logprobs(shape=(4, 4)):
 @cache
 def compiled(log_ratio=token_log_ratio, surrogate=clipped_surrogate, divergence=kl_k3):
     """(logprobs, old_logprobs, advantages, mask, ref_logprobs, weights) -> (loss, metrics), gradient."""
-    choices = {"log_ratio": log_ratio, "surrogate": surrogate, "divergence": divergence}
+    choices = {"term": ratio_term(log_ratio, surrogate), "divergence": divergence}
+    choices |= {"epsilon_low": 0.2, "epsilon_high": 0.2}  # CISPO's own would cap no ratio here
 
     def loss(logprobs, old_logprobs, advantages, mask, ref_logprobs=None, weights=None):
         return grpo_loss(
@@ -141,9 +159,7 @@ def test_without_weights_it_is_the_mean_over_tokens():
 
 def test_sequence_ratio_with_a_weight_per_row_is_one_number_a_row():
     logprobs, old_logprobs, _ = random_logprobs()
-    loss, _ = jax.jit(partial(grpo_loss, log_ratio=sequence_log_ratio))(
-        logprobs, old_logprobs, ADVANTAGES, MASK, weights=WEIGHTS
-    )
+    (loss, _), _ = compiled(sequence_log_ratio)(logprobs, old_logprobs, ADVANTAGES, MASK, weights=WEIGHTS)
     rows = MASK.any(axis=1)
     ratios = np.exp(np.sum((logprobs - old_logprobs) * MASK, axis=1))[rows]
     advantages = ADVANTAGES[rows]
@@ -168,14 +184,14 @@ def test_gradients_equal_finite_differences(log_ratio, divergence):
             advantages,
             MASK,
             ref_logprobs=ref_logprobs,
-            log_ratio=log_ratio,
+            term=ratio_term(log_ratio, clipped_surrogate),
             divergence=divergence,
         )[0]
 
     check_grads(loss, (logprobs, ADVANTAGES), order=1, modes=["rev"], eps=1e-2)
 
 
-@pytest.mark.parametrize(("log_ratio", "surrogate"), list(itertools.product(LOG_RATIOS, SURROGATES)))
+@pytest.mark.parametrize(("log_ratio", "surrogate"), [choice[:2] for choice in CHOICES])
 def test_on_policy_gradient_is_reinforce(log_ratio, surrogate):
     # The gradient of a policy's own parameters: logits of 5 possible tokens.
     rng = np.random.default_rng(1)
@@ -187,7 +203,7 @@ def test_on_policy_gradient_is_reinforce(log_ratio, surrogate):
 
     def loss(logits, weights):
         new, old = logprobs(logits), jax.lax.stop_gradient(logprobs(logits))
-        return grpo_loss(new, old, ADVANTAGES, MASK, weights=weights, log_ratio=log_ratio, surrogate=surrogate)[0]
+        return grpo_loss(new, old, ADVANTAGES, MASK, weights=weights, term=ratio_term(log_ratio, surrogate))[0]
 
     def reinforce(logits, weights):
         if log_ratio is sequence_log_ratio:  # the row's ratio stands on each of its tokens
@@ -332,17 +348,19 @@ def test_devices_add_up_to_the_batch():
 
 @pytest.mark.parametrize("log_ratio", LOG_RATIOS)
 def test_jit_equals_eager(log_ratio):
-    surrogate = cispo_surrogate if log_ratio is gspo_log_ratio else clipped_surrogate
+    surrogate, divergence = next(choice[1:] for choice in CHOICES if choice[0] is log_ratio)
     logprobs, old_logprobs, ref_logprobs = random_logprobs()
     arguments = logprobs, old_logprobs, ADVANTAGES, MASK
     eager = grpo_loss(
         *map(jnp.asarray, arguments),
         ref_logprobs=jnp.asarray(ref_logprobs),
         weights=jnp.asarray(WEIGHTS),
-        log_ratio=log_ratio,
-        surrogate=surrogate,
+        term=ratio_term(log_ratio, surrogate),
+        divergence=divergence,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
     )
-    result, _ = compiled(log_ratio, surrogate)(*arguments, ref_logprobs, WEIGHTS)
+    result, _ = compiled(log_ratio, surrogate, divergence)(*arguments, ref_logprobs, WEIGHTS)
     jax.tree.map(partial(assert_allclose, rtol=1e-5), result, eager)
 
 
@@ -406,6 +424,7 @@ def shapes(**changes):
         "advantages": (2,),
         "completion_mask": (2, 3),
         "ref_logprobs": (2, 3),
+        "entropy": (2, 3),
         "weights": (2, 3),
     }
     arrays = {name: jnp.zeros(shape) for name, shape in (right | changes).items()}
@@ -425,6 +444,8 @@ def shapes(**changes):
         {"ref_logprobs": (2, 1)},
         {"ref_logprobs": (1, 3)},
         {"ref_logprobs": (3,)},
+        {"entropy": (2, 1)},
+        {"entropy": (2,)},
         {"advantages": (3,)},
         {"advantages": (1,)},
         {"advantages": (1, 3)},
@@ -451,19 +472,160 @@ def test_a_mask_of_numbers_is_refused():
         grpo_loss(**arguments)
 
 
+# --- constants of the term, entropy, the sum ---
+
+
+def test_constants_are_the_term_s_by_name():
+    logprobs, old_logprobs = jnp.log(jnp.array([[0.9, 0.1]])), jnp.log(jnp.array([[0.5, 0.5]]))
+    arguments = logprobs, old_logprobs, jnp.array([1.0]), jnp.ones((1, 2), bool)
+    assert_allclose(grpo_loss(*arguments, epsilon_high=0.28)[0], -(1.28 + 0.2) / 2, rtol=1e-6)
+    # DPPO at a threshold that 0.9 − 0.5 does not exceed: −(1.8 + 0.2)/2.
+    loss, _ = grpo_loss(*arguments, term=dppo_term, threshold=0.5, penalty=0.0)
+    assert_allclose(loss, -1, rtol=1e-6)
+    for term, wrong in [(clipped_term, "delta"), (dppo_term, "epsilon_low"), (reinforce_term, "epsilon_high")]:
+        with pytest.raises(TypeError, match=wrong):
+            grpo_loss(*arguments, term=term, **{wrong: 0.2})
+
+
+def test_entropy_bonus():
+    # Weights ¼ on the row's two tokens: −0.1 (¼ · 1 + ¼ · 2) = −0.075, and −0.025 each of gradient.
+    logprobs, mask = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[True, True, False]])
+    weights = jnp.array([[0.25, 0.25, 0.0]])
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss(entropy, coef):
+        return grpo_loss(
+            logprobs, logprobs, jnp.array([2.0]), mask, weights=weights, entropy=entropy, entropy_coef=coef
+        )
+
+    plain, metrics = grpo_loss(logprobs, logprobs, jnp.array([2.0]), mask, weights=weights)
+    for rubbish in (0.0, jnp.nan, jnp.inf):
+        entropy = jnp.array([[1.0, 2.0, rubbish]])
+        (value, with_bonus), gradient = loss(entropy, 0.1)
+        assert_allclose(value, plain - 0.075, rtol=1e-6)
+        assert_allclose(gradient, [[-0.025, -0.025, 0]], rtol=1e-6)
+        jax.tree.map(assert_array_equal, with_bonus, metrics)
+        assert_array_equal(loss(entropy, 0.0)[0][0], plain)
+    # GRPO has no bonus.
+    assert_array_equal(grpo_loss(logprobs, logprobs, jnp.array([2.0]), mask, entropy=entropy)[0], -2.0)
+
+
+def test_weighted_sum():
+    # ½ · 4 − 2 · 3 = −4; what is masked counts nothing, whatever it and its weight are.
+    values, weights = jnp.array([[4.0, jnp.nan], [jnp.inf, 3.0]]), jnp.array([[0.5, 1.0], [7.0, -2.0]])
+    mask = jnp.array([[True, False], [False, True]])
+    sums = jax.jit(jax.value_and_grad(weighted_sum))
+    total, gradient = sums(values, weights, mask)
+    assert total == weighted_sum(values, weights, mask) == -4
+    assert_array_equal(gradient, [[0.5, 0], [0, -2]])
+    expected = sum(w * x for w, x, m in zip(weights.ravel(), values.ravel(), mask.ravel(), strict=True) if m)
+    assert total == expected
+    batches = jax.vmap(weighted_sum)(*(jnp.stack([x, x]) for x in (values, weights, mask)))
+    assert_array_equal(batches, [-4, -4])
+    assert sums(values, weights, jnp.zeros((2, 2), bool))[0] == 0
+
+
+@pytest.mark.parametrize("divergence", [kl_k2, kl_k3, kl_abs, kl_unbiased])
+def test_a_policy_that_is_the_reference_is_not_pushed_by_it(divergence):
+    logprobs, *_ = random_logprobs()
+    gradient = jax.grad(lambda x: jnp.sum(divergence(x, jnp.asarray(logprobs))))(logprobs)
+    assert_array_equal(gradient, np.zeros((4, 4)))
+
+
+def test_16_bits_are_computed_in_32():
+    short = [x.astype(jnp.bfloat16) for x in random_logprobs()]
+    (loss, metrics), gradient = default(*short[:2], ADVANTAGES, MASK, short[2], WEIGHTS)
+    long = [x.astype(np.float32) for x in short]
+    (expected, expected_metrics), expected_gradient = default(*long[:2], ADVANTAGES, MASK, long[2], WEIGHTS)
+    assert loss.dtype == jnp.float32
+    assert_allclose(loss, expected, rtol=1e-6)
+    jax.tree.map(partial(assert_allclose, rtol=1e-6), metrics, expected_metrics)
+    assert_allclose(gradient.astype(np.float32), expected_gradient, rtol=2e-2, atol=1e-6)
+
+
+def test_vmap_over_keys_of_a_term_that_draws():
+    logprobs, old_logprobs, _ = random_logprobs((8, 16))
+    advantages, mask = np.linspace(-1, 1, 8, dtype=np.float32), np.ones((8, 16), bool)
+
+    @jax.jit
+    def loss(key):
+        term = partial(clip_cov_term, key=key, share=0.1, covariance_low=0.0)
+        return grpo_loss(logprobs, old_logprobs, advantages, mask, term=term)[0]
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    losses = jax.jit(jax.vmap(loss))(keys)
+    assert_allclose(losses, [loss(key) for key in keys], rtol=1e-5)
+    assert len(set(losses.tolist())) == 5
+
+
 # --- metrics ---
 
 
-def test_ratio_metrics_by_hand():
+def test_policy_metrics_by_hand():
     # ρ = (0.5, 1, 2) in each row, the last token of the second masked. Below 0.8 the clip acts
     # on A < 0 only, above 1.28 on A > 0 only.
-    log_ratio = jnp.log(jnp.array([[0.5, 1, 2], [0.5, 1, 2]]))
+    logprobs, old_logprobs = jnp.log(jnp.array([[0.5, 1, 2], [0.5, 1, 2]])) - 3, jnp.full((2, 3), -3.0)
     mask = jnp.array([[True, True, True], [True, True, False]])
-    metrics = ratio_metrics(log_ratio, jnp.array([1.0, -1.0]), mask, epsilon_low=0.2, epsilon_high=0.28)
+    arguments = old_logprobs, jnp.array([1.0, -1.0]), mask
+
+    def policy_term(logprobs, advantages):
+        return clipped_term(logprobs, old_logprobs, advantages, mask, epsilon_low=0.2, epsilon_high=0.28)
+
+    metrics = policy_metrics(policy_term, logprobs, *arguments)
     expected = {"ratio": (5.0, 5.0), "clip_low": (1.0, 5.0), "clip_high": (1.0, 5.0)}
     assert metrics.keys() == expected.keys()
     for name in expected:
         assert_allclose(metrics[name], expected[name], rtol=1e-6)
+
+
+# Two rows of π = (0.1, 0.2, 0.8) and π_old = 0.2, so that ρ = (0.5, 1, 4), with A = 1 and A = −1;
+# a masked slot of rubbish on each. How many tokens of A < 0 and of A > 0 get no gradient from it:
+HELD_BACK = {
+    "clipped": (clipped_term, 1, 1),  # 0.5 is below 0.8, 4 above 1.2
+    "two_sided": (ratio_term(token_log_ratio, partial(two_sided_clipped_surrogate, delta=2.0)), 2, 1),  # and 4 above 2
+    "dual": (ratio_term(token_log_ratio, dual_clipped_surrogate), 2, 1),  # and 4 above 3
+    "unclipped": (ratio_term(token_log_ratio, unclipped_surrogate), 0, 0),
+    "cispo": (ratio_term(token_log_ratio, partial(cispo_surrogate, epsilon_high=0.2)), 0, 0),
+    "sapo": (ratio_term(token_log_ratio, sapo_surrogate), 0, 0),
+    "sequence": (ratio_term(sequence_log_ratio, clipped_surrogate), 0, 3),  # the row's 2 is above 1.2
+    "sequence_mean": (ratio_term(sequence_mean_log_ratio, clipped_surrogate), 0, 3),  # 2^⅓ = 1.26
+    "gspo": (ratio_term(gspo_log_ratio, clipped_surrogate), 0, 3),
+    "reinforce": (reinforce_term, 0, 0),
+    "gmpo": (gmpo_term, 1, 1),  # log 0.5 is below −0.4, log 4 above 0.4
+    "dppo": (dppo_term, 0, 1),  # moved by −0.1, 0 and 0.6; the square's gradient does not count
+    "dppo_tight": (partial(dppo_term, threshold=0.05), 1, 1),
+    "vespo": (vespo_term, 0, 0),
+    # Covariances ±(log π + 1.378) = (−0.92, −0.23, 1.15) and (0.92, 0.23, −1.15): chosen is the 0.23, the others
+    # of the band are held by the clip.
+    "clip_cov": (partial(clip_cov_term, key=jax.random.key(0), share=1.0, covariance_low=0.1), 2, 1),
+    "kl_cov": (partial(kl_cov_term, share=1.0), 0, 0),
+}
+
+
+@cache
+def metrics_of_every_term():
+    logprobs = np.log(np.float32([[0.1, 0.2, 0.8, np.nan]] * 2))
+    old_logprobs = np.log(np.float32([[0.2, 0.2, 0.2, np.nan]] * 2))
+    mask = np.array([[True, True, True, False]] * 2)
+
+    advantages = np.float32([[1, 1, 1, np.nan], [-1, -1, -1, np.nan]])
+
+    @jax.jit
+    def of_all(*arguments):
+        return {name: grpo_loss(*arguments, term=term)[1] for name, (term, _, _) in HELD_BACK.items()}
+
+    return of_all(logprobs, old_logprobs, advantages, mask)
+
+
+@pytest.mark.parametrize("name", HELD_BACK)
+def test_policy_metrics_of_every_term(name):
+    _, clip_low, clip_high = HELD_BACK[name]
+    metrics = metrics_of_every_term()[name]
+    expected = {"ratio": (11.0, 6.0), "clip_low": (clip_low, 6.0), "clip_high": (clip_high, 6.0)}
+    assert metrics.keys() == expected.keys()
+    for metric, value in expected.items():
+        assert_allclose(metrics[metric], value, rtol=1e-6, err_msg=metric)
 
 
 def test_clip_metrics_count_the_tokens_whose_gradient_is_gone():

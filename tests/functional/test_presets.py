@@ -1,0 +1,444 @@
+"""Presets against their formulas written out in NumPy, what `check` refuses, and which methods are the same."""
+
+import itertools
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from grpo_jax.functional import (
+    PRESETS,
+    Algorithm,
+    check,
+    cispo_surrogate,
+    clip_cov_term,
+    clipped_surrogate,
+    clipped_term,
+    constant_length_weights,
+    dppo_term,
+    dual_clipped_surrogate,
+    gmpo_term,
+    group_advantages,
+    grpo_loss,
+    gspo_log_ratio,
+    kl_cov_term,
+    kl_k1,
+    of_rewards,
+    pass_at_k_advantages,
+    ratio_term,
+    reinforce_term,
+    sapo_surrogate,
+    sequence_log_ratio,
+    sequence_mean_log_ratio,
+    sequence_mean_weights,
+    sequence_sum_weights,
+    token_log_ratio,
+    token_mean_weights,
+    two_sided_clipped_surrogate,
+    vespo_term,
+)
+
+every_preset = pytest.mark.parametrize("name", PRESETS)
+
+# Two groups of two rows, of 4, 2, 0 and 3 tokens.
+MASK = np.array([[[1, 1, 1, 1], [1, 1, 0, 0]], [[0, 0, 0, 0], [0, 1, 1, 1]]], bool)
+ADVANTAGES = np.array([[1.5, -0.7], [3.0, -0.2]], np.float32)
+LENGTHS = MASK.sum(-1, keepdims=True)
+
+
+def random_logprobs():
+    """logprobs, old_logprobs, ref_logprobs."""
+    rng = np.random.default_rng(3)
+    logprobs = -rng.exponential(size=MASK.shape).astype(np.float32)
+    near = [logprobs - rng.choice([-0.6, -0.1, 0.1, 0.6], size=MASK.shape).astype(np.float32) for _ in range(2)]
+    return logprobs, *near
+
+
+@cache
+def compiled():
+    """(logprobs, old_logprobs, advantages, mask, ref_logprobs) -> name: (loss, metrics), gradient; all at once."""
+
+    def of_all(logprobs, old_logprobs, advantages, mask, ref_logprobs):
+        def of(preset):
+            loss = partial(preset.loss, ref_logprobs=ref_logprobs)
+            return jax.value_and_grad(loss, has_aux=True)(logprobs, old_logprobs, advantages, mask)
+
+        return {name: of(preset) for name, preset in PRESETS.items()}
+
+    return jax.jit(of_all)
+
+
+# --- losses, written out ---
+
+
+def clip(d, low, high):
+    return -np.minimum(np.exp(d) * A, np.clip(np.exp(d), 1 - low, 1 + high) * A)
+
+
+def row_sum(x):
+    return np.sum(np.where(MASK, x, 0), axis=-1, keepdims=True)
+
+
+def row_mean(x):
+    return row_sum(x) / np.maximum(LENGTHS, 1)
+
+
+A = ADVANTAGES[..., None].astype(float)
+NEW, OLD, REF = (x.astype(float) for x in random_logprobs())
+D, ONES = NEW - OLD, np.ones(MASK.shape)
+ROWS = 3  # with tokens
+TOKEN_MEAN, SEQUENCE_MEAN = MASK / MASK.sum(), MASK / np.maximum(LENGTHS, 1) / ROWS
+SEQUENCE_SUM, CONSTANT_LENGTH = MASK / ROWS, MASK / (ROWS * 4)
+
+
+def gmpo():
+    clipped = np.where(A > 0, np.minimum(D, 0.4), np.maximum(D, -0.4))
+    return -A * np.exp(row_mean(clipped)) * ONES
+
+
+def dppo():
+    moved = np.exp(NEW) - np.exp(OLD)
+    dropped = np.where(A > 0, moved > 0.2, moved < -0.2)
+    return np.where(dropped, 0, -np.exp(D) * A) + 0.001 * D**2
+
+
+def vespo():
+    w = np.exp(row_sum(D))
+    return -np.where(A >= 0, w**2 * np.exp(3 - 3 * w), w**3 * np.exp(2 - 2 * w)) * A * NEW
+
+
+def sapo():
+    tau = np.where(A > 0, 1.0, 1.05)
+    return -A * 4 / tau / (1 + np.exp(-tau * (np.exp(D) - 1)))
+
+
+# Loss per token, weights, β.
+LOSSES = {
+    "grpo": (clip(D, 0.2, 0.2), SEQUENCE_MEAN, 0.04),
+    "rank": (clip(D, 0.2, 0.2), SEQUENCE_MEAN, 0.04),
+    "dr_grpo": (clip(D, 0.2, 0.2), CONSTANT_LENGTH, 0),
+    "dapo": (clip(D, 0.2, 0.28), TOKEN_MEAN, 0),
+    "gspo": (clip(row_mean(D), 3e-4, 4e-4) * ONES, SEQUENCE_MEAN, 0),
+    "cispo": (-np.minimum(np.exp(D), 5) * A * D, TOKEN_MEAN, 0),
+    "rloo": (clip(row_sum(D), 0.2, 0.2) * ONES, SEQUENCE_MEAN, 0),
+    "seed_000": (clip(row_sum(D), 0.2, 0.2) * ONES, SEQUENCE_MEAN, 0.01),
+    "seed_001": (clip(row_sum(D), 0.15, 0.15) * ONES, SEQUENCE_MEAN, 0.01),
+    "gmpo": (gmpo(), SEQUENCE_MEAN, 0),
+    "sapo": (sapo(), SEQUENCE_MEAN, 0),
+    "dppo": (dppo(), TOKEN_MEAN, 0),
+    "luspo": (clip(row_mean(D), 3e-4, 4e-4) * LENGTHS / np.maximum(LENGTHS, 1) * ONES, SEQUENCE_SUM, 0),
+    "vespo": (vespo(), TOKEN_MEAN, 0),
+    "opo": (-A * NEW, TOKEN_MEAN, 0),
+    "gpg": (-A * NEW, TOKEN_MEAN, 0),
+    "max_rl": (clip(D, 0.2, 0.2), TOKEN_MEAN, 0),
+    "lite_ppo": (clip(D, 0.2, 0.2), TOKEN_MEAN, 0),
+    "pass_at_k": (clip(D, 0.2, 0.2), TOKEN_MEAN, 0),
+}
+
+
+@every_preset
+def test_loss_is_the_formula_written_out(name):
+    arrays = random_logprobs()
+    (loss, metrics), _ = compiled()(*arrays[:2], ADVANTAGES, MASK, arrays[2])[name]
+    per_token, weights, kl_coef = LOSSES[name]
+    x = NEW - REF
+    assert_allclose(loss, np.sum(weights * (per_token + kl_coef * (np.exp(-x) - 1 + x))), rtol=1e-5)
+    # Its reference, if there is one, may be read in the reward instead.
+    assert ("kl" in metrics) == (name != "rloo")
+
+
+@every_preset
+def test_masked_slots_may_hold_anything(name):
+    arrays = random_logprobs()
+    expected = compiled()(*arrays[:2], ADVANTAGES, MASK, arrays[2])[name]
+    for rubbish in (np.inf, -np.inf, np.nan):
+        dirty = [np.where(MASK, x, np.float32(rubbish)) for x in arrays]
+        advantages = np.where(MASK.any(-1), ADVANTAGES, np.float32(rubbish))
+        result = compiled()(*dirty[:2], advantages, MASK, dirty[2])[name]
+        jax.tree.map(assert_array_equal, result, expected)
+
+
+@every_preset
+def test_on_policy_gradient_is_reinforce(name):
+    # At ρ = 1, and with the policy as reference, each paper's aggregation gives −A w.
+    # A ratio of whole responses, one number a row, has the gradient of Σ log π: rows weigh 1/B.
+    logprobs, *_ = random_logprobs()
+    _, gradient = compiled()(logprobs, logprobs, ADVANTAGES, MASK, logprobs)[name]
+    weights = SEQUENCE_SUM if name in ("rloo", "seed_000", "seed_001") else LOSSES[name][1]
+    assert_allclose(gradient, -A * weights, rtol=1e-5, atol=1e-7)
+
+
+# --- advantages, written out ---
+
+REWARDS = np.array([[1, 0, 0, 1, 0, 0, 0, 0.5], [0, 0, 1, 1, 1, 0, 1, 1], [0.5] * 8], np.float32)
+REWARD_LENGTHS = np.array([[3, 1, 4, 1, 5, 9, 2, 6]] * 3, np.float32)
+
+
+def centered(r):
+    return r - r.mean(-1, keepdims=True)
+
+
+def standardised(r, ddof=1, eps=1e-6):
+    return centered(r) / (r.std(-1, keepdims=True, ddof=ddof) + eps)
+
+
+def mean_ranks(r):
+    """1 for the best; those that are equal share."""
+    above, same = (f(r[:, None, :], r[:, :, None]).sum(-1) for f in (np.greater, np.equal))
+    return above + (same + 1) / 2
+
+
+def leave_one_out(r):
+    return r - (r.sum(-1, keepdims=True) - r) / 7
+
+
+def max_rl(r):
+    return centered(r) / r.mean(-1, keepdims=True)
+
+
+def opo(r):
+    return r - np.sum(REWARD_LENGTHS * r, -1, keepdims=True) / np.sum(REWARD_LENGTHS, -1, keepdims=True)
+
+
+def pass_at_4(r):
+    """Every subset of 4 passes if one of it is right; a completion's is the mean over those that hold it."""
+    result = np.zeros(r.shape)
+    subsets = list(itertools.combinations(range(8), 4))
+    for i, row in enumerate(r):
+        passed = np.array([any(row[list(s)] > 0) for s in subsets], float)
+        if passed.std() > 0:
+            score = (passed - passed.mean()) / passed.std()
+            result[i] = [np.mean([x for s, x in zip(subsets, score, strict=True) if j in s]) for j in range(8)]
+    return result
+
+
+R = REWARDS.astype(float)
+ADVANTAGES_OF = {
+    "dr_grpo": centered(R),
+    "rank": standardised(-mean_ranks(R)),
+    "rloo": leave_one_out(R),
+    "seed_000": standardised(R, 0, 1e-8),
+    "seed_001": standardised(R, 0, 1e-8),
+    "opo": opo(R),
+    "gpg": centered(R) * 24 / 16,  # two groups of three have signal
+    "max_rl": max_rl(R),
+    "lite_ppo": centered(R) / (R.std(ddof=1) + 1e-6),
+    "pass_at_k": pass_at_4(R),
+}
+
+
+@every_preset
+def test_advantages_are_the_formula_written_out(name):
+    expected = ADVANTAGES_OF.get(name, standardised(R))
+    result = PRESETS[name].advantages(jnp.asarray(REWARDS), jnp.asarray(REWARD_LENGTHS))
+    assert_allclose(result, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_how_presets_sample():
+    sampling = {name: (a.group_size, a.temperature, a.temperature_spread) for name, a in PRESETS.items()}
+    others = {"seed_000": (8, 0.7, 0.3), "seed_001": (12, 1.0, 0.0)}
+    assert sampling == dict.fromkeys(PRESETS, (8, 1.0, 0.0)) | others
+    assert {name for name, a in PRESETS.items() if a.ratio_to_sampler} == {"dppo"}
+    with_reference = {"grpo": 0.04, "rank": 0.04, "seed_000": 0.01, "seed_001": 0.01, "rloo": 0.05}
+    assert {name: a.kl_coef for name, a in PRESETS.items() if a.kl_coef} == with_reference
+    assert {name for name, a in PRESETS.items() if a.kl_in_reward} == {"rloo"}
+
+
+def test_of_rewards_gives_constants_and_no_lengths():
+    rewards, rubbish = jnp.asarray(REWARDS), jnp.full((3, 8), jnp.nan)
+    expected = group_advantages(rewards, ddof=0, eps=0.5)
+    assert_array_equal(of_rewards(group_advantages, ddof=0, eps=0.5)(rewards, rubbish), expected)
+
+
+def test_weights_and_reference_given_take_the_place_of_the_presets_own():
+    arrays, weights = random_logprobs(), np.asarray(TOKEN_MEAN, np.float32)
+
+    @jax.jit
+    def losses(logprobs, old_logprobs, ref_logprobs):
+        arguments = logprobs, old_logprobs, ADVANTAGES, MASK
+        grpo = PRESETS["grpo"]
+        without = grpo.loss(*arguments)[0], grpo_loss(*arguments, weights=sequence_mean_weights(MASK))[0]
+        both = grpo.loss(*arguments, ref_logprobs=ref_logprobs, weights=weights)[0]
+        return *without, both, grpo_loss(*arguments, ref_logprobs=ref_logprobs)[0]
+
+    a, b, c, d = losses(*arrays)
+    assert_allclose(a, b, rtol=1e-6)
+    assert_allclose(c, d, rtol=1e-6)
+    assert abs(a - c) > 1e-3
+
+
+# --- check ---
+
+SEQUENCE_TERMS = {
+    "sequence": ratio_term(sequence_log_ratio, clipped_surrogate),
+    "sequence_cispo": ratio_term(sequence_log_ratio, cispo_surrogate),
+    "sequence_mean": ratio_term(sequence_mean_log_ratio, clipped_surrogate),
+    "gmpo": gmpo_term,
+}
+TOKEN_TERMS = {
+    "clipped": clipped_term,
+    "gspo": ratio_term(gspo_log_ratio, clipped_surrogate),
+    "dual": ratio_term(token_log_ratio, dual_clipped_surrogate),
+    "cispo": ratio_term(token_log_ratio, cispo_surrogate),
+    "clip_cov": partial(clip_cov_term, key=jax.random.key(0)),
+}
+TERMS_WITHOUT_EPSILON = {
+    "reinforce": reinforce_term,
+    "dppo": dppo_term,
+    "vespo": vespo_term,
+    "kl_cov": kl_cov_term,
+    "sapo": ratio_term(token_log_ratio, sapo_surrogate),
+    "sequence_sapo": ratio_term(sequence_log_ratio, sapo_surrogate),
+}
+OF_REWARDS = of_rewards(group_advantages)
+
+
+def refused(algorithm, words):
+    with pytest.raises(ValueError, match=words) as error:
+        check(algorithm)
+    assert "\n" not in str(error.value)
+
+
+@every_preset
+def test_presets_make_sense(name):
+    check(PRESETS[name])
+
+
+@pytest.mark.parametrize("name", [*SEQUENCE_TERMS, "sequence_sapo"])
+def test_one_number_a_row_is_not_weighed_by_tokens(name):
+    algorithm = Algorithm(OF_REWARDS, term=(SEQUENCE_TERMS | TERMS_WITHOUT_EPSILON)[name])
+    if name in TERMS_WITHOUT_EPSILON:
+        algorithm = algorithm._replace(epsilon_low=None, epsilon_high=None)
+    for aggregation in (token_mean_weights, constant_length_weights):
+        refused(algorithm._replace(aggregation=aggregation), "one number a row.*sequence_mean_weights")
+    for aggregation in (sequence_mean_weights, sequence_sum_weights):
+        check(algorithm._replace(aggregation=aggregation))
+
+
+@pytest.mark.parametrize("name", [*TOKEN_TERMS, *TERMS_WITHOUT_EPSILON])
+def test_one_number_a_token_goes_with_any_weights(name):
+    algorithm = Algorithm(OF_REWARDS, term=(TOKEN_TERMS | TERMS_WITHOUT_EPSILON)[name])
+    if name in TERMS_WITHOUT_EPSILON:
+        algorithm = algorithm._replace(epsilon_low=None, epsilon_high=None)
+    aggregations = [sequence_mean_weights, sequence_sum_weights]
+    if name != "sequence_sapo":
+        aggregations += [token_mean_weights, constant_length_weights]
+    for aggregation in aggregations:
+        check(algorithm._replace(aggregation=aggregation))
+
+
+@pytest.mark.parametrize("name", TERMS_WITHOUT_EPSILON)
+def test_constants_that_the_term_does_not_take_are_refused(name):
+    algorithm = Algorithm(OF_REWARDS, term=TERMS_WITHOUT_EPSILON[name], epsilon_low=None, epsilon_high=None)
+    check(algorithm)
+    refused(algorithm._replace(epsilon_low=0.2, epsilon_high=0.2), "set epsilon_low and epsilon_high to None.*epsilon")
+
+
+def test_one_epsilon_alone_is_refused():
+    refused(PRESETS["grpo"]._replace(epsilon_low=None), "both or neither")
+    refused(PRESETS["sapo"]._replace(epsilon_high=0.2), "both or neither")
+
+
+def test_k1_in_the_loss_is_refused():
+    refused(PRESETS["grpo"]._replace(divergence=kl_k1), "kl_k1.*kl_in_reward")
+    check(PRESETS["grpo"]._replace(divergence=kl_k1, kl_in_reward=True))
+    check(PRESETS["grpo"]._replace(divergence=kl_k1, kl_coef=0.0))
+
+
+def test_pass_at_k_of_more_than_the_group_is_refused():
+    refused(PRESETS["pass_at_k"]._replace(group_size=3), "k is 4.*3")
+    check(PRESETS["pass_at_k"]._replace(group_size=4))
+    refused(PRESETS["grpo"]._replace(advantages=of_rewards(pass_at_k_advantages, k=9)), "k is 9.*8")
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "word"),
+    [(cispo_surrogate, "epsilon_high"), (partial(two_sided_clipped_surrogate, delta=0.9), "delta")],
+)
+def test_bad_constants_of_a_term_are_refused(surrogate, word):
+    # A cap of 1 − 0.5; a δ of 0.9, not above 1 − 0.1 but above 1 − 0.5.
+    algorithm = PRESETS["grpo"]._replace(term=ratio_term(token_log_ratio, surrogate))
+    bad, good = (-0.5, 0.5) if word == "epsilon_high" else (-0.1, -0.5)
+    refused(algorithm._replace(epsilon_high=bad), word)
+    check(algorithm._replace(epsilon_high=good))
+
+
+# --- methods that are the same somewhere ---
+
+
+def loss_and_gradient(algorithm, mask, logprobs, old_logprobs):
+    function = jax.jit(jax.value_and_grad(lambda x: algorithm.loss(x, old_logprobs, ADVANTAGES, mask)[0]))
+    return function(logprobs)
+
+
+def test_gspo_of_one_token_is_grpo():
+    logprobs, old_logprobs, _ = (x[..., :1] for x in random_logprobs())
+    one = PRESETS["gspo"]._replace(epsilon_low=0.2, epsilon_high=0.2), PRESETS["grpo"]
+    (loss, gradient), expected = (loss_and_gradient(a, MASK[..., :1], logprobs, old_logprobs) for a in one)
+    assert_allclose(loss, expected[0], rtol=1e-6)
+    assert_allclose(gradient, expected[1], rtol=1e-6)
+
+
+def test_of_equal_lengths_all_per_token_weights_are_the_same():
+    logprobs, old_logprobs, _ = random_logprobs()
+    kinds = (token_mean_weights, constant_length_weights, sequence_mean_weights)
+    algorithms = [PRESETS["dapo"]._replace(aggregation=kind) for kind in kinds]
+    results = [loss_and_gradient(a, np.ones_like(MASK), logprobs, old_logprobs) for a in algorithms]
+    for loss, gradient in results[1:]:
+        assert_allclose(loss, results[0][0], rtol=1e-6)
+        assert_allclose(gradient, results[0][1], rtol=1e-6)
+
+
+def test_luspo_is_the_row_s_clipped_ratio_times_its_length():
+    arrays = random_logprobs()
+    (loss, _), _ = compiled()(*arrays[:2], ADVANTAGES, MASK, arrays[2])["luspo"]
+    of_row = clip(row_mean(D), 3e-4, 4e-4)
+    assert_allclose(loss, np.sum(LENGTHS * of_row) / ROWS, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["rloo", "gmpo"])
+def test_one_number_a_row_is_averaged_over_rows(name):
+    # RLOO: PPO's clip of π(o)/π_old(o); GMPO: −A times a geometric mean.
+    arrays = random_logprobs()
+    (loss, _), _ = compiled()(*arrays[:2], ADVANTAGES, MASK, arrays[2])[name]
+    of_row = clip(row_sum(D), 0.2, 0.2) if name == "rloo" else gmpo()[..., :1]
+    assert_allclose(loss, np.sum(of_row * MASK.any(-1, keepdims=True)) / ROWS, rtol=1e-5)
+
+
+def test_values_on_policy():
+    # ρ = 1: SAPO is −A (4/τ) σ(0), GMPO and the clip −A, CISPO 0, VESPO REINFORCE, φ = 1.
+    logprobs, *_ = random_logprobs()
+    results = compiled()(logprobs, logprobs, ADVANTAGES, MASK, logprobs)
+    tau = np.where(A > 0, 1.0, 1.05)
+    assert_allclose(results["sapo"][0][0], np.sum(SEQUENCE_MEAN * -A * 2 / tau), rtol=1e-5)
+    for name in ("gmpo", "gspo", "rloo", "grpo"):
+        assert_allclose(results[name][0][0], np.sum(SEQUENCE_MEAN * -A), rtol=1e-5)
+    assert results["cispo"][0][0] == 0
+    assert_allclose(results["vespo"][0][0], results["opo"][0][0], rtol=1e-5)
+    for (_, metrics), _ in results.values():
+        assert_allclose(metrics["ratio"], (9, 9))
+        assert metrics["clip_low"][0] == metrics["clip_high"][0] == 0
+
+
+def test_vmap_over_epsilons_of_each_term_that_has_them():
+    logprobs, old_logprobs, _ = random_logprobs()
+    low, high = np.float32([0.1, 0.2, 0.5]), np.float32([0.5, 0.2, 0.1])
+
+    @jax.jit
+    @jax.vmap
+    def losses(low, high):
+        def of(name):
+            algorithm = PRESETS[name]._replace(epsilon_low=low, epsilon_high=high)
+            return algorithm.loss(logprobs, old_logprobs, ADVANTAGES, MASK)[0]
+
+        return {name: of(name) for name in ("dapo", "gspo", "rloo")}
+
+    results = losses(low, high)
+    of_row = {"dapo": D, "gspo": row_mean(D), "rloo": row_sum(D)}
+    for name, d in of_row.items():
+        expected = [np.sum(LOSSES[name][1] * clip(d, a, b)) for a, b in zip(low, high, strict=True)]
+        assert_allclose(results[name], expected, rtol=1e-5)
+        assert len(set(np.round(expected, 6))) > 1, name
