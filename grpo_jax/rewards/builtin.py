@@ -1,0 +1,362 @@
+r"""Rewards that many tasks need: answers, formats and lengths.
+
+Each function makes a reward, a function of examples and completions. In a process of its own, with a deadline:
+`Grader("grpo_jax.rewards.builtin:math_answer", arguments={"lenient": True}, chunk=1)`. That is the place for
+`math_answer` and `matches`, which a model's text can keep busy for ever.
+
+No text is ever evaluated as code: numbers are read by a pattern, formulas by a parser of LaTeX.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from grpo_jax.errors import UsageError
+from grpo_jax.rewards.worker import is_worker
+from grpo_jax.tasks.task import Completion, Example, Reward
+
+Extract = Callable[[str], str | None]  # a completion -> its answer; None: it gives none
+
+# Groups of thousands or plain digits, decimals, and an exponent of at most three digits.
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = re.compile(rf"\$?([-−+]?)\$?((?:{_DIGITS})(?:[eE][-+]?\d{{1,3}})?)(?:/(\d+))?")
+# In running text a sign follows neither a digit nor a letter, as in 10-5, nor does a number begin inside a word.
+_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}.])[-−]\$?|(?<![\w.]))(?:{_DIGITS})(?:/\d+)?")
+_FORMULA = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?", re.DOTALL)  # \$ is no end of it
+_LONGEST_NUMBER = 64  # in characters; a longer one is a text like any other
+_LONGEST_FORMULA = 500
+
+
+# ---- what a text answers
+
+
+def text_answer(text: str) -> str:
+    """The whole text without the blanks around it."""
+    return text.strip()
+
+
+def last_number(text: str) -> str | None:
+    """The last number of a text."""
+    found = _IN_TEXT.findall(text)
+    return found[-1] if found else None
+
+
+def hash_answer(text: str) -> str | None:
+    """What follows the last "####" on its line."""
+    _, mark, after = text.rpartition("####")
+    lines = after.strip().splitlines()
+    return lines[0].strip() if mark and lines else None
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""What the last \boxed{...} holds; None also if its braces do not close."""
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox")
+    if not rest.startswith("{"):
+        single = re.match(r"\s+([-\d.,]+|\w)", rest)  # \boxed 5
+        return single.group(1) if single else None
+    depth = 0
+    for brace in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \{ and \} are not braces
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0 and brace.group() == "}":
+            return rest[1 : brace.start()].strip()
+    return None
+
+
+def stated_answer(text: str) -> str | None:
+    r"""The last \boxed{...}, else what follows "answer is", else the last $...$, else the last number."""
+    boxed = boxed_answer(text)
+    if boxed is not None:
+        return boxed
+    stated = re.split(r"answer is:?|answer:", text, flags=re.IGNORECASE)
+    if len(stated) > 1 and stated[-1].strip():
+        line = stated[-1].strip().splitlines()[0]
+        # A full stop ends it, or a dollar sign that opened it.
+        formula = _FORMULA.match(line)
+        return formula.group(1).strip() if formula else re.split(r"\.(?:\s|$)", line)[0].strip()
+    formulas = _FORMULA.findall(text)
+    return formulas[-1].strip() if formulas else last_number(text)
+
+
+# ---- whether two answers are the same
+
+
+def same_number(given: str, expected: str) -> bool:
+    """Whether both are numbers, and equal: "1,000" and "1000.0", "$18" and "18", "50%" and "50", "1/2" and "0.5"."""
+    first, second = _number(given), _number(expected)
+    return first is not None and first == second
+
+
+def _number(text: str) -> Fraction | None:
+    text = text.strip().rstrip(".").replace("\\$", "$").replace("\\%", "%").removesuffix("%").strip()
+    found = _NUMBER.fullmatch(text) if len(text) <= _LONGEST_NUMBER else None
+    if found is None:
+        return None
+    sign, digits, divisor = found.groups()
+    with contextlib.suppress(ZeroDivisionError):
+        number = Fraction(digits.replace(",", "")) / Fraction(divisor or 1)
+        return -number if sign in ("-", "−") else number
+    return None
+
+
+def same_text(given: str, expected: str) -> bool:
+    """Whether both are the same number or the same text."""
+    return given.strip() == expected.strip() or same_number(given, expected)
+
+
+_LEFT_OUT = re.compile(
+    r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\\displaystyle|\\mathrm(?![a-z])|\\mbox(?![a-z])|\^\{?\\circ\}?"
+    r"|\\degree|\\\$|\\%|%|~|\\quad|\\qquad"
+)
+_UNIT = re.compile(r"(?<=[\d}])\s*\\(?:text|mbox|textbf)\{[^{}]*\}(?:\^\d)?$")  # 5\text{ cm}
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|operatorname)\{([^{}]*)\}")
+_SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)")
+_PLAIN_FRACTION = re.compile(r"(-?)\\frac\{(-?\d+)\}\{(\d+)\}")
+_ASSIGNED = re.compile(r"^[a-zA-Z](?:\([a-zA-Z]\))?\s*=(?!.*=)")  # x = 5
+
+
+def normal_formula(text: str) -> str:
+    """A formula without what does not change its meaning: blanks, sizes, units, and the ways to write a fraction."""
+    text = text.strip().strip("$").strip().rstrip(".")
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
+    text = _TEXT.sub(r"\1", _UNIT.sub("", _LEFT_OUT.sub("", text)))
+    text = "".join(text.split())
+    text = _ASSIGNED.sub("", text)
+    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", text)
+    return _PLAIN_FRACTION.sub(r"\1\2/\3", text) if _PLAIN_FRACTION.fullmatch(text) else text
+
+
+def same_formula(given: str, expected: str) -> bool:
+    """Whether both are the same number, or the same formula written in two ways that `normal_formula` knows."""
+    first, second = normal_formula(given), normal_formula(expected)
+    return (first == second and bool(first)) or same_number(first, second)
+
+
+def _same_by_sympy(given: str, expected: str) -> bool:
+    """Whether math-verify finds both the same. It can take for ever."""
+    import math_verify
+
+    # Their deadlines are this process's; they warn that there is none.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    # LaTeX alone: the pattern for plain expressions hands text to sympy's evaluating parser.
+    latex = [math_verify.LatexExtractionConfig()]
+
+    def parsed(formula: str):
+        return math_verify.parse(f"${formula}$", latex, fallback_mode="no_fallback", parsing_timeout=None)
+
+    if len(given) > _LONGEST_FORMULA or "$" in given:
+        return False
+    return bool(math_verify.verify(parsed(expected), parsed(given), timeout_seconds=None))
+
+
+# ---- answers
+
+
+def exact_answer(column: str = "answer", extract: Extract = text_answer) -> Reward:
+    """1 where the completion's answer is the example's, as a number or as a text, else 0.
+
+    Args:
+      column: of the example, with the answer.
+      extract: what finds the answer in a completion, such as `last_number`.
+
+    Returns:
+      The reward.
+    """
+
+    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+        return _graded(column, extract, text_answer, same_text, examples, completions)
+
+    return reward
+
+
+def gsm8k_answer(column: str = "answer", lenient: bool = False) -> Reward:
+    """1 where the completion's number is that of the example, else 0.
+
+    Args:
+      column: of the example, with the solution that ends with "#### 18", or with the number alone.
+      lenient: the last number of the text is taken; else what follows the last "####" must be the number.
+
+    Returns:
+      The reward.
+    """
+
+    def expected(text: str) -> str:
+        return hash_answer(text) or text
+
+    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+        extract = last_number if lenient else hash_answer
+        return _graded(column, extract, expected, same_number, examples, completions)
+
+    return reward
+
+
+def math_answer(column: str = "answer", lenient: bool = False, sympy: bool | None = None) -> Reward:
+    r"""1 where the completion's formula equals that of the example, else 0.
+
+    Args:
+      column: of the example, with the formula alone or with a solution that has it in \boxed{...}.
+      lenient: without \boxed{...}, what follows "answer is", else the last $...$, else the last number is taken.
+      sympy: whether the package math-verify compares what is not the same at sight; None: if it is installed.
+
+    Returns:
+      The reward.
+
+    Raises:
+      UsageError: math-verify is not installed, or is to be used outside of a `Grader`, where nothing can stop it.
+    """
+    installed = importlib.util.find_spec("math_verify") is not None
+    if sympy and not installed:
+        raise UsageError("math_answer needs the package math-verify for sympy=True: pip install 'grpo_jax[math]'")
+    by_sympy = installed if sympy is None else sympy
+    if by_sympy and not is_worker():
+        raise UsageError(
+            "math_answer compares formulas by sympy, which can take for ever: name it to a Grader, or give sympy=False"
+        )
+    if by_sympy:
+        _same_by_sympy("x+1", "1+x")  # imports and makes its tables now, outside of any deadline
+
+    def same(given: str, expected: str) -> bool:
+        return same_formula(given, expected) or (by_sympy and _same_by_sympy(given, expected))
+
+    def expected(text: str) -> str:
+        boxed = boxed_answer(text)
+        return text if boxed is None else boxed
+
+    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+        extract = stated_answer if lenient else boxed_answer
+        return _graded(column, extract, expected, same, examples, completions)
+
+    return reward
+
+
+def _graded(
+    column: str,
+    extract: Extract,
+    expected: Callable[[str], str],
+    same: Callable[[str, str], bool],
+    examples: Sequence[Example],
+    completions: Sequence[Completion],
+) -> list[float]:
+    if any(column not in example for example in examples):
+        raise UsageError(f"a reward compares with the column {column!r}, which an example does not have")
+    answers = (extract(completion) for completion in completions)
+    truths = (expected(str(example[column])) for example in examples)
+    return [float(a is not None and same(a, truth)) for a, truth in zip(answers, truths, strict=True)]
+
+
+# ---- formats and lengths
+
+
+def matches(pattern: str) -> Reward:
+    r"""1 where the whole text matches a regular expression, in which a dot is any character, else 0.
+
+    Some patterns, such as (a+)+b, take for ever on some texts, and hold the interpreter: only a `Grader` ends that.
+
+    Args:
+      pattern: such as r"<think>.*</think>\s*<answer>.*</answer>\s*".
+
+    Returns:
+      The reward.
+
+    Raises:
+      UsageError: it is no regular expression.
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise UsageError(f"{pattern!r} is no regular expression: {error}") from None
+
+    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+        return [float(compiled.fullmatch(completion) is not None) for completion in completions]
+
+    return reward
+
+
+def length(*, target: int | None = None, maximum: int | None = None) -> Reward:
+    """How well a completion keeps to a length in tokens, the ending one included.
+
+    Args:
+      target: 1 at this length, falling on two lines to 0 at none and at twice as many.
+      maximum: 1 up to this length, 0 above. One of both is given.
+
+    Returns:
+      The reward.
+
+    Raises:
+      UsageError: both or none are given, or it is less than 1.
+    """
+    if (target is None) == (maximum is None):
+        raise UsageError("length needs target or maximum, and not both")
+    limit = target if target is not None else maximum
+    assert limit is not None
+    if limit < 1:
+        raise UsageError(f"a length of {limit} tokens is asked for: it must be at least 1")
+
+    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+        lengths = _lengths(completions)
+        if target is None:
+            return (lengths <= limit).astype(float).tolist()
+        return np.clip(1 - np.abs(lengths - limit) / limit, 0, 1).tolist()
+
+    return reward
+
+
+def overlong(*, max_length: int, buffer: int) -> Reward:
+    """clip(−(|o| − (L_max − L_c))/L_c, −1, 0), as `grpo_jax.functional.overlong_penalty`. DAPO (2503.14476).
+
+    Args:
+      max_length: L_max in tokens, the sampler's limit.
+      buffer: L_c in tokens.
+
+    Returns:
+      The reward, of |o| with the ending token.
+
+    Raises:
+      UsageError: buffer is not between 1 and max_length.
+    """
+    if not 1 <= buffer <= max_length:
+        raise UsageError(f"buffer is {buffer}: it must be between 1 and max_length, {max_length}")
+
+    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+        excess = _lengths(completions) - (max_length - buffer)
+        return (-np.clip(excess / buffer, 0, 1)).tolist()
+
+    return reward
+
+
+def repetition(n: int = 3) -> Reward:
+    """Minus the share of n-grams of tokens that occurred before in the completion: from −1 to 0.
+
+    Args:
+      n: tokens in one; a completion of fewer has 0.
+
+    Returns:
+      The reward.
+
+    Raises:
+      UsageError: n is less than 1.
+    """
+    if n < 1:
+        raise UsageError(f"n is {n}: it must be at least 1")
+
+    def repeated(ids: tuple[int, ...]) -> float:
+        grams = [ids[i : i + n] for i in range(len(ids) - n + 1)]
+        return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
+    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+        return [repeated(completion.ids) for completion in completions]
+
+    return reward
+
+
+def _lengths(completions: Sequence[Completion]) -> np.ndarray:
+    """|o|, float64 `[B]`: the sampled tokens and, where there is one, that which ended them."""
+    return np.array([len(c.ids) + (not c.truncated) for c in completions], np.float64)

@@ -1,0 +1,241 @@
+"""The child process of grading.py: loads a reward function, then answers requests until it is killed.
+
+Requests come as a length and a pickle, answers go back as a length and JSON: what the function returns is
+never unpickled by the parent.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import fcntl
+import importlib
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Mapping, Set, Sized
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.errors import UsageError
+from grpo_jax.tasks.task import Reward
+
+HEADER = struct.Struct(">Q")  # the length of what follows
+MESSAGE_CHARACTERS = 2000
+_LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
+STDERR = 2
+
+_is_worker = False
+
+
+def is_worker() -> bool:
+    """Whether this process grades, under a deadline."""
+    return _is_worker
+
+
+def load_reward(spec: str, arguments: Mapping[str, Any] | None = None) -> Reward:
+    """The function that a text names.
+
+    Args:
+      spec: "package.module:function" or "path/to/file.py:function".
+      arguments: None: the function is the reward; else what it returns for these keywords is.
+
+    Returns:
+      The reward function.
+
+    Raises:
+      UsageError: there is no such module or function, it cannot be imported, or it is no function.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise UsageError(f"the reward {spec!r} must be module:function or path/to/file.py:function")
+    module = _import(place, spec)
+    try:
+        found = getattr(module, name)
+    except AttributeError:
+        raise UsageError(f"the reward {spec!r} cannot be loaded: {place} has no {name!r}") from None
+    if not callable(found):
+        raise UsageError(f"the reward {spec!r} is no function but of type {type(found).__name__}")
+    if arguments is None:
+        return found
+    try:
+        reward = found(**arguments)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"the reward {spec!r} refuses its arguments: {_one_line(error)}") from error
+    if not callable(reward):
+        raise UsageError(f"{spec!r} must return a reward function, but returned {type(reward).__name__}")
+    return reward
+
+
+def _import(place: str, spec: str) -> Any:
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise UsageError(f"the reward {spec!r} cannot be loaded: there is no file {path}")
+        sys.path.insert(0, str(path.parent))  # for what lies beside it
+        name = f"reward_file_{path.stem}"
+        loader = importlib.util.spec_from_file_location(name, path)
+        assert loader is not None
+        assert loader.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(loader)
+        loader.loader.exec_module(module)
+        return module
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the module's own lines raise
+        raise UsageError(f"the reward {spec!r} cannot be loaded: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MESSAGE_CHARACTERS]
+
+
+def main() -> None:
+    """Serves the socket whose number is the first argument; the second is the parent's process id."""
+    global _is_worker
+    _is_worker = True
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    _die_with_the_parent(int(sys.argv[2]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
+    faulthandler.enable(file=STDERR)
+    setup = pickle.loads(_receive(connection))
+    os.chdir(setup["folder"])
+    sys.path[:] = setup["path"]
+    try:
+        reward = load_reward(setup["spec"], setup["arguments"])
+    except UsageError as error:
+        _send(connection, {"error": str(error)})
+        return
+    if setup["memory_mb"] is not None:
+        _limit_memory(setup["memory_mb"])
+    _send(connection, {"ready": True})
+    with asyncio.Runner() as runner:  # one loop for all calls: clients of a service belong to theirs
+        while True:
+            _send(connection, _answer(reward, _receive(connection), runner, setup["deadline"]))
+
+
+def _answer(reward: Reward, request: bytes, runner: asyncio.Runner, deadline: float) -> dict[str, Any]:
+    """What the function makes of a request: {"values": ...}, or {"reason": ..., "message": ...}."""
+    try:
+        # Shortly before it is killed, a function that hangs says on stderr where it is.
+        faulthandler.dump_traceback_later(0.9 * deadline, file=STDERR)
+        examples, completions = pickle.loads(request)
+        answer = reward(examples, completions)
+        if inspect.isawaitable(answer):
+            answer = runner.run(_wait(answer))
+        return _checked(answer, len(completions))
+    except SystemExit as error:
+        return {"reason": "died", "message": f"the function called sys.exit({error.code!r})"[:MESSAGE_CHARACTERS]}
+    except BaseException:
+        return {"reason": "raised", "message": traceback.format_exc(limit=-20)[-MESSAGE_CHARACTERS:]}
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+async def _wait(answer):
+    return await answer
+
+
+def _checked(answer: Any, count: int) -> dict[str, Any]:
+    if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | Mapping | Set):
+        return {"reason": "not numbers", "message": f"the function returned {type(answer).__name__}, not a list"}
+    # Never more than one too many: it may be a million, or have no end.
+    values = list(itertools.islice(answer, count + 1))
+    if len(values) != count:
+        got = f"{len(answer)}" if isinstance(answer, Sized) else "more" if len(values) > count else f"{len(values)}"
+        return {"reason": "wrong length", "message": f"the function returned {got} rewards for {count} completions"}
+    try:
+        return {"values": [None if value is None else _number(value) for value in values]}
+    except (TypeError, ValueError) as error:
+        return {"reason": "not numbers", "message": _one_line(error)}
+
+
+def _number(value: Any) -> float:
+    """The value as a float; NaN for what is not finite in float32."""
+    if isinstance(value, str | bytes):
+        raise TypeError(f"a reward is of type {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of a thousand digits
+        return math.nan
+    return number if abs(number) <= _LARGEST else math.nan
+
+
+# ---- the process
+
+
+def _die_with_the_parent(parent: int) -> None:
+    """Kills this process and its children when the parent ends, however it ends, and whatever runs here.
+
+    Standard input is a pipe on which nothing is written: it closes when the parent ends. A thread waits for
+    that. A function that holds the interpreter's lock stops the thread, so the kernel is asked too, where it is
+    Linux. PR_SET_PDEATHSIG would kill this process alone, leave its children, and also act when no more than
+    the thread that started it ends.
+    """
+    lifeline = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # for functions that read their input
+    threading.Thread(target=_kill_group_at_end, args=(lifeline,), daemon=True).start()
+    if sys.platform == "linux":
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgid(0))
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if os.getppid() != parent:  # it ended before this was set up
+        os.killpg(0, signal.SIGKILL)
+
+
+def _kill_group_at_end(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _limit_memory(megabytes: int) -> None:
+    """Limits the address space to what loading took and `megabytes` more."""
+    taken = 0
+    with contextlib.suppress(OSError):  # only Linux tells
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = taken + megabytes * 2**20
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def _receive(connection: socket.socket) -> bytes:
+    (length,) = HEADER.unpack(_read(connection, HEADER.size))
+    return _read(connection, length)
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    parts = []
+    while length:
+        part = connection.recv(min(length, 2**20))
+        if not part:
+            os._exit(0)  # the parent closed it
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    connection.sendall(HEADER.pack(len(data)) + data)
+
+
+if __name__ == "__main__":
+    from grpo_jax.rewards import worker  # the module that others import is not this one
+
+    worker.main()
