@@ -20,7 +20,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.shaping import overlong_penalty
 from grpo_jax.rewards import builtin
 from grpo_jax.rewards.grading import REASONS, Grader
-from grpo_jax.rewards.reward import Component, score
+from grpo_jax.rewards.reward import Component, score_completions
 from grpo_jax.rewards.worker import load_reward
 from grpo_jax.tasks.task import Completion
 
@@ -159,7 +159,7 @@ def test_score_is_the_weighted_sum_of_what_applies():
         "a": Component(lambda examples, completions: [1.0, None, None, np.nan]),
         "b": Component(lambda examples, completions: [0.5, 2.0, None, 1.0], weight=-2.0),
     }
-    scores = score(rewards, [{}] * 4, texts(*"wxyz"))
+    scores = score_completions(rewards, [{}] * 4, texts(*"wxyz"))
     np.testing.assert_array_equal(scores.rewards, np.float32([0.0, -4.0, 0.0, np.nan]))
     np.testing.assert_array_equal(scores.applicable, [True, True, False, True])
     np.testing.assert_array_equal(scores.components["a"], np.float32([1.0, np.nan, np.nan, np.nan]))
@@ -168,7 +168,9 @@ def test_score_is_the_weighted_sum_of_what_applies():
 
 
 def test_score_of_one_function():
-    scores = score(lambda examples, completions: [len(text) for text in completions], [{}] * 2, texts("a", "bc"))
+    scores = score_completions(
+        lambda examples, completions: [len(text) for text in completions], [{}] * 2, texts("a", "bc")
+    )
     assert scores.rewards.tolist() == [1.0, 2.0]
     assert list(scores.components) == ["reward"]
 
@@ -186,19 +188,19 @@ def test_async_rewards_run_together():
         return Component(reward)
 
     rewards = {"a": waits(first, second, 1.0), "b": waits(second, first, 2.0), "c": Component(lambda e, c: [4.0])}
-    assert score(rewards, [{}], texts("x")).rewards.tolist() == [7.0]
+    assert score_completions(rewards, [{}], texts("x")).rewards.tolist() == [7.0]
 
 
 @pytest.mark.parametrize("answer", [[], [1.0] * 3, [1.0] * 1000, iter([1.0])])
 def test_score_refuses_a_wrong_length(answer):
     with pytest.raises(UsageError, match=r"rewards for 2 completions"):
-        score({"mine": Component(lambda examples, completions: answer)}, [{}] * 2, texts("a", "b"))
+        score_completions({"mine": Component(lambda examples, completions: answer)}, [{}] * 2, texts("a", "b"))
 
 
 @pytest.mark.parametrize("answer", [None, 1.0, ["x", "y"], [[1.0], [2.0]]])
 def test_score_refuses_what_is_no_number(answer):
     with pytest.raises(UsageError, match="mine must return one number"):
-        score({"mine": Component(lambda examples, completions: answer)}, [{}] * 2, texts("a", "b"))
+        score_completions({"mine": Component(lambda examples, completions: answer)}, [{}] * 2, texts("a", "b"))
 
 
 # ---- graders that misbehave
@@ -334,7 +336,7 @@ def test_async_functions_and_functions_that_return_one(file):
         assert graded(grader, "a", "bc")[0] == graded(grader, "a", "bc")[0] == [1.0, 2.0]
     with Grader(f"{file}:times", arguments={"factor": 3.0}, workers=1) as grader:
         rewards = {"times": Component(grader), "one": Component(lambda examples, completions: [1.0, None])}
-        assert score(rewards, [{}] * 2, texts("a", "bc")).rewards.tolist() == [4.0, 6.0]
+        assert score_completions(rewards, [{}] * 2, texts("a", "bc")).rewards.tolist() == [4.0, 6.0]
 
 
 def test_a_path_is_relative_to_where_the_grader_was_made(file, monkeypatch):

@@ -1,0 +1,197 @@
+"""Countdown: make a target from a few numbers by + - * /. No download, and endless.
+
+Problem i is a function of (seed, i). Its target was made from its numbers, so it can be reached. The reward is 1 for an
+expression that equals the target, and 0.1 for any other that is well-formed and uses the given numbers alone, each at
+most once, as is common (TinyZero gives 1 and 0.1 too, but asks for every number, and gives 0.1 for wrong numbers).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.tasks.dataset import Row, text_task
+from grpo_jax.tasks.task import Example, Task, rng
+
+LARGEST_NUMBER = 50
+TARGETS = range(10, 101)
+WELL_FORMED = 0.1
+PROMPT = (
+    "Using the numbers {numbers}, each at most once, with + - * / and parentheses, make an expression that equals "
+    "{target}. End with the expression alone, as in <answer>(1 + 2) / 3</answer>."
+)
+_POOL_SEED = 50  # of the problems: the same for every seed of a run, so that the held-out ones are too
+
+MAX_CHARACTERS = 200
+MAX_DEPTH = 20  # of parentheses
+_TOKEN = re.compile(r"[0-9]+|[-+*/()]")
+_CHARACTERS = frozenset("0123456789+-*/() \t")
+
+
+def countdown_task(
+    tokenizer: Any,
+    eos_ids: tuple[int, ...],
+    *,
+    vocab_size: int,
+    num_prompts: int,
+    seed: int,
+    num_problems: int = 8192,
+    num_heldout: int = 256,
+    chat: bool = False,
+    **options: Any,
+) -> Task:
+    """The task, on a pool of problems that is the same for every seed.
+
+    Args:
+      tokenizer, eos_ids, vocab_size, num_prompts, seed: as in `text_task`.
+      num_problems: training and held out.
+      num_heldout: of those.
+      chat: the problem is a user's message.
+      options: others of `text_task`, such as system.
+
+    Returns:
+      The task, with `countdown_reward`.
+    """
+    return text_task(
+        tokenizer,
+        eos_ids,
+        countdown_rows(num_problems),
+        chat=chat,
+        num_heldout=num_heldout,
+        vocab_size=vocab_size,
+        num_prompts=num_prompts,
+        seed=seed,
+        **{"reward": countdown_reward} | options,
+    )
+
+
+def countdown_rows(count: int, seed: int = _POOL_SEED) -> list[Row]:
+    """The first `count` different problems.
+
+    Args:
+      count: how many.
+      seed: of the problems.
+
+    Returns:
+      Rows with "prompt", "numbers", "target" and a "solution".
+    """
+    rows: dict[str, Row] = {}
+    index = 0
+    while len(rows) < count:
+        row = countdown_row(seed, index)
+        rows.setdefault(row["prompt"], row)
+        index += 1
+    return list(rows.values())
+
+
+def countdown_row(seed: int, index: int) -> Row:
+    """Problem `index`: three or four numbers from 1 to 50, and a target from 10 to 100 that is none of them."""
+    generator = rng(seed, index)
+    while True:
+        numbers = sorted(generator.integers(1, LARGEST_NUMBER + 1, generator.integers(3, 5)).tolist())
+        target, solution = _combined(numbers, generator)
+        if target in TARGETS and target not in numbers:
+            prompt = PROMPT.format(numbers=", ".join(map(str, numbers)), target=target)
+            columns = {"prompt": prompt, "numbers": numbers, "target": target, "solution": solution}
+            return Row(columns, f"problem {index}")
+
+
+def countdown_reward(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+    """1 for an expression that equals the target, 0.1 for one of allowed numbers, else 0.
+
+    The expression is what the last <answer> holds, or without one the last line. Of "expression = target" it is the
+    expression, of anything else with "=" what follows the last one.
+    """
+    return [
+        _worth(example, expression(text, example["target"]))
+        for example, text in zip(examples, completions, strict=True)
+    ]
+
+
+def expression(completion: str, target: int) -> str:
+    """The part of a completion that should be an expression."""
+    # By partition and not by a pattern, whose time may grow as the square of the length.
+    inside, closed, _ = completion.rpartition("</answer>")
+    _, opened, answer = inside.rpartition("<answer>")
+    if not (closed and opened):
+        answer = completion.rstrip().rpartition("\n")[2]
+    sides = answer.split("=")
+    return sides[-2] if len(sides) > 1 and sides[-1].strip() == str(target) else sides[-1]
+
+
+def evaluate(text: str) -> tuple[Fraction, list[int]]:
+    """The exact value of an expression of digits, + - * / and parentheses, and the numbers in it.
+
+    Nothing is run: this is a parser of its own. There is no sign before a number, and no power.
+
+    Args:
+      text: the expression.
+
+    Returns:
+      The value, and the numbers from left to right.
+
+    Raises:
+      ValueError: it is no such expression, or too long or deep.
+      ZeroDivisionError: it divides by zero.
+    """
+    if len(text) > MAX_CHARACTERS or not _CHARACTERS.issuperset(text):
+        raise ValueError("no expression")
+    tokens = _TOKEN.findall(text)[::-1]  # the next one is the last
+    numbers: list[int] = []
+
+    def factor(depth: int) -> Fraction:
+        token = tokens.pop() if tokens else ""
+        if token.isdigit():
+            numbers.append(int(token))
+            return Fraction(int(token))
+        if token != "(" or depth == MAX_DEPTH:
+            raise ValueError("no number, or too deep")
+        value = total(depth + 1)
+        if not tokens or tokens.pop() != ")":
+            raise ValueError("a parenthesis is open")
+        return value
+
+    def product(depth: int) -> Fraction:
+        value = factor(depth)
+        while tokens and tokens[-1] in "*/":
+            value = value * factor(depth) if tokens.pop() == "*" else value / factor(depth)
+        return value
+
+    def total(depth: int) -> Fraction:
+        value = product(depth)
+        while tokens and tokens[-1] in "+-":
+            value = value + product(depth) if tokens.pop() == "+" else value - product(depth)
+        return value
+
+    value = total(0)
+    if tokens:
+        raise ValueError("more than an expression")
+    return value, numbers
+
+
+def _worth(example: Example, text: str) -> float:
+    try:
+        value, numbers = evaluate(text)
+    except (ValueError, ZeroDivisionError):
+        return 0.0
+    if not Counter(numbers) <= Counter(example["numbers"]):
+        return 0.0
+    return 1.0 if value == example["target"] else WELL_FORMED
+
+
+def _combined(numbers: Sequence[int], generator: np.random.Generator) -> tuple[int, str]:
+    """All numbers combined two by two, in any order, through positive integers alone; how is written out."""
+    terms = [(number, str(number)) for number in numbers]
+    while len(terms) > 1:
+        first, second = (terms.pop(generator.integers(len(terms))) for _ in range(2))
+        (large, left), (small, right) = max(first, second), min(first, second)
+        results = {"+": large + small, "*": large * small}
+        results |= {"-": large - small} if large > small else {}
+        results |= {"/": large // small} if large % small == 0 else {}
+        sign = sorted(results)[generator.integers(len(results))]
+        terms.append((results[sign], f"({left} {sign} {right})"))
+    value, text = terms[0]
+    return value, text[1:-1]  # without the outer parentheses
