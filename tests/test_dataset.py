@@ -280,7 +280,7 @@ LINES = '{"a": "x\u2028y"}\n\n{"a": "2"}\r\n{"a": "ä"}'
 def test_a_file_is_read_in_every_form(tmp_path):
     rows = [{"a": "x\u2028y"}, {"a": "2"}, {"a": "ä"}]
     (tmp_path / "r.jsonl").write_bytes(b"\xef\xbb\xbf" + LINES.encode())  # with a byte order mark
-    (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(LINES.encode())))
+    (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
     (tmp_path / "r.json").write_text(json.dumps(rows))
     for name in ("r.jsonl", "r.jsonl.gz", "r.json"):
         assert read_rows(tmp_path / name) == rows
