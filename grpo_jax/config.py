@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_jax.errors import UsageError
+from grpo_jax.functional.policy_gradient import reinforce_term
 from grpo_jax.functional.presets import PRESETS, Algorithm, check
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.lora import TARGETS, Target
@@ -193,14 +194,12 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     )
     _require(0 < config.top_p <= 1, f"top_p is {config.top_p}: it must be above 0 and at most 1")
     _require(0 <= config.min_p <= 1, f"min_p is {config.min_p}: it must be between 0 and 1")
-    _require(algorithm.kl_coef >= 0, f"kl_coef is {algorithm.kl_coef}: it must be at least 0")
     for name in ("epsilon_low", "epsilon_high"):
         value = getattr(algorithm, name)
         _require(
             getattr(config, name) is None or getattr(PRESETS[config.preset], name) is not None,
             f"{name} is {value}, but preset {config.preset} has no such constant: leave it out",
         )
-        _require(value is None or value >= 0, f"{name} is {value}: it must be at least 0")
     _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
     _require(config.weight_decay >= 0, f"weight_decay is {config.weight_decay}: it must be at least 0")
     _require(0 < config.learning_rate < float("inf"), f"learning_rate is {config.learning_rate}: it must be above 0")
@@ -208,6 +207,15 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     _require(
         config.correction == "none" or config.old_logprobs == "recompute",
         f'correction {config.correction} compares the sampler with the trainer: set old_logprobs to "recompute"',
+    )
+    _require(
+        config.correction != "geometric" or (config.top_k == 0 and config.top_p == 1 and config.min_p == 0),
+        "correction geometric drops all completions under top_k, top_p or min_p, which change every probability: "
+        "leave them out, or take another correction",
+    )
+    _require(
+        algorithm.term is not reinforce_term or config.epochs * config.minibatches == 1,
+        f"preset {config.preset} has no ratio, so it can use a rollout once: set epochs and minibatches to 1",
     )
     _require(
         config.old_logprobs == "sampler" or not algorithm.ratio_to_sampler,

@@ -254,6 +254,11 @@ def test_truncated_completions_leave_the_loss_but_not_the_baseline():
     np.testing.assert_array_equal(kept.advantages, batch.advantages)
 
 
+def test_a_mask_that_would_leave_nothing_is_refused():
+    with pytest.raises(ValueError, match="mask_truncated"):
+        make_programs(POLICY, TASK._replace(open_ended=True), dataclasses.replace(CONFIG, mask_truncated=True))
+
+
 def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
     config = dataclasses.replace(CONFIG, correction="icepop", mask_truncated=True, entropy_coef=1e-3, preset="sapo")
     run = open_run(tmp_path, config)
@@ -280,6 +285,9 @@ def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
         ({"old_logprobs": "sampler", "epochs": 2}, "old_logprobs"),
         ({"old_logprobs": "sampler", "correction": "token"}, "correction"),
         ({"preset": "sapo", "epsilon_low": 0.1}, "sapo has no such constant"),
+        ({"correction": "geometric", "top_k": 3}, "geometric"),
+        ({"preset": "gpg", "epochs": 2}, "gpg has no ratio"),
+        ({"entropy_coef": float("nan")}, "entropy_coef"),
         ({"preset": "dppo"}, "old_logprobs"),
         ({"preset": "pass_at_k", "group_size": 2}, "k is 4"),
         ({"learning_rate": 0.0}, "learning_rate"),

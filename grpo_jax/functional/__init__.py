@@ -2,7 +2,9 @@
 
 Arrays keep any leading axes: per-token arrays are `[..., T]`, rewards and advantages
 of groups `[..., G]`, masks bool. Everything works under jit, grad, vmap, `jax.pmap` and
-`shard_map`. Hyperparameters are keyword-only; those that are floats may be traced.
+`shard_map`. Hyperparameters are keyword-only; those that are floats may be traced, but for `share`.
+Advantages, and what looks at the whole batch (`whiten`, `gdpo_advantages`, `clip_cov_term`, `kl_cov_term`,
+`top_entropy_tokens`), want the whole optimizer batch; all else may be computed in pieces.
 
 .. include:: ../../docs/examples.md
 .. include:: ../../docs/methods.md
@@ -89,7 +91,7 @@ from grpo_jax.functional.policy_gradient import (
 )
 from grpo_jax.functional.preference import bradley_terry_loss, critic_loss
 from grpo_jax.functional.presets import PRESETS, Algorithm, check, of_rewards
-from grpo_jax.functional.shaping import CombinedRewards, combine_rewards, overlong_penalty
+from grpo_jax.functional.shaping import CombinedRewards, combine_rewards, kl_penalized_rewards, overlong_penalty
 
 # In the order of the documentation.
 __all__ = [  # noqa: RUF022
@@ -165,6 +167,7 @@ __all__ = [  # noqa: RUF022
     "adaptive_entropy_coef",
     "CombinedRewards",
     "combine_rewards",
+    "kl_penalized_rewards",
     "overlong_penalty",
     "bradley_terry_loss",
     "critic_loss",

@@ -4,11 +4,12 @@ Rewards are `[..., G]`: the last axis is the group, the G completions of one
 prompt. Functions return advantages of the same shape, treat leading axes as
 independent groups, and know no parameters. Those that look at the whole batch say so.
 
-`where`, bool `[..., G]`, leaves completions out, as in `jnp.mean`: they do not count
-in any baseline and get exactly 0, whatever their reward. None: all count.
+Where a function takes `where`, bool `[..., G]`, it leaves completions out, as `jnp.mean` does:
+they do not count in any baseline and get exactly 0, whatever their reward. None: all count.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import wraps
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,17 @@ import jax.numpy as jnp
 from grpo_jax.functional.numerics import exact, over_devices
 
 
+def _in_float32(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Computes in at least float32 and returns the rewards' dtype: in 16 bits a mean falls on the rewards' grid."""
+
+    @wraps(advantages)
+    def exactly(rewards: jax.Array, *arguments, **options) -> jax.Array:
+        return advantages(exact(rewards), *arguments, **options).astype(_float(rewards))
+
+    return exactly
+
+
+@_in_float32
 def group_advantages(
     rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: jax.Array | None = None
 ) -> jax.Array:
@@ -31,7 +43,7 @@ def group_advantages(
         population deviation.
       eps: added to s. Default from verl (1e-6); TRL takes 1e-4, the original
         listings 1e-8.
-      where: bool `[..., G]`, see the module's docstring.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`. A group whose rewards are all equal gets exactly 0.
@@ -53,12 +65,13 @@ def group_advantages(
     return jnp.where(_differs(rewards, where), centered / (deviation + eps), 0)
 
 
+@_in_float32
 def centered_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
     """Centred rewards: Aᵢ = rᵢ − μ. Dr.GRPO (2503.20783).
 
     Args:
       rewards: `[..., G]`.
-      where: bool `[..., G]`, see the module's docstring.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`. A group whose rewards are all equal gets exactly 0.
@@ -70,6 +83,7 @@ def centered_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -
     return _against(rewards, _mean(rewards, where), where)
 
 
+@_in_float32
 def leave_one_out_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
     """Reward against the mean of the others: Aᵢ = rᵢ − Σ_{j≠i} rⱼ / (G − 1) = G/(G − 1) · (rᵢ − μ).
 
@@ -77,7 +91,7 @@ def leave_one_out_advantages(rewards: jax.Array, *, where: jax.Array | None = No
 
     Args:
       rewards: `[..., G]`.
-      where: bool `[..., G]`, see the module's docstring.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`; a group of one has nobody to compare with and gets 0.
@@ -123,7 +137,7 @@ def rank_advantages(
       rewards: `[..., G]`.
       ddof: as in `group_advantages`.
       eps: as in `group_advantages`.
-      where: bool `[..., G]`, see the module's docstring.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`, the best positive; exactly 0 where all rewards are equal.
@@ -135,12 +149,13 @@ def rank_advantages(
     return group_advantages(-_mean_ranks(rewards, where), ddof=ddof, eps=eps, where=where)
 
 
+@_in_float32
 def linear_rank_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
     """Ranks on a line from 1 (best) to −1 (worst): Aᵢ = 2 (G − rank̄ᵢ)/(G − 1) − 1.
 
     Args:
       rewards: `[..., G]`.
-      where: bool `[..., G]`, see the module's docstring.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`; a group of one gets 0.
@@ -154,6 +169,7 @@ def linear_rank_advantages(rewards: jax.Array, *, where: jax.Array | None = None
     return advantages if where is None else jnp.where(where, advantages, 0)
 
 
+@_in_float32
 def batch_std_advantages(
     rewards: jax.Array,
     *,
@@ -168,7 +184,7 @@ def batch_std_advantages(
       rewards: `[..., G]`; all axes together are the batch.
       ddof: as in `group_advantages`, of the batch.
       eps: as in `group_advantages`.
-      where: bool `[..., G]`, see the module's docstring.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -181,9 +197,10 @@ def batch_std_advantages(
     """
     deviation = _batch_moments(rewards, where, ddof, axis_name)[1]
     centered = centered_advantages(rewards, where=where)
-    return jnp.where(_differs(rewards, where), centered / (deviation + eps).astype(centered.dtype), 0)
+    return jnp.where(_differs(rewards, where), centered / (deviation + eps), 0)
 
 
+@_in_float32
 def opo_advantages(rewards: jax.Array, lengths: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
     """Against the mean weighted by length: Aᵢ = rᵢ − Σⱼ |oⱼ| rⱼ / Σⱼ |oⱼ|. OPO (2505.23585).
 
@@ -192,7 +209,7 @@ def opo_advantages(rewards: jax.Array, lengths: jax.Array, *, where: jax.Array |
     Args:
       rewards: `[..., G]`.
       lengths: `[..., G]`, |o| in tokens.
-      where: bool `[..., G]`, see the module's docstring.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`. A group whose rewards are all equal gets exactly 0.
@@ -201,14 +218,14 @@ def opo_advantages(rewards: jax.Array, lengths: jax.Array, *, where: jax.Array |
       >>> print(opo_advantages(jnp.array([1.0, 0.0]), jnp.array([30, 10])))
       [ 0.25 -0.75]
     """
-    # Small types hold neither lengths nor their sum.
-    kept, lengths = exact(_fill(rewards, where)), lengths.astype(exact(rewards).dtype)
+    kept, lengths = _fill(rewards, where), lengths.astype(rewards.dtype)
     weights = lengths if where is None else jnp.where(where, lengths, 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     baseline = jnp.sum(weights * kept, axis=-1, keepdims=True) / jnp.maximum(total, 1)
-    return _against(rewards, baseline.astype(_float(rewards)), where)
+    return _against(rewards, baseline, where)
 
 
+@_in_float32
 def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array:
     """Against the greedy completion of the same prompt: Aᵢ = rᵢ − r(greedy). ReMax (2310.10505).
 
@@ -223,9 +240,10 @@ def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array
       >>> print(remax_advantages(jnp.array([[1.0, 0.0]]), jnp.array([0.25])))
       [[ 0.75 -0.25]]
     """
-    return rewards - greedy_rewards[..., None]
+    return rewards - exact(greedy_rewards)[..., None]
 
 
+@_in_float32
 def gpg_advantages(
     rewards: jax.Array, *, where: jax.Array | None = None, axis_name: Hashable | None = None
 ) -> jax.Array:
@@ -235,7 +253,8 @@ def gpg_advantages(
 
     Args:
       rewards: `[..., G]`; all axes together are the batch.
-      where: bool `[..., G]`, see the module's docstring; B counts what it leaves.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+        B counts what it leaves.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -250,15 +269,16 @@ def gpg_advantages(
     with_signal = counted & _has_spread(rewards, where)
     rows, signals = (over_devices(jnp.sum(x, dtype=jnp.float32), axis_name) for x in (counted, with_signal))
     centered = centered_advantages(rewards, where=where)
-    return centered * (rows / jnp.maximum(signals, 1)).astype(centered.dtype)
+    return centered * (rows / jnp.maximum(signals, 1))
 
 
+@_in_float32
 def max_rl_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
     """Aᵢ = (rᵢ − μ) / μ, and 0 where μ ≤ 0. MaxRL (2602.02710).
 
     Args:
       rewards: `[..., G]`, 0 or 1 in the paper; not negative.
-      where: bool `[..., G]`, see the module's docstring.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`. A group whose rewards are all equal gets exactly 0.
@@ -273,6 +293,7 @@ def max_rl_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> 
     return jnp.where(informative, centered_advantages(rewards, where=where) / jnp.where(mean <= 0, 1, mean), 0)
 
 
+@_in_float32
 def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
     """Only the best counts, by how much it beats the second: A₍₁₎ = r₍₁₎ − r₍₂₎, others 0.
 
@@ -280,7 +301,7 @@ def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = No
 
     Args:
       rewards: `[..., G]`.
-      where: bool `[..., G]`, see the module's docstring.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`; all 0 where the best reward is shared, and in a group of one.
@@ -298,6 +319,7 @@ def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = No
     return jnp.where(is_best & informative, best - jnp.where(has_second, second, 0), 0)
 
 
+@_in_float32
 def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: jax.Array | None = None) -> jax.Array:
     """A⁺ = (1 − R̄)/σ, A⁻ = (1 − R̄ − C(q−1, k−1)/C(n−1, k−1))/σ, R̄ = 1 − C(q, k)/C(n, k), σ = √(R̄ (1 − R̄)).
 
@@ -307,7 +329,7 @@ def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: jax.Array | None 
     Args:
       rewards: `[..., G]`; right is what is above 0.
       k: of pass@k, static, at most G.
-      where: bool `[..., G]`, see the module's docstring.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
 
     Returns:
       `[..., G]`; 0 where every subset passes, or none.
@@ -330,7 +352,7 @@ def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: jax.Array | None 
     above = jnp.where(right, all_wrong, all_wrong - others_wrong)
     informative = (variance > 0) & counted & (n >= k)
     advantages = jnp.where(informative, above / jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
-    return jnp.where(counted & jnp.isnan(rewards), jnp.nan, advantages.astype(_float(rewards)))
+    return jnp.where(counted & jnp.isnan(rewards), jnp.nan, advantages)
 
 
 def gdpo_advantages(
@@ -372,7 +394,7 @@ def whiten(
     mask: jax.Array | None = None,
     *,
     ddof: int = 1,
-    eps: float = 1e-8,
+    eps: float = 1e-4,
     axis_name: Hashable | None = None,
 ) -> jax.Array:
     """(x − mean) / (s + ε), over the whole batch.
@@ -381,14 +403,14 @@ def whiten(
       values: any shape; all axes together are the batch.
       mask: bool, of the same shape, what counts. None: all.
       ddof: as in `group_advantages`, of the batch. 1 as in published systems.
-      eps: added to s, 1e-8 as in verl.
+      eps: added to s. 1e-4: verl has √(s² + 1e-8), the same floor. Less would blow up rounding noise.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
       The shape of `values`; 0 where masked, and everywhere if all values are equal.
 
     Examples:
-      >>> print(whiten(jnp.array([[1.0, 2.0], [3.0, 99.0]]), jnp.array([[True, True], [True, False]])))
+      >>> print(whiten(jnp.array([[1.0, 2.0], [3.0, 99.0]]), jnp.array([[True, True], [True, False]]), eps=0.0))
       [[-1.  0.]
        [ 1.  0.]]
     """
@@ -409,7 +431,7 @@ def reinforce_pp_advantages(
     *,
     token_penalty: jax.Array | None = None,
     gamma: float = 1.0,
-    eps: float = 1e-8,
+    eps: float = 1e-4,
     axis_name: Hashable | None = None,
 ) -> jax.Array:
     """A = whiten(R), Rₜ = r̂ₜ + γ Rₜ₊₁, r̂ₜ = 1[last] r − βk1ₜ. REINFORCE++ (2501.03262).
@@ -439,7 +461,7 @@ def reinforce_pp_advantages(
 
 
 def reinforce_pp_baseline_advantages(
-    rewards: jax.Array, mask: jax.Array, *, eps: float = 1e-8, axis_name: Hashable | None = None
+    rewards: jax.Array, mask: jax.Array, *, eps: float = 1e-4, axis_name: Hashable | None = None
 ) -> jax.Array:
     """A = whiten(r − μ), μ of the group, whitened over all tokens of the batch. REINFORCE++ with baseline (2501.03262).
 
@@ -490,7 +512,7 @@ def generalized_advantages(
     bootstrap: jax.Array | None = None,
     num_steps: int | None = None,
 ) -> jax.Array:
-    """Aₜ = Σ_{l<K} (γλ)ˡ δₜ₊ₗ, δₜ = rₜ + γVₜ₊₁ − Vₜ. GAE (1506.02438), equation 16.
+    """Aₜ = Σ (γλ)ˡ δₜ₊ₗ over l = 0 … K − 1, δₜ = rₜ + γVₜ₊₁ − Vₜ. GAE (1506.02438), equation 16.
 
     K is infinite by default: Aₜ = δₜ + γλ Aₜ₊₁. Masked tokens are stepped over, so that the token
     after a gap counts as the next one. Returns, the critic's target, are A + V.
@@ -535,7 +557,7 @@ def generalized_advantages(
         carry = jnp.where(is_token, value, next_value), jnp.where(is_token, current, following)
         return carry, jnp.where(is_token, advantage, 0)
 
-    following = jnp.zeros_like(end) if num_steps is None else jnp.zeros((num_steps, *end.shape), end.dtype)
+    following = jnp.zeros_like(end) if num_steps is None else jnp.zeros_like(end, shape=(num_steps, *end.shape))
     by_token = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), (rewards, values, mask))
     advantages = jax.lax.scan(backward, (end, following), by_token, reverse=True)[1]
     return jnp.moveaxis(advantages, 0, -1)

@@ -27,7 +27,7 @@ def token_mean_weights(mask: jax.Array, *, axis_name: AxisName = None) -> jax.Ar
 
     Args:
       mask: bool `[..., T]`.
-      axis_name: see the module's docstring.
+      axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
       float32 `[..., T]`, summing to 1 over the optimizer batch (to 0 if it is empty).
@@ -46,7 +46,7 @@ def sequence_mean_weights(mask: jax.Array, *, axis_name: AxisName = None) -> jax
 
     Args:
       mask: bool `[..., T]`.
-      axis_name: see the module's docstring.
+      axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
       float32 `[..., T]`, summing to 1 over the optimizer batch (to 0 if it is empty).
@@ -65,7 +65,7 @@ def sequence_sum_weights(mask: jax.Array, *, axis_name: AxisName = None) -> jax.
 
     Args:
       mask: bool `[..., T]`.
-      axis_name: see the module's docstring.
+      axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
       float32 `[..., T]`, summing to the mean length of a row.
@@ -85,7 +85,7 @@ def constant_length_weights(mask: jax.Array, *, max_length: int | None = None, a
       mask: bool `[..., T]`.
       max_length: L_max in tokens, the sampler's limit. None: the width T of the mask, which
         is right only where the mask is as wide as that limit.
-      axis_name: see the module's docstring.
+      axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
       float32 `[..., T]`.

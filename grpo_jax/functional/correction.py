@@ -1,7 +1,8 @@
 """Weights for what the trainer's policy and the sampler's disagree on, and masks for tokens better left out.
 
 Both are constants of the loss: a weight multiplies the advantages, a mask takes the place
-of the completion mask. So they go with every term.
+of the completion mask. Where a term is one number a row (sequence ratios, GSPO, GMPO, VESPO), a mask of
+tokens would change that number: weigh tokens, or drop rows.
 
 Weights are of a log-ratio log w = log π_old − log π_s, which the functions of `policy_gradient`
 make: `token_log_ratio(old_logprobs, sampler_logprobs, mask)` for tokens, `sequence_log_ratio` for rows,
@@ -49,7 +50,7 @@ def masked_weights(log_ratio: jax.Array, *, low: float = 0.5, high: float = 5.0)
       [0.   0.75 0.  ]
     """
     weight = jax.lax.stop_gradient(jnp.exp(log_ratio))
-    return jnp.where((weight >= low) & (weight <= high), weight, 0)
+    return jnp.where((weight < low) | (weight > high), 0, weight)  # a NaN stays visible
 
 
 def rejection_weights(log_ratio: jax.Array, *, low: float = 0.999, high: float = 1.001) -> jax.Array:
@@ -70,7 +71,7 @@ def rejection_weights(log_ratio: jax.Array, *, low: float = 0.999, high: float =
       [0. 1.]
     """
     weight = jax.lax.stop_gradient(jnp.exp(log_ratio))
-    return ((weight >= low) & (weight <= high)).astype(weight.dtype)
+    return jnp.where((weight < low) | (weight > high), 0, jnp.where(jnp.isnan(weight), weight, 1))
 
 
 def on_policy_rows(log_ratio: jax.Array, advantages: jax.Array, mask: jax.Array, *, threshold: float) -> jax.Array:

@@ -9,6 +9,8 @@ V is the vocabulary.
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.functional.numerics import exact
+
 
 def kl_k1(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """k1 = x, x = log π − log π_ref.
@@ -142,9 +144,9 @@ def adaptive_kl_coef(
     Args:
       kl_coef: β, a scalar.
       kl: measured KL divergence, a scalar, in the unit of `target`.
-      target: where it should be; 6 nats a response in 1909.08593.
+      target: where it should be, such as 6 nats a response; a metric `kl` of `grpo_loss` is by token.
       num_samples: n, completions since the last call.
-      horizon: completions over which β may change e-fold five times slower; 10 000 as in TRL and verl.
+      horizon: over as many completions β changes by a fifth at most; 10 000 as in TRL and verl.
 
     Returns:
       The next β, a scalar.
@@ -198,7 +200,7 @@ def kl_full(logits: jax.Array, ref_logits: jax.Array, *, reverse: bool = False) 
       >>> print(kl_full(jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75]))))  # ½ log 4/3
       0.1438
     """
-    log_p, log_q = jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits)
+    log_p, log_q = jax.nn.log_softmax(exact(logits)), jax.nn.log_softmax(exact(ref_logits))
     if reverse:
         log_p, log_q = log_q, log_p
     return jnp.sum(_expectation_terms(log_p, log_q), axis=-1)
@@ -220,7 +222,7 @@ def entropy(logits: jax.Array) -> jax.Array:
       >>> print(entropy(jnp.zeros(4)))  # log 4
       1.386
     """
-    log_p = jax.nn.log_softmax(logits)
+    log_p = jax.nn.log_softmax(exact(logits))
     return -jnp.sum(_expectation_terms(log_p, jnp.zeros_like(log_p)), axis=-1)
 
 

@@ -4,6 +4,7 @@ A loss is Σ weights · per_token, so that it may be computed in pieces and adde
 """
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import chex
@@ -59,9 +60,9 @@ def grpo_loss(
       **constants: of the term, by name, such as epsilon_low and epsilon_high (0.2 each) of the default.
 
     Returns:
-      The loss, a scalar, and metrics over tokens: `ratio`, the mean of ρ; `clip_low` and `clip_high`, the
-      shares of tokens that have an advantage below (above) 0 but no gradient from it; `kl` if there is a
-      reference.
+      The loss, a scalar, and metrics, each a pair (sum over tokens, number of tokens): add pairs up over
+      microbatches and devices, and divide at the end. `ratio`: ρ; `clip_low` and `clip_high`: whether a token has an
+      advantage below (above) 0 but no gradient from it; `kl` if there is a reference.
 
     Raises:
       AssertionError: shapes disagree (at trace time).
@@ -77,10 +78,14 @@ def grpo_loss(
     if weights is None:
         weights = token_mean_weights(completion_mask)
     given = [logprobs, old_logprobs, completion_mask, weights]
-    chex.assert_equal_shape([*given, *(x for x in (ref_logprobs, entropy) if x is not None)])
-    chex.assert_type(completion_mask, bool)
-    chex.assert_rank(advantages, {logprobs.ndim - 1, logprobs.ndim})
-    chex.assert_shape(advantages, logprobs.shape[: advantages.ndim])
+    chex.assert_type(completion_mask, bool, custom_message="completion_mask must be bool, such as mask > 0:")
+    chex.assert_equal_shape(
+        [*given, *(x for x in (ref_logprobs, entropy) if x is not None)],
+        custom_message="logprobs, old_logprobs, completion_mask, weights (and ref_logprobs, entropy) are all [..., T]:",
+    )
+    of_advantages = {"custom_message": f"advantages are one a row or one a token of logprobs {logprobs.shape}:"}
+    chex.assert_rank(advantages, {logprobs.ndim - 1, logprobs.ndim}, **of_advantages)
+    chex.assert_shape(advantages, logprobs.shape[: advantages.ndim], **of_advantages)
 
     def policy_term(logprobs, advantages):
         return term(logprobs, old_logprobs, advantages, completion_mask, **constants)
@@ -90,11 +95,16 @@ def grpo_loss(
     if ref_logprobs is not None:
         # Both sides are replaced where masked, so that rubbish there stays finite.
         kl = divergence(*(jnp.where(completion_mask, exact(x), 0) for x in (logprobs, ref_logprobs)))
-        loss = loss + kl_coef * kl
+        loss = loss if _is_zero(kl_coef) else loss + kl_coef * kl
         metrics["kl"] = masked_sum(kl, completion_mask)
-    if entropy is not None:
+    if entropy is not None and not _is_zero(entropy_coef):
         loss = loss - entropy_coef * exact(entropy)
     return weighted_sum(loss, weights, completion_mask), metrics
+
+
+def _is_zero(coefficient) -> bool:
+    """Whether a term is switched off: 0 times a divergence that overflows would be NaN."""
+    return isinstance(coefficient, Real) and coefficient == 0
 
 
 def weighted_sum(values: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.Array:
@@ -106,7 +116,7 @@ def weighted_sum(values: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.
       mask: bool `[..., T]`.
 
     Returns:
-      A scalar. Masked values may be anything.
+      A scalar. Masked values may be anything; for their gradients what they were made of must be finite.
 
     Examples:
       >>> print(weighted_sum(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 0.0]), jnp.array([True, False])))
@@ -123,7 +133,7 @@ def policy_metrics(
     advantages: jax.Array,
     mask: jax.Array,
 ) -> Metrics:
-    """Mean ratio of tokens, and the shares of tokens that the term holds back: A ≠ 0, and yet no gradient from A.
+    """Ratio of tokens, and how many the term holds back: A ≠ 0, and yet no gradient from A.
 
     The same for every term, whether its bound is on ratios, on probabilities or on rows. A gradient that is
     there without advantages too, as DPPO's square is, does not count.
@@ -136,7 +146,8 @@ def policy_metrics(
       mask: bool `[..., T]`.
 
     Returns:
-      `ratio`; `clip_low`, where A < 0; `clip_high`, where A > 0.
+      Pairs (sum over tokens, number of tokens) as of `masked_sum`: `ratio`; `clip_low`, where A < 0; `clip_high`,
+      where A > 0.
 
     Examples:
       >>> old_logprobs, mask = jnp.log(jnp.array([[0.4, 0.5]])), jnp.array([[True, True]])

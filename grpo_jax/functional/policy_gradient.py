@@ -11,6 +11,7 @@ T tokens; advantages are `[...]`, one a row, or `[..., T]`, one a token.
 """
 
 from collections.abc import Callable, Hashable
+from numbers import Real
 
 import jax
 import jax.numpy as jnp
@@ -345,7 +346,7 @@ def gmpo_term(
     Args:
       logprobs: `[..., T]` in nats, with gradient.
       old_logprobs: `[..., T]` in nats.
-      advantages: `[...]`; or `[..., T]`, the row's number on its tokens.
+      advantages: `[...]`; or `[..., T]`, of one sign in a row.
       mask: bool `[..., T]`.
       epsilon_low: of the log-ratio, not of the ratio; 0.4 from the paper.
       epsilon_high: of the log-ratio, not of the ratio; 0.4 from the paper.
@@ -361,8 +362,10 @@ def gmpo_term(
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
     # All tokens share one exp, whose gradient rubbish in a masked advantage would spoil.
     advantages = jnp.where(mask, per_token(advantages, log_ratio), 0)
-    sign = jnp.sign(advantages)
-    clipped = sign * jnp.minimum(sign * log_ratio, sign * jnp.clip(log_ratio, -epsilon_low, epsilon_high))
+    # The sign of the row: a token whose advantage a correction has set to 0 is clipped like the others.
+    good = jnp.sum(advantages, axis=-1, keepdims=True) > 0
+    beyond = jnp.where(good, log_ratio > epsilon_high, log_ratio < -epsilon_low)
+    clipped = jnp.where(beyond, jnp.where(good, epsilon_high, -epsilon_low), log_ratio)
     return jnp.where(mask, -advantages * jnp.exp(_row_mean(jnp.where(mask, clipped, 0), mask)), 0)
 
 
@@ -599,4 +602,4 @@ def _largest(scores: jax.Array, candidates: jax.Array, mask: jax.Array, share: f
 
 def _known(*constants) -> bool:
     """Whether these are numbers now, rather than traced."""
-    return all(isinstance(constant, (int, float)) for constant in constants)
+    return all(isinstance(constant, Real) for constant in constants)

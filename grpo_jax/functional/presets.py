@@ -27,7 +27,7 @@ from grpo_jax.functional.aggregation import (
     sequence_sum_weights,
     token_mean_weights,
 )
-from grpo_jax.functional.divergence import kl_k1, kl_k3
+from grpo_jax.functional.divergence import kl_k3
 from grpo_jax.functional.losses import Metrics, clipped_term, grpo_loss
 from grpo_jax.functional.policy_gradient import (
     Term,
@@ -103,9 +103,20 @@ class Algorithm(NamedTuple):
         entropy: jax.Array | None = None,
         weights: jax.Array | None = None,
     ) -> tuple[jax.Array, Metrics]:
-        """`grpo_loss` of this method, all arguments as there.
+        """`grpo_loss` of this method: takes its arrays, while constants are changed by `_replace`.
 
-        Without weights, those of the mask given; without reference or entropy, without these terms.
+        Args:
+          logprobs: `[..., T]` in nats, with gradient.
+          old_logprobs: `[..., T]` in nats; where `ratio_to_sampler`, as the sampler reported them.
+          advantages: `[...]` or `[..., T]`.
+          completion_mask: bool `[..., T]`.
+          ref_logprobs: `[..., T]` in nats; needed where the method has a KL term.
+          entropy: `[..., T]` in nats, read where there is an `entropy_coef`.
+          weights: `[..., T]`; None: those of the mask given.
+
+        Raises:
+          ValueError: ref_logprobs are missing, or given to a method that has its KL in the reward
+            (`kl_penalized_rewards`, before the advantages).
 
         Examples:
           >>> logprobs, mask = jnp.array([[-1.0, -2.0], [-3.0, -9.0]]), jnp.array([[True, True], [True, False]])
@@ -113,16 +124,21 @@ class Algorithm(NamedTuple):
           >>> print(loss)  # (−1 − 1 + 2) / (2 rows · 2 places)
           0.0
         """
+        in_loss = self.kl_coef != 0 and not self.kl_in_reward
+        if in_loss and ref_logprobs is None:
+            raise ValueError("this method has a KL term: give ref_logprobs, or _replace(kl_coef=0.0)")
+        if self.kl_in_reward and ref_logprobs is not None:
+            raise ValueError("this method has its KL in the reward: use kl_penalized_rewards, and give no ref_logprobs")
         return grpo_loss(
             logprobs,
             old_logprobs,
             advantages,
             completion_mask,
             term=self.term,
-            ref_logprobs=None if self.kl_in_reward else ref_logprobs,
+            ref_logprobs=ref_logprobs,
             kl_coef=self.kl_coef,
             divergence=self.divergence,
-            entropy=entropy if self.entropy_coef else None,
+            entropy=entropy,
             entropy_coef=self.entropy_coef,
             weights=self.aggregation(completion_mask) if weights is None else weights,
             **self.constants,
@@ -185,7 +201,7 @@ PRESETS: dict[str, Algorithm] = {
 
 
 def check(algorithm: Algorithm) -> None:
-    """Refuses compositions that make no sense.
+    """Refuses compositions that make no sense, by calling their functions on shapes of two completions of two tokens.
 
     Args:
       algorithm: of any functions and constants.
@@ -198,19 +214,74 @@ def check(algorithm: Algorithm) -> None:
       Traceback (most recent call last):
       ValueError: the term is one number a row, but these weights count it once a token: take sequence_mean_weights
     """
-    if algorithm.kl_coef and not algorithm.kl_in_reward and algorithm.divergence is kl_k1:
+    _check_constants(algorithm)
+    _check_functions(algorithm)
+    if algorithm.kl_coef and not algorithm.kl_in_reward and _has_constant_gradient(algorithm.divergence):
         raise ValueError("kl_k1 in the loss has no expected gradient: take kl_unbiased, or set kl_in_reward")
+    by_row = getattr(algorithm.aggregation, "func", algorithm.aggregation) in (
+        sequence_mean_weights,
+        sequence_sum_weights,
+    )
+    if not by_row and _is_one_number_a_row(algorithm):
+        raise ValueError(
+            "the term is one number a row, but these weights count it once a token: take sequence_mean_weights"
+        )
+
+
+def _check_constants(algorithm: Algorithm) -> None:
     if (algorithm.epsilon_low is None) != (algorithm.epsilon_high is None):
         raise ValueError(
             f"epsilon_low is {algorithm.epsilon_low} and epsilon_high {algorithm.epsilon_high}: give both or neither"
         )
-    rewards = jax.ShapeDtypeStruct((1, algorithm.group_size), jnp.float32)
-    jax.eval_shape(algorithm.advantages, rewards, rewards)  # refuses a k above the group's size
-    one_number_a_row = _is_one_number_a_row(algorithm)
-    if one_number_a_row and algorithm.aggregation not in (sequence_mean_weights, sequence_sum_weights):
-        raise ValueError(
-            "the term is one number a row, but these weights count it once a token: take sequence_mean_weights"
-        )
+    for name in ("epsilon_low", "epsilon_high", "kl_coef", "entropy_coef"):
+        value = getattr(algorithm, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise ValueError(f"{name} is {value}: it must be at least 0, and finite")
+
+
+def _check_functions(algorithm: Algorithm) -> None:
+    group = jax.ShapeDtypeStruct((1, algorithm.group_size), jnp.float32)
+    counted = jax.ShapeDtypeStruct(group.shape, bool)
+    tokens, mask = jax.ShapeDtypeStruct((1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 2), bool)
+    row = jax.ShapeDtypeStruct((1,), jnp.float32)
+    term, constants = algorithm.term, algorithm.constants
+    _check_call(
+        lambda *arrays: algorithm.advantages(*arrays[:2], where=arrays[2]),
+        (group, group, counted),
+        "advantages must map (rewards, lengths, *, where) to the rewards' shape; of_rewards makes that of a function "
+        "of rewards alone",
+    )
+    _check_call(
+        lambda *arrays: term(*arrays, **constants),
+        (tokens, tokens, row, mask),
+        f"the term must map (logprobs, old_logprobs, advantages, mask{''.join(f', {name}' for name in constants)}) to "
+        "a number a token; ratio_term makes that of a surrogate, functools.partial binds a key or a constant, and "
+        "epsilons of None are not passed",
+    )
+    _check_call(
+        algorithm.divergence, (tokens, tokens), "divergence must map (logprobs, ref_logprobs) to a number a token"
+    )
+    _check_call(
+        lambda mask: algorithm.aggregation(mask, axis_name=None),
+        (mask,),
+        "aggregation must map a mask to weights a token",
+    )
+
+
+def _check_call(function: Callable[..., jax.Array], arguments: tuple, expected: str) -> None:
+    """Refuses a function that cannot be called so, or whose result has another shape than its first argument."""
+    try:
+        shape = jax.eval_shape(function, *arguments).shape
+    except (TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{expected} ({error})") from None
+    if shape != arguments[0].shape:
+        raise ValueError(f"{expected} (it gives shape {shape} for {arguments[0].shape})")
+
+
+def _has_constant_gradient(divergence: Callable[[jax.Array, jax.Array], jax.Array]) -> bool:
+    """Whether it is k1, by whatever name: a slope of 1 everywhere."""
+    slope = jax.grad(lambda logprobs: jnp.sum(divergence(logprobs, -jnp.ones((1, 2)))))
+    return bool(jnp.all(slope(jnp.array([[-0.5, -3.0]])) == 1))
 
 
 def _is_one_number_a_row(algorithm: Algorithm) -> bool:
@@ -220,9 +291,4 @@ def _is_one_number_a_row(algorithm: Algorithm) -> bool:
     def of_first_token(logprobs):
         return algorithm.term(logprobs, -jnp.ones((1, 2)), jnp.ones(1), mask, **algorithm.constants)[0, 0]
 
-    try:
-        return bool(jax.grad(of_first_token)(logprobs)[0, 1] != 0)
-    except TypeError as error:
-        raise ValueError(
-            f"the term takes no such constants, set epsilon_low and epsilon_high to None: {error}"
-        ) from None
+    return bool(jax.grad(of_first_token)(logprobs)[0, 1] != 0)

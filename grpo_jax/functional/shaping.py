@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.functional.numerics import exact
+
 
 def overlong_penalty(lengths: jax.Array, *, max_length: int, buffer: int) -> jax.Array:
     """clip(−(|o| − (L_max − L_c))/L_c, −1, 0), to add to the reward. DAPO (2503.14476), equation 13.
@@ -43,7 +45,8 @@ def combine_rewards(rewards: jax.Array, *, weights: jax.Array | None = None) -> 
     """Σₖ wₖ rᵏ over the rewards that apply.
 
     Hand `applicable` on as `where` of an advantage function: what nothing applies to then stays out of its
-    group's baseline and gets 0.
+    group's baseline and gets 0. A completion that escapes a penalty is compared with sums of other terms;
+    `gdpo_advantages` compares each reward among those that it applies to.
 
     Args:
       rewards: `[K, ...]`, one array a reward, NaN where it does not apply.
@@ -58,8 +61,33 @@ def combine_rewards(rewards: jax.Array, *, weights: jax.Array | None = None) -> 
       >>> print(combined.rewards, combined.applicable)
       [2. 1. 0.] [ True  True False]
     """
-    applies = ~jnp.isnan(rewards)
-    known = jnp.where(applies, rewards, 0)
-    if weights is not None:
-        known = known * weights.reshape(-1, *[1] * (rewards.ndim - 1))
-    return CombinedRewards(jnp.sum(known, axis=0), jnp.any(applies, axis=0))
+    rewards = exact(rewards)
+    weights = jnp.ones(rewards.shape[0], rewards.dtype) if weights is None else weights
+    weights = weights.reshape(-1, *[1] * (rewards.ndim - 1))
+    # A weight of 0 is for rewards that are only watched.
+    applies = ~jnp.isnan(rewards) & (weights != 0)
+    return CombinedRewards(jnp.sum(weights * jnp.where(applies, rewards, 0), axis=0), jnp.any(applies, axis=0))
+
+
+def kl_penalized_rewards(
+    rewards: jax.Array, logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, *, kl_coef: float
+) -> jax.Array:
+    """r − β Σₜ k1, the KL divergence in the reward. 1909.08593, section 2; RLOO (2402.14740) and PPO place it there.
+
+    Args:
+      rewards: `[...]`, one a completion.
+      logprobs: `[..., T]` in nats, under the policy that sampled.
+      ref_logprobs: `[..., T]` in nats.
+      mask: bool `[..., T]`.
+      kl_coef: β; 0.05 in RLOO's paper, 0.1 in the older ones.
+
+    Returns:
+      `[...]`, for an advantage function; without gradient.
+
+    Examples:
+      >>> logprobs, ref_logprobs = jnp.array([[-1.0, -2.0]]), jnp.array([[-1.5, -2.5]])
+      >>> print(kl_penalized_rewards(jnp.array([1.0]), logprobs, ref_logprobs, jnp.array([[True, True]]), kl_coef=0.1))
+      [0.9]
+    """
+    kl = jnp.where(mask, exact(logprobs) - exact(ref_logprobs), 0)
+    return exact(rewards) - kl_coef * jax.lax.stop_gradient(jnp.sum(kl, axis=-1))

@@ -44,7 +44,7 @@ def score_completions(
     for (name, component), answer in zip(named.items(), answers, strict=True):
         values, applies = _checked(name, answer, len(completions))
         total += np.where(applies, np.float32(component.weight) * values, 0)
-        applicable |= applies
+        applicable |= applies & (component.weight != 0)  # a weight of 0 is for rewards that are only watched
         components[name] = np.where(applies, values, np.nan)
     return Scores(total, applicable, components)
 

@@ -12,9 +12,10 @@ from grpo_jax.config import GRPOConfig, validate
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     keep_rows,
-    kl_k1,
+    kl_penalized_rewards,
     masked_sum,
     masked_weights,
+    per_token,
     rejection_weights,
     sequence_log_ratio,
     sequence_mean_log_ratio,
@@ -112,9 +113,8 @@ def train(
                 # ---- advantages: rewards against those of the same group
                 rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm)
                 lengths = batch.completion_mask.sum(-1)
-                batch = batch._replace(
-                    advantages=np.asarray(programs.advantages(rewards, lengths, where=rollout.applicable))
-                )
+                advantages = np.asarray(programs.advantages(rewards, lengths, where=rollout.applicable))
+                batch = batch._replace(advantages=advantages)
                 batch, correction = corrected(batch, rollout, config)
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
@@ -128,7 +128,7 @@ def train(
                         evaluated = evaluate(join(state.params, frozen))
                 run.log(phase, step + 1, rollout_metrics(rollout) | penalty | correction | metrics | evaluated)
                 if config.rollouts_every and step % config.rollouts_every == 0:
-                    run.log_rollout(phase, step + 1, readable(rollout, batch))
+                    run.log_rollout(phase, step + 1, readable(rollout, advantages))
                 run.log_times(phase, step + 1, tokens=int(rollout.completions.completion_mask.sum()))
                 show(step + 1, f"reward {rollout.rewards.mean():.3f}")
                 if step + 1 == config.steps or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
@@ -165,6 +165,10 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
     devices = num_devices(config.devices)
     validate(config, num_devices=devices)
     guards.check_task(task)
+    if config.mask_truncated and task.open_ended:
+        raise UsageError(
+            "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
+        )
     algorithm = config.algorithm
     optimizer = make_optimizer(
         config.learning_rate,
@@ -231,9 +235,11 @@ def penalised_rewards(
     """
     if not (algorithm.kl_in_reward and algorithm.kl_coef > 0):
         return rewards, {}, batch
-    k1 = np.where(batch.completion_mask, kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
-    kl = {"kl": float(k1.sum() / max(batch.completion_mask.sum(), 1))}
-    return rewards - algorithm.kl_coef * k1.sum(-1), kl, batch._replace(ref_logprobs=None)
+    old_logprobs, ref_logprobs, mask = batch.old_logprobs, batch.ref_logprobs, batch.completion_mask
+    arrays = map(jnp.asarray, (rewards, old_logprobs, ref_logprobs, mask))
+    penalised = kl_penalized_rewards(*arrays, kl_coef=algorithm.kl_coef)
+    kl = float(np.where(mask, old_logprobs - ref_logprobs, 0).sum() / max(mask.sum(), 1))
+    return np.asarray(penalised), {"kl": kl}, batch._replace(ref_logprobs=None)
 
 
 # What a correction compares, and what it makes of the ratio.
@@ -261,9 +267,9 @@ def corrected(batch: Batch, rollout: Rollout, config: GRPOConfig) -> tuple[Batch
         log_ratio, weights_of = _CORRECTIONS[config.correction]
         sampled = completions.truncated_logprobs
         sampled = completions.sampler_logprobs if sampled is None else sampled
-        weights = np.asarray(weights_of(log_ratio(batch.old_logprobs, sampled, mask)))
-        batch = batch._replace(advantages=batch.advantages[..., None] * weights)
-        logs = {"correction": float(weights[mask].mean()) if mask.any() else 0.0}
+        weights = weights_of(log_ratio(batch.old_logprobs, sampled, mask))
+        batch = batch._replace(advantages=np.asarray(per_token(jnp.asarray(batch.advantages), weights) * weights))
+        logs = {"correction": float(jnp.mean(weights, where=mask))}
     if config.mask_truncated:
         batch = batch._replace(completion_mask=np.asarray(keep_rows(mask, ~completions.truncated)))
     return batch, logs
@@ -328,14 +334,14 @@ def grpo_loss_fn(policy: Policy, algorithm: Algorithm) -> LossFn:
     return loss_fn
 
 
-def readable(rollout: Rollout, batch: Batch, num_groups: int = 2) -> list[dict[str, Any]]:
+def readable(rollout: Rollout, advantages: np.ndarray, num_groups: int = 2) -> list[dict[str, Any]]:
     """A few groups of a rollout as JSON can hold them."""
     return [
         {
             "prompt": rollout.prompts.examples[i]["prompt"],
             "completions": rollout.texts[i],
             "rewards": rollout.rewards[i].tolist(),
-            "advantages": np.asarray(batch.advantages[i], float).round(4).tolist(),
+            "advantages": advantages[i].astype(float).round(4).tolist(),
             "lengths": rollout.completions.completion_mask[i].sum(-1).tolist(),
         }
         for i in range(min(num_groups, len(rollout.texts)))

@@ -132,6 +132,15 @@ def test_equals_a_plain_loop(function):
     assert_allclose(jitted[function](rewards), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("function", [group_advantages, centered_advantages, leave_one_out_advantages])
+def test_rewards_of_16_bits_have_the_mean_of_32(function):
+    # bfloat16 has no 100.25 to be the mean of these: the lower would get 0.
+    rewards = jnp.array([100, 100.5], jnp.bfloat16)
+    advantages = function(rewards)
+    assert advantages.dtype == jnp.bfloat16
+    assert_allclose(advantages.astype(jnp.float32), function(rewards.astype(jnp.float32)), rtol=5e-3)
+
+
 # --- transformations ---
 
 

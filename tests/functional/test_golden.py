@@ -200,12 +200,13 @@ def rloo_with_kl():
 
 
 def reinforce_pp(gamma):
-    return F.reinforce_pp_advantages(REWARDS, MASK, token_penalty=0.1 * F.kl_k1(D["old"], D["ref"]), gamma=gamma)
+    penalty = 0.1 * F.kl_k1(D["old"], D["ref"])
+    return F.reinforce_pp_advantages(REWARDS, MASK, token_penalty=penalty, gamma=gamma, eps=1e-8)
 
 
 def gdpo_over_tokens():
     by_reward = F.group_advantages(D["several"]) * D["reward_weights"][:, None, None]
-    return F.whiten(jnp.broadcast_to(jnp.sum(by_reward, axis=0)[..., None], MASK.shape), MASK)
+    return F.whiten(jnp.broadcast_to(jnp.sum(by_reward, axis=0)[..., None], MASK.shape), MASK, eps=1e-8)
 
 
 def gae(mask, lam=0.9, **options):
@@ -257,13 +258,13 @@ ARRAYS = {
     "verl_opo": lambda: on_tokens(F.opo_advantages(REWARDS, LENGTHS)),
     "verl_gpg": lambda: on_tokens(F.gpg_advantages(D["nonzero"])),
     "verl_remax": lambda: on_tokens(F.remax_advantages(REWARDS, D["greedy"])),
-    "verl_reinforce_pp_baseline": lambda: F.reinforce_pp_baseline_advantages(REWARDS, MASK),
+    "verl_reinforce_pp_baseline": lambda: F.reinforce_pp_baseline_advantages(REWARDS, MASK, eps=1e-8),
     "verl_reinforce_pp_1.0": lambda: reinforce_pp(1.0),
     "verl_reinforce_pp_0.9": lambda: reinforce_pp(0.9),
     "verl_gdpo": gdpo_over_tokens,
-    "verl_gae": lambda: F.whiten(gae(D["gaps"]), D["gaps"]),
+    "verl_gae": lambda: F.whiten(gae(D["gaps"]), D["gaps"], eps=1e-8),
     "verl_gae_returns": lambda: jnp.where(D["gaps"], gae(D["gaps"]) + D["values"], 0),
-    "verl_whiten": lambda: F.whiten(D["values"], D["gaps"]),
+    "verl_whiten": lambda: F.whiten(D["values"], D["gaps"], eps=1e-8),
     "verl_adaptive_kl": next_kl_coefs,
     "verl_correction_token": lambda: on_tokens(mismatch(TOKEN, F.truncated_weights, cap=1.3)),
     "verl_correction_sequence": lambda: on_tokens(mismatch(SEQUENCE, F.truncated_weights)),

@@ -217,6 +217,19 @@ def test_on_policy_gradient_is_reinforce(log_ratio, surrogate):
         assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
 
 
+def test_a_switched_off_divergence_that_overflows_spoils_nothing():
+    # k3 of a token that the reference finds e⁹⁴ times likelier is infinite in float32.
+    logprobs, mask = jnp.array([[-95.0, -1.0]]), jnp.ones((1, 2), bool)
+
+    def loss(logprobs, kl_coef):
+        arguments = logprobs, jax.lax.stop_gradient(logprobs), jnp.array([1.0]), mask
+        return grpo_loss(*arguments, ref_logprobs=-jnp.ones((1, 2)), kl_coef=kl_coef)[0]
+
+    assert_allclose(loss(logprobs, 0.0), -1, rtol=1e-6)
+    assert_allclose(jax.grad(loss)(logprobs, 0.0), [[-0.5, -0.5]], rtol=1e-6)
+    assert np.isinf(loss(logprobs, 0.1))
+
+
 # --- masked tokens ---
 
 

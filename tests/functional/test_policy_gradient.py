@@ -73,7 +73,7 @@ def loop_log_ratio(log_ratio, logprobs, old_logprobs, mask):
             if mask[i, t] and log_ratio is token_log_ratio:
                 result[i, t] = logprobs[i, t] - old_logprobs[i, t]
             elif mask[i, t] and log_ratio is sequence_log_ratio:
-                result[i, t] = sum(differences)
+                result[i, t] = min(max(sum(differences), -40), 40)
             elif mask[i, t]:
                 result[i, t] = sum(differences) / len(differences)
     return result

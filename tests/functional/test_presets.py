@@ -26,6 +26,7 @@ from grpo_jax.functional import (
     gspo_log_ratio,
     kl_cov_term,
     kl_k1,
+    kl_off_policy,
     of_rewards,
     pass_at_k_advantages,
     ratio_term,
@@ -63,7 +64,7 @@ def compiled():
 
     def of_all(logprobs, old_logprobs, advantages, mask, ref_logprobs):
         def of(preset):
-            loss = partial(preset.loss, ref_logprobs=ref_logprobs)
+            loss = partial(preset.loss, ref_logprobs=None if preset.kl_in_reward else ref_logprobs)
             return jax.value_and_grad(loss, has_aux=True)(logprobs, old_logprobs, advantages, mask)
 
         return {name: of(preset) for name, preset in PRESETS.items()}
@@ -260,7 +261,8 @@ def test_weights_and_reference_given_take_the_place_of_the_presets_own():
     def losses(logprobs, old_logprobs, ref_logprobs):
         arguments = logprobs, old_logprobs, ADVANTAGES, MASK
         grpo = PRESETS["grpo"]
-        without = grpo.loss(*arguments)[0], grpo_loss(*arguments, weights=sequence_mean_weights(MASK))[0]
+        without_kl = grpo._replace(kl_coef=0.0)
+        without = without_kl.loss(*arguments)[0], grpo_loss(*arguments, weights=sequence_mean_weights(MASK))[0]
         both = grpo.loss(*arguments, ref_logprobs=ref_logprobs, weights=weights)[0]
         return *without, both, grpo_loss(*arguments, ref_logprobs=ref_logprobs)[0]
 
@@ -334,7 +336,7 @@ def test_one_number_a_token_goes_with_any_weights(name):
 def test_constants_that_the_term_does_not_take_are_refused(name):
     algorithm = Algorithm(OF_REWARDS, term=TERMS_WITHOUT_EPSILON[name], epsilon_low=None, epsilon_high=None)
     check(algorithm)
-    refused(algorithm._replace(epsilon_low=0.2, epsilon_high=0.2), "set epsilon_low and epsilon_high to None.*epsilon")
+    refused(algorithm._replace(epsilon_low=0.2, epsilon_high=0.2), "epsilons of None are not passed.*epsilon")
 
 
 def test_one_epsilon_alone_is_refused():
@@ -356,12 +358,12 @@ def test_pass_at_k_of_more_than_the_group_is_refused():
 
 @pytest.mark.parametrize(
     ("surrogate", "word"),
-    [(cispo_surrogate, "epsilon_high"), (partial(two_sided_clipped_surrogate, delta=0.9), "delta")],
+    [(cispo_surrogate, "epsilon_high"), (partial(two_sided_clipped_surrogate, delta=1.3), "delta")],
 )
 def test_bad_constants_of_a_term_are_refused(surrogate, word):
-    # A cap of 1 − 0.5; a δ of 0.9, not above 1 − 0.1 but above 1 − 0.5.
+    # A cap of 1 − 0.5; a δ of 1.3, not above 1 + 0.4.
     algorithm = PRESETS["grpo"]._replace(term=ratio_term(token_log_ratio, surrogate))
-    bad, good = (-0.5, 0.5) if word == "epsilon_high" else (-0.1, -0.5)
+    bad, good = (-0.5, 0.5) if word == "epsilon_high" else (0.4, 0.2)
     refused(algorithm._replace(epsilon_high=bad), word)
     check(algorithm._replace(epsilon_high=good))
 
@@ -370,7 +372,8 @@ def test_bad_constants_of_a_term_are_refused(surrogate, word):
 
 
 def loss_and_gradient(algorithm, mask, logprobs, old_logprobs):
-    function = jax.jit(jax.value_and_grad(lambda x: algorithm.loss(x, old_logprobs, ADVANTAGES, mask)[0]))
+    without_kl = algorithm._replace(kl_coef=0.0)
+    function = jax.jit(jax.value_and_grad(lambda x: without_kl.loss(x, old_logprobs, ADVANTAGES, mask)[0]))
     return function(logprobs)
 
 
@@ -408,6 +411,39 @@ def test_one_number_a_row_is_averaged_over_rows(name):
     assert_allclose(loss, np.sum(of_row * MASK.any(-1, keepdims=True)) / ROWS, rtol=1e-5)
 
 
+def test_a_reference_is_asked_for_and_refused_by_methods_that_read_it_elsewhere():
+    logprobs, old_logprobs, ref_logprobs = random_logprobs()
+    arguments = logprobs, old_logprobs, ADVANTAGES, MASK
+    with pytest.raises(ValueError, match="give ref_logprobs"):
+        PRESETS["grpo"].loss(*arguments)
+    with pytest.raises(ValueError, match="kl_penalized_rewards"):
+        PRESETS["rloo"].loss(*arguments, ref_logprobs=ref_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"advantages": group_advantages}, "of_rewards"),
+        ({"advantages": lambda rewards, lengths, *, where: jnp.sum(rewards)}, "rewards' shape"),
+        ({"term": clipped_surrogate}, "ratio_term makes that of a surrogate"),
+        ({"term": clip_cov_term}, "binds a key"),
+        ({"divergence": kl_off_policy}, "divergence must map"),
+        ({"divergence": lambda p, q: kl_k1(p, q)}, "kl_unbiased"),
+        ({"aggregation": "token_mean"}, "aggregation must map"),
+        ({"kl_coef": -1.0}, "kl_coef is -1.0"),
+        ({"epsilon_low": float("nan")}, "epsilon_low is nan"),
+    ],
+)
+def test_what_cannot_be_called_or_makes_no_sense_is_refused(changes, words):
+    refused(PRESETS["grpo"]._replace(**changes), words)
+
+
+def test_a_key_may_be_bound_and_weights_by_row_too():
+    key = jax.random.key(0)
+    check(PRESETS["dapo"]._replace(term=partial(clip_cov_term, key=key)))
+    check(PRESETS["gmpo"]._replace(aggregation=partial(sequence_mean_weights)))
+
+
 def test_values_on_policy():
     # ρ = 1: SAPO is −A (4/τ) σ(0), GMPO and the clip −A, CISPO 0, VESPO REINFORCE, φ = 1.
     logprobs, *_ = random_logprobs()
@@ -432,7 +468,7 @@ def test_vmap_over_epsilons_of_each_term_that_has_them():
     def losses(low, high):
         def of(name):
             algorithm = PRESETS[name]._replace(epsilon_low=low, epsilon_high=high)
-            return algorithm.loss(logprobs, old_logprobs, ADVANTAGES, MASK)[0]
+            return algorithm._replace(kl_coef=0.0).loss(logprobs, old_logprobs, ADVANTAGES, MASK)[0]
 
         return {name: of(name) for name in ("dapo", "gspo", "rloo")}
 

@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,13 @@ from hypothesis.extra import numpy as hnp
 from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
-from grpo_jax.functional import centered_advantages, combine_rewards, group_advantages, overlong_penalty
+from grpo_jax.functional import (
+    centered_advantages,
+    combine_rewards,
+    group_advantages,
+    kl_penalized_rewards,
+    overlong_penalty,
+)
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 NAN = np.float32(np.nan)
@@ -130,3 +138,34 @@ def test_what_nothing_applies_to_stays_out_of_the_baseline(function):
     assert_array_equal(advantages[:, 1], [0])
     assert_allclose(advantages[:, [0, 2, 3]], function(jnp.array([[1.5, 0.0, 5.0]])), rtol=1e-5)
     assert np.abs(advantages[:, [0, 2, 3]] - function(combined.rewards)[:, np.array([0, 2, 3])]).max() > 0.1
+
+
+# --- KL in the reward ---
+
+
+def test_kl_penalized_rewards_equal_a_plain_loop():
+    rng = np.random.default_rng(0)
+    rewards, (logprobs, ref_logprobs) = rng.normal(size=3).astype(np.float32), rng.normal(size=(2, 3, 4))
+    mask = np.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
+    expected = [
+        rewards[i] - 0.1 * sum(logprobs[i, t] - ref_logprobs[i, t] for t in range(4) if mask[i, t]) for i in range(3)
+    ]
+    arrays = (np.where(mask, x, np.nan).astype(np.float32) for x in (logprobs, ref_logprobs))
+    penalized = jax.jit(partial(kl_penalized_rewards, kl_coef=0.1))(rewards, *arrays, mask)
+    assert_allclose(penalized, expected, rtol=1e-5)
+
+
+def test_kl_penalized_rewards_have_no_gradient():
+    def total(logprobs):
+        return jnp.sum(
+            kl_penalized_rewards(jnp.ones(1), logprobs, jnp.zeros((1, 2)), jnp.ones((1, 2), bool), kl_coef=1.0)
+        )
+
+    assert_array_equal(jax.grad(total)(jnp.ones((1, 2))), np.zeros((1, 2)))
+
+
+def test_a_reward_that_is_only_watched_applies_to_nothing():
+    rewards = jnp.array([[1.0, jnp.nan], [5.0, 5.0]])
+    combined = combine_rewards(rewards, weights=jnp.array([1.0, 0.0]))
+    assert_array_equal(combined.rewards, [1, 0])
+    assert_array_equal(combined.applicable, [True, False])

@@ -20,8 +20,10 @@ from grpo_jax.functional import (
     gmpo_term,
     gspo_log_ratio,
     kl_cov_term,
+    masked_weights,
     ratio_term,
     reinforce_term,
+    rejection_weights,
     sapo_surrogate,
     sequence_log_ratio,
     sequence_mean_log_ratio,
@@ -30,6 +32,7 @@ from grpo_jax.functional import (
     token_covariance,
     token_log_ratio,
     token_mean_weights,
+    truncated_weights,
     two_sided_clipped_surrogate,
     unclipped_surrogate,
     vespo_term,
@@ -608,3 +611,14 @@ def test_defaults_of_the_covariance_terms_are_the_paper_s():
     chosen = ~np.isclose(loss, -np.exp(0.5) * signs)
     assert_array_equal(covariances[chosen], [3, 3])
     assert_allclose(np.asarray(loss)[chosen], -np.exp(0.5) * signs[chosen] + 0.5, rtol=1e-6)
+
+
+def test_a_token_that_a_correction_silences_is_clipped_in_gmpo_like_the_others():
+    # d = (1, 0.3) clipped to (0.4, 0.3): the row's ratio is exp(0.35), whatever weight a token has.
+    logprobs, mask = jnp.array([1.0, 0.3]), jnp.ones(2, bool)
+    assert_allclose(gmpo_term(logprobs, jnp.zeros(2), jnp.array([0.0, 1.0]), mask), [0, -np.exp(0.35)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [truncated_weights, masked_weights, rejection_weights])
+def test_a_log_ratio_that_is_nan_stays_visible(weights):
+    assert np.isnan(weights(jnp.array([jnp.nan, 0.0]))[0])
