@@ -209,6 +209,19 @@ def test_greedy_is_the_last_of_a_group_and_does_not_depend_on_the_seed(programs)
     assert (one.completions.completion_ids[:, :-1] != two.completions.completion_ids[:, :-1]).any()
 
 
+def test_metrics_of_tokens_do_not_depend_on_minibatches(tmp_path):
+    # Without learning, and completions of 1 to 3 tokens.
+    logged = []
+    for minibatches in (1, 4):
+        config = dataclasses.replace(CONFIG, steps=1, learning_rate=1e-12, minibatches=minibatches)
+        run = open_run(tmp_path / str(minibatches), config)
+        train(POLICY, PARAMS, TASK, config, run)
+        logged.append(run.lines()[-1])
+    one, four = logged
+    assert one["length_min"] < one["length_max"]
+    assert four["entropy"] == pytest.approx(one["entropy"], rel=1e-5)
+
+
 # ---- corrections
 
 

@@ -48,6 +48,7 @@ from grpo_jax.training.state import Array, Batch, TrainState, init_state, make_o
 from grpo_jax.training.step import Logs, LossFn, train_step
 
 _SAMPLING, _SHUFFLING = 0, 1  # streams of keys
+_OF_STEPS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation"})  # metrics of optimizer steps, not of tokens
 
 
 def train(
@@ -290,16 +291,24 @@ def update(
     The state is donated. `first_ratio_deviation` is that of the first optimizer step, when the
     policy is still the one that sampled; `ratio_deviation` is the largest.
     """
-    history = []
+    history, tokens = [], []
     for epoch in range(config.epochs):
         key = step_key(config.seed, _SHUFFLING, step * config.epochs + epoch)
         for minibatch in shuffled_minibatches(batch, key, config.minibatches):
             state, metrics = programs.train_step(state, minibatch, frozen)
             history.append(jax.tree.map(float, jax.device_get(metrics)))
+            tokens.append(int(minibatch.completion_mask.sum()))
             name = f"{phase}_{step:06d}_{len(history)}"
             guards.check_gradients(run, name, history[-1], minibatch, config.max_skipped)
     guards.check_first_ratio(run, history[0])
-    means = {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]}
+    # Metrics of tokens by the tokens that they are of: a mean of minibatch means would weigh short minibatches up.
+    weights = np.array(tokens if any(tokens) else [1] * len(tokens))
+
+    def mean(name: str) -> float:
+        values = [metrics[name] for metrics in history]
+        return float(np.average(values, weights=None if name in _OF_STEPS else weights))
+
+    means = {name: mean(name) for name in history[0]}
     return state, means | {
         "first_ratio_deviation": history[0]["ratio_deviation"],
         "ratio_deviation": max(metrics["ratio_deviation"] for metrics in history),
