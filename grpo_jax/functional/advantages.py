@@ -572,8 +572,7 @@ def _mean_ranks(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
     """Ranks with the mean on ties, floats `[..., G]`."""
     larger = _larger(rewards, where)
     better, worse = (jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (larger, jnp.swapaxes(larger, -1, -2)))
-    dtype = rewards.dtype if jnp.issubdtype(rewards.dtype, jnp.floating) else jnp.float32
-    ranks = ((better - worse).astype(dtype) + _count(rewards, where) + 1) / 2
+    ranks = ((better - worse).astype(_float(rewards)) + _count(rewards, where) + 1) / 2
     return jnp.where(jnp.isnan(rewards), jnp.nan, ranks)  # NaN is larger than nothing; it must not pass for average
 
 

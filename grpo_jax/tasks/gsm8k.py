@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_jax.errors import UsageError
 from grpo_jax.tasks.dataset import Row, read_rows, text_column, text_task
-from grpo_jax.tasks.task import Reward, Task
+from grpo_jax.tasks.task import Task
 
 INSTRUCTION = 'Think step by step, and end with a line of "####" and the number, such as "#### 72".'
 # A base model continues the first; the second is a user's message.
@@ -40,10 +40,6 @@ def gsm8k_task(
     eos_ids: tuple[int, ...],
     source: str | Path = _HUB_ID,
     *,
-    vocab_size: int,
-    num_prompts: int,
-    seed: int,
-    reward: Reward,
     chat: bool = False,
     template: str | None = None,
     heldout_rows: Sequence[Mapping[str, Any]] | None = None,
@@ -52,12 +48,12 @@ def gsm8k_task(
     """The task: trained on the split "train", held out is "test".
 
     Args:
-      tokenizer, eos_ids, vocab_size, num_prompts, seed, reward: as in `text_task`.
+      tokenizer, eos_ids: as in `text_task`.
       source: a folder with train.jsonl and test.jsonl, or an id on the hub.
       chat: the question is a user's message.
       template: in place of TEMPLATE, or of CHAT_TEMPLATE with `chat`.
       heldout_rows: in place of the split "test".
-      options: others of `text_task`, such as num_heldout.
+      options: of `text_task`: vocab_size, num_prompts, seed and reward, and others such as num_heldout.
 
     Returns:
       The task.
@@ -69,10 +65,6 @@ def gsm8k_task(
         heldout_rows=gsm8k_rows(source, split="test") if heldout_rows is None else heldout_rows,
         template=template or (CHAT_TEMPLATE if chat else TEMPLATE),
         chat=chat,
-        vocab_size=vocab_size,
-        num_prompts=num_prompts,
-        seed=seed,
-        reward=reward,
         **options,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_jax.errors import UsageError
 from grpo_jax.tasks.dataset import Row, column, read_rows, text_column, text_task
-from grpo_jax.tasks.task import Reward, Task
+from grpo_jax.tasks.task import Task
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 # A base model continues the first; the second is a user's message. Braces of a template are doubled.
@@ -44,10 +44,6 @@ def math_task(
     eos_ids: tuple[int, ...],
     rows: Sequence[Mapping[str, Any]],
     *,
-    vocab_size: int,
-    num_prompts: int,
-    seed: int,
-    reward: Reward,
     chat: bool = False,
     template: str | None = None,
     **options: Any,
@@ -55,10 +51,10 @@ def math_task(
     """The task from rows of `math_rows`; without heldout_rows a share of them is held out.
 
     Args:
-      tokenizer, eos_ids, rows, vocab_size, num_prompts, seed, reward: as in `text_task`.
+      tokenizer, eos_ids, rows: as in `text_task`.
       chat: the question is a user's message.
       template: in place of TEMPLATE, or of CHAT_TEMPLATE with `chat`.
-      options: others of `text_task`, such as heldout_rows.
+      options: of `text_task`: vocab_size, num_prompts, seed and reward, and others such as heldout_rows.
 
     Returns:
       The task.
@@ -69,10 +65,6 @@ def math_task(
         rows,
         template=template or (CHAT_TEMPLATE if chat else TEMPLATE),
         chat=chat,
-        vocab_size=vocab_size,
-        num_prompts=num_prompts,
-        seed=seed,
-        reward=reward,
         **options,
     )
 
