@@ -109,6 +109,11 @@ class GRPOConfig:
     """Weights of advantages, by w, recomputed over sampled probability: min(w, 2) of tokens, min(w, 3) of completions,
     w within [0.5, 5] of tokens, or completions kept whose mean log w is within 0.001. With top-k, top-p or min-p, w is
     against what was sampled from."""
+    max_rollouts: int = 1
+    """Rollouts that a step may take until num_prompts groups have rewards that differ (DAPO's dynamic sampling, which
+    allows 10); groups without a difference then fill up. 1: takes the groups as they come."""
+    filter_metric: str = ""
+    """Component of the rewards whose differences count there; none: the weighted sum."""
     mask_truncated: bool = False
     """Leave completions without an end out of the loss; they count in their group's advantages all the same."""
     epochs: int = 1
@@ -174,6 +179,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
         "microbatches",
         "keep_checkpoints",
         "max_skipped",
+        "max_rollouts",
     ):
         _require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}: it must be at least 1")
     for name in ("eval_every", "checkpoint_every", "rollouts_every", "warmup_steps", "top_k"):
@@ -191,6 +197,10 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
         algorithm.temperature > 0 and algorithm.temperature + algorithm.temperature_spread > 0,
         f"temperature is {algorithm.temperature}, spread {algorithm.temperature_spread}: sampling for training "
         "needs temperatures above 0",
+    )
+    _require(
+        not config.filter_metric or config.max_rollouts > 1,
+        f'filter_metric "{config.filter_metric}" needs dynamic sampling: set max_rollouts above 1, or leave it out',
     )
     _require(0 < config.top_p <= 1, f"top_p is {config.top_p}: it must be above 0 and at most 1")
     _require(0 <= config.min_p <= 1, f"min_p is {config.min_p}: it must be between 0 and 1")

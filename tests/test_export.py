@@ -11,7 +11,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.training.grpo import grpo_loss_fn
-from grpo_jax.training.state import Batch, init_state, make_optimizer
+from grpo_jax.training.state import Batch, init_state, learning_rate_schedule, make_optimizer
 from grpo_jax.training.step import train_step
 
 CONFIG = ModelConfig(
@@ -25,7 +25,7 @@ CONFIG = ModelConfig(
     remat="layer",
 )
 POLICY = decoder_policy(CONFIG)
-OPTIMIZER = make_optimizer(1e-3, warmup_steps=2, weight_decay=0.1)
+OPTIMIZER = make_optimizer(learning_rate_schedule(1e-3, warmup_steps=2), weight_decay=0.1)
 N, G, P, T = 4, 2, 5, 6
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,6 +47,26 @@ def score_completions(
         applicable |= applies & (component.weight != 0)  # a weight of 0 is for rewards that are only watched
         components[name] = np.where(applies, values, np.nan)
     return Scores(total, applicable, components)
+
+
+def graders(rewards: Reward | Rewards) -> dict[str, Any]:
+    """The rewards that count what they could not grade, as `grading.Grader` does, by name."""
+    named = rewards if isinstance(rewards, Mapping) else {"reward": Component(rewards)}
+    return {name: component.reward for name, component in named.items() if hasattr(component.reward, "counts")}
+
+
+def ungraded_counts(rewards: Reward | Rewards) -> dict[str, int]:
+    """Completions that graders had nothing to say about since their start, by "ungraded_" name and reason."""
+    return {
+        f"ungraded_{name}_{reason.replace(' ', '_')}": count
+        for name, grader in graders(rewards).items()
+        for reason, count in grader.counts.items()
+    }
+
+
+def new_counts(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    """What came to counts, where something came."""
+    return {name: count - before[name] for name, count in after.items() if count > before[name]}
 
 
 async def _gather(answers):

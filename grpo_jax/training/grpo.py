@@ -1,6 +1,6 @@
 """The GRPO loop, read from top to bottom."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,8 +26,10 @@ from grpo_jax.functional.presets import Algorithm
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.reward import new_counts, ungraded_counts
 from grpo_jax.tasks.task import Reward, Rewards, Task
 from grpo_jax.training import guards
+from grpo_jax.training.dynamic_sampling import sample_with_spread
 from grpo_jax.training.parallel import data_parallel, num_devices, replicate
 from grpo_jax.training.rollout import (
     Rollout,
@@ -42,13 +44,24 @@ from grpo_jax.training.rollout import (
     shuffled_minibatches,
     step_key,
     to_batch,
+    zero_spread,
 )
 from grpo_jax.training.run import RunFolder
-from grpo_jax.training.state import Array, Batch, TrainState, init_state, make_optimizer
+from grpo_jax.training.state import (
+    Array,
+    Batch,
+    TrainState,
+    init_state,
+    learning_rate_schedule,
+    make_optimizer,
+    steps_taken,
+)
 from grpo_jax.training.step import Logs, LossFn, train_step
+from grpo_jax.training.throughput import peak_flops, update_flops
 
 _SAMPLING, _SHUFFLING = 0, 1  # streams of keys
-_OF_STEPS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation"})  # metrics of optimizer steps, not of tokens
+# Metrics of optimizer steps, not of tokens.
+_OF_STEPS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate"})
 
 
 def train(
@@ -88,7 +101,8 @@ def train(
     algorithm, reward = config.algorithm, reward or task.reward
     for note in task.notes:
         run.warn_once(note, note)
-    reference = replicate(params, num_devices(config.devices))
+    devices = num_devices(config.devices)
+    reference = replicate(params, devices)
     start, frozen = split(reference)
     temperature = group_temperatures(
         config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
@@ -102,10 +116,8 @@ def train(
             for step in range(done, config.steps):
                 # ---- rollout: a group of completions for each prompt, and their rewards
                 with run.timed("rollout"):
-                    key = step_key(config.seed, _SAMPLING, step)
-                    prompts, current = task.prompts(step), join(state.params, frozen)
-                    rollout = roll_out(programs.sampler, current, prompts, task, reward, temperature, key)
-                    guards.check_rollout(run, rollout, task)
+                    current = join(state.params, frozen)
+                    rollout, sampled = sample_step(programs, current, task, reward, temperature, step, config, run)
 
                 # ---- score: log-probabilities under the policy that sampled, and under the reference
                 with run.timed("score"):
@@ -127,11 +139,18 @@ def train(
                 if evaluate and config.eval_every and (step + 1) % config.eval_every == 0:
                     with run.timed("evaluate"):
                         evaluated = evaluate(join(state.params, frozen))
-                run.log(phase, step + 1, rollout_metrics(rollout) | penalty | correction | metrics | evaluated)
-                if config.rollouts_every and step % config.rollouts_every == 0:
-                    run.log_rollout(phase, step + 1, readable(rollout, advantages))
-                run.log_times(phase, step + 1, tokens=int(rollout.completions.completion_mask.sum()))
-                show(step + 1, f"reward {rollout.rewards.mean():.3f}")
+                run.log(phase, step + 1, sampled | penalty | correction | metrics | evaluated)
+                if config.rollouts_every and (step % config.rollouts_every == 0 or step + 1 == config.steps):
+                    run.log_rollout(phase, step + 1, readable(rollout, advantages, task))
+                trained = config.epochs * int(batch.prompt_mask.sum() + batch.completion_mask.sum())
+                run.log_times(
+                    phase,
+                    step + 1,
+                    tokens={"rollout": sampled["tokens"], "update": trained},
+                    update_flops=update_flops(state.params, frozen, trained),
+                    peak_flops=peak_flops(devices),
+                )
+                show(step + 1, f"reward {sampled['reward'] or 0:.3f}")
                 if step + 1 == config.steps or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
                     checkpoints.save(state, step + 1)
     return state
@@ -170,19 +189,22 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
         )
+    if config.filter_metric and config.filter_metric not in (task.reward if isinstance(task.reward, Mapping) else ()):
+        named = ", ".join(task.reward) if isinstance(task.reward, Mapping) else "none"
+        raise UsageError(f'filter_metric "{config.filter_metric}" is no component of the rewards, which are: {named}')
     algorithm = config.algorithm
-    optimizer = make_optimizer(
+    learning_rate = learning_rate_schedule(
         config.learning_rate,
         warmup_steps=config.warmup_steps,
         total_steps=config.steps * config.epochs * config.minibatches,
         decay=config.decay,
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.max_grad_norm,
     )
+    optimizer = make_optimizer(learning_rate, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
     loss_fn = grpo_loss_fn(policy, algorithm)
 
     def step(state: TrainState, batch: Batch, frozen: Any, *, axis_name):
-        return train_step(
+        rate = learning_rate(steps_taken(state))
+        state, metrics = train_step(
             state,
             batch,
             loss_fn=lambda trained, batch: loss_fn(join(trained, frozen), batch),
@@ -191,6 +213,7 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
             num_microbatches=config.microbatches,
             axis_name=axis_name,
         )
+        return state, metrics | {"learning_rate": jnp.asarray(rate)}
 
     return Programs(
         sampler=make_sampler(policy, task, config, devices=devices),
@@ -199,6 +222,37 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
         train_step=data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,)),
         init_state=jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), optimizer)),
     )
+
+
+def sample_step(
+    programs: Programs,
+    params: Params,
+    task: Task,
+    reward: Reward | Rewards,
+    temperature: np.ndarray,
+    step: int,
+    config: GRPOConfig,
+    run: RunFolder,
+) -> tuple[Rollout, dict[str, Any]]:
+    """The groups that a step learns from, and metrics of all that it sampled for them."""
+    first = step * config.max_rollouts
+
+    def draw(number: int) -> Rollout:
+        key = step_key(config.seed, _SAMPLING, first + number)
+        return roll_out(programs.sampler, params, task.prompts(first + number), task, reward, temperature, key)
+
+    # In place of the task's rewards there may be one that is a single number.
+    metric = config.filter_metric if isinstance(reward, Mapping) else ""
+    ungraded = ungraded_counts(reward)
+    rollout, everything, rollouts = sample_with_spread(draw, max_rollouts=config.max_rollouts, metric=metric)
+    metrics = rollout_metrics(everything) | new_counts(ungraded, ungraded_counts(reward))
+    guards.check_rollout(run, everything, task)
+    guards.check_graders(run, reward)
+    if config.max_rollouts > 1:
+        share = float(zero_spread(rollout, metric).mean())
+        guards.check_filled(run, rollouts, share)
+        metrics |= {"rollouts": rollouts, "update_zero_spread_share": share}
+    return rollout, metrics
 
 
 def score_rollout(
@@ -343,15 +397,65 @@ def grpo_loss_fn(policy: Policy, algorithm: Algorithm) -> LossFn:
     return loss_fn
 
 
-def readable(rollout: Rollout, advantages: np.ndarray, num_groups: int = 2) -> list[dict[str, Any]]:
-    """A few groups of a rollout as JSON can hold them."""
-    return [
-        {
-            "prompt": rollout.prompts.examples[i]["prompt"],
+def readable(rollout: Rollout, advantages: np.ndarray, task: Task, num_groups: int = 2) -> list[dict[str, Any]]:
+    """A few groups of a rollout as JSON can hold them.
+
+    Args:
+      rollout: N groups.
+      advantages: `[N, G]`.
+      task: for the texts of tokens.
+      num_groups: at most.
+
+    Returns:
+      For each group the prompt, the row's other columns, and lists over its completions.
+    """
+    completions = rollout.completions
+    lengths = completions.completion_mask.sum(-1)
+
+    def rounded(values: np.ndarray, digits: int = 4) -> list[float]:
+        return values.astype(float).round(digits).tolist()
+
+    def group(i: int) -> dict[str, Any]:
+        example = rollout.prompts.examples[i]
+        sampled = [ids[:length] for ids, length in zip(completions.completion_ids[i], lengths[i], strict=True)]
+        logprobs = zip(completions.sampler_logprobs[i], lengths[i], strict=True)
+        return {
+            "prompt": example["prompt"],
+            "columns": {name: _short(value) for name, value in example.items() if name != "prompt"},
             "completions": rollout.texts[i],
-            "rewards": rollout.rewards[i].tolist(),
-            "advantages": advantages[i].astype(float).round(4).tolist(),
-            "lengths": rollout.completions.completion_mask[i].sum(-1).tolist(),
+            "rewards": np.where(rollout.applicable[i], rollout.rewards[i], np.nan).tolist(),
+            "components": {name: rounded(values[i]) for name, values in rollout.components.items()},
+            "advantages": rounded(advantages[i]),
+            "lengths": lengths[i].tolist(),
+            "truncated": completions.truncated[i].tolist(),
+            "tokens": [token_texts(ids.tolist(), task) for ids in sampled],
+            "logprobs": [rounded(values[:length], 3) for values, length in logprobs],
         }
-        for i in range(min(num_groups, len(rollout.texts)))
-    ]
+
+    return [group(i) for i in range(min(num_groups, len(rollout.texts)))]
+
+
+def token_texts(ids: list[int], task: Task) -> list[str]:
+    """The text that each token adds; together they are the completion. What ends it adds none.
+
+    A tokenizer may drop the space before the first token, and several tokens may make up one character: so each text is
+    what the decoding of a few tokens gains by one more, and a character goes to the token that completes it.
+    """
+    texts, start, done = [], 0, 0  # decoded anew from `start`; the text is known up to `done`
+    for end in range(1, len(ids) + 1):
+        if ids[end - 1] in task.eos_ids:
+            texts.append("")
+            continue
+        known, text = task.decode(ids[start:done]), task.decode(ids[start:end])
+        if text.endswith("\ufffd") and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(known) :])
+        start, done = done, end
+    return texts
+
+
+def _short(value: Any) -> Any:
+    """A column's value as JSON can hold it, if it is not long; else its beginning."""
+    plain = value if isinstance(value, str | int | float | bool | None) else str(value)
+    return plain[:2000] if isinstance(plain, str) else plain

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 
 from grpo_jax.errors import UsageError
-from grpo_jax.tasks.task import Task
+from grpo_jax.rewards.reward import graders
+from grpo_jax.tasks.task import Reward, Rewards, Task
 from grpo_jax.training.rollout import Rollout, zero_spread
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import Batch
@@ -64,6 +65,34 @@ def check_rollout(run: RunFolder, rollout: Rollout, task: Task) -> None:
             "spread",
             "in every group all rewards are equal, so there is nothing to learn from: choose easier or harder "
             "prompts, larger groups or a finer reward",
+        )
+
+
+def check_graders(run: RunFolder, rewards: Reward | Rewards) -> None:
+    """Says what a grader could not grade, the first time for each reason."""
+    for name, grader in graders(rewards).items():
+        for reason, message in list(grader.messages.items()):
+            lines = message.strip().splitlines() or [""]
+            run.warn_once(
+                f"grader {name} {reason}",
+                f"the grader of {name} gave no reward ({reason}): {lines[-1][:300]}; such completions do not count, "
+                f"metrics.jsonl counts them as ungraded_{name}_{reason.replace(' ', '_')}",
+            )
+
+
+def check_filled(run: RunFolder, rollouts: int, share: float) -> None:
+    """Warns when dynamic sampling ended with groups that teach nothing.
+
+    Args:
+      run: says it.
+      rollouts: of the step.
+      share: of groups in the update whose rewards do not differ.
+    """
+    if share > 0:
+        run.warn_once(
+            "filled",
+            f"after {rollouts} rollouts of a step {share:.0%} of its groups still have no difference in rewards: "
+            "raise max_rollouts, or choose easier or harder prompts",
         )
 
 

@@ -159,31 +159,48 @@ def to_batch(rollout: Rollout, temperature: np.ndarray) -> Batch:
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     """What a reader wants to know of a rollout, as plain numbers.
 
-    Lengths are in tokens, the ending one included.
+    Lengths are in tokens, the ending one included; `length_above` is that of completions with more reward than the mean
+    of their group (the solved ones, where rewards are 0 and 1), `length_below` of those with less.
     """
     completions, components = rollout.completions, rollout.components
-    lengths = completions.completion_mask.sum(-1)
+    lengths = np.asarray(completions.completion_mask).sum(-1)
+    counts = np.maximum(rollout.applicable.sum(-1, keepdims=True), 1)
+    group_mean = np.where(rollout.applicable, rollout.rewards, 0).sum(-1, keepdims=True) / counts
+    above = np.where(rollout.applicable, rollout.rewards - group_mean, 0)
     moments = {"reward": rollout.rewards[rollout.applicable]}
     if len(components) > 1:
         moments |= {f"reward_{name}": values[~np.isnan(values)] for name, values in components.items()}
     return {
-        **{name: float(values.mean()) if values.size else None for name, values in moments.items()},
+        **{name: _mean(values) for name, values in moments.items()},
         **{f"{name}_std": float(values.std()) if values.size else None for name, values in moments.items()},
         "not_applicable_share": float(1 - rollout.applicable.mean()),
         "zero_spread_share": float(zero_spread(rollout).mean()),
         "length_mean": float(lengths.mean()),
         "length_min": int(lengths.min()),
         "length_max": int(lengths.max()),
+        "length_above": _mean(lengths[above > 0]),
+        "length_below": _mean(lengths[above < 0]),
         "truncated_share": float(completions.truncated.mean()),
         "tokens": int(lengths.sum()),
     }
 
 
-def zero_spread(rollout: Rollout) -> np.ndarray:
-    """Whether all rewards of a group that apply are equal, bool `[N]`: such a group teaches nothing."""
-    highest = np.where(rollout.applicable, rollout.rewards, -np.inf).max(-1)
-    lowest = np.where(rollout.applicable, rollout.rewards, np.inf).min(-1)
-    return (highest == lowest) | ~rollout.applicable.any(-1)
+def zero_spread(rollout: Rollout, metric: str = "") -> np.ndarray:
+    """Whether all rewards of a group that apply are equal, bool `[N]`: such a group teaches nothing.
+
+    Args:
+      rollout: N groups.
+      metric: the component to look at; "": the weighted sum.
+    """
+    values = rollout.components[metric] if metric else rollout.rewards
+    applicable = ~np.isnan(values) if metric else rollout.applicable
+    highest = np.where(applicable, values, -np.inf).max(-1)
+    lowest = np.where(applicable, values, np.inf).min(-1)
+    return (highest == lowest) | ~applicable.any(-1)
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if values.size else None
 
 
 def step_key(seed: int, stream: int, step: int) -> jax.Array:

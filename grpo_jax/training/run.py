@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,25 +21,42 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from grpo_jax.errors import UsageError
 from grpo_jax.training.checkpoint import Checkpoints
+from grpo_jax.training.throughput import peak_memory_mb
+from grpo_jax.training.trackers import Tracker, tensorboard
 
 # Files whose lines carry "phase" and "step".
-_LINE_FILES = ("metrics.jsonl", "times.jsonl", "rollouts.jsonl")
+_NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
+_LINE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
 # Options that a resumed run may change: they do not touch what it computes.
-_FREE_OPTIONS = frozenset({"devices", "keep_checkpoints", "checkpoint_every"})
+_FREE_OPTIONS = frozenset({"devices", "keep_checkpoints", "checkpoint_every", "wandb"})
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class RunFolder:
     """Writes a run's files and shows its progress."""
 
-    def __init__(self, path: Path, config: dict[str, Any], *, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        *,
+        console: Console | None = None,
+        trackers: Sequence[Tracker] = (),
+    ) -> None:
         """Creates `path` with config.json, or opens it to continue.
+
+        Args:
+          path: of the folder.
+          config: every option, as JSON can hold it.
+          console: where words go; None: the terminal.
+          trackers: besides TensorBoard's.
 
         Raises:
           UsageError: `path` holds a run with another configuration, or something else than a run.
         """
         self.path = path
         self.console = console or Console()
+        self._trackers = [tensorboard(path / "tensorboard"), *trackers]
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
@@ -59,15 +76,37 @@ class RunFolder:
 
     def log(self, phase: str, step: int, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl; only numbers that a rerun repeats."""
-        self._append("metrics.jsonl", {"phase": phase, "step": step, **values})
+        self._log("metrics.jsonl", {"phase": phase, "step": step, **values})
 
-    def log_times(self, phase: str, step: int, **values: Any) -> None:
-        """One line of times.jsonl: seconds of each part since the last, and what is given."""
-        elapsed = time.perf_counter() - self._started
-        seconds = {f"{part}_s": round(spent, 4) for part, spent in self._seconds.items()}
-        compilations = {"compilations": self.compilations()}
-        times = {"s": round(elapsed, 3), **seconds, **compilations, **values}
-        self._append("times.jsonl", {"phase": phase, "step": step, **times})
+    def log_times(
+        self,
+        phase: str,
+        step: int,
+        *,
+        tokens: Mapping[str, int] | None = None,
+        update_flops: float = 0.0,
+        peak_flops: float | None = None,
+    ) -> None:
+        """One line of times.jsonl: seconds of each part since the last line, and what was done in them.
+
+        Args:
+          phase: of the run.
+          step: reached.
+          tokens: part -> tokens that it worked on.
+          update_flops: operations of the part "update", for how many a second.
+          peak_flops: what the devices can do a second, if that is known; `mfu` is the share of it.
+        """
+        seconds = dict(self._seconds)
+        line = {"s": round(time.perf_counter() - self._started, 3)}
+        line |= {f"{part}_s": round(spent, 4) for part, spent in seconds.items()}
+        for part, count in (tokens or {}).items():
+            line |= {f"{part}_tokens": count, f"{part}_tokens_per_s": round(count / seconds[part], 1)}
+        if update_flops:
+            done = update_flops / seconds["update"]
+            line["update_tflops"] = float(f"{done / 1e12:.4g}")
+            line |= {"mfu": float(f"{done / peak_flops:.4g}")} if peak_flops else {}
+        line |= {"peak_memory_mb": peak_memory_mb(), "compilations": self.compilations()}
+        self._log("times.jsonl", {"phase": phase, "step": step, **line})
         self._seconds.clear()
 
     def log_rollout(self, phase: str, step: int, groups: list[dict[str, Any]]) -> None:
@@ -85,11 +124,19 @@ class RunFolder:
             complete = text[: text.rfind("\n") + 1].splitlines()
             kept = [line for line in complete if not _is_later(json.loads(line), phase, step)]
             write_text(file, "".join(line + "\n" for line in kept))
+        lines = [line for name in _NUMBER_FILES for line in self.lines(name) if line["phase"] == phase]
+        for tracker in self._trackers:
+            tracker.restart(phase, lines)
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
         """What has been logged."""
         file = self.path / name
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def _log(self, name: str, record: dict[str, Any]) -> None:
+        self._append(name, record)
+        for tracker in self._trackers:
+            tracker.log(record)
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
         with (self.path / name).open("a") as file:

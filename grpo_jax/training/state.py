@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -47,27 +48,23 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
     return TrainState(params, optimizer.init(params), jnp.int32(0))
 
 
-def make_optimizer(
+def learning_rate_schedule(
     learning_rate: float,
     *,
     warmup_steps: int = 0,
     total_steps: int = 0,
     decay: Literal["none", "linear", "cosine"] = "none",
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
-) -> optax.GradientTransformation:
-    """AdamW after scaling down long gradients.
+) -> optax.Schedule:
+    """A linear rise, then none or a fall to 0.
 
     Args:
       learning_rate: peak rate.
-      warmup_steps: optimizer steps of a linear rise from 0 to the peak, 0.
-      total_steps: optimizer steps at which the decay ends.
-      decay: how the rate falls from the peak to 0 after the warm-up, "none".
-      weight_decay: of AdamW, 0.
-      max_grad_norm: norm above which a gradient is scaled down, 1.
+      warmup_steps: optimizer steps of the rise from 0 to the peak, 0.
+      total_steps: optimizer steps at which the fall ends.
+      decay: how the rate falls, "none".
 
     Returns:
-      An optax transformation.
+      Number of optimizer steps taken -> rate of the next.
     """
     falling = max(total_steps - warmup_steps, 1)
     after: optax.Schedule = {
@@ -76,5 +73,25 @@ def make_optimizer(
         "cosine": optax.cosine_decay_schedule(learning_rate, falling),
     }[decay]
     rising = optax.linear_schedule(0.0, learning_rate, warmup_steps)
-    rate = optax.join_schedules([rising, after], [warmup_steps]) if warmup_steps else after
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(rate, weight_decay=weight_decay))
+    return optax.join_schedules([rising, after], [warmup_steps]) if warmup_steps else after
+
+
+def make_optimizer(
+    learning_rate: float | optax.Schedule, *, weight_decay: float = 0.0, max_grad_norm: float = 1.0
+) -> optax.GradientTransformation:
+    """AdamW after scaling down long gradients.
+
+    Args:
+      learning_rate: a rate, or a schedule.
+      weight_decay: of AdamW, 0.
+      max_grad_norm: norm above which a gradient is scaled down, 1.
+
+    Returns:
+      An optax transformation.
+    """
+    return optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(learning_rate, weight_decay=weight_decay))
+
+
+def steps_taken(state: TrainState) -> jax.Array:
+    """Optimizer steps that changed the parameters: those that were skipped do not count."""
+    return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]

@@ -1,0 +1,91 @@
+"""Where the lines of a run go besides its files: TensorBoard, Weights & Biases.
+
+They are views of metrics.jsonl and times.jsonl: what a resumed run writes again replaces what was there.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_jax.errors import UsageError
+
+Line = dict[str, Any]  # "phase", "step", and numbers or None by name
+
+
+class Tracker(NamedTuple):
+    """Another place for a run's lines."""
+
+    log: Callable[[Line], None]
+    # (phase, lines of it that stay): a phase begins, or begins again
+    restart: Callable[[str, Iterable[Line]], None]
+
+
+def tensorboard(folder: Path) -> Tracker:
+    """Event files for `tensorboard --logdir folder`: one of its runs for each phase."""
+    from tensorboardX import SummaryWriter
+
+    writers: dict[str, SummaryWriter] = {}
+
+    def log(line: Line) -> None:
+        phase = line["phase"]
+        if phase not in writers:
+            writers[phase] = SummaryWriter(str(folder / phase))
+        for name, value in _numbers(line).items():
+            writers[phase].add_scalar(name, value, line["step"])
+        writers[phase].flush()
+
+    def restart(phase: str, lines: Iterable[Line]) -> None:
+        if phase in writers:
+            writers.pop(phase).close()
+        shutil.rmtree(folder / phase, ignore_errors=True)
+        for line in lines:
+            log(line)
+
+    return Tracker(log, restart)
+
+
+def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tracker:
+    """A run of Weights & Biases, the same one when a run is resumed.
+
+    Args:
+      project: its name.
+      folder: of the run; the id of theirs is kept in it.
+      config: the run's options.
+
+    Returns:
+      The tracker.
+
+    Raises:
+      UsageError: the package is not installed, or refuses.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError("--wandb needs the package wandb: install it, or leave out the option") from None
+    id_file = folder / "wandb.json"
+    run_id = json.loads(id_file.read_text())["id"] if id_file.exists() else wandb.util.generate_id()
+    id_file.write_text(json.dumps({"id": run_id}) + "\n")
+    try:
+        theirs = wandb.init(
+            project=project, id=run_id, resume="allow", name=folder.name, dir=str(folder), config=config
+        )
+    except Exception as error:  # the package's own and the network's
+        raise UsageError(f"Weights & Biases refuses: {error}") from error
+    phases: set[str] = set()
+
+    def log(line: Line) -> None:
+        phase = line["phase"]
+        if phase not in phases:  # its own step, for theirs may not go back when a run is resumed
+            theirs.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
+            phases.add(phase)
+        theirs.log({f"{phase}/{name}": value for name, value in ({"step": line["step"]} | _numbers(line)).items()})
+
+    return Tracker(log, lambda phase, lines: None)
+
+
+def _numbers(line: Line) -> dict[str, float]:
+    given = {name: value for name, value in line.items() if name not in ("phase", "step")}
+    return {name: value for name, value in given.items() if isinstance(value, int | float) and math.isfinite(value)}
