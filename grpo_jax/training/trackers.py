@@ -6,6 +6,7 @@ They are views of metrics.jsonl and times.jsonl: what a resumed run writes again
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,16 +26,20 @@ class Tracker(NamedTuple):
 
 def tensorboard(folder: Path) -> Tracker:
     """Event files for `tensorboard --logdir folder`: one of its runs for each phase."""
-    from tensorboardX import SummaryWriter
+    # Not by its SummaryWriter, whose thread may hold the last lines back.
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
 
-    writers: dict[str, SummaryWriter] = {}
+    writers: dict[str, EventsWriter] = {}
 
     def log(line: Line) -> None:
         phase = line["phase"]
         if phase not in writers:
-            writers[phase] = SummaryWriter(str(folder / phase))
-        for name, value in _numbers(line).items():
-            writers[phase].add_scalar(name, value, line["step"])
+            (folder / phase).mkdir(parents=True, exist_ok=True)
+            writers[phase] = EventsWriter(str(folder / phase / "events"))
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in _numbers(line).items()]
+        writers[phase].write_event(Event(wall_time=time.time(), step=line["step"], summary=Summary(value=values)))
         writers[phase].flush()
 
     def restart(phase: str, lines: Iterable[Line]) -> None:

@@ -1,0 +1,129 @@
+"""Which task, as a command line says it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from grpo_jax.errors import UsageError
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.rewards.spec import open_rewards
+from grpo_jax.tasks.countdown import countdown_task
+from grpo_jax.tasks.dataset import read_rows, text_task
+from grpo_jax.tasks.gsm8k import gsm8k_task
+from grpo_jax.tasks.mathematics import math_rows, math_task
+from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.text import Overlong
+
+# Strict and lenient grading side by side: a model that learns the format alone raises the first only.
+_REWARDS = {
+    "gsm8k": ("strict=gsm8k_answer", "lenient=0*gsm8k_answer(lenient=True)"),
+    "math": ("strict=math_answer", "lenient=0*math_answer(lenient=True)"),
+    "countdown": ("grpo_jax.tasks.countdown:countdown_reward",),
+}
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What the model is to do."""
+
+    task: str = ""
+    """gsm8k, math, countdown, or your own rows: a .jsonl or .json file, a folder with train.jsonl, an id on the hub."""
+    data: str = ""
+    """Where the rows of gsm8k or math are: a folder, a file, or an id on the hub; needed for math."""
+    reward: tuple[str, ...] = ()
+    """Rewards, each as name=weight*function(argument=value), of which the function alone is needed: file.py:function of
+    your own, or exact_answer, gsm8k_answer, math_answer, matches, length, overlong, repetition. A weight of 0 only
+    watches. Needed for your own rows."""
+    prompt_column: str = "prompt"
+    """Column of your own rows with the prompt: text, or a list of chat messages."""
+    template: str | None = None
+    """Prompt with {column} in it, in place of a column or of the task's own."""
+    chat: bool | None = None
+    """Whether a text is a user's message for the tokenizer's chat template; None: if it has one."""
+    system: str | None = None
+    """System message before prompts that have none; needs a chat template."""
+    num_heldout: int | None = None
+    """Held-out prompts at most; None: 200, and of your own rows at most a tenth."""
+    reward_deadline: float = 10.0
+    """Seconds for one call of a reward on a group's completions; it is killed then, and the group has no reward."""
+    reward_budget: float = 60.0
+    """Seconds for all rewards of a kind in a rollout."""
+
+
+@contextmanager
+def open_task(
+    options: TaskOptions,
+    pretrained: Pretrained,
+    *,
+    num_prompts: int,
+    group_size: int,
+    seed: int,
+    max_prompt_tokens: int | None = None,
+    overlong: Overlong = "drop",
+) -> Iterator[Task]:
+    """The task that the options name; its rewards run in processes that end with the block.
+
+    Args:
+      options: of the command line.
+      pretrained: its tokenizer encodes.
+      num_prompts: N of a step.
+      group_size: completions in one call of a reward.
+      seed: of the order of prompts.
+      max_prompt_tokens, overlong: as in `encode_prompts`.
+
+    Yields:
+      The task.
+
+    Raises:
+      UsageError: there is no such task, or something of it does not work.
+    """
+    if not options.task:
+        raise UsageError("--task is needed: gsm8k, math, countdown, or a file with rows of your own")
+    texts = options.reward or _REWARDS.get(options.task, ())
+    if not texts:
+        raise UsageError(
+            f"--reward is needed for {options.task}: name your function as file.py:function, or exact_answer for rows "
+            "with a column answer"
+        )
+    chat = bool(pretrained.tokenizer.chat_template) if options.chat is None else options.chat
+    make = _task_maker(options, chat)
+    with open_rewards(
+        texts, chunk=group_size, deadline=options.reward_deadline, budget=options.reward_budget
+    ) as rewards:
+        yield make(
+            pretrained.tokenizer,
+            pretrained.eos_ids,
+            reward=rewards,
+            chat=chat,
+            vocab_size=pretrained.config.vocab_size,
+            num_prompts=num_prompts,
+            seed=seed,
+            max_prompt_tokens=max_prompt_tokens,
+            overlong=overlong,
+            **({} if options.template is None else {"template": options.template}),
+            **({} if options.system is None else {"system": options.system}),
+        )
+
+
+def _task_maker(options: TaskOptions, chat: bool) -> Any:
+    """The function that makes the task from a tokenizer and what all tasks need."""
+    if options.data and options.task not in ("gsm8k", "math"):
+        raise UsageError("--data belongs to the tasks gsm8k and math: give your own rows as --task")
+    if options.prompt_column != "prompt" and options.task in _REWARDS:
+        raise UsageError(f"--prompt-column is for rows of your own, not for {options.task}: leave it out")
+    known = 200 if options.num_heldout is None else options.num_heldout
+    if options.task == "gsm8k":
+        source: dict[str, Any] = {"source": options.data} if options.data else {}
+        return partial(gsm8k_task, num_heldout=known, **source)
+    if options.task == "math":
+        if not options.data:
+            raise UsageError("--data is needed for math: a file or folder with its problems, or an id on the hub")
+        return partial(math_task, rows=math_rows(options.data), num_heldout=known)
+    if options.task == "countdown":
+        return partial(countdown_task, num_heldout=known)
+    rows = read_rows(options.task)
+    held = min(200, max(1, len(rows) // 10)) if options.num_heldout is None else options.num_heldout
+    column: dict[str, Any] = {} if options.template is not None else {"prompt_column": options.prompt_column}
+    return partial(text_task, rows=rows, num_heldout=held, **column)
