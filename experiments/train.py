@@ -1,0 +1,91 @@
+"""GRPO on any model and any task: GSM8K, MATH, Countdown, or rows and rewards of your own.
+
+A row is a JSON object with a prompt and whatever its rewards need; a reward is a Python function of (rows, completions)
+that returns a number for each. It runs in a process of its own and is killed when it hangs. Held-out prompts are
+evaluated before, during and after; --control also trains on a coin toss, which must not learn. What it costs depends
+on the model: a model of 260 thousand parameters takes minutes on two CPU cores, one of a billion wants an accelerator.
+
+  python -m experiments.train --model DIR --task rows.jsonl --reward my_rewards.py:solved
+  python -m experiments.train --model DIR --task gsm8k --data DIR --preset dapo --max-rollouts 4
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.common import PHASES, against_control, cell
+from grpo_jax import cli, report, terminal
+from grpo_jax.config import GRPOConfig, ModelOptions
+from grpo_jax.tasks.options import TaskOptions, open_task
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.guards import check_length
+from grpo_jax.training.parallel import num_devices, replicate
+from grpo_jax.training.pretrained import Loaded, keep_description, load_model
+from grpo_jax.training.run import RunFolder, write_json
+
+CURVES = (("reward", "reward"), ("heldout_avg", "held-out avg@n"), ("entropy", "entropy"), ("length_mean", "tokens"))
+
+
+@dataclass(frozen=True)
+class Config(GRPOConfig, ModelOptions, TaskOptions, cli.RunConfig):
+    """Options of the run; those of the algorithm come from the preset unless given."""
+
+    eval_every: int = 20
+    control: bool = False
+    """Train on a coin toss as well, from the same start."""
+    run_dir: Path = Path("runs/train")
+
+
+def main(config: Config) -> None:
+    """Loads model and task, then trains."""
+    model = load_model(config, seed=config.seed)
+    with open_task(
+        config,
+        model.pretrained,
+        num_prompts=config.num_prompts,
+        group_size=config.algorithm.group_size,
+        seed=config.seed,
+        max_prompt_tokens=config.max_prompt_tokens,
+        overlong=config.overlong,
+    ) as task:
+        run_task(config, model, task)
+
+
+def run_task(config: Config, model: Loaded, task: Task) -> None:
+    """GRPO, and the control if it is asked for; two groups, a table, curves, a page, and the checksum."""
+    started = time.perf_counter()
+    programs = make_programs(model.policy, task, config)  # refuses bad options before anything is compiled
+    start = replicate(model.params, num_devices(config.devices))
+    run = cli.open_run(config)
+    keep_description(run, model, config)
+    check_length(run, task, config.max_tokens, model.pretrained.config.max_position_embeddings)
+    phases = PHASES if config.control else PHASES[:1]
+    rows, checksum = against_control(model.policy, start, task, config, run, programs, phases=phases)
+
+    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-2:])
+    best = [name for name in rows["before"] if name.startswith(("pass_at_", "maj_at_")) and name[-1].isdigit()]
+    columns = ("avg", "greedy", *best[-2:], "length", "ended_share", "change")
+    table = {name: [cell(row, column) for column in columns] for name, row in rows.items()}
+    terminal.print_table(run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", columns, table)
+    print_ungraded(run)
+    terminal.save_curves(run, CURVES, PHASES)
+    write_json(run.path / "results.json", rows | {"params_sha256": checksum})
+    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+    run.console.print(f"to read: {report.write_report(run.path)}", soft_wrap=True)
+
+
+def print_ungraded(run: RunFolder) -> None:
+    """How many completions got no reward, by reward and reason, if there were any."""
+    counts: dict[str, int] = {}
+    for line in run.lines():
+        for name, count in line.items():
+            if name.startswith("ungraded_"):
+                counts[name] = counts.get(name, 0) + count
+    if counts:
+        terminal.print_table(run, "completions without a reward", ("count",), {n: [c] for n, c in counts.items()})
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)
