@@ -17,7 +17,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from experiments.common import PHASES, against_control
+from experiments.common import PHASES, against_control, cell
 from grpo_jax import cli, report
 from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
@@ -31,7 +31,7 @@ from grpo_jax.training.sft import SFTConfig, train_sft
 from grpo_jax.training.state import Batch
 
 MODEL = ModelConfig(vocab_size=arithmetic.VOCAB_SIZE, initializer_range=0.1)
-CURVES = (("reward", "reward (control's: a coin)"), ("heldout_sampled", "held-out accuracy"), ("entropy", "entropy"))
+CURVES = (("reward", "reward (control's: a coin)"), ("heldout_avg", "held-out accuracy"), ("entropy", "entropy"))
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,17 @@ def main(config: Config) -> None:
     warm = SFTConfig(config.warm_steps, config.warm_learning_rate)
     params = jax.jit(policy.init)(jax.random.key(config.seed))
     params = train_sft(policy, params, warm_batch, warm, run, phase="warm").params
-    rows, checksum = against_control(
-        policy, params, task, config, run, programs, lambda params, evaluation, rollouts: evaluation
-    )
+    rows, checksum = against_control(policy, params, task, config, run, programs)
 
     report.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-2:])
-    report.print_table(run, "accuracy on 1,000 held-out additions", ("sampled", "± s.e.", "greedy", "ended"), rows)
+    names = ("avg", "greedy", "ended_share")
+    table = {title: [cell(row, name) for name in names] for title, row in rows.items()}
+    title = "accuracy on 1,000 held-out additions, with 95% intervals"
+    report.print_table(run, title, ("sampled", "greedy", "ended"), table)
     report.save_curves(run, CURVES, PHASES)
     run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
-    write_json(run.path / "results.json", {k: v._asdict() for k, v in rows.items()} | {"params_sha256": checksum})
+    write_json(run.path / "results.json", rows | {"params_sha256": checksum})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What the experiments share: a pretrained model, and a run beside its control from the same start."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 
@@ -15,13 +16,12 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.checkpoint import params_sha256
-from grpo_jax.training.evaluate import Evaluation, evaluate, heldout_rollouts
+from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, sample_heldout, summary
 from grpo_jax.training.grpo import Programs, train
-from grpo_jax.training.rollout import Rollout
 from grpo_jax.training.run import RunFolder, write_json
+from grpo_jax.training.statistics import paired_difference
 
 PHASES = ("grpo", "control")
-Result = TypeVar("Result")
 
 
 class Loaded(NamedTuple):
@@ -93,20 +93,18 @@ def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> N
         write_json(run.path / "model" / LORA_FILE, lora._asdict())
 
 
-def rollouts_of(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> list[tuple[Rollout, int]]:
-    """Held-out rollouts of a policy, at the shapes of training."""
+def heldout_samples(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> Iterator[Samples]:
+    """Held-out completions of a policy, at the shapes of training."""
     algorithm = config.algorithm
-    return list(
-        heldout_rollouts(
-            programs.sampler,
-            params,
-            task,
-            task.reward,
-            num_prompts=config.num_prompts,
-            group_size=algorithm.group_size,
-            temperature=algorithm.temperature,
-            seed=config.seed,
-        )
+    return sample_heldout(
+        programs.sampler,
+        params,
+        task,
+        num_prompts=config.num_prompts,
+        group_size=algorithm.group_size,
+        temperature=algorithm.temperature,
+        seed=config.seed,
+        samples=config.eval_samples,
     )
 
 
@@ -117,8 +115,8 @@ def against_control(
     config: GRPOConfig,
     run: RunFolder,
     programs: Programs,
-    examine: Callable[[Params, Evaluation, list[tuple[Rollout, int]]], Result],
-) -> tuple[dict[str, Result], str]:
+    examine: Callable[[Evaluation, list[Samples]], dict[str, float]] = lambda evaluation, calls: {},
+) -> tuple[dict[str, dict[str, float]], str]:
     """Trains on the task's reward, and again from the same start on a coin toss.
 
     Args:
@@ -128,25 +126,37 @@ def against_control(
       config: of both.
       run: phases "grpo" and "control".
       programs: shared by both.
-      examine: (params, evaluation, held-out rollouts) -> a row of the final table.
+      examine: (evaluation, the calls that it is of) -> further numbers of a row.
 
     Returns:
-      Rows "before", "after" and "control", and the SHA-256 of the parameters after GRPO.
+      Rows "before", "after" and "control": summaries of held-out evaluations, the last two with the change of avg
+      over the same prompts; and the SHA-256 of the parameters after GRPO.
     """
 
-    def row(params: Params) -> Result:
-        rollouts = rollouts_of(programs, params, task, config)
-        return examine(params, evaluate(rollouts), rollouts)
+    def row(params: Params, before: Evaluation | None) -> tuple[dict[str, float], Evaluation]:
+        calls = list(heldout_samples(programs, params, task, config))
+        evaluation = evaluate(calls, task)
+        numbers = summary(evaluation)
+        if before:
+            numbers |= paired_difference(evaluation.scores.mean(-1), before.scores.mean(-1)).named("change")
+        return numbers | examine(evaluation, calls), evaluation
 
     def heldout(params: Params) -> dict[str, float]:
-        evaluation = evaluate(rollouts_of(programs, params, task, config))
-        return {f"heldout_{name}": value for name, value in evaluation._asdict().items()}
+        numbers = summary(evaluate(heldout_samples(programs, params, task, config), task))
+        return {f"heldout_{name}": value for name, value in numbers.items()}
 
-    rows, checksum = {"before": row(params)}, ""
+    first, before = row(params, None)
+    rows, checksum = {"before": first}, ""
     for phase, reward in zip(PHASES, (task.reward, random_reward(config.seed)), strict=True):
         state = train(
             policy, params, task, config, run, phase=phase, reward=reward, programs=programs, evaluate=heldout
         )
-        rows["after" if phase == "grpo" else phase] = row(join(state.params, split(params)[1]))
+        rows["after" if phase == "grpo" else phase], _ = row(join(state.params, split(params)[1]), before)
         checksum = checksum or params_sha256(state.params)
     return rows, checksum
+
+
+def cell(row: Mapping[str, float], name: str) -> str:
+    """A number of a row with its interval, as a table shows it: "0.970 [0.960, 0.980]"."""
+    low, high = row.get(f"{name}_low", math.nan), row.get(f"{name}_high", math.nan)
+    return f"{row[name]:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")

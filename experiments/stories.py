@@ -13,19 +13,19 @@ reference that is refreshed.
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
-from experiments.common import PHASES, against_control, keep_description, load_model
+from experiments.common import PHASES, against_control, cell, keep_description, load_model
 from grpo_jax import cli, report
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import num_devices, replicate
-from grpo_jax.training.rollout import to_batch
 from grpo_jax.training.run import write_json
+from grpo_jax.training.state import Batch
 
 CURVES = (("reward", "reward (control's: a coin)"), ("kl", "KL to the start, nats a token"), ("entropy", "entropy"))
 
@@ -45,17 +45,6 @@ class Config(GRPOConfig, ModelOptions, cli.RunConfig):
     eval_every: int = 10
     checkpoint_every: int = 10
     run_dir: Path = Path("runs/stories")
-
-
-class Row(NamedTuple):
-    """A row of the table; means over sampled held-out stories."""
-
-    reward: float
-    reward_se: float
-    greedy: float
-    start_nll: float  # nats a token under the start
-    kl: float  # nats a token, to the start
-    repeated: float  # share of sentences
 
 
 def main(config: Config) -> None:
@@ -78,41 +67,39 @@ def main(config: Config) -> None:
     check_length(run, task, config.max_tokens, model.pretrained.config.max_position_embeddings)
     stories: list[str] = []
 
-    def examine(params, evaluation, rollouts) -> Row:
+    def examine(evaluation, calls) -> dict[str, float]:
+        """Of sampled stories: nats a token under the start and to it, and the share of repeated sentences."""
         start_logprob = logprob = tokens = 0.0
-        repeated = []
-        for rollout, count in rollouts:
-            sampled = rollout.completions.completion_mask.copy()
-            sampled[count:], sampled[:, -1] = False, False  # filling, and the greedy story of a group
+        for call in calls:
+            ids, mask = call.completions.completion_ids, call.completions.completion_mask
+            chosen = call.counted & (call.temperature > 0)
+            sampled = mask & chosen[..., None]
             # Both at the sampler's temperature.
-            temperature = np.full(rollout.rewards.shape, config.algorithm.temperature, np.float32)
-            scores = programs.scorer(start, to_batch(rollout, temperature))
+            temperature = np.full(chosen.shape, config.algorithm.temperature, np.float32)
+            scores = programs.scorer(start, Batch(call.prompts.ids, call.prompts.mask, ids, mask, temperature))
             start_logprob += float(np.asarray(scores.logprobs)[sampled].sum())
-            logprob += float(rollout.completions.sampler_logprobs[sampled].sum())
+            logprob += float(call.completions.sampler_logprobs[sampled].sum())
             tokens += sampled.sum()
-            repeated += [repeated_share(text) for group in rollout.texts[:count] for text in group[:-1]]
-        prompts, completions = rollouts[0][0].prompts, rollouts[0][0].completions
-        ids = [*prompts.ids[0][prompts.mask[0]], *completions.completion_ids[0, 0]]
-        stories.append(task.decode(ids))
-        return Row(
-            evaluation.sampled,
-            evaluation.sampled_se,
-            evaluation.greedy,
-            start_nll=-start_logprob / tokens,
-            kl=(logprob - start_logprob) / tokens,
-            repeated=float(np.mean(repeated)),
-        )
+        prompts, completions = calls[0].prompts, calls[0].completions
+        stories.append(task.decode([*prompts.ids[0][prompts.mask[0]], *completions.completion_ids[0, 0]]))
+        return {
+            "start_nll": -start_logprob / tokens,
+            "kl": (logprob - start_logprob) / tokens,
+            "repeated": float(np.mean([repeated_share(text) for group in evaluation.texts for text in group[:-1]])),
+        }
 
     rows, checksum = against_control(model.policy, start, task, config, run, programs, examine)
     for title, story in zip(("before", "after"), stories, strict=False):
         run.console.print(f"\n[bold]{title}:[/] ", end="")
         run.console.print(story, markup=False, highlight=False)
-    columns = ("reward", "± s.e.", "greedy", "NLL at start", "KL", "repeated")
-    report.print_table(run, f"{len(task.heldout.examples)} held-out openings", columns, rows)
+    names = ("greedy", "start_nll", "kl", "repeated")  # of greedy, the interval would be too wide for a terminal
+    table = {title: [cell(row, "avg"), *(row[name] for name in names)] for title, row in rows.items()}
+    title = f"{len(task.heldout.examples)} held-out openings, with 95% intervals"
+    report.print_table(run, title, ("reward", "greedy", "NLL at start", "KL", "repeated"), table)
     report.save_curves(run, CURVES, PHASES)
     run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
-    write_json(run.path / "results.json", {k: v._asdict() for k, v in rows.items()} | {"params_sha256": checksum})
+    write_json(run.path / "results.json", rows | {"params_sha256": checksum})
 
 
 if __name__ == "__main__":

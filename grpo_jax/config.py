@@ -139,6 +139,8 @@ class GRPOConfig:
     """Stop after this many steps in a row with gradients that are not finite; each is skipped and dumped."""
     eval_every: int = 0
     """Steps between held-out evaluations; 0 for only before and after."""
+    eval_samples: int | None = None
+    """Completions sampled of each held-out prompt, besides a greedy one; None: group_size - 1, one group."""
     checkpoint_every: int = 50
     """Steps between checkpoints; 0 for only at the end."""
     keep_checkpoints: int = 2
@@ -187,6 +189,10 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     _require(
         group_size >= 2,
         f"group_size is {group_size}: advantages compare completions of one prompt, so set it to at least 2",
+    )
+    _require(
+        config.eval_samples is None or config.eval_samples >= 1,
+        f"eval_samples is {config.eval_samples}: it must be at least 1",
     )
     pieces = config.minibatches * config.microbatches * num_devices
     _require(

@@ -8,7 +8,7 @@ With LoRA the adapters are merged into the model, or written alone (--adapter) a
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from grpo_jax.cli import refuse
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.config import Dtype, ModelConfig, config_from_huggingface
+from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, merge, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
@@ -88,41 +89,86 @@ def export(options: Options) -> int:
     Raises:
       UsageError: something is missing, in one sentence.
     """
-    description = options.run / "model"
-    if not (description / "config.json").exists():
-        raise UsageError(
-            f"{options.run} holds no model/config.json: name the folder of a run; in a loop of your own, "
-            "huggingface.save_description writes it"
-        )
-    phases = sorted(folder.name for folder in (options.run / "checkpoints").glob("*") if folder.is_dir())
-    if options.phase not in phases:
-        raise UsageError(f"{options.run} has no checkpoints of a phase {options.phase!r}: its phases are {phases}")
-    lora = LoraDescription.read(description)
-    if lora is None and (options.adapter or options.base):
-        raise UsageError(f"{options.run} did not train adapters: leave out --adapter and --base")
     if options.adapter and options.dtype != "model":
         raise UsageError("adapters are always written in float32: leave out --dtype")
-    raw = huggingface.read_json(description / "config.json")
-    config = config_from_huggingface(raw)
-    like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
-    with Checkpoints(options.run / "checkpoints" / options.phase) as checkpoints:
-        if lora is None:
-            params, step = checkpoints.restore_params(like, options.step)
-        else:
-            base = like if options.adapter else _load_base(lora, config, options.base)
-            params, step = _adapted(checkpoints, base, lora, options.step)
-    if options.adapter and lora:
-        peft.save_adapter(options.out, params, base=str(options.base or lora.base))
-        return step
+    trained = _restore(options.run, options.phase, options.step, base=options.base, adapter=options.adapter)
+    if options.adapter and trained.lora:
+        peft.save_adapter(options.out, trained.params, base=str(options.base or trained.lora.base))
+        return trained.step
+    source = options.run / "model"
+    raw = huggingface.read_json(source / "config.json")
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     huggingface.save_pretrained(
         options.out,
-        merge(params) if isinstance(params, Adapted) else params,
-        config,
-        source=description,
+        trained.merged(),
+        trained.config,
+        source=source,
         dtype=jnp.dtype(dtype if options.dtype == "model" else options.dtype),
     )
-    return step
+    return trained.step
+
+
+def load_run(
+    folder: Path, *, phase: str = "grpo", step: int | None = None, base: Path | None = None, **overrides: Any
+) -> tuple[Pretrained, int]:
+    """A model as a run trained it, as `load_pretrained` has one; adapters are merged.
+
+    Args:
+      folder: of the run.
+      phase: of the run.
+      step: of the checkpoint; None: the newest.
+      base: where the base of a LoRA run is now, if it has moved.
+      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
+
+    Returns:
+      The model, whose folder is the run's model/; and its step.
+
+    Raises:
+      UsageError: something is missing, in one sentence.
+    """
+    trained = _restore(folder, phase, step, base=base, **overrides)
+    source = folder / "model"
+    tokenizer = huggingface.load_tokenizer(source)
+    ids = huggingface.eos_ids(source, tokenizer)
+    return Pretrained(trained.config, trained.merged(), tokenizer, ids, source), trained.step
+
+
+class _Trained(NamedTuple):
+    """A checkpoint of a run."""
+
+    config: ModelConfig
+    params: Params  # Adapted, if adapters were trained
+    lora: LoraDescription | None
+    step: int
+
+    def merged(self) -> Params:
+        return merge(self.params) if isinstance(self.params, Adapted) else self.params
+
+
+def _restore(
+    run: Path, phase: str, step: int | None, *, base: Path | None = None, adapter: bool = False, **overrides: Any
+) -> _Trained:
+    """A checkpoint; of adapters alone (`adapter`) the base is but shapes."""
+    description = run / "model"
+    if not (description / "config.json").exists():
+        raise UsageError(
+            f"{run} holds no model/config.json: name the folder of a run; in a loop of your own, "
+            "huggingface.save_description writes it"
+        )
+    phases = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
+    if phase not in phases:
+        raise UsageError(f"{run} has no checkpoints of a phase {phase!r}: its phases are {phases}")
+    lora = LoraDescription.read(description)
+    if lora is None and (adapter or base):
+        raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
+    config = config_from_huggingface(huggingface.read_json(description / "config.json"), **overrides)
+    like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
+    with Checkpoints(run / "checkpoints" / phase) as checkpoints:
+        if lora is None:
+            params, found = checkpoints.restore_params(like, step)
+        else:
+            params, found = _adapted(checkpoints, like if adapter else _load_base(lora, config, base), lora, step)
+    return _Trained(config, params, lora, found)
 
 
 def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -> Params:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from experiments import arithmetic, stories
 from experiments.common import keep_description, load_model
 from grpo_jax import cli
-from grpo_jax.export import Options, export
+from grpo_jax.export import Options, export, load_run
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.lora import join, merge, split
 from grpo_jax.models.peft import load_adapter
@@ -56,7 +56,13 @@ def test_arithmetic_from_start_to_table_and_again_resumed(arithmetic_run, capsys
     assert {file.name for file in run.iterdir()} == FILES
     results = json.loads((run / "results.json").read_text())
     assert set(results) == {"before", "after", "control", "params_sha256"}
+    assert {"avg", "avg_low", "maj_at_7", "pass_at_4", "greedy_high", "change_low"} <= set(results["after"])
+    assert "change" not in results["before"]
     metrics = (run / "metrics.jsonl").read_text()
+    logged = [json.loads(line) for line in metrics.splitlines()]
+    evaluated = [line for line in logged if line["phase"] == "grpo" and "heldout_avg" in line]
+    assert [line["step"] for line in evaluated] == [0, 1, 2]
+    assert evaluated[-1]["heldout_avg"] == results["after"]["avg"]  # the same completions
 
     config = parse("--resume", "--run-dir", run)
     assert (config.steps, config.num_prompts) == (2, 8)  # those of the run, not the defaults
@@ -209,6 +215,10 @@ def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(lo
     export(Options(run, tmp_path / "merged", dtype="float32"))
     assert not (tmp_path / "merged/lora.json").exists()
     saved = load_pretrained(tmp_path / "merged")
+    loaded, step = load_run(run)
+    assert step == 2
+    assert params_sha256(loaded.params) == params_sha256(merge(trained))
+    assert loaded.eos_ids == saved.eos_ids
     # Of the rounded weights that it was trained on: the file holds their exact values.
     assert params_sha256(saved.params) == params_sha256(jax.tree.map(lambda x: x.astype(jnp.float32), merge(trained)))
     export(Options(run, tmp_path / "half", dtype="bfloat16"))
@@ -222,6 +232,7 @@ def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(lo
     with pytest.raises(ValueError, match="say where it is with --base"):
         export(Options(run, tmp_path / "out"))
     export(Options(run, tmp_path / "out", base=moved))
+    assert params_sha256(load_run(run, base=moved)[0].params) == params_sha256(loaded.params)
     with pytest.raises(ValueError, match="not those that the adapters were trained on"):
         export(Options(run, tmp_path / "other", base=tmp_path / "merged"))
     with pytest.raises(ValueError, match="leave out --dtype"):
@@ -280,6 +291,11 @@ def test_exports_that_cannot_be(arithmetic_run, options, message):
 def test_a_model_from_nothing_is_exported_with_its_tokenizer(arithmetic_run):
     export(Options(arithmetic_run / "run", arithmetic_run / "saved", phase="warm"))
     saved = load_pretrained(arithmetic_run / "saved")
+    loaded, step = load_run(arithmetic_run / "run", phase="warm", dtype="bfloat16")
+    assert step == 4
+    assert params_sha256(loaded.params) == params_sha256(saved.params)
+    assert loaded.config == dataclasses.replace(saved.config, dtype="bfloat16")
+    assert (loaded.eos_ids, len(loaded.tokenizer)) == (saved.eos_ids, len(saved.tokenizer))
     assert dataclasses.replace(saved.config, initializer_range=0.1) == arithmetic.MODEL
     assert saved.eos_ids == (EOS_ID,)
     assert saved.tokenizer.decode(saved.tokenizer.encode("07+58=")) == "07+58="

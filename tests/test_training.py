@@ -17,7 +17,6 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task, pad_prompts, random_reward, rng
 from grpo_jax.training import guards
 from grpo_jax.training.checkpoint import Checkpoints, params_sha256
-from grpo_jax.training.evaluate import evaluate, heldout_rollouts
 from grpo_jax.training.grpo import corrected, grpo_loss_fn, make_programs, train
 from grpo_jax.training.rollout import Rollout
 from grpo_jax.training.run import RunFolder
@@ -178,35 +177,7 @@ def test_nothing_compiles_after_the_first_step_also_when_resumed(tmp_path, devic
     assert counts == [counts[0]] * 3 + [counts[3]] * 3
 
 
-# ---- evaluation
-
-
-def test_evaluation_counts_each_heldout_prompt_once(programs):
-    # Eleven prompts in batches of eight: the second batch is filled up with copies that must not count.
-    tokens = rng(1).integers(0, 6, (11, 2)).tolist()
-    heldout = pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
-    seen = []
-
-    def reward(examples, texts):
-        seen.extend(example["prompt"] for example in examples)
-        return [float(len(seen) <= 32)] * len(texts)  # 1 in the first batch, 0 in the second
-
-    shape = {"num_prompts": 8, "group_size": 4, "temperature": 1.0, "seed": 0}
-    task = TASK._replace(heldout=heldout)
-    result = evaluate(heldout_rollouts(programs.sampler, PARAMS, task, reward, **shape))
-    assert result.sampled == pytest.approx(8 / 11)
-    assert result.greedy == pytest.approx(8 / 11)
-    assert result.sampled_se == pytest.approx(np.std([1] * 8 + [0] * 3, ddof=1) / 11**0.5)
-
-
-def test_greedy_is_the_last_of_a_group_and_does_not_depend_on_the_seed(programs):
-    shape = {"num_prompts": 8, "group_size": 4, "temperature": 1.0}
-    (one, _), (two, _) = (
-        next(heldout_rollouts(programs.sampler, PARAMS, TASK, says_three, seed=seed, **shape)) for seed in (0, 1)
-    )
-    greedy = [np.where(r.completions.completion_mask, r.completions.completion_ids, 0)[:, -1] for r in (one, two)]
-    np.testing.assert_array_equal(*greedy)
-    assert (one.completions.completion_ids[:, :-1] != two.completions.completion_ids[:, :-1]).any()
+# ---- metrics
 
 
 def test_metrics_of_tokens_do_not_depend_on_minibatches(tmp_path):
@@ -308,6 +279,7 @@ def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
         ({"steps": 0}, "steps"),
         ({"seed": -1}, "seed"),
         ({"eval_every": -1}, "eval_every"),
+        ({"eval_samples": 0}, "eval_samples"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(changes, word):

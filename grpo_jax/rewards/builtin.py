@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -250,6 +250,25 @@ def _graded(
     answers = (extract(completion) for completion in completions)
     truths = (expected(str(example[column])) for example in examples)
     return [float(a is not None and same(a, truth)) for a, truth in zip(answers, truths, strict=True)]
+
+
+# ---- what is voted on: answers that are the same, written in the same way
+
+
+def number_vote(example: Example, completion: Completion) -> Hashable | None:
+    """The last number of a completion; None: it has none. 18, 18.0 and $18 are one vote."""
+    answer = last_number(completion)
+    return None if answer is None else _number(answer)
+
+
+def formula_vote(example: Example, completion: Completion) -> Hashable | None:
+    r"""What a completion states as its answer (`stated_answer`), as a number or in its normal form; None: nothing.
+
+    1/2, 0.5 and \dfrac12 are one vote; formulas that sympy alone finds equal are several.
+    """
+    formula = normal_formula(stated_answer(completion) or "")
+    number = _number(formula)
+    return number if number is not None else formula or None
 
 
 # ---- formats and lengths

@@ -51,6 +51,7 @@ def arithmetic_task(*, num_prompts: int, seed: int) -> Task:
         eos_ids=(EOS_ID,),
         pad_id=PAD_ID,
         vocab_size=VOCAB_SIZE,
+        answer=lambda example, completion: str(completion),
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.errors import UsageError
-from grpo_jax.tasks.task import Prompts, Reward, Task, check_num_prompts, pad_prompts, rng
+from grpo_jax.tasks.task import Answer, Prompts, Reward, Task, check_num_prompts, pad_prompts, rng
 from grpo_jax.tasks.text import Encoded, Message, Overlong, encode_prompts
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
@@ -114,6 +114,7 @@ def text_task(
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
     open_ended: bool = False,
+    answer: Answer | None = None,
 ) -> Task:
     """A task from rows. Every training prompt is seen once an epoch, in an order that is a function of the seed.
 
@@ -140,6 +141,7 @@ def text_task(
         share. Always those whose hash is smallest.
       max_prompt_tokens, overlong: as in `encode_prompts`.
       open_ended: completions are meant to be cut.
+      answer: what completions of a prompt vote on, such as `rewards.builtin.number_vote`; None: there is no vote.
 
     Returns:
       The task; its notes count the prompts that were dropped or cut.
@@ -211,6 +213,7 @@ def text_task(
         vocab_size=vocab_size,
         open_ended=open_ended,
         notes=tuple(filter(None, notes)),
+        answer=answer,
     )
 
 

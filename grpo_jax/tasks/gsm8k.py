@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.errors import UsageError
+from grpo_jax.rewards.builtin import number_vote
 from grpo_jax.tasks.dataset import Row, read_rows, text_column, text_task
 from grpo_jax.tasks.task import Task
 
@@ -56,7 +57,7 @@ def gsm8k_task(
       options: of `text_task`: vocab_size, num_prompts, seed and reward, and others such as num_heldout.
 
     Returns:
-      The task.
+      The task. Completions vote by their last number, unless `options` has another answer.
     """
     return text_task(
         tokenizer,
@@ -65,7 +66,7 @@ def gsm8k_task(
         heldout_rows=gsm8k_rows(source, split="test") if heldout_rows is None else heldout_rows,
         template=template or (CHAT_TEMPLATE if chat else TEMPLATE),
         chat=chat,
-        **options,
+        **{"answer": number_vote} | options,
     )
 
 

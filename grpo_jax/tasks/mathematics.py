@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.errors import UsageError
+from grpo_jax.rewards.builtin import formula_vote
 from grpo_jax.tasks.dataset import Row, column, read_rows, text_column, text_task
 from grpo_jax.tasks.task import Task
 
@@ -57,7 +58,7 @@ def math_task(
       options: of `text_task`: vocab_size, num_prompts, seed and reward, and others such as heldout_rows.
 
     Returns:
-      The task.
+      The task. Completions vote by the formula that they state, unless `options` has another answer.
     """
     return text_task(
         tokenizer,
@@ -65,7 +66,7 @@ def math_task(
         rows,
         template=template or (CHAT_TEMPLATE if chat else TEMPLATE),
         chat=chat,
-        **options,
+        **{"answer": formula_vote} | options,
     )
 
 

@@ -1,7 +1,7 @@
 """What a task is: prompts as a function of the step, and a reward on text."""
 
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ class Completion(str):
 Number = float | None  # None: the reward does not apply to this completion
 # (examples, completions), one entry a completion -> one number each; may be async
 Reward = Callable[[Sequence[Example], Sequence[Completion]], Sequence[Number] | Awaitable[Sequence[Number]]]
+# what a completion answers, for a vote among completions of a prompt; None: nothing
+Answer = Callable[[Example, Completion], Hashable | None]
 
 
 class Component(NamedTuple):
@@ -62,6 +64,7 @@ class Task(NamedTuple):
     vocab_size: int
     open_ended: bool = False  # completions are meant to be cut at max_tokens
     notes: tuple[str, ...] = ()  # what a user should know of the prompts, such as how many were dropped
+    answer: Answer | None = None  # what completions vote on (maj@n), where it makes sense
 
 
 def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example], *, width: int, pad_id: int) -> Prompts:

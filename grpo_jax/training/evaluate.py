@@ -1,79 +1,203 @@
-"""Held-out evaluation: sampled with a standard error, and greedy."""
+"""Held-out evaluation: the same completions, however they are spread over calls of the sampler."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
+from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
-from grpo_jax.tasks.task import Prompts, Reward, Rewards, Task
-from grpo_jax.training.rollout import Rollout, Sampler, roll_out, step_key
+from grpo_jax.rewards.reward import Scores, score_completions
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks.task import Completion, Prompts, Task
+from grpo_jax.training.rollout import Sampler, decode_groups, sample_prompts, step_key
+from grpo_jax.training.statistics import best_of, bootstrap, majority
 
 _EVALUATION = 2  # stream of keys
+# Row numbers are 32 bits: 12 of them count the completions of a prompt.
+_MAX_SAMPLES = 2**12 - 1
+_MAX_PROMPTS = 2**19
+_BLOCK = 256  # completions in a call of the reward, as in a step of 32 prompts and groups of 8
+
+
+class Samples(NamedTuple):
+    """One call of the sampler: N groups of G completions, on the host."""
+
+    prompts: Prompts  # N
+    completions: Completions  # NumPy arrays
+    temperature: np.ndarray  # float32 [N, G], 0 for greedy ones
+    counted: np.ndarray  # bool [N, G], false for what only fills the shape
 
 
 class Evaluation(NamedTuple):
-    """Mean rewards over held-out prompts."""
+    """What M held-out prompts earned, with n sampled completions and a greedy one each."""
 
-    sampled: float
-    sampled_se: float  # standard error over prompts
-    greedy: float
-    ended_share: float  # of sampled completions
+    scores: np.ndarray  # float64 [M, n] of the metric, 0 where it is not graded
+    greedy: np.ndarray  # float64 [M]
+    graded: np.ndarray  # bool [M, n + 1], whether the metric is a finite number; here and below the last is greedy
+    components: dict[str, np.ndarray]  # name -> float32 [M, n + 1], unweighted, NaN where it does not apply
+    lengths: np.ndarray  # int [M, n + 1], in tokens, the ending one included
+    truncated: np.ndarray  # bool [M, n + 1]
+    texts: list[list[Completion]]  # [M][n + 1]
+    answers: list[list[Hashable | None]] | None  # [M][n], where the task has them
 
 
-def heldout_rollouts(
+def sample_heldout(
     sampler: Sampler,
     params: Params,
     task: Task,
-    reward: Reward | Rewards,
     *,
     num_prompts: int,
     group_size: int,
     temperature: float,
     seed: int,
-) -> Iterator[tuple[Rollout, int]]:
-    """Rollouts over all held-out prompts: the last completion of a group is greedy, the others sampled.
+    samples: int | None = None,
+) -> Iterator[Samples]:
+    """Samples n completions of each held-out prompt, and one greedily.
 
-    In batches of the training shape, so that evaluation compiles nothing of its own. The same
-    noise every time: differences between evaluations are those of the parameters.
+    In calls of the shape given, so that evaluation compiles nothing of its own. The noise of a completion depends
+    on the seed, the number of its prompt and its own number alone: not on the shape, nor on n. It is the same at
+    every evaluation, so that differences between two are those of the parameters.
 
     Args:
       sampler: the run's.
       params: to evaluate.
       task: its held-out prompts are used.
-      reward: on text.
       num_prompts: N of the sampler.
       group_size: G of the sampler.
-      temperature: of all but the last.
+      temperature: of all but the greedy ones.
       seed: of the noise.
+      samples: n; None: G − 1, one group a prompt. Other numbers cost ⌈(n + 1) / G⌉ groups a prompt.
 
     Yields:
-      A rollout, and how many of its prompts count (the last batch is filled up).
+      Each call. What counts is in the order of prompts, and of one prompt's completions, the greedy one last.
+
+    Raises:
+      UsageError: there are no prompts, too many, or an impossible n.
     """
-    row = np.full(group_size, temperature, np.float32)
-    row[-1] = 0.0
+    samples, total = group_size - 1 if samples is None else samples, len(task.heldout.examples)
+    if not 1 <= samples <= _MAX_SAMPLES:
+        raise UsageError(f"{samples} samples of each held-out prompt are asked for: it must be 1 to {_MAX_SAMPLES}")
+    if not 1 <= total <= _MAX_PROMPTS:
+        raise UsageError(f"the task has {total} held-out prompts: an evaluation takes 1 to {_MAX_PROMPTS}")
+    groups = -(-(samples + 1) // group_size)  # of one prompt
+    key = step_key(seed, _EVALUATION, 0)
+    for start in range(0, total * groups, num_prompts):
+        group = np.arange(start, start + num_prompts)[:, None]
+        prompt = np.minimum(group // groups, total - 1)
+        sample = group % groups * group_size + np.arange(group_size)
+        counted = (group < total * groups) & (sample <= samples)
+        # Copies of the greedy one fill up: they end with it, and hold nobody up.
+        sample = np.where(counted, sample, samples)
+        chosen = prompt[:, 0]
+        examples = [task.heldout.examples[i] for i in chosen]
+        prompts = Prompts(task.heldout.ids[chosen], task.heldout.mask[chosen], examples)
+        rows = (prompt * (_MAX_SAMPLES + 1) + sample).astype(np.int32)
+        temperatures = np.where(sample == samples, 0, temperature).astype(np.float32)
+        completions = sample_prompts(sampler, params, prompts, rows, temperatures, key)
+        yield Samples(prompts, completions, temperatures, counted)
+
+
+def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "") -> Evaluation:
+    """Scores completions by the task's reward.
+
+    The reward is called on blocks of whole prompts, of up to 256 completions (or one prompt's) whatever the shape of
+    the sampler: one that compares completions of a prompt has all n + 1 of them, the greedy one too, and a `Grader`
+    has its deadlines for about as much as in a step of training. What a reward finds by comparing prompts depends
+    on the blocks.
+
+    Args:
+      calls: of `sample_heldout`, all of them.
+      task: with the reward, and what is voted on.
+      metric: the component that counts; "": the weighted sum of them.
+
+    Returns:
+      The evaluation. A metric that is None, NaN or infinite counts 0, and as not graded.
+
+    Raises:
+      UsageError: there is no such component, or as in `score_completions`.
+    """
+    names = list(task.reward) if isinstance(task.reward, Mapping) else ["reward"]
+    if metric and metric not in names:
+        raise UsageError(f"the task has no reward {metric!r} to evaluate: its rewards are {', '.join(names)}")
     total = len(task.heldout.examples)
-    for number, start in enumerate(range(0, total, num_prompts)):
-        indices = np.minimum(np.arange(start, start + num_prompts), total - 1)
-        examples = [task.heldout.examples[i] for i in indices]
-        prompts = Prompts(task.heldout.ids[indices], task.heldout.mask[indices], examples)
-        temperatures = np.tile(row, (num_prompts, 1))
-        key = step_key(seed, _EVALUATION, number)
-        rollout = roll_out(sampler, params, prompts, task, reward, temperatures, key)
-        yield rollout, min(num_prompts, total - start)
-
-
-def evaluate(rollouts: Iterator[tuple[Rollout, int]] | list[tuple[Rollout, int]]) -> Evaluation:
-    """The numbers of `heldout_rollouts`."""
-    rewards, ended = [], []
-    for rollout, count in rollouts:
-        rewards.append(rollout.rewards[:count])
-        ended.append(~rollout.completions.truncated[:count, :-1])
-    scores = np.concatenate(rewards).astype(np.float64)
-    of_prompt = scores[:, :-1].mean(-1)
+    flat: list[Completion] = []
+    lengths, truncated = [], []
+    for call in calls:
+        decoded = decode_groups(call.completions, task)
+        flat += [decoded[i][j] for i, j in np.argwhere(call.counted)]
+        lengths.append(call.completions.completion_mask.sum(-1)[call.counted])
+        truncated.append(call.completions.truncated[call.counted])
+    width = len(flat) // total
+    texts = [flat[start : start + width] for start in range(0, len(flat), width)]
+    earned = _scored(task, texts)
+    values = earned.components[metric] if metric else np.where(earned.applicable, earned.rewards, np.nan)
+    graded = np.isfinite(values)
+    scores = np.where(graded, values, 0).astype(np.float64)
+    answer, answers = task.answer, None
+    if answer is not None:
+        pairs = zip(task.heldout.examples, texts, strict=True)
+        answers = [[answer(example, text) for text in group[:-1]] for example, group in pairs]
     return Evaluation(
-        sampled=float(of_prompt.mean()),
-        sampled_se=float(of_prompt.std(ddof=1) / np.sqrt(len(of_prompt))),
-        greedy=float(scores[:, -1].mean()),
-        ended_share=float(np.concatenate(ended).mean()),
+        scores=scores[:, :-1],
+        greedy=scores[:, -1],
+        graded=graded,
+        components=earned.components,
+        lengths=np.concatenate(lengths).reshape(graded.shape),
+        truncated=np.concatenate(truncated).reshape(graded.shape),
+        texts=texts,
+        answers=answers,
     )
+
+
+def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str, float]:
+    """The numbers of an evaluation, by name.
+
+    Each of avg (of the sampled completions, avg@n), greedy, pass_at_k and, where the task has answers, maj_at_n is a
+    mean over prompts, and has the bounds of its 95% interval beside it as `_low` and `_high` (`bootstrap`). Of scores
+    other than 0 and 1, pass_at_k is the mean best of k. Of several rewards the means of each are there too. Lengths
+    in tokens, the ending one included, and shares are of sampled completions; `not_graded_share` is of all.
+
+    Args:
+      evaluation: of `evaluate`.
+      ks: of pass_at_k; None: powers of two from 2 to n.
+
+    Returns:
+      The numbers; NaN where there is nothing to say.
+
+    Raises:
+      UsageError: a k is out of range.
+    """
+    scores, n = evaluation.scores, evaluation.scores.shape[1]
+    ks = [2**i for i in range(1, n.bit_length())] if ks is None else ks
+    estimates = {"avg": scores.mean(-1), "greedy": evaluation.greedy}
+    estimates |= {f"pass_at_{k}": best_of(scores, k) for k in ks}
+    if evaluation.answers is not None and n > 1:
+        estimates[f"maj_at_{n}"] = majority(scores, evaluation.answers)
+    numbers: dict[str, float] = {}
+    for name, values in estimates.items():
+        numbers |= bootstrap(values).named(name)
+    if len(evaluation.components) > 1:
+        for name, values in evaluation.components.items():
+            applies = values[:, :-1][~np.isnan(values[:, :-1])]
+            numbers[f"reward_{name}"] = float(applies.mean()) if applies.size else np.nan
+    return numbers | {
+        "length": float(evaluation.lengths[:, :-1].mean()),
+        "ended_share": float(1 - evaluation.truncated[:, :-1].mean()),
+        "not_graded_share": float(1 - evaluation.graded.mean()),
+    }
+
+
+def _scored(task: Task, texts: list[list[Completion]]) -> Scores:
+    """Rewards `[M, n + 1]`, by blocks of whole prompts."""
+    step = max(1, _BLOCK // len(texts[0]))
+
+    def block(start: int) -> Scores:
+        groups = texts[start : start + step]
+        examples = task.heldout.examples[start : start + step]
+        flat = [(example, text) for example, group in zip(examples, groups, strict=True) for text in group]
+        earned = score_completions(task.reward, [example for example, _ in flat], [text for _, text in flat])
+        return jax.tree.map(lambda x: x.reshape(len(groups), -1), earned)
+
+    return jax.tree.map(lambda *x: np.concatenate(x), *(block(start) for start in range(0, len(texts), step)))

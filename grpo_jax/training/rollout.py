@@ -114,17 +114,34 @@ def roll_out(
         raise UsageError(
             f"the task gave {prompts.ids.shape[0]} prompts for {temperature.shape[0]}: set its num_prompts"
         )
-    if not prompts.mask[:, -1].all():
-        raise UsageError("prompts must be padded on the left: tasks.task.pad_prompts does it")
     rows = np.arange(temperature.size, dtype=np.int32).reshape(temperature.shape)
-    completions = sampler(params, prompts.ids, prompts.mask, rows, temperature, key)
-    completions = jax.tree.map(np.asarray, completions)
+    completions = sample_prompts(sampler, params, prompts, rows, temperature, key)
     texts = decode_groups(completions, task)
     group_size = temperature.shape[1]
     examples = [example for example in prompts.examples for _ in range(group_size)]
     scores = score_completions(reward, examples, [text for group in texts for text in group])
     scores = jax.tree.map(lambda x: x.reshape(temperature.shape), scores)
     return Rollout(prompts, completions, texts, *scores)
+
+
+def sample_prompts(
+    sampler: Sampler, params: Params, prompts: Prompts, rows: np.ndarray, temperature: np.ndarray, key: jax.Array
+) -> Completions:
+    """Samples a group for each prompt.
+
+    Args:
+      sampler, params, prompts, temperature, key: as in `roll_out`.
+      rows: int32 `[N, G]`, numbers of the completions, that key their noise.
+
+    Returns:
+      The completions, as NumPy arrays.
+
+    Raises:
+      UsageError: prompts are not padded on the left.
+    """
+    if not prompts.mask[:, -1].all():
+        raise UsageError("prompts must be padded on the left: tasks.task.pad_prompts does it")
+    return jax.tree.map(np.asarray, sampler(params, prompts.ids, prompts.mask, rows, temperature, key))
 
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:

@@ -1,0 +1,170 @@
+"""Estimates from scores `[M, n]` of M prompts with n completions each, and how sure they are. NumPy alone.
+
+Prompts are drawn from a larger set and completions of one prompt are alike, so intervals come from resampling prompts.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import special
+
+from grpo_jax.errors import UsageError
+
+_CELLS = 2**20  # of an array of resamples; more are drawn in pieces
+
+
+class Interval(NamedTuple):
+    """A mean with the bounds of its confidence interval; NaN where nothing can be said of them."""
+
+    mean: float
+    low: float
+    high: float
+
+    def named(self, name: str) -> dict[str, float]:
+        """The mean under a name, and the bounds under the same with `_low` and `_high`."""
+        return {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
+
+
+def best_of(scores: np.ndarray, k: int) -> np.ndarray:
+    """The expected maximum of k of a prompt's n scores, drawn without replacement, `[M]`.
+
+    It is an unbiased estimate of the best of k new completions. For scores of 0 and 1 it is pass@k,
+    1 − C(n − c, k) / C(n, k) with c scores of 1 (2107.03374).
+
+    Args:
+      scores: `[M, n]`.
+      k: from 1, where it is the mean, to n.
+
+    Returns:
+      One estimate a prompt.
+
+    Raises:
+      UsageError: k is out of range.
+    """
+    scores = np.sort(np.asarray(scores, np.float64), axis=-1)
+    n = scores.shape[-1]
+    if not 1 <= k <= n:
+        raise UsageError(f"k is {k}, but there are {n} samples of each prompt: take 1 to {n}")
+    # The i-th smallest is the maximum of C(i − 1, k − 1) of the C(n, k) draws. The share of the largest is k / n, and
+    # shares of neighbours have simple ratios, so that no binomial is ever computed.
+    i = np.arange(n, 1, -1)
+    shares = k / n * np.cumprod([1, *(np.maximum(i - k, 0) / (i - 1))])
+    return scores @ shares[::-1]
+
+
+def majority(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]]) -> np.ndarray:
+    """maj@n: the mean score of the completions with a prompt's most frequent answer, `[M]` (2203.11171).
+
+    Of answers that are equally frequent one is taken by chance: the result is what is then expected.
+
+    Args:
+      scores: `[M, n]`.
+      answers: `[M][n]`, what is voted on; None abstains. Where all abstain, all completions count.
+
+    Returns:
+      One score a prompt.
+
+    Raises:
+      UsageError: there is not one answer for each score, or one cannot be counted.
+    """
+    scores = np.asarray(scores, np.float64)
+    if [len(given) for given in answers] != [scores.shape[1]] * scores.shape[0]:
+        raise UsageError(f"the vote needs {scores.shape[1]} answers of each of {scores.shape[0]} prompts")
+
+    def elected(given: Sequence[Hashable | None]) -> list[bool]:
+        votes = Counter(answer for answer in given if answer is not None)
+        most = max(votes.values(), default=0)
+        return [not votes or (answer is not None and votes[answer] == most) for answer in given]
+
+    try:
+        chosen = np.array([elected(given) for given in answers])
+    except TypeError as error:
+        raise UsageError(f"what is voted on must be hashable, such as text or a number: {error}") from None
+    # Answers that tie have equally many completions, so that the mean over both is the mean over answers.
+    return np.mean(scores, axis=-1, where=chosen)
+
+
+def bootstrap(values: np.ndarray, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0) -> Interval:
+    """The mean of a value a prompt, with an interval from resampling prompts.
+
+    Percentiles of the resampled means, further out for few prompts: their tail probability is
+    Φ(−√(M / (M − 1)) t), with t the quantile of Student's distribution at M − 1 degrees ("expanded percentile",
+    1411.5279). Resampling says nothing where all values are equal: if all are 0, or all are 1, they are taken for
+    shares of right answers, and the bounds are Clopper and Pearson's.
+
+    Args:
+      values: `[M]`.
+      level: of confidence. Default 0.95.
+      resamples: how many. Default 10,000, enough for two digits of an interval's width (1411.5279).
+      seed: of the resampling: the same bounds every time.
+
+    Returns:
+      The mean and its interval; NaN bounds for one prompt, or where all values are equal and neither 0 nor 1.
+
+    Raises:
+      UsageError: there are no values, or an impossible level or number of resamples.
+    """
+    values = np.asarray(values, np.float64)
+    interval = _percentiles(values, level, resamples, seed)
+    if len(values) > 1 and np.all(values == values[0]) and values[0] in (0, 1):
+        unseen = 1 - ((1 - level) / 2) ** (1 / len(values))  # the largest share of others that could have been missed
+        return interval._replace(low=values[0] * (1 - unseen), high=min(1.0, values[0] + unseen))
+    return interval
+
+
+def paired_difference(
+    after: np.ndarray, before: np.ndarray, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """The mean change of a value over the same prompts, as `bootstrap` has it.
+
+    Narrower than two intervals side by side, since what makes a prompt hard is in both.
+
+    Args:
+      after, before: `[M]` each, in the same order of prompts.
+      level, resamples, seed: as in `bootstrap`.
+
+    Returns:
+      The mean of after − before and its interval; NaN bounds where all changes are equal.
+
+    Raises:
+      UsageError: the numbers of prompts differ, or as in `bootstrap`.
+    """
+    after, before = np.asarray(after, np.float64), np.asarray(before, np.float64)
+    if after.shape != before.shape:
+        raise UsageError(
+            f"{after.shape} values cannot be paired with {before.shape}: evaluate both on the same prompts"
+        )
+    return _percentiles(after - before, level, resamples, seed)
+
+
+def _percentiles(values: np.ndarray, level: float, resamples: int, seed: int) -> Interval:
+    if values.ndim != 1 or not len(values):
+        raise UsageError(f"an interval needs one value for each of at least one prompt, not {values.shape}")
+    if not 0 < level < 1 or resamples < 1:
+        raise UsageError(f"level is {level} and resamples {resamples}: take a level between 0 and 1, and at least one")
+    count, mean = len(values), float(np.mean(values))
+    if np.all(values == values[0]):
+        return Interval(mean, np.nan, np.nan)
+    quantile = special.stdtrit(count - 1, (1 + level) / 2)
+    tail = float(special.ndtr(-np.sqrt(count / (count - 1)) * quantile))
+    means = _resampled_means(values, resamples, np.random.default_rng(seed))
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(mean, float(low), float(high))
+
+
+def _resampled_means(values: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
+    """Means of M values drawn with replacement, `[resamples]`."""
+    count = len(values)
+    distinct, counts = np.unique(values, return_counts=True)
+    # Of a few values, such as shares of n, only how often each is drawn matters: forty times faster at M = 1,000.
+    few = 8 * len(distinct) <= count
+
+    def piece(size: int) -> np.ndarray:
+        if few:
+            return generator.multinomial(count, counts / count, size) @ distinct / count
+        return values[generator.integers(count, size=(size, count), dtype=np.int32)].mean(-1)
+
+    step = max(1, _CELLS // count)
+    return np.concatenate([piece(min(step, resamples - start)) for start in range(0, resamples, step)])
