@@ -17,13 +17,14 @@ from typing import Literal
 
 import numpy as np
 
-from experiments.common import PHASES, against_control, cell, keep_description, load_model
+from experiments.common import PHASES, against_control, cell
 from grpo_jax import cli, report
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import num_devices, replicate
+from grpo_jax.training.pretrained import keep_description, load_model
 from grpo_jax.training.run import write_json
 from grpo_jax.training.state import Batch
 

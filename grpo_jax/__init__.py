@@ -1,3 +1,18 @@
 """GRPO post-training of language models in JAX, as pure functions."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_jax.trainer import GRPOTrainer
+
 __version__ = "0.1.0"
+__all__ = ["GRPOTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    """The trainer when it is asked for: `grpo_jax.functional` needs nothing of what it imports."""
+    if name != "GRPOTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from grpo_jax.trainer import GRPOTrainer
+
+    return GRPOTrainer

@@ -1,7 +1,6 @@
 """Command line of an experiment, from its dataclass."""
 
 import dataclasses
-import glob
 import json
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax.errors import UsageError
-from grpo_jax.training.run import RunFolder
+from grpo_jax.training.run import RunFolder, fresh_folder, numbered_runs
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,12 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     config = tyro.cli(config_class, prog=prog, args=args, description=description)
     folder = config.run_dir.expanduser()
     config = dataclasses.replace(config, run_dir=folder if folder.name else folder.absolute())
-    runs = _runs(config.run_dir)
     if not config.resume:
-        return dataclasses.replace(config, run_dir=_fresh(config.run_dir, runs))
+        try:
+            return dataclasses.replace(config, run_dir=fresh_folder(config.run_dir))
+        except UsageError as error:
+            refuse(str(error))
+    runs = numbered_runs(config.run_dir)
     if not runs:
         refuse(f"there is no run to resume at {config.run_dir}: leave out --resume, or name its --run-dir")
     newest = runs[max(runs)]
@@ -100,20 +102,3 @@ def refuse(message: str) -> NoReturn:
     """Ends the program with one sentence."""
     Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
     raise SystemExit(2)
-
-
-def _runs(folder: Path) -> dict[int, Path]:
-    """Runs in folder (number 1), folder-2, folder-3 …"""
-    found = {1: folder} if (folder / "config.json").exists() else {}
-    for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/config.json"):
-        number = path.parent.name.removeprefix(f"{folder.name}-")
-        if number.isdecimal():
-            found[int(number)] = path.parent
-    return found
-
-
-def _fresh(folder: Path, runs: dict[int, Path]) -> Path:
-    """`folder`, or where it holds a run, folder-n with the next number."""
-    if not runs and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        refuse(f"{folder} exists and is no run: name another --run-dir")
-    return folder.with_name(f"{folder.name}-{max(runs) + 1}") if runs else folder

@@ -130,6 +130,12 @@ def test_a_share_is_held_out_and_equal_prompts_are_on_one_side():
     assert set(Counter(heldout).values()) == {3}
 
 
+def test_nothing_is_held_out_where_all_are_needed():
+    task = make(WORDS[:2] * 2, heldout_share=0)
+    assert sorted(trained(task, 4)) == sorted(texts(task.heldout)) == ["word 0", "word 0", "word 1", "word 1"]
+    assert task.notes == ("no prompt is held out: all are trained on",)
+
+
 def test_a_number_is_held_out():
     task = make(WORDS, num_heldout=7)
     assert len(task.heldout.examples) == 7
@@ -253,7 +259,7 @@ def test_a_prompt_is_text_or_messages(prompt, sentence):
         ({"num_heldout": 0}, "num_heldout is 0"),
         ({"num_heldout": 100}, "no prompt is left for training among 100 rows"),
         ({"heldout_share": 1e-9}, "no prompt is left for held out among 100 rows"),
-        ({"heldout_share": 1.5}, "heldout_share is 1.5: it must be between 0 and 1"),
+        ({"heldout_share": 1.5}, "heldout_share is 1.5: it must be at least 0, and below 1"),
         ({"heldout_rows": []}, "no prompt is left for held out"),
         ({"heldout_rows": [{"text": "x"}]}, "held-out row 0 has no column prompt: its columns are text"),
         ({"prompt_column": "question"}, "row 0 has no column question: its columns are prompt, number"),

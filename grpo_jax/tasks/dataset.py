@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.errors import UsageError
-from grpo_jax.tasks.task import Answer, Prompts, Reward, Task, check_num_prompts, pad_prompts, rng
+from grpo_jax.tasks.task import Answer, Prompts, Reward, Rewards, Task, check_num_prompts, pad_prompts, rng
 from grpo_jax.tasks.text import Encoded, Message, Overlong, encode_prompts
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
@@ -103,7 +103,7 @@ def text_task(
     vocab_size: int,
     num_prompts: int,
     seed: int,
-    reward: Reward,
+    reward: Reward | Rewards,
     prompt_column: str = "prompt",
     template: str | None = None,
     chat: bool = False,
@@ -129,14 +129,15 @@ def text_task(
       num_prompts: N.
       seed: of the order.
       reward: on examples, which are all columns of a row, with the text as encoded as "prompt" (in place of a column
-        of that name).
+        of that name); or several by name.
       prompt_column: text, or a list of chat messages.
       template: instead of a column, a text with {column} in it; {{ and }} are braces. Nothing but names of columns is
         understood, whose text or number is put in.
       chat: makes a text the user's message, for the tokenizer's chat template.
       system: a system message before prompts that have none; for text, with `chat` alone.
       heldout_rows: never trained on: a training prompt that is among them is dropped.
-      heldout_share: without heldout_rows, about this share of the prompts is held out.
+      heldout_share: without heldout_rows, about this share of the prompts is held out. 0: all are trained on, and the
+        same are "held out", which a note says.
       num_heldout: of heldout_rows at most this many; without heldout_rows, this many different prompts instead of a
         share. Always those whose hash is smallest.
       max_prompt_tokens, overlong: as in `encode_prompts`.
@@ -165,7 +166,10 @@ def text_task(
         )
 
     given, lost = items(rows, "row"), 0
-    if heldout_rows is None:
+    nothing_held_out = heldout_rows is None and num_heldout is None and heldout_share == 0
+    if nothing_held_out:
+        training = heldout = given
+    elif heldout_rows is None:
         training, heldout = _split(given, heldout_share, num_heldout)
     else:
         heldout = items(heldout_rows, "held-out row")
@@ -179,7 +183,7 @@ def text_task(
         raise UsageError(f"no prompt is left for {which} among {len(rows)} rows: give more rows, or hold out others")
     train, out = encode(training), encode(heldout)
     # Once more, as ids: two texts that were cut may have become the same prompt.
-    known = {tuple(ids) for ids in out.token_ids}
+    known = set() if nothing_held_out else {tuple(ids) for ids in out.token_ids}
     order = [i for i, ids in enumerate(train.token_ids) if tuple(ids) not in known]
     check_num_prompts(num_prompts, len(order))
     batch = batches(len(order), num_prompts, seed)
@@ -200,7 +204,8 @@ def text_task(
     lost += len(train.kept) - len(order)
     notes = (
         f"training: {train.summary()}" if train.summary() else "",
-        f"held out: {out.summary()}" if out.summary() else "",
+        f"held out: {out.summary()}" if out.summary() and not nothing_held_out else "",
+        "no prompt is held out: all are trained on" if nothing_held_out else "",
         f"training: dropped, for they are held out: {lost}" if lost else "",
     )
     return Task(
@@ -334,7 +339,7 @@ def _split(items: Sequence[_Item], share: float, number: int | None) -> tuple[li
         places = sorted({item.place for item in items})
         share = places[number] if number < len(places) else 1.0
     elif not 0 < share < 1:
-        raise UsageError(f"heldout_share is {share}: it must be between 0 and 1")
+        raise UsageError(f"heldout_share is {share}: it must be at least 0, and below 1")
     return [item for item in items if item.place >= share], [item for item in items if item.place < share]
 
 

@@ -57,7 +57,7 @@ class Task(NamedTuple):
     # step -> prompts: a pure function, so that a resumed run sees what it would have seen
     prompts: Callable[[int], Prompts]
     reward: Reward | Rewards
-    heldout: Prompts  # never among `prompts`
+    heldout: Prompts  # never among `prompts`, unless a note says so
     decode: Callable[[Sequence[int]], str]  # completion ids, without what ended it -> text
     eos_ids: tuple[int, ...]
     pad_id: int

@@ -5,6 +5,7 @@ written before the checkpoint that covers it; resuming drops the lines of later 
 times, which never repeat, have a file of their own.
 """
 
+import glob
 import json
 import math
 import os
@@ -184,6 +185,28 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def numbered_runs(folder: Path) -> dict[int, Path]:
+    """Runs in folder (number 1), folder-2, folder-3 …"""
+    found = {1: folder} if (folder / "config.json").exists() else {}
+    for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/config.json"):
+        number = path.parent.name.removeprefix(f"{folder.name}-")
+        if number.isdecimal():
+            found[int(number)] = path.parent
+    return found
+
+
+def fresh_folder(folder: Path) -> Path:
+    """`folder`, or where it holds a run, folder-n with the next number.
+
+    Raises:
+      UsageError: it holds something else.
+    """
+    runs = numbered_runs(folder)
+    if not runs and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and is no run: name another run_dir")
+    return folder.with_name(f"{folder.name}-{max(runs) + 1}") if runs else folder
 
 
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:

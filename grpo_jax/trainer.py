@@ -1,0 +1,151 @@
+"""GRPO in five lines: a model, a reward and prompts. `training.grpo.train` is the loop, for everything else."""
+
+import contextlib
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from grpo_jax.config import GRPOConfig, ModelOptions
+from grpo_jax.errors import UsageError
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.lora import Adapted, join, merge, split
+from grpo_jax.tasks.dataset import SUFFIXES, read_rows, text_task
+from grpo_jax.tasks.task import Reward, Rewards
+from grpo_jax.tasks.text import Message
+from grpo_jax.training.grpo import make_programs, train
+from grpo_jax.training.guards import check_length
+from grpo_jax.training.parallel import num_devices
+from grpo_jax.training.pretrained import keep_description, load_model
+from grpo_jax.training.run import RunFolder, fresh_folder
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options(GRPOConfig, ModelOptions):
+    """What a trainer may be told."""
+
+
+class GRPOTrainer:
+    """Trains a model towards what a reward prefers among completions of the same prompt."""
+
+    run: RunFolder  # of the newest call of `train`: metrics, rollouts, checkpoints
+
+    def __init__(
+        self,
+        model: str | Path | Pretrained,
+        reward_model: Reward | Rewards,
+        *,
+        clip_epsilon: float | None = None,
+        run_dir: str | Path = "runs/grpo_trainer",
+        **options: Any,
+    ) -> None:
+        """Loads the model.
+
+        Args:
+          model: folder of a Hugging Face model, its id on the hub, or what `load_pretrained` returned.
+          reward_model: (rows, completions) -> a number each, or None where it does not apply; may be async. A row is
+            a dict: "prompt", and the other columns. Or several by name, as `tasks.task.Component`.
+          clip_epsilon: epsilon_low and epsilon_high in one; None: the preset's, 0.2.
+          run_dir: folder of the run; a number is added if it holds one.
+          **options: fields of `GRPOConfig` and `ModelOptions`, with their defaults: steps 100, learning_rate 1e-6,
+            group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … But num_prompts (32) is lowered to
+            the prompts that there are, and there is no eval_every, for nothing is held out.
+
+        Raises:
+          UsageError: one sentence that says what to change.
+        """
+        _check_options(options)
+        if clip_epsilon is not None:
+            if {"epsilon_low", "epsilon_high"} & options.keys():
+                raise UsageError("clip_epsilon is epsilon_low and epsilon_high in one: give it or them")
+            options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
+        pretrained = model if isinstance(model, Pretrained) else None
+        if pretrained:
+            for name in {"dtype", "param_dtype", "remat", "attention"} & options.keys():
+                raise UsageError(f"the model is loaded already: give {name} to load_pretrained")
+            options |= {"model": str(pretrained.folder), "param_dtype": str(pretrained.params["embedding"].dtype)}
+        elif isinstance(model, str | Path):
+            options |= {"model": str(model)}
+        else:
+            kind = type(model).__name__
+            raise UsageError(f"model is of type {kind}: give a folder, an id on the hub, or load_pretrained of either")
+        _check_reward(reward_model)
+        self._options, self._lower_num_prompts = _Options(**options), "num_prompts" not in options
+        self._reward, self._run_dir = reward_model, Path(run_dir).expanduser()
+        self._loaded = load_model(self._options, seed=self._options.seed, pretrained=pretrained)
+
+    def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:
+        """Trains from the model given, in a new run; a second call begins there again.
+
+        Args:
+          prompts: texts, lists of chat messages, or rows, whose "prompt" is either; or a file of rows (.jsonl, .json).
+            All of them are trained on.
+
+        Returns:
+          The trained model, adapters merged in. `save_pretrained` writes its params and config, with its folder as the
+          source. The model given stays as it was.
+
+        Raises:
+          UsageError: one sentence that says what to change.
+          FloatingPointError: gradients were not finite too many times in a row.
+        """
+        (policy, params, pretrained), options, rows = self._loaded, self._options, _rows(prompts)
+        if self._lower_num_prompts:
+            pieces = max(options.minibatches * options.microbatches * num_devices(options.devices), 1)
+            fitting = max(len(rows) // pieces, 1) * pieces
+            options = dataclasses.replace(options, num_prompts=min(options.num_prompts, fitting))
+        task = text_task(
+            pretrained.tokenizer,
+            pretrained.eos_ids,
+            rows,
+            vocab_size=pretrained.config.vocab_size,
+            num_prompts=options.num_prompts,
+            seed=options.seed,
+            reward=self._reward,
+            heldout_share=0.0,
+            max_prompt_tokens=options.max_prompt_tokens,
+            overlong=options.overlong,
+        )
+        programs = make_programs(policy, task, options)
+        self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(options))
+        self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
+        keep_description(self.run, self._loaded, options)
+        check_length(self.run, task, options.max_tokens, pretrained.config.max_position_embeddings)
+        state = train(policy, params, task, options, self.run, programs=programs)
+        trained = join(state.params, split(params)[1])
+        return pretrained._replace(params=merge(trained) if isinstance(trained, Adapted) else trained)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    hints = get_type_hints(_Options)
+    known = [name for name in hints if name not in ("model", "eval_every")]
+    for name, value in options.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            what = f"is it {close[0]}?" if close else f"they are {', '.join(known)}"
+            raise UsageError(f"there is no option {name}: {what}")
+        if get_origin(hints[name]) is Literal and value not in get_args(hints[name]):
+            raise UsageError(f"{name} is {value!r}: choose among {', '.join(get_args(hints[name]))}")
+
+
+def _check_reward(reward: Reward | Rewards) -> None:
+    for function in [part.reward for part in reward.values()] if isinstance(reward, Mapping) else [reward]:
+        try:
+            with contextlib.suppress(ValueError):  # what is written in C may not say
+                inspect.signature(function).bind([], [])
+        except TypeError:
+            raise UsageError(
+                "reward_model must be called as reward(rows, completions) and return a number for each completion"
+            ) from None
+
+
+def _rows(prompts: Any) -> list[Mapping[str, Any]]:
+    if isinstance(prompts, str) and not prompts.endswith(SUFFIXES):
+        raise UsageError(f"prompts is one text: put it into brackets, or name a file that ends in {SUFFIXES[0]}")
+    if isinstance(prompts, str | Path):
+        return list(read_rows(prompts))
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
+        raise UsageError("prompts must be a list of texts, of lists of chat messages or of rows, or a file of rows")
+    return [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
