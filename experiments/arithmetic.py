@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from experiments.common import PHASES, against_control
-from grpo_jax import cli, report
+from grpo_jax import cli, report, terminal
 from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -81,12 +81,13 @@ def main(config: Config) -> None:
         policy, params, task, config, run, programs, lambda params, evaluation, rollouts: evaluation
     )
 
-    report.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-2:])
-    report.print_table(run, "accuracy on 1,000 held-out additions", ("sampled", "± s.e.", "greedy", "ended"), rows)
-    report.save_curves(run, CURVES, PHASES)
+    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-2:])
+    terminal.print_table(run, "accuracy on 1,000 held-out additions", ("sampled", "± s.e.", "greedy", "ended"), rows)
+    terminal.save_curves(run, CURVES, PHASES)
     run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
     write_json(run.path / "results.json", {k: v._asdict() for k, v in rows.items()} | {"params_sha256": checksum})
+    run.console.print(f"report: {report.write_report(run.path)}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

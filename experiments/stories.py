@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from experiments.common import PHASES, against_control, keep_description, load_model
-from grpo_jax import cli, report
+from grpo_jax import cli, report, terminal
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.training.grpo import make_programs
@@ -108,11 +108,12 @@ def main(config: Config) -> None:
         run.console.print(f"\n[bold]{title}:[/] ", end="")
         run.console.print(story, markup=False, highlight=False)
     columns = ("reward", "± s.e.", "greedy", "NLL at start", "KL", "repeated")
-    report.print_table(run, f"{len(task.heldout.examples)} held-out openings", columns, rows)
-    report.save_curves(run, CURVES, PHASES)
+    terminal.print_table(run, f"{len(task.heldout.examples)} held-out openings", columns, rows)
+    terminal.save_curves(run, CURVES, PHASES)
     run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
     write_json(run.path / "results.json", {k: v._asdict() for k, v in rows.items()} | {"params_sha256": checksum})
+    run.console.print(f"report: {report.write_report(run.path)}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":
