@@ -1,7 +1,7 @@
 """Writes a run as a page that people can read: report.html, which opens from disk and asks nothing of the network.
 
-It shows how the run ended, its curves, and groups of completions side by side with their rewards, advantages and
-the probabilities of their tokens. `write_report` does the same from Python, also while the run goes on.
+It shows how the run ended, its curves, and groups of completions side by side, with rewards, advantages and the
+probabilities of tokens. `write_report` does the same from Python, also while the run goes on.
 
   python -m grpo_jax.report runs/stories
 """
@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -28,33 +27,29 @@ from grpo_jax.training.run import write_text
 
 MAX_BYTES = 5_000_000  # of the page; groups are left out to keep to it
 _FOLD = 700  # characters of a completion that are shown unfolded
-_BUCKETS = 120  # of a long curve, each drawn by its lowest and its highest point
-# What to look at first, in this order, and the unit.
-_FIRST = (
-    ("reward", "mean of completions"),
-    ("heldout_*", "mean of held-out prompts"),
-    ("kl", "nats a token"),
-    ("entropy", "nats a token"),
-    ("zero_spread_share", "share of groups"),
-    ("length_mean", "tokens"),
-    ("truncated_share", "share of completions"),
-    ("clip*", "share of tokens"),
-    ("ratio", "mean of tokens"),
-    ("ratio*", "ratio"),
-    ("sampler_mismatch", "mean exp |difference|"),
-    ("grad_norm", "norm before clipping"),
-)
+_PARTS = 120  # of a long curve, each drawn by its lowest and its highest point
 _MAIN = ("model", "preset", "steps", "num_prompts", "group_size", "max_tokens", "learning_rate", "kl_coef", "seed")
-_LEFT, _RIGHT, _TOP, _BOTTOM = (
-    54,
-    332,
-    8,
-    160,
-)  # of the axes in a chart of 340 by 200; the page's script knows the last two
+# What to look at first, in this order, and its unit.
+_FIRST = {
+    "reward": "mean of completions",
+    "heldout_*": "mean of held-out prompts",
+    "kl": "nats a token",
+    "entropy": "nats a token",
+    "zero_spread_share": "share of groups",
+    "length_mean": "tokens",
+    "truncated_share": "share of completions",
+    "clip*": "share of tokens",
+    "ratio": "mean of tokens",
+    "ratio*": "ratio",
+    "sampler_mismatch": "mean exp |difference|",
+    "grad_norm": "norm before clipping",
+}
+# Axes in a chart of 340 by 200. The page's script draws its cursor between the last two.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 68, 332, 8, 160
 
-Line = dict[str, Any]  # of a file of the run: "phase", "step", and more
-Point = tuple[int, float | None]  # step and value; None is a gap
-Curves = dict[str, dict[str, list[Point]]]  # metric -> phase -> points
+Line = Mapping[str, Any]  # of a file of the run: "phase", "step", and more
+Points = Sequence[tuple[int, float | None]]  # step and value; None is a gap
+Curves = Mapping[str, Mapping[str, Points]]  # metric -> phase -> points
 Place = tuple[int, int]  # of a line in its file: where it begins, and how many bytes it has
 Index = Mapping[str, Mapping[int, Sequence[Place]]]  # phase -> step -> groups
 
@@ -94,20 +89,21 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
         raise UsageError(f"{folder} has no lines of a phase {unknown[0]!r}: its phases are {found}")
     shown = [phase for phase in found if phase in phases or not phases]
     curves = _curves(metrics, shown)
-    body = (
-        _options_html(_parse((folder / "config.json").read_bytes(), folder / "config.json"))
-        + _ending_html(curves, shown, folder / "results.json")
-        + _curves_html(curves, _curves(times, shown), shown)
-    )
-    page = resources.files("grpo_jax").joinpath("report_page.html").read_text("utf-8")
-    room = MAX_BYTES - len(page.encode()) - len(body.encode()) - 5_000  # for the title, and what is said of the groups
-    body += _groups_html(folder / "rollouts.jsonl", {name: index[name] for name in shown if name in index}, room)
-    # Nothing but what is written in the page itself may be fetched, run or applied.
-    for tag in ("style", "script"):
+    parts = {
+        "title": _text(folder.resolve().name),
+        "options": _options_html(folder / "config.json"),
+        "ending": _ending_html(curves, shown) + _results_html(folder / "results.json"),
+        "curves": _curves_html(curves, _curves(times, shown), shown),
+    }
+    page = Path(__file__).with_name("report_page.html").read_text("utf-8")
+    room = MAX_BYTES - len("".join([page, *parts.values()]).encode()) - 5_000  # for what is said of the groups
+    kept = {phase: index[phase] for phase in shown if phase in index}
+    parts["about groups"], parts["groups"] = _groups_html(folder / "rollouts.jsonl", kept, room)
+    for tag in ("style", "script"):  # the browser applies and runs what is written in the page itself, nothing else
         digest = hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[0].encode()).digest()
-        page = page.replace(f"<!--{tag} hash-->", f"sha256-{base64.b64encode(digest).decode()}")
-    # Last, and escaped: text of the run meets no placeholder.
-    page = page.replace("<!--title-->", _text(folder.resolve().name)).replace("<!--body-->", body)
+        parts[f"{tag} hash"] = f"sha256-{base64.b64encode(digest).decode()}"
+    for name, part in parts.items():  # which are escaped, and hold no placeholder
+        page = page.replace(f"<!--{name}-->", part)
     write_text(folder / "report.html", page)
     return folder / "report.html"
 
@@ -117,14 +113,13 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
 
 def _lines(file: Path) -> Iterator[tuple[Place, Line]]:
     """The lines of a file, which may be absent or end in a line that was cut off."""
-    if not file.exists():
-        return
     start = 0
-    with file.open("rb") as lines:
-        for number, raw in enumerate(lines, 1):
-            if raw.endswith(b"\n"):
-                yield (start, len(raw)), _parse(raw, f"line {number} of {file}")
-            start += len(raw)
+    if file.exists():
+        with file.open("rb") as lines:
+            for number, raw in enumerate(lines, 1):
+                if raw.endswith(b"\n"):
+                    yield (start, len(raw)), _parse(raw, f"line {number} of {file}")
+                start += len(raw)
 
 
 def _parse(raw: bytes, name: object) -> Any:
@@ -134,8 +129,8 @@ def _parse(raw: bytes, name: object) -> Any:
         raise UsageError(f"{name} is not JSON ({error}): mend or remove it") from None
 
 
-def _index(file: Path) -> dict[str, dict[int, list[Place]]]:
-    """Where the groups of each step are. Many long rollouts are more than memory should hold."""
+def _index(file: Path) -> Index:
+    """Where the groups of each step are: many long rollouts are more than memory should hold."""
     index: dict[str, dict[int, list[Place]]] = {}
     for place, line in _lines(file):
         index.setdefault(line["phase"], {}).setdefault(line["step"], []).append(place)
@@ -146,14 +141,13 @@ def _index(file: Path) -> dict[str, dict[int, list[Place]]]:
 
 
 # One character for one character: what HTML cannot hold becomes visible.
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
-_VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
+_VISIBLE: dict[int, int] = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+_VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
 
 
 def _text(value: Any) -> str:
     """Anything of a run as text of the page, also within an attribute."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return escape(text.translate(_VISIBLE))
+    return escape((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).translate(_VISIBLE))
 
 
 def _data(value: Any) -> str:
@@ -161,25 +155,22 @@ def _data(value: Any) -> str:
     return escape(json.dumps(value, separators=(",", ":")))
 
 
-def _number(value: float | None, sign: str = "") -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, int):
-        return format(value, f"{sign}d")
-    return format(value, f"{sign}.4g" if abs(value) < 1e4 else f"{sign}.6g")
+def _number(value: float, sign: str = "") -> str:
+    digits = "d" if isinstance(value, int) else ".4g" if abs(value) < 1e4 else ".6g"
+    return format(value, sign + digits)
 
 
 def _cell(value: Any) -> str:
-    return _number(value) if value is None or type(value) in (int, float) else _text(value)
+    return "–" if value is None else _number(value) if type(value) in (int, float) else _text(value)
 
 
-def _table(columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> str:
+def _table(columns: Sequence[str], rows: Mapping[str, Mapping[str, Any]]) -> str:
     head = "".join(f"<th scope=col>{_text(column)}" for column in columns)
     body = "".join(
-        f"<tr><th scope=row>{_text(name)}" + "".join(f"<td>{_cell(value)}" for value in values)
-        for name, values in rows.items()
+        f"<tr><th scope=row>{_text(name)}" + "".join(f"<td>{_cell(row.get(column))}" for column in columns)
+        for name, row in rows.items()
     )
-    return f'<div class="scroll" tabindex="0"><table><tr><td>{head}{body}</table></div>'
+    return f"<div class=scroll tabindex=0><table><tr><td>{head}{body}</table></div>"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
@@ -187,46 +178,46 @@ def _pairs(values: Mapping[str, Any]) -> str:
     return f"<dl>{''.join(items)}</dl>" if values else ""
 
 
+def _folded(title: str, html: str) -> str:
+    return f"<details><summary>{title}</summary>{html}</details>" if html else ""
+
+
 # ---- options and results
 
 
-def _options_html(config: Mapping[str, Any]) -> str:
+def _options_html(file: Path) -> str:
+    config = _parse(file.read_bytes(), file)
     main = {name: config[name] for name in _MAIN if config.get(name) is not None}
-    return f"{_pairs(main)}<details><summary>All options</summary>{_pairs(config)}</details>"
+    return _pairs(main) + _folded("All options", _pairs(config))
 
 
-def _ending_html(curves: Curves, phases: Sequence[str], results: Path) -> str:
-    """The last value of what matters, by phase, and the experiment's own table."""
-    last = {
-        name: [
-            next((value for _, value in reversed(lines.get(phase, [])) if value is not None), None) for phase in phases
-        ]
-        for name, lines in curves.items()
-        if _rank(name) < len(_FIRST)
-    }
-    steps = [
-        max((points[-1][0] for lines in curves.values() if (points := lines.get(phase))), default=0) for phase in phases
-    ]
-    html = "<h2>How it ended</h2>"
-    html += _table(phases, {"step": steps} | last) if curves else "<p>This run has no metrics yet.</p>"
-    return html + (_results_html(_parse(results.read_bytes(), results)) if results.exists() else "")
+def _ending_html(curves: Curves, phases: Sequence[str]) -> str:
+    """The last value of what to look at first, by phase."""
+    rows: dict[str, dict[str, Any]] = {"step": {}}
+    for name, lines in curves.items():
+        for phase, points in lines.items():
+            rows["step"][phase] = max(rows["step"].get(phase, 0), points[-1][0])
+            if _rank(name) < len(_FIRST):
+                rows.setdefault(name, {})[phase] = _last(points)
+    return _table(phases, rows) if curves else "<p>This run has no metrics yet.</p>"
 
 
-def _results_html(results: Any) -> str:
-    if not isinstance(results, dict) or any(
-        isinstance(value, list | dict) and not _is_row(value) for value in results.values()
-    ):
-        return f"<details><summary>results.json</summary><div class=text>{_text(results)}</div></details>"
+def _last(points: Points) -> float | None:
+    return next((value for _, value in reversed(points) if value is not None), None)
+
+
+def _results_html(file: Path) -> str:
+    """The experiment's own table: objects are rows, other values are listed; what is no table is shown as it is."""
+    if not file.exists():
+        return ""
+    results = _parse(file.read_bytes(), file)
+    values = results.values() if isinstance(results, dict) else [results]
+    if any(isinstance(x, list | dict) for v in values for x in (v.values() if isinstance(v, dict) else [v])):
+        return _folded("results.json", f"<div class=text>{_text(results)}</div>")
     rows = {name: row for name, row in results.items() if isinstance(row, dict)}
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    table = (
-        _table(columns, {name: [row.get(column) for column in columns] for name, row in rows.items()}) if rows else ""
-    )
-    return "<h3>Results</h3>" + table + _pairs({name: value for name, value in results.items() if name not in rows})
-
-
-def _is_row(value: Any) -> bool:
-    return isinstance(value, dict) and not any(isinstance(item, list | dict) for item in value.values())
+    others = {name: value for name, value in results.items() if name not in rows}
+    return f"<div><h3>Results</h3>{_table(columns, rows) if rows else ''}{_pairs(others)}</div>"
 
 
 # ---- curves
@@ -234,7 +225,7 @@ def _is_row(value: Any) -> bool:
 
 def _curves(lines: Sequence[Line], phases: Sequence[str]) -> Curves:
     """Numbers by metric and phase, what to look at first in front. Null, NaN and infinity are gaps."""
-    curves: Curves = {}
+    curves: dict[str, dict[str, list[tuple[int, float | None]]]] = {}
     for line in lines:
         for name, value in line.items():
             if line["phase"] in phases and name not in ("phase", "step") and type(value) in (int, float, type(None)):
@@ -245,41 +236,36 @@ def _curves(lines: Sequence[Line], phases: Sequence[str]) -> Curves:
 
 def _rank(name: str) -> int:
     """Place in _FIRST, or behind. Standard errors are read beside their means, in the table of results."""
-    ranks = (
-        rank for rank, (pattern, _) in enumerate(_FIRST) if fnmatchcase(name, pattern) and not name.endswith("_se")
-    )
-    return next(ranks, len(_FIRST))
+    ranks = (rank for rank, pattern in enumerate(_FIRST) if fnmatchcase(name, pattern))
+    return len(_FIRST) if name.endswith("_se") else next(ranks, len(_FIRST))
 
 
 def _curves_html(metrics: Curves, times: Curves, phases: Sequence[str]) -> str:
     first = {name: lines for name, lines in metrics.items() if _rank(name) < len(_FIRST)}
     rest = {name: lines for name, lines in metrics.items() if name not in first}
-    html = (
-        "<h2>Curves</h2><p class=soft>Point at a curve, touch it, or use the arrow keys, to read the values of a step."
-    )
-    if any(len(points) > 2 * _BUCKETS for lines in metrics.values() for points in lines.values()):
-        html += f" Long curves show the lowest and the highest value of each of {_BUCKETS} parts."
-    html += f"</p><div class=charts>{_charts_html(first, phases)}</div>"
-    for title, curves in (("All other metrics", rest), ("Seconds and tokens", times)):
-        if charts := _charts_html(curves, phases):
-            html += f"<details><summary>{title}</summary><div class=charts>{charts}</div></details>"
-    return html
+    about = "Point at a curve, touch it, or use the arrow keys, to read the values of a step."
+    if any(len(points) > 2 * _PARTS for lines in metrics.values() for points in lines.values()):
+        about += f" Long curves show the lowest and the highest value of each of {_PARTS} parts."
+    html = f"<p class=soft>{about}</p>{_charts_html(first, phases)}"
+    return html + _folded("Others", _charts_html(rest, phases)) + _folded("Times", _charts_html(times, phases))
 
 
 def _charts_html(curves: Curves, phases: Sequence[str]) -> str:
     """A chart for each metric that has a value."""
-    drawn = {
-        name: {phase: lines[phase] for phase in phases if any(value is not None for _, value in lines.get(phase, ()))}
-        for name, lines in curves.items()
-    }
-    return "".join(_chart_html(name, lines, phases) for name, lines in drawn.items() if lines)
+    html = ""
+    for name, lines in curves.items():
+        drawn = {phase: _thin(lines.get(phase, ())) for phase in phases}
+        drawn = {phase: points for phase, points in drawn.items() if any(value is not None for _, value in points)}
+        html += _chart_html(name, drawn, phases) if drawn else ""
+    return f"<div class=charts>{html}</div>" if html else ""
 
 
-def _chart_html(name: str, lines: Mapping[str, Sequence[Point]], phases: Sequence[str]) -> str:
-    thinned = {phase: _thin(points) for phase, points in lines.items()}
-    steps = [step for points in thinned.values() for step, _ in points]
+def _chart_html(name: str, lines: Mapping[str, Points], phases: Sequence[str]) -> str:
+    """One metric. Phases differ in colour and in dashes."""
+    steps = [step for points in lines.values() for step, _ in points]
     first, last = (min(steps), max(steps)) if min(steps) < max(steps) else (steps[0] - 1, steps[0] + 1)
-    low, high = _limits([value for points in thinned.values() for _, value in points if value is not None])
+    low, high = _limits([value for points in lines.values() for _, value in points if value is not None])
+    unit = [*_FIRST.values(), "seconds" if name == "s" or name.endswith("_s") else _text(name)][_rank(name)]
 
     def x(step: float) -> float:
         return round(_LEFT + (_RIGHT - _LEFT) * (step - first) / (last - first), 1)
@@ -287,60 +273,50 @@ def _chart_html(name: str, lines: Mapping[str, Sequence[Point]], phases: Sequenc
     def y(value: float) -> float:
         return round(_BOTTOM - (_BOTTOM - _TOP) * (value - low) / (high - low), 1)
 
-    units = (*(unit for _, unit in _FIRST), "seconds" if name == "s" or name.endswith("_s") else "")
-    unit = units[_rank(name)] or name
-    axes = "".join(
-        f'<path d="M{_LEFT} {y(tick)}H{_RIGHT}"/><text x="{_LEFT - 5}" y="{y(tick) + 4}" text-anchor="end">{label}</text>'
-        for tick, label in _ticks(low, high)
-    ) + "".join(
-        f'<path d="M{x(tick)} {_BOTTOM}v4"/><text x="{x(tick)}" y="{_BOTTOM + 16}" text-anchor="middle">{label}</text>'
-        for tick, label in _ticks(first, last)
-        if tick == int(tick)
-    )
-    paths = "".join(
-        f'<path class="line l{phases.index(phase) % 4}" d="{_path([(x(s), None if v is None else y(v)) for s, v in points])}"/>'
-        for phase, points in thinned.items()
-    )
-    ending = "".join(
-        f'<li><svg class=key viewBox="0 0 32 10" aria-hidden=true><path class="line l{phases.index(phase) % 4}" d="M2 5H30"/>'
-        f"</svg>{_text(phase)} <b>{_number(next(value for _, value in reversed(points) if value is not None))}</b></li>"
-        for phase, points in thinned.items()
-    )
+    axes, paths, ending = f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>', "", ""
+    for tick, label in _ticks(low, high):
+        axes += f'<path d="M{_LEFT} {y(tick)}H{_RIGHT}"/><text x={_LEFT - 5} y={y(tick) + 4} class=y>{label}</text>'
+    for tick, _ in _ticks(first, last):
+        if tick.is_integer() and (tick == steps[0] or len(set(steps)) > 1):
+            axes += f'<path d="M{x(tick)} {_BOTTOM}v4"/><text x={x(tick)} y={_BOTTOM + 16}>{tick:.0f}</text>'
+    for phase, points in lines.items():
+        style = f"line l{phases.index(phase) % 4}"
+        paths += f'<path class="{style}" d="{_path([(x(s), None if v is None else y(v)) for s, v in points])}"/>'
+        key = f'<svg class=key viewBox="0 0 32 10" aria-hidden=true><path class="{style}" d="M2 5H30"/></svg>'
+        ending += f"<li>{key}{_text(phase)} <b>{_cell(_last(points))}</b></li>"
+    data = [[(step, v if v is None else float(f"{v:.5g}")) for step, v in points] for points in lines.values()]
     return (
-        f'<figure data-lines="{_data([[(s, _rounded(v)) for s, v in points] for points in thinned.values()])}"'
-        f' data-axis="{_data((first, last, _LEFT, _RIGHT - _LEFT))}"><figcaption><strong>{_text(name)}</strong>'
-        f" <span class=step-at>at the end</span></figcaption>"
-        f'<svg class=chart viewBox="0 0 340 200" role=img tabindex=0 aria-label="{_text(name)} by step">{axes}'
-        f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/><path class=cursor d=""/>{paths}'
-        f'<text x="{(_LEFT + _RIGHT) / 2}" y=195 text-anchor=middle>step</text>'
-        f'<text transform="translate(11 {(_TOP + _BOTTOM) / 2}) rotate(-90)" text-anchor=middle>{_text(unit)}</text></svg>'
+        f'<figure data-lines="{_data(data)}" data-axis="{_data((first, last, _LEFT, _RIGHT - _LEFT))}">'
+        f"<figcaption><strong>{_text(name)}</strong> <span class=step-at>at the end</span></figcaption>"
+        f'<svg class=chart viewBox="0 0 340 200" role=img tabindex=0 aria-label="{_text(name)} by step">'
+        f'{axes}<text x={(_LEFT + _RIGHT) / 2} y=195>step</text><path class=cursor d=""/>{paths}'
+        f'<text transform="translate(11 {(_TOP + _BOTTOM) / 2}) rotate(-90)">{unit}</text></svg>'
         f"<ul aria-live=polite>{ending}</ul></figure>"
     )
 
 
-def _thin(points: Sequence[Point]) -> Sequence[Point]:
+def _thin(points: Points) -> Points:
     """Of a long curve the ends, the extremes of each part, and a gap where the part has one."""
-    if len(points) <= 2 * _BUCKETS:
+    if len(points) <= 2 * _PARTS:
         return points
-    size, kept = math.ceil(len(points) / _BUCKETS), {0, len(points) - 1}
+    size, kept = math.ceil(len(points) / _PARTS), {0, len(points) - 1}
     for start in range(0, len(points), size):
         part = range(start, min(start + size, len(points)))
-        kept.update([i for i in part if points[i][1] is None][:1])
-        if values := sorted((value, i) for i in part if (value := points[i][1]) is not None):
-            kept |= {values[0][1], values[-1][1]}
+        values = sorted((value, i) for i in part if (value := points[i][1]) is not None)
+        kept.update([i for _, i in (*values[:1], *values[-1:])], [i for i in part if points[i][1] is None][:1])
     return [points[i] for i in sorted(kept)]
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
     """Of the vertical axis: wider than rounding, so that what is constant looks so."""
     low, high = min(values), max(values)
-    spread = max(high - low, 1e-3 * max(abs(low), abs(high))) or 1.0
-    middle, half = (low + high) / 2, 0.55 * spread
+    spread = max(high - low, 1e-3 * max(abs(low), abs(high)))
+    middle, half = (low + high) / 2, 0.55 * (spread if spread > 1e-30 else 1.0)
     return (middle - half if low < 0 else max(middle - half, 0.0)), middle + half
 
 
 def _ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Three to six round numbers within the limits, with their labels."""
+    """Up to five round numbers within the limits, with their labels."""
     power = 10.0 ** math.floor(math.log10((high - low) / 4))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= (high - low) / 4)
     digits = max(0, -math.floor(math.log10(step)))
@@ -349,17 +325,14 @@ def _ticks(low: float, high: float) -> list[tuple[float, str]]:
 
 
 def _path(points: Sequence[tuple[float, float | None]]) -> str:
-    """Lines between neighbours that both have a value; a lone one is a dot."""
-    path, drawing = "", False
-    for x, y in points:
+    """Lines between neighbours that both have a value; a lone one is a short dash."""
+    path, before = "", False
+    for i, (x, y) in enumerate(points):
         if y is not None:
-            path += f"L{x} {y}" if drawing else f"M{x} {y}h0"
-        drawing = y is not None
+            alone = not before and (i + 1 == len(points) or points[i + 1][1] is None)
+            path += f"M{x - 2.5:.1f} {y}h5" if alone else f"{'L' if before else 'M'}{x} {y}"
+        before = y is not None
     return path
-
-
-def _rounded(value: float | None) -> float | None:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 # ---- groups
@@ -373,16 +346,12 @@ class _Plan(NamedTuple):
     characters: int | None = None  # of a completion; None: all
 
 
-def _plans(index: Index) -> Iterator[_Plan]:
-    """From everything to little. A page that shows the course of a run is worth more than one of many groups."""
-    plan = _Plan(
-        max(map(len, index.values())), max(len(groups) for steps in index.values() for groups in steps.values())
-    )
-    yield plan
+def _plans(steps: int, groups: int) -> Iterator[_Plan]:
+    """From everything to little: groups go before the course of the run, which a dozen steps show."""
+    yield (plan := _Plan(steps, groups))
     for name, least in (("steps", 12), ("groups", 2), ("steps", 2), ("groups", 1)):
         while (count := getattr(plan, name)) > least:
-            plan = plan._replace(**{name: max(least, int(0.95 * count))})
-            yield plan
+            yield (plan := plan._replace(**{name: max(least, int(0.95 * count))}))
     for characters in (8000, 4000, 2000, 1000, 500):
         yield plan._replace(characters=characters)
 
@@ -393,49 +362,31 @@ def _spaced(steps: Sequence[int], count: int) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
-def _groups_html(file: Path, index: Index, room: int) -> str:
-    """As many groups as fit into `room` bytes."""
-    title = "<h2>Groups</h2>"
+def _groups_html(file: Path, index: Index, room: int) -> tuple[str, str]:
+    """What is said of the groups, and as many as fit into `room` bytes."""
     if not index:
-        return f"{title}<p>This run has no rollouts.</p>"
+        return "This run has no rollouts.", ""
+    most = max(len(groups) for steps in index.values() for groups in steps.values())
     density = 0.2  # bytes of the page to those of the file: less than it is, and then as measured
-    for plan in _plans(index):  # noqa: B007
+    for plan in _plans(max(map(len, index.values())), most):
         chosen = {
             phase: {step: steps[step][: plan.groups] for step in _spaced(list(steps), plan.steps)}
             for phase, steps in index.items()
         }
-        size = sum(size for steps in chosen.values() for places in steps.values() for _, size in places)
-        if plan.characters is None and density * size > room:
+        size = sum(size for steps in chosen.values() for groups in steps.values() for _, size in groups)
+        if density * size > room and not plan.characters:
             continue
         html = _steps_html(file, chosen, plan.characters)
-        if len(html.encode()) <= room:
+        if (written := len(html.encode())) <= room:
             break
-        density = len(html.encode()) / size
-    return f"{title}<p class=soft>{_left_out(index, chosen, plan)}</p>{_TOOLS}{html}"
-
-
-def _left_out(index: Index, chosen: Index, plan: _Plan) -> str:
-    parts = [
-        f"{len(chosen[phase])} of {len(steps)} steps of {_text(phase)}"
-        for phase, steps in index.items()
-        if len(chosen[phase]) < len(steps)
+        density = written / size
+    shown = [
+        f"{len(chosen[p])} of {len(index[p])} steps of {_text(p)}" for p in index if len(chosen[p]) < len(index[p])
     ]
-    most = max(len(groups) for steps in index.values() for groups in steps.values())
-    parts += [f"{plan.groups} of up to {most} groups of a step"] if plan.groups < most else []
-    parts += [f"the first {plan.characters} characters of a completion"] if plan.characters else []
-    if not parts:
-        return "All groups of rollouts.jsonl."
-    return f"To stay below {MAX_BYTES // 10**6} MB the page holds {', '.join(parts)}. The rest is in rollouts.jsonl."
-
-
-_TOOLS = (
-    "<form class=tools hidden><label>phase <select name=phase></select></label>"
-    "<label>step <input type=range name=step min=0> <output></output></label>"
-    "<label>order <select name=sort><option value=number>as sampled<option value=reward>by reward</select></label>"
-    "<label><input type=checkbox name=tokens> probabilities of tokens</label></form>"
-    "<p class=soft>With probabilities shown, tokens are shaded more below 0.8, 0.4, 0.15 and 0.05, and underlined "
-    "below 0.15 and (solid) 0.05. Point at one, tap it, or use the arrow keys within a text, to read its own.</p>"
-)
+    shown += [f"{plan.groups} of {most} groups of a step"] if plan.groups < most else []
+    shown += [f"the first {plan.characters} characters of a completion"] if plan.characters else []
+    about = f"To stay below {MAX_BYTES / 1e6:g} MB this page shows {', '.join(shown)}. The rest is in rollouts.jsonl."
+    return (about if shown else "All that is in rollouts.jsonl."), html
 
 
 def _steps_html(file: Path, chosen: Index, characters: int | None) -> str:
@@ -456,47 +407,36 @@ def _steps_html(file: Path, chosen: Index, characters: int | None) -> str:
 
 
 def _group_html(group: Line, number: int, characters: int | None) -> str:
-    rewards = [reward for reward in group["rewards"] if reward is not None]
-    summary = f"{len(group['completions'])} completions"
-    if rewards:
-        mean, low, high = sum(rewards) / len(rewards), min(rewards), max(rewards)
-        same = f"; all rewards are {_number(low)}: nothing to learn from"
-        summary += same if low == high else f"; rewards {_number(low)} to {_number(high)}, mean {_number(mean)}"
+    about, rewards = f"{len(group['completions'])} completions", [r for r in group["rewards"] if r is not None]
+    if rewards and min(rewards) == max(rewards):
+        about += f"; all rewards are {_number(rewards[0])}: nothing to learn from"
+    elif rewards:
+        about += f"; rewards {_number(min(rewards))} to {_number(max(rewards))}"
     cards = "".join(_card_html(group, i, characters) for i in range(len(group["completions"])))
     return (
         f"<h3>Prompt {number}</h3><div class=prompt tabindex=0>{_text(group['prompt'])}</div>"
-        f"{_pairs(group.get('columns') or {})}<p class=soft>{summary}.</p><ul class=cards>{cards}</ul>"
+        f"{_pairs(group.get('columns') or {})}<p class=soft>{about}.</p><ul class=cards>{cards}</ul>"
     )
 
 
 def _card_html(group: Line, i: int, characters: int | None) -> str:
-    def of(name: str) -> Any:
-        values = group.get(name) or []
-        return values[i] if i < len(values) else None
-
-    whole, reward, advantage = group["completions"][i], of("rewards"), of("advantages")
+    """One completion."""
+    own = {name: values[i] for name, values in group.items() if isinstance(values, list) and i < len(values)}
+    whole, advantage = own["completions"], own.get("advantages")
     text = whole[:characters]
-    left = len(whole) - len(text)
-    side = "" if not advantage else " up" if advantage > 0 else " down"
+    signed = None if advantage is None else _number(advantage, sign="+")
+    numbers = {"reward": own.get("rewards"), "advantage": signed, "tokens": own.get("lengths")}
     components = {name: values[i] for name, values in (group.get("components") or {}).items()}
-    numbers = "".join(
-        f"<div><dt>{name}</dt><dd class={name}>{value}</dd></div>"
-        for name, value in (
-            ("reward", "does not apply" if reward is None else _number(reward)),
-            ("advantage", _number(advantage, sign="+")),
-            ("tokens", _number(of("lengths"))),
-        )
-    )
-    cut = " <strong class=cut>cut off</strong>" if of("truncated") else ""
-    more = ""
+    side = "up" if (advantage or 0) > 0 else "down" if (advantage or 0) < 0 else "even"
+    cut = "<strong class=cut>cut off</strong>" if own.get("truncated") else ""
+    more = f"<p class=soft>… {len(whole) - len(text)} characters more</p>" if len(text) < len(whole) else ""
+    tokens = _tokens(text, own.get("tokens"), own.get("logprobs"), characters) + (" data-cut" if cut or more else "")
     if len(text) > _FOLD or text.count("\n") > 12:
-        more = "<label class=more><input type=checkbox> show all of it</label>"
-    tokens = _tokens(text, of("tokens"), of("logprobs"), characters)
+        more += "<label class=more><input type=checkbox> show all of it</label>"
     return (
-        f'<li class="card{side}" data-number={i} data-reward="{"" if reward is None else reward}">'
-        f"<h4>Completion {i + 1}{cut}</h4><dl>{numbers}</dl>{_pairs(components)}"
-        f"<div class=text{tokens}{' data-cut' if cut or left else ''}>{_text(text)}</div>"
-        f"{f'<p class=soft>… and {left} characters more</p>' if left else ''}{more}</li>"
+        f'<li class="card {side}" data-number={i} data-reward="{_text(own.get("rewards"))}">'
+        f"<h4>Completion {i + 1} {cut}</h4>{_pairs(numbers)}{_pairs(components)}"
+        f"<div class=text{tokens}>{_text(text)}</div>{more}</li>"
     )
 
 
@@ -509,24 +449,22 @@ def _tokens(
     """
     if not tokens:
         return ""
-    value: Line = {"lengths": [], "cents": []}
-    left = sum(map(len, tokens)) if characters is None else characters
-    for token, logprob in zip(tokens, [*(logprobs or []), *[None] * len(tokens)], strict=False):
-        if characters is not None and left <= 0:
-            break
-        value["lengths"].append(min(len(token), left))
-        value["cents"].append(None if logprob is None or not math.isfinite(logprob) else round(-100 * logprob))
-        left -= len(token)
     joined = "".join(tokens)[:characters]
-    if joined != text:
-        value["text"] = joined.translate(_VISIBLE)
+    lengths, cents, left = [], [], len(joined)
+    for token, logprob in zip(tokens, [*(logprobs or []), *[None] * len(tokens)], strict=False):
+        if left <= 0 and characters:
+            break
+        lengths.append(min(len(token), left))
+        cents.append(None if logprob is None or not math.isfinite(logprob) else round(-100 * logprob))
+        left -= len(token)
+    value = {"lengths": lengths, "cents": cents} | ({"text": joined.translate(_VISIBLE)} if joined != text else {})
     return f' data-tokens="{_data(value)}"'
 
 
 if __name__ == "__main__":
     given = tyro.cli(Options, prog="python -m grpo_jax.report", description=__doc__)
     try:
-        page = write_report(given.run, given.phase)
+        written = write_report(given.run, given.phase)
     except UsageError as error:
         refuse(str(error))
-    Console().print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    Console().print(f"report: {written}", markup=False, highlight=False, soft_wrap=True)
