@@ -17,8 +17,8 @@ from typing import Literal
 import jax
 import numpy as np
 
-from experiments.common import PHASES, against_control, cell
-from grpo_jax import cli, report
+from experiments.common import against_control, cell, finish
+from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -26,7 +26,6 @@ from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks import arithmetic
 from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.run import write_json
 from grpo_jax.training.sft import SFTConfig, train_sft
 from grpo_jax.training.state import Batch
 
@@ -79,15 +78,12 @@ def main(config: Config) -> None:
     params = train_sft(policy, params, warm_batch, warm, run, phase="warm").params
     rows, checksum = against_control(policy, params, task, config, run, programs)
 
-    report.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-2:])
+    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-2:])
     names = ("avg", "greedy", "ended_share")
     table = {title: [cell(row, name) for name in names] for title, row in rows.items()}
     title = "accuracy on 1,000 held-out additions, with 95% intervals"
-    report.print_table(run, title, ("sampled", "greedy", "ended"), table)
-    report.save_curves(run, CURVES, PHASES)
-    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
-    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
-    write_json(run.path / "results.json", rows | {"params_sha256": checksum})
+    terminal.print_table(run, title, ("sampled", "greedy", "ended"), table)
+    finish(run, rows, checksum, CURVES, started)
 
 
 if __name__ == "__main__":

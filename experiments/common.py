@@ -1,8 +1,10 @@
 """What the experiments share: a run beside its control from the same start."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from grpo_jax import report, terminal
 from grpo_jax.config import GRPOConfig
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
@@ -11,7 +13,7 @@ from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.checkpoint import params_sha256
 from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, sample_heldout, summary
 from grpo_jax.training.grpo import Programs, train
-from grpo_jax.training.run import RunFolder
+from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.statistics import paired_difference
 
 PHASES = ("grpo", "control")
@@ -56,8 +58,8 @@ def against_control(
       phases: without "control" there is none.
 
     Returns:
-      Rows "before", "after" and "control", if there is one: summaries of held-out evaluations, the last two with the change of avg
-      over the same prompts; and the SHA-256 of the parameters after GRPO.
+      Rows "before", "after" and perhaps "control": summaries of held-out evaluations, the last two with the change of
+      avg over the same prompts; and the SHA-256 of the parameters after GRPO.
     """
 
     def row(params: Params, before: Evaluation | None) -> tuple[dict[str, float], Evaluation]:
@@ -88,3 +90,27 @@ def cell(row: Mapping[str, float], name: str) -> str:
     """A number of a row with its interval, as a table shows it: "0.970 [0.960, 0.980]"."""
     low, high = row.get(f"{name}_low", math.nan), row.get(f"{name}_high", math.nan)
     return f"{row[name]:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
+
+
+def finish(
+    run: RunFolder,
+    rows: Mapping[str, Mapping[str, float]],
+    checksum: str,
+    curves: Sequence[tuple[str, str]],
+    started: float,
+) -> None:
+    """Leaves curves.png, results.json and report.html, and says what the run came to.
+
+    Args:
+      run: of the experiment.
+      rows: of `against_control`.
+      checksum: of the parameters after GRPO.
+      curves: as for `terminal.save_curves`.
+      started: by `time.perf_counter`.
+    """
+    terminal.save_curves(run, curves, PHASES)
+    write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
+    page = report.write_report(run.path)
+    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+    run.console.print(f"to read: {page}", markup=False, highlight=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """How good is a model at a task: greedy, avg@n, unbiased pass@k and maj@n, with 95% intervals.
 
-MODEL is a folder in Hugging Face format, an id on the hub, or the folder of a run, whose newest checkpoint is taken, and
-whose task unless another is given. The completions do not depend on how many prompts are sampled at once.
+MODEL is a folder in Hugging Face format, an id on the hub, or the folder of a run, whose newest checkpoint is taken,
+and whose task unless another is given. The completions do not depend on how many prompts are sampled at once.
 
   python -m experiments.evaluate DIR --task gsm8k --data DIR --samples 8 --max-tokens 256
   python -m experiments.evaluate runs/train --samples 32
@@ -32,7 +32,6 @@ from grpo_jax.training.evaluate import evaluate, sample_heldout, summary
 from grpo_jax.training.guards import check_task
 from grpo_jax.training.rollout import make_sampler
 from grpo_jax.training.run import write_json
-
 
 _MAX_GROUP = 16  # completions of a prompt sampled at once, to bound the memory
 
@@ -101,8 +100,9 @@ def main(options: Options) -> None:
             samples=options.samples,
         )
         groups = -(-(options.samples + 1) // group_size) * len(task.heldout.examples)
-        calls = track(calls, "sampling", total=-(-groups // options.num_prompts), console=console, transient=True)
-        numbers = summary(evaluate(calls, task, metric=options.metric))
+        total = -(-groups // options.num_prompts)
+        shown = track(calls, "sampling", total=total, console=console, transient=True)
+        numbers = summary(evaluate(shown, task, metric=options.metric))
     table = Table(
         title=f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each, 95% intervals",
         box=box.SIMPLE_HEAD,
@@ -131,7 +131,8 @@ def load(options: Options) -> tuple[Pretrained, Options]:
         taken |= {name for name in names if getattr(options, name) == getattr(TaskOptions, name)}
     found = {name: saved[name] for name in taken & saved.keys()}
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    return load_run(folder, phase=options.phase, step=options.step), dataclasses.replace(options, **found)
+    pretrained, _ = load_run(folder, phase=options.phase, step=options.step)
+    return pretrained, dataclasses.replace(options, **found)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,14 @@ from typing import Literal
 
 import numpy as np
 
-from experiments.common import PHASES, against_control, cell
-from grpo_jax import cli, report
+from experiments.common import against_control, cell, finish
+from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import num_devices, replicate
 from grpo_jax.training.pretrained import keep_description, load_model
-from grpo_jax.training.run import write_json
 from grpo_jax.training.state import Batch
 
 CURVES = (("reward", "reward (control's: a coin)"), ("kl", "KL to the start, nats a token"), ("entropy", "entropy"))
@@ -96,11 +95,8 @@ def main(config: Config) -> None:
     names = ("greedy", "start_nll", "kl", "repeated")  # of greedy, the interval would be too wide for a terminal
     table = {title: [cell(row, "avg"), *(row[name] for name in names)] for title, row in rows.items()}
     title = f"{len(task.heldout.examples)} held-out openings, with 95% intervals"
-    report.print_table(run, title, ("reward", "greedy", "NLL at start", "KL", "repeated"), table)
-    report.save_curves(run, CURVES, PHASES)
-    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
-    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
-    write_json(run.path / "results.json", rows | {"params_sha256": checksum})
+    terminal.print_table(run, title, ("reward", "greedy", "NLL at start", "KL", "repeated"), table)
+    finish(run, rows, checksum, CURVES, started)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.common import PHASES, against_control, cell
-from grpo_jax import cli, report, terminal
+from experiments.common import PHASES, against_control, cell, finish
+from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.tasks.options import TaskOptions, open_task
 from grpo_jax.tasks.task import Task
@@ -22,7 +22,7 @@ from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import num_devices, replicate
 from grpo_jax.training.pretrained import Loaded, keep_description, load_model
-from grpo_jax.training.run import RunFolder, write_json
+from grpo_jax.training.run import RunFolder
 
 CURVES = (("reward", "reward"), ("heldout_avg", "held-out avg@n"), ("entropy", "entropy"), ("length_mean", "tokens"))
 
@@ -69,11 +69,7 @@ def run_task(config: Config, model: Loaded, task: Task) -> None:
     table = {name: [cell(row, column) for column in columns] for name, row in rows.items()}
     terminal.print_table(run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", columns, table)
     print_ungraded(run)
-    terminal.save_curves(run, CURVES, PHASES)
-    write_json(run.path / "results.json", rows | {"params_sha256": checksum})
-    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
-    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
-    run.console.print(f"to read: {report.write_report(run.path)}", soft_wrap=True)
+    finish(run, rows, checksum, CURVES, started)
 
 
 def print_ungraded(run: RunFolder) -> None:

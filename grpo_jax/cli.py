@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from grpo_jax.errors import UsageError
 from grpo_jax.training.run import RunFolder, fresh_folder, numbered_runs
+from grpo_jax.training.trackers import weights_and_biases
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class RunConfig:
     """Folder of the run; a number is added if it holds one."""
     resume: bool = False
     """Continue the newest run in run_dir where it stopped."""
+    wandb: str = ""
+    """Project of Weights & Biases to log to as well; needs the package wandb. TensorBoard's files are always written."""
 
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -93,7 +96,9 @@ def open_run(config: RunConfig) -> RunFolder:
     del values["run_dir"], values["resume"]
     if not config.resume and (config.run_dir / "config.json").exists():
         raise UsageError(f"another run has just started in {config.run_dir}: try again, or name a --run-dir")
-    run = RunFolder(config.run_dir, values)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    trackers = [weights_and_biases(config.wandb, config.run_dir, values)] if config.wandb else []
+    run = RunFolder(config.run_dir, values, trackers=trackers)
     run.console.print(f"run folder: {config.run_dir}", markup=False, highlight=False, soft_wrap=True)
     return run
 
