@@ -87,7 +87,9 @@ def against_control(
 
 
 def cell(row: Mapping[str, float], name: str) -> str:
-    """A number of a row with its interval, as a table shows it: "0.970 [0.960, 0.980]"."""
+    """A number of a row with its interval, as a table shows it: "0.970 [0.960, 0.980]"; nothing where it has none."""
+    if name not in row:
+        return ""
     low, high = row.get(f"{name}_low", math.nan), row.get(f"{name}_high", math.nan)
     return f"{row[name]:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
 

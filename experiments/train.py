@@ -53,7 +53,7 @@ def main(config: Config) -> None:
 
 
 def run_task(config: Config, model: Loaded, task: Task) -> None:
-    """GRPO, and the control if it is asked for; two groups, a table, curves, a page, and the checksum."""
+    """GRPO, and the control if it is asked for; a group, a table, curves, a page, and the checksum."""
     started = time.perf_counter()
     programs = make_programs(model.policy, task, config)  # refuses bad options before anything is compiled
     start = replicate(model.params, num_devices(config.devices))
@@ -63,11 +63,10 @@ def run_task(config: Config, model: Loaded, task: Task) -> None:
     phases = PHASES if config.control else PHASES[:1]
     rows, checksum = against_control(model.policy, start, task, config, run, programs, phases=phases)
 
-    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-2:])
-    best = [name for name in rows["before"] if name.startswith(("pass_at_", "maj_at_")) and name[-1].isdigit()]
-    columns = ("avg", "greedy", *best[-2:], "length", "ended_share", "change")
-    table = {name: [cell(row, column) for column in columns] for name, row in rows.items()}
-    terminal.print_table(run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", columns, table)
+    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-1:])
+    names = [name for name in rows["after"] if not name.endswith(("_low", "_high"))]
+    table = {name: [cell(row, name) for row in rows.values()] for name in names}
+    terminal.print_table(run, f"{len(task.heldout.examples)} held-out prompts [95% intervals]", tuple(rows), table)
     print_ungraded(run)
     finish(run, rows, checksum, CURVES, started)
 

@@ -26,7 +26,7 @@ class RunConfig:
     resume: bool = False
     """Continue the newest run in run_dir where it stopped."""
     wandb: str = ""
-    """Project of Weights & Biases to log to as well; needs the package wandb. TensorBoard's files are always written."""
+    """Project of Weights & Biases to log to as well; needs the package wandb. TensorBoard's files are there anyway."""
 
 
 Config = TypeVar("Config", bound=RunConfig)
