@@ -283,7 +283,7 @@ def _chart_html(name: str, lines: Mapping[str, Points], phases: Sequence[str]) -
         style = f"line l{phases.index(phase) % 4}"
         paths += f'<path class="{style}" d="{_path([(x(s), None if v is None else y(v)) for s, v in points])}"/>'
         key = f'<svg class=key viewBox="0 0 32 10" aria-hidden=true><path class="{style}" d="M2 5H30"/></svg>'
-        ending += f"<li>{key}{_text(phase)} <b>{_cell(_last(points))}</b></li>"
+        ending += f"<li>{key}<bdi>{_text(phase)}</bdi> <b>{_cell(_last(points))}</b></li>"
     data = [[(step, v if v is None else float(f"{v:.5g}")) for step, v in points] for points in lines.values()]
     return (
         f'<figure data-lines="{_data(data)}" data-axis="{_data((first, last, _LEFT, _RIGHT - _LEFT))}">'
