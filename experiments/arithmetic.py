@@ -55,7 +55,7 @@ class Config(GRPOConfig, cli.RunConfig):
 
 
 def main(config: Config) -> None:
-    """Warm start, GRPO, control; a table, a few groups, curves, and the checksum of the result."""
+    """Warm start, GRPO, control; a table, a few groups, curves, a page, and the checksum of the result."""
     started = time.perf_counter()
     if config.warm_batch < 1 or not 0 <= config.wrong_share <= 1:
         raise UsageError("warm_batch must be at least 1, and wrong_share between 0 and 1")

@@ -48,7 +48,7 @@ class Config(GRPOConfig, ModelOptions, cli.RunConfig):
 
 
 def main(config: Config) -> None:
-    """GRPO and control; a table, two stories before and after, curves, and the checksum of the result."""
+    """GRPO and control; a table, two stories before and after, curves, a page, and the checksum of the result."""
     started = time.perf_counter()
     model = load_model(config, seed=config.seed)
     task = stories_task(

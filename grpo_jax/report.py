@@ -45,7 +45,7 @@ _FIRST = {
     "grad_norm": "norm before clipping",
 }
 # Axes in a chart of 340 by 200. The page's script draws its cursor between the last two.
-_LEFT, _RIGHT, _TOP, _BOTTOM = 68, 332, 8, 160
+_LEFT, _RIGHT, _TOP, _BOTTOM = 68, 326, 8, 160
 
 Line = Mapping[str, Any]  # of a file of the run: "phase", "step", and more
 Points = Sequence[tuple[int, float | None]]  # step and value; None is a gap
@@ -283,7 +283,7 @@ def _chart_html(name: str, lines: Mapping[str, Points], phases: Sequence[str]) -
         style = f"line l{phases.index(phase) % 4}"
         paths += f'<path class="{style}" d="{_path([(x(s), None if v is None else y(v)) for s, v in points])}"/>'
         key = f'<svg class=key viewBox="0 0 32 10" aria-hidden=true><path class="{style}" d="M2 5H30"/></svg>'
-        ending += f"<li>{key}{_text(phase)} <b>{_cell(_last(points))}</b></li>"
+        ending += f"<li>{key}<bdi>{_text(phase)}</bdi> <b>{_cell(_last(points))}</b></li>"
     data = [[(step, v if v is None else float(f"{v:.5g}")) for step, v in points] for points in lines.values()]
     return (
         f'<figure data-lines="{_data(data)}" data-axis="{_data((first, last, _LEFT, _RIGHT - _LEFT))}">'
@@ -349,7 +349,7 @@ class _Plan(NamedTuple):
 def _plans(steps: int, groups: int) -> Iterator[_Plan]:
     """From everything to little: groups go before the course of the run, which a dozen steps show."""
     yield (plan := _Plan(steps, groups))
-    for name, least in (("steps", 12), ("groups", 2), ("steps", 2), ("groups", 1)):
+    for name, least in (("steps", 12), ("groups", 1), ("steps", 2)):
         while (count := getattr(plan, name)) > least:
             yield (plan := plan._replace(**{name: max(least, int(0.95 * count))}))
     for characters in (8000, 4000, 2000, 1000, 500):

@@ -1,4 +1,4 @@
-"""What a run shows at its end: a table, a few groups side by side, curves."""
+"""What a run shows at its end: in the terminal a table and a few groups; curves.png."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

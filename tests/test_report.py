@@ -1,0 +1,291 @@
+"""The page of a run: what it holds, what it leaves out, and that text of the run stays text."""
+
+import html.parser
+import json
+import math
+import re
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import grpo_jax.report
+from grpo_jax.report import MAX_BYTES, write_report
+
+HOSTILE = "</script><img src=x onerror=alert(1)><!-- \u2028 \ud800 \0 \r &lt; \" ' <!--groups--> ]]> \u202e \U0001f600"
+VISIBLE = HOSTILE.translate({0xD800: 0xFFFD, 0: 0x2400, 13: 0x240D})  # as it can stand on a page
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page, each with its attributes and the text directly in it."""
+
+    VOID = frozenset({"meta", "input", "br", "img", "link"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.open = [], []
+        self.comments = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs), []))
+        if tag not in self.VOID:
+            self.open.append(self.elements[-1])
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop()[0] != tag:
+            pass
+
+    def handle_data(self, data):
+        if self.open:
+            self.open[-1][2].append(data)
+
+    def handle_comment(self, data):
+        self.comments.append(data)
+
+    def find(self, tag=None, kind=None, **attributes):
+        return [
+            (found, "".join(text))
+            for name, found, text in self.elements
+            if tag in (None, name)
+            and (kind is None or kind in (found.get("class") or "").split())
+            and all(found.get(key) == value for key, value in attributes.items())
+        ]
+
+    def texts(self, *args, **kwargs):
+        return [text for _, text in self.find(*args, **kwargs)]
+
+    def lines(self, metric):
+        """Points of a chart, by phase."""
+        names = [index for index, element in enumerate(self.elements) if element[0] == "figure"]
+        for start in names:
+            if "".join(self.elements[start + 2][2]) == metric:
+                return json.loads(self.elements[start][1]["data-lines"])
+        raise AssertionError(f"no chart of {metric}")
+
+
+def group(step, *, phase="grpo", text="Tom had a cat.", size=2, **more):
+    """A line of rollouts.jsonl, complete."""
+    tokens = [[*re.findall(r"\s?\S+|\s", text), ""] for _ in range(size)]
+    return {
+        "phase": phase,
+        "step": step,
+        "prompt": "Once",
+        "columns": {"answer": "72", "level": 3},
+        "completions": ["".join(row) for row in tokens],
+        "rewards": [1.0, *[None] * (size - 1)],
+        "components": {"answer": [1.0, *[None] * (size - 1)]},
+        "advantages": [0.5 - i for i in range(size)],
+        "lengths": [len(row) for row in tokens],
+        "truncated": [i % 2 == 1 for i in range(size)],
+        "tokens": tokens,
+        "logprobs": [[-0.1 * i for i in range(len(row))] for row in tokens],
+        **more,
+    }
+
+
+def metrics(*steps, phase="grpo", **values):
+    return [{"phase": phase, "step": step, "reward": step / 10, **values} for step in steps]
+
+
+def page_of(folder, lines=(), groups=(), *, config=None, results=None, phases=()):
+    """Writes a run and its report, and parses that."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"steps": 3, "model": "tiny"} if config is None else config))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if groups:
+        (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in groups))
+    if results is not None:
+        (folder / "results.json").write_text(json.dumps(results))
+    path = write_report(folder, phases)
+    assert path == folder / "report.html"
+    assert path.stat().st_size <= MAX_BYTES
+    return Page(path.read_text("utf-8"))
+
+
+def test_cards_say_what_a_completion_earned_and_hold_its_tokens(tmp_path):
+    page = page_of(tmp_path / "run", metrics(1, 2), [group(1), group(2, text="Tom sat.")])
+    opened = [attributes for attributes, _ in page.find("details", "step") if "open" in attributes]
+    assert [(step["data-phase"], step["data-step"]) for step in opened] == [("grpo", "2")]  # the last, without scripts
+    first, second = page.find("li", "card")[:2]
+    assert (first[0]["data-reward"], second[0]["data-reward"]) == ("1.0", "null")
+    assert ("up" in first[0]["class"], "down" in second[0]["class"]) == (True, True)
+    assert page.texts("dd")[-10:] == ["72", "3", "1", "+0.5", "3", "1", "–", "-0.5", "3", "–"]
+    assert page.texts("strong", "cut") == ["cut off"] * 2
+    (attributes, text) = page.find("div", "text")[-1]
+    assert text == "Tom sat."
+    assert json.loads(attributes["data-tokens"]) == {"lengths": [3, 5, 0], "cents": [0, 10, 20]}
+    assert "nothing to learn from" in page.texts("p", "soft")[-1]  # of the rewards that apply all are equal
+
+
+def test_older_files_have_no_tokens_components_or_columns(tmp_path):
+    names = ("phase", "step", "prompt", "completions", "rewards", "advantages", "lengths")
+    page = page_of(tmp_path / "run", metrics(1), [{name: group(1)[name] for name in names}])
+    assert page.texts("div", "text") == ["Tom had a cat."] * 2
+    assert not any("data-tokens" in attributes for attributes, _ in page.find("div", "text"))
+
+
+def test_tokens_whose_texts_are_not_the_completion_keep_their_own(tmp_path):
+    odd = group(1, completions=["é", "é"], tokens=[["\ud83d", "\ufffd", ""]] * 2, logprobs=[[-1, None], []])
+    (first, text), (second, _) = page_of(tmp_path / "run", metrics(1), [odd]).find("div", "text")
+    assert text == "é"
+    assert json.loads(first["data-tokens"]) == {
+        "lengths": [1, 1, 0],
+        "cents": [100, None, None],
+        "text": "\ufffd\ufffd",
+    }
+    assert json.loads(second["data-tokens"])["cents"] == [None] * 3
+
+
+def everywhere(text):
+    """A run that says `text` wherever it can."""
+    lines = metrics(1, 2, phase=text, **{text: 1.0, "other": "ignored " + text})
+    hostile = group(1, phase=text, text=text, prompt=text, columns={text: text}, components={text: [1.0, None]})
+    results = {text: {text: 1, "word": text}, "text": text}
+    return {"lines": lines, "groups": [hostile], "results": results, "config": {"model": text, text: [text]}}
+
+
+def test_nothing_of_a_run_becomes_an_element(tmp_path):
+    hostile, harmless = (
+        page_of(tmp_path / name, **everywhere(text)) for name, text in (("h", HOSTILE), ("x", "x" * len(HOSTILE)))
+    )
+
+    def shape(page):
+        return [(tag, sorted(attributes)) for tag, attributes, _ in page.elements]
+
+    assert shape(hostile) == shape(harmless)
+    assert hostile.comments == harmless.comments == []
+    assert hostile.texts("script") == harmless.texts("script")
+    for text in ("div", "text"), ("div", "prompt"):
+        assert set(hostile.texts(*text)) == {VISIBLE}
+    assert hostile.texts("dt").count(VISIBLE) == 4  # option, column, and a component in two cards
+    assert hostile.find("details", "step")[0][0]["data-phase"] == VISIBLE
+    tokens = json.loads(hostile.find("div", "text")[0][0]["data-tokens"])
+    assert sum(tokens["lengths"]) == len(VISIBLE)
+    assert [round(cent / 10) for cent in tokens["cents"]] == list(range(len(tokens["lengths"])))
+    assert hostile.lines(VISIBLE) == [[[1, 1.0], [2, 1.0]]]
+
+
+def test_the_page_asks_nothing_of_the_network_and_can_be_read_aloud(tmp_path):
+    page = page_of(tmp_path / "run", metrics(1), [group(1)], results={"after": {"reward": 1}})
+    assert not [a for _, a, _ in page.elements if a.keys() & {"src", "href", "srcset", "action", "style", "onclick"}]
+    assert "url(" not in page.texts("style")[0]
+    assert "@import" not in page.texts("style")[0]
+    (policy,) = [a["content"] for a, _ in page.find("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+    assert "script-src 'sha256-" in policy
+    assert [a["lang"] for a, _ in page.find("html")] == ["en"]
+    assert any(a.get("name") == "viewport" for a, _ in page.find("meta"))
+    levels = [int(tag[1]) for tag, _, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert all("aria-label" in a for a, _ in page.find("svg", "chart"))
+
+
+def test_curves_have_gaps_and_metrics_of_some_steps(tmp_path):
+    lines = metrics(1, 2, 3, 4, kl=0.5)
+    lines[1] |= {"kl": None, "heldout_sampled": 0.25}
+    lines[2]["kl"] = math.nan
+    lines[3]["heldout_sampled"] = 0.5
+    page = page_of(tmp_path / "run", lines + metrics(1, 2, phase="control", never=None), phases=())
+    assert page.lines("kl") == [[[1, 0.5], [2, None], [3, None], [4, 0.5]]]
+    assert page.lines("heldout_sampled") == [[[2, 0.25], [4, 0.5]]]
+    assert page.lines("reward") == [[[s, s / 10] for s in (1, 2, 3, 4)], [[s, s / 10] for s in (1, 2)]]
+    names = page.texts("strong")
+    assert names == ["reward", "heldout_sampled", "kl"]  # what to look at first, first; none without a value
+    (style_of_grpo, style_of_control) = [a["class"] for a, _ in page.find("path", "line")][:2]
+    assert style_of_grpo != style_of_control
+    drawn = [a["d"] for a, _ in page.find("path", "line")][-2]
+    assert drawn.count("M") == 2  # two lone points
+    assert "L" not in drawn
+
+
+def test_long_curves_keep_their_extremes(tmp_path):
+    lines = [line for step in range(10_000) for line in metrics(step, grad_norm=float(step == 7_777))]
+    page = page_of(tmp_path / "run", lines)
+    (points,) = page.lines("grad_norm")
+    assert len(points) < 300
+    assert [7_777, 1] in points
+    assert (points[0][0], points[-1][0]) == (0, 9_999)
+    assert "Long curves" in page.texts("p", "soft")[0]
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-9, -3.5, 1.0000001, 1e20, -1e-40, 123456.0])
+def test_a_constant_curve_is_level_and_within_the_axes(tmp_path, value):
+    page = page_of(tmp_path / "run", metrics(1, 2, kl=value))
+    ys = {float(y) for a, _ in page.find("path", "line")[2:3] for y in re.findall(r" ([\d.]+)", a["d"])}
+    assert len(ys) == 1
+    assert 8 <= ys.pop() <= 160
+
+
+def test_a_run_of_one_step_an_empty_one_and_one_cut_off(tmp_path):
+    assert page_of(tmp_path / "one", metrics(0), [group(0)]).lines("reward") == [[[0, 0.0]]]
+    empty = page_of(tmp_path / "empty", config={})
+    assert "This run has no metrics yet." in empty.texts("p")
+    assert "This run has no rollouts." in empty.texts("p", "soft")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/config.json").write_text("{}")
+    write_report(tmp_path / "bare")
+    with (tmp_path / "one/rollouts.jsonl").open("a") as file:
+        file.write('{"phase": "grpo", "ste')
+    assert write_report(tmp_path / "one")
+
+
+def test_results_are_a_table_if_they_are_one(tmp_path):
+    page = page_of(
+        tmp_path / "run", metrics(1), results={"before": {"a": 1, "b": None}, "after": {"c": 2.5}, "sha": "f0"}
+    )
+    assert page.texts("th", scope="row")[-2:] == ["before", "after"]
+    assert page.texts("td")[-6:] == ["1", "–", "–", "–", "–", "2.5"]
+    assert page.texts("dd")[-1] == "f0"
+    nested = page_of(tmp_path / "run", metrics(1), results={"runs": [{"reward": 1}]})
+    assert json.loads(nested.texts("div", "text")[0]) == {"runs": [{"reward": 1}]}
+
+
+def test_phases_may_be_chosen(tmp_path):
+    run = {"lines": metrics(1) + metrics(1, phase="control"), "groups": [group(1), group(1, phase="control")]}
+    page = page_of(tmp_path / "run", **run, phases=("control",))
+    assert {a["data-phase"] for a, _ in page.find("details", "step")} == {"control"}
+    assert len(page.lines("reward")) == 1
+    with pytest.raises(ValueError, match=r"no lines of a phase 'dpo': its phases are \['grpo', 'control'\]"):
+        write_report(tmp_path / "run", ["dpo"])
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="name the folder of a run"):
+        write_report(tmp_path)
+    page_of(tmp_path / "run", metrics(1))
+    (tmp_path / "run/metrics.jsonl").write_text("rubbish\n")
+    with pytest.raises(ValueError, match=r"line 1 of .*metrics\.jsonl is not JSON"):
+        write_report(tmp_path / "run")
+
+
+def test_a_large_run_is_thinned_evenly_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo_jax.report, "MAX_BYTES", 300_000)
+    groups = [group(step, text="a b " * 40, size=4) for step in range(1, 201) for _ in range(2)]
+    page = page_of(tmp_path / "run", metrics(*range(1, 201)), groups)
+    assert (tmp_path / "run/report.html").stat().st_size <= 300_000
+    steps = [int(a["data-step"]) for a, _ in page.find("details", "step")]
+    gaps = {after - before for before, after in pairwise(steps)}
+    assert (steps[0], steps[-1]) == (1, 200)
+    assert (tmp_path / "run/report.html").stat().st_size > 250_000  # the room is used
+    assert max(gaps) <= min(gaps) + 1
+    assert f"shows {len(steps)} of 200 steps of grpo." in page.texts("p", "soft")[1]
+
+
+def test_completions_that_are_too_long_even_alone_are_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo_jax.report, "MAX_BYTES", 200_000)
+    page = page_of(tmp_path / "run", metrics(1, 2), [group(step, text="ab " * 9000, size=8) for step in (1, 2)])
+    assert (tmp_path / "run/report.html").stat().st_size <= 200_000
+    (attributes, text) = page.find("div", "text")[-1]
+    assert len(text) in (500, 1000, 2000, 4000)
+    assert sum(json.loads(attributes["data-tokens"])["lengths"]) == len(text)
+    assert f"the first {len(text)} characters" in page.texts("p", "soft")[1]
+
+
+def test_the_page_is_packaged():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert "*.html" in project["tool"]["setuptools"]["package-data"]["grpo_jax"]
