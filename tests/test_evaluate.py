@@ -185,14 +185,13 @@ def drawn(kind, generator, count):
     return generator.binomial(8, generator.beta(0.5, 1, count)) / 8, 1 / 3  # 8 samples of prompts that differ
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "Bernoulli", "clusters"])
 @pytest.mark.parametrize("count", [20, 100])
 def test_intervals_cover_what_they_should(kind, count):
     generator, covered = rng(5), 0
     for number in range(2000):
         values, truth = drawn(kind, generator, count)
-        interval = bootstrap(values, resamples=2000, seed=number)
+        interval = bootstrap(values, resamples=1000, seed=number)
         covered += interval.low <= truth <= interval.high
     assert 0.93 <= covered / 2000 <= 0.97  # three standard errors of 2,000 data sets are 0.015
 
@@ -242,9 +241,9 @@ def plain():
 
 
 def test_samples_do_not_depend_on_how_they_are_spread(plain):
-    # 11 prompts of 3 samples and a greedy one: calls that divide them, that do not, and one that holds everything.
+    # 11 prompts of 3 samples and a greedy one: calls that do not divide them, and one that holds everything.
     assert plain.scores.shape == (11, 3)
-    for num_prompts, group_size in ((11, 4), (3, 3), (5, 2), (16, 7)):
+    for num_prompts, group_size in ((3, 3), (5, 2), (16, 7)):
         other = evaluated(num_prompts=num_prompts, group_size=group_size, samples=3)
         assert other.texts == plain.texts
         jax.tree.map(assert_array_equal, other, plain)

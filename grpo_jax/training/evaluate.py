@@ -58,7 +58,8 @@ def sample_heldout(
 
     In calls of the shape given, so that evaluation compiles nothing of its own. The noise of a completion depends
     on the seed, the number of its prompt and its own number alone: not on the shape, nor on n. It is the same at
-    every evaluation, so that differences between two are those of the parameters.
+    every evaluation, so that differences between two are those of the parameters. Of the shape nothing is left but
+    rounding, which seldom tips a token over.
 
     Args:
       sampler: the run's.
