@@ -30,7 +30,8 @@ def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
             table.add_column(column, justify="right")
         rows = zip(group["completions"], group["lengths"], group["rewards"], group["advantages"], strict=True)
         for text, length, reward, advantage in rows:
-            table.add_row(escape(repr(text)), str(length), f"{reward:.2f}", f"{advantage:+.2f}")
+            earned = "–" if reward is None else f"{reward:.2f}"  # none: it does not apply
+            table.add_row(escape(repr(text)), str(length), earned, f"{advantage:+.2f}")
         run.console.print(table)
 
 

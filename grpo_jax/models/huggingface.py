@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,7 +114,8 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        # No limit of its own: prompts that are too long are counted, and are no matter for a warning of transformers.
+        return AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize)
     except Exception as error:  # of broken files each has its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
