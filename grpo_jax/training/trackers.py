@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,7 +72,7 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
     except ImportError:
         raise UsageError("--wandb needs the package wandb: install it, or leave out the option") from None
     id_file = folder / "wandb.json"
-    run_id = json.loads(id_file.read_text())["id"] if id_file.exists() else wandb.util.generate_id()
+    run_id = json.loads(id_file.read_text())["id"] if id_file.exists() else uuid.uuid4().hex
     id_file.write_text(json.dumps({"id": run_id}) + "\n")
     try:
         theirs = wandb.init(
