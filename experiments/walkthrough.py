@@ -227,16 +227,19 @@ def main(config: Config) -> Walk:
     words = np.array(["down", "", "up"])
     table(columns | {"expected": words[wanted + 1], "moved": words[moved + 1]})
     ratio, low, high = after.ratio[mask], 1 - config.epsilon_low, 1 + config.epsilon_high
-    correct(
-        '"Its generation probability will be increased" for A > 0 is likely, not certain: completions share all '
-        f"weights. Here {(moved == wanted)[wanted != 0].sum()} of {(wanted != 0).sum()} moved as expected.",
-        'The clip does not "limit how much the probability ratio can increase": in a step from 1 it has no say, and '
-        f"{((ratio < low) | (ratio > high)).sum()} of {ratio.size} ratios are now outside {low:g} to {high:g}, the "
-        f"largest {ratio.max():.2f}. Of tokens beyond it takes the slope, in the next pass.",
-        "π_ref is not the pre-update model with its per_token_logps: that is π_old. In the next rollout π_old is the "
-        f"policy of now, and the KL to it {F.kl_k3(after.logprobs, after.logprobs)[mask].mean():.4f}; to the start, "
-        f"which π_ref stays, it is {after.kl[mask].mean():.4f}, and that alone keeps the policy near the start.",
-    )
+    if metrics["grad_norm"] > 0:  # with nothing learned, there are no numbers that show it
+        correct(
+            '"Its generation probability will be increased" for A > 0 is likely, not certain: completions share all '
+            f"weights. Here {(moved == wanted)[wanted != 0].sum()} of {(wanted != 0).sum()} moved as expected.",
+            'The clip does not "limit how much the probability ratio can increase": in a step from 1 it has no say, '
+            "and "
+            f"{((ratio < low) | (ratio > high)).sum()} of {ratio.size} ratios are now outside {low:g} to {high:g}, the "
+            f"largest {ratio.max():.2f}. Of tokens beyond it takes the slope, in the next pass.",
+            "π_ref is not the pre-update model with its per_token_logps: that is π_old. In the next rollout π_old is "
+            f"the policy of now, and the KL to it {F.kl_k3(after.logprobs, after.logprobs)[mask].mean():.4f}; to the "
+            f"start, which π_ref stays, it is {after.kl[mask].mean():.4f}, and that alone keeps the policy near the "
+            "start.",
+        )
     return Walk(name, rollout.rewards, advantages, before, after, metrics, moved)
 
 
