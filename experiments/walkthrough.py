@@ -4,7 +4,7 @@ Everything as in the chapter (https://huggingface.co/learn/llm-course/chapter12/
 of one token, top-k 10, temperature 0.7, ε 0.2, β 0.04. Each step names the function that computes it; where the
 chapter is wrong, a correction says so, with the number that shows it. The numbers are the same each time. A model that
 cannot do the arithmetic earns nothing and learns nothing: that is shown, and then a rule takes over in which its
-completions differ. A quarter of a minute on two CPU cores with the 260-thousand-parameter TinyStories model.
+completions differ. Twenty seconds on two CPU cores with the 260-thousand-parameter TinyStories model.
 
   python -m experiments.walkthrough --model DIR
 """
@@ -232,9 +232,8 @@ def main(config: Config) -> Walk:
             '"Its generation probability will be increased" for A > 0 is likely, not certain: completions share all '
             f"weights. Here {(moved == wanted)[wanted != 0].sum()} of {(wanted != 0).sum()} moved as expected.",
             'The clip does not "limit how much the probability ratio can increase": in a step from 1 it has no say, '
-            "and "
-            f"{((ratio < low) | (ratio > high)).sum()} of {ratio.size} ratios are now outside {low:g} to {high:g}, the "
-            f"largest {ratio.max():.2f}. Of tokens beyond it takes the slope, in the next pass.",
+            f"and {((ratio < low) | (ratio > high)).sum()} of {ratio.size} ratios are now outside {low:g} to {high:g}, "
+            f"the largest {ratio.max():.2f}. Of tokens beyond it takes the slope, in the next pass.",
             "π_ref is not the pre-update model with its per_token_logps: that is π_old. In the next rollout π_old is "
             f"the policy of now, and the KL to it {F.kl_k3(after.logprobs, after.logprobs)[mask].mean():.4f}; to the "
             f"start, which π_ref stays, it is {after.kl[mask].mean():.4f}, and that alone keeps the policy near the "
