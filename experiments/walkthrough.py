@@ -1,0 +1,320 @@
+"""What happens in one step of GRPO? The DeepSeekMath chapter of Hugging Face's course, with numbers from your model.
+
+Everything as in the chapter (https://huggingface.co/learn/llm-course/chapter12/3b): two prompts, four completions each
+of one token, top-k 10, temperature 0.7, ε 0.2, β 0.04. Each step names the function that computes it; where the
+chapter is wrong, a correction says so, with the number that shows it. The numbers are the same each time. A model that
+cannot do the arithmetic earns nothing and learns nothing: that is shown, and then a rule takes over in which its
+completions differ. Twenty seconds on two CPU cores with the 260-thousand-parameter TinyStories model.
+
+  python -m experiments.walkthrough --model DIR
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from experiments import chapter
+from experiments.chapter import shown
+from grpo_jax import cli
+from grpo_jax import functional as F
+from grpo_jax.config import GRPOConfig, ModelOptions
+from grpo_jax.errors import UsageError
+from grpo_jax.functional.presets import Algorithm
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.lora import join, split
+from grpo_jax.models.transformer import Params
+from grpo_jax.tasks.task import Completion, Example, Task, pad_prompts
+from grpo_jax.tasks.text import encode_prompts
+from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.pretrained import load_model
+from grpo_jax.training.rollout import group_temperatures, roll_out, step_key, to_batch, zero_spread
+from grpo_jax.training.state import Array, Batch
+
+CONSOLE = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Config(ModelOptions):
+    """The chapter's settings."""
+
+    prompts: tuple[str, ...] = ("Solve y = 2x + 1 for x = 2, y = ", "Solve y = 2x + 1 for x = 4, y = ")
+    """Prompts of the batch."""
+    answers: tuple[str, ...] = ("5", "9")
+    """What is right, one a prompt."""
+    reward: Literal["auto", "answer", "vowels", "even"] = "auto"
+    """answer: 1 where it is right. vowels: their share of the letters. even: 1 where the first token's id is even.
+    auto: the first of these in which completions of a prompt differ."""
+    group_size: int = 4
+    """Completions of each prompt (G)."""
+    max_tokens: int = 1
+    """Longest completion, in tokens (T)."""
+    top_k: int = 10
+    """Sample among the k likeliest tokens; 0 for all."""
+    temperature: float = 0.7
+    """Of sampling."""
+    epsilon_low: float = 0.2
+    """How far below 1 the ratio may go."""
+    epsilon_high: float = 0.2
+    """How far above 1 the ratio may go."""
+    kl_coef: float = 0.04
+    """Weight of the KL divergence from the start."""
+    learning_rate: float = 1e-5
+    """Of AdamW, for one step that is seen; the chapter names none."""
+    seed: int = 0
+    """Of sampling."""
+
+
+class Terms(NamedTuple):
+    """What the loss is made of, `[N, G, T]` each, and the loss."""
+
+    logprobs: Array
+    ratio: Array
+    term: Array  # −min(ρA, clip(ρ)A)
+    slope: Array  # its derivative by log π
+    kl: Array  # k3
+    loss: Array
+
+
+class Walk(NamedTuple):
+    """The numbers of a walk."""
+
+    reward: str  # the rule
+    rewards: np.ndarray  # [N, G]
+    advantages: np.ndarray  # [N, G]
+    before: Terms
+    after: Terms
+    metrics: dict[str, float]  # of the optimizer step
+    moved: np.ndarray  # [N · G], -1, 0 or 1: where the probability of each completion went
+
+
+def answer(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+    """1 where a completion begins with the answer, and its number ends there."""
+    pairs = zip(examples, completions, strict=True)
+    return [bool(re.match(rf"\s*{re.escape(row['answer'])}(\.0+)?(?!\.?\d)", text)) for row, text in pairs]
+
+
+def vowels(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+    """The share of vowels among the letters."""
+    words = [[letter for letter in text.lower() if letter.isalpha()] for text in completions]
+    return [sum(letter in "aeiou" for letter in word) / max(len(word), 1) for word in words]
+
+
+def even(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+    """1 where the first token's id is even: it means nothing, and is learned like any other."""
+    return [bool(completion.ids) and completion.ids[0] % 2 == 0 for completion in completions]
+
+
+RULES = {"answer": answer, "vowels": vowels, "even": even}
+
+
+def main(config: Config) -> Walk:
+    """One step of GRPO, shown."""
+    if len(config.answers) != len(config.prompts):
+        raise UsageError(f"there are {len(config.prompts)} prompts and {len(config.answers)} answers: give one each")
+    policy, params, pretrained = load_model(config, seed=config.seed)
+    task = task_of(config, pretrained)
+    same = {field.name: getattr(config, field.name) for field in fields(GRPOConfig) if hasattr(config, field.name)}
+    options = GRPOConfig(num_prompts=len(task.heldout.examples), **same)
+    algorithm = options.algorithm
+    programs = make_programs(policy, task, options)  # what `grpo_jax.training.grpo.train` calls in turn
+    prompts, (trained, frozen) = task.heldout, split(params)
+    temperature = group_temperatures(options.num_prompts, config.group_size, config.temperature, 0.0)
+
+    # ---- rollout
+    names = list(RULES) if config.reward == "auto" else [config.reward]
+    for name in names:
+        key = step_key(config.seed, 0, 0)  # the same completions under each rule
+        rollout = roll_out(programs.sampler, params, prompts, task, RULES[name], temperature, key)
+        lengths = rollout.completions.completion_mask.sum(-1)
+        advantages = np.asarray(programs.advantages(rollout.rewards, lengths, where=rollout.applicable))
+        if name == names[0]:
+            heading("1. A group of completions for each prompt", "sampling.sampler.sample_groups")
+            for number, (row, texts) in enumerate(zip(prompts.examples, rollout.texts, strict=True), 1):
+                say(f"prompt {number}: {row['prompt']!r}, right: {row['answer']}")
+                say(f"  sampled: {', '.join(repr(str(text)) for text in texts)}")
+            correct(*chapter.about_sampling(pretrained.tokenizer, config.prompts[0]))
+            heading("2. A reward for each completion", "rewards.reward.score_completions")
+        say(f"{name}: {RULES[name].__doc__}")
+        say("  " + " | ".join(" ".join(f"{reward:.2f}" for reward in group) for group in rollout.rewards))
+        if not zero_spread(rollout).all():
+            break
+        say(f"  Equal within each group, so that all advantages are {advantages.max():.4f}: nothing to learn from.")
+
+    # ---- advantages
+    heading("3. Advantages: (reward − mean) / (standard deviation + ε)", "functional.group_advantages")
+    for number, (rewards, group) in enumerate(zip(rollout.rewards, advantages, strict=True), 1):
+        say(f"prompt {number}: mean {rewards.mean():.4f}, standard deviation (n − 1) {rewards.std(ddof=1):.4f}")
+        say(f"  advantages {shown(group)}, sum {abs(group.sum()):.4f}")
+    correct(*chapter.about_advantages())
+
+    # ---- score
+    heading("4. Log-probabilities of the sampled tokens", "training.rollout.score, functional.token_logprobs")
+    batch = to_batch(rollout, temperature)
+    start = np.asarray(programs.scorer(params, batch).logprobs)
+    plain = np.asarray(programs.scorer(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
+    # The policy that samples and the reference are both the start.
+    batch = batch._replace(advantages=advantages, old_logprobs=start, ref_logprobs=start)
+    mask, sampled = batch.completion_mask, rollout.completions
+    tokens = [repr(task.decode([token])) for token in batch.completion_ids[mask].tolist()]
+    drawn = sampled.sampler_logprobs if sampled.truncated_logprobs is None else sampled.truncated_logprobs
+    columns = {"log π": start, "π": np.exp(start), "π among top k": np.exp(drawn), "π, temperature 1": np.exp(plain)}
+    table({"token": tokens} | {name: values[mask] for name, values in columns.items()})
+    off = np.exp(plain - start)[mask]
+    correct(
+        f"Sampling has temperature {config.temperature:g} and top-k {config.top_k}, the chapter's log-probabilities "
+        "neither. The temperature alone takes the ratio of one policy, scored so and sampled, from 1 to between "
+        f"{off.min():.3f} and {off.max():.3f}. Here it is part of π, on both sides.",
+        *chapter.about_logprobs(),
+    )
+
+    # ---- the loss, before the update
+    heading("5. Ratio and clip, before the update", "functional.token_log_ratio, functional.clipped_surrogate")
+    before = terms(start, batch, algorithm)
+    show_terms(tokens, before, mask)
+    say("π is still π_old: each ratio is 1, and nothing is clipped. The loss falls with log π where A > 0.")
+    say("\nThe two cases of the chapter, with both signs of A (the slope is by log π):")
+    table(chapter.cases())
+    correct(*chapter.about_clip())
+    heading("6. KL divergence from the reference, and the loss", "functional.kl_k3, functional.grpo_loss")
+    say(f"k3 = exp(−x) − 1 + x, x = log π − log π_ref: {before.kl[mask].max():.4f} at most, for π is still π_ref.")
+    say(f"loss = mean of (term + {config.kl_coef:g} k3) = {abs(before.loss):.4f}: advantages of a group add up to 0.")
+    correct(*chapter.about_kl())
+
+    # ---- update
+    heading("7. One optimizer step", "training.step.train_step")
+
+    def update(advantages: np.ndarray) -> tuple[Params, dict[str, float]]:
+        new = batch._replace(advantages=advantages)
+        state, metrics = programs.train_step(programs.init_state(trained), new, frozen)
+        moves = jax.tree.map(lambda new, old: np.abs(np.asarray(new) - old).max(), state.params, trained)
+        metrics = jax.tree.map(float, metrics) | {"change": float(max(jax.tree.leaves(moves)))}
+        say(f"  gradient norm {metrics['grad_norm']:.4f}, largest change of a weight {metrics['change']:.2e}")
+        return join(state.params, frozen), metrics
+
+    updated, metrics = update(advantages)
+    say("had the rewards of each group been equal:")
+    update(np.zeros_like(advantages))
+    say("had the advantages been twice as large:")
+    _, twice = update(2 * advantages)
+    if metrics["grad_norm"] > 0:
+        times = [twice[name] / metrics[name] for name in ("grad_norm", "change")]
+        correct(
+            '"Updates to the policy are proportional to the advantage": the gradient is. The limit on its norm, and '
+            f"AdamW, divide by it: {times[0]:.2f} times the norm, {times[1]:.2f} times the change."
+        )
+
+    # ---- what has changed
+    heading("8. The same completions after the update", "training.rollout.score")
+    after = terms(np.asarray(programs.scorer(updated, batch).logprobs), batch, algorithm)
+    show_terms(tokens, after, mask)
+    say(f"loss of a second pass over this rollout: {after.loss:.4f}")
+    probability = [np.exp(np.where(mask, logprobs, 0).sum(-1)).ravel() for logprobs in (start, after.logprobs)]
+    wanted, moved = np.sign(advantages.ravel()).astype(int), np.sign(probability[1] - probability[0]).astype(int)
+    columns = {"completion": [repr(str(text)) for group in rollout.texts for text in group], "A": advantages.ravel()}
+    columns |= {"π before": probability[0], "π after": probability[1]}
+    words = np.array(["down", "", "up"])
+    table(columns | {"expected": words[wanted + 1], "moved": words[moved + 1]})
+    ratio, low, high = after.ratio[mask], 1 - config.epsilon_low, 1 + config.epsilon_high
+    if metrics["grad_norm"] > 0:  # with nothing learned, there are no numbers that show it
+        correct(
+            '"Its generation probability will be increased" for A > 0 is likely, not certain: completions share all '
+            f"weights. Here {(moved == wanted)[wanted != 0].sum()} of {(wanted != 0).sum()} moved as expected.",
+            'The clip does not "limit how much the probability ratio can increase": in a step from 1 it has no say, '
+            f"and {((ratio < low) | (ratio > high)).sum()} of {ratio.size} ratios are now outside {low:g} to {high:g}, "
+            f"the largest {ratio.max():.2f}. Of tokens beyond it takes the slope, in the next pass.",
+            "π_ref is not the pre-update model with its per_token_logps: that is π_old. In the next rollout π_old is "
+            f"the policy of now, and the KL to it {F.kl_k3(after.logprobs, after.logprobs)[mask].mean():.4f}; to the "
+            f"start, which π_ref stays, it is {after.kl[mask].mean():.4f}, and that alone keeps the policy near the "
+            "start.",
+        )
+    return Walk(name, rollout.rewards, advantages, before, after, metrics, moved)
+
+
+def task_of(config: Config, pretrained: Pretrained) -> Task:
+    """The prompts as a task, all of them at every step."""
+    tokenizer, eos_ids = pretrained.tokenizer, pretrained.eos_ids
+    encoded = encode_prompts(
+        tokenizer, config.prompts, eos_ids=eos_ids, max_prompt_tokens=config.max_prompt_tokens, overlong=config.overlong
+    )
+    examples = [{"prompt": config.prompts[i], "answer": config.answers[i]} for i in encoded.kept]
+    prompts = pad_prompts(encoded.token_ids, examples, width=max(map(len, encoded.token_ids)), pad_id=0)
+    vocab_size = pretrained.config.vocab_size
+    return Task(lambda step: prompts, answer, prompts, tokenizer.decode, eos_ids, 0, vocab_size, open_ended=True)
+
+
+@partial(jax.jit, static_argnums=2)
+def _terms(logprobs: jax.Array, batch: Batch, algorithm: Algorithm) -> Terms:
+    arrays = batch.old_logprobs, batch.advantages, batch.completion_mask
+
+    def term(logprobs):
+        return algorithm.term(logprobs, *arrays, **algorithm.constants)
+
+    weights = algorithm.aggregation(batch.completion_mask)
+    loss, _ = algorithm.loss(logprobs, *arrays, ref_logprobs=batch.ref_logprobs, weights=weights)
+    ratio = jnp.exp(F.token_log_ratio(logprobs, batch.old_logprobs, batch.completion_mask))
+    slope = jax.grad(lambda logprobs: term(logprobs).sum())(logprobs)
+    return Terms(logprobs, ratio, term(logprobs), slope, F.kl_k3(logprobs, batch.ref_logprobs), loss)
+
+
+def terms(logprobs: np.ndarray, batch: Batch, algorithm: Algorithm) -> Terms:
+    """The loss of a batch at these log-probabilities, and what it is made of."""
+    return jax.tree.map(np.asarray, _terms(logprobs, batch, algorithm))
+
+
+# ---- the page
+
+
+def heading(title: str, functions: str) -> None:
+    """Of a step, with what computes it."""
+    CONSOLE.print(f"\n[bold]{title}[/]\n[dim]grpo_jax: {functions}[/]")
+
+
+def say(text: str) -> None:
+    """Words and numbers as they are."""
+    CONSOLE.print(text, markup=False)
+
+
+def correct(*corrections: str) -> None:
+    """What is wrong in the chapter."""
+    for text in corrections:
+        CONSOLE.print(Padding(f"[yellow]Correction:[/] {escape(text)}", (0, 0, 0, 2)))
+
+
+def show_terms(tokens: list[str], terms: Terms, mask: np.ndarray) -> None:
+    """A row a token."""
+    columns = {
+        "ratio": terms.ratio,
+        "−min(ρA, clip(ρ)A)": terms.term,
+        "its slope by log π": terms.slope,
+        "k3": terms.kl,
+    }
+    table({"token": tokens} | {name: np.asarray(values)[mask] for name, values in columns.items()})
+
+
+def table(columns: Mapping[str, Any]) -> None:
+    """Columns of words and numbers."""
+    page = Table(box=box.SIMPLE_HEAD)
+    for number, name in enumerate(columns):
+        page.add_column(name, justify="right" if number else "left")
+    for row in zip(*columns.values(), strict=True):
+        page.add_row(*(escape(x) if isinstance(x, str) else f"{round(float(x), 4) + 0.0:.4f}" for x in row))
+    CONSOLE.print(page)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config, prog="python -m experiments.walkthrough", description=__doc__))
+    except UsageError as error:
+        cli.refuse(str(error))
