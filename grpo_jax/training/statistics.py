@@ -101,7 +101,8 @@ def bootstrap(values: np.ndarray, *, level: float = 0.95, resamples: int = 10_00
       seed: of the resampling: the same bounds every time.
 
     Returns:
-      The mean and its interval; NaN bounds for one prompt, or where all values are equal and neither 0 nor 1.
+      The mean and its interval; NaN bounds for fewer prompts than can have such a level (6 for 0.95), or where all
+      values are equal and neither 0 nor 1.
 
     Raises:
       UsageError: there are no values, or an impossible level or number of resamples.
@@ -126,7 +127,7 @@ def paired_difference(
       level, resamples, seed: as in `bootstrap`.
 
     Returns:
-      The mean of after − before and its interval; NaN bounds where all changes are equal.
+      The mean of after − before and its interval; NaN bounds where all changes are equal, or too few.
 
     Raises:
       UsageError: the numbers of prompts differ, or as in `bootstrap`.
@@ -145,7 +146,8 @@ def _percentiles(values: np.ndarray, level: float, resamples: int, seed: int) ->
     if not 0 < level < 1 or resamples < 1:
         raise UsageError(f"level is {level} and resamples {resamples}: take a level between 0 and 1, and at least one")
     count, mean = len(values), float(np.mean(values))
-    if np.all(values == values[0]):
+    # Bounds from resampling lie between the extreme values, and those hold a median with probability 1 − 2^(1 − M).
+    if np.all(values == values[0]) or 2.0 ** (1 - count) > 1 - level:
         return Interval(mean, np.nan, np.nan)
     quantile = special.stdtrit(count - 1, (1 + level) / 2)
     tail = float(special.ndtr(-np.sqrt(count / (count - 1)) * quantile))
