@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from html import escape
@@ -193,13 +193,36 @@ def _options_html(file: Path) -> str:
 
 def _ending_html(curves: Curves, phases: Sequence[str]) -> str:
     """The last value of what to look at first, by phase."""
-    rows: dict[str, dict[str, Any]] = {"step": {}}
-    for name, lines in curves.items():
-        for phase, points in lines.items():
-            rows["step"][phase] = max(rows["step"].get(phase, 0), points[-1][0])
-            if _rank(name) < len(_FIRST):
-                rows.setdefault(name, {})[phase] = _last(points)
-    return _table(phases, rows) if curves else "<p>This run has no metrics yet.</p>"
+    steps = {phase: max(lines[phase][-1][0] for lines in curves.values() if phase in lines) for phase in phases}
+    means = _without_bounds(curves)
+    last = {  # of bounds those beside the last mean, which may have none
+        name: {phase: _last(points) if name in means else points[-1][1] for phase, points in lines.items()}
+        for name, lines in curves.items()
+    }
+    first = {name: values for name, values in last.items() if _rank(name) < len(_FIRST)}
+    return _table(phases, {"step": steps} | _with_bounds(first)) if curves else "<p>This run has no metrics yet.</p>"
+
+
+def _bounds_of(name: str, names: Container[str]) -> tuple[str, str] | None:
+    """Names of the bounds of a metric's interval, if it has one."""
+    bounds = f"{name}_low", f"{name}_high"
+    return bounds if bounds[0] in names and bounds[1] in names else None
+
+
+def _without_bounds(names: Collection[str]) -> list[str]:
+    bounds = {bound for name in names for bound in _bounds_of(name, names) or ()}
+    return [name for name in names if name not in bounds]
+
+
+def _with_bounds(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows of a table, with the bounds of an interval in the cell of its mean."""
+
+    def cell(name: str, column: str) -> Any:
+        value, bounds = rows[name].get(column), _bounds_of(name, rows)
+        low, high = (rows[bound].get(column) for bound in bounds) if bounds else (None, None)
+        return value if value is None or low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+    return {name: {column: cell(name, column) for column in rows[name]} for name in _without_bounds(rows)}
 
 
 def _last(points: Points) -> float | None:
@@ -207,17 +230,19 @@ def _last(points: Points) -> float | None:
 
 
 def _results_html(file: Path) -> str:
-    """The experiment's own table: objects are rows, other values are listed; what is no table is shown as it is."""
+    """The experiment's own table: objects are columns, other values are listed; what is no table is shown as it is."""
     if not file.exists():
         return ""
     results = _parse(file.read_bytes(), file)
     values = results.values() if isinstance(results, dict) else [results]
     if any(isinstance(x, list | dict) for v in values for x in (v.values() if isinstance(v, dict) else [v])):
         return _folded("results.json", f"<div class=text>{_text(results)}</div>")
-    rows = {name: row for name, row in results.items() if isinstance(row, dict)}
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    others = {name: value for name, value in results.items() if name not in rows}
-    return f"<div><h3>Results</h3>{_table(columns, rows) if rows else ''}{_pairs(others)}</div>"
+    columns = {name: column for name, column in results.items() if isinstance(column, dict)}
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = {name: {title: column.get(name) for title, column in columns.items()} for name in names}
+    others = {name: value for name, value in results.items() if name not in columns}
+    table = _table(list(columns), _with_bounds(rows)) if rows else ""
+    return f"<div><h3>Results</h3>{table}{_pairs(others)}</div>"
 
 
 # ---- curves
@@ -253,18 +278,32 @@ def _curves_html(metrics: Curves, times: Curves, phases: Sequence[str]) -> str:
 def _charts_html(curves: Curves, phases: Sequence[str]) -> str:
     """A chart for each metric that has a value."""
     html = ""
-    for name, lines in curves.items():
-        drawn = {phase: _thin(lines.get(phase, ())) for phase in phases}
+    for name in _without_bounds(curves):
+        drawn = {phase: _thin(curves[name].get(phase, ())) for phase in phases}
         drawn = {phase: points for phase, points in drawn.items() if any(value is not None for _, value in points)}
-        html += _chart_html(name, drawn, phases) if drawn else ""
+        bounds = [curves[bound] for bound in _bounds_of(name, curves) or ()]
+        bands = {phase: _band(*(bound.get(phase, ()) for bound in bounds)) for phase in drawn}
+        html += _chart_html(name, drawn, bands, phases) if drawn else ""
     return f"<div class=charts>{html}</div>" if html else ""
 
 
-def _chart_html(name: str, lines: Mapping[str, Points], phases: Sequence[str]) -> str:
-    """One metric. Phases differ in colour and in dashes."""
+def _band(lows: Points = (), highs: Points = ()) -> Sequence[tuple[int, float, float]]:
+    """Step and bounds of an interval, where there are both."""
+    tops = dict(highs)
+    return [(s, low, top) for s, low in lows if low is not None and (top := tops.get(s)) is not None]
+
+
+def _chart_html(
+    name: str,
+    lines: Mapping[str, Points],
+    bands: Mapping[str, Sequence[tuple[int, float, float]]],
+    phases: Sequence[str],
+) -> str:
+    """One metric. Phases differ in colour and in dashes; an interval is a band around its mean."""
     steps = [step for points in lines.values() for step, _ in points]
     first, last = (min(steps), max(steps)) if min(steps) < max(steps) else (steps[0] - 1, steps[0] + 1)
-    low, high = _limits([value for points in lines.values() for _, value in points if value is not None])
+    values = [value for points in lines.values() for _, value in points if value is not None]
+    low, high = _limits(values + [bound for band in bands.values() for _, *pair in band for bound in pair])
     unit = [*_FIRST.values(), "seconds" if name == "s" or name.endswith("_s") else _text(name)][_rank(name)]
 
     def x(step: float) -> float:
@@ -281,6 +320,10 @@ def _chart_html(name: str, lines: Mapping[str, Points], phases: Sequence[str]) -
             axes += f'<path d="M{x(tick)} {_BOTTOM}v4"/><text x={x(tick)} y={_BOTTOM + 16}>{tick:.0f}</text>'
     for phase, points in lines.items():
         style = f"line l{phases.index(phase) % 4}"
+        edge = [(x(s), y(top)) for s, _, top in bands[phase]] + [(x(s), y(b)) for s, b, _ in reversed(bands[phase])]
+        if edge:
+            corners = "L".join(f"{at} {height}" for at, height in edge)
+            paths += f'<path class="band l{phases.index(phase) % 4}" d="M{corners}Z"/>'
         paths += f'<path class="{style}" d="{_path([(x(s), None if v is None else y(v)) for s, v in points])}"/>'
         key = f'<svg class=key viewBox="0 0 32 10" aria-hidden=true><path class="{style}" d="M2 5H30"/></svg>'
         ending += f"<li>{key}<bdi>{_text(phase)}</bdi> <b>{_cell(_last(points))}</b></li>"

@@ -203,6 +203,20 @@ def test_curves_have_gaps_and_metrics_of_some_steps(tmp_path):
     assert "L" not in drawn
 
 
+def test_an_interval_stands_beside_its_mean_and_is_a_band(tmp_path):
+    lines = metrics(1, 2, 3, clip_low=0.5)
+    lines[0] |= {"heldout_avg": 0.25, "heldout_avg_low": 0.125, "heldout_avg_high": 0.5}
+    lines[2] |= {"heldout_avg": 0.75, "heldout_avg_low": 0.5, "heldout_avg_high": 1.0}
+    results = {"after": {"avg": 0.5, "avg_low": 0.25, "avg_high": 0.75}}
+    page = page_of(tmp_path / "run", lines, results=results)
+    assert page.texts("strong") == ["reward", "heldout_avg", "clip_low"]
+    (band,) = page.find("path", "band")
+    assert len(re.findall(r"[\d.]+ [\d.]+", band[0]["d"])) == 4
+    assert {"0.750 [0.500, 1.000]", "0.500 [0.250, 0.750]"} <= set(page.texts("td"))
+    lines[2]["heldout_avg_low"] = lines[2]["heldout_avg_high"] = None  # as where there is no interval
+    assert "0.75" in page_of(tmp_path / "run", lines).texts("td")
+
+
 def test_long_curves_keep_their_extremes(tmp_path):
     lines = [line for step in range(10_000) for line in metrics(step, grad_norm=float(step == 7_777))]
     page = page_of(tmp_path / "run", lines)
@@ -238,7 +252,8 @@ def test_results_are_a_table_if_they_are_one(tmp_path):
     page = page_of(
         tmp_path / "run", metrics(1), results={"before": {"a": 1, "b": None}, "after": {"c": 2.5}, "sha": "f0"}
     )
-    assert page.texts("th", scope="row")[-2:] == ["before", "after"]
+    assert page.texts("th", scope="col")[-2:] == ["before", "after"]
+    assert page.texts("th", scope="row")[-3:] == ["a", "b", "c"]
     assert page.texts("td")[-6:] == ["1", "–", "–", "–", "–", "2.5"]
     assert page.texts("dd")[-1] == "f0"
     nested = page_of(tmp_path / "run", metrics(1), results={"runs": [{"reward": 1}]})
