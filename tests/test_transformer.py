@@ -110,6 +110,36 @@ def loss_and_grads(hidden_fn, config):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(random_params(config))
 
 
+# ---- several texts in a row
+
+
+@CONFIGS
+def test_packed_texts_are_as_each_alone(config):
+    params, policy = random_params(config), decoder_policy(config)
+    ids = np.random.default_rng(4).integers(0, config.vocab_size, (2, 12), dtype=np.int32)
+    texts = np.array([[1, 1, 1, 1, 2, 3, 3, 3, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+    alone = Transformer(config)
+
+    def one_by_one(params, ids, texts):
+        del texts
+        pieces = [(0, 0, 4), (0, 4, 5), (0, 5, 10), (1, 0, 12)]
+        rows = (ids[None, None, row, start:end] for row, start, end in pieces)
+        states = [alone.apply({"params": params}, row, jnp.arange(row.shape[-1])[None, None])[0] for row in rows]
+        return jnp.concatenate([state[0, 0] for state in states])
+
+    def value(hidden, params):
+        states = hidden(params, ids, texts)
+        states = states[texts > 0] if states.ndim == 3 else states
+        return jnp.sum(jnp.sin(states * jnp.arange(states.shape[0])[:, None])), states
+
+    packed, expected = (
+        jax.jit(jax.value_and_grad(partial(value, f), has_aux=True)) for f in (policy.packed, one_by_one)
+    )
+    ((_, states), grads), ((_, expected_states), expected_grads) = packed(params), expected(params)
+    np.testing.assert_allclose(states, expected_states, rtol=2e-5, atol=2e-5)
+    assert max(relative_differences(grads, expected_grads).values()) < 1e-5
+
+
 # ---- the prompt once, or G times
 
 

@@ -1,4 +1,4 @@
-"""What sampling and training need of a model: four pure functions.
+"""What sampling and training need of a model: four pure functions, and a fifth for packed texts.
 
 Anything that provides them can be trained: the decoder here, an nnx model through
 split and merge, a fake in a test. Letters as in `transformer`.
@@ -30,6 +30,9 @@ class Policy(NamedTuple):
     # -> (hidden [N, D] that predicts the first completion token, decode, cache),
     # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache)
     prefill: Callable[[Params, jax.Array, jax.Array, int, int], tuple[jax.Array, Callable[..., Any], Any]]
+    # (params, ids [N, S], texts [N, S]) -> hidden [N, S, D], of several texts in a row that do not see each other:
+    # numbered from 1, each in one piece, 0 for padding. None: the model cannot be trained on packed texts
+    packed: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
 
 
 def decoder_policy(config: ModelConfig) -> Policy:
@@ -41,7 +44,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
       config: the decoder's shape.
 
     Returns:
-      The four functions.
+      The functions.
 
     Raises:
       UsageError: the attention is one that this machine does not have.
@@ -100,4 +103,11 @@ def decoder_policy(config: ModelConfig) -> Policy:
 
         return last, decode, cache
 
-    return Policy(init, unembedding, hidden, prefill)
+    def packed(params: Params, ids: jax.Array, texts: jax.Array) -> jax.Array:
+        place = jnp.arange(ids.shape[-1])
+        begins = jnp.where(texts != jnp.pad(texts, [(0, 0), (1, 0)])[:, :-1], place, 0)
+        positions = place - jax.lax.cummax(begins, axis=1)
+        state, _ = model.apply(variables(params), ids[:, None], positions[:, None], texts[:, None])
+        return state[:, 0]
+
+    return Policy(init, unembedding, hidden, prefill, packed)

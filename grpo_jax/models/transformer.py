@@ -87,7 +87,8 @@ class Transformer(nn.Module):
         Args:
           ids: int `[N, G, S]`.
           positions: int `[N, G, S]`, from 0 at the first token of the prompt.
-          mask: bool `[N, G, S]`, which of the tokens given may be attended to. None: all.
+          mask: `[N, G, S]`, bool: which of the tokens given may be attended to; or int: several texts in a row, counted
+            from 1, that do not see each other, and 0 for padding. None: all.
           prefix: attended to by all.
           cache: where to write the keys and values of `ids`, and what else to attend to; S is then 1.
 
@@ -355,7 +356,7 @@ def geometry(
     Args:
       config: for the rotations.
       positions: int `[N, G, S]`.
-      mask: bool `[N, G, S]` or None: which of the tokens given may be attended to.
+      mask: `[N, G, S]`, bool or int, or None: which of the tokens given may be attended to, as in `Transformer`.
       prefix: attended to by all, or None.
       cache: None, or the cache that the tokens are written to; then S is 1.
       window: tokens that a token attends to, itself included; None for all.
@@ -373,8 +374,10 @@ def geometry(
         seen = jnp.tril(jnp.ones((width, width), bool))[None, None, None, None]
         keys = positions[:, :, None, None, None, :]
         if mask is not None:
+            text = mask.astype(jnp.int32)
+            of_key, of_query = text[:, :, None, None, None, :], text[:, :, None, None, :, None]
             # Padding attends to itself, so that no row of scores is all −∞. Nobody reads what it computes.
-            seen = seen & (mask[:, :, None, None, None, :] | jnp.eye(width, dtype=bool))
+            seen = seen & ((of_key == of_query) & (of_key > 0) | jnp.eye(width, dtype=bool))
     prefix_seen: Any = None if prefix is None else prefix.mask[:, None, None, None, None, :]
     if window is not None:
         seen = seen & (queries - keys < window)
