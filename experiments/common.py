@@ -13,6 +13,7 @@ from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.checkpoint import params_sha256
 from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, sample_heldout, summary
 from grpo_jax.training.grpo import Programs, train
+from grpo_jax.training.guards import check_graders
 from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.statistics import paired_difference
 
@@ -62,34 +63,52 @@ def against_control(
       avg over the same prompts; and the SHA-256 of the parameters after GRPO.
     """
 
-    def row(params: Params, before: Evaluation | None) -> tuple[dict[str, float], Evaluation]:
+    def held(params: Params) -> tuple[Evaluation, list[Samples]]:
         calls = list(heldout_samples(programs, params, task, config))
         evaluation = evaluate(calls, task)
-        numbers = summary(evaluation)
-        if before:
-            numbers |= paired_difference(evaluation.scores.mean(-1), before.scores.mean(-1)).named("change")
-        return numbers | examine(evaluation, calls), evaluation
+        check_graders(run, task.reward)
+        return evaluation, calls
 
-    def heldout(params: Params) -> dict[str, float]:
-        numbers = summary(evaluate(heldout_samples(programs, params, task, config), task))
-        return {f"heldout_{name}": value for name, value in numbers.items()}
+    def row(evaluation: Evaluation, calls: list[Samples]) -> dict[str, float]:
+        return summary(evaluation) | examine(evaluation, calls)
 
-    first, before = row(params, None)
-    rows, checksum = {"before": first}, ""
+    with run.console.status("compiling, and evaluating the start"):
+        start = held(params)
+    rows, checksum = {"before": row(*start)}, ""
     for phase in phases:
-        reward = task.reward if phase == "grpo" else random_reward(config.seed)
+        latest = {0: start}  # step -> evaluation: no parameters are evaluated twice
+
+        def heldout(params: Params, step: int, latest=latest) -> dict[str, float]:
+            if step not in latest:
+                latest.clear()
+                latest[step] = held(params)
+            return {f"heldout_{name}": value for name, value in summary(latest[step][0]).items()}
+
         state = train(
-            policy, params, task, config, run, phase=phase, reward=reward, programs=programs, evaluate=heldout
+            policy,
+            params,
+            task,
+            config,
+            run,
+            phase=phase,
+            reward=task.reward if phase == "grpo" else random_reward(config.seed),
+            programs=programs,
+            evaluate=heldout,
         )
-        rows["after" if phase == "grpo" else phase], _ = row(join(state.params, split(params)[1]), before)
+        end = latest.get(config.steps) or held(join(state.params, split(params)[1]))
+        scores = (evaluation.scores.mean(-1) for evaluation, _ in (end, start))
+        rows["after" if phase == "grpo" else phase] = row(*end) | paired_difference(*scores).named("change")
         checksum = checksum or params_sha256(state.params)
     return rows, checksum
 
 
 def cell(row: Mapping[str, float], name: str) -> str:
-    """A number of a row with its interval, as a table shows it: "0.970 [0.960, 0.980]"; nothing where it has none."""
+    """A number of a row with its interval, as a table shows it: "0.970 [0.960, 0.980]"; nothing where the row
+    has none, and a dash where there is nothing to say."""
     if name not in row:
         return ""
+    if math.isnan(row[name]):
+        return "–"
     low, high = row.get(f"{name}_low", math.nan), row.get(f"{name}_high", math.nan)
     return f"{row[name]:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
 

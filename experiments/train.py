@@ -15,8 +15,8 @@ from pathlib import Path
 
 from experiments.common import PHASES, against_control, cell, finish
 from grpo_jax import cli, terminal
-from grpo_jax.config import GRPOConfig, ModelOptions
-from grpo_jax.tasks.options import TaskOptions, open_task
+from grpo_jax.config import GRPOConfig, ModelOptions, validate
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
@@ -39,6 +39,8 @@ class Config(GRPOConfig, ModelOptions, TaskOptions, cli.RunConfig):
 
 def main(config: Config) -> None:
     """Loads model and task, then trains."""
+    validate(config, num_devices=num_devices(config.devices))  # before a checkpoint is read
+    check_task_options(config)
     model = load_model(config, seed=config.seed)
     with open_task(
         config,
@@ -63,23 +65,29 @@ def run_task(config: Config, model: Loaded, task: Task) -> None:
     phases = PHASES if config.control else PHASES[:1]
     rows, checksum = against_control(model.policy, start, task, config, run, programs, phases=phases)
 
-    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-1:])
+    groups = [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"]
+    telling = [group for group in groups if len(set(group["rewards"])) > 1]  # the others teach nothing
+    terminal.print_groups(run, (telling or groups)[-1:])
     names = [name for name in rows["after"] if not name.endswith(("_low", "_high"))]
     table = {name: [cell(row, name) for row in rows.values()] for name in names}
-    terminal.print_table(run, f"{len(task.heldout.examples)} held-out prompts [95% intervals]", tuple(rows), table)
-    print_ungraded(run)
+    terminal.print_table(run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", tuple(rows), table)
+    print_ungraded(run, config)
     finish(run, rows, checksum, CURVES, started)
 
 
-def print_ungraded(run: RunFolder) -> None:
-    """How many completions got no reward, by reward and reason, if there were any."""
+def print_ungraded(run: RunFolder, config: Config) -> None:
+    """How many completions of the rollouts got no number, by reward and reason, if there were any."""
+    lines = [line for line in run.lines() if line["phase"] == "grpo"]
     counts: dict[str, int] = {}
-    for line in run.lines():
+    for line in lines:
         for name, count in line.items():
             if name.startswith("ungraded_"):
                 counts[name] = counts.get(name, 0) + count
+    sampled = sum(line.get("rollouts", 1) for line in lines if line["step"])
+    total = sampled * config.num_prompts * config.algorithm.group_size
     if counts:
-        terminal.print_table(run, "completions without a reward", ("count",), {n: [c] for n, c in counts.items()})
+        rows = {name: (count, f"{count / total:.1%}") for name, count in counts.items()}
+        terminal.print_table(run, f"without a number, of {total} completions in training", ("count", "share"), rows)
 
 
 if __name__ == "__main__":

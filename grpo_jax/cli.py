@@ -96,9 +96,9 @@ def open_run(config: RunConfig) -> RunFolder:
     del values["run_dir"], values["resume"]
     if not config.resume and (config.run_dir / "config.json").exists():
         raise UsageError(f"another run has just started in {config.run_dir}: try again, or name a --run-dir")
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    trackers = [weights_and_biases(config.wandb, config.run_dir, values)] if config.wandb else []
-    run = RunFolder(config.run_dir, values, trackers=trackers)
+    run = RunFolder(config.run_dir, values)
+    if config.wandb:
+        run.trackers.append(weights_and_biases(config.wandb, config.run_dir, values))
     run.console.print(f"run folder: {config.run_dir}", markup=False, highlight=False, soft_wrap=True)
     return run
 

@@ -302,7 +302,7 @@ def test_a_folder_has_splits(tmp_path):
     assert read_rows(tmp_path) == read_rows(str(tmp_path), split="train") == [{"a": 1}]
     assert read_rows(tmp_path, split="test") == [{"a": 2}]
     sentence = refusal(read_rows, tmp_path, split="validation")
-    assert "has no validation.jsonl: its files of rows are test.json, train.jsonl" in sentence
+    assert "has no validation.jsonl: name one of its files: test.json, train.jsonl" in sentence
     assert "one file and has no split test" in refusal(read_rows, tmp_path / "train.jsonl", split="test")
 
 

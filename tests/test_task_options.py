@@ -41,6 +41,10 @@ def test_a_reward_is_read(text, expected):
         ("length(target=open('x'))", "plain values"),
         ("length(target=1", "cannot be read"),
         ("length(target=1) + 2)", "plain values"),
+        ("length(target=1)(target=7)", "plain values"),
+        ("length(target=1, target=7)", "plain values"),
+        ("a.py:f(x=" + 5000 * "-" + "1)", "plain values"),
+        ("1e400*length(target=1)", "no number"),
     ],
 )
 def test_what_cannot_be_read_is_refused(text, sentence):
@@ -52,9 +56,10 @@ def test_opened_rewards_are_weighted_and_see_whole_groups(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def rank(rows, texts):\n    return [sorted(texts).index(t) + row['bonus'] for row, t in zip(rows, texts)]\n"
     )
-    with open_rewards([f"{tmp_path}/mine.py:rank", "short=0.5*length(maximum=1)"], chunk=2) as rewards:
+    with open_rewards([f"{tmp_path}/mine.py:rank", "short=0.5*length(maximum=1)"], group_size=2) as rewards:
         assert {name: component.weight for name, component in rewards.items()} == {"rank": 1.0, "short": 0.5}
-        rows = [{"bonus": 10}] * 4
+        first, second = {"bonus": 10}, {"bonus": 10}  # two prompts, and what belongs to one shares its row
+        rows = [first, first, second, second]
         completions = [Completion(text, [1] * len(text), True) for text in ("bb", "a", "d", "c")]
         assert rewards["rank"].reward(rows, completions) == [11, 10, 11, 10]
         assert rewards["short"].reward(rows, completions) == [0, 1, 1, 1]
@@ -69,5 +74,5 @@ def test_opened_rewards_are_weighted_and_see_whole_groups(tmp_path):
     ],
 )
 def test_rewards_that_do_not_work_are_refused(texts, sentence):
-    with pytest.raises(UsageError, match=sentence), open_rewards(texts, chunk=2):
+    with pytest.raises(UsageError, match=sentence), open_rewards(texts, group_size=2):
         pass

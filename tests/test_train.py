@@ -66,11 +66,12 @@ def test_own_rows_and_rewards_then_the_checkpoint_evaluated_alone(own, tmp_path,
     assert set(results) == {"before", "after", "params_sha256"}  # no control unless it is asked for
     assert "held-out prompts" in capsys.readouterr().out
 
-    out = tmp_path / "numbers.json"
+    out = tmp_path / "out"
     for num_prompts in (1, 3):  # the task and the length are the run's; how many at once is no matter
         options = evaluate.Options(model=str(tmp_path / "run"), samples=3, num_prompts=num_prompts, seed=3, out=out)
         evaluate.main(options)
-        numbers = json.loads(out.read_text())
+        numbers = json.loads((out / "numbers.json").read_text())
+        assert numbers["options"]["task"] == str(own / "rows.jsonl")
         assert {name: numbers[name] for name in results["after"] if not name.startswith("change")} == {
             name: pytest.approx(value, abs=1e-6, nan_ok=True)
             for name, value in results["after"].items()
@@ -104,7 +105,7 @@ def test_a_run_ends_whatever_a_grader_does_and_counts_it(own, tmp_path, capsys, 
     assert counts == [16, 16]
     assert [line[f"reward_{name}"] for line in lines] == [None, None]
     assert all(np.isfinite(line["reward"]) for line in lines)  # the other reward goes on
-    assert f"the grader of {name} gave no reward" in said
+    assert f"the reward {name} gave" in said
     assert f"ungraded_{name}_{reason}" in said
     # Before, two steps, after: each within the budget, and starting the processes again.
     assert time.monotonic() - started < 90
@@ -117,7 +118,7 @@ def test_gsm8k_says_that_a_story_model_finds_nothing_to_learn(tmp_path, capsys):
     config = cli.parse(train.Config, None, [str(arg) for arg in [*given, "--run-dir", tmp_path / "run", *SMALL]])
     train.main(config)
     said = " ".join(capsys.readouterr().out.split())
-    assert "in every group all rewards are equal, so there is nothing to learn from" in said
+    assert "step 1: in every group all rewards are equal (all are 0), so there is nothing to learn from" in said
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["zero_spread_share"] for line in lines[1:]] == [1, 1]
     assert lines[-1]["heldout_avg"] == 0

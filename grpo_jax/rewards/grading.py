@@ -23,8 +23,9 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.worker import HEADER, MESSAGE_CHARACTERS
@@ -51,7 +52,8 @@ class Grader:
         arguments: Mapping[str, Any] | None = None,
         deadline: float = 10.0,
         budget: float = 60.0,
-        chunk: int | None = None,
+        chunk: int | Literal["prompt"] | None = None,
+        group_size: int = 1,
         workers: int | None = None,
         memory_mb: int | None = None,
         start_deadline: float = 120.0,
@@ -66,7 +68,10 @@ class Grader:
           arguments: None: the function is the reward; else it is called with these keywords and returns the reward.
           deadline: seconds for one call of the function.
           budget: seconds for one call of the grader; what is not graded by then gets None.
-          chunk: completions in one call of the function; None: all of them, for a function that compares them.
+          chunk: completions in one call of the function; "prompt": those of one prompt, which stand side by side and
+            share their example; None: all of them, for a function that compares prompts.
+          group_size: with "prompt", the number of completions that the deadline is meant for. More of them, as in an
+            evaluation, have more time in proportion.
           workers: processes; None: up to four, one for each CPU; always one if `chunk` is None.
           memory_mb: what the function may allocate beyond what loading it took; None: no limit.
           start_deadline: seconds for loading the function.
@@ -77,20 +82,21 @@ class Grader:
         for name, value in (("deadline", deadline), ("budget", budget), ("start_deadline", start_deadline)):
             if not 0 < value < math.inf:
                 raise UsageError(f"{name} is {value}: it must be a positive number of seconds")
-        for name, number in (("chunk", chunk), ("workers", workers), ("memory_mb", memory_mb)):
-            if number is not None and number < 1:
+        numbers = {"chunk": chunk, "group_size": group_size, "workers": workers, "memory_mb": memory_mb}
+        for name, number in numbers.items():
+            if number is not None and number != "prompt" and (isinstance(number, str) or number < 1):
                 raise UsageError(f"{name} is {number}: it must be at least 1")
         self._lock = threading.Lock()
         self.counts = dict.fromkeys(REASONS, 0)
         self.messages: dict[str, str] = {}
         self._name, self._deadline, self._budget, self._chunk = reward, deadline, budget, chunk
+        self._group_size = group_size
         self._start_deadline = start_deadline
         setup = {
             "spec": reward,
             "arguments": None if arguments is None else dict(arguments),
             "path": sys.path,
             "folder": os.getcwd(),
-            "deadline": deadline,
             "memory_mb": memory_mb,
         }
         self._setup = _packed(setup, f"the arguments of the reward {reward!r}")
@@ -132,15 +138,15 @@ class Grader:
 
     def _grade(self, examples: Sequence[Example], completions: Sequence[Completion]) -> list[Number]:
         answers: list[Number] = [None] * len(completions)
-        size = self._chunk or max(1, len(completions))
-        waiting = deque(range(i, min(i + size, len(answers))) for i in range(0, len(answers), size))
+        waiting = deque(self._chunks(examples))
         ends = time.monotonic() + self._budget
         self._replace_the_dead()
         try:
             while (waiting or any(worker.chunk for worker in self._workers)) and time.monotonic() < ends:
                 for worker in self._workers:
                     if waiting and worker.ready and worker.chunk is None:
-                        worker.ask(waiting.popleft(), examples, completions, self._deadline, self._selector)
+                        chunk = waiting.popleft()
+                        worker.ask(chunk, examples, completions, self._deadline_of(chunk), self._selector)
                 for worker, answer in self._listen(ends):
                     self._take(worker, answer, answers, waiting)
         finally:  # also when it is interrupted: no answer may be taken for that of a later question
@@ -151,6 +157,18 @@ class Grader:
         for chunk in waiting:
             self._count("budget", chunk, f"{self._budget} s were over before it was its turn")
         return answers
+
+    def _chunks(self, examples: Sequence[Example]) -> list[range]:
+        """What is asked at once."""
+        count = len(examples)
+        if self._chunk == "prompt":
+            starts = [i for i in range(count) if i == 0 or examples[i] is not examples[i - 1]]
+        else:
+            starts = list(range(0, count, self._chunk or max(1, count)))
+        return [range(start, end) for start, end in pairwise([*starts, count])] if count else []
+
+    def _deadline_of(self, chunk: range) -> float:
+        return self._deadline * (max(1.0, len(chunk) / self._group_size) if self._chunk == "prompt" else 1.0)
 
     def _take(self, worker: "_Worker", answer: dict[str, Any], answers: list[Number], waiting: deque[range]) -> None:
         """Writes what a worker said into `answers`, or counts why it did not."""
@@ -265,7 +283,8 @@ class _Worker:
     def ask(self, chunk: range, examples: Sequence, completions: Sequence, deadline: float, selector: Any) -> None:
         """Sends a chunk."""
         part = slice(chunk.start, chunk.stop)
-        request = _packed((list(examples[part]), list(completions[part])), "examples, for a reward in another process,")
+        arguments = list(examples[part]), list(completions[part]), deadline
+        request = _packed(arguments, "examples, for a reward in another process,")
         self.chunk, self.until = chunk, time.monotonic() + deadline
         self.send(request, selector)
 

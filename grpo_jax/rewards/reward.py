@@ -2,7 +2,9 @@
 
 import asyncio
 import inspect
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,8 +45,9 @@ def score_completions(
     components = {}
     for (name, component), answer in zip(named.items(), answers, strict=True):
         values, applies = _checked(name, answer, len(completions))
-        total += np.where(applies, np.float32(component.weight) * values, 0)
-        applicable |= applies & (component.weight != 0)  # a weight of 0 is for rewards that are only watched
+        if component.weight:  # a weight of 0 is for rewards that are only watched, whatever they are
+            total += np.where(applies, np.float32(component.weight) * values, 0)
+            applicable |= applies
         components[name] = np.where(applies, values, np.nan)
     return Scores(total, applicable, components)
 
@@ -62,6 +65,34 @@ def ungraded_counts(rewards: Reward | Rewards) -> dict[str, int]:
         for name, grader in graders(rewards).items()
         for reason, count in grader.counts.items()
     }
+
+
+def ungraded_messages(rewards: Reward | Rewards) -> dict[str, str]:
+    """A sentence about each reason why graders had nothing to say, by the names of `ungraded_counts`."""
+    return {
+        f"ungraded_{name}_{reason.replace(' ', '_')}": (
+            f"the reward {name} gave {grader.counts[reason]} completions no number ({reason}), so it is left out of "
+            f"theirs: {_place_and_reason(message)}"
+        )
+        for name, grader in graders(rewards).items()
+        for reason, message in list(grader.messages.items())
+    }
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)')
+_OURS = str(Path(__file__).parent)
+
+
+def _place_and_reason(message: str) -> str:
+    """Of a traceback, or of the stack of a process that hung, the user's own line and the last words."""
+    frames = [found for found in _FRAME.finditer(message) if not found["file"].startswith((_OURS, "<frozen"))]
+    # A traceback ends with the innermost frame, a stack of faulthandler begins with it.
+    stack = "most recent call first" in message
+    own = [frame for frame in frames if "site-packages" not in frame["file"] and "/lib/python" not in frame["file"]]
+    place = (own or frames)[0 if stack else -1] if frames else None
+    words = message.strip().splitlines()[0 if stack else -1] if message.strip() else ""
+    words = words.removeprefix("grpo_jax.errors.UsageError: ").split("; the end of its stderr")[0][:300]
+    return f"{words} ({place['file']}, line {place['line']}, in {place['name']})" if place else words
 
 
 def new_counts(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:

@@ -10,6 +10,7 @@ the reward, as the built-in ones always do.
 """
 
 import ast
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from grpo_jax.rewards.grading import Grader
 from grpo_jax.tasks.task import Component, Rewards
 
 _SPEC = re.compile(
-    r"(?:(?P<name>[A-Za-z_]\w*)\s*=)?\s*(?:(?P<weight>[-+]?[\d.]+(?:e[-+]?\d+)?)\s*\*)?\s*"
+    r"(?:(?P<name>[A-Za-z_]\w*)\s*=)?\s*(?:(?P<weight>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*\*)?\s*"
     r"(?P<function>[^()*=]+?)\s*(?:\((?P<arguments>.*)\))?",
     re.DOTALL,
 )
@@ -65,20 +66,22 @@ def parse_reward(text: str) -> Spec:
     try:
         weight = float(found["weight"] or 1)
     except ValueError:
-        raise UsageError(f"the weight of the reward {text!r} is no number: {found['weight']}") from None
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UsageError(f"the weight of the reward {text!r} is no number: {found['weight']}")
     return Spec(found["name"] or own, weight, function, arguments)
 
 
 @contextmanager
 def open_rewards(
-    texts: Sequence[str], *, chunk: int, deadline: float = 10.0, budget: float = 60.0
+    texts: Sequence[str], *, group_size: int, deadline: float = 10.0, budget: float = 60.0
 ) -> Iterator[Rewards]:
     """Rewards that texts name, each in processes of its own, which end with the block.
 
     Args:
       texts: at least one, as for `parse_reward`.
-      chunk: completions in one call; that of the group size gives whole groups to functions that compare them.
-      deadline: seconds for one call.
+      group_size: of training. A call has all completions of one prompt, so that a function can compare them.
+      deadline: seconds for a call of that many completions, in proportion for more.
       budget: seconds for all the completions of a rollout.
 
     Yields:
@@ -97,7 +100,14 @@ def open_rewards(
     with ExitStack() as stack:
         rewards = {}
         for spec in specs:
-            grader = Grader(spec.function, arguments=spec.arguments, deadline=deadline, budget=budget, chunk=chunk)
+            grader = Grader(
+                spec.function,
+                arguments=spec.arguments,
+                deadline=deadline,
+                budget=budget,
+                chunk="prompt",
+                group_size=group_size,
+            )
             rewards[spec.name] = Component(stack.enter_context(grader), spec.weight)
         yield rewards
 
@@ -106,9 +116,12 @@ def _arguments(text: str, written: str) -> dict[str, Any]:
     """Keywords with plain values; nothing is evaluated."""
     try:
         call = ast.parse(f"f({written})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        if call.args or any(keyword.arg is None for keyword in call.keywords):
+        names = [keyword.arg for keyword in call.keywords] if isinstance(call, ast.Call) else [None]
+        # One call of f, by names, each once.
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args or None in names:
+            raise ValueError
+        if len(set(names)) < len(names):
             raise ValueError
         return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError, AssertionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UsageError(f"the arguments of the reward {text!r} must be name=value with plain values") from None

@@ -126,15 +126,15 @@ def main() -> None:
     _send(connection, {"ready": True})
     with asyncio.Runner() as runner:  # one loop for all calls: clients of a service belong to theirs
         while True:
-            _send(connection, _answer(reward, _receive(connection), runner, setup["deadline"]))
+            _send(connection, _answer(reward, _receive(connection), runner))
 
 
-def _answer(reward: Reward, request: bytes, runner: asyncio.Runner, deadline: float) -> dict[str, Any]:
+def _answer(reward: Reward, request: bytes, runner: asyncio.Runner) -> dict[str, Any]:
     """What the function makes of a request: {"values": ...}, or {"reason": ..., "message": ...}."""
     try:
+        examples, completions, deadline = pickle.loads(request)
         # Shortly before it is killed, a function that hangs says on stderr where it is.
         faulthandler.dump_traceback_later(0.9 * deadline, file=STDERR)
-        examples, completions = pickle.loads(request)
         answer = reward(examples, completions)
         if inspect.isawaitable(answer):
             answer = runner.run(_wait(answer))

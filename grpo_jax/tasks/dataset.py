@@ -180,7 +180,9 @@ def text_task(
             heldout = _split(heldout, 0.0, num_heldout)[1]
     if not training or not heldout:
         which = "training" if heldout else "held out"
-        raise UsageError(f"no prompt is left for {which} among {len(rows)} rows: give more rows, or hold out others")
+        raise UsageError(
+            f"no prompt is left for {which} among {len(rows)} rows, where equal prompts go together: give others"
+        )
     train, out = encode(training), encode(heldout)
     # Once more, as ids: two texts that were cut may have become the same prompt.
     known = set() if nothing_held_out else {tuple(ids) for ids in out.token_ids}
@@ -351,13 +353,15 @@ def _file(path: Path, split: str | None, subset: str | None) -> Path:
         names = [f"{split or 'train'}{suffix}" for suffix in SUFFIXES]
         found = [path / name for name in names if (path / name).is_file()]
         if not found:
-            there = ", ".join(sorted(file.name for file in path.iterdir() if file.name.endswith(SUFFIXES))) or "none"
-            raise UsageError(f"{path} has no {names[0]}: its files of rows are {there}")
+            there = ", ".join(sorted(file.name for file in path.iterdir() if file.name.endswith(SUFFIXES)))
+            said = f"name one of its files: {there}" if there else "it has no files of rows"
+            raise UsageError(f"{path} has no {names[0]}: {said}")
         return found[0]
     if not path.exists():
         raise UsageError(f"there is no {path}: name a file, a folder, or a data set of the hub as owner/name")
     if not path.name.endswith(SUFFIXES):
-        raise UsageError(f"{path} is not one of {', '.join(SUFFIXES)}: convert it")
+        known = ", ".join(SUFFIXES)
+        raise UsageError(f"{path} is not one of {known}: convert it, for example by pandas' to_json(lines=True)")
     if split is not None:
         raise UsageError(f"{path} is one file and has no split {split}: leave it out, or name the folder")
     return path

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.rewards.spec import open_rewards
+from grpo_jax.rewards.spec import open_rewards, parse_reward
 from grpo_jax.tasks.countdown import countdown_task
 from grpo_jax.tasks.dataset import read_rows, text_task
 from grpo_jax.tasks.gsm8k import gsm8k_task
@@ -45,9 +45,10 @@ class TaskOptions:
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
     num_heldout: int | None = None
-    """Held-out prompts at most; None: 200, and of your own rows at most a tenth."""
+    """Held-out prompts at most. None: in training 200, and of your own rows at most a tenth; else all."""
     reward_deadline: float = 10.0
-    """Seconds for one call of a reward on a group's completions; it is killed then, and the group has no reward."""
+    """Seconds for one call of a reward, on the completions of one prompt (in proportion for an evaluation that has more
+    of them); it is killed then, and they have no reward."""
     reward_budget: float = 60.0
     """Seconds for all rewards of a kind in a rollout."""
 
@@ -62,6 +63,7 @@ def open_task(
     seed: int,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
+    training: bool = True,
 ) -> Iterator[Task]:
     """The task that the options name; its rewards run in processes that end with the block.
 
@@ -69,9 +71,10 @@ def open_task(
       options: of the command line.
       pretrained: its tokenizer encodes.
       num_prompts: N of a step.
-      group_size: completions in one call of a reward.
+      group_size: completions of a prompt in training.
       seed: of the order of prompts.
       max_prompt_tokens, overlong: as in `encode_prompts`.
+      training: nothing of it is to be trained on, if false: all rows may then be held out.
 
     Yields:
       The task.
@@ -79,18 +82,11 @@ def open_task(
     Raises:
       UsageError: there is no such task, or something of it does not work.
     """
-    if not options.task:
-        raise UsageError("--task is needed: gsm8k, math, countdown, or a file with rows of your own")
-    texts = options.reward or _REWARDS.get(options.task, ())
-    if not texts:
-        raise UsageError(
-            f"--reward is needed for {options.task}: name your function as file.py:function, or exact_answer for rows "
-            "with a column answer"
-        )
+    texts = check_task_options(options)
     chat = bool(pretrained.tokenizer.chat_template) if options.chat is None else options.chat
-    make = _task_maker(options, chat)
+    make = _task_maker(options, training)
     with open_rewards(
-        texts, chunk=group_size, deadline=options.reward_deadline, budget=options.reward_budget
+        texts, group_size=group_size, deadline=options.reward_deadline, budget=options.reward_budget
     ) as rewards:
         yield make(
             pretrained.tokenizer,
@@ -107,23 +103,46 @@ def open_task(
         )
 
 
-def _task_maker(options: TaskOptions, chat: bool) -> Any:
-    """The function that makes the task from a tokenizer and what all tasks need."""
+def check_task_options(options: TaskOptions) -> tuple[str, ...]:
+    """The rewards to open. Refuses what cannot work, before a model is loaded.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    own = options.task not in _REWARDS
+    if not options.task:
+        raise UsageError("--task is needed: gsm8k, math, countdown, or a file with rows of your own")
     if options.data and options.task not in ("gsm8k", "math"):
         raise UsageError("--data belongs to the tasks gsm8k and math: give your own rows as --task")
-    if options.prompt_column != "prompt" and options.task in _REWARDS:
+    if options.task == "math" and not options.data:
+        raise UsageError("--data is needed for math: a file or folder with its problems, or an id on the hub")
+    if options.prompt_column != "prompt" and not own:
         raise UsageError(f"--prompt-column is for rows of your own, not for {options.task}: leave it out")
-    known = 200 if options.num_heldout is None else options.num_heldout
+    texts = options.reward or _REWARDS.get(options.task, ())
+    if not texts:
+        raise UsageError(
+            f"--reward is needed for {options.task}: name your function as file.py:function, or exact_answer for rows "
+            "with a column answer"
+        )
+    for text in texts:
+        parse_reward(text)
+    return tuple(texts)
+
+
+def _task_maker(options: TaskOptions, training: bool) -> Any:
+    """The function that makes the task from a tokenizer and what all tasks need."""
+    most = options.num_heldout
     if options.task == "gsm8k":
         source: dict[str, Any] = {"source": options.data} if options.data else {}
-        return partial(gsm8k_task, num_heldout=known, **source)
-    if options.task == "math":
-        if not options.data:
-            raise UsageError("--data is needed for math: a file or folder with its problems, or an id on the hub")
-        return partial(math_task, rows=math_rows(options.data), num_heldout=known)
+        return partial(gsm8k_task, num_heldout=200 if most is None and training else most, **source)
     if options.task == "countdown":
-        return partial(countdown_task, num_heldout=known)
-    rows = read_rows(options.task)
-    held = min(200, max(1, len(rows) // 10)) if options.num_heldout is None else options.num_heldout
+        return partial(countdown_task, num_heldout=200 if most is None else most)
+    rows = math_rows(options.data) if options.task == "math" else read_rows(options.task)
+    if training:
+        held: dict[str, Any] = {"num_heldout": min(200, max(1, len(rows) // 10)) if most is None else most}
+    else:
+        held = {"heldout_share": 0.0} if most is None or most >= len(rows) else {"num_heldout": most}
+    if options.task == "math":
+        return partial(math_task, rows=rows, **held)
     column: dict[str, Any] = {} if options.template is not None else {"prompt_column": options.prompt_column}
-    return partial(text_task, rows=rows, num_heldout=held, **column)
+    return partial(text_task, rows=rows, **held, **column)

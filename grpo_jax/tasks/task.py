@@ -1,5 +1,6 @@
 """What a task is: prompts as a function of the step, and a reward on text."""
 
+import hashlib
 import zlib
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -92,6 +93,15 @@ def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example],
     return Prompts(ids, mask, list(examples))
 
 
+def fingerprint(task: Task) -> str:
+    """A checksum of the held-out prompts and of those of the first step, with their columns."""
+    digest = hashlib.sha256()
+    for prompts in (task.heldout, task.prompts(0)):
+        digest.update(np.ascontiguousarray(prompts.ids).tobytes() + np.ascontiguousarray(prompts.mask).tobytes())
+        digest.update(repr(prompts.examples).encode(errors="replace"))
+    return digest.hexdigest()
+
+
 def check_num_prompts(num_prompts: int, available: int) -> None:
     """Refuses a step of more prompts than there are.
 
@@ -99,7 +109,9 @@ def check_num_prompts(num_prompts: int, available: int) -> None:
       UsageError: one sentence that says what to change.
     """
     if num_prompts > available:
-        raise UsageError(f"num_prompts is {num_prompts}, but the task has {available} training prompts: lower it")
+        raise UsageError(
+            f"num_prompts is {num_prompts}, but there are {available} training prompts (others are held out): lower it"
+        )
 
 
 def rng(*key: int) -> np.random.Generator:

@@ -171,14 +171,19 @@ def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str
       UsageError: a k is out of range.
     """
     scores, n = evaluation.scores, evaluation.scores.shape[1]
+    # What no reward has graded is no failure.
+    greedy = evaluation.greedy
+    if not evaluation.graded.any():
+        scores, greedy = np.full_like(scores, np.nan), np.full_like(greedy, np.nan)
+    binary = bool(np.isin(scores, (0, 1)).all() and np.isin(greedy, (0, 1)).all())
     ks = [2**i for i in range(1, n.bit_length())] if ks is None else ks
-    estimates = {"avg": scores.mean(-1), "greedy": evaluation.greedy}
+    estimates = {"avg": scores.mean(-1), "greedy": greedy}
     estimates |= {f"pass_at_{k}": best_of(scores, k) for k in ks}
     if evaluation.answers is not None and n > 1:
         estimates[f"maj_at_{n}"] = majority(scores, evaluation.answers)
     numbers: dict[str, float] = {}
     for name, values in estimates.items():
-        numbers |= bootstrap(values).named(name)
+        numbers |= bootstrap(values, binary=binary).named(name)
     if len(evaluation.components) > 1:
         for name, values in evaluation.components.items():
             applies = values[:, :-1][~np.isnan(values[:, :-1])]

@@ -27,7 +27,7 @@ from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import new_counts, ungraded_counts
-from grpo_jax.tasks.task import Reward, Rewards, Task
+from grpo_jax.tasks.task import Reward, Rewards, Task, fingerprint
 from grpo_jax.training import guards
 from grpo_jax.training.dynamic_sampling import sample_with_spread
 from grpo_jax.training.parallel import data_parallel, num_devices, replicate
@@ -74,7 +74,7 @@ def train(
     phase: str = "grpo",
     reward: Reward | Rewards | None = None,
     programs: "Programs | None" = None,
-    evaluate: Callable[[Params], dict[str, float]] | None = None,
+    evaluate: Callable[[Params, int], dict[str, float]] | None = None,
 ) -> TrainState:
     """Trains a policy by GRPO, continuing from the newest checkpoint of this phase in the run.
 
@@ -88,7 +88,7 @@ def train(
       phase: names them.
       reward: in place of the task's.
       programs: compiled functions, to share them between phases; made here if None.
-      evaluate: (params) -> numbers to log, called every `config.eval_every` steps.
+      evaluate: (params, step) -> numbers to log, called at step 0, every `config.eval_every` steps, and at the end.
 
     Returns:
       The final state; `lora.join(state.params, frozen)` with what `lora.split(params)` calls frozen are the policy's.
@@ -101,6 +101,7 @@ def train(
     algorithm, reward = config.algorithm, reward or task.reward
     for note in task.notes:
         run.warn_once(note, note)
+    run.keep_task(fingerprint(task))
     devices = num_devices(config.devices)
     reference = replicate(params, devices)
     start, frozen = split(reference)
@@ -111,7 +112,7 @@ def train(
         state, done = checkpoints.restore(lambda: programs.init_state(start))
         run.rewind(phase, done)
         if evaluate and config.eval_every and done == 0:
-            run.log(phase, 0, evaluate(join(state.params, frozen)))
+            run.log(phase, 0, evaluate(join(state.params, frozen), 0))
         with run.progress(phase, config.steps, done) as show:
             for step in range(done, config.steps):
                 # ---- rollout: a group of completions for each prompt, and their rewards
@@ -136,11 +137,12 @@ def train(
 
                 # ---- log
                 evaluated: dict[str, float] = {}
-                if evaluate and config.eval_every and (step + 1) % config.eval_every == 0:
+                is_last = step + 1 == config.steps
+                if evaluate and config.eval_every and ((step + 1) % config.eval_every == 0 or is_last):
                     with run.timed("evaluate"):
-                        evaluated = evaluate(join(state.params, frozen))
+                        evaluated = evaluate(join(state.params, frozen), step + 1)
                 run.log(phase, step + 1, sampled | penalty | correction | metrics | evaluated)
-                if config.rollouts_every and (step % config.rollouts_every == 0 or step + 1 == config.steps):
+                if config.rollouts_every and (step % config.rollouts_every == 0 or is_last):
                     run.log_rollout(phase, step + 1, readable(rollout, advantages, task))
                 trained = config.epochs * int(batch.prompt_mask.sum() + batch.completion_mask.sum())
                 run.log_times(
@@ -150,8 +152,8 @@ def train(
                     update_flops=update_flops(state.params, frozen, trained),
                     peak_flops=peak_flops(devices),
                 )
-                show(step + 1, f"reward {sampled['reward'] or 0:.3f}")
-                if step + 1 == config.steps or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
+                show(step + 1, "no reward" if sampled["reward"] is None else f"reward {sampled['reward']:.3f}")
+                if is_last or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
                     checkpoints.save(state, step + 1)
     return state
 
@@ -189,9 +191,14 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
         )
-    if config.filter_metric and config.filter_metric not in (task.reward if isinstance(task.reward, Mapping) else ()):
-        named = ", ".join(task.reward) if isinstance(task.reward, Mapping) else "none"
-        raise UsageError(f'filter_metric "{config.filter_metric}" is no component of the rewards, which are: {named}')
+    if config.filter_metric:
+        rewards = task.reward if isinstance(task.reward, Mapping) else {}
+        counting = [name for name, component in rewards.items() if component.weight]
+        if config.filter_metric not in counting:
+            raise UsageError(
+                f'filter_metric "{config.filter_metric}" is no reward with a weight; such are: '
+                f"{', '.join(counting) or 'none, for the reward has no parts'}"
+            )
     algorithm = config.algorithm
     learning_rate = learning_rate_schedule(
         config.learning_rate,
@@ -235,21 +242,23 @@ def sample_step(
     run: RunFolder,
 ) -> tuple[Rollout, dict[str, Any]]:
     """The groups that a step learns from, and metrics of all that it sampled for them."""
-    first = step * config.max_rollouts
 
     def draw(number: int) -> Rollout:
-        key = step_key(config.seed, _SAMPLING, first + number)
-        return roll_out(programs.sampler, params, task.prompts(first + number), task, reward, temperature, key)
+        # The first of each step are those of a run without further ones, so that every epoch has all its prompts. The
+        # others are further on in the same order.
+        index = step if number == 0 else config.steps + step * (config.max_rollouts - 1) + number - 1
+        key = step_key(config.seed, _SAMPLING, index)
+        return roll_out(programs.sampler, params, task.prompts(index), task, reward, temperature, key)
 
     # In place of the task's rewards there may be one that is a single number.
     metric = config.filter_metric if isinstance(reward, Mapping) else ""
     ungraded = ungraded_counts(reward)
     rollout, everything, rollouts = sample_with_spread(draw, max_rollouts=config.max_rollouts, metric=metric)
     metrics = rollout_metrics(everything) | new_counts(ungraded, ungraded_counts(reward))
-    guards.check_rollout(run, everything, task)
+    guards.check_rollout(run, everything, task, step + 1)
     guards.check_graders(run, reward)
     if config.max_rollouts > 1:
-        share = float(zero_spread(rollout, metric).mean())
+        share = float(zero_spread(rollout).mean())
         guards.check_filled(run, rollouts, share)
         metrics |= {"rollouts": rollouts, "update_zero_spread_share": share}
     return rollout, metrics

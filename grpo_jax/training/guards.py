@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.reward import graders
+from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.tasks.task import Reward, Rewards, Task
 from grpo_jax.training.rollout import Rollout, zero_spread
 from grpo_jax.training.run import RunFolder
@@ -49,8 +49,8 @@ def check_length(run: RunFolder, task: Task, max_tokens: int, longest: int | Non
         )
 
 
-def check_rollout(run: RunFolder, rollout: Rollout, task: Task) -> None:
-    """Warns of rollouts that teach nothing."""
+def check_rollout(run: RunFolder, rollout: Rollout, task: Task, step: int) -> None:
+    """Warns of rollouts that teach nothing. `step` is counted from 1."""
     if not np.isfinite(rollout.rewards).all():
         run.warn_once("reward", "the reward function returned NaN or infinity: such a step is skipped")
     if rollout.completions.truncated.all() and not task.open_ended:
@@ -63,21 +63,20 @@ def check_rollout(run: RunFolder, rollout: Rollout, task: Task) -> None:
     elif zero_spread(rollout).all():
         run.warn_once(
             "spread",
-            "in every group all rewards are equal, so there is nothing to learn from: choose easier or harder "
-            "prompts, larger groups or a finer reward",
+            f"step {step}: in every group all rewards are equal{_which(rollout)}, so there is nothing to learn from: "
+            "choose easier or harder prompts, larger groups or a finer reward",
         )
 
 
+def _which(rollout: Rollout) -> str:
+    values = np.unique(rollout.rewards[rollout.applicable])
+    return f" (all are {values[0]:g})" if len(values) == 1 else ""
+
+
 def check_graders(run: RunFolder, rewards: Reward | Rewards) -> None:
-    """Says what a grader could not grade, the first time for each reason."""
-    for name, grader in graders(rewards).items():
-        for reason, message in list(grader.messages.items()):
-            lines = message.strip().splitlines() or [""]
-            run.warn_once(
-                f"grader {name} {reason}",
-                f"the grader of {name} gave no reward ({reason}): {lines[-1][:300]}; such completions do not count, "
-                f"metrics.jsonl counts them as ungraded_{name}_{reason.replace(' ', '_')}",
-            )
+    """Says what graders could not grade, the first time for each reason."""
+    for name, message in ungraded_messages(rewards).items():
+        run.warn_once(name, f"{message}. Such completions of training are counted as {name} in metrics.jsonl")
 
 
 def check_filled(run: RunFolder, rollouts: int, share: float) -> None:

@@ -183,7 +183,9 @@ def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     lengths = np.asarray(completions.completion_mask).sum(-1)
     counts = np.maximum(rollout.applicable.sum(-1, keepdims=True), 1)
     group_mean = np.where(rollout.applicable, rollout.rewards, 0).sum(-1, keepdims=True) / counts
-    above = np.where(rollout.applicable, rollout.rewards - group_mean, 0)
+    # Of equal rewards the mean may be off by rounding.
+    counted = rollout.applicable & ~zero_spread(rollout)[:, None]
+    above = np.where(counted, rollout.rewards - group_mean, 0)
     moments = {"reward": rollout.rewards[rollout.applicable]}
     if len(components) > 1:
         moments |= {f"reward_{name}": values[~np.isnan(values)] for name, values in components.items()}
@@ -213,7 +215,7 @@ def zero_spread(rollout: Rollout, metric: str = "") -> np.ndarray:
     applicable = ~np.isnan(values) if metric else rollout.applicable
     highest = np.where(applicable, values, -np.inf).max(-1)
     lowest = np.where(applicable, values, np.inf).min(-1)
-    return (highest == lowest) | ~applicable.any(-1)
+    return ~(highest > lowest)  # so it is of a group without any, and of one with NaN, which no step can use
 
 
 def _mean(values: np.ndarray) -> float | None:

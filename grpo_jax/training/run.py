@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from grpo_jax.errors import UsageError
 from grpo_jax.training.checkpoint import Checkpoints
 from grpo_jax.training.throughput import peak_memory_mb
-from grpo_jax.training.trackers import Tracker, tensorboard
+from grpo_jax.training.trackers import tensorboard
 
 # Files whose lines carry "phase" and "step".
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
@@ -42,7 +42,6 @@ class RunFolder:
         config: dict[str, Any],
         *,
         console: Console | None = None,
-        trackers: Sequence[Tracker] = (),
     ) -> None:
         """Creates `path` with config.json, or opens it to continue.
 
@@ -50,14 +49,13 @@ class RunFolder:
           path: of the folder.
           config: every option, as JSON can hold it.
           console: where words go; None: the terminal.
-          trackers: besides TensorBoard's.
 
         Raises:
           UsageError: `path` holds a run with another configuration, or something else than a run.
         """
         self.path = path
         self.console = console or Console()
-        self._trackers = [tensorboard(path / "tensorboard"), *trackers]
+        self.trackers = [tensorboard(path / "tensorboard")]
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
@@ -72,6 +70,18 @@ class RunFolder:
                     f"{', '.join(differing)} differ from the run in {path}: leave them out, or start a new run"
                 ) from None
         self.compilations = count_compilations()
+
+    def keep_task(self, fingerprint: str) -> None:
+        """Notes which prompts the run is of.
+
+        Raises:
+          UsageError: the run is resumed, and they are others.
+        """
+        file = self.path / "task.json"
+        if not file.exists():
+            write_json(file, {"fingerprint": fingerprint})
+        elif json.loads(file.read_text())["fingerprint"] != fingerprint:
+            raise UsageError(f"the prompts of the task are no longer those of the run in {self.path}: start a new run")
 
     # ---- lines
 
@@ -126,7 +136,7 @@ class RunFolder:
             kept = [line for line in complete if not _is_later(json.loads(line), phase, step)]
             write_text(file, "".join(line + "\n" for line in kept))
         lines = [line for name in _NUMBER_FILES for line in self.lines(name) if line["phase"] == phase]
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             tracker.restart(phase, lines)
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -136,7 +146,7 @@ class RunFolder:
 
     def _log(self, name: str, record: dict[str, Any]) -> None:
         self._append(name, record)
-        for tracker in self._trackers:
+        for tracker in self.trackers:
             tracker.log(record)
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
@@ -168,7 +178,7 @@ class RunFolder:
             TextColumn("{task.fields[words]}"),
         )
         with Progress(*columns, console=self.console) as bar:
-            task = bar.add_task(phase, total=total, completed=completed, words="")
+            task = bar.add_task(phase, total=total, completed=completed, words="compiling")
             yield lambda step, words="": bar.update(task, completed=step, words=words)
 
     def warn_once(self, name: str, message: str) -> None:

@@ -86,16 +86,19 @@ def majority(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]]) -
     return np.mean(scores, axis=-1, where=chosen)
 
 
-def bootstrap(values: np.ndarray, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0) -> Interval:
+def bootstrap(
+    values: np.ndarray, *, binary: bool = True, level: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> Interval:
     """The mean of a value a prompt, with an interval from resampling prompts.
 
     Percentiles of the resampled means, further out for few prompts: their tail probability is
     Φ(−√(M / (M − 1)) t), with t the quantile of Student's distribution at M − 1 degrees ("expanded percentile",
-    1411.5279). Resampling says nothing where all values are equal: if all are 0, or all are 1, they are taken for
-    shares of right answers, and the bounds are Clopper and Pearson's.
+    1411.5279). Resampling says nothing where all values are equal: shares of right answers that are all 0, or all 1,
+    have Clopper and Pearson's bounds.
 
     Args:
       values: `[M]`.
+      binary: whether they are shares of right answers, and no other rewards. Default: they are.
       level: of confidence. Default 0.95.
       resamples: how many. Default 10,000, enough for two digits of an interval's width (1411.5279).
       seed: of the resampling: the same bounds every time.
@@ -109,7 +112,7 @@ def bootstrap(values: np.ndarray, *, level: float = 0.95, resamples: int = 10_00
     """
     values = np.asarray(values, np.float64)
     interval = _percentiles(values, level, resamples, seed)
-    if len(values) > 1 and np.all(values == values[0]) and values[0] in (0, 1):
+    if binary and len(values) > 1 and np.all(values == values[0]) and values[0] in (0, 1):
         unseen = 1 - ((1 - level) / 2) ** (1 / len(values))  # the largest share of others that could have been missed
         return interval._replace(low=values[0] * (1 - unseen), high=min(1.0, values[0] + unseen))
     return interval

@@ -9,12 +9,15 @@ import jax
 # Dense bfloat16 products a second, from the vendors' data sheets, by a part of JAX's device_kind.
 _PEAK_FLOPS = {
     "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
     "TPU v6": 918e12,
-    "TPU v5p": 459e12,
     "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
     "TPU v4": 275e12,
 }
 

@@ -1,6 +1,7 @@
 """Where the lines of a run go besides its files: TensorBoard, Weights & Biases.
 
-They are views of metrics.jsonl and times.jsonl: what a resumed run writes again replaces what was there.
+They are views of metrics.jsonl and times.jsonl. What a resumed run writes again replaces what was there in TensorBoard;
+Weights & Biases cannot take back a line, and is sent it again, under the same step.
 """
 
 import json
