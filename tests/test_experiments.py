@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 STORIES_MODEL = ROOT.parent / "shared/data/stories260K-hf"
 needs_stories = pytest.mark.skipif(not STORIES_MODEL.exists(), reason="needs the stories260K model")
 FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "results.json", "report.html"}
-FILES |= {"curves.png", "tensorboard", "checkpoints", "model"}
+FILES |= {"curves.png", "task.json", "tensorboard", "checkpoints", "model"}
 SMALL = ["--warm-steps", "4", "--warm-batch", "8", "--steps", "2", "--num-prompts", "8", "--eval-every", "1"]
 
 
