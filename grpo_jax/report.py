@@ -32,15 +32,6 @@ _MAIN = ("model", "preset", "steps", "num_prompts", "group_size", "max_tokens", 
 # Curves to look at first, in this order: those that tell whether the run learns, then those that tell why it does not.
 _HEALTH = ("reward", "heldout_avg", "kl", "entropy", "zero_spread_share")
 _CAUSES = ("heldout_*", "length_mean", "truncated_share", "ungraded_*", "clip*", "ratio*", "sampler_mismatch")
-    "heldout_*",
-    "length_mean",
-    "truncated_share",
-    "ungraded_*",
-    "clip*",
-    "ratio*",
-    "sampler_mismatch",
-    "grad_norm",
-)
 _FIRST = (*_HEALTH, *_CAUSES, "grad_norm")
 # Whose last values are shown unfolded, and with them the sums of ungraded_*.
 _ENDING = (*_HEALTH, "truncated_share", "length_mean")
@@ -431,7 +422,8 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
     size = max(abs(low), abs(high))
     if size < 1e-30 or low == high == 1:
         return 0.0, 1.0
-    middle, half = (low + high) / 2, 0.55 * (high - low) if high - low > 1e-3 * size else 0.1 * size
+    spread = high - low if high - low > 1e-3 * size else 0.2 * size
+    middle, half = (low + high) / 2, 0.55 * spread
     return (middle - half if low < 0 else max(middle - half, 0.0)), middle + half
 
 

@@ -181,6 +181,7 @@ class RunFolder:
         if name in self._warned:
             return
         self._warned.add(name)
+        message = message.encode(errors="replace").decode()  # lone surrogates would end the run here
         self.console.print(f"[yellow]warning:[/] {escape(message)}")
         known = self.lines("warnings.jsonl")
         if {"message": message} not in known:  # the file is written whole: `rewind` mends none without phases
