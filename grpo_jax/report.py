@@ -86,7 +86,7 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
     """Writes report.html into the folder of a run, finished or not.
 
     The page has at most 5 MB. Of rollouts that are too many it shows evenly spaced steps, the first and the last
-    among them, and says so.
+    among them, and of texts that are too long their beginning, and says so.
 
     Args:
       folder: of the run.
@@ -108,7 +108,7 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
     if unknown := [phase for phase in phases if phase not in found]:
         raise UsageError(f"{folder} has no lines of a phase {unknown[0]!r}: its phases are {found}")
     shown = [phase for phase in found if phase in phases or not phases]
-    curves = _curves(metrics, shown)
+    curves = _curves(_with_zeros(metrics), shown)
     ends = {line["phase"]: line["step"] for line in metrics if line["phase"] in shown}
     parts = {
         "title": _text(folder.resolve().name),
@@ -319,6 +319,12 @@ def _curves(lines: Sequence[Line], phases: Sequence[str]) -> Curves:
                 finite = value if value is not None and abs(value) < 1e300 else None
                 curves.setdefault(name, {}).setdefault(line["phase"], []).append((line["step"], finite))
     return {name: curves[name] for name in sorted(curves, key=_rank)}
+
+
+def _with_zeros(metrics: Sequence[Line]) -> list[Line]:
+    """Ungraded completions are logged where there are some: of the other rollouts their number is 0."""
+    none = {name: 0 for line in metrics for name in line if name.startswith("ungraded_")}
+    return [none | dict(line) if "reward" in line else line for line in metrics]
 
 
 def _rank(name: str) -> int:

@@ -299,6 +299,7 @@ def test_how_it_ended_shows_a_few_numbers_and_when_they_were_logged(tmp_path):
     assert names[5:] == ["heldout_length", "grad_norm"]  # folded
     cells = ["25", "2.5", "0.500 [0.250, 0.750] (step 20)", "0.5", "5", "7 (step 20)", "2"]
     assert page.texts("td")[1:6] + page.texts("td")[7:] == cells
+    assert page.lines("ungraded_answer_timeout")[0][2:8] == [[3, 0], [4, 2], [5, 0], [6, 0], [7, 0], [8, 3]]
     ends = dict(zip(page.texts("strong"), page.texts("b"), strict=True))  # beside the curves
     assert (ends["kl"], ends["heldout_avg"], ends["heldout_length"]) == ("0.5", "0.5 (step 20)", "7 (step 20)")
 
