@@ -1,7 +1,7 @@
 """Writes a run as a page that people can read: report.html, which opens from disk and asks nothing of the network.
 
-It shows how the run ended, its curves, and groups of completions side by side, with rewards, advantages and the
-probabilities of tokens. `write_report` does the same from Python, also while the run goes on.
+It shows what the run warned of, how it ended, its curves, and groups of completions side by side, with rewards,
+advantages and the probabilities of tokens. `write_report` does the same from Python, also while the run goes on.
 
   python -m grpo_jax.report runs/stories
 """
@@ -29,20 +29,38 @@ MAX_BYTES = 5_000_000  # of the page; groups are left out to keep to it
 _FOLD = 700  # characters of a completion that are shown unfolded
 _PARTS = 120  # of a long curve, each drawn by its lowest and its highest point
 _MAIN = ("model", "preset", "steps", "num_prompts", "group_size", "max_tokens", "learning_rate", "kl_coef", "seed")
-# What to look at first, in this order, and its unit.
-_FIRST = {
-    "reward": "mean of completions",
+# Curves to look at first, in this order: those that tell whether the run learns, then those that tell why it does not.
+_HEALTH = ("reward", "heldout_avg", "kl", "entropy", "zero_spread_share")
+_CAUSES = ("heldout_*", "length_mean", "truncated_share", "ungraded_*", "clip*", "ratio*", "sampler_mismatch")
+_FIRST = (*_HEALTH, *_CAUSES, "grad_norm")
+# Whose last values are shown unfolded, and with them the sums of ungraded_*.
+_ENDING = (*_HEALTH, "truncated_share", "length_mean")
+# Units; the first pattern that fits counts. What has none is labelled by its name.
+_UNITS = {
+    "*_std": "standard deviation",
+    "reward*": "mean of completions",
+    "heldout_length": "tokens",
+    "heldout_reward_*": "mean of held-out prompts",
+    "*zero_spread_share": "share of groups",
+    "truncated_share": "share of completions",
+    "*_share": "share",
     "heldout_*": "mean of held-out prompts",
+    "ungraded_*": "completions",
     "kl": "nats a token",
     "entropy": "nats a token",
-    "zero_spread_share": "share of groups",
-    "length_mean": "tokens",
-    "truncated_share": "share of completions",
+    "length*": "tokens",
     "clip*": "share of tokens",
     "ratio": "mean of tokens",
-    "ratio*": "ratio",
+    "*ratio_deviation": "largest |ratio − 1|",
     "sampler_mismatch": "mean exp |difference|",
     "grad_norm": "norm before clipping",
+    "*_tokens_per_s": "tokens a second",
+    "*_per_s": "a second",
+    "*tokens": "tokens",
+    "s": "seconds",
+    "*_s": "seconds",
+    "*_tflops": "TFLOP a second",
+    "*_mb": "MB",
 }
 # Axes in a chart of 340 by 200. The page's script draws its cursor between the last two.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68, 326, 8, 160
@@ -68,7 +86,7 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
     """Writes report.html into the folder of a run, finished or not.
 
     The page has at most 5 MB. Of rollouts that are too many it shows evenly spaced steps, the first and the last
-    among them, and says so.
+    among them, and of texts that are too long their beginning, and says so.
 
     Args:
       folder: of the run.
@@ -82,18 +100,22 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
     """
     if not (folder / "config.json").exists():
         raise UsageError(f"{folder} holds no config.json: name the folder of a run")
-    metrics, times = ([line for _, line in _lines(folder / f"{name}.jsonl")] for name in ("metrics", "times"))
+    metrics, times = (
+        [line for _, line in _lines(folder / f"{name}.jsonl", "phase", "step")] for name in ("metrics", "times")
+    )
     index = _index(folder / "rollouts.jsonl")
     found = list(dict.fromkeys([*(line["phase"] for line in metrics), *index]))
     if unknown := [phase for phase in phases if phase not in found]:
         raise UsageError(f"{folder} has no lines of a phase {unknown[0]!r}: its phases are {found}")
     shown = [phase for phase in found if phase in phases or not phases]
-    curves = _curves(metrics, shown)
+    curves = _curves(_with_zeros(metrics), shown)
+    ends = {line["phase"]: line["step"] for line in metrics if line["phase"] in shown}
     parts = {
         "title": _text(folder.resolve().name),
         "options": _options_html(folder / "config.json"),
-        "ending": _ending_html(curves, shown) + _results_html(folder / "results.json"),
-        "curves": _curves_html(curves, _curves(times, shown), shown),
+        "warnings": _warnings_html(folder / "warnings.jsonl"),
+        "ending": _how_it_ended_html(folder / "results.json", curves, ends),
+        "curves": _curves_html(curves, _curves(times, shown), ends),
     }
     page = Path(__file__).with_name("report_page.html").read_text("utf-8")
     room = MAX_BYTES - len("".join([page, *parts.values()]).encode()) - 5_000  # for what is said of the groups
@@ -111,14 +133,15 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
 # ---- files
 
 
-def _lines(file: Path) -> Iterator[tuple[Place, Line]]:
-    """The lines of a file, which may be absent or end in a line that was cut off."""
+def _lines(file: Path, *needed: str) -> Iterator[tuple[Place, Line]]:
+    """The lines that have what is needed, of a file which may be absent or end in a line that was cut off."""
     start = 0
     if file.exists():
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, 1):
-                if raw.endswith(b"\n"):
-                    yield (start, len(raw)), _parse(raw, f"line {number} of {file}")
+                line = _parse(raw, f"line {number} of {file}") if raw.endswith(b"\n") else None
+                if isinstance(line, dict) and all(line.get(name) is not None for name in needed):
+                    yield (start, len(raw)), line
                 start += len(raw)
 
 
@@ -132,7 +155,7 @@ def _parse(raw: bytes, name: object) -> Any:
 def _index(file: Path) -> Index:
     """Where the groups of each step are: many long rollouts are more than memory should hold."""
     index: dict[str, dict[int, list[Place]]] = {}
-    for place, line in _lines(file):
+    for place, line in _lines(file, "phase", "step", "prompt", "completions", "rewards"):
         index.setdefault(line["phase"], {}).setdefault(line["step"], []).append(place)
     return index
 
@@ -148,6 +171,13 @@ _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
 def _text(value: Any) -> str:
     """Anything of a run as text of the page, also within an attribute."""
     return escape((value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).translate(_VISIBLE))
+
+
+def _cut(value: Any, characters: int | None) -> Any:
+    """The value, or the beginning of its text where that is too long."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    left_out = len(text[characters:]) if characters else 0
+    return f"{text[:characters]} … ({left_out} characters more)" if left_out else value
 
 
 def _data(value: Any) -> str:
@@ -182,7 +212,7 @@ def _folded(title: str, html: str) -> str:
     return f"<details><summary>{title}</summary>{html}</details>" if html else ""
 
 
-# ---- options and results
+# ---- options, warnings and results
 
 
 def _options_html(file: Path) -> str:
@@ -191,16 +221,49 @@ def _options_html(file: Path) -> str:
     return _pairs(main) + _folded("All options", _pairs(config))
 
 
-def _ending_html(curves: Curves, phases: Sequence[str]) -> str:
-    """The last value of what to look at first, by phase."""
-    steps = {phase: max(lines[phase][-1][0] for lines in curves.values() if phase in lines) for phase in phases}
+def _warnings_html(file: Path) -> str:
+    items = "".join(f"<li>{_text(line['message'])}</li>" for _, line in _lines(file, "message"))
+    return f"<section class=warnings><h2>Warnings</h2><ul>{items}</ul></section>" if items else ""
+
+
+def _how_it_ended_html(file: Path, curves: Curves, ends: Mapping[str, int]) -> str:
+    """Results and last metrics. A comparison of before and after is what the run was for: it comes first."""
+    results = _parse(file.read_bytes(), file) if file.exists() else None
+    compared = isinstance(results, dict) and bool(results.keys() & {"before", "after"})
+    html = [_results_html(results), _ending_html(curves, ends)]
+    return "".join(html if compared else reversed(html))
+
+
+def _ending_html(curves: Curves, ends: Mapping[str, int]) -> str:
+    """The last values of a few metrics by phase, and folded those of the others."""
+    if not curves:
+        return "<p>This run has no metrics yet.</p>"
     means = _without_bounds(curves)
     last = {  # of bounds those beside the last mean, which may have none
         name: {phase: _last(points) if name in means else points[-1][1] for phase, points in lines.items()}
         for name, lines in curves.items()
     }
-    first = {name: values for name, values in last.items() if _rank(name) < len(_FIRST)}
-    return _table(phases, {"step": steps} | _with_bounds(first)) if curves else "<p>This run has no metrics yet.</p>"
+    cells = {
+        name: {phase: _dated(value, curves[name][phase], ends[phase]) for phase, value in row.items()}
+        for name, row in _with_bounds(last).items()
+    }
+    ungraded = {name: _sums(lines) for name, lines in curves.items() if name.startswith("ungraded_")}
+    counted = {name: sums for name, sums in ungraded.items() if any(sums.values())}
+    few = {name: cells[name] for name in _ENDING if name in cells}
+    few |= {f"{name} (all steps)": sums for name, sums in counted.items()}
+    rest = {name: row for name, row in cells.items() if name not in _ENDING and name not in counted}
+    folded = _folded("Others", _table(list(ends), rest)) if rest else ""
+    return f"<div><h3>Last metrics</h3>{_table(list(ends), {'step': ends} | few)}{folded}</div>"
+
+
+def _sums(lines: Mapping[str, Points]) -> dict[str, float]:
+    return {phase: sum(value for _, value in points if value is not None) for phase, points in lines.items()}
+
+
+def _dated(value: Any, points: Points, end: int) -> Any:
+    """The last value of a curve, with its step where that is not the end of the phase."""
+    step = next((step for step, value in reversed(points) if value is not None), end)
+    return value if step == end else f"{value if isinstance(value, str) else _number(value)} (step {step})"
 
 
 def _bounds_of(name: str, names: Container[str]) -> tuple[str, str] | None:
@@ -229,14 +292,13 @@ def _last(points: Points) -> float | None:
     return next((value for _, value in reversed(points) if value is not None), None)
 
 
-def _results_html(file: Path) -> str:
+def _results_html(results: Any) -> str:
     """The experiment's own table: objects are columns, other values are listed; what is no table is shown as it is."""
-    if not file.exists():
+    if not results:
         return ""
-    results = _parse(file.read_bytes(), file)
-    values = results.values() if isinstance(results, dict) else [results]
+    values = results.values() if isinstance(results, dict) else [[results]]
     if any(isinstance(x, list | dict) for v in values for x in (v.values() if isinstance(v, dict) else [v])):
-        return _folded("results.json", f"<div class=text>{_text(results)}</div>")
+        return _folded("results.json", f"<div class=text>{_text(_cut(results, 100_000))}</div>")
     columns = {name: column for name, column in results.items() if isinstance(column, dict)}
     names = dict.fromkeys(name for column in columns.values() for name in column)
     rows = {name: {title: column.get(name) for title, column in columns.items()} for name in names}
@@ -259,31 +321,40 @@ def _curves(lines: Sequence[Line], phases: Sequence[str]) -> Curves:
     return {name: curves[name] for name in sorted(curves, key=_rank)}
 
 
+def _with_zeros(metrics: Sequence[Line]) -> list[Line]:
+    """Ungraded completions are logged where there are some: of the other rollouts their number is 0."""
+    none = {name: 0 for line in metrics for name in line if name.startswith("ungraded_")}
+    return [none | dict(line) if "reward" in line else line for line in metrics]
+
+
 def _rank(name: str) -> int:
-    """Place in _FIRST, or behind. Standard errors are read beside their means, in the table of results."""
-    ranks = (rank for rank, pattern in enumerate(_FIRST) if fnmatchcase(name, pattern))
-    return len(_FIRST) if name.endswith("_se") else next(ranks, len(_FIRST))
+    """Place in _FIRST, or behind."""
+    return next((rank for rank, pattern in enumerate(_FIRST) if fnmatchcase(name, pattern)), len(_FIRST))
 
 
-def _curves_html(metrics: Curves, times: Curves, phases: Sequence[str]) -> str:
+def _unit(name: str) -> str:
+    return next((unit for pattern, unit in _UNITS.items() if fnmatchcase(name, pattern)), name)
+
+
+def _curves_html(metrics: Curves, times: Curves, ends: Mapping[str, int]) -> str:
     first = {name: lines for name, lines in metrics.items() if _rank(name) < len(_FIRST)}
     rest = {name: lines for name, lines in metrics.items() if name not in first}
     about = "Point at a curve, touch it, or use the arrow keys, to read the values of a step."
     if any(len(points) > 2 * _PARTS for lines in metrics.values() for points in lines.values()):
         about += f" Long curves show the lowest and the highest value of each of {_PARTS} parts."
-    html = f"<p class=soft>{about}</p>{_charts_html(first, phases)}"
-    return html + _folded("Others", _charts_html(rest, phases)) + _folded("Times", _charts_html(times, phases))
+    html = f"<p class=soft>{about}</p>{_charts_html(first, ends)}"
+    return html + _folded("Others", _charts_html(rest, ends)) + _folded("Times", _charts_html(times, ends))
 
 
-def _charts_html(curves: Curves, phases: Sequence[str]) -> str:
+def _charts_html(curves: Curves, ends: Mapping[str, int]) -> str:
     """A chart for each metric that has a value."""
     html = ""
     for name in _without_bounds(curves):
-        drawn = {phase: _thin(curves[name].get(phase, ())) for phase in phases}
+        drawn = {phase: _thin(curves[name].get(phase, ())) for phase in ends}
         drawn = {phase: points for phase, points in drawn.items() if any(value is not None for _, value in points)}
         bounds = [curves[bound] for bound in _bounds_of(name, curves) or ()]
         bands = {phase: _band(*(bound.get(phase, ()) for bound in bounds)) for phase in drawn}
-        html += _chart_html(name, drawn, bands, phases) if drawn else ""
+        html += _chart_html(name, drawn, bands, ends) if drawn else ""
     return f"<div class=charts>{html}</div>" if html else ""
 
 
@@ -297,14 +368,14 @@ def _chart_html(
     name: str,
     lines: Mapping[str, Points],
     bands: Mapping[str, Sequence[tuple[int, float, float]]],
-    phases: Sequence[str],
+    ends: Mapping[str, int],
 ) -> str:
     """One metric. Phases differ in colour and in dashes; an interval is a band around its mean."""
     steps = [step for points in lines.values() for step, _ in points]
     first, last = (min(steps), max(steps)) if min(steps) < max(steps) else (steps[0] - 1, steps[0] + 1)
     values = [value for points in lines.values() for _, value in points if value is not None]
     low, high = _limits(values + [bound for band in bands.values() for _, *pair in band for bound in pair])
-    unit = [*_FIRST.values(), "seconds" if name == "s" or name.endswith("_s") else _text(name)][_rank(name)]
+    phases = list(ends)  # which may not all have this metric
 
     def x(step: float) -> float:
         return round(_LEFT + (_RIGHT - _LEFT) * (step - first) / (last - first), 1)
@@ -326,23 +397,24 @@ def _chart_html(
             paths += f'<path class="band l{phases.index(phase) % 4}" d="M{corners}Z"/>'
         paths += f'<path class="{style}" d="{_path([(x(s), None if v is None else y(v)) for s, v in points])}"/>'
         key = f'<svg class=key viewBox="0 0 32 10" aria-hidden=true><path class="{style}" d="M2 5H30"/></svg>'
-        ending += f"<li>{key}<bdi>{_text(phase)}</bdi> <b>{_cell(_last(points))}</b></li>"
+        ending += f"<li>{key}<bdi>{_text(phase)}</bdi> <b>{_cell(_dated(_last(points), points, ends[phase]))}</b></li>"
     data = [[(step, v if v is None else float(f"{v:.5g}")) for step, v in points] for points in lines.values()]
     return (
         f'<figure data-lines="{_data(data)}" data-axis="{_data((first, last, _LEFT, _RIGHT - _LEFT))}">'
         f"<figcaption><strong>{_text(name)}</strong> <span class=step-at>at the end</span></figcaption>"
         f'<svg class=chart viewBox="0 0 340 200" role=img tabindex=0 aria-label="{_text(name)} by step">'
         f'{axes}<text x={(_LEFT + _RIGHT) / 2} y=195>step</text><path class=cursor d=""/>{paths}'
-        f'<text transform="translate(11 {(_TOP + _BOTTOM) / 2}) rotate(-90)">{unit}</text></svg>'
+        f'<text transform="translate(11 {(_TOP + _BOTTOM) / 2}) rotate(-90)">{_text(_unit(name))}</text></svg>'
         f"<ul aria-live=polite>{ending}</ul></figure>"
     )
 
 
 def _thin(points: Points) -> Points:
-    """Of a long curve the ends, the extremes of each part, and a gap where the part has one."""
+    """Of a long curve the ends, the last value, the extremes of each part, and a gap where the part has one."""
     if len(points) <= 2 * _PARTS:
         return points
     size, kept = math.ceil(len(points) / _PARTS), {0, len(points) - 1}
+    kept.update([i for i, (_, value) in enumerate(points) if value is not None][-1:])
     for start in range(0, len(points), size):
         part = range(start, min(start + size, len(points)))
         values = sorted((value, i) for i in part if (value := points[i][1]) is not None)
@@ -351,10 +423,13 @@ def _thin(points: Points) -> Points:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Of the vertical axis: wider than rounding, so that what is constant looks so."""
+    """Of the vertical axis: around what is constant but for rounding so wide that it looks so."""
     low, high = min(values), max(values)
-    spread = max(high - low, 1e-3 * max(abs(low), abs(high)))
-    middle, half = (low + high) / 2, 0.55 * (spread if spread > 1e-30 else 1.0)
+    size = max(abs(low), abs(high))
+    if size < 1e-30 or low == high == 1:
+        return 0.0, 1.0
+    spread = high - low if high - low > 1e-3 * size else 0.2 * size
+    middle, half = (low + high) / 2, 0.55 * spread
     return (middle - half if low < 0 else max(middle - half, 0.0)), middle + half
 
 
@@ -386,7 +461,7 @@ class _Plan(NamedTuple):
 
     steps: int  # of a phase, evenly spaced
     groups: int  # of a step
-    characters: int | None = None  # of a completion; None: all
+    characters: int | None = None  # of a completion, a prompt and another column; None: all
 
 
 def _plans(steps: int, groups: int) -> Iterator[_Plan]:
@@ -423,11 +498,13 @@ def _groups_html(file: Path, index: Index, room: int) -> tuple[str, str]:
         if (written := len(html.encode())) <= room:
             break
         density = written / size
+    else:
+        return f"The groups are too large for a page of {MAX_BYTES / 1e6:g} MB: read rollouts.jsonl.", ""
     shown = [
         f"{len(chosen[p])} of {len(index[p])} steps of {_text(p)}" for p in index if len(chosen[p]) < len(index[p])
     ]
     shown += [f"{plan.groups} of {most} groups of a step"] if plan.groups < most else []
-    shown += [f"the first {plan.characters} characters of a completion"] if plan.characters else []
+    shown += [f"the first {plan.characters} characters of a prompt, completion or column"] if plan.characters else []
     about = f"To stay below {MAX_BYTES / 1e6:g} MB this page shows {', '.join(shown)}. The rest is in rollouts.jsonl."
     return (about if shown else "All that is in rollouts.jsonl."), html
 
@@ -455,10 +532,11 @@ def _group_html(group: Line, number: int, characters: int | None) -> str:
         about += f"; all rewards are {_number(rewards[0])}: nothing to learn from"
     elif rewards:
         about += f"; rewards {_number(min(rewards))} to {_number(max(rewards))}"
+    columns = {name: _cut(value, characters) for name, value in (group.get("columns") or {}).items()}
     cards = "".join(_card_html(group, i, characters) for i in range(len(group["completions"])))
     return (
-        f"<h3>Prompt {number}</h3><div class=prompt tabindex=0>{_text(group['prompt'])}</div>"
-        f"{_pairs(group.get('columns') or {})}<p class=soft>{about}.</p><ul class=cards>{cards}</ul>"
+        f"<h3>Prompt {number}</h3><div class=prompt tabindex=0>{_text(_cut(group['prompt'], characters))}</div>"
+        f"{_pairs(columns)}<p class=soft>{about}.</p><ul class=cards>{cards}</ul>"
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import grpo_jax.report
 from grpo_jax.report import MAX_BYTES, write_report
+from grpo_jax.training.run import RunFolder
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- \u2028 \ud800 \0 \r &lt; \" ' <!--groups--> ]]> \u202e \U0001f600"
 VISIBLE = HOSTILE.translate({0xD800: 0xFFFD, 0: 0x2400, 13: 0x240D})  # as it can stand on a page
@@ -195,10 +196,10 @@ def test_curves_have_gaps_and_metrics_of_some_steps(tmp_path):
     assert page.lines("heldout_sampled") == [[[2, 0.25], [4, 0.5]]]
     assert page.lines("reward") == [[[s, s / 10] for s in (1, 2, 3, 4)], [[s, s / 10] for s in (1, 2)]]
     names = page.texts("strong")
-    assert names == ["reward", "heldout_sampled", "kl"]  # what to look at first, first; none without a value
+    assert names == ["reward", "kl", "heldout_sampled"]  # what to look at first, first; none without a value
     (style_of_grpo, style_of_control) = [a["class"] for a, _ in page.find("path", "line")][:2]
     assert style_of_grpo != style_of_control
-    drawn = [a["d"] for a, _ in page.find("path", "line")][-2]
+    drawn = [a["d"] for a, _ in page.find("path", "line")][4]
     assert drawn.count("M") == 2  # two lone points
     assert "L" not in drawn
 
@@ -235,6 +236,21 @@ def test_a_constant_curve_is_level_and_within_the_axes(tmp_path, value):
     assert 8 <= ys.pop() <= 160
 
 
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([1, 1], ["0.0", "0.5", "1.0"]),
+        ([0, 0], ["0.0", "0.5", "1.0"]),
+        ([2, 2.0001], ["1.8", "2.0", "2.2"]),
+        ([-3, -3], ["-3.2", "-3.0", "-2.8"]),
+        ([0.85, 0.87], ["0.85", "0.86", "0.87"]),  # which is not constant
+    ],
+)
+def test_the_axis_of_what_is_constant_is_wide(tmp_path, values, labels):
+    lines = [{"phase": "grpo", "step": step, "kl": value} for step, value in enumerate(values)]
+    assert page_of(tmp_path / "run", lines).texts("text", "y") == labels
+
+
 def test_a_run_of_one_step_an_empty_one_and_one_cut_off(tmp_path):
     assert page_of(tmp_path / "one", metrics(0), [group(0)]).lines("reward") == [[[0, 0.0]]]
     empty = page_of(tmp_path / "empty", config={})
@@ -252,12 +268,81 @@ def test_results_are_a_table_if_they_are_one(tmp_path):
     page = page_of(
         tmp_path / "run", metrics(1), results={"before": {"a": 1, "b": None}, "after": {"c": 2.5}, "sha": "f0"}
     )
-    assert page.texts("th", scope="col")[-2:] == ["before", "after"]
-    assert page.texts("th", scope="row")[-3:] == ["a", "b", "c"]
-    assert page.texts("td")[-6:] == ["1", "–", "–", "–", "–", "2.5"]
+    assert page.texts("th", scope="col") == ["before", "after", "grpo"]  # what the run was for, first
+    assert page.texts("th", scope="row")[:3] == ["a", "b", "c"]
+    assert page.texts("td")[1:7] == ["1", "–", "–", "–", "–", "2.5"]
     assert page.texts("dd")[-1] == "f0"
+    other = page_of(tmp_path / "run", metrics(1), results={"timing": {"a": 1}})
+    assert other.texts("th", scope="col") == ["grpo", "timing"]
     nested = page_of(tmp_path / "run", metrics(1), results={"runs": [{"reward": 1}]})
     assert json.loads(nested.texts("div", "text")[0]) == {"runs": [{"reward": 1}]}
+
+
+def test_what_is_nothing_is_skipped(tmp_path):
+    lines = [{"phase": "grpo", "reward": 1}, {"step": 1}, None, 3, *metrics(2)]
+    page = page_of(tmp_path / "run", lines, [{"phase": "grpo", "step": 1}, [], group(2)])
+    (tmp_path / "run/results.json").write_text("null\n")
+    assert write_report(tmp_path / "run")
+    assert page.lines("reward") == [[[2, 0.2]]]
+    assert [a["data-step"] for a, _ in page.find("details", "step")] == ["2"]
+    alone = page_of(tmp_path / "other", metrics(1), [group(1, phase="warm")])  # a phase of rollouts alone
+    assert alone.texts("th", scope="col") == ["grpo"]
+
+
+def test_how_it_ended_shows_a_few_numbers_and_when_they_were_logged(tmp_path):
+    lines = metrics(*range(1, 26), kl=0.5, grad_norm=2.0)
+    lines[19] |= {"heldout_avg": 0.5, "heldout_avg_low": 0.25, "heldout_avg_high": 0.75, "heldout_length": 7}
+    lines[3]["ungraded_answer_timeout"], lines[7]["ungraded_answer_timeout"] = 2, 3
+    page = page_of(tmp_path / "run", lines)
+    names = page.texts("th", scope="row")
+    assert names[:5] == ["step", "reward", "heldout_avg", "kl", "ungraded_answer_timeout (all steps)"]
+    assert names[5:] == ["heldout_length", "grad_norm"]  # folded
+    cells = ["25", "2.5", "0.500 [0.250, 0.750] (step 20)", "0.5", "5", "7 (step 20)", "2"]
+    assert page.texts("td")[1:6] + page.texts("td")[7:] == cells
+    assert page.lines("ungraded_answer_timeout")[0][2:8] == [[3, 0], [4, 2], [5, 0], [6, 0], [7, 0], [8, 3]]
+    ends = dict(zip(page.texts("strong"), page.texts("b"), strict=True))  # beside the curves
+    assert (ends["kl"], ends["heldout_avg"], ends["heldout_length"]) == ("0.5", "0.5 (step 20)", "7 (step 20)")
+
+
+def test_curves_come_in_the_order_in_which_to_look_at_them(tmp_path):
+    ordered = ["reward", "heldout_avg", "kl", "entropy", "zero_spread_share", "heldout_greedy", "length_mean"]
+    ordered += ["truncated_share", "ungraded_answer_timeout", "clip_low", "ratio", "sampler_mismatch", "grad_norm"]
+    lines = [{"phase": "grpo", "step": 1, "loss": 0.0} | dict.fromkeys(reversed(ordered), 0.5)]
+    assert page_of(tmp_path / "run", lines).texts("strong") == [*ordered, "loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("rollout_tokens_per_s", "tokens a second"),
+        ("rollout_s", "seconds"),
+        ("heldout_length", "tokens"),
+        ("heldout_ended_share", "share"),
+        ("zero_spread_share", "share of groups"),
+        ("heldout_reward_share", "mean of held-out prompts"),
+        ("ungraded_answer_no_number", "completions"),
+        ("loss", "loss"),
+    ],
+)
+def test_axes_have_units(tmp_path, name, unit):
+    page = page_of(tmp_path / "run", [{"phase": "grpo", "step": 1, name: 0.5}])
+    assert page.texts("text")[-1] == unit
+
+
+def test_warnings_are_kept_once_and_stand_on_the_page(tmp_path, capsys):
+    folder = tmp_path / "run"
+    for _ in range(2):  # the second process resumes the run
+        run = RunFolder(folder, {"steps": 3})
+        for message in ("too long", "too short"):  # of one name only the first is said
+            run.warn_once("length", message)
+        run.warn_once("other", HOSTILE)
+        assert "too long" in capsys.readouterr().out
+    hostile = HOSTILE.replace("\ud800", "?")  # as a terminal can say it
+    assert run.lines("warnings.jsonl") == [{"message": "too long"}, {"message": hostile}]
+    page = Page(write_report(folder).read_text("utf-8"))
+    assert page.texts("h2")[0] == "Warnings"
+    assert page.texts("li") == ["too long", VISIBLE.replace("\ufffd", "?")]
+    assert "Warnings" not in page_of(tmp_path / "calm", metrics(1)).texts("h2")
 
 
 def test_phases_may_be_chosen(tmp_path):
@@ -299,6 +384,29 @@ def test_completions_that_are_too_long_even_alone_are_cut(tmp_path, monkeypatch)
     assert len(text) in (500, 1000, 2000, 4000)
     assert sum(json.loads(attributes["data-tokens"])["lengths"]) == len(text)
     assert f"the first {len(text)} characters" in page.texts("p", "soft")[1]
+
+
+@pytest.mark.parametrize("long", ["prompt", "columns"])
+def test_prompts_and_columns_that_are_too_long_are_cut(tmp_path, monkeypatch, long):
+    monkeypatch.setattr(grpo_jax.report, "MAX_BYTES", 200_000)
+    text = "é<" * 500_000
+    changed = {"prompt": text} if long == "prompt" else {"columns": {"context": [text], "answer": 72}}
+    page = page_of(tmp_path / "run", metrics(1, 2), [group(step, **changed) for step in (1, 2)])
+    assert (tmp_path / "run/report.html").stat().st_size <= 200_000
+    shown = page.texts("div", "prompt")[0] if long == "prompt" else max(page.texts("dd"), key=len)
+    beginning, left_out = re.fullmatch(r"(.*) … \((\d+) characters more\)", shown).groups()
+    assert beginning == (text if long == "prompt" else f'["{text}')[: len(beginning)]
+    assert len(beginning) + int(left_out) == len(text) + (0 if long == "prompt" else len('[""]'))
+    assert f"the first {len(beginning)} characters of a prompt, completion or column" in page.texts("p", "soft")[1]
+    assert page.texts("div", "text")[0] == "Tom had a cat."  # which is short enough
+
+
+def test_groups_that_cannot_be_cut_enough_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo_jax.report, "MAX_BYTES", 60_000)
+    page = page_of(tmp_path / "run", metrics(1), [group(1, size=200)])
+    assert (tmp_path / "run/report.html").stat().st_size <= 60_000
+    assert not page.find("li", "card")
+    assert "too large" in page.texts("p", "soft")[1]
 
 
 def test_the_page_is_packaged():

@@ -182,10 +182,21 @@ class RunFolder:
             yield lambda step, words="": bar.update(task, completed=step, words=words)
 
     def warn_once(self, name: str, message: str) -> None:
-        """Says something that the user should know, the first time that it happens."""
-        if name not in self._warned:
-            self._warned.add(name)
-            self.console.print(f"[yellow]warning:[/] {escape(message)}")
+        """Says something that the user should know, the first time that it happens; warnings.jsonl keeps it.
+
+        Args:
+          name: of what happens; of one name only the first message is said, again by a process that resumes.
+          message: a line of the file, {"message": …}, if it is none yet.
+        """
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        message = message.encode(errors="replace").decode()  # lone surrogates would end the run here
+        self.console.print(f"[yellow]warning:[/] {escape(message)}")
+        known = self.lines("warnings.jsonl")
+        if {"message": message} not in known:  # the file is written whole: `rewind` mends none without phases
+            text = "".join(json.dumps(line) + "\n" for line in [*known, {"message": message}])
+            write_text(self.path / "warnings.jsonl", text)
 
 
 def _finite(value: Any) -> Any:
