@@ -53,7 +53,7 @@ def arithmetic_run(tmp_path_factory):
 
 def test_arithmetic_from_start_to_table_and_again_resumed(arithmetic_run, capsys):
     run = arithmetic_run / "run"
-    assert {file.name for file in run.iterdir()} == FILES
+    assert {file.name for file in run.iterdir()} == FILES | {"warnings.jsonl"}  # there is little to learn
     results = json.loads((run / "results.json").read_text())
     assert set(results) == {"before", "after", "control", "params_sha256"}
     assert {"avg", "avg_low", "maj_at_7", "pass_at_4", "greedy_high", "change_low"} <= set(results["after"])

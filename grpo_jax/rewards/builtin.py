@@ -246,7 +246,9 @@ def _graded(
     completions: Sequence[Completion],
 ) -> list[float]:
     if any(column not in example for example in examples):
-        raise UsageError(f"a reward compares with the column {column!r}, which an example does not have: name its own by column=...")
+        raise UsageError(
+            f"a reward compares with the column {column!r}, which an example does not have: name it by column=..."
+        )
     answers = (extract(completion) for completion in completions)
     truths = (expected(str(example[column])) for example in examples)
     return [float(a is not None and same(a, truth)) for a, truth in zip(answers, truths, strict=True)]
