@@ -169,6 +169,14 @@ def test_texts_of_tokens_add_up_to_the_completion():
         return b"".join(data[i] for i in ids).decode(errors="replace").replace("▁", " ").removeprefix(" ")
 
     task = TASK._replace(decode=decode, eos_ids=(9,))
-    assert token_texts([0, 1, 2, 0, 3, 4, 9], task) == ["Tom", "", " né", " Tom", "", "😀", ""]
-    assert token_texts([3, 4, 5], task) == ["", "😀", "\ufffd"]
-    assert "".join(token_texts([0, 5, 0, 6], task)) == decode([0, 5, 0, 6])
+
+    def texts(ids):
+        return token_texts(ids, decode([i for i in ids if i != 9]), task)
+
+    assert texts([0, 1, 2, 0, 3, 4, 9]) == ["Tom", "", " né", " Tom", "", "😀", ""]
+    assert texts([0, 3, 9]) == ["Tom", "\ufffd", ""]  # cut off within a character
+    assert texts([3, 4, 5]) == ["", "😀", "\ufffd"]
+    assert texts([]) == []
+    assert texts([9]) == [""]
+    for ids in np.random.default_rng(0).integers(0, 7, (50, 8)).tolist():
+        assert "".join(texts(ids)) == decode(ids)

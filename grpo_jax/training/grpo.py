@@ -437,30 +437,42 @@ def readable(rollout: Rollout, advantages: np.ndarray, task: Task, num_groups: i
             "advantages": rounded(advantages[i]),
             "lengths": lengths[i].tolist(),
             "truncated": completions.truncated[i].tolist(),
-            "tokens": [token_texts(ids.tolist(), task) for ids in sampled],
+            "tokens": [
+                token_texts(ids.tolist(), text, task) for ids, text in zip(sampled, rollout.texts[i], strict=True)
+            ],
             "logprobs": [rounded(values[:length], 3) for values, length in logprobs],
         }
 
     return [group(i) for i in range(min(num_groups, len(rollout.texts)))]
 
 
-def token_texts(ids: list[int], task: Task) -> list[str]:
-    """The text that each token adds; together they are the completion. What ends it adds none.
+def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
+    """The part of a completion that each token adds; together they are the completion. What ends it adds none.
 
-    A tokenizer may drop the space before the first token, and several tokens may make up one character: so each text is
-    what the decoding of a few tokens gains by one more, and a character goes to the token that completes it.
+    A tokenizer may drop the space before the first token, and several tokens may make up one character: so a part is
+    what the decoding of a few tokens gains by one more, if the completion goes on so. What cannot be told apart goes to
+    the token after which it can, or to the last.
+
+    Args:
+      ids: as sampled, with what ended it.
+      text: the completion.
+      task: for its decoder.
+
+    Returns:
+      One text for each id.
     """
-    texts, start, done = [], 0, 0  # decoded anew from `start`; the text is known up to `done`
+    texts = [""] * len(ids)
+    place, start, done = 0, 0, 0  # in the text; decoded anew from `start`; known up to `done`
     for end in range(1, len(ids) + 1):
         if ids[end - 1] in task.eos_ids:
-            texts.append("")
-            continue
-        known, text = task.decode(ids[start:done]), task.decode(ids[start:end])
-        if text.endswith("\ufffd") and end < len(ids):
-            texts.append("")
-            continue
-        texts.append(text[len(known) :])
-        start, done = done, end
+            break
+        known, more = task.decode(ids[start:done]), task.decode(ids[start:end])
+        part = more[len(known) :]
+        if more.startswith(known) and not part.endswith("\ufffd") and text.startswith(part, place):
+            texts[end - 1], place, start, done = part, place + len(part), done, end
+    last = max((i for i, token in enumerate(ids) if token not in task.eos_ids), default=0)
+    if texts:
+        texts[last] += text[place:]
     return texts
 
 
