@@ -2,9 +2,10 @@
 
 Everything as in the chapter (https://huggingface.co/learn/llm-course/chapter12/3b): two prompts, four completions each
 of one token, top-k 10, temperature 0.7, ε 0.2, β 0.04. Each step names the function that computes it; where the
-chapter is wrong, a correction says so, with the number that shows it. The numbers are the same each time. A model that
-cannot do the arithmetic earns nothing and learns nothing: that is shown, and then a rule takes over in which its
-completions differ. Twenty seconds on two CPU cores with the 260-thousand-parameter TinyStories model.
+chapter is wrong, a correction says what it says, and what is right, with the number that shows it. The numbers are the
+same each time. A model that cannot do the arithmetic earns nothing and learns nothing: that is shown, and then a rule
+takes over in which its completions differ. Twenty seconds on two CPU cores with the 260-thousand-parameter TinyStories
+model.
 
   python -m experiments.walkthrough --model DIR
 """
@@ -32,8 +33,9 @@ from grpo_jax import functional as F
 from grpo_jax.config import GRPOConfig, ModelOptions
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import Algorithm
+from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.lora import join, split
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Completion, Example, Task, pad_prompts
 from grpo_jax.tasks.text import encode_prompts
@@ -46,9 +48,13 @@ CONSOLE = Console(highlight=False)
 
 
 @dataclass(frozen=True)
-class Config(ModelOptions):
+class Config:
     """The chapter's settings."""
 
+    model: str = ""
+    """Folder of a Hugging Face model, or its id on the hub."""
+    dtype: Dtype = "float32"
+    """Of activations and matrix products."""
     prompts: tuple[str, ...] = ("Solve y = 2x + 1 for x = 2, y = ", "Solve y = 2x + 1 for x = 4, y = ")
     """Prompts of the batch."""
     answers: tuple[str, ...] = ("5", "9")
@@ -69,7 +75,7 @@ class Config(ModelOptions):
     epsilon_high: float = 0.2
     """How far above 1 the ratio may go."""
     kl_coef: float = 0.04
-    """Weight of the KL divergence from the start."""
+    """Weight of the KL divergence from the start (β); 0 for none."""
     learning_rate: float = 1e-5
     """Of AdamW, for one step that is seen; the chapter names none."""
     seed: int = 0
@@ -95,6 +101,7 @@ class Walk(NamedTuple):
     advantages: np.ndarray  # [N, G]
     before: Terms
     after: Terms
+    kl: np.ndarray  # [N, G, T], KL(π ‖ π_ref) after the update, exact
     metrics: dict[str, float]  # of the optimizer step
     moved: np.ndarray  # [N · G], -1, 0 or 1: where the probability of each completion went
 
@@ -123,14 +130,15 @@ def main(config: Config) -> Walk:
     """One step of GRPO, shown."""
     if len(config.answers) != len(config.prompts):
         raise UsageError(f"there are {len(config.prompts)} prompts and {len(config.answers)} answers: give one each")
-    policy, params, pretrained = load_model(config, seed=config.seed)
+    policy, params, pretrained = load_model(ModelOptions(model=config.model, dtype=config.dtype), seed=config.seed)
     task = task_of(config, pretrained)
     same = {field.name: getattr(config, field.name) for field in fields(GRPOConfig) if hasattr(config, field.name)}
     options = GRPOConfig(num_prompts=len(task.heldout.examples), **same)
     algorithm = options.algorithm
     programs = make_programs(policy, task, options)  # what `grpo_jax.training.grpo.train` calls in turn
-    prompts, (trained, frozen) = task.heldout, split(params)
+    prompts = task.heldout
     temperature = group_temperatures(options.num_prompts, config.group_size, config.temperature, 0.0)
+    say(f"{chapter.TITLE}, with numbers of a model. The chapter is at {chapter.ADDRESS}")
 
     # ---- rollout
     names = list(RULES) if config.reward == "auto" else [config.reward]
@@ -151,6 +159,9 @@ def main(config: Config) -> Walk:
         if not zero_spread(rollout).all():
             break
         say(f"  Equal within each group, so that all advantages are {advantages.max():.4f}: nothing to learn from.")
+    else:
+        other = "another --seed or a larger --group-size" if config.reward == "auto" else "--reward auto"
+        say(f"What follows is zeros: take {other}, so that completions differ in their rewards.")
 
     # ---- advantages
     heading("3. Advantages: (reward − mean) / (standard deviation + ε)", "functional.group_advantages")
@@ -171,11 +182,12 @@ def main(config: Config) -> Walk:
     drawn = sampled.sampler_logprobs if sampled.truncated_logprobs is None else sampled.truncated_logprobs
     columns = {"log π": start, "π": np.exp(start), "π among top k": np.exp(drawn), "π, temperature 1": np.exp(plain)}
     table({"token": tokens} | {name: values[mask] for name, values in columns.items()})
-    off = np.exp(plain - start)[mask]
+    off, kept = np.exp(plain - start)[mask], np.exp(start - drawn)[mask]
     correct(
-        f"Sampling has temperature {config.temperature:g} and top-k {config.top_k}, the chapter's log-probabilities "
-        "neither. The temperature alone takes the ratio of one policy, scored so and sampled, from 1 to between "
-        f"{off.min():.3f} and {off.max():.3f}. Here it is part of π, on both sides.",
+        "The chapter samples with temperature=0.7 and top_k=10, and takes log-probabilities without either. A "
+        f"temperature of {config.temperature:g} alone takes the ratio of one policy, scored so and sampled, from 1 to "
+        f"between {off.min():.3f} and {off.max():.3f}. Here the temperature is part of π, on both sides. Top-k is not: "
+        f"π is a softmax over all tokens, of which those sampled among hold {kept.min():.4f} to {kept.max():.4f}.",
         *chapter.about_logprobs(),
     )
 
@@ -197,11 +209,11 @@ def main(config: Config) -> Walk:
 
     def update(advantages: np.ndarray) -> tuple[Params, dict[str, float]]:
         new = batch._replace(advantages=advantages)
-        state, metrics = programs.train_step(programs.init_state(trained), new, frozen)
-        moves = jax.tree.map(lambda new, old: np.abs(np.asarray(new) - old).max(), state.params, trained)
+        state, metrics = programs.train_step(programs.init_state(params), new, None)
+        moves = jax.tree.map(lambda new, old: np.abs(np.asarray(new) - old).max(), state.params, params)
         metrics = jax.tree.map(float, metrics) | {"change": float(max(jax.tree.leaves(moves)))}
         say(f"  gradient norm {metrics['grad_norm']:.4f}, largest change of a weight {metrics['change']:.2e}")
-        return join(state.params, frozen), metrics
+        return state.params, metrics
 
     updated, metrics = update(advantages)
     say("had the rewards of each group been equal:")
@@ -211,8 +223,9 @@ def main(config: Config) -> Walk:
     if metrics["grad_norm"] > 0:
         times = [twice[name] / metrics[name] for name in ("grad_norm", "change")]
         correct(
-            '"Updates to the policy are proportional to the advantage": the gradient is. The limit on its norm, and '
-            f"AdamW, divide by it: {times[0]:.2f} times the norm, {times[1]:.2f} times the change."
+            'The chapter says that "updates to the policy are proportional to the advantage": the gradient is. The '
+            f"limit on its norm, and AdamW, divide by it: {times[0]:.2f} times the norm, {times[1]:.2f} times the "
+            "change."
         )
 
     # ---- what has changed
@@ -226,28 +239,35 @@ def main(config: Config) -> Walk:
     columns |= {"π before": probability[0], "π after": probability[1]}
     words = np.array(["down", "", "up"])
     table(columns | {"expected": words[wanted + 1], "moved": words[moved + 1]})
-    ratio, low, high = after.ratio[mask], 1 - config.epsilon_low, 1 + config.epsilon_high
+    kl = np.asarray(exact_kl(policy, updated, params, batch))
     if metrics["grad_norm"] > 0:  # with nothing learned, there are no numbers that show it
+        low, high = 1 - config.epsilon_low, 1 + config.epsilon_high
+        ratio, above, below = after.ratio[mask], (after.ratio > high) & mask, (after.ratio < low) & mask
+        side = advantages[..., None]
+        stopped = (above & (side > 0)) | (below & (side < 0))
+        pull = f"β = {config.kl_coef:g} pulls back to it" if config.kl_coef else "with β = 0 nothing pulls back to it"
         correct(
-            '"Its generation probability will be increased" for A > 0 is likely, not certain: completions share all '
-            f"weights. Here {(moved == wanted)[wanted != 0].sum()} of {(wanted != 0).sum()} moved as expected.",
-            'The clip does not "limit how much the probability ratio can increase": in a step from 1 it has no say, '
-            f"and {((ratio < low) | (ratio > high)).sum()} of {ratio.size} ratios are now outside {low:g} to {high:g}, "
-            f"the largest {ratio.max():.2f}. Of tokens beyond it takes the slope, in the next pass.",
-            "π_ref is not the pre-update model with its per_token_logps: that is π_old. In the next rollout π_old is "
-            f"the policy of now, and the KL to it {F.kl_k3(after.logprobs, after.logprobs)[mask].mean():.4f}; to the "
-            f"start, which π_ref stays, it is {after.kl[mask].mean():.4f}, and that alone keeps the policy near the "
-            "start.",
+            'The chapter says that for A > 0 the "generation probability will be increased": that is likely, not '
+            f"certain, for completions share all weights. Here {(moved == wanted)[wanted != 0].sum()} of "
+            f"{(wanted != 0).sum()} moved as expected.",
+            'The chapter says that the clip limits "how much the probability ratio can increase": in a step from 1 it '
+            f"has no say, and {(above | below).sum()} of {ratio.size} ratios are now outside {low:g} to {high:g}, the "
+            f"largest {ratio.max():.3g}. In the next pass it takes the slope of those outside on the side that A "
+            f"pushes to (above with A > 0, below with A < 0), {stopped.sum()} here; on the other side they keep it.",
+            'The chapter says that π_ref is "the pre-update model\'s output, per_token_logps": that is π_old. In the '
+            "next rollout π_old is the policy of now, and the KL to it "
+            f"{np.mean(exact_kl(policy, updated, updated, batch), where=mask):.4f}. π_ref stays the start: "
+            f"KL(π ‖ π_ref) over the whole vocabulary is {kl[mask].mean():.4f}, the mean of the places above, and "
+            f"{pull}. The mean of the k3 above, {after.kl[mask].mean():.3g}, is another number: k3 estimates this KL "
+            "from tokens that π samples, and π_old sampled these.",
         )
-    return Walk(name, rollout.rewards, advantages, before, after, metrics, moved)
+    return Walk(name, rollout.rewards, advantages, before, after, kl, metrics, moved)
 
 
 def task_of(config: Config, pretrained: Pretrained) -> Task:
     """The prompts as a task, all of them at every step."""
     tokenizer, eos_ids = pretrained.tokenizer, pretrained.eos_ids
-    encoded = encode_prompts(
-        tokenizer, config.prompts, eos_ids=eos_ids, max_prompt_tokens=config.max_prompt_tokens, overlong=config.overlong
-    )
+    encoded = encode_prompts(tokenizer, config.prompts, eos_ids=eos_ids)
     examples = [{"prompt": config.prompts[i], "answer": config.answers[i]} for i in encoded.kept]
     prompts = pad_prompts(encoded.token_ids, examples, width=max(map(len, encoded.token_ids)), pad_id=0)
     vocab_size = pretrained.config.vocab_size
@@ -273,6 +293,19 @@ def terms(logprobs: np.ndarray, batch: Batch, algorithm: Algorithm) -> Terms:
     return jax.tree.map(np.asarray, _terms(logprobs, batch, algorithm))
 
 
+@partial(jax.jit, static_argnums=0)
+def exact_kl(policy: Policy, params: Params, reference: Params, batch: Batch) -> jax.Array:
+    """KL(π ‖ π_ref) over the whole vocabulary, where each token of a batch was sampled, `[N, G, T]`."""
+
+    def logits(params: Params) -> jax.Array:
+        hidden = policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+        unembedding = policy.unembedding(params)
+        products = jnp.einsum("ngtd,vd->ngtv", hidden, unembedding, preferred_element_type=jnp.float32)
+        return products / batch.temperature[..., None, None]
+
+    return F.kl_full(logits(params), logits(reference))
+
+
 # ---- the page
 
 
@@ -289,7 +322,7 @@ def say(text: str) -> None:
 def correct(*corrections: str) -> None:
     """What is wrong in the chapter."""
     for text in corrections:
-        CONSOLE.print(Padding(f"[yellow]Correction:[/] {escape(text)}", (0, 0, 0, 2)))
+        CONSOLE.print(Padding(f"[yellow]Correction:[/] {escape(text)}", (0, 0, 0, 2), expand=False))
 
 
 def show_terms(tokens: list[str], terms: Terms, mask: np.ndarray) -> None:

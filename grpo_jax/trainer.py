@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -13,7 +14,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, join, merge, split
 from grpo_jax.tasks.dataset import SUFFIXES, read_rows, text_task
-from grpo_jax.tasks.task import Reward, Rewards
+from grpo_jax.tasks.task import Component, Reward, Rewards, Task
 from grpo_jax.tasks.text import Message
 from grpo_jax.training.grpo import make_programs, train
 from grpo_jax.training.guards import check_length
@@ -27,6 +28,15 @@ class _Options(GRPOConfig, ModelOptions):
     """What a trainer may be told."""
 
 
+# Of options, by their types; True and False are no numbers.
+_KINDS: dict[Any, tuple[type, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a text"),
+    bool: (bool, "True or False"),
+}
+
+
 class GRPOTrainer:
     """Trains a model towards what a reward prefers among completions of the same prompt."""
 
@@ -35,7 +45,7 @@ class GRPOTrainer:
     def __init__(
         self,
         model: str | Path | Pretrained,
-        reward_model: Reward | Rewards,
+        reward_model: Reward | Mapping[str, Reward | Component],
         *,
         clip_epsilon: float | None = None,
         run_dir: str | Path = "runs/grpo_trainer",
@@ -46,18 +56,21 @@ class GRPOTrainer:
         Args:
           model: folder of a Hugging Face model, its id on the hub, or what `load_pretrained` returned.
           reward_model: (rows, completions) -> a number each, or None where it does not apply; may be async. A row is
-            a dict: "prompt", and the other columns. Or several by name, as `tasks.task.Component`.
+            a dict: "prompt", and the other columns. Or several by name, which are added up; `tasks.task.Component`
+            gives one another weight than 1.
           clip_epsilon: epsilon_low and epsilon_high in one; None: the preset's, 0.2.
           run_dir: folder of the run; a number is added if it holds one.
           **options: fields of `GRPOConfig` and `ModelOptions`, with their defaults: steps 100, learning_rate 1e-6,
             group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … But num_prompts (32) is lowered to
-            the prompts that there are, and there is no eval_every, for nothing is held out.
+            the prompts that there are and what minibatches, microbatches and devices divide, and there is no eval_every
+            and no eval_samples, for nothing is held out.
 
         Raises:
           UsageError: one sentence that says what to change.
         """
-        _check_options(options)
+        options = _checked_options(options)
         if clip_epsilon is not None:
+            clip_epsilon = _checked("clip_epsilon", clip_epsilon, float)
             if {"epsilon_low", "epsilon_high"} & options.keys():
                 raise UsageError("clip_epsilon is epsilon_low and epsilon_high in one: give it or them")
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
@@ -71,9 +84,8 @@ class GRPOTrainer:
         else:
             kind = type(model).__name__
             raise UsageError(f"model is of type {kind}: give a folder, an id on the hub, or load_pretrained of either")
-        _check_reward(reward_model)
         self._options, self._lower_num_prompts = _Options(**options), "num_prompts" not in options
-        self._reward, self._run_dir = reward_model, Path(run_dir).expanduser()
+        self._reward, self._run_dir = _checked_reward(reward_model), Path(run_dir).expanduser()
         self._loaded = load_model(self._options, seed=self._options.seed, pretrained=pretrained)
 
     def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:
@@ -92,22 +104,25 @@ class GRPOTrainer:
           FloatingPointError: gradients were not finite too many times in a row.
         """
         (policy, params, pretrained), options, rows = self._loaded, self._options, _rows(prompts)
+
+        def task_of(num_prompts: int) -> Task:
+            return text_task(
+                pretrained.tokenizer,
+                pretrained.eos_ids,
+                rows,
+                vocab_size=pretrained.config.vocab_size,
+                num_prompts=num_prompts,
+                seed=options.seed,
+                reward=self._reward,
+                heldout_share=0.0,
+                max_prompt_tokens=options.max_prompt_tokens,
+                overlong=options.overlong,
+            )
+
         if self._lower_num_prompts:
-            pieces = max(options.minibatches * options.microbatches * num_devices(options.devices), 1)
-            fitting = max(len(rows) // pieces, 1) * pieces
-            options = dataclasses.replace(options, num_prompts=min(options.num_prompts, fitting))
-        task = text_task(
-            pretrained.tokenizer,
-            pretrained.eos_ids,
-            rows,
-            vocab_size=pretrained.config.vocab_size,
-            num_prompts=options.num_prompts,
-            seed=options.seed,
-            reward=self._reward,
-            heldout_share=0.0,
-            max_prompt_tokens=options.max_prompt_tokens,
-            overlong=options.overlong,
-        )
+            left = len(task_of(1).heldout.examples)  # without the empty and overlong ones
+            options = dataclasses.replace(options, num_prompts=_fitting_num_prompts(options, left))
+        task = task_of(options.num_prompts)
         programs = make_programs(policy, task, options)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(options))
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
@@ -118,27 +133,68 @@ class GRPOTrainer:
         return pretrained._replace(params=merge(trained) if isinstance(trained, Adapted) else trained)
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     hints = get_type_hints(_Options)
-    known = [name for name in hints if name not in ("model", "eval_every")]
-    for name, value in options.items():
+    known = [name for name in hints if name not in ("model", "eval_every", "eval_samples")]
+    for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             what = f"is it {close[0]}?" if close else f"they are {', '.join(known)}"
             raise UsageError(f"there is no option {name}: {what}")
-        if get_origin(hints[name]) is Literal and value not in get_args(hints[name]):
-            raise UsageError(f"{name} is {value!r}: choose among {', '.join(get_args(hints[name]))}")
+    return {name: _checked(name, value, hints[name]) for name, value in options.items()}
 
 
-def _check_reward(reward: Reward | Rewards) -> None:
-    for function in [part.reward for part in reward.values()] if isinstance(reward, Mapping) else [reward]:
-        try:
-            with contextlib.suppress(ValueError):  # what is written in C may not say
-                inspect.signature(function).bind([], [])
-        except TypeError:
-            raise UsageError(
-                "reward_model must be called as reward(rows, completions) and return a number for each completion"
-            ) from None
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """The value as its type, NumPy's numbers as Python's."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise UsageError(f"{name} is {value!r}: choose among {', '.join(get_args(hint))}")
+        return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise UsageError(f"{name} is {value!r}: give a list of texts")
+        return tuple(value)
+    kinds = get_args(hint) or (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    kind, words = _KINDS[kinds[0]]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kinds[0] is not bool):
+        raise UsageError(f"{name} is {value!r}: it must be {words}")
+    return kinds[0](value)
+
+
+def _fitting_num_prompts(options: _Options, left: int) -> int:
+    """As many prompts of a step as asked for by default, or as there are, in pieces of one size."""
+    pieces = max(options.minibatches * options.microbatches * num_devices(options.devices), 1)
+    if left < pieces:
+        raise UsageError(
+            f"there are {left} prompts for {pieces} pieces of a step (minibatches x microbatches x devices): lower "
+            "these, or give more prompts"
+        )
+    return max(min(options.num_prompts, left) // pieces, 1) * pieces
+
+
+def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward | Rewards:
+    if not isinstance(reward, Mapping):
+        _check_callable(reward)
+        return reward
+    if not reward:
+        raise UsageError("reward_model is empty: give at least one reward")
+    parts = {name: part if isinstance(part, Component) else Component(part) for name, part in reward.items()}
+    for name, part in parts.items():
+        _check_callable(part.reward)
+        _checked(f"the weight of reward {name}", part.weight, float)
+    return parts
+
+
+def _check_callable(reward: Reward) -> None:
+    try:
+        with contextlib.suppress(ValueError):  # what is written in C may not say
+            inspect.signature(reward).bind([], [])
+    except TypeError:
+        raise UsageError(
+            "reward_model must be called as reward(rows, completions) and return a number for each completion"
+        ) from None
 
 
 def _rows(prompts: Any) -> list[Mapping[str, Any]]:
@@ -148,4 +204,7 @@ def _rows(prompts: Any) -> list[Mapping[str, Any]]:
         return list(read_rows(prompts))
     if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
         raise UsageError("prompts must be a list of texts, of lists of chat messages or of rows, or a file of rows")
-    return [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
+    rows = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
+    if not rows:
+        raise UsageError("prompts is empty: give at least one")
+    return rows

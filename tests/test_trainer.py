@@ -15,6 +15,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks import arithmetic
+from grpo_jax.tasks.task import Component
 from grpo_jax.training.checkpoint import params_sha256
 
 STORIES = Path(__file__).parents[1].parent / "shared/data/stories260K-hf"
@@ -100,19 +101,30 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
         ({"learnin_rate": 1e-3}, "no option learnin_rate: is it learning_rate?"),
         ({"zzz": 1}, "no option zzz: they are dtype, "),
         ({"eval_every": 1}, "no option eval_every"),
+        ({"eval_samples": 1}, "no option eval_samples"),
+        ({"steps": "2"}, "steps is '2': it must be a whole number"),
+        ({"steps": True}, "steps is True: it must be a whole number"),
+        ({"num_prompts": None}, "num_prompts is None: it must be a whole number"),
+        ({"clip_epsilon": "0.2"}, "clip_epsilon is '0.2': it must be a number"),
+        ({"mask_truncated": 1}, "mask_truncated is 1: it must be True or False"),
+        ({"lora_targets": "q_proj"}, "lora_targets is 'q_proj': give a list"),
         ({"preset": "gppo"}, "preset is 'gppo': choose among grpo, rank"),
         ({"reward_model": 1.0}, r"reward_model must be called as reward\(rows, completions\)"),
         ({"reward_model": lambda completions: 0}, "reward_model must be called"),
+        ({"reward_model": {}}, "reward_model is empty"),
+        ({"reward_model": {"a": 1.0}}, "reward_model must be called"),
+        ({"reward_model": {"a": Component(Threes(), None)}}, "the weight of reward a is None"),
+        ({"filter_metric": "b", "max_rollouts": 2, "prompts": PROMPTS}, 'filter_metric "b" is no component'),
         ({"lora_rank": -1}, "lora_rank is -1"),
         ({"group_size": 1, "prompts": PROMPTS}, "group_size is 1"),
         ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
         ({"prompts": "1+1="}, "prompts is one text: put it into brackets"),
         ({"prompts": 3}, "prompts must be a list"),
-        ({"prompts": []}, "no prompt is left"),
+        ({"prompts": []}, "prompts is empty"),
         ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt holds a number"),
         ({"prompts": [{"question": "1+1="}]}, "row 0 has no column prompt"),
         ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4, but the task has 3"),
-        ({"prompts": PROMPTS, "minibatches": 4}, "num_prompts is 4, but the task has 3"),
+        ({"prompts": PROMPTS, "minibatches": 4}, "there are 3 prompts for 4 pieces of a step"),
         ({"prompts": "nowhere.jsonl"}, "there is no nowhere.jsonl"),
         ({"prompts": [[{"role": "user", "content": "1+1"}]]}, "no chat template"),
     ],
@@ -124,6 +136,26 @@ def test_what_cannot_work_is_refused_in_a_sentence(folder, tmp_path, options, me
         GRPOTrainer(**given).train(prompts)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_several_rewards_add_up_over_the_prompts_that_are_left(folder, tmp_path):
+    """Of 42 prompts 40 can be sampled, and 3 minibatches take 30 of the 32 that a step has by default."""
+    prompts = [f"{i}+{i}=" for i in range(10, 50)] + ["", "1+1+1+1+1="]
+    rewards = {"threes": Threes(), "length": Component(lambda rows, completions: list(map(len, completions)), 0.5)}
+    given = {"max_tokens": 2, "max_prompt_tokens": 6, "steps": np.int64(1), "minibatches": 3}
+    trainer = GRPOTrainer(folder, rewards, run_dir=tmp_path / "run", **given)
+    trainer.train(iter(prompts))
+    options = json.loads((trainer.run.path / "config.json").read_text())
+    assert (options["num_prompts"], options["steps"]) == (30, 1)
+    line = trainer.run.lines()[0]
+    assert line["reward"] == pytest.approx(line["reward_threes"] + 0.5 * line["reward_length"])
+    assert len(rewards["threes"].rows) == 30 * 8
+
+
+def test_a_loaded_model_is_shown_without_its_arrays(folder):
+    shown = repr(load_pretrained(folder))
+    count = sum(np.prod(x.shape, dtype=int) for x in jax.tree.leaves(load_pretrained(folder).params))
+    assert shown == f"Pretrained('{folder}', {count:,} parameters)"
 
 
 def test_what_a_loaded_model_brings_along_is_not_asked_for_again(folder, tmp_path):

@@ -42,6 +42,10 @@ class Pretrained(NamedTuple):
     eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json and tokenizer
     folder: Path
 
+    def __repr__(self) -> str:  # without the arrays
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        return f"Pretrained({str(self.folder)!r}, {count:,} parameters)"
+
 
 def load_pretrained(
     name: str | Path, *, param_dtype: Any = jnp.float32, sharding: Any = None, **overrides: Any
