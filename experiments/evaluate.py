@@ -27,7 +27,6 @@ from experiments.common import cell
 from grpo_jax import cli
 from grpo_jax.config import GRPOConfig, validate
 from grpo_jax.errors import UsageError
-from grpo_jax.export import load_run
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
 from grpo_jax.models.policy import decoder_policy
@@ -37,6 +36,7 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.tasks.text import Overlong
 from grpo_jax.training.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.training.guards import check_task
+from grpo_jax.training.pretrained import load_run
 from grpo_jax.training.rollout import make_sampler
 from grpo_jax.training.run import write_json, write_text
 

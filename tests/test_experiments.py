@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from experiments import arithmetic, stories
 from grpo_jax import cli
-from grpo_jax.export import Options, export, load_run
+from grpo_jax.export import Options, export
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.lora import join, merge, split
 from grpo_jax.models.peft import load_adapter
@@ -27,7 +27,7 @@ from grpo_jax.tasks.stories import stories_task
 from grpo_jax.tasks.task import random_reward
 from grpo_jax.training.checkpoint import params_sha256
 from grpo_jax.training.grpo import train
-from grpo_jax.training.pretrained import keep_description, load_model
+from grpo_jax.training.pretrained import keep_description, load_model, load_run
 
 ROOT = Path(__file__).parents[1]
 STORIES_MODEL = ROOT.parent / "shared/data/stories260K-hf"

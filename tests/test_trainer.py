@@ -114,7 +114,7 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
         ({"reward_model": {}}, "reward_model is empty"),
         ({"reward_model": {"a": 1.0}}, "reward_model must be called"),
         ({"reward_model": {"a": Component(Threes(), None)}}, "the weight of reward a is None"),
-        ({"filter_metric": "b", "max_rollouts": 2, "prompts": PROMPTS}, 'filter_metric "b" is no component'),
+        ({"filter_metric": "b", "max_rollouts": 2, "prompts": PROMPTS}, 'filter_metric "b" is no reward'),
         ({"lora_rank": -1}, "lora_rank is -1"),
         ({"group_size": 1, "prompts": PROMPTS}, "group_size is 1"),
         ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),

@@ -1,18 +1,56 @@
-"""A pretrained model as training takes it, and what a run keeps of it for an export."""
+"""A model on its way into a run, and out of its checkpoints again."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from grpo_jax.config import ModelOptions
 from grpo_jax.errors import UsageError
-from grpo_jax.export import LORA_FILE, LoraDescription
+from grpo_jax.models import huggingface
+from grpo_jax.models.config import Dtype, ModelConfig, config_from_huggingface
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description
-from grpo_jax.models.lora import add_adapters, fingerprint
+from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, merge, split
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.training.checkpoint import Checkpoints
 from grpo_jax.training.run import RunFolder, write_json
+
+_LORA_FILE = "lora.json"
+
+
+# ---- into a run
+
+
+class LoraDescription(NamedTuple):
+    """What a run that trains adapters says of them, in model/lora.json."""
+
+    base: str  # folder or hub id
+    fingerprint: str  # of its weights
+    param_dtype: Dtype  # that they had in the run
+    rank: int
+    alpha: float
+    targets: Sequence[Target]
+
+    @staticmethod
+    def read(folder: Path) -> "LoraDescription | None":
+        """The description in a run's model/, if it has one."""
+        file = folder / _LORA_FILE
+        return LoraDescription(**huggingface.read_json(file)) if file.exists() else None
+
+    def check(self, folder: Path) -> None:
+        """Refuses to go on with other weights than those that a run in this folder began with.
+
+        Raises:
+          UsageError: they differ.
+        """
+        earlier = LoraDescription.read(folder)
+        if earlier and earlier.fingerprint != self.fingerprint:
+            raise UsageError(
+                f"the weights in {self.base} are no longer those that this run began with: start a new run"
+            )
 
 
 class Loaded(NamedTuple):
@@ -83,4 +121,113 @@ def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> N
         lora.check(run.path / "model")
     save_description(run.path / "model", pretrained.config, source=pretrained.folder)
     if lora:
-        write_json(run.path / "model" / LORA_FILE, lora._asdict())
+        write_json(run.path / "model" / _LORA_FILE, lora._asdict())
+
+
+# ---- out of it
+
+
+def load_run(
+    folder: Path, *, phase: str = "grpo", step: int | None = None, base: Path | None = None, **overrides: Any
+) -> tuple[Pretrained, int]:
+    """A model as a run trained it, as `load_pretrained` has one; adapters are merged.
+
+    Args:
+      folder: of the run.
+      phase: of the run.
+      step: of the checkpoint; None: the newest.
+      base: where the base of a LoRA run is now, if it has moved.
+      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
+
+    Returns:
+      The model, whose folder is the run's model/; and its step.
+
+    Raises:
+      UsageError: something is missing, in one sentence.
+    """
+    trained = restore(folder, phase, step, base=base, **overrides)
+    source = folder / "model"
+    tokenizer = huggingface.load_tokenizer(source)
+    ids = huggingface.eos_ids(source, tokenizer)
+    return Pretrained(trained.config, trained.merged(), tokenizer, ids, source), trained.step
+
+
+class Trained(NamedTuple):
+    """A checkpoint of a run."""
+
+    config: ModelConfig
+    params: Params  # Adapted, if adapters were trained
+    lora: LoraDescription | None
+    step: int
+
+    def merged(self) -> Params:
+        """The parameters with adapters multiplied in, if there are any."""
+        return merge(self.params) if isinstance(self.params, Adapted) else self.params
+
+
+def restore(
+    run: Path, phase: str, step: int | None, *, base: Path | None = None, adapter: bool = False, **overrides: Any
+) -> Trained:
+    """A checkpoint of a run.
+
+    Args:
+      run: its folder.
+      phase: of the run.
+      step: of the checkpoint; None: the newest.
+      base: where the base of a LoRA run is now, if it has moved.
+      adapter: adapters alone are wanted: the base is then but shapes.
+      **overrides: fields of ModelConfig that are not the model's.
+
+    Returns:
+      The parameters, and what they are of.
+
+    Raises:
+      UsageError: something is missing, in one sentence.
+    """
+    description = run / "model"
+    if not (description / "config.json").exists():
+        raise UsageError(
+            f"{run} holds no model/config.json: name the folder of a run; in a loop of your own, "
+            "huggingface.save_description writes it"
+        )
+    phases = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
+    if phase not in phases:
+        raise UsageError(f"{run} has no checkpoints of a phase {phase!r}: its phases are {phases}")
+    lora = LoraDescription.read(description)
+    if lora is None and (adapter or base):
+        raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
+    config = config_from_huggingface(huggingface.read_json(description / "config.json"), **overrides)
+    like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
+    with Checkpoints(run / "checkpoints" / phase) as checkpoints:
+        if lora is None:
+            params, found = checkpoints.restore_params(like, step)
+        else:
+            params, found = _adapted(checkpoints, like if adapter else _load_base(lora, config, base), lora, step)
+    return Trained(config, params, lora, found)
+
+
+def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -> Params:
+    """The weights that the adapters were trained on, in the dtype that they had."""
+    try:
+        folder = huggingface.model_folder(moved or lora.base)
+        base = huggingface.load_params(folder, config, dtype=lora.param_dtype)
+    except UsageError as error:
+        raise UsageError(
+            f"the base of the adapters cannot be loaded ({error}): say where it is with --base, or write the adapters "
+            "alone with --adapter"
+        ) from error
+    if fingerprint(base) != lora.fingerprint:
+        raise UsageError(
+            f"the weights in {folder} are not those that the adapters were trained on: name theirs (--base)"
+        )
+    return base
+
+
+def _adapted(checkpoints: Checkpoints, base: Params, lora: LoraDescription, step: int | None) -> tuple[Adapted, int]:
+    """Base, or its shapes, with trained adapters; and their step."""
+
+    def start(base: Params) -> Adapted:
+        return add_adapters(base, jax.random.key(0), rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+    adapters, step = checkpoints.restore_params(split(jax.eval_shape(start, base))[0], step)
+    return Adapted(base, adapters, jnp.float32(lora.alpha / lora.rank)), step
