@@ -255,7 +255,7 @@ def test_a_prompt_is_text_or_messages(prompt, sentence):
     ("options", "sentence"),
     [
         ({"num_prompts": 0}, "num_prompts is 0"),
-        ({"num_prompts": 101, "heldout_rows": OTHERS}, "num_prompts is 101, but the task has 100 training prompts"),
+        ({"num_prompts": 101, "heldout_rows": OTHERS}, "num_prompts is 101, but there are 100 training prompts"),
         ({"num_heldout": 0}, "num_heldout is 0"),
         ({"num_heldout": 100}, "no prompt is left for training among 100 rows"),
         ({"heldout_share": 1e-9}, "no prompt is left for held out among 100 rows"),

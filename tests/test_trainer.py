@@ -78,11 +78,9 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
         loaded, reward, run_dir=tmp_path / "run", steps=1, max_tokens=2, lora_rank=2, learning_rate=0.1, minibatches=2
     )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "3"}) + "\n" for p in PROMPTS))
-    for name in ("run", "run-2"):
-        trained = trainer.train(tmp_path / "rows.jsonl")
-        assert trainer.run.path.name == name
+    trained = trainer.train(tmp_path / "rows.jsonl")
     assert {row["answer"] for row in reward.rows} == {"3"}
-    assert len(reward.rows) == 2 * 2 * 8  # of three prompts as many as two minibatches take
+    assert len(reward.rows) == 2 * 8  # of three prompts as many as two minibatches take
     assert params_sha256(loaded.params) == before
     assert params_sha256(trained.params) != before
 
@@ -123,7 +121,7 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
         ({"prompts": []}, "prompts is empty"),
         ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt holds a number"),
         ({"prompts": [{"question": "1+1="}]}, "row 0 has no column prompt"),
-        ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4, but the task has 3"),
+        ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4, but there are 3"),
         ({"prompts": PROMPTS, "minibatches": 4}, "there are 3 prompts for 4 pieces of a step"),
         ({"prompts": "nowhere.jsonl"}, "there is no nowhere.jsonl"),
         ({"prompts": [[{"role": "user", "content": "1+1"}]]}, "no chat template"),

@@ -113,8 +113,8 @@ def loss_and_grads(hidden_fn, config):
 # ---- several texts in a row
 
 
-@CONFIGS
-def test_packed_texts_are_as_each_alone(config):
+def test_packed_texts_are_as_each_alone():
+    config = ALL
     params, policy = random_params(config), decoder_policy(config)
     ids = np.random.default_rng(4).integers(0, config.vocab_size, (2, 12), dtype=np.int32)
     texts = np.array([[1, 1, 1, 1, 2, 3, 3, 3, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
