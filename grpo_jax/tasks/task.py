@@ -92,6 +92,25 @@ def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example],
     return Prompts(ids, mask, list(examples))
 
 
+def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Groups of token lists as arrays, padded on the right.
+
+    Args:
+      groups: N groups of G lists of at most `width` ids.
+      width: T.
+
+    Returns:
+      Ids int32 and mask bool, `[N, G, T]`.
+    """
+    ids = np.zeros((len(groups), len(groups[0]), width), np.int32)
+    mask = np.zeros(ids.shape, bool)
+    for i, group in enumerate(groups):
+        for j, tokens in enumerate(group):
+            ids[i, j, : len(tokens)] = tokens
+            mask[i, j, : len(tokens)] = True
+    return ids, mask
+
+
 def check_num_prompts(num_prompts: int, available: int) -> None:
     """Refuses a step of more prompts than there are.
 
