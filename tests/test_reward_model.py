@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from scipy import special
 
-from grpo_jax import GRPOTrainer
+from experiments import reward_model as experiment
+from grpo_jax import GRPOTrainer, cli
+from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import bradley_terry_loss
 from grpo_jax.models import heads
@@ -30,7 +32,8 @@ from grpo_jax.tasks.preferences import (
     split_preferences,
     synthetic_pairs,
 )
-from grpo_jax.tasks.task import Completion
+from grpo_jax.tasks.stories import happy_sentences, stories_task
+from grpo_jax.tasks.task import Completion, Component
 from grpo_jax.training.checkpoint import params_sha256
 from grpo_jax.training.reward_model import (
     evaluate_pairs,
@@ -41,6 +44,7 @@ from grpo_jax.training.reward_model import (
     score_pairs,
     train_reward_model,
 )
+from grpo_jax.training.rollout import make_sampler, roll_out
 from grpo_jax.training.run import RunFolder, count_compilations
 from grpo_jax.training.statistics import calibration, paired_difference
 from grpo_jax.training.supervised import SupervisedConfig
@@ -400,6 +404,72 @@ def test_a_loaded_model_is_what_the_trainer_asks_for_and_grpo_raises_its_score(p
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.5
     compilations = [line["compilations"] for line in trainer.run.lines("times.jsonl")]
     assert compilations[-1] == compilations[0]
+
+
+def test_the_command_from_rows_to_a_folder_and_again_resumed(policy_folder, tmp_path):
+    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"model": policy_folder, "data": tmp_path / "rows.jsonl", "run-dir": tmp_path / "run"}
+    options |= {"steps": 3, "num-pairs": 8, "eval-every": 2, "checkpoint-every": 2, "lora-rank": 2}
+    args = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    experiment.main(cli.parse(experiment.Config, None, args))
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert set(results) == {"held out", "trained on", "the shorter one", "calibration", "params_sha256"}
+    assert len(results["calibration"]["predicted"]) == 8
+    assert {"calibration.png", "curves.png", "reward-model"} <= {file.name for file in (tmp_path / "run").iterdir()}
+    assert "accuracy" in results["held out"]
+    metrics = (tmp_path / "run/metrics.jsonl").read_text()
+    score = load_reward_model(tmp_path / "run/reward-model")([{"prompt": "1+1="}], ["2"])
+    assert np.isfinite(score).all()
+
+    experiment.main(cli.parse(experiment.Config, None, ["--resume", "--run-dir", str(tmp_path / "run")]))
+    assert json.loads((tmp_path / "run/results.json").read_text()) == results
+    assert (tmp_path / "run/metrics.jsonl").read_text() == metrics
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")
+def test_stories_become_happier_by_a_reward_that_was_learned_from_pairs(tmp_path):
+    """RLHF in small: pairs of stories chosen by a known taste, a reward model of them, and GRPO on it."""
+    start = load_pretrained(STORIES)
+    options = {"group_size": 2, "num_prompts": 32, "max_tokens": 48}
+    task = stories_task(start.tokenizer, start.eos_ids, vocab_size=start.config.vocab_size, num_prompts=32, seed=0)
+    config = GRPOConfig(**options)
+    sampler = make_sampler(decoder_policy(start.config), task, config)
+    temperature, pairs = np.ones((32, 2), np.float32), []
+    for step in range(24):
+        key = jax.random.fold_in(jax.random.key(0), step)
+        rollout = roll_out(sampler, start.params, task.prompts(step), task, happy_sentences, temperature, key)
+        for example, texts, (first, second) in zip(
+            rollout.prompts.examples, rollout.texts, rollout.rewards, strict=True
+        ):
+            if first != second:
+                better = int(second > first)
+                pairs.append(Preference(example["prompt"], str(texts[better]), str(texts[1 - better])))
+    training, heldout = split_preferences(pairs)
+    shape, params = add_head(start.config, start.params)
+    encoded = [encode_preferences(start.tokenizer, part, eos_ids=start.eos_ids) for part in (training, heldout)]
+    phase = SupervisedConfig(120, 1e-3, decay="linear", warmup_steps=10)
+    run = RunFolder(tmp_path / "reward", {})
+    state = train_reward_model(decoder_policy(shape), params, pair_batches(encoded[0], 16, 0), phase, run)
+    accuracy = evaluate_pairs(score_pairs(shape, state.params, encoded[1])).accuracy
+    model = RewardModel(shape, state.params, start.tokenizer, start.eos_ids, start.folder)
+    loaded = load_reward_model(save_reward_model(tmp_path / "model", model))
+
+    taste = Component(happy_sentences, weight=0.0)  # watched, not learned from
+    rewards = {"learned": Component(loaded), "taste": taste}
+    options |= {"num_prompts": 8, "group_size": 8, "steps": 30, "learning_rate": 4e-4, "kl_coef": 0.1}
+    trainer = GRPOTrainer(start, rewards, run_dir=tmp_path / "grpo", **options)
+    trainer.train([task.prompts(0).examples[i]["prompt"] for i in range(32)])
+    lines = trainer.run.lines()
+    first, last = (
+        {name: np.mean([line[f"reward_{name}"] for line in part]) for name in rewards}
+        for part in (lines[:5], lines[-5:])
+    )
+    print(len(pairs), accuracy, first, last)
+    assert accuracy.low > 0.5
+    assert last["learned"] > first["learned"] + 0.5
+    assert last["taste"] > first["taste"] + 0.1
 
 
 @pytest.mark.parametrize(
