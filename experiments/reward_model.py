@@ -4,8 +4,8 @@
 prompt. The model gets a scalar head and learns −log σ(r_chosen − r_rejected). What comes out is a folder that
 `load_reward_model` makes a reward of, and transformers a classifier. Shown beside it: how often the shorter answer was
 the chosen one. With the 260-thousand-parameter TinyStories model and the 2,312 pairs of harmless-base's test set,
-expect an accuracy of 0.53 to 0.61 in about a minute on two CPU cores, by which quarter of the pairs is held out: such a
-model learns little more than that shorter answers were preferred.
+expect an accuracy of 0.53 to 0.61 in one to two minutes on two CPU cores, by which quarter of the pairs is held out:
+such a model learns little more than that shorter answers were preferred.
 Left out of the papers: pretraining on preferences, and ensembles.
 
   python -m experiments.reward_model --model DIR --data FILE.jsonl.gz
