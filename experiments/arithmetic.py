@@ -26,8 +26,9 @@ from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks import arithmetic
 from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.sft import SFTConfig, train_sft
+from grpo_jax.training.sft import train_sft
 from grpo_jax.training.state import Batch
+from grpo_jax.training.supervised import SupervisedConfig
 
 MODEL = ModelConfig(vocab_size=arithmetic.VOCAB_SIZE, initializer_range=0.1)
 CURVES = (("reward", "reward (control's: a coin)"), ("heldout_avg", "held-out accuracy"), ("entropy", "entropy"))
@@ -73,7 +74,7 @@ def main(config: Config) -> None:
         labels, temperature = labels[:, None], np.ones((config.warm_batch, 1), np.float32)
         return Batch(prompts.ids, prompts.mask, labels, labels != task.pad_id, temperature)
 
-    warm = SFTConfig(config.warm_steps, config.warm_learning_rate)
+    warm = SupervisedConfig(config.warm_steps, config.warm_learning_rate)
     params = jax.jit(policy.init)(jax.random.key(config.seed))
     params = train_sft(policy, params, warm_batch, warm, run, phase="warm").params
     rows, checksum = against_control(policy, params, task, config, run, programs)

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig, config_from_huggingface, config_to_huggingface
+from grpo_jax.models.heads import Headed, add_head, without_vocabulary
 from grpo_jax.models.lora import Adapted
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
@@ -37,7 +38,7 @@ class Pretrained(NamedTuple):
     """What a folder holds."""
 
     config: ModelConfig
-    params: Params
+    params: Params  # or `Headed`
     tokenizer: Any  # of transformers
     eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json and tokenizer
     folder: Path
@@ -48,12 +49,13 @@ class Pretrained(NamedTuple):
 
 
 def load_pretrained(
-    name: str | Path, *, param_dtype: Any = jnp.float32, sharding: Any = None, **overrides: Any
+    name: str | Path, *, head: bool = False, param_dtype: Any = jnp.float32, sharding: Any = None, **overrides: Any
 ) -> Pretrained:
     """Loads config.json, *.safetensors and the tokenizer of a model.
 
     Args:
       name: a local folder, as `save_pretrained` of transformers writes it, or the id of one on the hub.
+      head: of a classifier with one label, such as a reward model: the parameters are `heads.Headed`.
       param_dtype: of the parameters, whatever the files hold; float32, in which small updates are not lost.
       sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that is a prefix of
         the parameters'; None: the default device.
@@ -83,7 +85,8 @@ def load_pretrained(
             f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the model {config.vocab_size}: they do not "
             "belong together"
         )
-    params = load_params(folder, config, dtype=param_dtype, sharding=sharding)
+    config = without_vocabulary(config) if head else config
+    params = load_params(folder, config, head=head, dtype=param_dtype, sharding=sharding)
     return Pretrained(config, params, tokenizer, eos_ids(folder, tokenizer), folder)
 
 
@@ -160,6 +163,11 @@ class Tensor(NamedTuple):
         return np.ascontiguousarray(leaf.reshape(self.shape[::-1]).T if self.linear else leaf.reshape(self.shape))
 
 
+def headed_layout(config: ModelConfig) -> Headed:
+    """As `tensor_layout`, of a classifier with one label: …ForSequenceClassification in transformers."""
+    return Headed(tensor_layout(config), Tensor("score.weight", (1, config.hidden_size), False))  # type: ignore[arg-type]
+
+
 def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     """A `Tensor` for every leaf of the scanned decoder's parameters, in a tree like theirs."""
     width, inner, features = config.hidden_size, config.intermediate_size, config.head_dim
@@ -200,7 +208,7 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     return layout
 
 
-def _tensors_of(layout: dict[str, Any]) -> list[Tensor]:
+def _tensors_of(layout: Any) -> list[Tensor]:
     """In the order of `jax.tree.leaves` of the parameters."""
     return jax.tree.leaves(layout, is_leaf=lambda x: isinstance(x, Tensor))
 
@@ -208,13 +216,15 @@ def _tensors_of(layout: dict[str, Any]) -> list[Tensor]:
 # ---- in
 
 
-def load_params(folder: Path, config: ModelConfig, *, dtype: Any = jnp.float32, sharding: Any = None) -> Params:
+def load_params(
+    folder: Path, config: ModelConfig, *, head: bool = False, dtype: Any = jnp.float32, sharding: Any = None
+) -> Params:
     """The parameters in a folder's safetensors files, leaf by leaf in the dtype and on the devices asked for.
 
     Args:
       folder: with model.safetensors, or several files and their index.
       config: the decoder's shape.
-      dtype, sharding: as in `load_pretrained`.
+      head, dtype, sharding: as in `load_pretrained`.
 
     Returns:
       Parameters, layers stacked.
@@ -223,9 +233,12 @@ def load_params(folder: Path, config: ModelConfig, *, dtype: Any = jnp.float32, 
       UsageError: names a tensor or file that is missing, not known, cut off, or of another shape or dtype.
     """
     found = find_tensors(folder)
-    layout = tensor_layout(config)
-    _check_tensors(found, layout, config)
     shapes = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
+    layout: Any = tensor_layout(config)
+    if head:
+        shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
+        layout = headed_layout(config)
+    _check_tensors(found, layout, config)
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shardings = jax.tree.broadcast(default if sharding is None else sharding, shapes)
 
@@ -284,7 +297,7 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
     return found
 
 
-def _check_tensors(found: dict[str, Found], layout: dict[str, Any], config: ModelConfig) -> None:
+def _check_tensors(found: dict[str, Found], layout: Any, config: ModelConfig) -> None:
     """Every tensor that is needed, in a shape and dtype that can be read, and none that nobody reads."""
     needed = {}
     for tensor in _tensors_of(layout):
@@ -360,7 +373,8 @@ def save_pretrained(
 
     Args:
       folder: must not exist, or be empty.
-      params: of the decoder, layers stacked, without adapters (`lora.merge` makes them so).
+      params: of the decoder, layers stacked, without adapters (`lora.merge` makes them so); or `heads.Headed`, which
+        becomes a classifier with one label.
       config: the decoder's shape.
       source: folder whose config.json, tokenizer, chat template and generation config are taken over; None: a
         config.json is made, and there is no tokenizer.
@@ -374,11 +388,14 @@ def save_pretrained(
     Raises:
       UsageError: the folder is in use, or no architecture of transformers has this configuration.
     """
-    if isinstance(params, Adapted):
+    decoder = params.decoder if isinstance(params, Headed) else params
+    if isinstance(decoder, Adapted):
         raise UsageError("these parameters have adapters: save lora.merge of them, or peft.save_adapter")
     source = None if source is None else Path(source)
-    dtype = np.dtype(dtype or params["embedding"].dtype)
+    dtype = np.dtype(dtype or decoder["embedding"].dtype)
     written = read_json(source / "config.json") if source else config_to_huggingface(config)
+    if isinstance(params, Headed):
+        written = _of_classifier(written)
     written |= {"torch_dtype" if "torch_dtype" in written else "dtype": dtype.name}
     if max_shard_bytes is None:
         total = sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize
@@ -395,6 +412,18 @@ def save_pretrained(
             shard.clear()
         _name_shards(partial, shards)
     return Path(folder).expanduser()
+
+
+def _of_classifier(written: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a decoder, as that of a classifier with one label."""
+    architectures = [re.sub(r"For\w+$", "ForSequenceClassification", name) for name in written["architectures"]]
+    one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+    # transformers reads the score at the last token that is not this one, and refuses batches without it. No text that
+    # is scored has an ending token behind it, so that one will do.
+    end = written.get("eos_token_id")
+    padding = written.get("pad_token_id")
+    padding = (end[0] if isinstance(end, list) else end) if padding is None else padding
+    return written | {"architectures": architectures, **one_label, "pad_token_id": padding}
 
 
 @contextmanager
@@ -447,7 +476,8 @@ def copy_text_files(source: Path, target: Path) -> None:
 
 def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Names and tensors as the folder has them, one fetched at a time."""
-    for tensor, leaf in zip(_tensors_of(tensor_layout(config)), jax.tree.leaves(params), strict=True):
+    layout = headed_layout(config) if isinstance(params, Headed) else tensor_layout(config)
+    for tensor, leaf in zip(_tensors_of(layout), jax.tree.leaves(params), strict=True):
         # From many devices to one; on CPU nothing is copied.
         whole = np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))
         if tensor.stacked:

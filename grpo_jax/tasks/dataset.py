@@ -283,11 +283,20 @@ def _item(row: Mapping[str, Any], where: str, prompt_column: str, template: str 
     if not isinstance(prompt, str):
         _check_messages(prompt, f"{where}: column {prompt_column}")
         prompt = list(prompt)
+    return _Item(row, prompt, place(prompt, where))
+
+
+def place(prompt: str | list[Message], where: str = "a row") -> float:
+    """A hash of the prompt in [0, 1), by which rows are held out: the same for every seed and tokenizer.
+
+    Raises:
+      UsageError: it is no text.
+    """
     try:
         digest = hashlib.sha256(json.dumps(prompt, ensure_ascii=False, default=str).encode()).digest()
     except UnicodeEncodeError:
         raise UsageError(f"{where}: its prompt holds half of a surrogate pair, which is no text: mend it") from None
-    return _Item(row, prompt, int.from_bytes(digest[:6]) / 2**48)
+    return int.from_bytes(digest[:6]) / 2**48
 
 
 def _check_messages(prompt: Any, where: str) -> None:

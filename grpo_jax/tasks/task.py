@@ -102,6 +102,25 @@ def fingerprint(task: Task) -> str:
     return digest.hexdigest()
 
 
+def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Groups of token lists as arrays, padded on the right.
+
+    Args:
+      groups: N groups of G lists of at most `width` ids.
+      width: T.
+
+    Returns:
+      Ids int32 and mask bool, `[N, G, T]`.
+    """
+    ids = np.zeros((len(groups), len(groups[0]), width), np.int32)
+    mask = np.zeros(ids.shape, bool)
+    for i, group in enumerate(groups):
+        for j, tokens in enumerate(group):
+            ids[i, j, : len(tokens)] = tokens
+            mask[i, j, : len(tokens)] = True
+    return ids, mask
+
+
 def check_num_prompts(num_prompts: int, available: int) -> None:
     """Refuses a step of more prompts than there are.
 

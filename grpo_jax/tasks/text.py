@@ -83,6 +83,16 @@ def encode_prompts(
     return encoded
 
 
+def encode_completion(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that continues another.
+
+    A tokenizer that puts a space before every text of its own accord is not given another one there.
+    """
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
+    text = text[1:] if text.startswith(" ") and pieces and pieces[0].startswith("▁") else text
+    return tokenizer.encode(text, add_special_tokens=False) if text else []
+
+
 def _fill_template(tokenizer: Any, messages: Sequence[Message], number: int) -> str:
     if not tokenizer.chat_template:
         raise UsageError(

@@ -118,6 +118,44 @@ def bootstrap(
     return interval
 
 
+class Calibration(NamedTuple):
+    """How far predicted probabilities are from frequencies, over bins of equally many predictions."""
+
+    predicted: np.ndarray  # [B], mean probability of a bin
+    frequency: np.ndarray  # [B], how often it came true
+    sizes: np.ndarray  # int [B], predictions in a bin
+    error: float  # Σ size / M · |frequency − predicted|: the expected calibration error
+
+
+def calibration(probabilities: np.ndarray, outcomes: np.ndarray, *, bins: int = 10) -> Calibration:
+    """Predictions in bins of equally many, against what came true (1706.04599; equal bins: 1904.01685).
+
+    The error is above 0 also for a perfect predictor, by about 0.8 √(p (1 − p) / size): few bins show less of it.
+
+    Args:
+      probabilities: `[M]`.
+      outcomes: `[M]`, 1 where it came true; ½ for a tie.
+      bins: B, 10; fewer where there are fewer predictions.
+
+    Returns:
+      The curve and its error.
+
+    Raises:
+      UsageError: there are no predictions, or not as many outcomes.
+    """
+    probabilities, outcomes = np.asarray(probabilities, np.float64), np.asarray(outcomes, np.float64)
+    if probabilities.ndim != 1 or probabilities.shape != outcomes.shape or not len(outcomes) or bins < 1:
+        raise UsageError(
+            f"calibration needs one outcome for each of at least one probability, and a bin, not {outcomes.shape} for "
+            f"{probabilities.shape} in {bins}"
+        )
+    pieces = np.array_split(np.argsort(probabilities, kind="stable"), min(bins, len(outcomes)))
+    predicted = np.array([probabilities[piece].mean() for piece in pieces])
+    frequency = np.array([outcomes[piece].mean() for piece in pieces])
+    sizes = np.array([len(piece) for piece in pieces])
+    return Calibration(predicted, frequency, sizes, float(sizes @ np.abs(frequency - predicted) / sizes.sum()))
+
+
 def paired_difference(
     after: np.ndarray, before: np.ndarray, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Interval:

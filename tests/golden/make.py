@@ -1,8 +1,9 @@
 """Makes the folders beside this file: one random tiny model per family and option, and what transformers computes.
 
 Each holds what `save_pretrained` of transformers wrote, and golden.npz: ids [B, S] and logits [B, S, V] in float32 by
-the installed transformers. `llama/adapter` is a LoRA adapter as peft wrote it, and its logits. This script needs torch,
-transformers and peft; the tests that read the folders do not.
+the installed transformers. `llama/adapter` is a LoRA adapter as peft wrote it, and its logits; `llama/classifier` has
+one label, and logits [B, 1] of texts that are padded on the right. This script needs torch, transformers and peft; the
+tests that read the folders do not.
 
   python tests/golden/make.py
 """
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, set_seed
-from transformers.models.auto import AutoModelForCausalLM
+from transformers.models.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HERE = Path(__file__).parent
 SHAPE = {
@@ -103,6 +104,20 @@ def main() -> None:
     file = HERE / "llama" / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "llama"}, indent=2) + "\n")
     (HERE / "llama" / "adapter" / "README.md").unlink(missing_ok=True)
+    save_classifier(HERE / "llama" / "classifier")
+
+
+def save_classifier(folder: Path) -> None:
+    """A reward model as transformers has it."""
+    config = LlamaConfig(**SHAPE, rope_parameters=ROPE, num_labels=1, pad_token_id=0, tie_word_embeddings=False)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    randomise(model)
+    model.save_pretrained(folder)
+    ids = random_ids().clamp(min=1)
+    ids[1, 20:] = 0
+    with torch.no_grad():
+        logits = model.eval()(ids, attention_mask=(ids != 0).long()).logits
+    np.savez_compressed(folder / "golden.npz", ids=ids.numpy().astype(np.int32), logits=logits.numpy())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,149 @@
+"""A reward model as a reward: any loop that calls reward(rows, completions) can be given one.
+
+GRPOTrainer(model=..., reward_model=load_reward_model(folder))
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.errors import UsageError
+from grpo_jax.models import heads
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.heads import Headed, score_groups
+from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.tasks.task import Completion, Example, Reward, pad_completions, pad_prompts
+from grpo_jax.tasks.text import encode_completion, encode_prompts
+
+_SHORTEST = 32  # tokens, of the widths that are chosen by themselves
+
+
+class RewardModel(NamedTuple):
+    """A reward model, which is itself a reward, with the defaults of `reward_function`."""
+
+    config: ModelConfig
+    params: Headed
+    tokenizer: Any  # of transformers
+    eos_ids: tuple[int, ...]
+    folder: Path  # of tokenizer and configuration
+
+    def __call__(self, rows: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """The score of each completion."""
+        return reward_function(self)(rows, completions)  # type: ignore[arg-type, return-value]
+
+
+def load_reward_model(name: str | Path, **options: Any) -> RewardModel:
+    """A classifier with one label from a folder in Hugging Face format (…ForSequenceClassification).
+
+    Args:
+      name: a folder, as `save_reward_model` or transformers writes it, or an id on the hub.
+      **options: as for `load_pretrained`: param_dtype, sharding, dtype, attention.
+
+    Returns:
+      The model.
+
+    Raises:
+      UsageError: what is missing or not supported, in one sentence.
+    """
+    return RewardModel(*load_pretrained(name, head=True, **options))
+
+
+def save_reward_model(folder: str | Path, model: RewardModel, **options: Any) -> Path:
+    """Writes a folder that `load_reward_model` and AutoModelForSequenceClassification of transformers load.
+
+    Args:
+      folder: must not exist, or be empty.
+      model: adapters are merged; its own folder is where tokenizer and configuration are taken from.
+      **options: dtype and max_shard_bytes of `save_pretrained`.
+
+    Returns:
+      The folder.
+
+    Raises:
+      UsageError: the folder is in use.
+    """
+    return save_pretrained(folder, heads.merge(model.params), model.config, source=model.folder, **options)
+
+
+def reward_function(
+    model: RewardModel,
+    *,
+    batch_size: int = 32,
+    max_prompt_tokens: int | None = None,
+    max_tokens: int | None = None,
+) -> Reward:
+    """The model as a function of (rows, completions).
+
+    A prompt is computed once for completions that stand together, as those of a group do. Their token ids are used
+    where the model's own tokenizer reads the same text from them, so that nothing is encoded again where policy and
+    reward model share one; otherwise the text is encoded.
+
+    Args:
+      model: the reward model.
+      batch_size: completions computed at once, 32, or those of one prompt if they are more.
+      max_prompt_tokens: width of prompts, of which longer ones lose their beginning. None: the power of two from 32 on
+        that holds the longest of a call, so that few programs are compiled, and what a call computes depends on
+        nothing else.
+      max_tokens: width of completions, of which longer ones lose their end; None: likewise.
+
+    Returns:
+      The reward: one score for each completion.
+
+    Raises:
+      UsageError: an impossible size; in a call, an empty prompt.
+    """
+    sizes = {"batch_size": batch_size, "max_prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise UsageError(f"{name} is {size}: it must be at least 1")
+
+    def reward(rows: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+        if not completions:
+            return []
+        runs = [len(list(group)) for _, group in groupby(row["prompt"] for row in rows)]
+        group_size = math.gcd(*runs)  # of two groups of one prompt in a row, each is one
+        firsts = [row["prompt"] for row in rows[::group_size]]
+        prompts = _prompt_ids(model, firsts, max_prompt_tokens)
+        answers = [_ids(model, completion)[:max_tokens] for completion in completions]
+        groups = [answers[start : start + group_size] for start in range(0, len(answers), group_size)]
+        prompt_width, width = max_prompt_tokens or _width(prompts), max_tokens or _width(answers)
+        count = max(batch_size // group_size, 1)
+        found = []
+        for start in range(0, len(groups), count):
+            # The last piece is filled up with the first group, so that it has the same shape.
+            chosen = [i if i < len(groups) else 0 for i in range(start, start + count)]
+            padded = pad_prompts([prompts[i] for i in chosen], [{}] * count, width=prompt_width, pad_id=0)
+            arrays = pad_completions([groups[i] for i in chosen], width)
+            scores = score_groups(model.config, model.params, padded.ids, padded.mask, *arrays)
+            found.append(np.asarray(scores).reshape(-1))
+        return np.concatenate(found)[: len(completions)].tolist()
+
+    return reward
+
+
+def _prompt_ids(model: RewardModel, prompts: Sequence[Any], longest: int | None) -> list[list[int]]:
+    encoded = encode_prompts(
+        model.tokenizer, prompts, eos_ids=model.eos_ids, max_prompt_tokens=longest, overlong="truncate"
+    )
+    if encoded.dropped:
+        raise UsageError("a prompt is empty for the tokenizer of the reward model: leave it out")
+    return encoded.token_ids
+
+
+def _ids(model: RewardModel, completion: str) -> list[int]:
+    ids = list(getattr(completion, "ids", ()))
+    known = all(0 <= i < model.config.vocab_size for i in ids)
+    if known and model.tokenizer.decode(ids, skip_special_tokens=True) == completion:
+        return ids
+    ids = encode_completion(model.tokenizer, str(completion))
+    while ids and ids[-1] in model.eos_ids:
+        ids = ids[:-1]
+    return ids
+
+
+def _width(texts: Sequence[Sequence[int]]) -> int:
+    return max(_SHORTEST, 1 << (max(map(len, texts)) - 1).bit_length())

@@ -1,0 +1,182 @@
+"""Reward models from preferences (Bradley & Terry 1952; 2203.02155): training, and how good one is.
+
+A pair is one prompt with two completions, the chosen one first, so that the prompt is computed once for both.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import special
+
+from grpo_jax.errors import UsageError
+from grpo_jax.functional import bradley_terry_loss, token_mean_weights
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.heads import Headed, join, score_groups, scores, split
+from grpo_jax.models.policy import Policy
+from grpo_jax.tasks.dataset import batches
+from grpo_jax.tasks.preferences import EncodedPairs
+from grpo_jax.tasks.task import pad_completions, pad_prompts
+from grpo_jax.training.run import RunFolder
+from grpo_jax.training.state import Array, TrainState
+from grpo_jax.training.statistics import Calibration, Interval, bootstrap, calibration
+from grpo_jax.training.step import Logs
+from grpo_jax.training.supervised import SupervisedConfig, fit
+
+
+class PairBatch(NamedTuple):
+    """N pairs with prompts of P tokens and answers of T."""
+
+    prompt_ids: Array  # int32 [N, P], padded on the left
+    prompt_mask: Array  # bool [N, P]
+    completion_ids: Array  # int32 [N, 2, T], chosen and rejected
+    completion_mask: Array  # bool [N, 2, T]; a row without any token is no pair
+    margin: Array  # float32 [N]
+    weights: Array = None  # float32 [N], made from the mask of a whole optimizer batch
+
+
+def train_reward_model(
+    policy: Policy,
+    params: Headed,
+    pairs: Callable[[int], PairBatch],
+    config: SupervisedConfig,
+    run: RunFolder,
+    *,
+    center_coef: float = 0.0,
+    phase: str = "reward_model",
+    evaluate: Callable[[Headed], dict[str, Any]] | None = None,
+) -> TrainState:
+    """Minimises −log σ(r_chosen − r_rejected − margin), continuing from the newest checkpoint of this phase.
+
+    Args:
+      policy: of the decoder.
+      params: where training starts, from `heads.add_head`; with adapters, those and the head alone are trained.
+      pairs: step -> batch, a pure function: `pair_batches`.
+      config: the phase.
+      run: where lines and checkpoints go.
+      center_coef: as in `functional.bradley_terry_loss`, 0.
+      phase: names lines and checkpoints.
+      evaluate: (parameters) -> numbers to log, every `config.eval_every` steps.
+
+    Returns:
+      The final state; `heads.join(state.params, frozen)` with what `heads.split(params)` calls frozen are the model's.
+
+    Raises:
+      UsageError: the configuration cannot work.
+      FloatingPointError: gradients were not finite too many times in a row.
+    """
+    trained, frozen = split(params)
+
+    def loss_fn(trained: Headed, frozen: Any, batch: PairBatch) -> tuple[jax.Array, Logs]:
+        return pair_loss(policy, join(trained, frozen), batch, center_coef=center_coef)
+
+    def evaluate_trained(trained: Headed) -> dict[str, Any]:
+        return evaluate(join(trained, frozen)) if evaluate else {}
+
+    return fit(
+        loss_fn,
+        trained,
+        frozen,
+        pairs,
+        config,
+        run,
+        aggregation=pair_weights,
+        phase=phase,
+        evaluate=evaluate_trained if evaluate else None,
+    )
+
+
+def pair_loss(policy: Policy, params: Headed, batch: PairBatch, *, center_coef: float = 0.0) -> tuple[jax.Array, Logs]:
+    """Σ weights · loss of a pair; logs the share of pairs in the right order, and means of margin and reward."""
+    chosen, rejected = jnp.moveaxis(scores(policy, params, *batch[:4]), -1, 0)
+    losses = bradley_terry_loss(chosen, rejected, margin=batch.margin, center_coef=center_coef)
+    right = jnp.where(chosen == rejected, 0.5, chosen > rejected)
+    means = {"accuracy": right, "difference": chosen - rejected, "reward": (chosen + rejected) / 2}
+    weight = jnp.sum(batch.weights)
+    logged = {name: (jnp.sum(jax.lax.stop_gradient(x) * batch.weights), weight) for name, x in means.items()}
+    return jnp.sum(losses * batch.weights), Logs(logged, {})
+
+
+def pair_weights(completion_mask: jax.Array, *, axis_name: Any = None) -> jax.Array:
+    """1/N for each pair of the whole batch, `[N]`; 0 for a row that is no pair."""
+    return token_mean_weights(jnp.any(completion_mask, axis=(-2, -1)), axis_name=axis_name)
+
+
+def pair_batches(pairs: EncodedPairs, num_pairs: int, seed: int) -> Callable[[int], PairBatch]:
+    """Every pair once an epoch, in an order that is a function of the seed.
+
+    Args:
+      pairs: M.
+      num_pairs: N, at most M.
+      seed: of the order.
+
+    Returns:
+      A pure function from the step to a batch. All have the widths of the longest prompt and answer.
+
+    Raises:
+      UsageError: there are fewer pairs.
+    """
+    if not 1 <= num_pairs <= len(pairs.prompts):
+        raise UsageError(f"num_pairs is {num_pairs}, but there are {len(pairs.prompts)} pairs: take 1 to that many")
+    batch = batches(len(pairs.prompts), num_pairs, seed)
+    return lambda step: pad_pairs(pairs, batch(step), *_widths(pairs))
+
+
+def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, prompt_width: int, width: int) -> PairBatch:
+    """The pairs of these numbers as arrays; a number beyond the last is no pair, and has no answers."""
+    real = [i if i < len(pairs.prompts) else None for i in numbers]
+    prompts = pad_prompts(
+        [pairs.prompts[0 if i is None else i] for i in real], [{}] * len(real), width=prompt_width, pad_id=0
+    )
+    ids, mask = pad_completions([([], []) if i is None else pairs.answers[i] for i in real], width)
+    margin = np.array([0.0 if i is None else pairs.margins[i] for i in real], np.float32)
+    return PairBatch(prompts.ids, prompts.mask, ids, mask, margin)
+
+
+def _widths(pairs: EncodedPairs) -> tuple[int, int]:
+    return max(map(len, pairs.prompts)), max(len(ids) for answers in pairs.answers for ids in answers)
+
+
+def score_pairs(config: ModelConfig, params: Headed, pairs: EncodedPairs, *, num_pairs: int = 32) -> np.ndarray:
+    """Scores of chosen and rejected, float32 `[M, 2]`, `num_pairs` at a time with one compiled program."""
+    starts = range(0, len(pairs.prompts), num_pairs)
+    pieces = (pad_pairs(pairs, np.arange(start, start + num_pairs), *_widths(pairs)) for start in starts)
+    found = [np.asarray(score_groups(config, params, *piece[:4])) for piece in pieces]
+    return np.concatenate(found)[: len(pairs.prompts)]
+
+
+class PairEvaluation(NamedTuple):
+    """How well scores tell which of two answers was chosen."""
+
+    accuracy: Interval  # share of pairs in the right order, ties half; resampling pairs
+    nll: Interval  # −log σ(r_chosen − r_rejected), nats; log 2 = 0.693 knows nothing
+    calibration: Calibration  # of the preference for the answer with the higher score
+
+    def numbers(self) -> dict[str, float]:
+        """What a line of a log or a row of a table holds."""
+        named = self.accuracy.named("accuracy") | self.nll.named("nll")
+        return named | {"calibration_error": self.calibration.error}
+
+
+def evaluate_pairs(pair_scores: np.ndarray, *, bins: int = 10) -> PairEvaluation:
+    """Accuracy, likelihood and calibration of scores.
+
+    What is predicted is that the answer with the higher score was chosen, with probability σ(|difference|): the chosen
+    one is always chosen, so its own probability has nothing to be held against.
+
+    Args:
+      pair_scores: `[M, 2]`, of chosen and rejected.
+      bins: of the calibration curve, 10.
+
+    Returns:
+      The evaluation.
+
+    Raises:
+      UsageError: there are no pairs.
+    """
+    difference = np.asarray(pair_scores, np.float64) @ np.array([1, -1])
+    right = np.where(difference == 0, 0.5, difference > 0)
+    curve = calibration(special.expit(np.abs(difference)), right, bins=bins)
+    return PairEvaluation(bootstrap(right), bootstrap(-special.log_expit(difference)), curve)

@@ -1,0 +1,126 @@
+"""The loop of phases that learn from data which is there: supervised training, and reward models."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.errors import UsageError
+from grpo_jax.models.transformer import Params
+from grpo_jax.training.guards import check_gradients
+from grpo_jax.training.parallel import data_parallel, num_devices, replicate
+from grpo_jax.training.run import RunFolder
+from grpo_jax.training.state import (
+    TrainState,
+    init_state,
+    learning_rate_schedule,
+    make_optimizer,
+    steps_taken,
+)
+from grpo_jax.training.step import Logs, train_step
+
+_MAX_SKIPPED = 5  # steps in a row without finite gradients
+
+
+class SupervisedConfig(NamedTuple):
+    """A phase on given data."""
+
+    steps: int
+    learning_rate: float  # peak, of AdamW
+    warmup_steps: int = 0
+    decay: Literal["none", "linear", "cosine"] = "none"
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    microbatches: int = 1  # pieces that a batch is computed in; the result does not depend on it
+    devices: int = 1  # that a batch is spread over; 0 for all
+    checkpoint_every: int = 250
+    log_every: int = 50
+    eval_every: int = 0  # steps between evaluations, the first before training; 0: none
+
+
+def fit(
+    loss_fn: Callable[[Params, Any, Any], tuple[jax.Array, Logs]],
+    params: Params,
+    frozen: Any,
+    batches: Callable[[int], Any],
+    config: SupervisedConfig,
+    run: RunFolder,
+    *,
+    aggregation: Callable[..., jax.Array],
+    phase: str,
+    evaluate: Callable[[Params], dict[str, Any]] | None = None,
+) -> TrainState:
+    """Minimises a loss over batches, continuing from the newest checkpoint of this phase.
+
+    Args:
+      loss_fn: (trained parameters, frozen ones, batch with weights) -> loss and logs.
+      params: those that are trained.
+      frozen: the others, in whatever tree `loss_fn` takes them; None: there are none.
+      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x devices.
+      config: the phase.
+      run: where lines and checkpoints go.
+      aggregation: (mask of the whole batch, axis_name) -> weights.
+      phase: names lines and checkpoints.
+      evaluate: (trained parameters) -> numbers to log.
+
+    Returns:
+      The final state.
+
+    Raises:
+      UsageError: the configuration cannot work.
+      FloatingPointError: gradients were not finite too many times in a row.
+    """
+    devices = num_devices(config.devices)
+    _check(config)
+    learning_rate = learning_rate_schedule(
+        config.learning_rate, warmup_steps=config.warmup_steps, total_steps=config.steps, decay=config.decay
+    )
+    optimizer = make_optimizer(learning_rate, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
+
+    def step(state: TrainState, batch: Any, frozen: Any, *, axis_name):
+        rate = learning_rate(steps_taken(state))
+        state, metrics = train_step(
+            state,
+            batch,
+            loss_fn=lambda trained, batch: loss_fn(trained, frozen, batch),
+            aggregation=aggregation,
+            optimizer=optimizer,
+            num_microbatches=config.microbatches,
+            axis_name=axis_name,
+        )
+        return state, metrics | {"learning_rate": jnp.asarray(rate)}
+
+    step_fn = data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,))
+    # A copy: the step donates its state, and the start stays.
+    start = jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), optimizer))
+    params, frozen = replicate(params, devices), replicate(frozen, devices)
+    with run.checkpoints(phase, keep=1) as checkpoints:
+        state, done = checkpoints.restore(lambda: start(params))
+        run.rewind(phase, done)
+        if evaluate and config.eval_every and done == 0:
+            run.log(phase, 0, evaluate(state.params))
+        with run.progress(phase, config.steps, done) as show:
+            for number in range(done + 1, config.steps + 1):
+                batch = batches(number - 1)
+                state, metrics = step_fn(state, batch, frozen)
+                evaluated = {}
+                if evaluate and config.eval_every and number % config.eval_every == 0:
+                    evaluated = evaluate(state.params)
+                if number % config.log_every == 0 or evaluated:
+                    metrics = jax.tree.map(float, jax.device_get(metrics))
+                    check_gradients(run, f"{phase}_{number:06d}", metrics, batch, _MAX_SKIPPED)
+                    run.log(phase, number, metrics | evaluated)
+                    run.log_times(phase, number)
+                    show(number, f"loss {metrics['loss']:.3f}")
+                if number % config.checkpoint_every == 0 or number == config.steps:
+                    checkpoints.save(state, number)
+    return state
+
+
+def _check(config: SupervisedConfig) -> None:
+    for name in ("steps", "microbatches", "checkpoint_every", "log_every"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} is {getattr(config, name)}: it must be at least 1")
+    if not 0 < config.learning_rate < float("inf"):
+        raise UsageError(f"learning_rate is {config.learning_rate}: it must be above 0")
