@@ -567,6 +567,7 @@ def kl_cov_term(
 
 def per_token(advantages: jax.Array, like: jax.Array) -> jax.Array:
     """Advantages of rows `[...]` or of tokens `[..., T]`, with the rank of `like` `[..., T]`."""
+    advantages = jnp.asarray(advantages)  # a plain number has no shape
     return advantages[..., None] if advantages.ndim == like.ndim - 1 else advantages
 
 

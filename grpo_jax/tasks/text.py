@@ -79,7 +79,8 @@ def encode_prompts(
         kept.append(number)
     encoded = Encoded(token_ids, texts, kept, dict(dropped), truncated)
     if not kept:
-        raise UsageError(f"no prompt is left ({encoded.summary() or 'none was given'}): raise max_prompt_tokens")
+        advice = "raise max_prompt_tokens" if set(dropped) - {"empty"} else "give prompts with text"
+        raise UsageError(f"no prompt is left ({encoded.summary() or 'none was given'}): {advice}")
     return encoded
 
 

@@ -1,15 +1,19 @@
 """Supervised training on given completions, with the step of everything else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from grpo_jax.functional import masked_sum, token_mean_weights
+from grpo_jax.errors import UsageError
+from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token_mean_weights
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.tasks.packing import Packed
 from grpo_jax.training.rollout import score
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import Batch, TrainState
@@ -20,21 +24,23 @@ from grpo_jax.training.supervised import SupervisedConfig, fit
 def train_sft(
     policy: Policy,
     params: Params,
-    batches: Callable[[int], Batch],
+    batches: Callable[[int], Batch | Packed],
     config: SupervisedConfig,
     run: RunFolder,
     *,
     phase: str,
+    evaluate: Callable[[Params], dict[str, float]] | None = None,
 ) -> TrainState:
     """Maximises the likelihood of completions, continuing from the newest checkpoint of this phase.
 
     Args:
       policy: the model's functions.
       params: where training starts; with `lora.Adapted`, the adapters alone are trained.
-      batches: step -> batch, a pure function; G is 1.
+      batches: step -> batch, a pure function: completions of prompts, where G is 1, or packed rows.
       config: the phase.
       run: where lines and checkpoints go.
       phase: names them.
+      evaluate: (all parameters) -> numbers to log, every `config.eval_every` steps.
 
     Returns:
       The final state, of what `lora.split` calls trained.
@@ -46,18 +52,70 @@ def train_sft(
     trained, frozen = split(params)
     sft_loss = sft_loss_fn(policy)
 
-    def loss_fn(trained: Params, frozen: Any, batch: Batch) -> tuple[jax.Array, Logs]:
+    def loss_fn(trained: Params, frozen: Any, batch: Any) -> tuple[jax.Array, Logs]:
         return sft_loss(join(trained, frozen), batch)
 
-    return fit(loss_fn, trained, frozen, batches, config, run, aggregation=token_mean_weights, phase=phase)
+    def evaluate_trained(trained: Params) -> dict[str, float]:
+        assert evaluate
+        return evaluate(join(trained, frozen))
+
+    return fit(
+        loss_fn,
+        trained,
+        frozen,
+        batches,
+        config,
+        run,
+        aggregation=token_mean_weights,
+        phase=phase,
+        evaluate=evaluate_trained if evaluate else None,
+    )
 
 
 def sft_loss_fn(policy: Policy) -> LossFn:
     """L = −Σ w log π(oₜ): next-token loss on the completion, none on the prompt."""
 
-    def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Logs]:
-        scores = score(policy, params, batch)
-        loss = -jnp.sum(batch.weights * scores.logprobs)
+    def loss_fn(params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:
+        scores = score_packed(policy, params, batch) if isinstance(batch, Packed) else score(policy, params, batch)
+        # Where nothing is learned, packed rows have scores of one text's token after another's.
+        loss = -jnp.sum(jnp.where(batch.completion_mask, batch.weights * scores.logprobs, 0))
         return loss, Logs({"entropy": masked_sum(scores.entropy, batch.completion_mask)}, {})
 
     return loss_fn
+
+
+def score_packed(policy: Policy, params: Params, batch: Packed) -> TokenLogprobs:
+    """Log-probabilities and entropies of packed tokens, `[B, S]`; those of a text's first token mean nothing.
+
+    Raises:
+      UsageError: the model cannot be trained on packed texts.
+    """
+    if policy.packed is None:
+        raise UsageError("this policy has no function for packed texts: give it one, or batches of prompts")
+    hidden = policy.packed(params, batch.ids, batch.texts)
+    # State s predicts token s + 1; nothing predicts the first.
+    before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
+    return token_logprobs(before, policy.unembedding(params), jnp.asarray(batch.ids))
+
+
+def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> float:
+    """−mean log π over all learned tokens of some batches, in nats.
+
+    Args:
+      policy: the model's functions.
+      params: its parameters.
+      batches: of one shape, so that one program is compiled.
+
+    Returns:
+      The mean.
+    """
+    total = tokens = 0.0
+    for batch in batches:
+        total += float(_total_nll(policy, params, batch))
+        tokens += int(np.sum(batch.completion_mask))
+    return total / max(tokens, 1)
+
+
+@partial(jax.jit, static_argnums=0)
+def _total_nll(policy: Policy, params: Params, batch: Packed) -> jax.Array:
+    return -jnp.sum(jnp.where(batch.completion_mask, score_packed(policy, params, batch).logprobs, 0))
