@@ -1,7 +1,7 @@
 """Happier stories: GRPO on a real pretrained model, with a KL to its start that keeps the stories readable.
 
 The reward is the share of sentences that say something happy (grpo_jax/tasks/stories.py). The control gets a
-coin toss and must stay near the start. One to one and a half minutes on two CPU cores with the 260-thousand-parameter
+coin toss and must stay near the start. About a minute on two CPU cores with the 260-thousand-parameter
 TinyStories model; expect held-out reward to rise from about 0.2 to 0.8. Group size and KL are this experiment's,
 also under other presets, unless you give your own. Left out of the paper: a learned reward model, and a
 reference that is refreshed.
