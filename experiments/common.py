@@ -11,7 +11,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.checkpoint import params_sha256
-from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, sample_heldout, summary
+from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.training.grpo import Programs, train
 from grpo_jax.training.guards import check_graders
 from grpo_jax.training.run import RunFolder, write_json
@@ -65,7 +65,7 @@ def against_control(
 
     def held(params: Params) -> tuple[Evaluation, list[Samples]]:
         calls = list(heldout_samples(programs, params, task, config))
-        evaluation = evaluate(calls, task)
+        evaluation = evaluate(calls, task, block=config.num_prompts * config.algorithm.group_size)
         check_graders(run, task.reward)
         return evaluation, calls
 
@@ -96,7 +96,7 @@ def against_control(
             evaluate=heldout,
         )
         end = latest.get(config.steps) or held(join(state.params, split(params)[1]))
-        scores = (evaluation.scores.mean(-1) for evaluation, _ in (end, start))
+        scores = (prompt_means(evaluation) for evaluation, _ in (end, start))
         rows["after" if phase == "grpo" else phase] = row(*end) | paired_difference(*scores).named("change")
         checksum = checksum or params_sha256(state.params)
     return rows, checksum

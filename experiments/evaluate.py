@@ -32,7 +32,7 @@ from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, fingerprint
 from grpo_jax.tasks.text import Overlong
 from grpo_jax.training.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.training.guards import check_task
@@ -54,20 +54,20 @@ class Options(TaskOptions):
     """Sampled completions of each prompt (n), besides a greedy one."""
     metric: str = ""
     """Reward that counts; none: the weighted sum."""
-    max_tokens: int | None = None
-    """Longest completion, in tokens; None: the run's, or 256."""
-    temperature: float | None = None
-    """Of the sampled completions; None: the run's, or 1."""
-    top_k: int | None = None
-    """Sample among the k likeliest tokens; 0 for all, None: as the run."""
-    top_p: float | None = None
-    """Sample among the fewest likeliest tokens of this mass; 1 for all, None: as the run."""
-    min_p: float | None = None
-    """Sample among tokens of at least this share of the largest probability; 0 for all, None: as the run."""
+    max_tokens: int = 256
+    """Longest completion, in tokens."""
+    temperature: float = 1.0
+    """Of the sampled completions."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Sample among the fewest likeliest tokens of this mass; 1 for all."""
+    min_p: float = 0.0
+    """Sample among tokens of at least this share of the largest probability; 0 for all."""
     max_prompt_tokens: int | None = None
-    """Longest prompt, in tokens; None: the run's, or as long as they come."""
-    overlong: Overlong | None = None
-    """What happens to longer prompts: drop, or truncate their beginning; None: as the run, or drop."""
+    """Longest prompt, in tokens; None: as long as they come."""
+    overlong: Overlong = "drop"
+    """What happens to longer prompts: dropped, or their beginning is cut off."""
     num_prompts: int = 16
     """Prompts sampled at once. No number depends on it."""
     dtype: Dtype = "float32"
@@ -79,7 +79,33 @@ class Options(TaskOptions):
     seed: int = 0
     """Of the sampling."""
     out: Path | None = None
-    """Folder for numbers.json, which has every option too, and completions.jsonl."""
+    """Folder for numbers.json, with every option and the checkpoint's step, and completions.jsonl."""
+
+
+def parse(args: list[str] | None = None) -> Options:
+    """The command line; of a run, what is not given is the run's."""
+    prog = "python -m experiments.evaluate"
+    given = tyro.cli(Options, prog=prog, description=__doc__, args=args)
+    saved = saved_options(given.model)
+    if not saved:
+        return given
+    names = {"max_tokens", "temperature", "top_k", "top_p", "min_p"}
+    if given.task in ("", saved.get("task")):
+        names |= {field.name for field in dataclasses.fields(TaskOptions)} | {"max_prompt_tokens", "overlong"}
+    found = {name: saved[name] for name in names & saved.keys()}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    default = dataclasses.replace(Options(model=given.model), **found)
+    return tyro.cli(Options, prog=prog, description=__doc__, args=args, default=default)
+
+
+def saved_options(model: str) -> dict[str, Any]:
+    """Options of the run in this folder, with the temperature and group size that its preset gave; of another, none."""
+    if not (Path(model) / "checkpoints").is_dir():
+        return {}
+    saved = read_json(Path(model) / "config.json")
+    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    algorithm = GRPOConfig(**{name: value for name, value in saved.items() if name in known}).algorithm
+    return saved | {"temperature": algorithm.temperature, "group_size": algorithm.group_size}
 
 
 def main(options: Options) -> None:
@@ -87,46 +113,58 @@ def main(options: Options) -> None:
     started, console = time.perf_counter(), Console()
     if not options.model:
         raise UsageError("name a model: a folder, an id on the hub, or the folder of a run")
-    options, of_run = filled(options)
+    saved = saved_options(options.model)
+    of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data"))
+    if of_run and options.num_heldout != saved["num_heldout"]:
+        raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
     groups = -(-(options.samples + 1) // _MAX_GROUP)  # of a prompt
     group_size = max(2, -(-(options.samples + 1) // groups))
-    sampling = dataclasses.replace(
-        GRPOConfig(num_prompts=options.num_prompts, group_size=group_size, seed=options.seed),
-        **{name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p")},
+    sampling = GRPOConfig(
+        num_prompts=options.num_prompts,
+        group_size=group_size,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
     )
     validate(sampling)
     check_task_options(options)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-    pretrained = load(options)
+    if options.out and options.out.exists() and not options.out.is_dir():
+        raise UsageError(f"{options.out} is a file: name a folder with --out")
+    pretrained, step = load(options)
+    usual = saved.get("group_size", _GROUP_SIZE)
     task_of = open_task(
         options,
         pretrained,
         num_prompts=1,
-        group_size=of_run.get("group_size") or _GROUP_SIZE,
+        group_size=usual,
         seed=0,
         max_prompt_tokens=options.max_prompt_tokens,
-        overlong=options.overlong or "drop",
-        training="task" in of_run,
+        overlong=options.overlong,
+        training=of_run,
     )
     with task_of as task:
         check_task(task)
-        for note in task.notes:
-            if note.startswith("held out"):
-                console.print(f"note: {note}", markup=False, soft_wrap=True)
+        notes = [note for note in task.notes if "no prompt is held out" not in note]
+        if of_run and changed(Path(options.model), options.phase, task):
+            notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
+        for note in notes:
+            console.print(f"[yellow]warning:[/] {escape(note)}", soft_wrap=True)
         calls = sample_heldout(
             make_sampler(decoder_policy(pretrained.config), task, sampling),
             pretrained.params,
             task,
             num_prompts=options.num_prompts,
             group_size=group_size,
-            temperature=sampling.algorithm.temperature,
+            temperature=options.temperature,
             seed=options.seed,
             samples=options.samples,
         )
         total = -(-groups * len(task.heldout.examples) // options.num_prompts)
         shown = track(calls, "sampling", total=total, console=console, transient=True)
-        evaluation = evaluate(shown, task, metric=options.metric)
+        block = saved.get("num_prompts", 32) * usual
+        evaluation = evaluate(shown, task, metric=options.metric, block=block)
         for message in ungraded_messages(task.reward).values():
             console.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
     numbers = summary(evaluation)
@@ -138,58 +176,43 @@ def main(options: Options) -> None:
     console.print(table)
     console.print(f"{time.perf_counter() - started:.0f} s")
     if options.out:
-        save(options, numbers, evaluation, task)
+        save(dataclasses.replace(options, step=step), options.out, numbers, evaluation, task)
 
 
-def filled(options: Options) -> tuple[Options, dict[str, Any]]:
-    """Options with those of the run where none are given, and what else is known of the run; nothing if it is none, or
-    if another task is given."""
-    file = Path(options.model) / "config.json"
-    saved = read_json(file) if (Path(options.model) / "checkpoints").is_dir() else {}
-    names = {"max_tokens", "top_k", "top_p", "min_p", "max_prompt_tokens", "overlong"}
-    if saved:
-        known = {field.name for field in dataclasses.fields(GRPOConfig)}
-        algorithm = GRPOConfig(**{name: value for name, value in saved.items() if name in known}).algorithm
-        saved |= {"temperature": algorithm.temperature, "group_size": algorithm.group_size}
-    if not options.task:
-        names |= {field.name for field in dataclasses.fields(TaskOptions)}
-    else:
-        saved.pop("task", None)
-    given = {name: getattr(options, name) for name in names | {"temperature"}}
-    unset = {name for name, value in given.items() if value is None or value == getattr(TaskOptions, name, None)}
-    found = {name: saved[name] for name in unset & saved.keys()}
-    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    options = dataclasses.replace(options, **found)
-    rest: dict[str, Any] = {"max_tokens": 256, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    missing = {name: value for name, value in rest.items() if getattr(options, name) is None}
-    return dataclasses.replace(options, **missing), saved
+def changed(run: Path, phase: str, task: Task) -> bool:
+    """Whether the held-out prompts of a run are others now."""
+    file = run / "task.json"
+    known = read_json(file).get(phase, {}) if file.exists() else {}
+    return known.get("heldout", "") != fingerprint(task.heldout)
 
 
-def load(options: Options) -> Pretrained:
-    """The model of a folder, or of a run."""
-    if (Path(options.model) / "checkpoints").is_dir():
-        return load_run(Path(options.model), phase=options.phase, step=options.step)[0]
-    return load_pretrained(options.model, dtype=options.dtype)
+def load(options: Options) -> tuple[Pretrained, int | None]:
+    """The model of a folder, or of a run and its step."""
+    if saved_options(options.model):
+        return load_run(Path(options.model), phase=options.phase, step=options.step)
+    return load_pretrained(options.model, dtype=options.dtype), None
 
 
-def save(options: Options, numbers: dict[str, float], evaluation: Evaluation, task: Task) -> None:
-    """numbers.json, and completions.jsonl with a line a prompt; the last completion of each is the greedy one."""
-    assert options.out
+def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: Evaluation, task: Task) -> None:
+    """numbers.json, and completions.jsonl with a line a prompt; the last completion of each is the greedy one, and what
+    was not graded has no score."""
+    folder.mkdir(parents=True, exist_ok=True)
     given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(options.out / "numbers.json", {**numbers, "options": given})
+    write_json(folder / "numbers.json", {**numbers, "options": given})
     scores = np.concatenate([evaluation.scores, evaluation.greedy[:, None]], axis=1)
-    groups = zip(task.heldout.examples, evaluation.texts, scores.tolist(), evaluation.lengths.tolist(), strict=True)
+    scores = np.where(evaluation.graded, scores, np.nan)
+    earned = [[None if np.isnan(score) else score for score in row] for row in scores.tolist()]
+    groups = zip(task.heldout.examples, evaluation.texts, earned, evaluation.lengths.tolist(), strict=True)
     lines = (
-        json.dumps({"prompt": row["prompt"], "completions": texts, "scores": earned, "lengths": lengths})
-        for row, texts, earned, lengths in groups
+        json.dumps({"prompt": row["prompt"], "completions": texts, "scores": scores, "lengths": lengths})
+        for row, texts, scores, lengths in groups
     )
-    write_text(options.out / "completions.jsonl", "".join(line + "\n" for line in lines))
+    write_text(folder / "completions.jsonl", "".join(line + "\n" for line in lines))
 
 
 if __name__ == "__main__":
-    given = tyro.cli(Options, prog="python -m experiments.evaluate", description=__doc__)
     try:
-        main(given)
+        main(parse())
     except UsageError as error:
         cli.refuse(str(error))
     except KeyboardInterrupt:

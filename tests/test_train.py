@@ -68,15 +68,22 @@ def test_own_rows_and_rewards_then_the_checkpoint_evaluated_alone(own, tmp_path,
 
     out = tmp_path / "out"
     for num_prompts in (1, 3):  # the task and the length are the run's; how many at once is no matter
-        options = evaluate.Options(model=str(tmp_path / "run"), samples=3, num_prompts=num_prompts, seed=3, out=out)
+        given = [tmp_path / "run", "--samples", 3, "--num-prompts", num_prompts, "--seed", 3, "--out", out]
+        options = evaluate.parse([str(arg) for arg in given])
         evaluate.main(options)
         numbers = json.loads((out / "numbers.json").read_text())
         assert numbers["options"]["task"] == str(own / "rows.jsonl")
+        assert numbers["options"]["step"] == 2
         assert {name: numbers[name] for name in results["after"] if not name.startswith("change")} == {
             name: pytest.approx(value, abs=1e-6, nan_ok=True)
             for name, value in results["after"].items()
             if not name.startswith("change")
         }
+
+    with pytest.raises(UsageError, match="leave out --num-heldout"):
+        evaluate.main(evaluate.parse([str(tmp_path / "run"), "--num-heldout", "9"]))
+    other = evaluate.parse([str(tmp_path / "run"), "--task", "other.jsonl", "--temperature", "0.5"])
+    assert (other.task, other.reward, other.max_tokens, other.temperature) == ("other.jsonl", (), 8, 0.5)
 
 
 @needs_model

@@ -80,6 +80,7 @@ def ungraded_messages(rewards: Reward | Rewards) -> dict[str, str]:
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)')
+_ERROR = re.compile(r"[\s|]*[A-Za-z_][\w.]*(Error|Exception|Failure|Timeout|Interrupt|Exit)\b")
 _OURS = str(Path(__file__).parent)
 
 
@@ -90,7 +91,9 @@ def _place_and_reason(message: str) -> str:
     stack = "most recent call first" in message
     own = [frame for frame in frames if "site-packages" not in frame["file"] and "/lib/python" not in frame["file"]]
     place = (own or frames)[0 if stack else -1] if frames else None
-    words = message.strip().splitlines()[0 if stack else -1] if message.strip() else ""
+    lines = message.strip().splitlines() or [""]
+    errors = [line.strip(" |+") for line in lines if _ERROR.match(line)]  # its message may have more lines
+    words = lines[0] if stack else (errors or lines)[-1]
     words = words.removeprefix("grpo_jax.errors.UsageError: ").split("; the end of its stderr")[0][:300]
     return f"{words} ({place['file']}, line {place['line']}, in {place['name']})" if place else words
 

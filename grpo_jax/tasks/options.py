@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.rewards.spec import open_rewards, parse_reward
@@ -13,7 +15,7 @@ from grpo_jax.tasks.countdown import countdown_task
 from grpo_jax.tasks.dataset import read_rows, text_task
 from grpo_jax.tasks.gsm8k import gsm8k_task
 from grpo_jax.tasks.mathematics import math_rows, math_task
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, rng
 from grpo_jax.tasks.text import Overlong
 
 # Strict and lenient grading side by side: a model that learns the format alone raises the first only.
@@ -45,7 +47,8 @@ class TaskOptions:
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
     num_heldout: int | None = None
-    """Held-out prompts at most. None: in training 200, and of your own rows at most a tenth; else all."""
+    """Held-out prompts at most. None: in training 200, and of your own rows at most a tenth; where nothing is trained
+    all (of countdown 200)."""
     reward_deadline: float = 10.0
     """Seconds for one call of a reward, on the completions of one prompt (in proportion for an evaluation that has more
     of them); it is killed then, and they have no reward."""
@@ -138,10 +141,12 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
     if options.task == "countdown":
         return partial(countdown_task, num_heldout=200 if most is None else most)
     rows = math_rows(options.data) if options.task == "math" else read_rows(options.task)
+    if not training and most is not None:
+        rows = [rows[i] for i in np.sort(rng(0).permutation(len(rows))[:most])]
     if training:
         held: dict[str, Any] = {"num_heldout": min(200, max(1, len(rows) // 10)) if most is None else most}
     else:
-        held = {"heldout_share": 0.0} if most is None or most >= len(rows) else {"num_heldout": most}
+        held = {"heldout_share": 0.0}
     if options.task == "math":
         return partial(math_task, rows=rows, **held)
     column: dict[str, Any] = {} if options.template is not None else {"prompt_column": options.prompt_column}

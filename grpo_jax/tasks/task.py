@@ -1,6 +1,7 @@
 """What a task is: prompts as a function of the step, and a reward on text."""
 
 import hashlib
+import json
 import zlib
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -93,12 +94,11 @@ def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example],
     return Prompts(ids, mask, list(examples))
 
 
-def fingerprint(task: Task) -> str:
-    """A checksum of the held-out prompts and of those of the first step, with their columns."""
-    digest = hashlib.sha256()
-    for prompts in (task.heldout, task.prompts(0)):
-        digest.update(np.ascontiguousarray(prompts.ids).tobytes() + np.ascontiguousarray(prompts.mask).tobytes())
-        digest.update(repr(prompts.examples).encode(errors="replace"))
+def fingerprint(prompts: Prompts) -> str:
+    """A checksum of prompts and their columns; of values that JSON does not have, their type alone."""
+    digest = hashlib.sha256(np.ascontiguousarray(prompts.ids).tobytes())
+    digest.update(np.ascontiguousarray(prompts.mask).tobytes())
+    digest.update(json.dumps(prompts.examples, default=lambda value: type(value).__name__).encode())
     return digest.hexdigest()
 
 

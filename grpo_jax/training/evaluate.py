@@ -100,11 +100,11 @@ def sample_heldout(
         yield Samples(prompts, completions, temperatures, counted)
 
 
-def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "") -> Evaluation:
+def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: int = _BLOCK) -> Evaluation:
     """Scores completions by the task's reward.
 
-    The reward is called on blocks of whole prompts, of up to 256 completions (or one prompt's) whatever the shape of
-    the sampler: one that compares completions of a prompt has all n + 1 of them, the greedy one too, and a `Grader`
+    The reward is called on blocks of whole prompts, of up to `block` completions (or one prompt's), whatever the
+    sampler's shape: one that compares completions of a prompt has all n + 1 of them, the greedy one too, and a `Grader`
     has its deadlines for about as much as in a step of training. What a reward finds by comparing prompts depends
     on the blocks.
 
@@ -112,6 +112,8 @@ def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "") -> Evalu
       calls: of `sample_heldout`, all of them.
       task: with the reward, and what is voted on.
       metric: the component that counts; "": the weighted sum of them.
+      block: completions in a call of the reward: those of a step of training, for whose number a `Grader` has its
+        budget. Default: 32 prompts × 8.
 
     Returns:
       The evaluation. A metric that is None, NaN or infinite counts 0, and as not graded.
@@ -132,7 +134,7 @@ def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "") -> Evalu
         truncated.append(call.completions.truncated[call.counted])
     width = len(flat) // total
     texts = [flat[start : start + width] for start in range(0, len(flat), width)]
-    earned = _scored(task, texts)
+    earned = _scored(task, texts, block)
     values = earned.components[metric] if metric else np.where(earned.applicable, earned.rewards, np.nan)
     graded = np.isfinite(values)
     scores = np.where(graded, values, 0).astype(np.float64)
@@ -170,11 +172,8 @@ def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str
     Raises:
       UsageError: a k is out of range.
     """
-    scores, n = evaluation.scores, evaluation.scores.shape[1]
-    # What no reward has graded is no failure.
-    greedy = evaluation.greedy
-    if not evaluation.graded.any():
-        scores, greedy = np.full_like(scores, np.nan), np.full_like(greedy, np.nan)
+    n = evaluation.scores.shape[1]
+    scores, greedy = (_if_graded(values, evaluation) for values in (evaluation.scores, evaluation.greedy))
     binary = bool(np.isin(scores, (0, 1)).all() and np.isin(greedy, (0, 1)).all())
     ks = [2**i for i in range(1, n.bit_length())] if ks is None else ks
     estimates = {"avg": scores.mean(-1), "greedy": greedy}
@@ -195,9 +194,19 @@ def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str
     }
 
 
-def _scored(task: Task, texts: list[list[Completion]]) -> Scores:
+def prompt_means(evaluation: Evaluation) -> np.ndarray:
+    """avg@n of each prompt, `[M]`; NaN where no completion at all was graded."""
+    return _if_graded(evaluation.scores, evaluation).mean(-1)
+
+
+def _if_graded(values: np.ndarray, evaluation: Evaluation) -> np.ndarray:
+    """NaN where no completion at all was graded: that is no failure."""
+    return values if evaluation.graded.any() else np.full_like(values, np.nan)
+
+
+def _scored(task: Task, texts: list[list[Completion]], size: int) -> Scores:
     """Rewards `[M, n + 1]`, by blocks of whole prompts."""
-    step = max(1, _BLOCK // len(texts[0]))
+    step = max(1, size // len(texts[0]))
 
     def block(start: int) -> Scores:
         groups = texts[start : start + step]

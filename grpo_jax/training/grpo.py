@@ -101,7 +101,7 @@ def train(
     algorithm, reward = config.algorithm, reward or task.reward
     for note in task.notes:
         run.warn_once(note, note)
-    run.keep_task(fingerprint(task))
+    run.keep_prompts(phase, heldout=fingerprint(task.heldout), first_step=fingerprint(task.prompts(0)))
     devices = num_devices(config.devices)
     reference = replicate(params, devices)
     start, frozen = split(reference)

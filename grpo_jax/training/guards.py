@@ -70,13 +70,13 @@ def check_rollout(run: RunFolder, rollout: Rollout, task: Task, step: int) -> No
 
 def _which(rollout: Rollout) -> str:
     values = np.unique(rollout.rewards[rollout.applicable])
-    return f" (all are {values[0]:g})" if len(values) == 1 else ""
+    return f" (all are {values[0]:g})" if len(values) == 1 and np.isfinite(values[0]) else ""
 
 
 def check_graders(run: RunFolder, rewards: Reward | Rewards) -> None:
     """Says what graders could not grade, the first time for each reason."""
     for name, message in ungraded_messages(rewards).items():
-        run.warn_once(name, f"{message}. Such completions of training are counted as {name} in metrics.jsonl")
+        run.warn_once(name, f"{message}; metrics.jsonl counts them as {name}, those of evaluations as not_graded_share")
 
 
 def check_filled(run: RunFolder, rollouts: int, share: float) -> None:

@@ -72,7 +72,7 @@ def train_reward_model(
     def loss_fn(trained: Headed, frozen: Any, batch: PairBatch) -> tuple[jax.Array, Logs]:
         return pair_loss(policy, join(trained, frozen), batch, center_coef=center_coef)
 
-    def evaluate_trained(trained: Headed) -> dict[str, Any]:
+    def evaluate_trained(trained: Headed, frozen: Any) -> dict[str, Any]:
         return evaluate(join(trained, frozen)) if evaluate else {}
 
     return fit(

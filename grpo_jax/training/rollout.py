@@ -215,7 +215,8 @@ def zero_spread(rollout: Rollout, metric: str = "") -> np.ndarray:
     applicable = ~np.isnan(values) if metric else rollout.applicable
     highest = np.where(applicable, values, -np.inf).max(-1)
     lowest = np.where(applicable, values, np.inf).min(-1)
-    return ~(highest > lowest)  # so it is of a group without any, and of one with NaN, which no step can use
+    # A group without any teaches nothing either, and one with NaN or infinity no step can use.
+    return ~((highest > lowest) & np.isfinite(highest) & np.isfinite(lowest))
 
 
 def _mean(values: np.ndarray) -> float | None:

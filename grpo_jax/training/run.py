@@ -71,17 +71,17 @@ class RunFolder:
                 ) from None
         self.compilations = count_compilations()
 
-    def keep_task(self, fingerprint: str) -> None:
-        """Notes which prompts the run is of.
+    def keep_prompts(self, phase: str, **fingerprints: str) -> None:
+        """Notes in task.json which prompts a phase is of.
 
         Raises:
-          UsageError: the run is resumed, and they are others.
+          UsageError: the phase is resumed, and they are others.
         """
         file = self.path / "task.json"
-        if not file.exists():
-            write_json(file, {"fingerprint": fingerprint})
-        elif json.loads(file.read_text())["fingerprint"] != fingerprint:
+        known = json.loads(file.read_text()) if file.exists() else {}
+        if known.get(phase, fingerprints) != fingerprints:
             raise UsageError(f"the prompts of the task are no longer those of the run in {self.path}: start a new run")
+        write_json(file, known | {phase: fingerprints})
 
     # ---- lines
 

@@ -55,7 +55,7 @@ def train_sft(
     def loss_fn(trained: Params, frozen: Any, batch: Any) -> tuple[jax.Array, Logs]:
         return sft_loss(join(trained, frozen), batch)
 
-    def evaluate_trained(trained: Params) -> dict[str, float]:
+    def evaluate_trained(trained: Params, frozen: Any) -> dict[str, float]:
         assert evaluate
         return evaluate(join(trained, frozen))
 

@@ -49,7 +49,7 @@ def fit(
     *,
     aggregation: Callable[..., jax.Array],
     phase: str,
-    evaluate: Callable[[Params], dict[str, Any]] | None = None,
+    evaluate: Callable[[Params, Any], dict[str, Any]] | None = None,
 ) -> TrainState:
     """Minimises a loss over batches, continuing from the newest checkpoint of this phase.
 
@@ -62,7 +62,7 @@ def fit(
       run: where lines and checkpoints go.
       aggregation: (mask of the whole batch, axis_name) -> weights.
       phase: names lines and checkpoints.
-      evaluate: (trained parameters) -> numbers to log.
+      evaluate: (trained parameters, frozen ones) -> numbers to log.
 
     Returns:
       The final state.
@@ -99,14 +99,17 @@ def fit(
         state, done = checkpoints.restore(lambda: start(params))
         run.rewind(phase, done)
         if evaluate and config.eval_every and done == 0:
-            run.log(phase, 0, evaluate(state.params))
+            run.log(phase, 0, evaluate(state.params, frozen))
         with run.progress(phase, config.steps, done) as show:
             for number in range(done + 1, config.steps + 1):
                 batch = batches(number - 1)
+                rows, pieces = jax.tree.leaves(batch)[0].shape[0], config.microbatches * devices
+                if rows % pieces:
+                    raise UsageError(f"a batch of {rows} must be a multiple of microbatches x devices ({pieces})")
                 state, metrics = step_fn(state, batch, frozen)
                 evaluated = {}
                 if evaluate and config.eval_every and number % config.eval_every == 0:
-                    evaluated = evaluate(state.params)
+                    evaluated = evaluate(state.params, frozen)
                 if number % config.log_every == 0 or evaluated:
                     metrics = jax.tree.map(float, jax.device_get(metrics))
                     check_gradients(run, f"{phase}_{number:06d}", metrics, batch, _MAX_SKIPPED)
