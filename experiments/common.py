@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from grpo_jax import report, terminal
 from grpo_jax.config import GRPOConfig
-from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Task, random_reward
@@ -95,7 +94,7 @@ def against_control(
             programs=programs,
             evaluate=heldout,
         )
-        end = latest.get(config.steps) or held(join(state.params, split(params)[1]))
+        end = latest.get(config.steps) or held(programs.actor(state.params, programs.split(params)[1]))
         scores = (evaluation.scores.mean(-1) for evaluation, _ in (end, start))
         rows["after" if phase == "grpo" else phase] = row(*end) | paired_difference(*scores).named("change")
         checksum = checksum or params_sha256(state.params)
