@@ -181,9 +181,10 @@ class PPOConfig(GRPOConfig):
     """How far an advantage trusts rewards (1) over the critic (0); 0.95 from PPO."""
     gae_steps: int | None = None
     """Tokens that an advantage looks ahead (K); None: all."""
-    bootstrap_truncated: bool = True
-    """Count the critic's value after the last token of a completion that was cut off, as if it went on; else, and in
-    tasks whose completions are meant to be cut off, they end there."""
+    bootstrap_truncated: bool = False
+    """Add the critic's value after the last token of a completion that was cut off, as if it went on; else it ends
+    there. For rewards that are 0 without an end alone: where what was cut off earns something, values grow without
+    bound."""
     whiten: bool = True
     """Bring advantages to mean 0 and deviation 1 over the tokens of a rollout; 1909.08593 and most systems since."""
     value_coef: float = 0.5

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from grpo_jax.config import PPOConfig, validate_ppo
+from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     critic_loss,
     generalized_advantages,
@@ -54,7 +55,12 @@ class ActorCritic(NamedTuple):
     critic: Headed
 
 
-def add_critic(config: ModelConfig, params: Params) -> tuple[Policy, ActorCritic]:
+def critic_policy(config: ModelConfig) -> Policy:
+    """The functions of a critic's decoder, for a policy of this shape."""
+    return decoder_policy(heads.without_vocabulary(config))
+
+
+def add_critic(config: ModelConfig, params: Params) -> ActorCritic:
     """A critic that starts from the policy's weights, with a head of zeros: its first values are all 0.
 
     Args:
@@ -62,10 +68,9 @@ def add_critic(config: ModelConfig, params: Params) -> tuple[Policy, ActorCritic
       params: of the policy.
 
     Returns:
-      The critic's functions, and the parameters of both. The same arrays are in both; training copies what it trains.
+      The parameters of both. The same arrays are in both; training copies what it trains.
     """
-    critic_config, critic = heads.add_head(config, params)
-    return decoder_policy(critic_config), ActorCritic(params, critic)
+    return ActorCritic(params, heads.add_head(config, params)[1])
 
 
 def train_ppo(
@@ -120,6 +125,10 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
     devices = num_devices(config.devices)
     validate_ppo(config, num_devices=devices)
     check_task(task, config)
+    if config.bootstrap_truncated and task.open_ended:
+        raise UsageError(
+            "completions of this task are meant to be cut off, and end there: leave bootstrap_truncated out"
+        )
     values_of = by_pieces(
         lambda params, batch: heads.values(critic, params, *batch[:4]),
         num_microbatches=config.microbatches * config.minibatches,
@@ -127,7 +136,6 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
     )
     loss_fn = ppo_loss_fn(policy, critic, config)
     estimate = jax.jit(partial(token_advantages, config=config))
-    may_go_on = config.bootstrap_truncated and not task.open_ended
 
     def advantages(trained: ActorCritic, frozen: ActorCritic, rollout: Rollout, batch: Batch):
         # What no reward applies to teaches neither policy nor critic.
@@ -135,7 +143,7 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
             completion_mask=np.asarray(keep_rows(batch.completion_mask, jnp.asarray(rollout.applicable)))
         )
         values, mask = np.asarray(values_of(join(trained, frozen).critic, batch)), batch.completion_mask
-        goes_on, logs = rollout.completions.truncated & may_go_on, dict[str, Any]()
+        goes_on, logs = rollout.completions.truncated & config.bootstrap_truncated, dict[str, Any]()
         by_token, returns = map(np.asarray, estimate(rollout.rewards, values, goes_on, batch))
         if config.kl_in_reward and batch.ref_logprobs is not None:
             logs["kl"] = _mean(batch.old_logprobs - batch.ref_logprobs, mask)
