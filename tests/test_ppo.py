@@ -13,7 +13,9 @@ from grpo_jax.functional import centered_advantages
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task, pad_prompts, rng
 from grpo_jax.training.checkpoint import params_sha256
 from grpo_jax.training.grpo import grpo_loss_fn
@@ -21,13 +23,14 @@ from grpo_jax.training.ppo import (
     add_critic,
     critic_policy,
     explained_variance,
+    join,
     make_ppo_programs,
     ppo_loss_fn,
     split,
     token_advantages,
     train_ppo,
 )
-from grpo_jax.training.rollout import score
+from grpo_jax.training.rollout import Rollout, score
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import Batch
 
@@ -279,19 +282,40 @@ def test_a_value_beyond_an_end_that_is_meant_is_refused():
         )
 
 
-def test_a_truncated_completion_may_count_the_value_after_it(tmp_path):
-    # The reward says nothing, and a critic of ones: what was cut off still expects one, what ended got none.
+def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_value_after_it():
+    config = dataclasses.replace(CONFIG, num_prompts=4, gae_lambda=1.0, kl_coef=0.0, bootstrap_truncated=True)
+    programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
     params = PARAMS._replace(critic=PARAMS.critic._replace(head=jnp.linspace(-1, 1, 16)))
-    config = dataclasses.replace(CONFIG, steps=1, gae_lambda=1.0, whiten=False, bootstrap_truncated=True)
-    run = open_run(tmp_path, config)
-    train_ppo(POLICY, CRITIC, params, TASK, config, run, reward=lambda e, t: [0.0] * len(t))
-    groups = run.lines("rollouts.jsonl")
-    assert run.lines()[0]["truncated_share"] > 0
-    assert run.lines()[0]["returns_mean"] != 0
-    assert groups
+    batch = a_batch()._replace(ref_logprobs=None)
+    truncated, applicable = np.zeros((4, 2), bool), np.ones((4, 2), bool)
+    truncated[0], applicable[0, 1] = True, False
+    completions = Completions(batch.completion_ids, batch.completion_mask, batch.old_logprobs, None, truncated)
+    rewards = np.where(applicable, 0.5, 0).astype(np.float32)
+    rollout = Rollout(prompts(0), completions, [], rewards, applicable, {})
+    found, advantages, logs = programs.advantages(*split(params), rollout, batch)
+    length = batch.completion_mask[0, 0].sum()
+    after = heads.values(CRITIC, params.critic, *batch[:4])[0, 0, length]
+    expected = np.full((4, 2), 0.5)
+    expected[0] = [0.5 + after, 0]
+    returns = expected[..., None] * batch.completion_mask
+    np.testing.assert_allclose(found.returns, returns, atol=1e-5)
+    assert advantages.shape == (4, 2)
+    assert not found.completion_mask[0, 1].any()
+    kept = found.completion_mask
+    assert logs["returns_mean"] == pytest.approx(returns[kept].mean(), abs=1e-5)
 
 
-def test_a_trained_part_is_all_there_is_without_adapters():
+def test_without_adapters_everything_is_trained():
     trained, frozen = split(PARAMS)
     assert trained == PARAMS
     assert not jax.tree.leaves(frozen)
+
+
+def test_with_adapters_they_and_the_head_are_trained_on_one_base():
+    params = add_critic(MODEL, add_adapters(PARAMS.policy, jax.random.key(1), rank=2, alpha=4.0))
+    trained, frozen = split(params)
+    assert trained.policy is params.policy.adapters
+    assert trained.critic.head is params.critic.head
+    assert trained.critic.decoder is params.policy.adapters
+    assert params.critic.decoder.base["embedding"] is PARAMS.policy["embedding"]
+    assert jax.tree.structure(join(trained, frozen)) == jax.tree.structure(params)
