@@ -200,7 +200,7 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
 # ---- the loop
 
 
-def test_training_raises_the_reward_and_the_critic_foresees_it(tmp_path, programs):
+def test_training_raises_the_reward_and_the_critic_foresees_it(tmp_path, programs, capsys):
     run = open_run(tmp_path)
     train(dataclasses.replace(CONFIG, steps=20), run, programs)
     lines = run.lines()
@@ -210,6 +210,7 @@ def test_training_raises_the_reward_and_the_critic_foresees_it(tmp_path, program
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert max(line["explained_variance"] for line in lines) > 0.1
     assert max(abs(line["value_mean"]) for line in lines) < 1.5
+    assert "all rewards are equal" not in " ".join(capsys.readouterr().out.split())  # of one completion they always are
     assert run.lines("times.jsonl")[-1]["compilations"] == run.lines("times.jsonl")[1]["compilations"]
 
 
