@@ -10,6 +10,7 @@ and natural language.
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,9 +24,11 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
-from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.transformer import Params
 from grpo_jax.tasks import arithmetic
 from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.run import RunFolder
 from grpo_jax.training.sft import train_sft
 from grpo_jax.training.state import Batch
 from grpo_jax.training.supervised import SupervisedConfig
@@ -35,7 +38,21 @@ CURVES = (("reward", "reward (control's: a coin)"), ("heldout_avg", "held-out ac
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, cli.RunConfig):
+class WarmStart:
+    """The supervised phase before."""
+
+    warm_steps: int = 700
+    """Supervised steps before training on rewards."""
+    warm_batch: int = 128
+    """Additions of a supervised step."""
+    warm_learning_rate: float = 2e-3
+    """Of the supervised steps."""
+    wrong_share: float = 0.7
+    """Share of wrong labels in the supervised steps."""
+
+
+@dataclass(frozen=True)
+class Config(GRPOConfig, WarmStart, cli.RunConfig):
     """Options of the run; those of the algorithm come from the preset unless given."""
 
     steps: int = 250
@@ -44,47 +61,57 @@ class Config(GRPOConfig, cli.RunConfig):
     learning_rate: float = 4e-4
     old_logprobs: Literal["recompute", "sampler"] = "sampler"
     eval_every: int = 25
-    warm_steps: int = 700
-    """Supervised steps before GRPO."""
-    warm_batch: int = 128
-    """Additions of a supervised step."""
-    warm_learning_rate: float = 2e-3
-    """Of the supervised steps."""
-    wrong_share: float = 0.7
-    """Share of wrong labels in the supervised steps."""
     run_dir: Path = Path("runs/arithmetic")
 
 
 def main(config: Config) -> None:
     """Warm start, GRPO, control; a table, a few groups, curves, a page, and the checksum of the result."""
     started = time.perf_counter()
-    if config.warm_batch < 1 or not 0 <= config.wrong_share <= 1:
-        raise UsageError("warm_batch must be at least 1, and wrong_share between 0 and 1")
+    check_warm_start(config)
     task = arithmetic.arithmetic_task(num_prompts=config.num_prompts, seed=config.seed)
     policy = decoder_policy(MODEL)
     programs = make_programs(policy, task, config)  # refuses bad options before anything is compiled
     run = cli.open_run(config)
+    params = warm_start(policy, config, config.seed, run)
+    rows, checksum = against_control(policy, params, task, config, run, programs)
+    show(run, rows, "grpo")
+    finish(run, rows, checksum, CURVES, started)
+
+
+def check_warm_start(config: WarmStart) -> None:
+    """Refuses labels that there cannot be.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    if config.warm_batch < 1 or not 0 <= config.wrong_share <= 1:
+        raise UsageError("warm_batch must be at least 1, and wrong_share between 0 and 1")
+
+
+def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder) -> Params:
+    """Parameters that answer right sometimes; the run keeps what describes the model."""
     save_description(run.path / "model", MODEL)
     arithmetic.save_tokenizer(run.path / "model")
 
     def warm_batch(step: int) -> Batch:
         prompts, labels = arithmetic.mixed_answers(
-            batch_size=config.warm_batch, seed=config.seed, step=step, wrong_share=config.wrong_share
+            batch_size=config.warm_batch, seed=seed, step=step, wrong_share=config.wrong_share
         )
         labels, temperature = labels[:, None], np.ones((config.warm_batch, 1), np.float32)
-        return Batch(prompts.ids, prompts.mask, labels, labels != task.pad_id, temperature)
+        return Batch(prompts.ids, prompts.mask, labels, labels != arithmetic.PAD_ID, temperature)
 
     warm = SupervisedConfig(config.warm_steps, config.warm_learning_rate)
-    params = jax.jit(policy.init)(jax.random.key(config.seed))
-    params = train_sft(policy, params, warm_batch, warm, run, phase="warm").params
-    rows, checksum = against_control(policy, params, task, config, run, programs)
+    params = jax.jit(policy.init)(jax.random.key(seed))
+    return train_sft(policy, params, warm_batch, warm, run, phase="warm").params
 
-    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-2:])
+
+def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]], phase: str) -> None:
+    """Prints two groups of the end of a phase, and accuracies before and after."""
+    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase][-2:])
     names = ("avg", "greedy", "ended_share")
     table = {title: [cell(row, name) for name in names] for title, row in rows.items()}
     title = "accuracy on 1,000 held-out additions, with 95% intervals"
     terminal.print_table(run, title, ("sampled", "greedy", "ended"), table)
-    finish(run, rows, checksum, CURVES, started)
 
 
 if __name__ == "__main__":

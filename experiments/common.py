@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from grpo_jax import report, terminal
 from grpo_jax.config import GRPOConfig
-from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Task, random_reward
@@ -53,14 +52,14 @@ def against_control(
       params: the start of both.
       task: with the reward.
       config: of both.
-      run: phases "grpo" and "control".
+      run: of the phases.
       programs: shared by both.
       examine: (evaluation, the calls that it is of) -> further numbers of a row.
-      phases: without "control" there is none.
+      phases: a name for that on the task's reward, and "control"; without it there is none.
 
     Returns:
       Rows "before", "after" and perhaps "control": summaries of held-out evaluations, the last two with the change of
-      avg over the same prompts; and the SHA-256 of the parameters after GRPO.
+      avg over the same prompts; and the SHA-256 of the parameters after the first phase.
     """
 
     def held(params: Params) -> tuple[Evaluation, list[Samples]]:
@@ -73,7 +72,7 @@ def against_control(
         return summary(evaluation) | examine(evaluation, calls)
 
     with run.console.status("compiling, and evaluating the start"):
-        start = held(params)
+        start = held(programs.actor(*programs.split(params)))
     rows, checksum = {"before": row(*start)}, ""
     for phase in phases:
         latest = {0: start}  # step -> evaluation: no parameters are evaluated twice
@@ -91,13 +90,13 @@ def against_control(
             config,
             run,
             phase=phase,
-            reward=task.reward if phase == "grpo" else random_reward(config.seed),
+            reward=random_reward(config.seed) if phase == "control" else task.reward,
             programs=programs,
             evaluate=heldout,
         )
-        end = latest.get(config.steps) or held(join(state.params, split(params)[1]))
+        end = latest.get(config.steps) or held(programs.actor(state.params, programs.split(params)[1]))
         scores = (prompt_means(evaluation) for evaluation, _ in (end, start))
-        rows["after" if phase == "grpo" else phase] = row(*end) | paired_difference(*scores).named("change")
+        rows[phase if phase == "control" else "after"] = row(*end) | paired_difference(*scores).named("change")
         checksum = checksum or params_sha256(state.params)
     return rows, checksum
 
@@ -119,17 +118,20 @@ def finish(
     checksum: str,
     curves: Sequence[tuple[str, str]],
     started: float,
+    *,
+    phases: Sequence[str] = PHASES,
 ) -> None:
     """Leaves curves.png, results.json and report.html, and says what the run came to.
 
     Args:
       run: of the experiment.
       rows: of `against_control`.
-      checksum: of the parameters after GRPO.
+      checksum: of the parameters after training.
       curves: as for `terminal.save_curves`.
       started: by `time.perf_counter`.
+      phases: of `against_control`.
     """
-    terminal.save_curves(run, curves, PHASES)
+    terminal.save_curves(run, curves, phases)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
     page = report.write_report(run.path)
     run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")

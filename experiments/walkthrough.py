@@ -146,7 +146,7 @@ def main(config: Config) -> Walk:
         key = step_key(config.seed, 0, 0)  # the same completions under each rule
         rollout = roll_out(programs.sampler, params, prompts, task, RULES[name], temperature, key)
         lengths = rollout.completions.completion_mask.sum(-1)
-        advantages = np.asarray(programs.advantages(rollout.rewards, lengths, where=rollout.applicable))
+        advantages = np.asarray(algorithm.advantages(rollout.rewards, lengths, where=rollout.applicable))
         if name == names[0]:
             heading("1. A group of completions for each prompt", "sampling.sampler.sample_groups")
             for number, (row, texts) in enumerate(zip(prompts.examples, rollout.texts, strict=True), 1):

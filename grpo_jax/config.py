@@ -5,7 +5,7 @@ from typing import Literal
 
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.policy_gradient import reinforce_term
-from grpo_jax.functional.presets import PRESETS, Algorithm, check
+from grpo_jax.functional.presets import PRESETS, Algorithm, check, is_one_number_a_row
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.lora import TARGETS, Target
 from grpo_jax.tasks.text import Overlong
@@ -160,12 +160,98 @@ class GRPOConfig:
         return preset._replace(**{name: value for name, value in given.items() if value is not None})
 
 
-def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
+@dataclass(frozen=True)
+class PPOConfig(GRPOConfig):
+    """A PPO run: the loss of a preset, with a critic's advantages of tokens in place of those of groups."""
+
+    preset: Preset = "lite_ppo"
+    """Whose surrogate, aggregation and constants are taken; its advantages are not. Lite PPO's are those of PPO:
+    ratios of tokens clipped at 0.2 (1707.06347), and the mean over tokens."""
+    group_size: int | None = 1
+    """Completions of each prompt (G). A critic needs no second one; more take as many prompts less."""
+    kl_coef: float | None = 0.02
+    """Weight of the KL divergence from the start, 0.02 as in InstructGPT (2203.02155); 0 does without a reference
+    model."""
+    kl_in_reward: bool = True
+    """Take the KL off the reward of each token (1909.08593, InstructGPT), or add the preset's divergence, k3 in all of
+    them, to the loss."""
+    gamma: float = 1.0
+    """Discount a token. 1: an answer is worth the same however long it took."""
+    gae_lambda: float = 0.95
+    """How far an advantage trusts rewards (1) over the critic (0); 0.95 from PPO."""
+    gae_steps: int | None = None
+    """Tokens that an advantage looks ahead (K); None: all."""
+    bootstrap_truncated: bool = False
+    """Add the critic's value after the last token of a completion that was cut off, as if it went on; else it ends
+    there. For rewards that are 0 without an end alone: where what was cut off earns something, values grow without
+    bound."""
+    whiten: bool = True
+    """Bring advantages to mean 0 and deviation 1 over the tokens of a rollout; 1909.08593 and most systems since."""
+    value_coef: float = 0.5
+    """Weight of the critic's loss, 0.5 in OpenAI's baselines. With parameters and clipping of its own the critic hardly
+    feels it."""
+    value_clip: float | None = 0.2
+    """How far a value may move from that at sampling, in units of the reward; as the ratio's in PPO's own code. None:
+    without bound."""
+    critic_learning_rate: float = 1e-5
+    """Peak learning rate of the critic's AdamW, ten times the policy's as in verl; warm-up, decay, weight decay and the
+    gradient's longest norm are the policy's."""
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The preset, with the fields given here in place of its own."""
+        return super().algorithm._replace(kl_in_reward=self.kl_in_reward)
+
+
+def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
+    """`validate` for PPO.
+
+    Args:
+      config: the run.
+      num_devices: devices that prompts are spread over.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    validate(config, num_devices=num_devices, compares_groups=False)
+    group_size = config.algorithm.group_size
+    for name in ("gamma", "gae_lambda"):
+        value = getattr(config, name)
+        _require(0 <= value <= 1, f"{name} is {value}: it must be between 0 and 1")
+    _require(
+        config.gae_steps is None or config.gae_steps >= 1, f"gae_steps is {config.gae_steps}: it must be at least 1"
+    )
+    _require(
+        0 < config.value_coef < float("inf"),
+        f"value_coef is {config.value_coef}: it must be above 0, or the critic learns nothing",
+    )
+    _require(
+        config.value_clip is None or config.value_clip > 0,
+        f"value_clip is {config.value_clip}: it must be above 0, or left out",
+    )
+    _require(
+        0 < config.critic_learning_rate < float("inf"),
+        f"critic_learning_rate is {config.critic_learning_rate}: it must be above 0",
+    )
+    _require(
+        config.max_rollouts == 1 or group_size >= 2,
+        f"max_rollouts is {config.max_rollouts}, but dynamic sampling compares completions of one prompt: set it to 1, "
+        "or group_size to at least 2",
+    )
+    _require(
+        not is_one_number_a_row(config.algorithm),
+        f"preset {config.preset} has one ratio a completion, but a critic's advantages are of tokens: take lite_ppo, "
+        "dapo or another with ratios of tokens",
+    )
+
+
+def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool = True) -> None:
     """Refuses what cannot work, before anything is compiled.
 
     Args:
       config: the run.
       num_devices: devices that prompts are spread over.
+      compares_groups: whether a group of one teaches nothing.
 
     Raises:
       UsageError: one sentence that says what to change.
@@ -187,9 +273,10 @@ def validate(config: GRPOConfig, *, num_devices: int = 1) -> None:
     for name in ("eval_every", "checkpoint_every", "rollouts_every", "warmup_steps", "top_k"):
         _require(getattr(config, name) >= 0, f"{name} is {getattr(config, name)}: it must be at least 0")
     _require(
-        group_size >= 2,
+        group_size >= 2 or not compares_groups,
         f"group_size is {group_size}: advantages compare completions of one prompt, so set it to at least 2",
     )
+    _require(group_size >= 1, f"group_size is {group_size}: it must be at least 1")
     _require(
         config.eval_samples is None or config.eval_samples >= 1,
         f"eval_samples is {config.eval_samples}: it must be at least 1",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
-from experiments import arithmetic, stories
+from experiments import arithmetic, ppo, stories
 from grpo_jax import cli
 from grpo_jax.export import Options, export
 from grpo_jax.models.huggingface import load_pretrained
@@ -70,6 +70,17 @@ def test_arithmetic_from_start_to_table_and_again_resumed(arithmetic_run, capsys
     assert json.loads((run / "results.json").read_text()) == results
     assert results["params_sha256"] in capsys.readouterr().out
     assert (run / "metrics.jsonl").read_text() == metrics
+
+
+@pytest.mark.slow
+def test_ppo_from_start_to_table(tmp_path):
+    ppo.main(parse(*SMALL, "--group-size", "1", "--run-dir", tmp_path / "run", config=ppo.Config))
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert set(results) == {"before", "after", "params_sha256"}
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    of_ppo = [line for line in lines if line["phase"] == "ppo"]
+    assert of_ppo[-1]["heldout_avg"] == results["after"]["avg"]
+    assert {"critic_loss", "explained_variance", "value_mean", "returns_mean", "value_clip"} <= set(of_ppo[-1])
 
 
 def test_a_second_run_gets_a_folder_of_its_own_and_resume_takes_the_newest(tmp_path):
@@ -134,7 +145,7 @@ def test_numbers_of_runs_go_on_after_a_gap(tmp_path):
     assert parse("--run-dir", tmp_path / "run", "--resume").run_dir.name == "run-3"
 
 
-@pytest.mark.parametrize("config", [arithmetic.Config, stories.Config])
+@pytest.mark.parametrize("config", [arithmetic.Config, ppo.Config, stories.Config])
 def test_help_explains_every_option(config, capsys):
     with pytest.raises(SystemExit):
         parse("--help", config=config)

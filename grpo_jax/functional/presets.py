@@ -222,7 +222,7 @@ def check(algorithm: Algorithm) -> None:
         sequence_mean_weights,
         sequence_sum_weights,
     )
-    if not by_row and _is_one_number_a_row(algorithm):
+    if not by_row and is_one_number_a_row(algorithm):
         raise ValueError(
             "the term is one number a row, but these weights count it once a token: take sequence_mean_weights"
         )
@@ -284,7 +284,7 @@ def _has_constant_gradient(divergence: Callable[[jax.Array, jax.Array], jax.Arra
     return bool(jnp.all(slope(jnp.array([[-0.5, -3.0]])) == 1))
 
 
-def _is_one_number_a_row(algorithm: Algorithm) -> bool:
+def is_one_number_a_row(algorithm: Algorithm) -> bool:
     """Whether the term of one token has a gradient in the log-probability of another, at a ratio of 1."""
     logprobs, mask = -jnp.ones((1, 2)), jnp.ones((1, 2), bool)
 

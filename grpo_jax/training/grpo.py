@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from grpo_jax.config import GRPOConfig, validate
 from grpo_jax.errors import UsageError
@@ -78,6 +79,8 @@ def train(
 ) -> TrainState:
     """Trains a policy by GRPO, continuing from the newest checkpoint of this phase in the run.
 
+    The loop is that of any method that learns from rollouts: what differs is in the programs (`ppo.train_ppo`).
+
     Args:
       policy: the model's functions.
       params: where training starts; also the reference, when there is one. With `lora.Adapted`, the
@@ -87,8 +90,9 @@ def train(
       run: where lines and checkpoints go.
       phase: names them.
       reward: in place of the task's.
-      programs: compiled functions, to share them between phases; made here if None.
-      evaluate: (params, step) -> numbers to log, called at step 0, every `config.eval_every` steps, and at the end.
+      programs: compiled functions, to share them between phases; those of GRPO, made here, if None.
+      evaluate: (params of the policy, step) -> numbers to log, called at step 0, every `config.eval_every` steps, and
+        at the end.
 
     Returns:
       The final state; `lora.join(state.params, frozen)` with what `lora.split(params)` calls frozen are the policy's.
@@ -103,8 +107,8 @@ def train(
         run.warn_once(note, note)
     run.keep_prompts(phase, heldout=fingerprint(task.heldout), first_step=fingerprint(task.prompts(0)))
     devices = num_devices(config.devices)
-    reference = replicate(params, devices)
-    start, frozen = split(reference)
+    start, frozen = programs.split(replicate(params, devices))
+    reference = programs.actor(start, frozen)
     temperature = group_temperatures(
         config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
     )
@@ -112,24 +116,20 @@ def train(
         state, done = checkpoints.restore(lambda: programs.init_state(start))
         run.rewind(phase, done)
         if evaluate and config.eval_every and done == 0:
-            run.log(phase, 0, evaluate(join(state.params, frozen), 0))
+            run.log(phase, 0, evaluate(reference, 0))
         with run.progress(phase, config.steps, done) as show:
             for step in range(done, config.steps):
                 # ---- rollout: a group of completions for each prompt, and their rewards
                 with run.timed("rollout"):
-                    current = join(state.params, frozen)
+                    current = programs.actor(state.params, frozen)
                     rollout, sampled = sample_step(programs, current, task, reward, temperature, step, config, run)
 
                 # ---- score: log-probabilities under the policy that sampled, and under the reference
                 with run.timed("score"):
                     batch = score_rollout(programs, current, reference, rollout, temperature, config)
 
-                # ---- advantages: rewards against those of the same group
-                rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm)
-                lengths = batch.completion_mask.sum(-1)
-                advantages = np.asarray(programs.advantages(rewards, lengths, where=rollout.applicable))
-                batch = batch._replace(advantages=advantages)
-                batch, correction = corrected(batch, rollout, config)
+                # ---- advantages: rewards against those of the same group, or against a critic
+                batch, advantages, judged = programs.advantages(state.params, frozen, rollout, batch)
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
                 with run.timed("update"):
@@ -140,8 +140,8 @@ def train(
                 is_last = step + 1 == config.steps
                 if evaluate and config.eval_every and ((step + 1) % config.eval_every == 0 or is_last):
                     with run.timed("evaluate"):
-                        evaluated = evaluate(join(state.params, frozen), step + 1)
-                run.log(phase, step + 1, sampled | penalty | correction | metrics | evaluated)
+                        evaluated = evaluate(programs.actor(state.params, frozen), step + 1)
+                run.log(phase, step + 1, sampled | judged | metrics | evaluated)
                 if config.rollouts_every and (step % config.rollouts_every == 0 or is_last):
                     run.log_rollout(phase, step + 1, readable(rollout, advantages, task))
                 trained = config.epochs * int(batch.prompt_mask.sum() + batch.completion_mask.sum())
@@ -159,15 +159,20 @@ def train(
 
 
 class Programs(NamedTuple):
-    """The compiled functions of a run. Phases that differ in the reward alone share them."""
+    """The functions of a method and a run, compiled. Phases that differ in the reward alone share them."""
 
     sampler: Sampler
     scorer: Scorer
-    advantages: Callable[..., jax.Array]
+    # (trained parameters, frozen ones, rollout, scored batch) -> batch with advantages, advantages [N, G] to show, logs
+    advantages: Callable[[Params, Any, Rollout, Batch], tuple[Batch, np.ndarray, dict[str, Any]]]
     # (state, batch, frozen parameters or None) -> state, metrics
     train_step: Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, jax.Array]]]
     # trained parameters -> state; a copy: the step donates its state, and the start stays
     init_state: Callable[[Params], TrainState]
+    # parameters -> those that are trained, and those that are not
+    split: Callable[[Params], tuple[Params, Any]] = split
+    # (trained parameters, frozen ones) -> those of the policy, which samples
+    actor: Callable[[Params, Any], Params] = join
 
 
 def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
@@ -179,13 +184,40 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
       config: the run.
 
     Returns:
-      The functions, compiled at their first call.
+      The functions of GRPO, compiled at their first call.
 
     Raises:
       UsageError: one sentence that says what to change.
     """
-    devices = num_devices(config.devices)
-    validate(config, num_devices=devices)
+    validate(config, num_devices=num_devices(config.devices))
+    check_task(task, config)
+    algorithm, schedule = config.algorithm, schedule_of(config, config.learning_rate)
+    loss_fn, of_groups = grpo_loss_fn(policy, algorithm), jax.jit(algorithm.advantages)
+
+    def advantages(trained: Params, frozen: Any, rollout: Rollout, batch: Batch):
+        del trained, frozen  # rewards of the group are all that it takes
+        rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm)
+        lengths = batch.completion_mask.sum(-1)
+        by_row = np.asarray(of_groups(rewards, lengths, where=rollout.applicable))
+        batch, correction = corrected(batch._replace(advantages=by_row), rollout, config)
+        return batch, by_row, penalty | correction
+
+    optimizer = make_optimizer(schedule, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
+    return Programs(
+        *compile_rollout(policy, task, config),
+        advantages,
+        *compile_update(
+            lambda trained, frozen, batch: loss_fn(join(trained, frozen), batch), optimizer, schedule, config
+        ),
+    )
+
+
+def check_task(task: Task, config: GRPOConfig) -> None:
+    """Refuses a task that cannot be trained on so.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
     guards.check_task(task)
     if config.mask_truncated and task.open_ended:
         raise UsageError(
@@ -199,35 +231,59 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
                 f'filter_metric "{config.filter_metric}" is no reward with a weight; such are: '
                 f"{', '.join(counting) or 'none, for the reward has no parts'}"
             )
-    algorithm = config.algorithm
-    learning_rate = learning_rate_schedule(
-        config.learning_rate,
+
+
+def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
+    """The rates of a run's optimizer steps, with this peak."""
+    return learning_rate_schedule(
+        learning_rate,
         warmup_steps=config.warmup_steps,
         total_steps=config.steps * config.epochs * config.minibatches,
         decay=config.decay,
     )
-    optimizer = make_optimizer(learning_rate, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
-    loss_fn = grpo_loss_fn(policy, algorithm)
+
+
+def compile_rollout(policy: Policy, task: Task, config: GRPOConfig) -> tuple[Sampler, Scorer]:
+    """The sampler and the scorer of a run."""
+    devices, pieces = num_devices(config.devices), config.microbatches * config.minibatches
+    return (
+        make_sampler(policy, task, config, devices=devices),
+        make_scorer(policy, num_microbatches=pieces, devices=devices),
+    )
+
+
+def compile_update(
+    loss_fn: Callable[[Params, Any, Batch], tuple[jax.Array, Logs]],
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    config: GRPOConfig,
+) -> tuple[Callable[..., Any], Callable[[Params], TrainState]]:
+    """`train_step` and `init_state` of `Programs`.
+
+    Args:
+      loss_fn: (trained parameters, frozen ones, batch with weights) -> loss and logs.
+      optimizer: of the trained parameters.
+      schedule: what to log as its rate.
+      config: the run.
+    """
 
     def step(state: TrainState, batch: Batch, frozen: Any, *, axis_name):
-        rate = learning_rate(steps_taken(state))
+        rate = schedule(steps_taken(state))
         state, metrics = train_step(
             state,
             batch,
-            loss_fn=lambda trained, batch: loss_fn(join(trained, frozen), batch),
-            aggregation=algorithm.aggregation,
+            loss_fn=lambda trained, batch: loss_fn(trained, frozen, batch),
+            aggregation=config.algorithm.aggregation,
             optimizer=optimizer,
             num_microbatches=config.microbatches,
             axis_name=axis_name,
         )
         return state, metrics | {"learning_rate": jnp.asarray(rate)}
 
-    return Programs(
-        sampler=make_sampler(policy, task, config, devices=devices),
-        scorer=make_scorer(policy, num_microbatches=config.microbatches * config.minibatches, devices=devices),
-        advantages=jax.jit(algorithm.advantages),
-        train_step=data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,)),
-        init_state=jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), optimizer)),
+    devices = num_devices(config.devices)
+    return (
+        data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,)),
+        jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), optimizer)),
     )
 
 

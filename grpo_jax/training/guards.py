@@ -60,7 +60,7 @@ def check_rollout(run: RunFolder, rollout: Rollout, task: Task, step: int) -> No
         )
     if not rollout.applicable.any():
         run.warn_once("applicable", "no reward applies to any completion: look at what the graders refuse")
-    elif zero_spread(rollout).all():
+    elif rollout.rewards.shape[-1] > 1 and zero_spread(rollout).all():  # of one completion nothing is compared
         run.warn_once(
             "spread",
             f"step {step}: in every group all rewards are equal{_which(rollout)}, so there is nothing to learn from: "

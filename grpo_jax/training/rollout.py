@@ -1,6 +1,7 @@
 """Prompts to completions to text to rewards: what a step learns from."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -65,15 +66,20 @@ def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int
 
 def make_scorer(policy: Policy, *, num_microbatches: int = 1, devices: int = 1) -> Scorer:
     """The compiled scorer of a run: log-probabilities of completions under any parameters."""
+    return by_pieces(partial(score, policy), num_microbatches=num_microbatches, devices=devices)
 
-    def score_batch(params, batch, *, axis_name) -> TokenLogprobs:
+
+def by_pieces(fn: Callable[[Params, Batch], Any], *, num_microbatches: int = 1, devices: int = 1) -> Callable[..., Any]:
+    """Compiles a function of parameters and a batch, whose rows do not depend on each other, to run on pieces of it."""
+
+    def whole(params, batch, *, axis_name):
         del axis_name
         if num_microbatches == 1:
-            return score(policy, params, batch)
-        scores = jax.lax.map(lambda piece: score(policy, params, piece), split_leading(batch, num_microbatches))
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scores)
+            return fn(params, batch)
+        out = jax.lax.map(lambda piece: fn(params, piece), split_leading(batch, num_microbatches))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
-    return data_parallel(score_batch, (None, 0), 0, devices=devices)
+    return data_parallel(whole, (None, 0), 0, devices=devices)
 
 
 def score(policy: Policy, params: Params, batch: Batch) -> TokenLogprobs:

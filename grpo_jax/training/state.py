@@ -30,10 +30,12 @@ class Batch(NamedTuple):
     completion_ids: Array  # int32 [N, G, T]
     completion_mask: Array  # bool [N, G, T]
     temperature: Array  # [N, G], that of the sampler
-    advantages: Array = None  # [N, G]; [N, G, T] when corrected
+    advantages: Array = None  # [N, G]; [N, G, T] when corrected, or of a critic
     old_logprobs: Array = None  # [N, G, T]
     ref_logprobs: Array = None  # [N, G, T]; None without a reference
     sampler_logprobs: Array = None  # [N, G, T]
+    old_values: Array = None  # [N, G, T], of a critic when the completions were sampled; None without one
+    returns: Array = None  # [N, G, T], what a critic learns
     weights: Array = None  # [N, G, T], made from the mask of a whole optimizer batch
 
 
