@@ -236,6 +236,7 @@ def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
         assert (cut.path / name).read_text() == (whole.path / name).read_text()
 
 
+@pytest.mark.slow
 def test_pieces_and_devices_do_not_change_gradients(tmp_path, programs):
     logged = []
     for name, changes in (("one", {}), ("micro", {"microbatches": 4}), ("many", {"devices": 4})):
