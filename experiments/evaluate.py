@@ -117,17 +117,7 @@ def main(options: Options) -> None:
     of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data"))
     if of_run and options.num_heldout != saved["num_heldout"]:
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
-    groups = -(-(options.samples + 1) // _MAX_GROUP)  # of a prompt
-    group_size = max(2, -(-(options.samples + 1) // groups))
-    sampling = GRPOConfig(
-        num_prompts=options.num_prompts,
-        group_size=group_size,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-    )
+    sampling = sampling_of(options)
     validate(sampling)
     check_task_options(options)
     if options.out and options.out.exists() and not options.out.is_dir():
@@ -151,32 +141,59 @@ def main(options: Options) -> None:
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
         for note in notes:
             console.print(f"[yellow]warning:[/] {escape(note)}", soft_wrap=True)
-        calls = sample_heldout(
-            make_sampler(decoder_policy(pretrained.config), task, sampling),
-            pretrained.params,
-            task,
-            num_prompts=options.num_prompts,
-            group_size=group_size,
-            temperature=options.temperature,
-            seed=options.seed,
-            samples=options.samples,
-        )
-        total = -(-groups * len(task.heldout.examples) // options.num_prompts)
-        shown = track(calls, "sampling", total=total, console=console, transient=True)
         block = saved.get("num_prompts", 32) * usual
-        evaluation = evaluate(shown, task, metric=options.metric, block=block)
+        evaluation = sample_and_score(options, pretrained, sampling, task, console, block)
         for message in ungraded_messages(task.reward).values():
             console.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
     numbers = summary(evaluation)
-    console.print(f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each [95% interval]")
+    show(console, numbers, f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each")
+    console.print(f"{time.perf_counter() - started:.0f} s")
+    if options.out:
+        save(dataclasses.replace(options, step=step), options.out, numbers, evaluation, task)
+
+
+def sampling_of(options: Options) -> GRPOConfig:
+    """What the sampler reads: as few groups a prompt as memory should hold, of one size."""
+    groups = -(-(options.samples + 1) // _MAX_GROUP)
+    return GRPOConfig(
+        num_prompts=options.num_prompts,
+        group_size=max(2, -(-(options.samples + 1) // groups)),
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+    )
+
+
+def sample_and_score(
+    options: Options, pretrained: Pretrained, sampling: GRPOConfig, task: Task, console: Console, block: int
+) -> Evaluation:
+    """The evaluation, with a progress bar; `block` as in `evaluate`."""
+    group_size, prompts = sampling.algorithm.group_size, len(task.heldout.examples)
+    calls = sample_heldout(
+        make_sampler(decoder_policy(pretrained.config), task, sampling),
+        pretrained.params,
+        task,
+        num_prompts=sampling.num_prompts,
+        group_size=group_size,
+        temperature=sampling.algorithm.temperature,
+        seed=options.seed,
+        samples=options.samples,
+    )
+    total = -(-(-(-(options.samples + 1) // group_size) * prompts) // sampling.num_prompts)
+    shown = track(calls, "sampling", total=total, console=console, transient=True)
+    return evaluate(shown, task, metric=options.metric, block=block)
+
+
+def show(console: Console, numbers: dict[str, float], title: str) -> None:
+    """Prints a number a line, with its interval."""
+    console.print(f"{title} [95% interval]", markup=False)
     table = Table(box=None, show_header=False)
     for name in numbers:
         if not name.endswith(("_low", "_high")):
             table.add_row(name, cell(numbers, name))
     console.print(table)
-    console.print(f"{time.perf_counter() - started:.0f} s")
-    if options.out:
-        save(dataclasses.replace(options, step=step), options.out, numbers, evaluation, task)
 
 
 def changed(run: Path, phase: str, task: Task) -> bool:

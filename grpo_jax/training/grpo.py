@@ -129,7 +129,8 @@ def train(
                     batch = score_rollout(programs, current, reference, rollout, temperature, config)
 
                 # ---- advantages: rewards against those of the same group, or against a critic
-                batch, advantages, judged = programs.advantages(state.params, frozen, rollout, batch)
+                with run.timed("advantages"):
+                    batch, advantages, judged = programs.advantages(state.params, frozen, rollout, batch)
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
                 with run.timed("update"):
