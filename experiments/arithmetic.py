@@ -91,7 +91,7 @@ def check_warm_start(config: WarmStart) -> None:
 def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder) -> Params:
     """Parameters that answer right sometimes; the run keeps what describes the model."""
     save_description(run.path / "model", MODEL)
-    arithmetic.save_tokenizer(run.path / "model")
+    arithmetic.TEXT.save_tokenizer(run.path / "model")
 
     def warm_batch(step: int) -> Batch:
         prompts, labels = arithmetic.mixed_answers(

@@ -4,6 +4,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from grpo_jax import report, terminal
 from grpo_jax.config import GRPOConfig
 from grpo_jax.models.policy import Policy
@@ -14,7 +16,7 @@ from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, prompt_mea
 from grpo_jax.training.grpo import Programs, train
 from grpo_jax.training.guards import check_graders
 from grpo_jax.training.run import RunFolder, write_json
-from grpo_jax.training.statistics import paired_difference
+from grpo_jax.training.statistics import of_runs, paired_difference
 
 PHASES = ("grpo", "control")
 
@@ -32,6 +34,16 @@ def heldout_samples(programs: Programs, params: Params, task: Task, config: GRPO
         seed=config.seed,
         samples=config.eval_samples,
     )
+
+
+def evaluate_heldout(
+    programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder
+) -> tuple[Evaluation, list[Samples]]:
+    """Held-out completions of a policy and what the task's reward says of them."""
+    calls = list(heldout_samples(programs, params, task, config))
+    evaluation = evaluate(calls, task, block=config.num_prompts * config.algorithm.group_size)
+    check_graders(run, task.reward)
+    return evaluation, calls
 
 
 def against_control(
@@ -63,10 +75,7 @@ def against_control(
     """
 
     def held(params: Params) -> tuple[Evaluation, list[Samples]]:
-        calls = list(heldout_samples(programs, params, task, config))
-        evaluation = evaluate(calls, task, block=config.num_prompts * config.algorithm.group_size)
-        check_graders(run, task.reward)
-        return evaluation, calls
+        return evaluate_heldout(programs, params, task, config, run)
 
     def row(evaluation: Evaluation, calls: list[Samples]) -> dict[str, float]:
         return summary(evaluation) | examine(evaluation, calls)
@@ -99,6 +108,33 @@ def against_control(
         rows[phase if phase == "control" else "after"] = row(*end) | paired_difference(*scores).named("change")
         checksum = checksum or params_sha256(state.params)
     return rows, checksum
+
+
+def over_seeds(
+    runs: Mapping[str, Mapping[str, Sequence[float]]], *, first: str, control: str
+) -> dict[str, dict[str, float]]:
+    """Numbers of runs with several seeds, as rows of a table.
+
+    Args:
+      runs: method -> number -> its value in the run of each seed, in one order of seeds.
+      first: the number that methods are compared by.
+      control: the method that the others are compared with.
+
+    Returns:
+      For each method the mean of each number with its 95% interval over seeds; and but for the control "difference",
+      the mean of `first` minus that of the control with the same seed, likewise, and "wins", the seeds where it is
+      above 0.
+    """
+    rows: dict[str, dict[str, float]] = {}
+    for method, numbers in runs.items():
+        row: dict[str, float] = {}
+        for name, values in numbers.items():
+            row |= of_runs(values).named(name)
+        if method != control:
+            differences = np.subtract(numbers[first], runs[control][first])
+            row |= of_runs(differences).named("difference") | {"wins": int((differences > 0).sum())}
+        rows[method] = row
+    return rows
 
 
 def cell(row: Mapping[str, float], name: str) -> str:

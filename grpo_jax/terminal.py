@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.markup import escape
 from rich.table import Table
@@ -35,13 +36,15 @@ def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
         run.console.print(table)
 
 
-def save_curves(run: RunFolder, curves: Sequence[tuple[str, str]], phases: Sequence[str]) -> None:
-    """curves.png: one panel a metric, one line a phase.
+def save_curves(
+    run: RunFolder, curves: Sequence[tuple[str, str]], phases: Sequence[str] | Mapping[str, Sequence[str]]
+) -> None:
+    """curves.png: one panel a metric, one line a phase, or a mean of phases in a band from the least to the largest.
 
     Args:
       run: whose metrics.jsonl is drawn.
       curves: (metric, title of its panel).
-      phases: a line for each that has the metric.
+      phases: a line for each that has the metric; or the name of a line, and the phases that it is the mean of.
     """
     import matplotlib
 
@@ -49,12 +52,23 @@ def save_curves(run: RunFolder, curves: Sequence[tuple[str, str]], phases: Seque
     from matplotlib import pyplot as plt
 
     lines = run.lines()
+    named = phases if isinstance(phases, Mapping) else {phase: [phase] for phase in phases}
     figure, axes = plt.subplots(1, len(curves), figsize=(4 * len(curves), 3), layout="constrained", squeeze=False)
     for axis, (metric, title) in zip(axes[0], curves, strict=True):
-        for phase, style in zip(phases, ("-", "--", ":", "-."), strict=False):
-            points = [(line["step"], line[metric]) for line in lines if line["phase"] == phase and metric in line]
-            if points:
-                axis.plot(*zip(*points, strict=True), style, label=phase, linewidth=1.5)
+        for (name, parts), style in zip(named.items(), ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1))), strict=False):
+            steps: dict[int, list[float]] = {}
+            for line in lines:
+                if line["phase"] in parts and line.get(metric) is not None:
+                    steps.setdefault(line["step"], []).append(line[metric])
+            steps = {step: values for step, values in sorted(steps.items()) if len(values) == len(parts)}
+            if not steps:
+                continue
+            values = np.array(list(steps.values()))
+            (drawn,) = axis.plot(list(steps), values.mean(1), linestyle=style, label=name, linewidth=1.5)
+            if len(parts) > 1:
+                axis.fill_between(
+                    list(steps), values.min(1), values.max(1), alpha=0.2, color=drawn.get_color(), linewidth=0
+                )
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

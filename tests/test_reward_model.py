@@ -157,7 +157,7 @@ def test_rows_are_read_split_and_counted(tmp_path):
     assert sorted([*training, *heldout]) == sorted(preferences)
     assert split_preferences(preferences[::-1], 0.3)[1] == heldout[::-1]  # by the prompt alone
 
-    arithmetic.save_tokenizer(tmp_path)
+    arithmetic.TEXT.save_tokenizer(tmp_path)
     tokenizer, eos_ids = load_tokenizer(tmp_path), (arithmetic.EOS_ID,)
     pairs = encode_preferences(tokenizer, preferences, eos_ids=eos_ids, max_prompt_tokens=3, max_tokens=1)
     assert "".join(tokenizer.convert_ids_to_tokens(pairs.prompts[-1])) == "+1="
@@ -344,7 +344,7 @@ def test_transformers_reads_a_saved_reward_model(name, tmp_path):
 def policy_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny"
     save_pretrained(folder, jax.jit(POLICY.init)(jax.random.key(3)), CONFIG)
-    arithmetic.save_tokenizer(folder)
+    arithmetic.TEXT.save_tokenizer(folder)
     return folder
 
 

@@ -27,14 +27,14 @@ def test_arithmetic_by_hand():
     # 7 + 58 = 65, written with the last digit first.
     prompts = arithmetic.encode_pairs([7 * 100 + 58])
     assert prompts.examples == [{"prompt": "07+58=", "answer": "56"}]
-    assert arithmetic.decode(prompts.ids[0].tolist()) == "07+58="
+    assert arithmetic.TEXT.decode(prompts.ids[0].tolist()) == "07+58="
     texts = ["56", "65", "56?", "", "561"]
     assert arithmetic.exact_answer(prompts.examples * 5, texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_mixed_answers_are_wrong_as_often_as_asked():
     prompts, labels = arithmetic.mixed_answers(batch_size=4000, seed=0, step=0, wrong_share=0.7)
-    texts = [arithmetic.decode(row[: list(row).index(arithmetic.EOS_ID)].tolist()) for row in labels]
+    texts = [arithmetic.TEXT.decode(row[: list(row).index(arithmetic.EOS_ID)].tolist()) for row in labels]
     off = [int(t[::-1]) - int(e["answer"][::-1]) for t, e in zip(texts, prompts.examples, strict=True)]
     assert set(off) == {0, 1}
     assert np.mean(off) == pytest.approx(0.7, abs=4 * (0.7 * 0.3 / 4000) ** 0.5)

@@ -25,7 +25,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_gener
 def digits(tmp_path_factory):
     """The tokenizer of arithmetic: one character a token, digits and + and = alone."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    arithmetic.save_tokenizer(folder)
+    arithmetic.TEXT.save_tokenizer(folder)
     return load_tokenizer(folder)
 
 
@@ -35,15 +35,15 @@ def encode(tokenizer, prompts, **options):
 
 def test_the_tokenizer_of_arithmetic_is_its_encode_and_decode(digits):
     for text in ("07+58=", "56", "0"):
-        assert digits.encode(text) == arithmetic.encode(text)
-        assert digits.decode(arithmetic.encode(text)) == text
+        assert digits.encode(text) == arithmetic.TEXT.encode(text)
+        assert digits.decode(arithmetic.TEXT.encode(text)) == text
     assert (digits.eos_token_id, digits.pad_token_id) == (arithmetic.EOS_ID, arithmetic.PAD_ID)
     assert len(digits) == arithmetic.VOCAB_SIZE
 
 
 def test_empty_prompts_are_dropped_and_counted(digits):
     encoded = encode(digits, ["", "1+2=", "  \n", "3+4="])
-    assert encoded.token_ids == [arithmetic.encode("1+2="), arithmetic.encode("3+4=")]
+    assert encoded.token_ids == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3+4=")]
     assert encoded.kept == [1, 3]
     assert encoded.dropped == {"empty": 2}
     assert encoded.summary() == "dropped of 4 prompts: 2 empty"
@@ -58,7 +58,7 @@ def test_long_prompts_are_dropped_and_counted(digits):
 
 def test_long_prompts_are_cut_at_their_beginning_and_counted(digits):
     encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4, overlong="truncate")
-    assert encoded.token_ids[1] == arithmetic.encode("5+1=")
+    assert encoded.token_ids[1] == arithmetic.TEXT.encode("5+1=")
     assert (encoded.kept, encoded.dropped, encoded.truncated) == ([0, 1, 2], {}, 1)
     assert encoded.summary() == "1 of 3 prompts lost their beginning"
 
@@ -82,7 +82,7 @@ def test_messages_go_through_the_chat_template(digits):
     digits.chat_template = TEMPLATE
     encoded = encode(digits, messages)
     assert encoded.texts == ["1+2=", "3="]
-    assert encoded.token_ids == [arithmetic.encode("1+2="), arithmetic.encode("3=")]
+    assert encoded.token_ids == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3=")]
 
 
 class Ending:

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny"
     config = ModelConfig(arithmetic.VOCAB_SIZE, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
     save_pretrained(folder, jax.jit(decoder_policy(config).init)(jax.random.key(0)), config)
-    arithmetic.save_tokenizer(folder)
+    arithmetic.TEXT.save_tokenizer(folder)
     return str(folder)
 
 

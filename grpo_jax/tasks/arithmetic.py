@@ -4,19 +4,15 @@ A prompt is "07+58="; the answer is written with its last digit first ("56"), th
 which addition is done, and ends with EOS. All 10,000 pairs exist; 1,000 are held out.
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-import tokenizers
 
+from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.task import Example, Prompts, Task, check_num_prompts, pad_prompts, rng
 
-CHARACTERS = "0123456789+="
-PAD_ID = len(CHARACTERS)
-EOS_ID = PAD_ID + 1
-VOCAB_SIZE = EOS_ID + 1
+TEXT = Characters("0123456789+=")
+PAD_ID, EOS_ID, VOCAB_SIZE = TEXT.pad_id, TEXT.eos_id, TEXT.vocab_size
 PROMPT_TOKENS = len("00+00=")
 MAX_TOKENS = len("891") + 1  # 99 + 99 = 198, then EOS
 NUM_HELDOUT = 1000
@@ -47,7 +43,7 @@ def arithmetic_task(*, num_prompts: int, seed: int) -> Task:
         prompts=prompts,
         reward=exact_answer,
         heldout=encode_pairs(_HELDOUT),
-        decode=decode,
+        decode=TEXT.decode,
         eos_ids=(EOS_ID,),
         pad_id=PAD_ID,
         vocab_size=VOCAB_SIZE,
@@ -81,7 +77,7 @@ def mixed_answers(*, batch_size: int, seed: int, step: int, wrong_share: float =
     labels = np.full((batch_size, MAX_TOKENS), PAD_ID, np.int32)
     for row, (index, offset) in enumerate(zip(indices, wrong, strict=True)):
         text = _answer(sum(_PAIRS[index]) + int(offset))
-        labels[row, : len(text) + 1] = [*encode(text), EOS_ID]
+        labels[row, : len(text) + 1] = [*TEXT.encode(text), EOS_ID]
     return encode_pairs(indices), labels
 
 
@@ -89,29 +85,7 @@ def encode_pairs(indices: Sequence[int] | np.ndarray) -> Prompts:
     """The prompts of the pairs with these numbers, from 0 to 9,999."""
     pairs = [_PAIRS[index] for index in indices]
     examples = [{"prompt": f"{a:02}+{b:02}=", "answer": _answer(a + b)} for a, b in pairs]
-    return pad_prompts([encode(e["prompt"]) for e in examples], examples, width=PROMPT_TOKENS, pad_id=PAD_ID)
-
-
-def encode(text: str) -> list[int]:
-    """Ids of characters."""
-    return [CHARACTERS.index(character) for character in text]
-
-
-def decode(ids: Sequence[int]) -> str:
-    """Characters of ids; "?" for padding."""
-    return "".join(CHARACTERS[i] if i < len(CHARACTERS) else "?" for i in ids)
-
-
-def save_tokenizer(folder: Path) -> None:
-    """Writes this module's `encode` and `decode` as a tokenizer that transformers loads."""
-    vocab = {character: i for i, character in enumerate(CHARACTERS)} | {"<pad>": PAD_ID, "</s>": EOS_ID}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    tokenizer.add_special_tokens(["<pad>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return pad_prompts([TEXT.encode(e["prompt"]) for e in examples], examples, width=PROMPT_TOKENS, pad_id=PAD_ID)
 
 
 def _answer(total: int) -> str:
