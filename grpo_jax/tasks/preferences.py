@@ -1,17 +1,20 @@
 """Preferences: pairs of answers to a prompt of which one was chosen. What is malformed is dropped, and counted."""
 
+import json
 import os
 import re
+import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import special
 
 from grpo_jax.errors import UsageError
 from grpo_jax.tasks.dataset import place, read_rows, text_column
-from grpo_jax.tasks.task import rng
+from grpo_jax.tasks.task import Completion, Example, rng
 from grpo_jax.tasks.text import Message, Overlong, encode_completion, encode_prompts
 
 # Of a transcript of Anthropic's HH-RLHF (2204.05862).
@@ -27,6 +30,10 @@ class Preference(NamedTuple):
     chosen: str
     rejected: str
     margin: float = 0.0  # by how much better the chosen one was said to be
+
+
+# (rows, one completion of each, another) -> whether the one is better than the other; None: there is nothing to choose
+Judge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
 
 
 class EncodedPairs(NamedTuple):
@@ -75,6 +82,19 @@ def _answers(row: Mapping[str, Any]) -> Preference | str:
     if not isinstance(margin, int | float):
         raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a number")
     return _checked(Preference(prompt, text_column(row, "chosen"), text_column(row, "rejected"), float(margin)))
+
+
+def write_preferences(path: Path, preferences: Sequence[Preference]) -> None:
+    """Writes a .jsonl that `read_preferences` reads; a reader sees all of it or nothing.
+
+    Args:
+      path: of the file; its folder is made.
+      preferences: those to write.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(json.dumps(pair._asdict()) + "\n" for pair in preferences), encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Preference | str:
@@ -204,6 +224,61 @@ def _encoded(tokenizer: Any, text: str, eos_ids: tuple[int, ...]) -> list[int]:
     while ids and ids[-1] in eos_ids:
         ids = ids[:-1]
     return ids
+
+
+def judged(
+    rows: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion], judge: Judge
+) -> list[Preference]:
+    """Asks which of two completions of a prompt is the better one.
+
+    Args:
+      rows: M, with the column "prompt".
+      firsts: M completions of them.
+      seconds: M others.
+      judge: a function of all three, called once.
+
+    Returns:
+      The preferences, without those that the judge left open.
+
+    Raises:
+      UsageError: the judge did not say yes, no or None of each pair.
+    """
+    answers = list(judge(rows, firsts, seconds))
+    if len(answers) != len(rows) or not all(isinstance(answer, bool | np.bool_ | None) for answer in answers):
+        raise UsageError(
+            f"the judge must return True, False or None for each of {len(rows)} pairs: whether the first is the better "
+            "one"
+        )
+    asked = zip(rows, firsts, seconds, answers, strict=True)
+    return [
+        Preference(row["prompt"], str(first), str(second))
+        if better
+        else Preference(row["prompt"], str(second), str(first))
+        for row, first, second, better in asked
+        if better is not None
+    ]
+
+
+def bradley_terry_judge(
+    utility: Callable[[Sequence[Example], Sequence[Completion]], Sequence[float]], *, seed: int
+) -> Judge:
+    """A judge who errs: prefers the first with probability σ(u₁ − u₂) (Bradley and Terry).
+
+    Args:
+      utility: (rows, completions) -> u; the difference of two is a log-odds.
+      seed: of its errors. Of the same two completions in the same order it always says the same.
+
+    Returns:
+      The judge.
+    """
+
+    def judge(rows: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion]) -> list[bool]:
+        difference = np.subtract(utility(rows, firsts), utility(rows, seconds))
+        texts = ("\x1f".join((str(row["prompt"]), *pair)) for row, *pair in zip(rows, firsts, seconds, strict=True))
+        draws = np.array([rng(seed, zlib.crc32(text.encode())).random() for text in texts])
+        return (draws < special.expit(difference)).tolist()
+
+    return judge
 
 
 def synthetic_pairs(

@@ -104,16 +104,19 @@ def pair_weights(completion_mask: jax.Array, *, axis_name: Any = None) -> jax.Ar
     return token_mean_weights(jnp.any(completion_mask, axis=(-2, -1)), axis_name=axis_name)
 
 
-def pair_batches(pairs: EncodedPairs, num_pairs: int, seed: int) -> Callable[[int], PairBatch]:
+def pair_batches(
+    pairs: EncodedPairs, num_pairs: int, seed: int, *, widths: tuple[int, int] | None = None
+) -> Callable[[int], PairBatch]:
     """Every pair once an epoch, in an order that is a function of the seed.
 
     Args:
       pairs: M.
       num_pairs: N, at most M.
       seed: of the order.
+      widths: P and T, so that several sets of pairs have one shape; None: of the longest prompt and answer.
 
     Returns:
-      A pure function from the step to a batch. All have the widths of the longest prompt and answer.
+      A pure function from the step to a batch.
 
     Raises:
       UsageError: there are fewer pairs.
@@ -121,7 +124,7 @@ def pair_batches(pairs: EncodedPairs, num_pairs: int, seed: int) -> Callable[[in
     if not 1 <= num_pairs <= len(pairs.prompts):
         raise UsageError(f"num_pairs is {num_pairs}, but there are {len(pairs.prompts)} pairs: take 1 to that many")
     batch = batches(len(pairs.prompts), num_pairs, seed)
-    return lambda step: pad_pairs(pairs, batch(step), *_widths(pairs))
+    return lambda step: pad_pairs(pairs, batch(step), *(widths or _widths(pairs)))
 
 
 def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, prompt_width: int, width: int) -> PairBatch:

@@ -1,0 +1,237 @@
+"""Online preference learning: the reward model is trained on with pairs of the policy that it trains.
+
+A reward model knows the completions that it was trained on. The better a policy gets by it, the further it goes from
+those, until it finds what the model is wrong about (2210.10760). So the policy is trained in rounds, and before each a
+judge sees pairs of what it writes by then (iterated RLHF, 2204.05862; iterative GRPO, Algorithm 1 of 2402.03300).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from grpo_jax.config import GRPOConfig
+from grpo_jax.errors import UsageError
+from grpo_jax.models import heads
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.learned import RewardModel, reward_function
+from grpo_jax.tasks.preferences import (
+    Judge,
+    Preference,
+    encode_preferences,
+    judged,
+    read_preferences,
+    write_preferences,
+)
+from grpo_jax.tasks.task import Completion, Component, Example, Rewards, Task, rng
+from grpo_jax.training.grpo import Programs, make_programs, train
+from grpo_jax.training.reward_model import pair_batches, train_reward_model
+from grpo_jax.training.rollout import decode_groups, group_temperatures, sample_prompts, step_key
+from grpo_jax.training.run import RunFolder
+from grpo_jax.training.state import TrainState
+from grpo_jax.training.supervised import SupervisedConfig
+
+_LABELLING = 3  # stream of keys
+_PATIENCE = 4  # times the rollouts that are needed if all completions differ
+
+
+class OnlineConfig(NamedTuple):
+    """How labels are spent, and what the reward model makes of them."""
+
+    labels: tuple[int, ...]  # pairs that the judge sees before each round; one round: the reward model is frozen
+    replay_share: float = 0.1  # of the pairs of earlier rounds that are trained on again, as in 2402.03300
+    epochs: int = 4  # over the pairs of a round
+    num_pairs: int = 64  # of an optimizer step
+    learning_rate: float = 1e-3  # peak; warm-up and decay start anew in each round, and so does AdamW
+    warmup_steps: int = 10
+
+
+def train_online(
+    policy: Policy,
+    params: Params,
+    reward_model: RewardModel,
+    task: Task,
+    judge: Judge,
+    config: GRPOConfig,
+    online: OnlineConfig,
+    run: RunFolder,
+    *,
+    phase: str = "online",
+    programs: Programs | None = None,
+    evaluate: Callable[[Params, int, RewardModel], dict[str, float]] | None = None,
+) -> tuple[TrainState, RewardModel]:
+    """Trains a policy on a reward model that is trained along, continuing where the run was left.
+
+    Each round samples pairs of the policy, has them judged, trains the reward model on with them and a share of the
+    earlier ones, and the policy with it. The rounds of a policy are one phase: optimizer, noise and prompts go on. What
+    the judge said is kept in the run's preferences/, so that it is asked once whatever happens.
+
+    Args:
+      policy: the model's functions.
+      params: where its training starts, and the reference throughout.
+      reward_model: where its training starts, with `heads.add_head`; its tokenizer is that of the policy.
+      task: prompts; its reward holds, by name, what counts or is watched (weight 0) besides "reward_model".
+      judge: of pairs.
+      config: of the policy, over all rounds, which share its steps evenly.
+      online: of the rounds.
+      run: where lines, checkpoints and preferences go.
+      phase: names those of the policy; the reward model's have "_reward_" and the round's number behind.
+      programs: as in `grpo.train`.
+      evaluate: (parameters of the policy, step, reward model of the round) -> numbers to log, as in `grpo.train`.
+
+    Returns:
+      The policy's final state, and the last reward model.
+
+    Raises:
+      UsageError: the configuration cannot work, or completions of a prompt no longer differ.
+      FloatingPointError: gradients were not finite too many times in a row.
+    """
+    _check(config, online, task)
+    programs = programs or make_programs(policy, task, config)
+    old: list[Preference] = []
+    state, rounds = None, len(online.labels)
+    trained, frozen = programs.split(params)
+    for number, labels in enumerate(online.labels):
+        name = f"{phase}_reward_{number}"
+        file = run.path / "preferences" / f"{name}.jsonl"
+        if not file.exists():
+            current = programs.actor(state.params if state else trained, frozen)
+            first = config.steps * config.max_rollouts + sum(_rollouts(n, config) for n in online.labels[:number])
+            pairs = sample_pairs(programs, current, task, config, labels, first=first)
+            write_preferences(file, judged(*pairs, judge))
+        new, _ = read_preferences(file)
+        again = replayed(old, online.replay_share, seed=config.seed)
+        reward_model = _fitted(reward_model, [*new, *again], online, task, config, run, name)
+        old += new
+
+        def evaluated(params: Params, step: int, model: RewardModel = reward_model) -> dict[str, float]:
+            return evaluate(params, step, model) if evaluate else {}
+
+        state = train(
+            policy,
+            params,
+            task,
+            dataclasses.replace(config, steps=config.steps * (number + 1) // rounds),
+            run,
+            phase=phase,
+            reward=with_reward_model(task, reward_model, config),
+            programs=programs,
+            evaluate=evaluated if evaluate else None,
+        )
+    assert state
+    return state, reward_model
+
+
+def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> Rewards:
+    """The task's rewards and "reward_model", with shapes that do not change."""
+    assert isinstance(task.reward, Mapping)
+    shapes = {"max_prompt_tokens": task.heldout.ids.shape[1], "max_tokens": config.max_tokens}
+    size = config.num_prompts * config.algorithm.group_size
+    return {"reward_model": Component(reward_function(model, batch_size=size, **shapes)), **task.reward}
+
+
+def sample_pairs(
+    programs: Programs, params: Params, task: Task, config: GRPOConfig, number: int, *, first: int
+) -> tuple[list[Example], list[Completion], list[Completion]]:
+    """Completions of a prompt in pairs, of different text.
+
+    A group of G makes G // 2 pairs; those that are equal or empty are left out, and others sampled.
+
+    Args:
+      programs: with the sampler.
+      params: of the policy.
+      task: its prompts.
+      config: shape, temperature and seed.
+      number: of pairs.
+      first: index of the rollout to begin with, of the task's prompts and of the noise.
+
+    Returns:
+      Rows, first completions and second ones.
+
+    Raises:
+      UsageError: four times as many rollouts as should do hold no such number.
+    """
+    algorithm = config.algorithm
+    temperature = group_temperatures(
+        config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
+    )
+    rows = np.arange(temperature.size, dtype=np.int32).reshape(temperature.shape)
+    found: list[tuple[Example, Completion, Completion]] = []
+    for index in range(first, first + _rollouts(number, config)):
+        prompts, key = task.prompts(index), step_key(config.seed, _LABELLING, index)
+        completions = sample_prompts(programs.sampler, params, prompts, rows, temperature, key)
+        for row, group in zip(prompts.examples, decode_groups(completions, task), strict=True):
+            pairs = zip(group[::2], group[1::2], strict=False)
+            found += [
+                (row, one, other)
+                for one, other in pairs
+                if one.strip() and other.strip() and one.strip() != other.strip()
+            ]
+        if len(found) >= number:
+            examples, ones, others = zip(*found[:number], strict=True)
+            return list(examples), list(ones), list(others)
+    raise UsageError(
+        f"of {number} pairs for the judge only {len(found)} could be sampled, since completions of a prompt are nearly "
+        "all equal or empty: lower the learning rate, or raise the temperature"
+    )
+
+
+def replayed(preferences: Sequence[Preference], share: float, *, seed: int) -> list[Preference]:
+    """A share of the preferences, drawn without replacement."""
+    chosen = rng(seed, len(preferences)).permutation(len(preferences))[: round(share * len(preferences))]
+    return [preferences[i] for i in chosen]
+
+
+def _fitted(
+    model: RewardModel,
+    preferences: Sequence[Preference],
+    online: OnlineConfig,
+    task: Task,
+    config: GRPOConfig,
+    run: RunFolder,
+    phase: str,
+) -> RewardModel:
+    """The reward model, trained on with these pairs."""
+    widths = task.heldout.ids.shape[1], config.max_tokens
+    pairs = encode_preferences(
+        model.tokenizer,
+        preferences,
+        eos_ids=model.eos_ids,
+        max_prompt_tokens=widths[0],
+        max_tokens=widths[1],
+    )
+    for note in pairs.notes:
+        run.warn_once(f"{phase} {note}", f"{phase}: {note}")
+    fit = SupervisedConfig(
+        steps=online.epochs * len(pairs.prompts) // online.num_pairs,
+        learning_rate=online.learning_rate,
+        warmup_steps=online.warmup_steps,
+        decay="linear",
+        devices=config.devices,
+    )
+    batches = pair_batches(pairs, online.num_pairs, config.seed, widths=widths)
+    state = train_reward_model(decoder_policy(model.config), model.params, batches, fit, run, phase=phase)
+    return model._replace(params=heads.join(state.params, heads.split(model.params)[1]))
+
+
+def _rollouts(pairs: int, config: GRPOConfig) -> int:
+    """That are sampled for so many pairs, at most."""
+    return _PATIENCE * -(-pairs // (config.num_prompts * (config.algorithm.group_size // 2)))
+
+
+def _check(config: GRPOConfig, online: OnlineConfig, task: Task) -> None:
+    if not online.labels or min(online.labels) < online.num_pairs:
+        raise UsageError(
+            f"labels is {online.labels}: each round needs at least the {online.num_pairs} pairs of a step of the "
+            "reward model"
+        )
+    if not 0 <= online.replay_share <= 1:
+        raise UsageError(f"replay_share is {online.replay_share}: it must be between 0 and 1")
+    if config.steps < len(online.labels):
+        raise UsageError(f"steps is {config.steps}, for {len(online.labels)} rounds: each needs one")
+    if not isinstance(task.reward, Mapping) or "reward_model" in task.reward:
+        raise UsageError(
+            'the reward of the task must be a dict of what counts beside the component "reward_model": {} for nothing'
+        )
