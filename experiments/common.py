@@ -118,8 +118,8 @@ def against_control(
       phases: ("grpo",) does without the control.
 
     Returns:
-      Rows "before", "after" and perhaps "control": summaries of held-out evaluations, the last two with the change of avg over the
-      same prompts; and the SHA-256 of the parameters after the first phase.
+      Rows "before", "after" and perhaps "control": summaries of held-out evaluations, the last two with the change of
+      avg over the same prompts; and the SHA-256 of the parameters after the first phase.
     """
 
     def row(held: Held) -> dict[str, float]:

@@ -89,13 +89,17 @@ def main(config: Config) -> None:
 
 
 def of_log(run: RunFolder, phase: str) -> dict[str, float]:
-    """Of a finished phase: held-out accuracy before, steps until it was first .9, and seconds a step."""
+    """Of a finished phase: held-out accuracy before, and steps until it was first seen at .9."""
     points = [line for line in run.lines() if line["phase"] == phase and "heldout_avg" in line]
     reached = [line["step"] for line in points if line["heldout_avg"] >= 0.9]
-    times = [line for line in run.lines("times.jsonl") if line["phase"] == phase]
-    seconds = [sum(line[f"{part}_s"] for part in ("rollout", "score", "advantages", "update")) for line in times]
-    before = points[0]["heldout_avg"]
-    return {"before": before, "steps": min(reached, default=np.nan), "seconds": float(np.median(seconds))}
+    return {"before": points[0]["heldout_avg"], "steps": min(reached, default=np.nan)}
+
+
+def seconds_a_step(run: RunFolder, method: str) -> float:
+    """Median over all steps of a method, evaluations left out."""
+    times = [line for line in run.lines("times.jsonl") if line["phase"].startswith(f"{method}_")]
+    parts = ("rollout", "score", "advantages", "update")
+    return float(np.median([sum(line[f"{part}_s"] for part in parts) for line in times]))
 
 
 def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) -> None:
@@ -108,7 +112,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
             cell(row, "avg"),
             cell(row, "difference"),
             "–" if np.isnan(row["steps"]) else f"{row['steps']:.0f}",
-            f"{row['seconds']:.3f}",
+            f"{seconds_a_step(run, method):.3f}",
             f"{row['parameters']:,.0f}",
         ]
         for method, row in rows.items()
