@@ -7,6 +7,7 @@ judge sees pairs of what it writes by then (iterated RLHF, 2204.05862; iterative
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
+from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import RewardModel, reward_function
@@ -27,11 +29,11 @@ from grpo_jax.tasks.preferences import (
 )
 from grpo_jax.tasks.task import Completion, Component, Example, Rewards, Task, rng
 from grpo_jax.training.grpo import Programs, make_programs, train
-from grpo_jax.training.reward_model import pair_batches, train_reward_model
+from grpo_jax.training.reward_model import make_reward_model_programs, pair_batches, train_reward_model
 from grpo_jax.training.rollout import decode_groups, group_temperatures, sample_prompts, step_key
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import TrainState
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised import FitPrograms, SupervisedConfig
 
 _LABELLING = 3  # stream of keys
 _PATIENCE = 4  # times the rollouts that are needed if all completions differ
@@ -42,7 +44,7 @@ class OnlineConfig(NamedTuple):
 
     labels: tuple[int, ...]  # pairs that the judge sees before each round; one round: the reward model is frozen
     replay_share: float = 0.1  # of the pairs of earlier rounds that are trained on again, as in 2402.03300
-    epochs: int = 4  # over the pairs of a round
+    epochs: int = 4  # optimizer steps are epochs x labels / num_pairs, however many pairs come along again
     num_pairs: int = 64  # of an optimizer step
     learning_rate: float = 1e-3  # peak; warm-up and decay start anew in each round, and so does AdamW
     warmup_steps: int = 10
@@ -103,7 +105,14 @@ def train_online(
             write_preferences(file, judged(*pairs, judge))
         new, _ = read_preferences(file)
         again = replayed(old, online.replay_share, seed=config.seed)
-        reward_model = _fitted(reward_model, [*new, *again], online, task, config, run, name)
+        fit = SupervisedConfig(
+            steps=online.epochs * labels // online.num_pairs,
+            learning_rate=online.learning_rate,
+            warmup_steps=online.warmup_steps,
+            decay="linear",
+            devices=config.devices,
+        )
+        reward_model = _fitted(reward_model, [*new, *again], fit, online, task, config, run, name)
         old += new
 
         def evaluated(params: Params, step: int, model: RewardModel = reward_model) -> dict[str, float]:
@@ -187,6 +196,7 @@ def replayed(preferences: Sequence[Preference], share: float, *, seed: int) -> l
 def _fitted(
     model: RewardModel,
     preferences: Sequence[Preference],
+    fit: SupervisedConfig,
     online: OnlineConfig,
     task: Task,
     config: GRPOConfig,
@@ -204,16 +214,17 @@ def _fitted(
     )
     for note in pairs.notes:
         run.warn_once(f"{phase} {note}", f"{phase}: {note}")
-    fit = SupervisedConfig(
-        steps=online.epochs * len(pairs.prompts) // online.num_pairs,
-        learning_rate=online.learning_rate,
-        warmup_steps=online.warmup_steps,
-        decay="linear",
-        devices=config.devices,
-    )
     batches = pair_batches(pairs, online.num_pairs, config.seed, widths=widths)
-    state = train_reward_model(decoder_policy(model.config), model.params, batches, fit, run, phase=phase)
+    programs = _reward_model_programs(model.config, fit)
+    policy = decoder_policy(model.config)
+    state = train_reward_model(policy, model.params, batches, fit, run, phase=phase, programs=programs)
     return model._replace(params=heads.join(state.params, heads.split(model.params)[1]))
+
+
+@cache
+def _reward_model_programs(shape: ModelConfig, fit: SupervisedConfig) -> FitPrograms:
+    """Shared by all rounds, and by runs with other seeds."""
+    return make_reward_model_programs(decoder_policy(shape), fit)
 
 
 def _rollouts(pairs: int, config: GRPOConfig) -> int:

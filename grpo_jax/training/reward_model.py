@@ -23,7 +23,7 @@ from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import Array, TrainState
 from grpo_jax.training.statistics import Calibration, Interval, bootstrap, calibration
 from grpo_jax.training.step import Logs
-from grpo_jax.training.supervised import SupervisedConfig, fit
+from grpo_jax.training.supervised import FitPrograms, SupervisedConfig, fit, make_fit_programs
 
 
 class PairBatch(NamedTuple):
@@ -47,6 +47,7 @@ def train_reward_model(
     center_coef: float = 0.0,
     phase: str = "reward_model",
     evaluate: Callable[[Headed], dict[str, Any]] | None = None,
+    programs: FitPrograms | None = None,
 ) -> TrainState:
     """Minimises −log σ(r_chosen − r_rejected − margin), continuing from the newest checkpoint of this phase.
 
@@ -59,6 +60,7 @@ def train_reward_model(
       center_coef: as in `functional.bradley_terry_loss`, 0.
       phase: names lines and checkpoints.
       evaluate: (parameters) -> numbers to log, every `config.eval_every` steps.
+      programs: of `make_reward_model_programs` with the same configuration, to share them; made here, if None.
 
     Returns:
       The final state; `heads.join(state.params, frozen)` with what `heads.split(params)` calls frozen are the model's.
@@ -69,14 +71,11 @@ def train_reward_model(
     """
     trained, frozen = split(params)
 
-    def loss_fn(trained: Headed, frozen: Any, batch: PairBatch) -> tuple[jax.Array, Logs]:
-        return pair_loss(policy, join(trained, frozen), batch, center_coef=center_coef)
-
     def evaluate_trained(trained: Headed, frozen: Any) -> dict[str, Any]:
         return evaluate(join(trained, frozen)) if evaluate else {}
 
     return fit(
-        loss_fn,
+        reward_model_loss_fn(policy, center_coef),
         trained,
         frozen,
         pairs,
@@ -85,7 +84,32 @@ def train_reward_model(
         aggregation=pair_weights,
         phase=phase,
         evaluate=evaluate_trained if evaluate else None,
+        programs=programs,
     )
+
+
+def make_reward_model_programs(policy: Policy, config: SupervisedConfig, *, center_coef: float = 0.0) -> FitPrograms:
+    """What `train_reward_model` compiles, for phases that differ in pairs and parameters alone.
+
+    Args:
+      policy, config, center_coef: as there.
+
+    Returns:
+      The functions, compiled at their first call.
+
+    Raises:
+      UsageError: the configuration cannot work.
+    """
+    return make_fit_programs(reward_model_loss_fn(policy, center_coef), config, aggregation=pair_weights)
+
+
+def reward_model_loss_fn(policy: Policy, center_coef: float) -> Callable[..., tuple[jax.Array, Logs]]:
+    """(trained parameters, frozen ones, batch with weights) -> `pair_loss`."""
+
+    def loss_fn(trained: Headed, frozen: Any, batch: PairBatch) -> tuple[jax.Array, Logs]:
+        return pair_loss(policy, join(trained, frozen), batch, center_coef=center_coef)
+
+    return loss_fn
 
 
 def pair_loss(policy: Policy, params: Headed, batch: PairBatch, *, center_coef: float = 0.0) -> tuple[jax.Array, Logs]:

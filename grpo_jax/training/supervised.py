@@ -39,37 +39,31 @@ class SupervisedConfig(NamedTuple):
     eval_every: int = 0  # steps between evaluations, the first before training; 0: none
 
 
-def fit(
+class FitPrograms(NamedTuple):
+    """The functions of a phase, compiled at their first call."""
+
+    # (state, batch, frozen parameters) -> state, metrics
+    train_step: Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
+    # trained parameters -> state; a copy: the step donates its state, and the start stays
+    init_state: Callable[[Params], TrainState]
+
+
+def make_fit_programs(
     loss_fn: Callable[[Params, Any, Any], tuple[jax.Array, Logs]],
-    params: Params,
-    frozen: Any,
-    batches: Callable[[int], Any],
     config: SupervisedConfig,
-    run: RunFolder,
     *,
     aggregation: Callable[..., jax.Array],
-    phase: str,
-    evaluate: Callable[[Params, Any], dict[str, Any]] | None = None,
-) -> TrainState:
-    """Minimises a loss over batches, continuing from the newest checkpoint of this phase.
+) -> FitPrograms:
+    """Checks the configuration, and compiles nothing yet.
 
     Args:
-      loss_fn: (trained parameters, frozen ones, batch with weights) -> loss and logs.
-      params: those that are trained.
-      frozen: the others, in whatever tree `loss_fn` takes them; None: there are none.
-      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x devices.
-      config: the phase.
-      run: where lines and checkpoints go.
-      aggregation: (mask of the whole batch, axis_name) -> weights.
-      phase: names lines and checkpoints.
-      evaluate: (trained parameters, frozen ones) -> numbers to log.
+      loss_fn, config, aggregation: as in `fit`.
 
     Returns:
-      The final state.
+      The functions of every phase with this configuration.
 
     Raises:
       UsageError: the configuration cannot work.
-      FloatingPointError: gradients were not finite too many times in a row.
     """
     devices = num_devices(config.devices)
     _check(config)
@@ -92,11 +86,48 @@ def fit(
         return state, metrics | {"learning_rate": jnp.asarray(rate)}
 
     step_fn = data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,))
-    # A copy: the step donates its state, and the start stays.
-    start = jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), optimizer))
+    return FitPrograms(step_fn, jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), optimizer)))
+
+
+def fit(
+    loss_fn: Callable[[Params, Any, Any], tuple[jax.Array, Logs]],
+    params: Params,
+    frozen: Any,
+    batches: Callable[[int], Any],
+    config: SupervisedConfig,
+    run: RunFolder,
+    *,
+    aggregation: Callable[..., jax.Array],
+    phase: str,
+    evaluate: Callable[[Params, Any], dict[str, Any]] | None = None,
+    programs: FitPrograms | None = None,
+) -> TrainState:
+    """Minimises a loss over batches, continuing from the newest checkpoint of this phase.
+
+    Args:
+      loss_fn: (trained parameters, frozen ones, batch with weights) -> loss and logs.
+      params: those that are trained.
+      frozen: the others, in whatever tree `loss_fn` takes them; None: there are none.
+      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x devices.
+      config: the phase.
+      run: where lines and checkpoints go.
+      aggregation: (mask of the whole batch, axis_name) -> weights.
+      phase: names lines and checkpoints.
+      evaluate: (trained parameters, frozen ones) -> numbers to log.
+      programs: of `make_fit_programs`, to share them between phases with one configuration; made here, if None.
+
+    Returns:
+      The final state.
+
+    Raises:
+      UsageError: the configuration cannot work.
+      FloatingPointError: gradients were not finite too many times in a row.
+    """
+    devices = num_devices(config.devices)
+    programs = programs or make_fit_programs(loss_fn, config, aggregation=aggregation)
     params, frozen = replicate(params, devices), replicate(frozen, devices)
     with run.checkpoints(phase, keep=1) as checkpoints:
-        state, done = checkpoints.restore(lambda: start(params))
+        state, done = checkpoints.restore(lambda: programs.init_state(params))
         run.rewind(phase, done)
         if evaluate and config.eval_every and done == 0:
             run.log(phase, 0, evaluate(state.params, frozen))
@@ -106,7 +137,7 @@ def fit(
                 rows, pieces = jax.tree.leaves(batch)[0].shape[0], config.microbatches * devices
                 if rows % pieces:
                     raise UsageError(f"a batch of {rows} must be a multiple of microbatches x devices ({pieces})")
-                state, metrics = step_fn(state, batch, frozen)
+                state, metrics = programs.train_step(state, batch, frozen)
                 evaluated = {}
                 if evaluate and config.eval_every and number % config.eval_every == 0:
                     evaluated = evaluate(state.params, frozen)
