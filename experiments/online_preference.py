@@ -71,8 +71,8 @@ class Config(GRPOConfig, cli.RunConfig):
 
 
 def gold(rows: Sequence[Example], words: Sequence[str]) -> list[float]:
-    """1 for each letter of the prompt that a word has, 1/2 for each vowel, and -1 for each sign that stood in it before,
-    is no letter, or comes after the eighth. No word is worth more than 5.5."""
+    """1 for each letter of the prompt that a word has, 1/2 for each vowel, and -1 for each sign that it had before, that
+    is no letter, or that comes after the eighth. No word is worth more than 5.5."""
 
     def worth(row: Example, word: str) -> float:
         known = set(word) & set(letters.LETTERS)
@@ -99,9 +99,8 @@ def main(config: Config) -> None:
     seeds = range(config.seed, config.seed + config.num_seeds)
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
-        for method, row in of_seed(
-            policy, start, judged, dataclasses.replace(config, seed=seed), run, programs
-        ).items():
+        found = of_seed(policy, start, untrained, dataclasses.replace(config, seed=seed), run, programs)
+        for method, row in found.items():
             for name, value in row.items():
                 runs.setdefault(method, {}).setdefault(name, []).append(value)
     show(run, runs, seeds)
@@ -171,13 +170,10 @@ def of_words(evaluation: Evaluation) -> dict[str, float]:
 
 def opinion(model: RewardModel, evaluation: Evaluation, task: Task) -> np.ndarray:
     """What a reward model says of the sampled words of an evaluation, `[M, n]`."""
-    score = reward_function(
-        model, batch_size=256, max_prompt_tokens=letters.PROMPT_TOKENS, max_tokens=letters.MAX_TOKENS
-    )
     rows = [row for row, group in zip(task.heldout.examples, evaluation.texts, strict=True) for _ in group]
-    scores: Any = reward_function(model, batch_size=256, **widths)(
-        rows, [word for group in evaluation.texts for word in group]
-    )
+    words = [word for group in evaluation.texts for word in group]
+    widths = {"max_prompt_tokens": letters.PROMPT_TOKENS, "max_tokens": letters.MAX_TOKENS}
+    scores: Any = reward_function(model, batch_size=256, **widths)(rows, words)
     return np.reshape(scores, (len(evaluation.texts), -1))[:, :-1]
 
 
