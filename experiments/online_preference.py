@@ -71,8 +71,8 @@ class Config(GRPOConfig, cli.RunConfig):
 
 
 def gold(rows: Sequence[Example], words: Sequence[str]) -> list[float]:
-    """1 for each letter of the prompt that a word has, 1/2 for each vowel, and -1 for each sign that it had before, that
-    is no letter, or that comes after the eighth. No word is worth more than 5.5."""
+    """1 for each letter of the prompt that a word has, 1/2 for each vowel, and -1 for each sign that it had before, or
+    that is no letter, and for each after the eighth. No word is worth more than 5.5."""
 
     def worth(row: Example, word: str) -> float:
         known = set(word) & set(letters.LETTERS)

@@ -77,6 +77,7 @@ def train(
     reward: Reward | Rewards | None = None,
     programs: "Programs | None" = None,
     evaluate: Callable[[Params, int], dict[str, float]] | None = None,
+    until: int | None = None,
 ) -> TrainState:
     """Trains a policy by GRPO, continuing from the newest checkpoint of this phase in the run.
 
@@ -94,6 +95,7 @@ def train(
       programs: compiled functions, to share them between phases; those of GRPO, made here, if None.
       evaluate: (params of the policy, step) -> numbers to log, called at step 0, every `config.eval_every` steps, and
         at the end.
+      until: the step to stop at for now, from which a later call goes on, perhaps with another reward; None: the last.
 
     Returns:
       The final state; `lora.join(state.params, frozen)` with what `lora.split(params)` calls frozen are the policy's.
@@ -107,7 +109,7 @@ def train(
     for note in task.notes:
         run.warn_once(note, note)
     run.keep_prompts(phase, heldout=fingerprint(task.heldout), first_step=fingerprint(task.prompts(0)))
-    devices = num_devices(config.devices)
+    devices, end = num_devices(config.devices), config.steps if until is None else until
     start, frozen = programs.split(replicate(params, devices))
     first = programs.actor(start, frozen)
     temperature = group_temperatures(
@@ -120,7 +122,7 @@ def train(
         if evaluate and config.eval_every and done == 0:
             run.log(phase, 0, evaluate(first, 0))
         with run.progress(phase, config.steps, done) as show:
-            for step in range(done, config.steps):
+            for step in range(done, end):
                 # ---- rollout: a group of completions for each prompt, and their rewards
                 with run.timed("rollout"):
                     current = programs.actor(state.params, frozen)
@@ -142,7 +144,7 @@ def train(
 
                 # ---- log
                 evaluated: dict[str, float] = {}
-                is_last = step + 1 == config.steps
+                is_last = step + 1 == end
                 if evaluate and config.eval_every and ((step + 1) % config.eval_every == 0 or is_last):
                     with run.timed("evaluate"):
                         evaluated = evaluate(programs.actor(state.params, frozen), step + 1)

@@ -5,7 +5,6 @@ those, until it finds what the model is wrong about (2210.10760). So the policy 
 judge sees pairs of what it writes by then (iterated RLHF, 2204.05862; iterative GRPO, Algorithm 1 of 2402.03300).
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -72,7 +71,8 @@ def train_online(
 
     Args:
       policy: the model's functions.
-      params: where its training starts, and the reference throughout.
+      params: where its training starts, and the reference, if there is one; `config.ref_sync_steps` at the steps of a
+        round moves it to the policy of each round, as in 2402.03300.
       reward_model: where its training starts, with `heads.add_head`; its tokenizer is that of the policy.
       task: prompts; its reward holds, by name, what counts or is watched (weight 0) besides "reward_model".
       judge: of pairs.
@@ -122,12 +122,13 @@ def train_online(
             policy,
             params,
             task,
-            dataclasses.replace(config, steps=config.steps * (number + 1) // rounds),
+            config,
             run,
             phase=phase,
             reward=with_reward_model(task, reward_model, config),
             programs=programs,
             evaluate=evaluated if evaluate else None,
+            until=config.steps * (number + 1) // rounds,
         )
     assert state
     return state, reward_model
