@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import PPOConfig, validate_ppo
+from grpo_jax.export import Options, export
 from grpo_jax.functional import centered_advantages
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.huggingface import load_params, save_description, save_pretrained
+from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task, pad_prompts, rng
@@ -30,8 +32,9 @@ from grpo_jax.training.ppo import (
     token_advantages,
     train_ppo,
 )
+from grpo_jax.training.pretrained import LoraDescription, restore
 from grpo_jax.training.rollout import Rollout, score
-from grpo_jax.training.run import RunFolder
+from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.state import Batch, TrainState
 
 VOCAB, EOS, PAD = 8, 6, 7
@@ -308,6 +311,31 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     assert not found.completion_mask[0, 1].any()
     kept = found.completion_mask
     assert logs["returns_mean"] == pytest.approx(returns[kept].mean(), abs=1e-5)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_of_a_checkpoint_the_policy_alone_is_exported(tmp_path, adapted):
+    run, base = open_run(tmp_path / "run"), save_pretrained(tmp_path / "base", PARAMS.policy, MODEL)
+    save_description(run.path / "model", MODEL, source=base)
+    policy = add_adapters(PARAMS.policy, jax.random.key(1), rank=2, alpha=4.0) if adapted else PARAMS.policy
+    if adapted:
+        policy = policy._replace(adapters=jax.tree.map(lambda x: x + 0.1, policy.adapters))
+        lora = LoraDescription(str(base), fingerprint(PARAMS.policy), "float32", 2, 4.0, TARGETS)
+        write_json(run.path / "model/lora.json", lora._asdict())
+    trained, _ = split(add_critic(MODEL, policy))
+    for phase in ("warm", "ppo"):
+        with run.checkpoints(phase, keep=1) as checkpoints:
+            checkpoints.save(TrainState(trained, {}, jnp.int32(0)), 3)
+    assert export(Options(run.path, tmp_path / "out")) == 3
+    exported, expected = load_params(tmp_path / "out", MODEL), merge(policy) if adapted else policy
+    jax.tree.map(np.testing.assert_array_equal, exported, expected)
+    if adapted:
+        adapters = restore(run.path, "ppo", 3, adapter=True).params.adapters
+        jax.tree.map(np.testing.assert_array_equal, adapters, policy.adapters)
+    with run.checkpoints("ppo_1", keep=1):
+        pass
+    with pytest.raises(ValueError, match=r"phases \['ppo', 'ppo_1', 'warm'\]: choose one with --phase"):
+        restore(run.path, None, None)
 
 
 def test_without_adapters_everything_is_trained():
