@@ -139,6 +139,33 @@ def test_advantages_are_those_of_a_loop(steps):
     np.testing.assert_allclose(returns, expected + np.where(mask, values[..., :-1], 0), atol=1e-5)
 
 
+def test_advantages_of_the_seeds_example():
+    # Values of "The weather today is", … sunny, … and, … warm, … today; the reward is what the last token comes to, so
+    # that the errors are δ = 1.2, 0.3, 0.8, −0.2, 0.5, without a discount.
+    values = np.array([6.0, 7.2, 7.5, 8.3, 8.1, 8.6], np.float32)[None, None]
+    batch = Batch(None, None, None, np.ones((1, 1, 5), bool), None)
+
+    def first(num_steps, lam, reward, goes_on):
+        config = PPOConfig(kl_coef=0.0, whiten=False, gae_lambda=lam, gae_steps=num_steps)
+        rewards, goes_on = np.full((1, 1), reward, np.float32), np.full((1, 1), goes_on)
+        return token_advantages(rewards, values, goes_on, batch, 0.0, config=config)[0][0, 0, 0]
+
+    expected = {
+        (1, 0.9): 1.2,
+        (3, 0.9): 2.118,  # 1.2 + 0.27 + 0.648
+        (5, 0.9): 2.30025,  # … − 0.1458 + 0.32805
+        (4, 0.0): 1.2,
+        (4, 0.5): 1.525,  # 1.2 + 0.15 + 0.2 − 0.025
+        (4, 0.9): 1.9722,  # 1.2 + 0.27 + 0.648 − 0.1458, which the seed rounds to 1.972
+        (4, 1.0): 2.1,
+        (None, 1.0): 2.6,  # the reward less the first value
+    }
+    for (num_steps, lam), advantage in expected.items():
+        assert first(num_steps, lam, 8.6, False) == pytest.approx(advantage, abs=1e-5)
+    # The same where nothing was earned yet and the text goes on to a value of 8.6.
+    assert first(5, 0.9, 0.0, True) == pytest.approx(2.30025, abs=1e-5)
+
+
 def test_advantages_are_whitened_over_the_tokens_of_the_batch():
     batch = a_batch()
     rewards, values = np.arange(8, dtype=np.float32).reshape(4, 2), np.zeros((4, 2, 4), np.float32)
@@ -161,21 +188,36 @@ def test_explained_variance():
 # ---- gradients
 
 
-def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos():
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize("preset", ["lite_ppo", "grpo"])  # means over tokens, and of means over rows
+def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, kl_coef):
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2) ** 2
-    algorithm = PRESETS["lite_ppo"]._replace(kl_coef=0.1)
-    config = PPOConfig(preset="lite_ppo", kl_coef=0.1, kl_in_reward=False, gae_lambda=1.0, whiten=False)
+    config = PPOConfig(preset=preset, kl_coef=kl_coef, kl_in_reward=False, gae_lambda=1.0, whiten=False)
+    algorithm = PRESETS[preset]._replace(kl_coef=kl_coef)
     centered = np.asarray(centered_advantages(jnp.asarray(rewards)))
     by_token, returns = token_advantages(
         centered, np.zeros((4, 2, 4), np.float32), np.zeros((4, 2), bool), batch, 0.0, config=config
     )
     weights = algorithm.aggregation(batch.completion_mask)
-    of_ppo = batch._replace(advantages=by_token, returns=returns, weights=weights)
+    if not kl_coef:
+        batch = batch._replace(ref_logprobs=None)
+    of_ppo = batch._replace(
+        advantages=by_token, returns=returns, old_values=np.zeros_like(batch.old_values), weights=weights
+    )
     of_grpo = batch._replace(advantages=centered, weights=weights)
-    found = jax.grad(lambda params: ppo_loss_fn(POLICY, CRITIC, config)(params, of_ppo)[0])(PARAMS)
-    expected = jax.grad(lambda params: grpo_loss_fn(POLICY, algorithm)(params, of_grpo)[0])(PARAMS.policy)
+
+    @jax.jit
+    def gradients(params):
+        of_both = jax.grad(lambda params: ppo_loss_fn(POLICY, CRITIC, config)(params, of_ppo)[0])(params)
+        alone = jax.grad(lambda params: grpo_loss_fn(POLICY, algorithm)(params, of_grpo)[0])(params.policy)
+        return of_both, alone, POLICY.hidden(params.policy, *batch[:3])
+
+    found, expected, hidden = gradients(PARAMS)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), found.policy, expected)
-    assert np.abs(found.critic.head).max() > 1e-3
+    # The critic feels its own part of the loss alone, here ½ (0 − R)², and below a head of 0 nothing.
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(found.critic.decoder))
+    slope = -config.value_coef * np.einsum("ngt,ngtd->d", weights * returns, hidden)
+    np.testing.assert_allclose(found.critic.head, slope, rtol=1e-3, atol=1e-5)
 
 
 def test_the_critics_gradient_is_that_of_its_clipped_square():
