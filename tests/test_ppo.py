@@ -10,10 +10,11 @@ import pytest
 
 from grpo_jax.config import PPOConfig, validate_ppo
 from grpo_jax.export import Options, export
-from grpo_jax.functional import centered_advantages
+from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.heads import Headed
 from grpo_jax.models.huggingface import load_params, save_description, save_pretrained
 from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge
 from grpo_jax.models.policy import decoder_policy
@@ -188,8 +189,14 @@ def test_explained_variance():
 # ---- gradients
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-@pytest.mark.parametrize("preset", ["lite_ppo", "grpo"])  # means over tokens, and of means over rows
+@pytest.mark.parametrize(
+    ("preset", "kl_coef"),  # means over tokens, and of means over rows
+    [
+        ("lite_ppo", 0.1),
+        ("grpo", 0.0),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [("lite_ppo", 0.0), ("grpo", 0.1)]),
+    ],
+)
 def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, kl_coef):
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2) ** 2
     config = PPOConfig(preset=preset, kl_coef=kl_coef, kl_in_reward=False, gae_lambda=1.0, whiten=False)
@@ -242,6 +249,36 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
     assert count == batch.completion_mask.sum()
 
 
+def test_a_shared_decoder_has_the_sum_of_both_gradients():
+    params, config = add_critic(MODEL, PARAMS.policy, "shared"), PPOConfig(critic="shared", kl_coef=0.0, value_coef=2.0)
+    params = params._replace(critic=params.critic._replace(head=jnp.linspace(-1, 1, 16)))
+    batch = a_batch()._replace(ref_logprobs=None)
+    batch = batch._replace(weights=config.algorithm.aggregation(batch.completion_mask))
+
+    def critic_alone(params):
+        values = heads.values(POLICY, Headed(params.policy, params.critic.head), *batch[:4])[..., :-1]
+        error = critic_loss(values, batch.returns, old_values=batch.old_values, clip=config.value_clip)
+        return weighted_sum(error, batch.weights, batch.completion_mask)
+
+    def policy_alone(params):
+        return grpo_loss_fn(POLICY, config.algorithm)(params.policy, batch)[0]
+
+    def of_both(params, config):
+        return ppo_loss_fn(POLICY, CRITIC, config)(params, batch)[0]
+
+    @jax.jit
+    def gradients(params):
+        little = partial(of_both, config=dataclasses.replace(config, value_coef=1e-9))
+        losses = partial(of_both, config=config), policy_alone, critic_alone, little
+        return [jax.grad(loss)(params) for loss in losses]
+
+    found, of_policy, of_critic, with_little = gradients(params)
+    expected = jax.tree.map(lambda x, y: x + 2.0 * y, of_policy, of_critic)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), with_little.policy, of_policy.policy)
+    assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(of_critic)) > 1e-3
+
+
 # ---- the loop
 
 
@@ -263,6 +300,18 @@ class Stop(Exception):
     pass
 
 
+def stopping(step):
+    """The reward of the task, which ends the run at a step."""
+    calls = iter(range(99))
+
+    def reward(examples, texts):
+        if next(calls) == step:
+            raise Stop
+        return says_three(examples, texts)
+
+    return reward
+
+
 def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
     whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
     config = dataclasses.replace(CONFIG, ref_sync_steps=2, ref_mixup_alpha=0.5, kl_target=0.1)
@@ -270,17 +319,42 @@ def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
     assert expected.reference.critic is None
     assert params_sha256(expected.params.critic) != params_sha256(PARAMS.critic)
 
-    def stopping_reward(examples, texts, calls=iter(range(99))):  # noqa: B008
-        if next(calls) == 5:
-            raise Stop
-        return says_three(examples, texts)
-
     with pytest.raises(Stop):
-        train(config, cut, programs, reward=stopping_reward)
+        train(config, cut, programs, reward=stopping(5))
     resumed = train(config, open_run(tmp_path / "cut"), programs)
     assert params_sha256(resumed) == params_sha256(expected)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert (cut.path / name).read_text() == (whole.path / name).read_text()
+
+
+def test_a_shared_decoder_held_by_the_whole_vocabulary_learns_and_resumes_and_is_exported(tmp_path):
+    changes = {"critic": "shared", "kl_in_reward": False, "divergence": "reverse", "steps": 20}
+    config, params = dataclasses.replace(CONFIG, **changes), add_critic(MODEL, PARAMS.policy, "shared")
+    programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
+    with pytest.raises(ValueError, match="critic is to be shared"):
+        programs.split(PARAMS)
+
+    def train(name, config=config, **options):
+        run = open_run(tmp_path / name)
+        state = train_ppo(POLICY, CRITIC, params, TASK, config, run, programs=programs, **options)
+        return state, run.lines()
+
+    expected, lines = train("whole")
+    assert np.mean([line["reward"] for line in lines[-5:]]) > lines[0]["reward"] + 0.3
+    assert max(line["explained_variance"] for line in lines) > 0.1
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert lines[-1]["kl"] > 0.01
+    with pytest.raises(Stop):
+        train("cut", reward=stopping(13))
+    resumed, resumed_lines = train("cut")
+    assert params_sha256(resumed) == params_sha256(expected)
+    assert resumed_lines == lines
+    save_description(tmp_path / "whole/model", MODEL)
+    policy = restore(tmp_path / "whole", None, None).params
+    jax.tree.map(np.testing.assert_array_equal, policy, expected.params.policy)
+    # The reference of the loss is the one that moves, here to where each step begins.
+    _, lines = train("moving", dataclasses.replace(config, steps=3, ref_sync_steps=1))
+    assert [line["kl"] for line in lines] == pytest.approx([0] * 3, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -315,6 +389,8 @@ def test_policy_and_critic_have_their_own_rates(tmp_path):
         ({"critic_learning_rate": 0.0}, "critic_learning_rate"),
         ({"max_rollouts": 2}, "max_rollouts"),
         ({"preset": "rloo"}, "one ratio a completion"),
+        ({"divergence": "full"}, "kl_in_reward False"),
+        ({"divergence": "full", "kl_in_reward": False, "kl_coef": 0.0}, "divergence full"),
         ({"num_prompts": 6, "microbatches": 4}, "num_prompts"),
     ],
 )

@@ -84,7 +84,16 @@ def by_pieces(fn: Callable[[Params, Batch], Any], *, num_microbatches: int = 1, 
 
 def score(policy: Policy, params: Params, batch: Batch) -> TokenLogprobs:
     """Log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`."""
-    hidden = policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+    return score_hidden(policy, params, hidden_states(policy, params, batch), batch)
+
+
+def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
+    """What predicts each completion token, `[N, G, T, D]`."""
+    return policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+
+
+def score_hidden(policy: Policy, params: Params, hidden: jax.Array, batch: Batch) -> TokenLogprobs:
+    """`score` of hidden states that are known."""
     return token_logprobs(
         hidden, policy.unembedding(params), batch.completion_ids, temperature=batch.temperature[..., None]
     )
