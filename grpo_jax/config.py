@@ -33,6 +33,8 @@ Preset = Literal[
     "pass_at_k",
 ]
 
+Divergence = Literal["preset", "full", "reverse"]
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -100,7 +102,7 @@ class GRPOConfig:
     """Sample among tokens of at least this share of the largest probability; 0 for all."""
     kl_coef: float | None = None
     """Weight of the KL divergence from the start; 0 does without a reference model. None: the preset's."""
-    divergence: Literal["preset", "full", "reverse"] = "preset"
+    divergence: Divergence = "preset"
     """KL divergence in the loss: the preset's, of sampled tokens; or of the whole vocabulary, KL(π ‖ π_ref) (full) or
     KL(π_ref ‖ π) (reverse), for which the reference runs again in every update."""
     kl_target: float | None = None
