@@ -535,29 +535,23 @@ def grpo_loss_fn(
       policy: the model's functions.
       algorithm: the run's.
       divergence: as in GRPOConfig; but for "preset" the loss needs a reference's parameters.
+
+    Returns:
+      The loss function, which can be given hidden states `[N, G, T, D]` that are known.
     """
-    of_hidden = hidden_loss_fn(policy, algorithm, divergence)
-
-    def loss_fn(params: Params, batch: Batch, reference: Params | None = None) -> tuple[jax.Array, Logs]:
-        return of_hidden(params, hidden_states(policy, params, batch), batch, reference)
-
-    return loss_fn
-
-
-def hidden_loss_fn(
-    policy: Policy, algorithm: Algorithm, divergence: Divergence
-) -> Callable[..., tuple[jax.Array, Logs]]:
-    """`grpo_loss_fn` of hidden states that are known: (params, hidden `[N, G, T, D]`, batch, reference or None)."""
     in_full = divergence != "preset"
     by_tokens = algorithm._replace(kl_coef=0.0) if in_full else algorithm
 
-    def loss_fn(params: Params, hidden: jax.Array, batch: Batch, reference: Params | None) -> tuple[jax.Array, Logs]:
+    def loss_fn(
+        params: Params, batch: Batch, reference: Params | None = None, *, hidden: jax.Array | None = None
+    ) -> tuple[jax.Array, Logs]:
         if by_tokens.kl_coef > 0 and not by_tokens.kl_in_reward and batch.ref_logprobs is None:
             raise UsageError(
                 "kl_coef is above 0, but the batch has no ref_logprobs: score it under a reference, or set 0"
             )
         if in_full and reference is None:
             raise UsageError(f"divergence {divergence} needs the parameters of a reference: give them to the loss")
+        hidden = hidden_states(policy, params, batch) if hidden is None else hidden
         scores, mask = score_hidden(policy, params, hidden, batch), batch.completion_mask
         loss, metrics = by_tokens.loss(
             scores.logprobs,

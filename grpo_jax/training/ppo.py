@@ -36,7 +36,7 @@ from grpo_jax.training.grpo import (
     check_task,
     compile_programs,
     corrected,
-    hidden_loss_fn,
+    grpo_loss_fn,
     kl_logs,
     schedule_of,
     train,
@@ -241,11 +241,11 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[.
     Returns:
       The loss function; its batch has advantages, old values and returns.
     """
-    policy_loss_fn = hidden_loss_fn(policy, config.algorithm, config.divergence)
+    policy_loss_fn = grpo_loss_fn(policy, config.algorithm, config.divergence)
 
     def loss_fn(params: ActorCritic, batch: Batch, reference: Params | None = None) -> tuple[jax.Array, Logs]:
         hidden, mask = hidden_states(policy, params.policy, batch), batch.completion_mask
-        loss, logs = policy_loss_fn(params.policy, hidden, batch, reference)
+        loss, logs = policy_loss_fn(params.policy, batch, reference, hidden=hidden)
         if is_shared(params):
             values = heads.read(hidden, params.critic.head)
         else:
