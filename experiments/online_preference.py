@@ -117,15 +117,16 @@ def of_seed(
     def held(params: Params) -> Evaluation:
         return evaluate_heldout(programs, params, task, config, run).evaluation
 
-    found, models = {"start": held(start)}, {}
+    before = evaluate_heldout(programs, start, task, config, run)
+    found, models = {"start": before.evaluation}, {}
     for method, rounds in zip(LEARNED, (1, config.rounds), strict=True):
 
         def heldout(params: Params, step: int, model: RewardModel) -> dict[str, float]:
-            now, before = (held(params), found["start"]) if step else (found["start"],) * 2
-            scores = opinion(model, now, task)
+            now = held(params) if step else found["start"]
+            scores, at_start = (opinion(model, evaluation, task) for evaluation in (now, found["start"]))
             return {
                 "heldout_avg": float(now.scores.mean()),
-                "claimed": float(scores.mean() - opinion(model, before, task).mean()),
+                "claimed": float(scores.mean() - at_start.mean()),
                 "pair_accuracy": pair_accuracy(scores, now.scores),
             }
 
@@ -147,14 +148,14 @@ def of_seed(
     for method, reward in (("coin", random_reward(config.seed)), ("gold", gold)):
         rewards = {method: Component(reward), **({} if method == "gold" else watched)}
         phase = f"{method}_{config.seed}"
-        _, end = learn(policy, start, task, config, run, programs, phase=phase, reward=rewards)
+        _, end = learn(policy, start, task, config, run, programs, phase=phase, reward=rewards, start=before)
         found[method] = end.evaluation
     rows = {method: of_words(evaluation) for method, evaluation in found.items()}
     for method, model in models.items():
         for other in ("start", *LEARNED):
             rows[method][f"accuracy_{other}"] = pair_accuracy(opinion(model, found[other], task), found[other].scores)
-        scores, before = (opinion(model, found[name], task) for name in (method, "start"))
-        rows[method]["claimed"] = float(scores.mean() - before.mean())
+        scores, at_start = (opinion(model, found[name], task) for name in (method, "start"))
+        rows[method]["claimed"] = float(scores.mean() - at_start.mean())
     return rows
 
 

@@ -94,12 +94,12 @@ def train_online(
     programs = programs or make_programs(policy, task, config)
     old: list[Preference] = []
     state, rounds = None, len(online.labels)
-    trained, frozen = programs.split(params)
+    trained, frozen = programs.method.split(params)
     for number, labels in enumerate(online.labels):
         name = f"{phase}_reward_{number}"
         file = run.path / "preferences" / f"{name}.jsonl"
         if not file.exists():
-            current = programs.actor(state.params if state else trained, frozen)
+            current = programs.method.actor(state.params if state else trained, frozen)
             first = config.steps * config.max_rollouts + sum(_rollouts(n, config) for n in online.labels[:number])
             pairs = sample_pairs(programs, current, task, config, labels, first=first)
             write_preferences(file, judged(*pairs, judge))

@@ -1,16 +1,15 @@
 """PPO (1707.06347) with a critic: the loop of `grpo`, with other advantages and one term more in the loss.
 
 A completion is an episode: the state is what was written so far, the action a token, the reward stands on the last one.
-The critic is a decoder of its own with a scalar head, so it takes as much memory again as the policy.
+The critic is a decoder of its own with a scalar head, which takes as much memory again as the policy, or but a head on
+the policy's decoder.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from grpo_jax.config import PPOConfig, validate_ppo
@@ -32,21 +31,20 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Reward, Rewards, Task
 from grpo_jax.training.grpo import (
+    Method,
     Programs,
     check_task,
-    compile_rollout,
-    compile_update,
+    compile_programs,
     corrected,
     grpo_loss_fn,
-    kl_coef_of,
     kl_logs,
     schedule_of,
     train,
 )
 from grpo_jax.training.parallel import num_devices
-from grpo_jax.training.rollout import Rollout, by_pieces
+from grpo_jax.training.rollout import Outcome, hidden_states
 from grpo_jax.training.run import RunFolder
-from grpo_jax.training.state import Batch, TrainState, make_optimizer
+from grpo_jax.training.state import Array, Batch, TrainState, make_optimizer
 from grpo_jax.training.step import Logs
 
 
@@ -54,7 +52,7 @@ class ActorCritic(NamedTuple):
     """Parameters of PPO. Either side may have adapters."""
 
     policy: Params
-    critic: Headed
+    critic: Headed  # whose decoder is None where it is the policy's
 
 
 def critic_policy(config: ModelConfig) -> Policy:
@@ -62,17 +60,24 @@ def critic_policy(config: ModelConfig) -> Policy:
     return decoder_policy(heads.without_vocabulary(config))
 
 
-def add_critic(config: ModelConfig, params: Params) -> ActorCritic:
+def add_critic(config: ModelConfig, params: Params, critic: Literal["own", "shared"] = "own") -> ActorCritic:
     """A critic that starts from the policy's weights, with a head of zeros: its first values are all 0.
 
     Args:
       config: the policy's shape.
       params: of the policy.
+      critic: "own", or "shared": a head on the policy's decoder.
 
     Returns:
       The parameters of both. The same arrays are in both; training copies what it trains.
     """
-    return ActorCritic(params, heads.add_head(config, params)[1])
+    headed = heads.add_head(config, params)[1]
+    return ActorCritic(params, headed._replace(decoder=None) if critic == "shared" else headed)
+
+
+def is_shared(params: ActorCritic) -> bool:
+    """Whether the critic is a head on the policy's decoder."""
+    return params.critic.decoder is None
 
 
 def train_ppo(
@@ -92,7 +97,7 @@ def train_ppo(
 
     Args:
       policy: the model's functions.
-      critic: those of the critic's decoder.
+      critic: those of the critic's decoder; where it is the policy's they are not read.
       params: where training starts, of `add_critic` or with a critic of one's own, such as a reward model. The
         policy's are also the reference, when there is one.
       task, config, run, phase, reward, evaluate: as in `grpo.train`.
@@ -114,7 +119,7 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
 
     Args:
       policy: the model's functions.
-      critic: those of the critic's decoder.
+      critic: those of the critic's decoder; where it is the policy's they are not read.
       task: its tokens.
       config: the run.
 
@@ -124,42 +129,50 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
     Raises:
       UsageError: one sentence that says what to change.
     """
-    devices = num_devices(config.devices)
-    validate_ppo(config, num_devices=devices)
+    validate_ppo(config, num_devices=num_devices(config.devices))
     check_task(task, config)
     if config.bootstrap_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off, and end there: leave bootstrap_truncated out"
         )
-    values_of = by_pieces(
-        lambda params, batch: heads.values(critic, params, *batch[:4]),
-        num_microbatches=config.microbatches * config.minibatches,
-        devices=devices,
-    )
-    loss_fn = ppo_loss_fn(policy, critic, config)
-    estimate = jax.jit(partial(token_advantages, config=config))
+    return compile_programs(ppo_method(policy, critic, config), policy, task, config)
 
-    def advantages(state: TrainState, frozen: ActorCritic, rollout: Rollout, batch: Batch):
+
+def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
+    """PPO: rewards are held against a critic, which is trained along."""
+    loss_fn = ppo_loss_fn(policy, critic, config)
+
+    def values(params: tuple[ActorCritic, ActorCritic], batch: Batch) -> jax.Array:
+        joined = join(*params)
+        if is_shared(joined):
+            return heads.values(policy, joined.critic._replace(decoder=joined.policy), *batch[:4])
+        return heads.values(critic, joined.critic, *batch[:4])
+
+    def split_as_told(params: ActorCritic) -> tuple[ActorCritic, ActorCritic]:
+        if is_shared(params) != (config.critic == "shared"):
+            raise UsageError(
+                f"the critic is to be {config.critic}, but the parameters have the other kind: make them with "
+                f'add_critic(..., "{config.critic}")'
+            )
+        return split(params)
+
+    def advantages(outcome: Outcome, batch: Batch, kl_coef: Array):
         # What no reward applies to teaches neither policy nor critic.
-        batch = batch._replace(
-            completion_mask=np.asarray(keep_rows(batch.completion_mask, jnp.asarray(rollout.applicable)))
-        )
-        values, mask = np.asarray(values_of(join(state.params, frozen).critic, batch)), batch.completion_mask
-        goes_on, logs = rollout.completions.truncated & config.bootstrap_truncated, dict[str, Any]()
-        kl_coef = kl_coef_of(state, config)
-        by_token, returns = map(np.asarray, estimate(rollout.rewards, values, goes_on, batch, kl_coef))
+        mask = keep_rows(batch.completion_mask, outcome.applicable)
+        batch, logs = batch._replace(completion_mask=mask), dict[str, jax.Array]()
+        goes_on = outcome.truncated & config.bootstrap_truncated
+        by_token, returns = token_advantages(outcome.rewards, batch.old_values, goes_on, batch, kl_coef, config=config)
         if config.kl_in_reward and batch.ref_logprobs is not None:
             logs |= kl_logs(batch, kl_coef)
             batch = batch._replace(ref_logprobs=None)  # the loss needs none
+        values = batch.old_values[..., :-1]
         logs |= {
-            "value_mean": _mean(values[..., :-1], mask),
+            "value_mean": _mean(values, mask),
             "returns_mean": _mean(returns, mask),
-            "explained_variance": explained_variance(values[..., :-1][mask], returns[mask]),
+            "explained_variance": explained_variance(values, returns, mask),
         }
-        batch = batch._replace(advantages=by_token, old_values=values[..., :-1], returns=returns)
-        batch, correction = corrected(batch, rollout, config)
-        by_row = np.where(mask, by_token, 0).sum(-1) / np.maximum(mask.sum(-1), 1)
-        return batch, by_row, logs | correction
+        batch, correction = corrected(batch._replace(advantages=by_token, returns=returns), outcome, config)
+        return batch, _mean(by_token, mask, axis=-1), logs | correction
 
     def optimizer_of(schedule: optax.Schedule) -> optax.GradientTransformation:
         return make_optimizer(schedule, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
@@ -170,13 +183,13 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
     optimizer = optax.multi_transform(
         {"policy": optimizer_of(schedule), "critic": optimizer_of(critic_schedule)}, labels
     )
-    return Programs(
-        *compile_rollout(policy, task, config),
+    return Method(
         advantages,
-        *compile_update(
-            lambda trained, frozen, batch: loss_fn(join(trained, frozen), batch), optimizer, schedule, config
-        ),
-        split=split,
+        lambda trained, frozen, reference, batch: loss_fn(join(trained, frozen), batch, reference),
+        optimizer,
+        schedule,
+        values=values,
+        split=split_as_told,
         actor=lambda trained, frozen: lora.join(trained.policy, frozen.policy),
         of_policy=lambda trained: trained._replace(critic=None),
     )
@@ -217,8 +230,8 @@ def token_advantages(
     return whiten(advantages, mask) if config.whiten else advantages, advantages + values
 
 
-def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[[ActorCritic, Batch], Any]:
-    """(parameters, batch with weights) -> L_clip − w₁ H + w₂ KL + w₃ L_critic, and what to log of it.
+def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[..., tuple[jax.Array, Logs]]:
+    """(parameters, batch with weights, the reference's or None) -> L_clip − w₁ H + w₂ KL + w₃ L_critic, and logs.
 
     Args:
       policy: the model's functions.
@@ -228,16 +241,20 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[[
     Returns:
       The loss function; its batch has advantages, old values and returns.
     """
-    policy_loss_fn = grpo_loss_fn(policy, config.algorithm)
+    policy_loss_fn = grpo_loss_fn(policy, config.algorithm, config.divergence)
 
-    def loss_fn(params: ActorCritic, batch: Batch) -> tuple[jax.Array, Logs]:
-        loss, logs = policy_loss_fn(params.policy, batch)
-        mask = batch.completion_mask
-        values = heads.values(critic, params.critic, *batch[:4])[..., :-1]
+    def loss_fn(params: ActorCritic, batch: Batch, reference: Params | None = None) -> tuple[jax.Array, Logs]:
+        hidden, mask = hidden_states(policy, params.policy, batch), batch.completion_mask
+        loss, logs = policy_loss_fn(params.policy, batch, reference, hidden=hidden)
+        if is_shared(params):
+            values = heads.read(hidden, params.critic.head)
+        else:
+            values = heads.values(critic, params.critic, *batch[:4])[..., :-1]
         error = critic_loss(values, batch.returns)
         if config.value_clip is not None:
-            error = critic_loss(values, batch.returns, old_values=batch.old_values, clip=config.value_clip)
-            held_back = jnp.abs(values - batch.old_values) > config.value_clip
+            old_values = batch.old_values[..., :-1]
+            error = critic_loss(values, batch.returns, old_values=old_values, clip=config.value_clip)
+            held_back = jnp.abs(values - old_values) > config.value_clip
             held_back &= error > critic_loss(values, batch.returns)
             logs.means["value_clip"] = masked_sum(held_back, mask)
         logs.means["critic_loss"] = masked_sum(error, mask)
@@ -257,16 +274,21 @@ def join(trained: ActorCritic, frozen: ActorCritic) -> ActorCritic:
     return ActorCritic(lora.join(trained.policy, frozen.policy), heads.join(trained.critic, frozen.critic))
 
 
-def explained_variance(values: np.ndarray, returns: np.ndarray) -> float | None:
-    """1 − Var(R − V) / Var(R): 1 foresees all, 0 as much as a constant; below 0 it misleads. None: nothing varies.
+def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
+    """1 − Var(R − V) / Var(R): 1 foresees all, 0 as much as a constant; below 0 it misleads. NaN: nothing varies.
 
     Args:
-      values: `[M]`, of tokens when they were sampled.
-      returns: `[M]`.
+      values: `[...]`, of tokens when they were sampled.
+      returns: `[...]`.
+      mask: bool `[...]`, which count.
     """
-    variance = float(np.var(returns)) if returns.size else 0.0
-    return 1 - float(np.var(returns - values)) / variance if variance > 0 else None
+
+    def variance(x: jax.Array) -> jax.Array:
+        return _mean((x - _mean(x, mask)) ** 2, mask)
+
+    total = variance(returns)
+    return jnp.where(total > 0, 1 - variance(returns - values) / total, jnp.nan)
 
 
-def _mean(values: np.ndarray, mask: np.ndarray) -> float:
-    return float(np.where(mask, values, 0).sum() / max(mask.sum(), 1))
+def _mean(values: jax.Array, mask: jax.Array, axis: int | None = None) -> jax.Array:
+    return jnp.sum(jnp.where(mask, values, 0), axis=axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)
