@@ -198,7 +198,9 @@ def test_pairs_of_equal_worth_do_not_count_and_equal_scores_are_half_right():
 def test_a_reward_model_that_learns_along_ends_above_a_frozen_one(tmp_path):
     args = ["--num-seeds", "1", "--run-dir", str(tmp_path / "run")]
     experiment.main(cli.parse(experiment.Config, None, args))
-    runs = json.loads((tmp_path / "run/results.json").read_text())["runs"]
-    end = {method: numbers["gold"][0] for method, numbers in runs.items()}
+    results = (tmp_path / "run/results.json").read_text()
+    end = {method: numbers["gold"][0] for method, numbers in json.loads(results)["runs"].items()}
     print(end)
-    assert end["gold"] > end["online"] > end["frozen"]
+    assert end["gold"] > end["online"] > max(end["frozen"], end["start"], end["coin"])
+    experiment.main(cli.parse(experiment.Config, None, ["--resume", "--run-dir", str(tmp_path / "run")]))
+    assert (tmp_path / "run/results.json").read_text() == results
