@@ -99,6 +99,10 @@ class GRPOConfig:
     """Sample among tokens of at least this share of the largest probability; 0 for all."""
     kl_coef: float | None = None
     """Weight of the KL divergence from the start; 0 does without a reference model. None: the preset's."""
+    advantages_of: Literal["sum", "components"] = "sum"
+    """What is compared within a group: the weighted sum of the rewards, by the preset's advantage; or each reward by
+    itself, whose standardised values are then added with the weights and whitened over the rollout (GDPO,
+    2601.05242), so that none is drowned by another's scale."""
     epsilon_low: float | None = None
     """How far below 1 the ratio may go; None: the preset's."""
     epsilon_high: float | None = None
@@ -213,6 +217,10 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
     Raises:
       UsageError: one sentence that says what to change.
     """
+    _require(
+        config.advantages_of == "sum",
+        'advantages_of "components" compares completions of a group, but PPO has a critic of the sum: take "sum"',
+    )
     validate(config, num_devices=num_devices, compares_groups=False)
     group_size = config.algorithm.group_size
     for name in ("gamma", "gae_lambda"):
@@ -294,6 +302,16 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     _require(
         not config.filter_metric or config.max_rollouts > 1,
         f'filter_metric "{config.filter_metric}" needs dynamic sampling: set max_rollouts above 1, or leave it out',
+    )
+    _require(
+        config.advantages_of == "sum" or config.max_rollouts == 1,
+        f"max_rollouts is {config.max_rollouts}, but dynamic sampling drops groups by one number, which with "
+        'advantages_of "components" may teach by another: set it to 1, or advantages_of to "sum"',
+    )
+    _require(
+        config.advantages_of == "sum" or not (algorithm.kl_in_reward and algorithm.kl_coef > 0),
+        f"preset {config.preset} takes its KL off the sum of the rewards, but advantages_of is components: set kl_coef "
+        "to 0, or take a preset with the KL in its loss",
     )
     _require(0 < config.top_p <= 1, f"top_p is {config.top_p}: it must be above 0 and at most 1")
     _require(0 <= config.min_p <= 1, f"min_p is {config.min_p}: it must be between 0 and 1")

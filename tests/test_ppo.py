@@ -293,7 +293,7 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     truncated[0], applicable[0, 1] = True, False
     completions = Completions(batch.completion_ids, batch.completion_mask, batch.old_logprobs, None, truncated)
     rewards = np.where(applicable, 0.5, 0).astype(np.float32)
-    rollout = Rollout(prompts(0), completions, [], rewards, applicable, {})
+    rollout = Rollout(prompts(0), completions, [], rewards, applicable, {}, {})
     found, advantages, logs = programs.advantages(*split(params), rollout, batch)
     length = batch.completion_mask[0, 0].sum()
     after = heads.values(CRITIC, params.critic, *batch[:4])[0, 0, length]

@@ -202,7 +202,7 @@ def a_rollout(old_logprobs, sampler_logprobs, truncated_logprobs=None):
     completions = Completions(
         np.zeros((1, 2, 2), np.int32), mask, sampler_logprobs, truncated_logprobs, np.array([[False, True]])
     )
-    rollout = Rollout(prompts(0), completions, [], np.zeros((1, 2)), np.ones((1, 2), bool), {})
+    rollout = Rollout(prompts(0), completions, [], np.zeros((1, 2)), np.ones((1, 2), bool), {}, {})
     batch = Batch(
         None, None, None, mask, None, advantages=np.array([[2.0, -1.0]], np.float32), old_logprobs=old_logprobs
     )

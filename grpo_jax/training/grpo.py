@@ -12,6 +12,7 @@ import optax
 from grpo_jax.config import GRPOConfig, validate
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
+    gdpo_advantages,
     keep_rows,
     kl_penalized_rewards,
     masked_sum,
@@ -45,6 +46,7 @@ from grpo_jax.training.rollout import (
     shuffled_minibatches,
     step_key,
     to_batch,
+    weighted_components,
     zero_spread,
 )
 from grpo_jax.training.run import RunFolder
@@ -176,13 +178,21 @@ class Programs(NamedTuple):
     actor: Callable[[Params, Any], Params] = join
 
 
-def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
+def make_programs(
+    policy: Policy,
+    task: Task,
+    config: GRPOConfig,
+    *,
+    of_components: Callable[..., jax.Array] = gdpo_advantages,
+) -> Programs:
     """Checks everything that can be checked, and compiles nothing yet.
 
     Args:
       policy: the model's functions.
       task: its tokens.
       config: the run.
+      of_components: (rewards `[K, N, G]`, NaN where one does not apply, *, weights `[K]`) -> advantages `[N, G]`, for
+        runs whose `advantages_of` is "components". Default: GDPO.
 
     Returns:
       The functions of GRPO, compiled at their first call.
@@ -193,13 +203,21 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
     validate(config, num_devices=num_devices(config.devices))
     check_task(task, config)
     algorithm, schedule = config.algorithm, schedule_of(config, config.learning_rate)
-    loss_fn, of_groups = grpo_loss_fn(policy, algorithm), jax.jit(algorithm.advantages)
+    loss_fn, of_groups, of_components = (
+        grpo_loss_fn(policy, algorithm),
+        jax.jit(algorithm.advantages),
+        jax.jit(of_components),
+    )
 
     def advantages(trained: Params, frozen: Any, rollout: Rollout, batch: Batch):
         del trained, frozen  # rewards of the group are all that it takes
         rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm)
-        lengths = batch.completion_mask.sum(-1)
-        by_row = np.asarray(of_groups(rewards, lengths, where=rollout.applicable))
+        if config.advantages_of == "components":
+            components, weights = weighted_components(rollout)
+            by_row = np.asarray(of_components(components, weights=weights))
+            by_row = np.where(np.isnan(rewards), np.nan, by_row)  # a reward that is NaN stays visible
+        else:
+            by_row = np.asarray(of_groups(rewards, batch.completion_mask.sum(-1), where=rollout.applicable))
         batch, correction = corrected(batch._replace(advantages=by_row), rollout, config)
         return batch, by_row, penalty | correction
 
@@ -224,14 +242,18 @@ def check_task(task: Task, config: GRPOConfig) -> None:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
         )
-    if config.filter_metric:
-        rewards = task.reward if isinstance(task.reward, Mapping) else {}
-        counting = [name for name, component in rewards.items() if component.weight]
-        if config.filter_metric not in counting:
-            raise UsageError(
-                f'filter_metric "{config.filter_metric}" is no reward with a weight; such are: '
-                f"{', '.join(counting) or 'none, for the reward has no parts'}"
-            )
+    rewards = task.reward if isinstance(task.reward, Mapping) else {}
+    counting = [name for name, component in rewards.items() if component.weight]
+    if config.advantages_of == "components" and len(counting) < 2:
+        raise UsageError(
+            'advantages_of "components" compares several rewards, but fewer than two of this task have a weight: give '
+            'more of them, or take "sum"'
+        )
+    if config.filter_metric and config.filter_metric not in counting:
+        raise UsageError(
+            f'filter_metric "{config.filter_metric}" is no reward with a weight; such are: '
+            f"{', '.join(counting) or 'none, for the reward has no parts'}"
+        )
 
 
 def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:

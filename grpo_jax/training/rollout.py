@@ -12,7 +12,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.reward import score_completions
+from grpo_jax.rewards.reward import named_components, score_completions
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Completion, Prompts, Reward, Rewards, Task
@@ -35,6 +35,7 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # float32 [N, G], the weighted sum
     applicable: np.ndarray  # bool [N, G], whether any reward applies
     components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where it does not apply
+    weights: dict[str, float]  # name -> its weight in the sum, 0 where it is only watched
 
 
 def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int = 1) -> Sampler:
@@ -127,7 +128,8 @@ def roll_out(
     examples = [example for example in prompts.examples for _ in range(group_size)]
     scores = score_completions(reward, examples, [text for group in texts for text in group])
     scores = jax.tree.map(lambda x: x.reshape(temperature.shape), scores)
-    return Rollout(prompts, completions, texts, *scores)
+    weights = {name: float(component.weight) for name, component in named_components(reward).items()}
+    return Rollout(prompts, completions, texts, scores.rewards, scores.applicable, scores.components, weights)
 
 
 def sample_prompts(
@@ -160,6 +162,17 @@ def decode_groups(completions: Completions, task: Task) -> list[list[Completion]
 
     num_prompts, group_size = completions.truncated.shape
     return [[decode((i, j)) for j in range(group_size)] for i in range(num_prompts)]
+
+
+def weighted_components(rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+    """What an advantage function of several rewards compares, as `gdpo_advantages` takes it.
+
+    Returns:
+      Rewards float32 `[K, N, G]`, NaN where one does not apply or is only watched, and weights float32 `[K]`.
+    """
+    weights = np.array([rollout.weights[name] for name in rollout.components], np.float32)
+    rewards = np.stack(list(rollout.components.values()))
+    return np.where(weights[:, None, None] != 0, rewards, np.nan), weights
 
 
 def group_temperatures(num_prompts: int, group_size: int, temperature: float, spread: float) -> np.ndarray:
