@@ -268,6 +268,7 @@ def test_policy_and_critic_have_their_own_rates(tmp_path):
         ({"critic_learning_rate": 0.0}, "critic_learning_rate"),
         ({"max_rollouts": 2}, "max_rollouts"),
         ({"preset": "rloo"}, "one ratio a completion"),
+        ({"advantages_of": "components"}, "advantages_of"),
         ({"num_prompts": 6, "microbatches": 4}, "num_prompts"),
     ],
 )

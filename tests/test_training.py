@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import GRPOConfig, Preset, validate
+from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.tasks.task import Task, pad_prompts, random_reward, rng
+from grpo_jax.tasks.task import Component, Task, pad_prompts, random_reward, rng
 from grpo_jax.training import guards
 from grpo_jax.training.checkpoint import Checkpoints, params_sha256
 from grpo_jax.training.grpo import corrected, grpo_loss_fn, make_programs, train
@@ -252,6 +253,73 @@ def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
     assert all(line["correction"] == pytest.approx(1, abs=1e-4) for line in lines)
 
 
+# ---- several rewards
+
+
+def threes_and_length(examples, completions):
+    """A reward of another scale, which does not apply to empty completions."""
+    return [100.0 * len(text) if text else None for text in completions]
+
+
+COMPONENTS = {
+    "threes": Component(says_three, 0.7),
+    "length": Component(threes_and_length, 0.3),
+    "watched": Component(lambda examples, texts: [9.0 * text.count("1") for text in texts], 0.0),
+}
+BY_COMPONENT = dataclasses.replace(CONFIG, advantages_of="components")
+
+
+def advantages_of_run(path, programs, rewards, config=BY_COMPONENT, **given):
+    """Rollouts and advantages of two steps that compare components."""
+    task, config, seen = TASK._replace(reward=COMPONENTS), dataclasses.replace(config, steps=2), []
+    of_components = make_programs(POLICY, task, config, **given).advantages
+
+    def recorded(*args):
+        result = of_components(*args)
+        seen.append((args[2], result[1]))
+        return result
+
+    programs = programs._replace(advantages=recorded)
+    train(POLICY, PARAMS, task, config, open_run(path, config), programs=programs, reward=rewards)
+    return seen
+
+
+def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_all(tmp_path, programs):
+    for rollout, advantages in advantages_of_run(tmp_path, programs, COMPONENTS):
+        rewards = np.stack([rollout.components[name] for name in ("threes", "length")])
+        assert np.isnan(rewards).any()
+        expected = gdpo_advantages(rewards, weights=jnp.array([0.7, 0.3]))
+        np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_in_place_of_several_rewards_one_alone_is_standardised_and_whitened(tmp_path, programs):
+    for rollout, advantages in advantages_of_run(tmp_path, programs, says_three):
+        expected = whiten(group_advantages(rollout.rewards), eps=1e-6)
+        np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_of_ones_own_takes_the_components_and_their_weights(tmp_path, programs):
+    def first_alone(rewards, *, weights):
+        return weights[0] * rewards[0]
+
+    seen = advantages_of_run(tmp_path, programs, COMPONENTS, of_components=first_alone)
+    for rollout, advantages in seen:
+        np.testing.assert_allclose(advantages, 0.7 * rollout.components["threes"], rtol=1e-6)
+
+
+def test_a_component_that_is_nan_stops_the_run(tmp_path, programs):
+    broken = COMPONENTS | {"threes": Component(lambda examples, texts: [float("nan")] * len(texts))}
+    config = dataclasses.replace(BY_COMPONENT, max_skipped=1)
+    with pytest.raises(FloatingPointError):
+        advantages_of_run(tmp_path, programs, broken, config=config)
+
+
+@pytest.mark.parametrize("reward", [says_three, {"a": Component(says_three), "b": Component(says_three, 0.0)}])
+def test_one_reward_has_no_components_to_compare(reward):
+    with pytest.raises(ValueError, match="fewer than two of this task have a weight"):
+        make_programs(POLICY, TASK._replace(reward=reward), BY_COMPONENT)
+
+
 # ---- guards
 
 
@@ -274,6 +342,8 @@ def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
         ({"entropy_coef": float("nan")}, "entropy_coef"),
         ({"preset": "dppo"}, "old_logprobs"),
         ({"preset": "pass_at_k", "group_size": 2}, "k is 4"),
+        ({"advantages_of": "components", "max_rollouts": 2}, "dynamic sampling"),
+        ({"advantages_of": "components", "preset": "rloo"}, "KL off the sum"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"steps": 0}, "steps"),

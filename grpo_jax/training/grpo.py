@@ -191,8 +191,8 @@ def make_programs(
       policy: the model's functions.
       task: its tokens.
       config: the run.
-      of_components: (rewards `[K, N, G]`, NaN where one does not apply, *, weights `[K]`) -> advantages `[N, G]`, for
-        runs whose `advantages_of` is "components". Default: GDPO.
+      of_components: (rewards `[K, N, G]`, NaN where one does not apply, *, weights `[K]`) -> advantages `[N, G]`, in the
+        order of the task's rewards; for runs whose `advantages_of` is "components". Default: GDPO.
 
     Returns:
       The functions of GRPO, compiled at their first call.

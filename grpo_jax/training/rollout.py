@@ -168,10 +168,11 @@ def weighted_components(rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
     """What an advantage function of several rewards compares, as `gdpo_advantages` takes it.
 
     Returns:
-      Rewards float32 `[K, N, G]`, NaN where one does not apply or is only watched, and weights float32 `[K]`.
+      Rewards float32 `[K, N, G]`, NaN where one does not apply or is only watched, and weights float32 `[K]`; both in
+      the order in which the rewards were given.
     """
-    weights = np.array([rollout.weights[name] for name in rollout.components], np.float32)
-    rewards = np.stack(list(rollout.components.values()))
+    weights = np.array(list(rollout.weights.values()), np.float32)
+    rewards = np.stack([rollout.components[name] for name in rollout.weights])
     return np.where(weights[:, None, None] != 0, rewards, np.nan), weights
 
 
