@@ -27,7 +27,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from experiments.common import cell, evaluate_heldout, over_seeds
+from experiments.common import Held, cell, evaluate_heldout, learn, over_seeds
 from grpo_jax import cli, report, terminal
 from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
@@ -36,7 +36,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.task import Component, Rewards, Task, pad_completions, random_reward, rng
-from grpo_jax.training.grpo import Programs, make_programs, train
+from grpo_jax.training.grpo import Programs, make_programs
 from grpo_jax.training.rollout import group_temperatures, roll_out, step_key
 from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.sft import train_sft
@@ -64,7 +64,7 @@ class Config(GRPOConfig, cli.RunConfig):
     learning_rate: float = 1e-3
     old_logprobs: Literal["recompute", "sampler"] = "sampler"
     rollouts_every: int = 50
-    seeds: int = 3
+    num_seeds: int = 3
     """Runs of each method at equal weights, with seeds from `seed` on. The sweep is of the first."""
     weights: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     """Of `own` in the sweep; `order` has what is left to 1."""
@@ -121,8 +121,8 @@ WATCHED = {"order_score": Component(order_score, 0.0), "gold": Component(gold, 0
 def main(config: Config) -> None:
     """For each seed a start, runs at equal weights and the coin's; for the first also the other weights."""
     started = time.perf_counter()
-    if config.seeds < 1 or not all(0 <= weight <= 1 for weight in config.weights):
-        raise UsageError("seeds must be at least 1, and weights between 0 and 1")
+    if config.num_seeds < 1 or not all(0 <= weight <= 1 for weight in config.weights):
+        raise UsageError("num_seeds must be at least 1, and weights between 0 and 1")
     if config.max_tokens > LONGEST:
         raise UsageError(f"max_tokens is {config.max_tokens}: words have up to {LONGEST} letters")
     task = letters.letters_task(weighted(EQUAL), num_prompts=config.num_prompts, seed=config.seed)
@@ -135,7 +135,7 @@ def main(config: Config) -> None:
     programs = {"sum": of_sum, "scaled": of_sum, "gdpo": of_sum._replace(advantages=of_components.advantages)}
     run = cli.open_run(config)
     scores: dict[str, dict[str, float]] = {}  # run -> held-out means of SCORES
-    for seed in range(config.seed, config.seed + config.seeds):
+    for seed in range(config.seed, config.seed + config.num_seeds):
         seeded = dataclasses.replace(config, seed=seed)
         start = warm_start(policy, seeded, run)
         coin = {"coin": Component(random_reward(seed)), "own": Component(own, 0.0)} | WATCHED
@@ -144,11 +144,10 @@ def main(config: Config) -> None:
         for weight in sorted({EQUAL, *(config.weights if seed == config.seed else ())}):
             for method in METHODS:
                 rewards[method, weight] = weighted(weight, scales if method == "scaled" else (1.0, 1.0))
-        scores[phase_of("start", EQUAL, seed)] = heldout(of_sum, start, task, seeded, run)
+        scores[phase_of("start", EQUAL, seed)] = means(evaluate_heldout(of_sum, start, task, seeded, run))
         for (method, weight), reward in rewards.items():
             phase, chosen = phase_of(method, weight, seed), programs.get(method, of_sum)
-            state = train(policy, start, task, seeded, run, phase=phase, reward=reward, programs=chosen)
-            scores[phase] = heldout(of_sum, state.params, task, seeded, run)
+            scores[phase] = means(learn(policy, start, task, seeded, run, chosen, phase=phase, reward=reward)[1])
     show(run, config, scores)
     run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
 
@@ -192,9 +191,9 @@ def deviations(programs: Programs, params: Params, task: Task, config: Config) -
     return tuple(float(rollout.components[name].std(-1).mean()) for name in ("own", "order"))
 
 
-def heldout(programs: Programs, params: Params, task: Task, config: Config, run: RunFolder) -> dict[str, float]:
-    """Means over sampled words for held-out prompts."""
-    components = evaluate_heldout(programs, params, task, config, run)[0].components
+def means(held: Held) -> dict[str, float]:
+    """Scores of the words that were sampled for held-out prompts."""
+    components = held.evaluation.components
     return {name: float(components[name][:, :-1].mean()) for name in SCORES}
 
 
@@ -203,13 +202,15 @@ def heldout(programs: Programs, params: Params, task: Task, config: Config, run:
 
 def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float]]) -> None:
     """Tables of equal weights and of the sweep; curves.png, front.png, results.json, report.html."""
-    seeds = range(config.seed, config.seed + config.seeds)
+    seeds = range(config.seed, config.seed + config.num_seeds)
     phases = {method: [phase_of(method, EQUAL, seed) for seed in seeds] for method in (*METHODS, "coin", "start")}
     runs = {method: {name: [scores[p][name] for p in phases[method]] for name in SCORES} for method in phases}
     rows = over_seeds(runs, first="gold", control="sum")
     columns = (*SCORES, "difference", "wins")
     table = {method: [cell(row, column) for column in columns] for method, row in rows.items()}
-    title = f"held-out scores at equal weights, {config.seeds} seeds [95% interval]; difference of gold from the sum"
+    title = (
+        f"held-out scores at equal weights, {config.num_seeds} seeds [95% interval]; difference of gold from the sum"
+    )
     terminal.print_table(run, title, columns, table)
 
     start = pair(scores[phase_of("start", EQUAL, config.seed)])

@@ -37,7 +37,7 @@ def parse(*args):
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [(("--weights", "1.5"), "weights"), (("--seeds", "0"), "seeds"), (("--max-tokens", "16"), "15 letters")],
+    [(("--weights", "1.5"), "weights"), (("--num-seeds", "0"), "num_seeds"), (("--max-tokens", "16"), "15 letters")],
 )
 def test_what_cannot_work_is_refused(tmp_path, options, word):
     with pytest.raises(ValueError, match=word):
@@ -47,7 +47,7 @@ def test_what_cannot_work_is_refused(tmp_path, options, word):
 
 def test_from_start_to_tables_and_again_resumed(tmp_path, capsys):
     run = tmp_path / "run"
-    small = ["--steps", 1, "--warm-steps", 2, "--max-tokens", 4, "--group-size", 2, "--weights", 0.2, "--seeds", 1]
+    small = ["--steps", 1, "--warm-steps", 2, "--max-tokens", 4, "--group-size", 2, "--weights", 0.2, "--num-seeds", 1]
     multi_objective.main(parse(*small, "--run-dir", run))
     results = json.loads((run / "results.json").read_text())
     methods = {"sum", "scaled", "gdpo"}
@@ -67,7 +67,7 @@ def test_from_start_to_tables_and_again_resumed(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_rewards_compared_one_by_one_reach_more_of_both_than_their_sum(tmp_path):
-    multi_objective.main(parse("--seeds", 1, "--weights", 0.5, "--run-dir", tmp_path / "run"))
+    multi_objective.main(parse("--num-seeds", 1, "--weights", 0.5, "--run-dir", tmp_path / "run"))
     rows = json.loads((tmp_path / "run/results.json").read_text())["rows"]
     assert rows["gdpo"]["gold"] > rows["sum"]["gold"] + 0.02
     assert rows["sum"]["gold"] > rows["start"]["gold"] + 0.2 > rows["coin"]["gold"]
