@@ -18,7 +18,7 @@ EXPECTED
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +41,7 @@ from grpo_jax.training.rollout import group_temperatures, roll_out, step_key
 from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.sft import train_sft
 from grpo_jax.training.state import Batch
+from grpo_jax.training.statistics import hypervolume
 from grpo_jax.training.supervised import SupervisedConfig
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, initializer_range=0.1)
@@ -125,9 +126,7 @@ def main(config: Config) -> None:
         raise UsageError("num_seeds must be at least 1, and weights between 0 and 1")
     if config.max_tokens > LONGEST:
         raise UsageError(f"max_tokens is {config.max_tokens}: words have up to {LONGEST} letters")
-    task = letters.letters_task(weighted(EQUAL), num_prompts=config.num_prompts, seed=config.seed)
-    task = task._replace(open_ended=True)
-    policy = decoder_policy(MODEL)
+    policy, task = decoder_policy(MODEL), task_of(config)
     # Methods share all programs but for the advantages, and weights are data: everything is compiled once.
     of_sum, of_components = (
         make_programs(policy, task, dataclasses.replace(config, advantages_of=kind)) for kind in ("sum", "components")
@@ -137,7 +136,7 @@ def main(config: Config) -> None:
     scores: dict[str, dict[str, float]] = {}  # run -> held-out means of SCORES
     for seed in range(config.seed, config.seed + config.num_seeds):
         seeded = dataclasses.replace(config, seed=seed)
-        start = warm_start(policy, seeded, run)
+        start, task = warm_start(policy, seeded, run), task_of(seeded)
         coin = {"coin": Component(random_reward(seed)), "own": Component(own, 0.0)} | WATCHED
         rewards: dict[tuple[str, float], Rewards] = {("coin", EQUAL): coin}
         scales = deviations(of_sum, start, task, seeded)
@@ -152,6 +151,12 @@ def main(config: Config) -> None:
     run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
 
 
+def task_of(config: Config) -> Task:
+    """Words that are cut off at max_tokens; held-out ones are scored by both rewards."""
+    task = letters.letters_task(weighted(EQUAL), num_prompts=config.num_prompts, seed=config.seed)
+    return task._replace(open_ended=True)
+
+
 def phase_of(method: str, weight: float, seed: int) -> str:
     """The name of a run; at equal weights without the weight."""
     return f"{method}_{seed}" if weight == EQUAL else f"{method}_own{weight:g}_{seed}"
@@ -159,7 +164,6 @@ def phase_of(method: str, weight: float, seed: int) -> str:
 
 def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
     """Parameters that write words with some letters of the prompt and some in order."""
-
     prompts_of = letters.letters_task(own, num_prompts=WARM_BATCH, seed=config.seed).prompts
 
     def words(step: int) -> Batch:
@@ -204,81 +208,30 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     """Tables of equal weights and of the sweep; curves.png, front.png, results.json, report.html."""
     seeds = range(config.seed, config.seed + config.num_seeds)
     phases = {method: [phase_of(method, EQUAL, seed) for seed in seeds] for method in (*METHODS, "coin", "start")}
-    runs = {method: {name: [scores[p][name] for p in phases[method]] for name in SCORES} for method in phases}
+    runs = {method: {name: [scores[phase][name] for phase in phases[method]] for name in SCORES} for method in phases}
     rows = over_seeds(runs, first="gold", control="sum")
     columns = (*SCORES, "difference", "wins")
     table = {method: [cell(row, column) for column in columns] for method, row in rows.items()}
-    title = (
-        f"held-out scores at equal weights, {config.num_seeds} seeds [95% interval]; difference of gold from the sum"
-    )
+    title = f"held-out scores at equal weights, {len(seeds)} seeds [95% interval]; difference of gold from the sum"
     terminal.print_table(run, title, columns, table)
 
-    start = pair(scores[phase_of("start", EQUAL, config.seed)])
-    sweep = {
-        method: {weight: pair(scores[phase_of(method, weight, config.seed)]) for weight in sorted(config.weights)}
-        for method in METHODS
-    }
-    table = {
-        method: [*(f"{own:.2f}, {order:.2f}" for own, order in points.values()), f"{hypervolume(points.values()):.2f}"]
+    def point(method: str, weight: float) -> tuple[float, float]:
+        found = scores[phase_of(method, weight, config.seed)]
+        return found["own"], found["order_score"]
+
+    weights = sorted(config.weights)
+    sweep = {method: {f"{weight:g}": point(method, weight) for weight in weights} for method in METHODS}
+    covered = {method: hypervolume(list(points.values())) for method, points in sweep.items()}
+    lines = {
+        method: [*(f"{x:.2f}, {y:.2f}" for x, y in points.values()), covered[method]]
         for method, points in sweep.items()
     }
-    title = "held-out own, order_score by the weight of own, and the share of the square that they cover"
-    terminal.print_table(run, title, [*(f"{weight:g}" for weight in sorted(config.weights)), "covered"], table)
-    save_front(run, sweep, start)
+    title = "held-out own and order_score by the weight of own, and the share of the square that they cover"
+    terminal.print_table(run, title, (*sweep["sum"], "covered"), lines)
+    terminal.save_front(run, sweep, {"start": point("start", EQUAL)}, SCORES[1:])
     terminal.save_curves(run, CURVES, {method: phases[method] for method in (*METHODS, "coin")})
-    covered = {method: hypervolume(points.values()) for method, points in sweep.items()}
-    write_json(run.path / "results.json", {"rows": rows, "covered": covered, "runs": scores})
+    write_json(run.path / "results.json", {"over_seeds": rows, "covered": covered, "runs": scores})
     run.console.print(f"to read: {report.write_report(run.path)}", markup=False, highlight=False, soft_wrap=True)
-
-
-def pair(scores: Mapping[str, float]) -> tuple[float, float]:
-    """What is drawn of a run."""
-    return scores["own"], scores["order_score"]
-
-
-def front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other exceeds in one score without less of the other, by the first score."""
-    kept: list[tuple[float, float]] = []
-    for point in sorted(set(points), reverse=True):
-        if not kept or point[1] > kept[-1][1]:
-            kept.append(point)
-    return kept[::-1]
-
-
-def hypervolume(points: Iterable[tuple[float, float]]) -> float:
-    """The share of the square from 0 to 1 where some point has at least as much of both scores."""
-    area, left = 0.0, 0.0
-    for x, y in front(points):
-        area, left = area + (x - left) * y, x
-    return area
-
-
-def save_front(
-    run: RunFolder, sweep: Mapping[str, Mapping[float, tuple[float, float]]], start: tuple[float, float]
-) -> None:
-    """front.png: a marker for each run of the sweep with the weight of own, a line through each method's front."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6, 5), layout="constrained")
-    styles = zip(("o", "s", "^"), ("-", "--", ":"), ("black", "white", "0.6"), strict=True)
-    for (method, points), (marker, line, fill) in zip(sweep.items(), styles, strict=True):
-        x, y = zip(*front(points.values()), strict=True)
-        axis.plot(x, y, line, color="black", linewidth=1)
-        x, y = zip(*points.values(), strict=True)
-        label = f"{method}: {hypervolume(points.values()):.2f} of the square"
-        axis.plot(x, y, marker, color="black", markerfacecolor=fill, linestyle="none", label=label)
-        for weight, point in points.items():
-            axis.annotate(f"{weight:g}", point, xytext=(5, 4), textcoords="offset points", fontsize=7)
-    axis.plot(*start, "x", color="black", label="start")
-    axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="own: letters of the prompt", ylabel="order: n / 15")
-    axis.set_title("held-out scores; numbers are the weight of own", fontsize=10)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, loc="upper right")
-    figure.savefig(run.path / "front.png", dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_jax.training.run import RunFolder
+from grpo_jax.training.statistics import hypervolume, pareto_front
 
 
 def print_table(run: RunFolder, title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:
@@ -75,4 +76,48 @@ def save_curves(
         if axis.lines:
             axis.legend(fontsize=8)
     figure.savefig(run.path / "curves.png", dpi=120)
+    plt.close(figure)
+
+
+def save_front(
+    run: RunFolder,
+    points: Mapping[str, Mapping[str, tuple[float, float]]],
+    marks: Mapping[str, tuple[float, float]],
+    names: Sequence[str],
+) -> None:
+    """front.png: pairs of scores in [0, 1], and the Pareto front of each method. It is readable without colours.
+
+    Args:
+      run: where it goes.
+      points: method -> what is written beside a point -> the point; up to three methods.
+      marks: name -> a point beside them, such as the start.
+      names: of both scores.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 6), layout="constrained")
+    # From the largest marker to the smallest, so that points in one place stay apart.
+    styles = (("s", "white", "-", 11), ("o", "0.7", "--", 8), ("^", "black", ":", 5))
+    for (method, found), (marker, fill, line, size) in zip(points.items(), styles, strict=False):
+        front = pareto_front(list(found.values()))
+        axis.plot(*zip(*front, strict=True), color="black", linestyle=line, linewidth=1)
+        axis.plot(
+            *zip(*found.values(), strict=True),
+            marker,
+            color="black",
+            markerfacecolor=fill,
+            markersize=size,
+            label=f"{method}: {hypervolume(front):.2f} of the square",
+        )
+        for label, point in found.items():
+            axis.annotate(label, point, xytext=(7, 5), textcoords="offset points", fontsize=7)
+    for (name, point), marker in zip(marks.items(), ("x", "+", "*"), strict=False):
+        axis.plot(*point, marker, color="black", label=name)
+    axis.set(xlim=(0, 1.05), ylim=(0, 1.05), xlabel=names[0], ylabel=names[1])
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="lower left")
+    figure.savefig(run.path / "front.png", dpi=120)
     plt.close(figure)

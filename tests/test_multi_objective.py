@@ -5,8 +5,9 @@ import json
 import pytest
 
 from experiments import multi_objective
-from experiments.multi_objective import front, gold, hypervolume, in_order, order, own
+from experiments.multi_objective import gold, in_order, order, own
 from grpo_jax import cli
+from grpo_jax.training.statistics import hypervolume, pareto_front
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_what_words_earn():
 
 def test_a_front_leaves_out_what_another_point_exceeds():
     points = [(0.5, 0.5), (0.2, 0.9), (0.4, 0.5), (0.5, 0.1), (0.8, 0.2), (0.5, 0.5)]
-    assert front(points) == [(0.2, 0.9), (0.5, 0.5), (0.8, 0.2)]
+    assert pareto_front(points) == [(0.2, 0.9), (0.5, 0.5), (0.8, 0.2)]
     assert hypervolume(points) == pytest.approx(0.2 * 0.9 + 0.3 * 0.5 + 0.3 * 0.2)
     assert hypervolume([]) == 0
 
@@ -52,8 +53,10 @@ def test_from_start_to_tables_and_again_resumed(tmp_path, capsys):
     results = json.loads((run / "results.json").read_text())
     methods = {"sum", "scaled", "gdpo"}
     assert set(results["covered"]) == methods
-    assert set(results["rows"]) == methods | {"coin", "start"}
-    assert set(results["runs"]) == {f"{name}_0" for name in results["rows"]} | {f"{name}_own0.2_0" for name in methods}
+    assert set(results["over_seeds"]) == methods | {"coin", "start"}
+    assert set(results["runs"]) == {f"{name}_0" for name in results["over_seeds"]} | {
+        f"{name}_own0.2_0" for name in methods
+    }
     assert results["runs"]["start_0"] != results["runs"]["gdpo_0"] != results["runs"]["sum_0"]
     assert {"front.png", "curves.png", "report.html"} <= {file.name for file in run.iterdir()}
     compiled = [line["compilations"] for line in map(json.loads, (run / "times.jsonl").read_text().splitlines())]
@@ -68,6 +71,6 @@ def test_from_start_to_tables_and_again_resumed(tmp_path, capsys):
 @pytest.mark.slow
 def test_rewards_compared_one_by_one_reach_more_of_both_than_their_sum(tmp_path):
     multi_objective.main(parse("--num-seeds", 1, "--weights", 0.5, "--run-dir", tmp_path / "run"))
-    rows = json.loads((tmp_path / "run/results.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "run/results.json").read_text())["over_seeds"]
     assert rows["gdpo"]["gold"] > rows["sum"]["gold"] + 0.02
     assert rows["sum"]["gold"] > rows["start"]["gold"] + 0.2 > rows["coin"]["gold"]
