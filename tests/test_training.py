@@ -20,7 +20,7 @@ from grpo_jax.tasks.task import Component, Task, pad_prompts, random_reward, rng
 from grpo_jax.training import guards
 from grpo_jax.training.checkpoint import Checkpoints, params_sha256
 from grpo_jax.training.grpo import corrected, grpo_loss_fn, make_programs, train
-from grpo_jax.training.rollout import Rollout
+from grpo_jax.training.rollout import Rollout, outcome_of
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import Batch, TrainState
 
@@ -231,17 +231,25 @@ def test_metrics_of_tokens_do_not_depend_on_minibatches(tmp_path):
 # ---- corrections
 
 
-def a_rollout(old_logprobs, sampler_logprobs, truncated_logprobs=None):
+def an_outcome(old_logprobs, sampler_logprobs, truncated_logprobs=None):
     """One prompt, two completions of two tokens; the second has one token and no end."""
     mask = np.array([[[True, True], [True, False]]])
     completions = Completions(
         np.zeros((1, 2, 2), np.int32), mask, sampler_logprobs, truncated_logprobs, np.array([[False, True]])
     )
-    rollout = Rollout(prompts(0), completions, [], np.zeros((1, 2)), np.ones((1, 2), bool), {}, {})
+    rollout = Rollout(
+        prompts(0),
+        completions,
+        [],
+        np.zeros((1, 2)),
+        np.ones((1, 2), bool),
+        {"reward": np.zeros((1, 2))},
+        {"reward": 1.0},
+    )
     batch = Batch(
         None, None, None, mask, None, advantages=np.array([[2.0, -1.0]], np.float32), old_logprobs=old_logprobs
     )
-    return batch, rollout
+    return batch, outcome_of(rollout)
 
 
 @pytest.mark.parametrize(
@@ -258,17 +266,17 @@ def test_corrections_by_hand(correction, expected, mean):
     old_logprobs = np.log(np.array([[[0.8, 0.2], [0.1, 0.9]]], np.float32))
     sampler_logprobs = np.log(np.array([[[0.2, 0.25], [0.4, 0.1]]], np.float32))
     config = dataclasses.replace(CONFIG, correction=correction)
-    batch, logs = corrected(*a_rollout(old_logprobs, sampler_logprobs), config)
+    batch, logs = corrected(*an_outcome(old_logprobs, sampler_logprobs), config)
     np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
     assert logs == ({} if mean is None else {"correction": pytest.approx(mean, rel=1e-5)})
     # What was sampled from, where that was less than the whole softmax.
-    batch, _ = corrected(*a_rollout(old_logprobs, old_logprobs, sampler_logprobs), config)
+    batch, _ = corrected(*an_outcome(old_logprobs, old_logprobs, sampler_logprobs), config)
     np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
 
 
 def test_truncated_completions_leave_the_loss_but_not_the_baseline():
-    batch, rollout = a_rollout(*np.zeros((2, 1, 2, 2), np.float32))
-    kept, _ = corrected(batch, rollout, dataclasses.replace(CONFIG, mask_truncated=True))
+    batch, outcome = an_outcome(*np.zeros((2, 1, 2, 2), np.float32))
+    kept, _ = corrected(batch, outcome, dataclasses.replace(CONFIG, mask_truncated=True))
     np.testing.assert_array_equal(kept.completion_mask, [[[True, True], [False, False]]])
     np.testing.assert_array_equal(kept.advantages, batch.advantages)
 
@@ -290,62 +298,70 @@ def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
 # ---- several rewards
 
 
-def threes_and_length(examples, completions):
+def hundreds_of_tokens(examples, completions):
     """A reward of another scale, which does not apply to empty completions."""
     return [100.0 * len(text) if text else None for text in completions]
 
 
 COMPONENTS = {
     "threes": Component(says_three, 0.7),
-    "length": Component(threes_and_length, 0.3),
+    "length": Component(hundreds_of_tokens, 0.3),
     "watched": Component(lambda examples, texts: [9.0 * text.count("1") for text in texts], 0.0),
 }
 BY_COMPONENT = dataclasses.replace(CONFIG, advantages_of="components")
 
 
-def advantages_of_run(path, programs, rewards, config=BY_COMPONENT, **given):
-    """Rollouts and advantages of two steps that compare components."""
+def judged_steps(path, programs, rewards, config=BY_COMPONENT, **functions):
+    """Outcomes and advantages of two steps, by the programs of a run that compares components or by those given."""
     task, config, seen = TASK._replace(reward=COMPONENTS), dataclasses.replace(config, steps=2), []
-    of_components = make_programs(POLICY, task, config, **given).advantages
+    programs = programs._replace(advantages=make_programs(POLICY, task, config).advantages)._replace(**functions)
 
     def recorded(*args):
-        result = of_components(*args)
-        seen.append((args[2], result[1]))
+        result = programs.advantages(*args)
+        seen.append((args[0], result[1]))
         return result
 
-    programs = programs._replace(advantages=recorded)
-    train(POLICY, PARAMS, task, config, open_run(path, config), programs=programs, reward=rewards)
-    return seen
+    run = open_run(path, config)
+    train(POLICY, PARAMS, task, config, run, programs=programs._replace(advantages=recorded), reward=rewards)
+    return seen, run
 
 
 def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_all(tmp_path, programs):
-    for rollout, advantages in advantages_of_run(tmp_path, programs, COMPONENTS):
-        rewards = np.stack([rollout.components[name] for name in ("threes", "length")])
-        assert np.isnan(rewards).any()
-        expected = gdpo_advantages(rewards, weights=jnp.array([0.7, 0.3]))
+    seen, run = judged_steps(tmp_path, programs, COMPONENTS)
+    for outcome, advantages in seen:
+        np.testing.assert_array_equal(outcome.weights, np.array([0.7, 0.3, 0], np.float32))
+        expected = gdpo_advantages(outcome.components[:2], weights=jnp.array([0.7, 0.3]))
         np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+    # What was compared is what the functions said of the completions.
+    group, (outcome, advantages) = run.lines("rollouts.jsonl")[0], seen[0]
+    texts = group["completions"]
+    np.testing.assert_allclose(outcome.components[0, 0], says_three([], texts), rtol=1e-6)
+    np.testing.assert_array_equal(outcome.components[1, 0], np.array(hundreds_of_tokens([], texts), np.float32))
+    np.testing.assert_allclose(group["advantages"], advantages[0], atol=1e-4)
+    assert np.isnan(np.concatenate([outcome.components[1] for outcome, _ in seen])).any()  # of empty completions
 
 
 def test_in_place_of_several_rewards_one_alone_is_standardised_and_whitened(tmp_path, programs):
-    for rollout, advantages in advantages_of_run(tmp_path, programs, says_three):
-        expected = whiten(group_advantages(rollout.rewards), eps=1e-6)
+    for outcome, advantages in judged_steps(tmp_path, programs, says_three)[0]:
+        expected = whiten(group_advantages(outcome.rewards), eps=1e-6)
         np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_function_of_ones_own_takes_the_components_and_their_weights(tmp_path, programs):
-    def first_alone(rewards, *, weights):
-        return weights[0] * rewards[0]
+    def best_of_both(outcome, batch, kl_coef):
+        by_row = jnp.nanmax(outcome.components * outcome.weights[:, None, None], axis=0)
+        return batch._replace(advantages=by_row), by_row, {}
 
-    seen = advantages_of_run(tmp_path, programs, COMPONENTS, of_components=first_alone)
-    for rollout, advantages in seen:
-        np.testing.assert_allclose(advantages, 0.7 * rollout.components["threes"], rtol=1e-6)
+    seen, run = judged_steps(tmp_path, programs, COMPONENTS, advantages=best_of_both)
+    for outcome, advantages in seen:
+        parts = np.nan_to_num(outcome.components[:2])
+        np.testing.assert_allclose(advantages, np.maximum(0.7 * parts[0], 0.3 * parts[1]), rtol=1e-6)
 
 
 def test_a_component_that_is_nan_stops_the_run(tmp_path, programs):
     broken = COMPONENTS | {"threes": Component(lambda examples, texts: [float("nan")] * len(texts))}
-    config = dataclasses.replace(BY_COMPONENT, max_skipped=1)
     with pytest.raises(FloatingPointError):
-        advantages_of_run(tmp_path, programs, broken, config=config)
+        judged_steps(tmp_path, programs, broken, config=dataclasses.replace(BY_COMPONENT, max_skipped=1))
 
 
 @pytest.mark.parametrize("reward", [says_three, {"a": Component(says_three), "b": Component(says_three, 0.0)}])

@@ -17,7 +17,7 @@ from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Completion, Prompts, Reward, Rewards, Task
 from grpo_jax.training.parallel import data_parallel
-from grpo_jax.training.state import Batch
+from grpo_jax.training.state import Array, Batch
 from grpo_jax.training.step import split_leading
 
 # (params, prompt_ids, prompt_mask, rows, temperature, key) -> Completions
@@ -36,6 +36,29 @@ class Rollout(NamedTuple):
     applicable: np.ndarray  # bool [N, G], whether any reward applies
     components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where it does not apply
     weights: dict[str, float]  # name -> its weight in the sum, 0 where it is only watched
+
+
+class Outcome(NamedTuple):
+    """What a rollout came to, as the arrays that advantages are made of."""
+
+    rewards: Array  # float32 [N, G]
+    applicable: Array  # bool [N, G]
+    truncated: Array  # bool [N, G], no token ended the completion
+    sampled_logprobs: Array  # [N, G, T], of what was sampled from: after top-k, top-p and min-p
+    # In the order in which rewards were given:
+    components: Array = None  # float32 [K, N, G], NaN where one does not apply or is only watched
+    weights: Array = None  # float32 [K]
+
+
+def outcome_of(rollout: "Rollout") -> Outcome:
+    """The outcome of a rollout."""
+    completions = rollout.completions
+    sampled = completions.truncated_logprobs
+    sampled = completions.sampler_logprobs if sampled is None else sampled
+    weights = np.array(list(rollout.weights.values()), np.float32)
+    components = np.stack([rollout.components[name] for name in rollout.weights])
+    components = np.where(weights[:, None, None] != 0, components, np.nan)
+    return Outcome(rollout.rewards, rollout.applicable, completions.truncated, sampled, components, weights)
 
 
 def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int = 1) -> Sampler:
@@ -162,18 +185,6 @@ def decode_groups(completions: Completions, task: Task) -> list[list[Completion]
 
     num_prompts, group_size = completions.truncated.shape
     return [[decode((i, j)) for j in range(group_size)] for i in range(num_prompts)]
-
-
-def weighted_components(rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-    """What an advantage function of several rewards compares, as `gdpo_advantages` takes it.
-
-    Returns:
-      Rewards float32 `[K, N, G]`, NaN where one does not apply or is only watched, and weights float32 `[K]`; both in
-      the order in which the rewards were given.
-    """
-    weights = np.array(list(rollout.weights.values()), np.float32)
-    rewards = np.stack([rollout.components[name] for name in rollout.weights])
-    return np.where(weights[:, None, None] != 0, rewards, np.nan), weights
 
 
 def group_temperatures(num_prompts: int, group_size: int, temperature: float, spread: float) -> np.ndarray:
