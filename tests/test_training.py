@@ -352,8 +352,7 @@ def test_a_function_of_ones_own_takes_the_components_and_their_weights(tmp_path,
         by_row = jnp.nanmax(outcome.components * outcome.weights[:, None, None], axis=0)
         return batch._replace(advantages=by_row), by_row, {}
 
-    seen, run = judged_steps(tmp_path, programs, COMPONENTS, advantages=best_of_both)
-    for outcome, advantages in seen:
+    for outcome, advantages in judged_steps(tmp_path, programs, COMPONENTS, advantages=best_of_both)[0]:
         parts = np.nan_to_num(outcome.components[:2])
         np.testing.assert_allclose(advantages, np.maximum(0.7 * parts[0], 0.3 * parts[1]), rtol=1e-6)
 
