@@ -210,10 +210,9 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     phases = {method: [phase_of(method, EQUAL, seed) for seed in seeds] for method in (*METHODS, "coin", "start")}
     runs = {method: {name: [scores[phase][name] for phase in phases[method]] for name in SCORES} for method in phases}
     rows = over_seeds(runs, first="gold", control="sum")
-    columns = (*SCORES, "difference", "wins")
-    table = {method: [cell(row, column) for column in columns] for method, row in rows.items()}
-    title = f"held-out scores at equal weights, {len(seeds)} seeds [95% interval]; difference of gold from the sum"
-    terminal.print_table(run, title, columns, table)
+    table = {method: [cell(row, column) for column in (*SCORES, "difference")] for method, row in rows.items()}
+    title = f"held-out scores at equal weights, {len(seeds)} seeds, with 95% intervals over seeds"
+    terminal.print_table(run, title, (*SCORES, "gold above the sum's"), table)
 
     def point(method: str, weight: float) -> tuple[float, float]:
         found = scores[phase_of(method, weight, config.seed)]

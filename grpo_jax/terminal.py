@@ -1,5 +1,6 @@
 """What a run shows at its end: in the terminal a table and a few groups; curves.png."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,10 +99,10 @@ def save_front(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(6, 6), layout="constrained")
-    # From the largest marker to the smallest, so that points in one place stay apart.
-    styles = (("s", "white", "-", 11), ("o", "0.7", "--", 8), ("^", "black", ":", 5))
-    for (method, found), (marker, fill, line, size) in zip(points.items(), styles, strict=False):
+    figure, axis = plt.subplots(figsize=(6, 6.5), layout="constrained")
+    # From the largest marker to the smallest, with the words on other sides, so that points in one place stay apart.
+    styles = (("s", "white", "-", 11, (0, 14)), ("o", "0.7", "--", 8, (0, -17)), ("^", "black", ":", 5, (10, 0)))
+    for (method, found), (marker, fill, line, size, offset) in zip(points.items(), styles, strict=False):
         front = pareto_front(list(found.values()))
         axis.plot(*zip(*front, strict=True), color="black", linestyle=line, linewidth=1)
         axis.plot(
@@ -112,12 +113,17 @@ def save_front(
             markersize=size,
             label=f"{method}: {hypervolume(front):.2f} of the square",
         )
+        places: dict[tuple[float, float], list[str]] = {}
         for label, point in found.items():
-            axis.annotate(label, point, xytext=(7, 5), textcoords="offset points", fontsize=7)
+            near = (place for place in places if math.dist(place, point) < 0.04)
+            places.setdefault(next(near, point), []).append(label)
+        for place, labels in places.items():
+            words, align = ", ".join(labels), "left" if offset[0] else "center"
+            axis.annotate(words, place, xytext=offset, textcoords="offset points", fontsize=7, ha=align, va="center")
     for (name, point), marker in zip(marks.items(), ("x", "+", "*"), strict=False):
         axis.plot(*point, marker, color="black", label=name)
-    axis.set(xlim=(0, 1.05), ylim=(0, 1.05), xlabel=names[0], ylabel=names[1])
+    axis.set(xlim=(0, 1.08), ylim=(0, 1.08), xlabel=names[0], ylabel=names[1])
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, loc="lower left")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
     figure.savefig(run.path / "front.png", dpi=120)
     plt.close(figure)
