@@ -196,7 +196,7 @@ def deviations(programs: Programs, params: Params, task: Task, config: Config) -
     temperature = group_temperatures(config.num_prompts, config.algorithm.group_size, 1.0, 0.0)
     key = step_key(config.seed, 3, 0)
     rollout = roll_out(programs.sampler, params, task.prompts(0), task, task.reward, temperature, key)
-    return tuple(float(rollout.components[name].std(-1).mean()) for name in ("own", "order"))
+    return tuple(float(rollout.components[name].std(-1).mean()) or 1.0 for name in ("own", "order"))
 
 
 def means(held: Held) -> dict[str, float]:
