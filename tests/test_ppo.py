@@ -393,6 +393,7 @@ def test_policy_and_critic_have_their_own_rates(tmp_path):
         ({"preset": "rloo"}, "one ratio a completion"),
         ({"divergence": "full"}, "kl_in_reward False"),
         ({"divergence": "full", "kl_in_reward": False, "kl_coef": 0.0}, "divergence full"),
+        ({"advantages_of": "components"}, "advantages_of"),
         ({"num_prompts": 6, "microbatches": 4}, "num_prompts"),
     ],
 )
