@@ -115,6 +115,10 @@ class GRPOConfig:
     stays the start."""
     ref_mixup_alpha: float = 1.0
     """How far it moves: 1 makes it the policy, less a moving average (TR-DPO, 2404.09656, has 0.6)."""
+    advantages_of: Literal["sum", "components"] = "sum"
+    """What is compared within a group: the weighted sum of the rewards, by the preset's advantage; or each reward by
+    itself, whose standardised values are then added with the weights and whitened over the rollout (GDPO,
+    2601.05242), so that none is drowned by another's scale."""
     epsilon_low: float | None = None
     """How far below 1 the ratio may go; None: the preset's."""
     epsilon_high: float | None = None
@@ -232,6 +236,10 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
     Raises:
       UsageError: one sentence that says what to change.
     """
+    _require(
+        config.advantages_of == "sum",
+        'advantages_of "components" compares completions of a group, but PPO has a critic of the sum: take "sum"',
+    )
     validate(config, num_devices=num_devices, compares_groups=False)
     group_size = config.algorithm.group_size
     for name in ("gamma", "gae_lambda"):
@@ -318,6 +326,16 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
         config.divergence == "preset" or (algorithm.kl_coef > 0 and not algorithm.kl_in_reward),
         f"divergence {config.divergence} is a term of the loss: set kl_coef above 0, and take a preset whose KL is not "
         "in the reward, or for PPO kl_in_reward False",
+    )
+    _require(
+        config.advantages_of == "sum" or config.max_rollouts == 1,
+        f"max_rollouts is {config.max_rollouts}, but dynamic sampling drops groups by one number, which with "
+        'advantages_of "components" may teach by another: set it to 1, or advantages_of to "sum"',
+    )
+    _require(
+        config.advantages_of == "sum" or not (algorithm.kl_in_reward and algorithm.kl_coef > 0),
+        f"preset {config.preset} takes its KL off the sum of the rewards, but advantages_of is components: set kl_coef "
+        "to 0, or take a preset with the KL in its loss",
     )
     _require(
         config.kl_target is None or (config.kl_target > 0 and algorithm.kl_in_reward and algorithm.kl_coef > 0),

@@ -13,6 +13,7 @@ from grpo_jax.config import Divergence, GRPOConfig, validate
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     adaptive_kl_coef,
+    gdpo_advantages,
     keep_rows,
     kl_penalized_rewards,
     masked_sum,
@@ -204,8 +205,12 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
 
     def advantages(outcome: Outcome, batch: Batch, kl_coef: Array):
         rewards, penalty, batch = penalised_rewards(outcome.rewards, batch, algorithm, kl_coef)
-        lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
-        by_row = algorithm.advantages(rewards, lengths, where=outcome.applicable)
+        if config.advantages_of == "components":
+            by_row = gdpo_advantages(outcome.components, weights=outcome.weights)
+            by_row = jnp.where(jnp.isnan(rewards), jnp.nan, by_row)  # a reward that is NaN stays visible
+        else:
+            lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
+            by_row = algorithm.advantages(rewards, lengths, where=outcome.applicable)
         batch, correction = corrected(batch._replace(advantages=by_row), outcome, config)
         return batch, by_row, penalty | correction
 
@@ -354,14 +359,18 @@ def check_task(task: Task, config: GRPOConfig) -> None:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
         )
-    if config.filter_metric:
-        rewards = task.reward if isinstance(task.reward, Mapping) else {}
-        counting = [name for name, component in rewards.items() if component.weight]
-        if config.filter_metric not in counting:
-            raise UsageError(
-                f'filter_metric "{config.filter_metric}" is no reward with a weight; such are: '
-                f"{', '.join(counting) or 'none, for the reward has no parts'}"
-            )
+    rewards = task.reward if isinstance(task.reward, Mapping) else {}
+    counting = [name for name, component in rewards.items() if component.weight]
+    if config.advantages_of == "components" and len(counting) < 2:
+        raise UsageError(
+            'advantages_of "components" compares several rewards, but fewer than two of this task have a weight: give '
+            'more of them, or take "sum"'
+        )
+    if config.filter_metric and config.filter_metric not in counting:
+        raise UsageError(
+            f'filter_metric "{config.filter_metric}" is no reward with a weight; such are: '
+            f"{', '.join(counting) or 'none, for the reward has no parts'}"
+        )
 
 
 def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
