@@ -6,8 +6,8 @@ pairs of the start, trains the reward model once and the policy on it; "online" 
 rounds, on pairs of the policy as it is, trains the reward model on with a tenth of the earlier pairs, and goes on
 (iterated RLHF, 2204.05862; the rounds of GRPO's paper, 2402.03300). Words of the start are short and repeat few
 letters, so that its pairs hardly show what repetitions and long words cost. Beside them: the start, GRPO on a coin
-toss, and on gold itself. There is no KL, so nothing but the reward model holds a policy; `--kl-coef 0.04 --ref-sync-steps 30`
-holds it to the policy of the round, as that paper does.
+toss, and on gold itself. There is no KL: nothing but the reward model holds a policy. `--kl-coef 0.04
+--ref-sync-steps 30` holds it to the policy of the round, as that paper does.
 
 RESULT Left out: people as judges, larger reward models and ensembles of them.
 
