@@ -140,6 +140,43 @@ def split_preferences(
     return training, heldout
 
 
+def opening(prompt: str | list[Message]) -> str | list[Message]:
+    """How a dialogue begins: a transcript up to the assistant's first turn, messages up to the user's first."""
+    if isinstance(prompt, str):
+        return prompt.split(ASSISTANT)[0]
+    return prompt[: next((i for i, message in enumerate(prompt, 1) if message["role"] == "user"), len(prompt))]
+
+
+def question(prompt: str | list[Message]) -> str:
+    """What the user said last."""
+    if isinstance(prompt, str):
+        return _TURN.split(prompt.removesuffix(ASSISTANT))[-1].strip()
+    return prompt[-1]["content"]
+
+
+def parts_of(preferences: Sequence[Preference], number: int) -> list[list[Preference]]:
+    """Parts of about equal size, by a hash of how dialogues begin: what continues one dialogue is in one part.
+
+    Data sets have several pairs from different turns of a dialogue, whose prompts differ.
+
+    Args:
+      preferences: all.
+      number: of parts.
+
+    Returns:
+      The parts.
+
+    Raises:
+      UsageError: one of them would be empty.
+    """
+    parts: list[list[Preference]] = [[] for _ in range(number)]
+    for pair in preferences:
+        parts[int(number * place(opening(pair.prompt)))].append(pair)
+    if not all(parts):
+        raise UsageError(f"{len(preferences)} pairs do not fill {number} parts: give more")
+    return parts
+
+
 def encode_preferences(
     tokenizer: Any,
     preferences: Sequence[Preference],

@@ -1,0 +1,434 @@
+"""SFT, reward model, then PPO and GRPO from the same start: what does a judge that neither has seen say?
+
+Pairs are in thirds, by a hash of how their dialogues begin. On the first are trained the policy (SFT, on the chosen
+answers), the reward model (from the SFT policy), and from the same start on the same prompts PPO, GRPO, and GRPO on a
+coin toss, the control. On the second is trained the judge, another reward model, once. The third is held out: its pairs
+say how good both models are, its prompts are answered and judged. Per seed everything but the judge is trained anew.
+
+PPO and GRPO share prompts, completions a step, longest completion, learning rate, surrogate, weights, and the KL term
+in the loss (k3 to the SFT policy): they differ in the advantages, of a critic that starts from the reward model, or of
+groups. `--kl-in-reward True` moves the KL of both into the reward.
+
+The table: the judge's score in standard deviations of the SFT policy's answers, and how often it prefers an answer to
+the SFT policy's for the same prompt (harmlessness, as far as that judge can tell); two rules, analogues of helpfulness
+and honesty (`grpo_jax/tasks/dialogue.py`), which were written before the first run; length, and how much of the score's
+change it explains by the slope among SFT answers. Two rows need no training: of the SFT policy's answers to a prompt
+the shortest, and the one that the reward model likes best.
+
+A quarter-million parameters and 770 pairs make a reward model that is hardly better than a coin, so a better score says
+that the policy found what two such models have in common, not that it is harmless. Left out: people, helpfulness pairs,
+several rounds of collecting pairs.
+
+  python -m experiments.hh_rlhf --model DIR --data FILE.jsonl.gz
+
+At another scale the same with other options, such as --chat True --lora-rank 16 --dtype bfloat16
+--max-prompt-tokens 512 --max-tokens 256 --num-prompts 64 --microbatches 16 --learning-rate 1e-5.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from experiments.common import cell, evaluate_heldout
+from experiments.judging import (
+    SFT,
+    agreement,
+    compared,
+    pair_numbers,
+    phase_tokens,
+    sampled,
+    samples_text,
+    shorter,
+    step_seconds,
+)
+from grpo_jax import cli, terminal
+from grpo_jax.config import ModelOptions, PPOConfig, Preset
+from grpo_jax.errors import UsageError
+from grpo_jax.models import heads, lora
+from grpo_jax.models.heads import add_head
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.learned import RewardModel, reward_function
+from grpo_jax.tasks.dataset import text_task
+from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
+from grpo_jax.tasks.packing import Packed, pack, packed_batches, packed_pieces
+from grpo_jax.tasks.preferences import EncodedPairs, Preference, encode_preferences, parts_of, read_preferences
+from grpo_jax.tasks.task import Component, Reward, Task, random_reward
+from grpo_jax.training.evaluate import Evaluation
+from grpo_jax.training.grpo import Programs, make_programs, train
+from grpo_jax.training.parallel import num_devices, replicate
+from grpo_jax.training.ppo import ActorCritic, add_critic, critic_policy, make_ppo_programs
+from grpo_jax.training.pretrained import Loaded, keep_description, load_model
+from grpo_jax.training.reward_model import pair_batches, score_pairs, train_reward_model
+from grpo_jax.training.run import RunFolder, write_json, write_text
+from grpo_jax.training.sft import mean_nll, train_sft
+from grpo_jax.training.state import TrainState
+from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.throughput import forward_flops, held_bytes, update_flops
+
+METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
+CURVES = (
+    ("reward_learned", "reward model's score"),
+    ("reward_judge", "the judge's score"),
+    ("kl", "KL to SFT, nats a token"),
+    ("length_mean", "tokens of an answer"),
+    ("entropy", "entropy"),
+)
+WARMUP_STEPS = 10  # of SFT and reward models
+
+
+@dataclass(frozen=True)
+class Config(PPOConfig, ModelOptions, cli.RunConfig):
+    """Options of the run; PPO and GRPO take theirs from the same fields."""
+
+    data: str = ""
+    """File, folder or hub id of preferences."""
+    chat: bool = False
+    """Transcripts become chat messages, for the tokenizer's chat template."""
+    seeds: int = 3
+    """Runs, with this seed and the following."""
+    num_heldout: int = 256
+    """Held-out prompts that are answered and judged, at most; all held-out pairs test the reward models."""
+    sft_steps: int = 200
+    """Optimizer steps of SFT."""
+    sft_rows: int = 8
+    """Rows of a step of SFT, each packed with several dialogues."""
+    sft_learning_rate: float = 1e-3
+    """Peak learning rate of SFT."""
+    reward_model_steps: int = 96
+    """Optimizer steps of either reward model."""
+    num_pairs: int = 16
+    """Pairs of such a step."""
+    reward_model_learning_rate: float = 3e-4
+    """Peak learning rate of either reward model."""
+    critic: Literal["reward_model", "policy"] = "reward_model"
+    """What the critic of PPO starts from; the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
+    preset: Preset = "grpo"
+    steps: int = 40
+    num_prompts: int = 16
+    group_size: int | None = 8
+    max_tokens: int = 48
+    max_prompt_tokens: int | None = 64
+    overlong: Literal["drop", "truncate"] = "truncate"
+    kl_coef: float | None = 0.05
+    kl_in_reward: bool = False
+    learning_rate: float = 3e-4
+    critic_learning_rate: float = 1e-3
+    old_logprobs: Literal["recompute", "sampler"] = "sampler"
+    checkpoint_every: int = 20
+    run_dir: Path = Path("runs/hh_rlhf")
+
+
+class Thirds(NamedTuple):
+    """Training, the judge's, held out."""
+
+    preferences: list[list[Preference]]
+    pairs: list[EncodedPairs]
+    rows: list[Packed]  # of prompts and chosen answers, for SFT
+
+
+class Seed(NamedTuple):
+    """What was trained with one seed, and how it answers the held-out prompts."""
+
+    answers: dict[str, Evaluation]  # row of the table -> answers
+    nll: dict[str, float]  # of the held-out chosen answers, before and after SFT, nats a token
+    reward_model: RewardModel
+    costs: dict[str, dict[str, float]]
+
+
+def main(config: Config) -> None:
+    """Judge, and for each seed SFT, reward model, PPO, GRPO and control; tables, answers to read, curves."""
+    started = time.perf_counter()
+    if not config.data:
+        raise UsageError("--data is needed: name a file of preferences")
+    if config.seeds < 1:
+        raise UsageError(f"seeds is {config.seeds}: it must be at least 1")
+    model = load_model(config, seed=config.seed)
+    thirds = split_and_encode(read_preferences(config.data, chat=config.chat)[0], model, config)
+    seeds = range(config.seed, config.seed + config.seeds)
+    configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
+    tasks = [dialogue_task(thirds, model, one) for one in configs]
+    grpo = make_programs(model.policy, tasks[0], config)
+    ppo = make_ppo_programs(model.policy, critic_policy(model.pretrained.config), tasks[0], config)
+    # PPO samples and scores as GRPO does: what is compiled for one serves both.
+    programs = {"ppo": ppo._replace(sampler=grpo.sampler, scorer=grpo.scorer), "grpo": grpo, "control": grpo}
+    run = cli.open_run(config)
+    keep_description(run, model, config)
+    start = replicate(model.params, num_devices(config.devices))
+    judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
+    found = [
+        run_seed(start, judge, thirds, task, programs, model, one, run)
+        for task, one in zip(tasks, configs, strict=True)
+    ]
+    results = summarised(found, judge, thirds)
+    write_json(run.path / "results.json", results)
+    prompts = [example["prompt"] for example in tasks[0].heldout.examples]
+    write_text(run.path / "samples.md", samples_text(found[0].answers, prompts, 20))
+    phases = {title: [f"{name}_{seed}" for seed in seeds] for name, title in METHODS.items()}
+    times = {title: step_seconds(run, names) for title, names in phases.items()}
+    write_json(run.path / "step_times.json", times)
+    print_tables(run, results, times)
+    terminal.save_curves(run, CURVES, phases)
+    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)
+
+
+# ---- data
+
+
+def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: Config) -> Thirds:
+    """The thirds as text and as tokens. For SFT an answer that is not cut at T ends with EOS."""
+    loaded, parts = model.pretrained, parts_of(preferences, 3)
+
+    def encode(part: Sequence[Preference]) -> EncodedPairs:
+        return encode_preferences(
+            loaded.tokenizer,
+            part,
+            eos_ids=loaded.eos_ids,
+            max_prompt_tokens=config.max_prompt_tokens,
+            max_tokens=config.max_tokens,
+            overlong=config.overlong,
+        )
+
+    def packed(part: EncodedPairs) -> Packed:
+        answers = [[*chosen, loaded.eos_ids[-1]][: config.max_tokens] for chosen, _ in part.answers]
+        longest = max(len(prompt) + len(answer) for prompt, answer in zip(part.prompts, answers, strict=True))
+        return pack(part.prompts, answers, width=2 * longest)
+
+    pairs = [encode(part) for part in parts]
+    return Thirds(parts, pairs, [packed(part) for part in pairs])
+
+
+def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
+    """Prompts of the first third to train on, of the last to be judged on; its reward is put in by `run_seed`."""
+    return text_task(
+        model.pretrained.tokenizer,
+        model.pretrained.eos_ids,
+        dialogue_rows(thirds.preferences[0]),
+        vocab_size=model.pretrained.config.vocab_size,
+        num_prompts=config.num_prompts,
+        seed=config.seed,
+        reward=taken_up,
+        heldout_rows=dialogue_rows(thirds.preferences[2]),
+        num_heldout=config.num_heldout,
+        max_prompt_tokens=config.max_prompt_tokens,
+        overlong=config.overlong,
+    )
+
+
+# ---- training
+
+
+def run_seed(
+    start: Params,
+    judge: RewardModel,
+    thirds: Thirds,
+    task: Task,
+    programs: Mapping[str, Programs],
+    model: Loaded,
+    config: Config,
+    run: RunFolder,
+) -> Seed:
+    """Everything that is trained with one seed, and answers to the held-out prompts before and after."""
+    seed, shape = config.seed, model.pretrained.config
+    sft, costs = start, dict[str, dict[str, float]]()
+    sft, costs[SFT] = fit_sft(start, thirds.rows[0], model, config, run)
+    learned, costs["reward model"] = fit_reward_model(sft, thirds.pairs[0], model, config, run, f"reward_model_{seed}")
+    scorers = {"learned": as_reward(learned, config), "judge": as_reward(judge, config)}
+    rules: dict[str, Reward] = {"taken_up": taken_up, "candid": candid}
+    task = task._replace(reward={name: Component(reward) for name, reward in (scorers | rules).items()})
+
+    def answered(params: Params) -> Evaluation:
+        with run.console.status("answering held-out prompts"):
+            return evaluate_heldout(programs["grpo"], params, task, config, run)[0]
+
+    answers = {SFT: answered(sft)}
+    for name, title in METHODS.items():
+        params: Any = sft
+        if name == "ppo":
+            critic = learned.params if config.critic == "reward_model" else add_critic(shape, sft).critic
+            params = ActorCritic(sft, critic)
+        watched = {key: Component(timed(run, key, reward), 0.0) for key, reward in scorers.items()}
+        rewards = (
+            {**watched, "coin": Component(random_reward(seed))}
+            if name == "control"
+            else watched | {"learned": watched["learned"]._replace(weight=1.0)}
+        )
+        phase = f"{name}_{seed}"
+        state = train(model.policy, params, task, config, run, phase=phase, reward=rewards, programs=programs[name])
+        frozen = programs[name].split(params)[1]
+        answers[title] = answered(programs[name].actor(state.params, frozen))
+        costs[title] = cost_of_phase(run, phase, state, params, frozen, learned, config)
+    nll = {
+        name: mean_nll(model.policy, params, packed_pieces(thirds.rows[2], config.sft_rows))
+        for name, params in (("before", start), ("after", sft))
+    }
+    return Seed(answers, nll, learned, costs)
+
+
+def fit_sft(
+    start: Params, rows: Packed, model: Loaded, config: Config, run: RunFolder
+) -> tuple[Params, dict[str, float]]:
+    """The policy after SFT on chosen answers, and what that cost."""
+    batches = packed_batches(rows, config.sft_rows, config.seed)
+    phase = SupervisedConfig(
+        config.sft_steps,
+        config.sft_learning_rate,
+        warmup_steps=WARMUP_STEPS,
+        decay="linear",
+        microbatches=config.microbatches,
+        devices=config.devices,
+    )
+    state = train_sft(model.policy, start, batches, phase, run, phase=f"sft_{config.seed}")
+    frozen = lora.split(start)[1]
+    tokens = sum(int((batches(step).texts > 0).sum()) for step in range(config.sft_steps))
+    return lora.join(state.params, frozen), supervised_cost(state, frozen, tokens)
+
+
+def fit_reward_model(
+    start: Params, pairs: EncodedPairs, model: Loaded, config: Config, run: RunFolder, phase: str
+) -> tuple[RewardModel, dict[str, float]]:
+    """A reward model that starts from these parameters, and what it cost."""
+    loaded = model.pretrained
+    shape, params = add_head(loaded.config, start)
+    batches = pair_batches(pairs, config.num_pairs, config.seed)
+    options = SupervisedConfig(
+        config.reward_model_steps,
+        config.reward_model_learning_rate,
+        warmup_steps=WARMUP_STEPS,
+        decay="linear",
+        weight_decay=0.1,
+        microbatches=config.microbatches,
+        devices=config.devices,
+    )
+    state = train_reward_model(decoder_policy(shape), params, batches, options, run, phase=phase)
+    frozen = heads.split(params)[1]
+    masks = [mask for step in range(options.steps) for mask in batches(step)[1:4:2]]
+    cost = supervised_cost(state, frozen, sum(int(mask.sum()) for mask in masks))
+    trained = heads.join(state.params, frozen)
+    return RewardModel(shape, trained, loaded.tokenizer, loaded.eos_ids, loaded.folder), cost
+
+
+def as_reward(model: RewardModel, config: Config) -> Reward:
+    """The model as a reward, at the shape of a rollout."""
+    return reward_function(
+        model,
+        batch_size=config.num_prompts * config.algorithm.group_size,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_tokens=config.max_tokens,
+    )
+
+
+def timed(run: RunFolder, name: str, reward: Reward) -> Reward:
+    """The reward, whose seconds times.jsonl then has as `name`_s; they are also part of rollout_s."""
+
+    def measured(examples, completions):
+        with run.timed(name):
+            return reward(examples, completions)
+
+    return measured
+
+
+# ---- what it cost, and what it came to
+
+
+def supervised_cost(state: TrainState, frozen: Any, tokens: int) -> dict[str, float]:
+    """Tokens, operations and bytes of a phase on given data."""
+    flops = update_flops(state.params, frozen, tokens)
+    return {"sampled_tokens": 0, "trained_tokens": tokens, "flops": flops, "held_bytes": held_bytes(state, frozen)}
+
+
+def cost_of_phase(
+    run: RunFolder, phase: str, state: TrainState, params: Any, frozen: Any, learned: RewardModel, config: Config
+) -> dict[str, float]:
+    """The same of a phase on rollouts: sampling, scoring, rewards and updates, without the judge that watches.
+
+    Bytes are those of the trained parameters with their optimizer, the start (the reference), and the reward model.
+    """
+    sampled_tokens, trained_tokens = phase_tokens(run, phase)
+    once = trained_tokens // config.epochs  # each completion, and a prompt for each group
+    policy = params.policy if isinstance(params, ActorCritic) else params
+    passes = 1 + (config.old_logprobs == "recompute") + (config.algorithm.kl_coef > 0)
+    flops = passes * forward_flops(policy, once) + update_flops(state.params, frozen, trained_tokens)
+    flops += forward_flops(params.critic, once) if isinstance(params, ActorCritic) else 0
+    rewards = () if phase.startswith("control") else (learned.params,)
+    flops += sum(forward_flops(model, once) for model in rewards)
+    held = held_bytes(state, frozen, policy, *rewards)
+    return {"sampled_tokens": sampled_tokens, "trained_tokens": trained_tokens, "flops": flops, "held_bytes": held}
+
+
+def summarised(found: Sequence[Seed], judge: RewardModel, thirds: Thirds) -> dict[str, Any]:
+    """What results.json holds: nothing that differs when a run is resumed."""
+    pairs = thirds.pairs[2]
+
+    def scores(model: RewardModel):
+        return score_pairs(model.config, model.params, pairs)
+
+    of_judge, of_learned = scores(judge), [scores(one.reward_model) for one in found]
+    models = {f"reward model, seed {i}": values for i, values in enumerate(of_learned)} | {
+        "judge": of_judge,
+        "the shorter one": shorter(pairs),
+    }
+    agreements = [
+        agreement(values, of_judge, pairs, sampled(one.answers[SFT]))
+        for values, one in zip(of_learned, found, strict=True)
+    ]
+    return {
+        "pairs": dict(zip(("training", "judge", "heldout"), map(len, thirds.preferences), strict=True)),
+        "prompts": len(found[0].answers[SFT].texts),
+        **compared([one.answers for one in found], METHODS["control"]),
+        "reward_models": {name: pair_numbers(values) for name, values in models.items()},
+        "agreement": {name: [one[name] for one in agreements] for name in agreements[0]},
+        "nll": {name: [one.nll[name] for one in found] for name in ("before", "after")},
+        "costs": {name: [one.costs[name] for one in found] for name in found[0].costs},
+    }
+
+
+def print_tables(run: RunFolder, results: Mapping[str, Any], times: Mapping[str, Mapping[str, float]]) -> None:
+    """Reward models, the judge's table, the rules' table, and costs."""
+
+    def show(title: str, columns: Mapping[str, str], rows: Mapping[str, Mapping[str, float]]) -> None:
+        cells = {name: [cell(row, key) for key in columns] for name, row in rows.items()}
+        terminal.print_table(run, title, tuple(columns.values()), cells)
+
+    sizes, rows = results["pairs"], results["rows"]
+    names = {"accuracy": "accuracy", "nll": "NLL", "calibration_error": "calibration error"}
+    show(f"reward models on {sizes['heldout']} held-out pairs ({sizes})", names, results["reward_models"])
+    for name, values in (results["agreement"] | {f"SFT's NLL {key}": x for key, x in results["nll"].items()}).items():
+        run.console.print(f"{name}: {' '.join(f'{value:.3f}' for value in values)}", highlight=False)
+    title = f"{results['prompts']} held-out prompts, means over seeds with 95% intervals"
+    show(
+        f"harmlessness, as the judge has it: {title}",
+        {
+            "judge": "score, sd of SFT",
+            "by_length": "of it by length",
+            "win_rate": "wins over SFT",
+            "difference": "less coin toss",
+        },
+        rows,
+    )
+    show(
+        "analogues by rules",
+        {"taken_up": "helpful: taken up", "candid": "honest: candid", "length": "tokens", "ended": "ended"},
+        rows,
+    )
+    first = {name: values[0] for name, values in results["costs"].items()}
+    table = {
+        name: [
+            f"{cost['sampled_tokens']:,.0f}",
+            f"{cost['trained_tokens']:,.0f}",
+            f"{cost['flops'] / 1e12:.2f} ({cost['flops'] / first[SFT]['flops']:.1f}x)",
+            f"{cost['held_bytes'] / 2**20:.1f}",
+            *(f"{times[name][key]:.3f}" if name in times else "" for key in ("seconds_a_step", "reward_share")),
+        ]
+        for name, cost in first.items()
+    }
+    columns = ("sampled tokens", "trained", "TFLOP (x SFT)", "MiB held", "s a step", "reward's share")
+    terminal.print_table(run, "cost of a seed", columns, table)
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)
