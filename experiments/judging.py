@@ -34,8 +34,8 @@ def picked(answers: Answers, scores: np.ndarray) -> Answers:
 def judged(answers: Answers, start: Answers) -> dict[str, np.ndarray]:
     """One number a prompt, `[M]`: scores in standard deviations of the start's answers, and the rest as it is.
 
-    `win_rate` is how often the judge prefers an answer to one of the start's to the same prompt, over all n × n pairs, a
-    tie half. `by_length` is what the judge's score would have changed by if it were linear in the length, with the
+    `win_rate` is how often the judge prefers an answer to one of the start's to the same prompt, over all n × n pairs,
+    a tie half. `by_length` is what the judge's score would have changed by if it were linear in the length, with the
     slope of the start's answers within their prompts.
 
     Args:
