@@ -7,7 +7,7 @@ say how good both models are, its prompts are answered and judged. Per seed ever
 
 PPO and GRPO share prompts, completions a step, longest completion, learning rate, surrogate, weights, and the KL term
 in the loss (k3 to the SFT policy): they differ in the advantages, of a critic that starts from the reward model, or of
-groups. `--kl-in-reward True` moves the KL of both into the reward.
+groups. `--kl-in-reward` moves the KL of both into the reward.
 
 The table: the judge's score in standard deviations of the SFT policy's answers, and how often it prefers an answer to
 the SFT policy's for the same prompt (harmlessness, as far as that judge can tell); two rules, analogues of helpfulness
@@ -21,7 +21,7 @@ several rounds of collecting pairs.
 
   python -m experiments.hh_rlhf --model DIR --data FILE.jsonl.gz
 
-At another scale the same with other options, such as --chat True --lora-rank 16 --dtype bfloat16
+At another scale the same with other options, such as --chat --lora-rank 16 --dtype bfloat16
 --max-prompt-tokens 512 --max-tokens 256 --num-prompts 64 --microbatches 16 --learning-rate 1e-5.
 """
 
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments.common import cell, evaluate_heldout
+from experiments.common import cell, evaluate_heldout, learn
 from experiments.judging import (
     SFT,
     agreement,
@@ -58,7 +58,7 @@ from grpo_jax.tasks.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.tasks.preferences import EncodedPairs, Preference, encode_preferences, parts_of, read_preferences
 from grpo_jax.tasks.task import Component, Reward, Task, random_reward
 from grpo_jax.training.evaluate import Evaluation
-from grpo_jax.training.grpo import Programs, make_programs, train
+from grpo_jax.training.grpo import Programs, make_programs
 from grpo_jax.training.parallel import num_devices, replicate
 from grpo_jax.training.ppo import ActorCritic, add_critic, critic_policy, make_ppo_programs
 from grpo_jax.training.pretrained import Loaded, keep_description, load_model
@@ -88,8 +88,8 @@ class Config(PPOConfig, ModelOptions, cli.RunConfig):
     """File, folder or hub id of preferences."""
     chat: bool = False
     """Transcripts become chat messages, for the tokenizer's chat template."""
-    seeds: int = 3
-    """Runs, with this seed and the following."""
+    num_seeds: int = 3
+    """Seeds, from `seed` on."""
     num_heldout: int = 256
     """Held-out prompts that are answered and judged, at most; all held-out pairs test the reward models."""
     sft_steps: int = 200
@@ -104,8 +104,8 @@ class Config(PPOConfig, ModelOptions, cli.RunConfig):
     """Pairs of such a step."""
     reward_model_learning_rate: float = 3e-4
     """Peak learning rate of either reward model."""
-    critic: Literal["reward_model", "policy"] = "reward_model"
-    """What the critic of PPO starts from; the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
+    critic_start: Literal["reward_model", "policy"] = "reward_model"
+    """What the critic of PPO starts from: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
     preset: Preset = "grpo"
     steps: int = 40
     num_prompts: int = 16
@@ -130,25 +130,33 @@ class Thirds(NamedTuple):
     rows: list[Packed]  # of prompts and chosen answers, for SFT
 
 
+class Shared(NamedTuple):
+    """What all seeds have in common."""
+
+    model: Loaded
+    start: Params  # of SFT
+    thirds: Thirds
+    judge: RewardModel
+    programs: dict[str, Programs]  # phase -> its functions
+    run: RunFolder
+
+
 class Seed(NamedTuple):
     """What was trained with one seed, and how it answers the held-out prompts."""
 
     answers: dict[str, Evaluation]  # row of the table -> answers
     nll: dict[str, float]  # of the held-out chosen answers, before and after SFT, nats a token
     reward_model: RewardModel
-    costs: dict[str, dict[str, float]]
+    costs: dict[str, dict[str, float]]  # row of the table -> tokens, operations, bytes
 
 
 def main(config: Config) -> None:
     """Judge, and for each seed SFT, reward model, PPO, GRPO and control; tables, answers to read, curves."""
     started = time.perf_counter()
-    if not config.data:
-        raise UsageError("--data is needed: name a file of preferences")
-    if config.seeds < 1:
-        raise UsageError(f"seeds is {config.seeds}: it must be at least 1")
+    check(config)
     model = load_model(config, seed=config.seed)
     thirds = split_and_encode(read_preferences(config.data, chat=config.chat)[0], model, config)
-    seeds = range(config.seed, config.seed + config.seeds)
+    seeds = range(config.seed, config.seed + config.num_seeds)
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
     tasks = [dialogue_task(thirds, model, one) for one in configs]
     grpo = make_programs(model.policy, tasks[0], config)
@@ -159,21 +167,33 @@ def main(config: Config) -> None:
     keep_description(run, model, config)
     start = replicate(model.params, num_devices(config.devices))
     judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
-    found = [
-        run_seed(start, judge, thirds, task, programs, model, one, run)
-        for task, one in zip(tasks, configs, strict=True)
-    ]
-    results = summarised(found, judge, thirds)
+    shared = Shared(model, start, thirds, judge, programs, run)
+    found = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]
+    results = summarised(found, shared)
     write_json(run.path / "results.json", results)
     prompts = [example["prompt"] for example in tasks[0].heldout.examples]
     write_text(run.path / "samples.md", samples_text(found[0].answers, prompts, 20))
     phases = {title: [f"{name}_{seed}" for seed in seeds] for name, title in METHODS.items()}
     times = {title: step_seconds(run, names) for title, names in phases.items()}
-    write_json(run.path / "step_times.json", times)
     print_tables(run, results, times)
     terminal.save_curves(run, CURVES, phases)
     run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
     run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def check(config: Config) -> None:
+    """Refuses options that there is no sense in.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    if not config.data:
+        raise UsageError("--data is needed: name a file of preferences")
+    if config.num_seeds < 1:
+        raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1")
+    for name in ("sft_rows", "num_pairs"):
+        if getattr(config, name) % config.microbatches:
+            raise UsageError(f"{name} ({getattr(config, name)}) must be a multiple of microbatches")
 
 
 # ---- data
@@ -222,51 +242,48 @@ def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
 # ---- training
 
 
-def run_seed(
-    start: Params,
-    judge: RewardModel,
-    thirds: Thirds,
-    task: Task,
-    programs: Mapping[str, Programs],
-    model: Loaded,
-    config: Config,
-    run: RunFolder,
-) -> Seed:
+def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     """Everything that is trained with one seed, and answers to the held-out prompts before and after."""
-    seed, shape = config.seed, model.pretrained.config
-    sft, costs = start, dict[str, dict[str, float]]()
+    start, thirds, run, seed = shared.start, shared.thirds, shared.run, config.seed
+    model, costs, answers = shared.model, dict[str, dict[str, float]](), dict[str, Evaluation]()
     sft, costs[SFT] = fit_sft(start, thirds.rows[0], model, config, run)
-    learned, costs["reward model"] = fit_reward_model(sft, thirds.pairs[0], model, config, run, f"reward_model_{seed}")
-    scorers = {"learned": as_reward(learned, config), "judge": as_reward(judge, config)}
-    rules: dict[str, Reward] = {"taken_up": taken_up, "candid": candid}
-    task = task._replace(reward={name: Component(reward) for name, reward in (scorers | rules).items()})
-
-    def answered(params: Params) -> Evaluation:
-        with run.console.status("answering held-out prompts"):
-            return evaluate_heldout(programs["grpo"], params, task, config, run)[0]
-
-    answers = {SFT: answered(sft)}
-    for name, title in METHODS.items():
-        params: Any = sft
-        if name == "ppo":
-            critic = learned.params if config.critic == "reward_model" else add_critic(shape, sft).critic
-            params = ActorCritic(sft, critic)
-        watched = {key: Component(timed(run, key, reward), 0.0) for key, reward in scorers.items()}
-        rewards = (
-            {**watched, "coin": Component(random_reward(seed))}
-            if name == "control"
-            else watched | {"learned": watched["learned"]._replace(weight=1.0)}
-        )
-        phase = f"{name}_{seed}"
-        state = train(model.policy, params, task, config, run, phase=phase, reward=rewards, programs=programs[name])
-        frozen = programs[name].split(params)[1]
-        answers[title] = answered(programs[name].actor(state.params, frozen))
-        costs[title] = cost_of_phase(run, phase, state, params, frozen, learned, config)
     nll = {
         name: mean_nll(model.policy, params, packed_pieces(thirds.rows[2], config.sft_rows))
         for name, params in (("before", start), ("after", sft))
     }
+    learned, costs["reward model"] = fit_reward_model(sft, thirds.pairs[0], model, config, run, f"reward_model_{seed}")
+    scorers = {"learned": as_reward(learned, config), "judge": as_reward(shared.judge, config)}
+    rules: dict[str, Reward] = {"taken_up": taken_up, "candid": candid}
+    task = task._replace(reward={name: Component(reward) for name, reward in (scorers | rules).items()})
+    with run.console.status("answering held-out prompts"):
+        before = evaluate_heldout(shared.programs["grpo"], sft, task, config, run)
+    answers[SFT] = before.evaluation
+    for name, title in METHODS.items():
+        programs, phase = shared.programs[name], f"{name}_{seed}"
+        params = with_critic(sft, learned, model, config) if name == "ppo" else sft
+        rewards = training_rewards(name, scorers, seed, run)
+        state, held = learn(
+            model.policy, params, task, config, run, programs, phase=phase, reward=rewards, start=before
+        )
+        answers[title] = held.evaluation
+        costs[title] = cost_of_phase(run, phase, state, params, programs.split(params)[1], learned, config)
     return Seed(answers, nll, learned, costs)
+
+
+def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int, run: RunFolder) -> dict[str, Component]:
+    """The reward model's score to learn from, or a coin; scores that are not learned from are watched."""
+    learns = {"coin": 1.0} if name == "control" else {"learned": 1.0}
+    rewards = {key: timed(run, key, reward) for key, reward in scorers.items()}
+    if name == "control":
+        rewards["coin"] = random_reward(seed)
+    return {key: Component(reward, learns.get(key, 0.0)) for key, reward in rewards.items()}
+
+
+def with_critic(sft: Params, learned: RewardModel, model: Loaded, config: Config) -> ActorCritic:
+    """The SFT policy with the critic that PPO starts from."""
+    if config.critic_start == "reward_model":
+        return ActorCritic(sft, learned.params)
+    return add_critic(model.pretrained.config, sft)
 
 
 def fit_sft(
@@ -360,14 +377,14 @@ def cost_of_phase(
     return {"sampled_tokens": sampled_tokens, "trained_tokens": trained_tokens, "flops": flops, "held_bytes": held}
 
 
-def summarised(found: Sequence[Seed], judge: RewardModel, thirds: Thirds) -> dict[str, Any]:
+def summarised(found: Sequence[Seed], shared: Shared) -> dict[str, Any]:
     """What results.json holds: nothing that differs when a run is resumed."""
-    pairs = thirds.pairs[2]
+    thirds, pairs = shared.thirds, shared.thirds.pairs[2]
 
     def scores(model: RewardModel):
         return score_pairs(model.config, model.params, pairs)
 
-    of_judge, of_learned = scores(judge), [scores(one.reward_model) for one in found]
+    of_judge, of_learned = scores(shared.judge), [scores(one.reward_model) for one in found]
     models = {f"reward model, seed {i}": values for i, values in enumerate(of_learned)} | {
         "judge": of_judge,
         "the shorter one": shorter(pairs),

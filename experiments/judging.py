@@ -111,7 +111,8 @@ def agreement(learned: np.ndarray, judge: np.ndarray, pairs: EncodedPairs, start
 
     def same(first: np.ndarray, second: np.ndarray) -> float:
         signs = np.sign(first @ [1, -1]), np.sign(second @ [1, -1])
-        return float((signs[0] == signs[1])[signs[1] != 0].mean())
+        differ = signs[1] != 0
+        return float((signs[0] == signs[1])[differ].mean()) if differ.any() else float("nan")
 
     return {
         "pairs_same": same(learned, judge),
