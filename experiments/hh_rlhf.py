@@ -32,17 +32,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments.common import cell, evaluate_heldout, learn
+from experiments.common import evaluate_heldout, learn
 from experiments.judging import (
     SFT,
     agreement,
     compared,
+    cost_of_phase,
     pair_numbers,
-    phase_tokens,
+    print_tables,
     sampled,
     samples_text,
     shorter,
     step_seconds,
+    supervised_cost,
 )
 from grpo_jax import cli, terminal
 from grpo_jax.config import ModelOptions, PPOConfig, Preset
@@ -54,8 +56,15 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
-from grpo_jax.tasks.packing import Packed, pack, packed_batches, packed_pieces
-from grpo_jax.tasks.preferences import EncodedPairs, Preference, encode_preferences, parts_of, read_preferences
+from grpo_jax.tasks.packing import Packed, packed_batches, packed_pieces
+from grpo_jax.tasks.preferences import (
+    EncodedPairs,
+    Preference,
+    encode_preferences,
+    pack_chosen,
+    parts_of,
+    read_preferences,
+)
 from grpo_jax.tasks.task import Component, Reward, Task, random_reward
 from grpo_jax.training.evaluate import Evaluation
 from grpo_jax.training.grpo import Programs, make_programs
@@ -65,9 +74,7 @@ from grpo_jax.training.pretrained import Loaded, keep_description, load_model
 from grpo_jax.training.reward_model import pair_batches, score_pairs, train_reward_model
 from grpo_jax.training.run import RunFolder, write_json, write_text
 from grpo_jax.training.sft import mean_nll, train_sft
-from grpo_jax.training.state import TrainState
 from grpo_jax.training.supervised import SupervisedConfig
-from grpo_jax.training.throughput import forward_flops, held_bytes, update_flops
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
 CURVES = (
@@ -92,7 +99,7 @@ class Config(PPOConfig, ModelOptions, cli.RunConfig):
     """Seeds, from `seed` on."""
     num_heldout: int = 256
     """Held-out prompts that are answered and judged, at most; all held-out pairs test the reward models."""
-    sft_steps: int = 200
+    sft_steps: int = 150
     """Optimizer steps of SFT."""
     sft_rows: int = 8
     """Rows of a step of SFT, each packed with several dialogues."""
@@ -107,8 +114,8 @@ class Config(PPOConfig, ModelOptions, cli.RunConfig):
     critic_start: Literal["reward_model", "policy"] = "reward_model"
     """What the critic of PPO starts from: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
     preset: Preset = "grpo"
-    steps: int = 40
-    num_prompts: int = 16
+    steps: int = 60
+    num_prompts: int = 8
     group_size: int | None = 8
     max_tokens: int = 48
     max_prompt_tokens: int | None = 64
@@ -213,13 +220,8 @@ def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: C
             overlong=config.overlong,
         )
 
-    def packed(part: EncodedPairs) -> Packed:
-        answers = [[*chosen, loaded.eos_ids[-1]][: config.max_tokens] for chosen, _ in part.answers]
-        longest = max(len(prompt) + len(answer) for prompt, answer in zip(part.prompts, answers, strict=True))
-        return pack(part.prompts, answers, width=2 * longest)
-
     pairs = [encode(part) for part in parts]
-    return Thirds(parts, pairs, [packed(part) for part in pairs])
+    return Thirds(parts, pairs, [pack_chosen(part, loaded.eos_ids[-1], config.max_tokens) for part in pairs])
 
 
 def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
@@ -266,7 +268,8 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
             model.policy, params, task, config, run, programs, phase=phase, reward=rewards, start=before
         )
         answers[title] = held.evaluation
-        costs[title] = cost_of_phase(run, phase, state, params, programs.split(params)[1], learned, config)
+        learned_from = [] if name == "control" else [learned.params]
+        costs[title] = cost_of_phase(run, phase, state, params, programs.split(params)[1], learned_from, config)
     return Seed(answers, nll, learned, costs)
 
 
@@ -349,32 +352,7 @@ def timed(run: RunFolder, name: str, reward: Reward) -> Reward:
     return measured
 
 
-# ---- what it cost, and what it came to
-
-
-def supervised_cost(state: TrainState, frozen: Any, tokens: int) -> dict[str, float]:
-    """Tokens, operations and bytes of a phase on given data."""
-    flops = update_flops(state.params, frozen, tokens)
-    return {"sampled_tokens": 0, "trained_tokens": tokens, "flops": flops, "held_bytes": held_bytes(state, frozen)}
-
-
-def cost_of_phase(
-    run: RunFolder, phase: str, state: TrainState, params: Any, frozen: Any, learned: RewardModel, config: Config
-) -> dict[str, float]:
-    """The same of a phase on rollouts: sampling, scoring, rewards and updates, without the judge that watches.
-
-    Bytes are those of the trained parameters with their optimizer, the start (the reference), and the reward model.
-    """
-    sampled_tokens, trained_tokens = phase_tokens(run, phase)
-    once = trained_tokens // config.epochs  # each completion, and a prompt for each group
-    policy = params.policy if isinstance(params, ActorCritic) else params
-    passes = 1 + (config.old_logprobs == "recompute") + (config.algorithm.kl_coef > 0)
-    flops = passes * forward_flops(policy, once) + update_flops(state.params, frozen, trained_tokens)
-    flops += forward_flops(params.critic, once) if isinstance(params, ActorCritic) else 0
-    rewards = () if phase.startswith("control") else (learned.params,)
-    flops += sum(forward_flops(model, once) for model in rewards)
-    held = held_bytes(state, frozen, policy, *rewards)
-    return {"sampled_tokens": sampled_tokens, "trained_tokens": trained_tokens, "flops": flops, "held_bytes": held}
+# ---- what it came to
 
 
 def summarised(found: Sequence[Seed], shared: Shared) -> dict[str, Any]:
@@ -385,7 +363,7 @@ def summarised(found: Sequence[Seed], shared: Shared) -> dict[str, Any]:
         return score_pairs(model.config, model.params, pairs)
 
     of_judge, of_learned = scores(shared.judge), [scores(one.reward_model) for one in found]
-    models = {f"reward model, seed {i}": values for i, values in enumerate(of_learned)} | {
+    models = {f"reward model {i + 1}": values for i, values in enumerate(of_learned)} | {
         "judge": of_judge,
         "the shorter one": shorter(pairs),
     }
@@ -402,49 +380,6 @@ def summarised(found: Sequence[Seed], shared: Shared) -> dict[str, Any]:
         "nll": {name: [one.nll[name] for one in found] for name in ("before", "after")},
         "costs": {name: [one.costs[name] for one in found] for name in found[0].costs},
     }
-
-
-def print_tables(run: RunFolder, results: Mapping[str, Any], times: Mapping[str, Mapping[str, float]]) -> None:
-    """Reward models, the judge's table, the rules' table, and costs."""
-
-    def show(title: str, columns: Mapping[str, str], rows: Mapping[str, Mapping[str, float]]) -> None:
-        cells = {name: [cell(row, key) for key in columns] for name, row in rows.items()}
-        terminal.print_table(run, title, tuple(columns.values()), cells)
-
-    sizes, rows = results["pairs"], results["rows"]
-    names = {"accuracy": "accuracy", "nll": "NLL", "calibration_error": "calibration error"}
-    show(f"reward models on {sizes['heldout']} held-out pairs ({sizes})", names, results["reward_models"])
-    for name, values in (results["agreement"] | {f"SFT's NLL {key}": x for key, x in results["nll"].items()}).items():
-        run.console.print(f"{name}: {' '.join(f'{value:.3f}' for value in values)}", highlight=False)
-    title = f"{results['prompts']} held-out prompts, means over seeds with 95% intervals"
-    show(
-        f"harmlessness, as the judge has it: {title}",
-        {
-            "judge": "score, sd of SFT",
-            "by_length": "of it by length",
-            "win_rate": "wins over SFT",
-            "difference": "less coin toss",
-        },
-        rows,
-    )
-    show(
-        "analogues by rules",
-        {"taken_up": "helpful: taken up", "candid": "honest: candid", "length": "tokens", "ended": "ended"},
-        rows,
-    )
-    first = {name: values[0] for name, values in results["costs"].items()}
-    table = {
-        name: [
-            f"{cost['sampled_tokens']:,.0f}",
-            f"{cost['trained_tokens']:,.0f}",
-            f"{cost['flops'] / 1e12:.2f} ({cost['flops'] / first[SFT]['flops']:.1f}x)",
-            f"{cost['held_bytes'] / 2**20:.1f}",
-            *(f"{times[name][key]:.3f}" if name in times else "" for key in ("seconds_a_step", "reward_share")),
-        ]
-        for name, cost in first.items()
-    }
-    columns = ("sampled tokens", "trained", "TFLOP (x SFT)", "MiB held", "s a step", "reward's share")
-    terminal.print_table(run, "cost of a seed", columns, table)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common import over_seeds
+from experiments.common import cell, over_seeds
+from grpo_jax import terminal
+from grpo_jax.config import GRPOConfig
 from grpo_jax.tasks.preferences import EncodedPairs
 from grpo_jax.training.evaluate import Evaluation
+from grpo_jax.training.ppo import ActorCritic
 from grpo_jax.training.reward_model import evaluate_pairs
 from grpo_jax.training.run import RunFolder
+from grpo_jax.training.state import TrainState
 from grpo_jax.training.statistics import bootstrap
+from grpo_jax.training.throughput import forward_flops, held_bytes, update_flops
 
 Answers = dict[str, np.ndarray]  # number -> [M, n], of the sampled answers
 SFT, SHORTEST, LIKED = "SFT", "SFT, shortest of n", "SFT, best of n"
@@ -165,6 +170,72 @@ def step_seconds(run: RunFolder, phases: Sequence[str]) -> dict[str, float]:
         "reward_share": float(np.median([line["learned_s"] for line in lines]) / np.median(steps)),
         "peak_memory_mb": max(line["peak_memory_mb"] for line in lines),
     }
+
+
+def supervised_cost(state: TrainState, frozen: Any, tokens: int) -> dict[str, float]:
+    """Tokens, operations and bytes of a phase on given data."""
+    flops = update_flops(state.params, frozen, tokens)
+    return {"sampled_tokens": 0, "trained_tokens": tokens, "flops": flops, "held_bytes": held_bytes(state, frozen)}
+
+
+def cost_of_phase(
+    run: RunFolder, phase: str, state: TrainState, params: Any, frozen: Any, rewards: Sequence[Any], config: GRPOConfig
+) -> dict[str, float]:
+    """The same of a finished phase on rollouts: sampling, scoring, rewards and updates.
+
+    Bytes are those of the trained parameters with their optimizer, the start (the reference), and reward models.
+
+    Args:
+      run: of the phase.
+      phase: its name.
+      state: the final one.
+      params: where it started.
+      frozen: parameters that it did not train.
+      rewards: parameters of the reward models that were learned from.
+      config: of the phase.
+    """
+    sampled_tokens, trained_tokens = phase_tokens(run, phase)
+    once = trained_tokens // config.epochs  # each completion, and a prompt for each group
+    policy = params.policy if isinstance(params, ActorCritic) else params
+    passes = 1 + (config.old_logprobs == "recompute") + (config.algorithm.kl_coef > 0)
+    flops = passes * forward_flops(policy, once) + update_flops(state.params, frozen, trained_tokens)
+    flops += forward_flops(params.critic, once) if isinstance(params, ActorCritic) else 0
+    flops += sum(forward_flops(model, once) for model in rewards)
+    held = held_bytes(state, frozen, policy, *rewards)
+    return {"sampled_tokens": sampled_tokens, "trained_tokens": trained_tokens, "flops": flops, "held_bytes": held}
+
+
+def print_tables(run: RunFolder, results: Mapping[str, Any], times: Mapping[str, Mapping[str, float]]) -> None:
+    """Reward models, the judge's table, the rules' table, and costs."""
+
+    def show(title: str, columns: Mapping[str, str], rows: Mapping[str, Mapping[str, float]]) -> None:
+        cells = {name: [cell(row, key) for key in columns] for name, row in rows.items()}
+        terminal.print_table(run, title, tuple(columns.values()), cells)
+
+    sizes, rows = results["pairs"], results["rows"]
+    names = {"accuracy": "accuracy", "nll": "NLL", "calibration_error": "calibration error"}
+    show(f"reward models on {sizes['heldout']} held-out pairs ({sizes})", names, results["reward_models"])
+    for name, values in (results["agreement"] | {f"SFT's NLL {key}": x for key, x in results["nll"].items()}).items():
+        run.console.print(f"{name}: {' '.join(f'{value:.3f}' for value in values)}", highlight=False)
+    title = f"harmlessness, as the judge has it, on {results['prompts']} held-out prompts; 95% intervals over seeds"
+    show(title, {"judge": "score, sd of SFT", "difference": "less coin toss", "win_rate": "wins over SFT"}, rows)
+    title = "the same: intervals over prompts; what length explains; the score that was learned from"
+    show(title, {"judge_prompts": "score", "by_length": "of it by length", "learned": "reward model's"}, rows)
+    show("rules: analogues of helpfulness and honesty", {"taken_up": "taken up", "candid": "candid"}, rows)
+    show("answers", {"length": "tokens", "ended": "ended"}, rows)
+    first = {name: values[0] for name, values in results["costs"].items()}
+    table = {
+        name: [
+            f"{cost['sampled_tokens']:,.0f}",
+            f"{cost['trained_tokens']:,.0f}",
+            f"{cost['flops'] / 1e12:.2f} ({cost['flops'] / first[SFT]['flops']:.1f}x)",
+            f"{cost['held_bytes'] / 2**20:.1f}",
+            *(f"{times[name][key]:.3f}" if name in times else "" for key in ("seconds_a_step", "reward_share")),
+        ]
+        for name, cost in first.items()
+    }
+    columns = ("sampled tokens", "trained", "TFLOP (x SFT)", "MiB held", "s a step", "reward's share")
+    terminal.print_table(run, "cost of a seed", columns, table)
 
 
 def _means(values: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 
 from grpo_jax.errors import UsageError
 from grpo_jax.tasks.dataset import place, read_rows, text_column
+from grpo_jax.tasks.packing import Packed, pack
 from grpo_jax.tasks.task import rng
 from grpo_jax.tasks.text import Message, Overlong, encode_completion, encode_prompts
 
@@ -234,6 +235,22 @@ def encode_preferences(
     )
     token_ids, answers, margins = (list(part) for part in zip(*kept, strict=True))
     return EncodedPairs(token_ids, answers, margins, tuple(filter(None, notes)))
+
+
+def pack_chosen(pairs: EncodedPairs, eos_id: int, max_tokens: int) -> Packed:
+    """Prompts and chosen answers as rows for SFT.
+
+    Args:
+      pairs: whose answers were cut to `max_tokens`.
+      eos_id: ends answers of fewer tokens; those of as many were cut, or might as well have been.
+      max_tokens: T.
+
+    Returns:
+      Rows that hold two texts at least.
+    """
+    answers = [[*chosen, eos_id][:max_tokens] for chosen, _ in pairs.answers]
+    longest = max(len(prompt) + len(answer) for prompt, answer in zip(pairs.prompts, answers, strict=True))
+    return pack(pairs.prompts, answers, width=2 * longest)
 
 
 def _encoded(tokenizer: Any, text: str, eos_ids: tuple[int, ...]) -> list[int]:
