@@ -269,7 +269,7 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
         )
         answers[title] = held.evaluation
         learned_from = [] if name == "control" else [learned.params]
-        costs[title] = cost_of_phase(run, phase, state, params, programs.split(params)[1], learned_from, config)
+        costs[title] = cost_of_phase(run, phase, state, params, programs.method.split(params)[1], learned_from, config)
     return Seed(answers, nll, learned, costs)
 
 
