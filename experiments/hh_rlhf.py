@@ -122,7 +122,8 @@ class Config(PPOConfig, ModelOptions, cli.RunConfig):
     overlong: Literal["drop", "truncate"] = "truncate"
     kl_coef: float | None = 0.05
     kl_in_reward: bool = False
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-4
+    decay: Literal["none", "linear", "cosine"] = "linear"
     critic_learning_rate: float = 1e-3
     old_logprobs: Literal["recompute", "sampler"] = "sampler"
     checkpoint_every: int = 20
