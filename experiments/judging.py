@@ -92,9 +92,11 @@ def compared(seeds: Sequence[Mapping[str, Evaluation]], control: str) -> dict[st
     return {"rows": rows, "seeds": runs}
 
 
-def pair_numbers(scores: np.ndarray) -> dict[str, float]:
+def pair_numbers(scores: np.ndarray) -> dict[str, Any]:
     """How often, how surely and how well calibrated a reward model tells the chosen answer, of scores `[M, 2]`."""
-    return evaluate_pairs(scores, bins=8).numbers()
+    evaluation = evaluate_pairs(scores, bins=8)
+    curve = {name: np.asarray(value).tolist() for name, value in evaluation.calibration._asdict().items()}
+    return {**evaluation.numbers(), "calibration": curve}
 
 
 def shorter(pairs: EncodedPairs) -> np.ndarray:
@@ -235,7 +237,8 @@ def print_tables(run: RunFolder, results: Mapping[str, Any], times: Mapping[str,
         for name, cost in first.items()
     }
     columns = ("sampled tokens", "trained", "TFLOP (x SFT)", "MiB held", "s a step", "reward's share")
-    terminal.print_table(run, "cost of a seed", columns, table)
+    peak = max(one["peak_memory_mb"] for one in times.values())
+    terminal.print_table(run, f"cost of the first seed; peak memory of the run {peak:,.0f} MiB", columns, table)
 
 
 def _means(values: np.ndarray) -> np.ndarray:
