@@ -15,9 +15,13 @@ and honesty (`grpo_jax/tasks/dialogue.py`), which were written before the first 
 change it explains by the slope among SFT answers. Two rows need no training: of the SFT policy's answers to a prompt
 the shortest, and the one that the reward model likes best.
 
-A quarter-million parameters and 770 pairs make a reward model that is hardly better than a coin, so a better score says
-that the policy found what two such models have in common, not that it is harmless. Left out: people, helpfulness pairs,
-several rounds of collecting pairs.
+With the 260-thousand-parameter TinyStories model and 796 training pairs of harmless-base's test set, the reward models
+are right in .57 to .59 of 728 held-out pairs and prefer the shorter answer in .84 to .87 of them. So expect answers to
+become short: from 40 tokens to 18 under GRPO, 12 under PPO, 41 under the coin toss. The judge's score rises by .87 [.65,
+1.08] under GRPO, by .67 [-.15, 1.49] under PPO (in one of three seeds it falls again while the reward model's rises),
+by -.04 [-.57, .49] under the coin toss, and by .93 [.89, .96] for the shortest of seven SFT answers: training found
+nothing that length alone does not give. The analogue of helpfulness stays at .003. Fifteen minutes of processor time,
+about ten on two idle CPU cores. Left out: people, helpfulness pairs, several rounds of collecting pairs.
 
   python -m experiments.hh_rlhf --model DIR --data FILE.jsonl.gz
 
@@ -112,7 +116,7 @@ class Config(PPOConfig, ModelOptions, cli.RunConfig):
     reward_model_learning_rate: float = 3e-4
     """Peak learning rate of either reward model."""
     critic_start: Literal["reward_model", "policy"] = "reward_model"
-    """What the critic of PPO starts from: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
+    """What a critic of its own starts from: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
     preset: Preset = "grpo"
     steps: int = 60
     num_prompts: int = 8
@@ -285,9 +289,9 @@ def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int, run: R
 
 def with_critic(sft: Params, learned: RewardModel, model: Loaded, config: Config) -> ActorCritic:
     """The SFT policy with the critic that PPO starts from."""
-    if config.critic_start == "reward_model":
+    if config.critic == "own" and config.critic_start == "reward_model":
         return ActorCritic(sft, learned.params)
-    return add_critic(model.pretrained.config, sft)
+    return add_critic(model.pretrained.config, sft, config.critic)
 
 
 def fit_sft(
