@@ -17,9 +17,9 @@ the shortest, and the one that the reward model likes best.
 
 With the 260-thousand-parameter TinyStories model and 796 training pairs of harmless-base's test set, the reward models
 are right in .57 to .59 of 728 held-out pairs and prefer the shorter answer in .84 to .87 of them. So expect answers to
-become short: from 40 tokens to 18 under GRPO, 12 under PPO, 41 under the coin toss. The judge's score rises by .87 [.65,
-1.08] under GRPO, by .67 [-.15, 1.49] under PPO (in one of three seeds it falls again while the reward model's rises),
-by -.04 [-.57, .49] under the coin toss, and by .93 [.89, .96] for the shortest of seven SFT answers: training found
+become short: from 40 tokens to 18 under GRPO, 12 under PPO, 41 under the coin toss. The judge's score rises by .87
+[.65, 1.08] under GRPO, by .67 [-.15, 1.49] under PPO (in one of three seeds it falls again while the reward model's
+rises), by -.04 [-.57, .49] under the coin toss, and by .93 [.89, .96] for the shortest of seven SFT answers: training found
 nothing that length alone does not give. The analogue of helpfulness stays at .003. Fifteen minutes of processor time,
 about ten on two idle CPU cores. Left out: people, helpfulness pairs, several rounds of collecting pairs.
 
