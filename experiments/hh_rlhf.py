@@ -19,14 +19,16 @@ With the 260-thousand-parameter TinyStories model and 796 training pairs of harm
 are right in .57 to .59 of 728 held-out pairs and prefer the shorter answer in .84 to .87 of them. So expect answers to
 become short: from 40 tokens to 18 under GRPO, 12 under PPO, 41 under the coin toss. The judge's score rises by .87
 [.65, 1.08] under GRPO, by .67 [-.15, 1.49] under PPO (in one of three seeds it falls again while the reward model's
-rises), by -.04 [-.57, .49] under the coin toss, and by .93 [.89, .96] for the shortest of seven SFT answers: training found
-nothing that length alone does not give. The analogue of helpfulness stays at .003. Fifteen minutes of processor time,
-about ten on two idle CPU cores. Left out: people, helpfulness pairs, several rounds of collecting pairs.
+rises), by -.04 [-.57, .49] under the coin toss, and by .93 [.89, .96] for the shortest of seven SFT answers: training
+found no score that length alone does not give. The analogue of helpfulness stays at .003, that of honesty rises under
+GRPO from .58 to .72 [.58, .86]. Fifteen minutes of processor time on two CPU cores. Left out: people, helpfulness
+pairs, several rounds of collecting pairs.
 
   python -m experiments.hh_rlhf --model DIR --data FILE.jsonl.gz
 
-At another scale the same with other options, such as --chat --lora-rank 16 --dtype bfloat16
---max-prompt-tokens 512 --max-tokens 256 --num-prompts 64 --microbatches 16 --learning-rate 1e-5.
+At another scale (not run here) the same with other options, such as --chat --lora-rank 16 --dtype bfloat16
+--max-prompt-tokens 512 --max-tokens 256 --num-prompts 64 --sft-rows 16 --microbatches 16 --sft-learning-rate 1e-4
+--reward-model-learning-rate 1e-5 --learning-rate 1e-5 --critic-learning-rate 1e-5.
 """
 
 import dataclasses
