@@ -88,7 +88,7 @@ def check_warm_start(config: WarmStart) -> None:
         raise UsageError("warm_batch must be at least 1, and wrong_share between 0 and 1")
 
 
-def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder) -> Params:
+def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder, *, phase: str = "warm") -> Params:
     """Parameters that answer right sometimes; the run keeps what describes the model."""
     save_description(run.path / "model", MODEL)
     arithmetic.TEXT.save_tokenizer(run.path / "model")
@@ -102,7 +102,7 @@ def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder) -> 
 
     warm = SupervisedConfig(config.warm_steps, config.warm_learning_rate)
     params = jax.jit(policy.init)(jax.random.key(seed))
-    return train_sft(policy, params, warm_batch, warm, run, phase="warm").params
+    return train_sft(policy, params, warm_batch, warm, run, phase=phase).params
 
 
 def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]], phase: str) -> None:

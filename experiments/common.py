@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,12 +11,13 @@ from grpo_jax import report, terminal
 from grpo_jax.config import GRPOConfig
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.tasks.task import Reward, Rewards, Task, random_reward
 from grpo_jax.training.checkpoint import params_sha256
 from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.training.grpo import Programs, train
 from grpo_jax.training.guards import check_graders
 from grpo_jax.training.run import RunFolder, write_json
+from grpo_jax.training.state import TrainState
 from grpo_jax.training.statistics import of_runs, paired_difference
 
 PHASES = ("grpo", "control")
@@ -36,14 +38,60 @@ def heldout_samples(programs: Programs, params: Params, task: Task, config: GRPO
     )
 
 
-def evaluate_heldout(
-    programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder
-) -> tuple[Evaluation, list[Samples]]:
-    """Held-out completions of a policy and what the task's reward says of them."""
+class Held(NamedTuple):
+    """What a policy does on the held-out prompts."""
+
+    evaluation: Evaluation
+    calls: list[Samples]  # that it is of
+
+
+def evaluate_heldout(programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder) -> Held:
+    """Held-out completions of a policy, and what the task's reward says of them."""
     calls = list(heldout_samples(programs, params, task, config))
     evaluation = evaluate(calls, task, block=config.num_prompts * config.algorithm.group_size)
     check_graders(run, task.reward)
-    return evaluation, calls
+    return Held(evaluation, calls)
+
+
+def learn(
+    policy: Policy,
+    params: Any,
+    task: Task,
+    config: GRPOConfig,
+    run: RunFolder,
+    programs: Programs,
+    *,
+    phase: str,
+    reward: Reward | Rewards | None = None,
+    start: Held | None = None,
+) -> tuple[TrainState, Held]:
+    """Trains, with held-out evaluations in the log. No parameters are evaluated twice.
+
+    Args:
+      policy: the model's functions.
+      params: where training starts, as `programs` take it.
+      task: its reward judges held-out completions.
+      config: of the phase.
+      run: of the phase.
+      programs: of the method.
+      phase: names it.
+      reward: to train on in place of the task's.
+      start: of `params`, if it is known.
+
+    Returns:
+      The final state, and what its policy does on the held-out prompts.
+    """
+    latest = {0: start} if start else {}  # step -> evaluation
+
+    def heldout(params: Params, step: int) -> dict[str, float]:
+        if step not in latest:
+            latest.clear()
+            latest[step] = evaluate_heldout(programs, params, task, config, run)
+        return {f"heldout_{name}": value for name, value in summary(latest[step].evaluation).items()}
+
+    state = train(policy, params, task, config, run, phase=phase, reward=reward, programs=programs, evaluate=heldout)
+    final = programs.actor(state.params, programs.split(params)[1])
+    return state, latest.get(config.steps) or evaluate_heldout(programs, final, task, config, run)
 
 
 def against_control(
@@ -64,48 +112,27 @@ def against_control(
       params: the start of both.
       task: with the reward.
       config: of both.
-      run: of the phases.
+      run: of the phases "grpo" and "control".
       programs: shared by both.
       examine: (evaluation, the calls that it is of) -> further numbers of a row.
-      phases: a name for that on the task's reward, and "control"; without it there is none.
+      phases: ("grpo",) does without the control.
 
     Returns:
       Rows "before", "after" and perhaps "control": summaries of held-out evaluations, the last two with the change of
       avg over the same prompts; and the SHA-256 of the parameters after the first phase.
     """
 
-    def held(params: Params) -> tuple[Evaluation, list[Samples]]:
-        return evaluate_heldout(programs, params, task, config, run)
-
-    def row(evaluation: Evaluation, calls: list[Samples]) -> dict[str, float]:
-        return summary(evaluation) | examine(evaluation, calls)
+    def row(held: Held) -> dict[str, float]:
+        return summary(held.evaluation) | examine(*held)
 
     with run.console.status("compiling, and evaluating the start"):
-        start = held(programs.actor(*programs.split(params)))
-    rows, checksum = {"before": row(*start)}, ""
+        start = evaluate_heldout(programs, programs.actor(*programs.split(params)), task, config, run)
+    rows, checksum = {"before": row(start)}, ""
+    rewards = {"grpo": task.reward, "control": random_reward(config.seed)}
     for phase in phases:
-        latest = {0: start}  # step -> evaluation: no parameters are evaluated twice
-
-        def heldout(params: Params, step: int, latest=latest) -> dict[str, float]:
-            if step not in latest:
-                latest.clear()
-                latest[step] = held(params)
-            return {f"heldout_{name}": value for name, value in summary(latest[step][0]).items()}
-
-        state = train(
-            policy,
-            params,
-            task,
-            config,
-            run,
-            phase=phase,
-            reward=random_reward(config.seed) if phase == "control" else task.reward,
-            programs=programs,
-            evaluate=heldout,
-        )
-        end = latest.get(config.steps) or held(programs.actor(state.params, programs.split(params)[1]))
-        scores = (prompt_means(evaluation) for evaluation, _ in (end, start))
-        rows[phase if phase == "control" else "after"] = row(*end) | paired_difference(*scores).named("change")
+        state, end = learn(policy, params, task, config, run, programs, phase=phase, reward=rewards[phase], start=start)
+        change = paired_difference(*(prompt_means(held.evaluation) for held in (end, start)))
+        rows["after" if phase == "grpo" else phase] = row(end) | change.named("change")
         checksum = checksum or params_sha256(state.params)
     return rows, checksum
 
@@ -154,8 +181,6 @@ def finish(
     checksum: str,
     curves: Sequence[tuple[str, str]],
     started: float,
-    *,
-    phases: Sequence[str] = PHASES,
 ) -> None:
     """Leaves curves.png, results.json and report.html, and says what the run came to.
 
@@ -165,9 +190,8 @@ def finish(
       checksum: of the parameters after training.
       curves: as for `terminal.save_curves`.
       started: by `time.perf_counter`.
-      phases: of `against_control`.
     """
-    terminal.save_curves(run, curves, phases)
+    terminal.save_curves(run, curves, PHASES)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
     page = report.write_report(run.path)
     run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")

@@ -1,29 +1,47 @@
-"""PPO beside GRPO: `experiments.arithmetic` with a critic in place of the comparison within groups.
+"""PPO beside GRPO on the additions of `experiments.arithmetic`: do both solve them, each with its own tuned settings?
 
-The same task, warm start, rollouts and loop; a critic that starts from the policy is trained along. Less than two
-minutes on two CPU cores. `--group-size 1 --num-prompts 256` takes as many completions of prompts that all differ, which
-GRPO could not learn from.
+From the same warm start, on the same number of completions a step: PPO with a critic that starts from the policy, GRPO
+as in `experiments.arithmetic`, and PPO on a coin toss as the control. Settings were chosen by the training reward
+on seeds that are not among these. Three seeds of three runs each, about six minutes on two CPU cores; expect
+sampled held-out accuracy to rise from about 0.3 to above 0.95 for both. `--critic shared` gives PPO a
+critic on the policy's own trunk, `--group-size 1 --num-prompts 256` prompts that all differ, which GRPO cannot use.
 
   python -m experiments.ppo
 """
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from experiments.arithmetic import CURVES, MODEL, WarmStart, check_warm_start, show, warm_start
-from experiments.common import against_control, finish
-from grpo_jax import cli
+import jax
+import numpy as np
+
+from experiments import arithmetic as grpo
+from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
+from experiments.common import cell, learn, over_seeds
+from grpo_jax import cli, terminal
 from grpo_jax.config import PPOConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks import arithmetic
+from grpo_jax.tasks.task import random_reward
+from grpo_jax.training.evaluate import summary
+from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.ppo import add_critic, critic_policy, make_ppo_programs
+from grpo_jax.training.run import RunFolder, write_json
+
+CURVES = (
+    ("reward", "reward (control's: a coin)"),
+    ("heldout_avg", "held-out accuracy"),
+    ("entropy", "entropy"),
+    ("explained_variance", "variance of returns that the critic explains"),
+)
 
 
 @dataclass(frozen=True)
 class Config(PPOConfig, WarmStart, cli.RunConfig):
-    """Options of the run; what both have is as in `experiments.arithmetic`."""
+    """Options of PPO and of the run; what both methods have is as in `experiments.arithmetic`."""
 
     steps: int = 250
     num_prompts: int = 32
@@ -34,22 +52,75 @@ class Config(PPOConfig, WarmStart, cli.RunConfig):
     old_logprobs: Literal["recompute", "sampler"] = "sampler"
     eval_every: int = 25
     eval_samples: int | None = 7
+    num_seeds: int = 3
+    """Seeds, from `seed` on."""
     run_dir: Path = Path("runs/ppo")
 
 
 def main(config: Config) -> None:
-    """Warm start, PPO; a table, a few groups, curves, a page, and the checksum of the result."""
+    """For each seed a warm start, PPO, GRPO and the control; a table, curves, and all numbers."""
     started = time.perf_counter()
     check_warm_start(config)
-    task = arithmetic.arithmetic_task(num_prompts=config.num_prompts, seed=config.seed)
     policy = decoder_policy(MODEL)
-    programs = make_ppo_programs(policy, critic_policy(MODEL), task, config)
+    task = arithmetic.arithmetic_task(num_prompts=config.num_prompts, seed=config.seed)
+    of_grpo = grpo.Config(
+        steps=config.steps, eval_every=config.eval_every, eval_samples=config.eval_samples, run_dir=config.run_dir
+    )
+    ppo = config, make_ppo_programs(policy, critic_policy(MODEL), task, config)
+    methods = {"ppo": ppo, "grpo": (of_grpo, make_programs(policy, task, of_grpo)), "control": ppo}
     run = cli.open_run(config)
-    params = add_critic(MODEL, warm_start(policy, config, config.seed, run))
-    rows, checksum = against_control(policy, params, task, config, run, programs, phases=("ppo",))
-    show(run, rows, "ppo")
-    curves = (*CURVES, ("explained_variance", "variance of returns that the critic explains"))
-    finish(run, rows, checksum, curves, started, phases=("ppo",))
+    runs: dict[str, dict[str, list[float]]] = {}
+    seeds = range(config.seed, config.seed + config.num_seeds)
+    for seed in seeds:
+        policy_start = warm_start(policy, config, seed, run, phase=f"warm_{seed}")
+        for method, (settings, programs) in methods.items():
+            settings, phase = dataclasses.replace(settings, seed=seed), f"{method}_{seed}"
+            task = arithmetic.arithmetic_task(num_prompts=settings.num_prompts, seed=seed)
+            start = policy_start if method == "grpo" else add_critic(MODEL, policy_start)
+            reward = random_reward(seed) if method == "control" else None
+            state, held = learn(policy, start, task, settings, run, programs, phase=phase, reward=reward)
+            found = summary(held.evaluation)
+            row = {name: found[name] for name in ("avg", "greedy")} | of_log(run, phase)
+            row["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+            for name, value in row.items():
+                runs.setdefault(method, {}).setdefault(name, []).append(value)
+    show(run, runs, seeds)
+    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+
+
+def of_log(run: RunFolder, phase: str) -> dict[str, float]:
+    """Of a finished phase: held-out accuracy before, and steps until it was first seen at .9."""
+    points = [line for line in run.lines() if line["phase"] == phase and "heldout_avg" in line]
+    reached = [line["step"] for line in points if line["heldout_avg"] >= 0.9]
+    return {"before": points[0]["heldout_avg"], "steps": min(reached, default=np.nan)}
+
+
+def seconds_a_step(run: RunFolder, method: str) -> float:
+    """Median over all steps of a method, evaluations left out."""
+    times = [line for line in run.lines("times.jsonl") if line["phase"].startswith(f"{method}_")]
+    parts = ("rollout", "score", "advantages", "update")
+    return float(np.median([sum(line[f"{part}_s"] for part in parts) for line in times]))
+
+
+def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) -> None:
+    """The table, curves.png and results.json."""
+    rows = over_seeds(runs, first="avg", control="control")
+    columns = ("before", "sampled", "above control", "steps to .9", "s a step", "trained")
+    table = {
+        method: [
+            f"{row['before']:.3f}",
+            cell(row, "avg"),
+            cell(row, "difference"),
+            "–" if np.isnan(row["steps"]) else f"{row['steps']:.0f}",
+            f"{seconds_a_step(run, method):.3f}",
+            f"{row['parameters']:,.0f}",
+        ]
+        for method, row in rows.items()
+    }
+    title = f"accuracy on 1,000 held-out additions, {len(seeds)} seeds, with 95% intervals over seeds"
+    terminal.print_table(run, title, columns, table)
+    terminal.save_curves(run, CURVES, {method: [f"{method}_{seed}" for seed in seeds] for method in runs})
+    write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
 
 
 if __name__ == "__main__":

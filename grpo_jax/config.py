@@ -20,6 +20,7 @@ Preset = Literal[
     "rloo",
     "seed_000",
     "seed_001",
+    "seed_001_rank",
     "gmpo",
     "sapo",
     "dppo",
@@ -99,6 +100,16 @@ class GRPOConfig:
     """Sample among tokens of at least this share of the largest probability; 0 for all."""
     kl_coef: float | None = None
     """Weight of the KL divergence from the start; 0 does without a reference model. None: the preset's."""
+    kl_target: float | None = None
+    """KL divergence of a completion, in nats, that kl_coef is steered to (1909.08593, which had 6); for a KL in the
+    reward. None: kl_coef stays what it is."""
+    kl_horizon: int = 10_000
+    """Completions over which kl_coef changes by a fifth at most, if it is steered; as in TRL and verl."""
+    ref_sync_steps: int = 0
+    """Steps after which the reference moves to the policy, again and again, as in the iterations of GRPO's paper; 0: it
+    stays the start."""
+    ref_mixup_alpha: float = 1.0
+    """How far it moves: 1 makes it the policy, less a moving average (TR-DPO, 2404.09656, has 0.6)."""
     epsilon_low: float | None = None
     """How far below 1 the ratio may go; None: the preset's."""
     epsilon_high: float | None = None
@@ -270,7 +281,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
         "max_rollouts",
     ):
         _require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}: it must be at least 1")
-    for name in ("eval_every", "checkpoint_every", "rollouts_every", "warmup_steps", "top_k"):
+    for name in ("eval_every", "checkpoint_every", "rollouts_every", "warmup_steps", "top_k", "ref_sync_steps"):
         _require(getattr(config, name) >= 0, f"{name} is {getattr(config, name)}: it must be at least 0")
     _require(
         group_size >= 2 or not compares_groups,
@@ -294,6 +305,20 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     _require(
         not config.filter_metric or config.max_rollouts > 1,
         f'filter_metric "{config.filter_metric}" needs dynamic sampling: set max_rollouts above 1, or leave it out',
+    )
+    _require(
+        config.kl_target is None or (config.kl_target > 0 and algorithm.kl_in_reward and algorithm.kl_coef > 0),
+        f"kl_target is {config.kl_target}: it must be above 0, and steers the kl_coef of a KL in the reward: take a "
+        "preset such as rloo, or PPO with kl_in_reward, and a kl_coef above 0 to begin with",
+    )
+    _require(config.kl_horizon >= 1, f"kl_horizon is {config.kl_horizon}: it must be at least 1")
+    _require(
+        config.ref_sync_steps == 0 or algorithm.kl_coef > 0,
+        f"ref_sync_steps is {config.ref_sync_steps}, but without a kl_coef there is no reference: set one of them",
+    )
+    _require(
+        0 < config.ref_mixup_alpha <= 1 and (config.ref_mixup_alpha == 1 or config.ref_sync_steps > 0),
+        f"ref_mixup_alpha is {config.ref_mixup_alpha}: it must be above 0 and at most 1, and needs ref_sync_steps",
     )
     _require(0 < config.top_p <= 1, f"top_p is {config.top_p}: it must be above 0 and at most 1")
     _require(0 <= config.min_p <= 1, f"min_p is {config.min_p}: it must be between 0 and 1")

@@ -31,6 +31,8 @@ from grpo_jax.training.pretrained import keep_description, load_model, load_run
 
 ROOT = Path(__file__).parents[1]
 STORIES_MODEL = ROOT.parent / "shared/data/stories260K-hf"
+HH = ROOT.parent / "shared/data/hh-rlhf/harmless-base-test.jsonl.gz"
+needs_pairs = pytest.mark.skipif(not (STORIES_MODEL.exists() and HH.exists()), reason="needs stories260K and HH-RLHF")
 needs_stories = pytest.mark.skipif(not STORIES_MODEL.exists(), reason="needs the stories260K model")
 FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "results.json", "report.html"}
 FILES |= {"curves.png", "task.json", "tensorboard", "checkpoints", "model"}
@@ -73,13 +75,15 @@ def test_arithmetic_from_start_to_table_and_again_resumed(arithmetic_run, capsys
 
 
 @pytest.mark.slow
-def test_ppo_from_start_to_table(tmp_path):
-    ppo.main(parse(*SMALL, "--group-size", "1", "--run-dir", tmp_path / "run", config=ppo.Config))
+def test_ppo_beside_grpo_and_a_coin_over_seeds(tmp_path):
+    ppo.main(parse(*SMALL, "--num-seeds", "2", "--run-dir", tmp_path / "run", config=ppo.Config))
     results = json.loads((tmp_path / "run/results.json").read_text())
-    assert set(results) == {"before", "after", "params_sha256"}
+    assert set(results["runs"]) == {"ppo", "grpo", "control"}
+    assert results["runs"]["ppo"]["before"] == results["runs"]["grpo"]["before"]
+    assert results["runs"]["ppo"]["parameters"][0] > 1.9 * results["runs"]["grpo"]["parameters"][0]
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    of_ppo = [line for line in lines if line["phase"] == "ppo"]
-    assert of_ppo[-1]["heldout_avg"] == results["after"]["avg"]
+    of_ppo = [line for line in lines if line["phase"] == "ppo_1"]
+    assert of_ppo[-1]["heldout_avg"] == results["runs"]["ppo"]["avg"][1]
     assert {"critic_loss", "explained_variance", "value_mean", "returns_mean", "value_clip"} <= set(of_ppo[-1])
 
 
@@ -316,6 +320,7 @@ def test_a_model_from_nothing_is_exported_with_its_tokenizer(arithmetic_run):
 
 SHORT = [] if os.environ.get("GRPO_JAX_FULL") else ["--warm-steps", "150", "--steps", "40", "--eval-every", "10"]
 SAVING = "*/*.orbax-checkpoint-tmp"
+PAIRS = ["--model", str(STORIES_MODEL), "--data", str(HH), "--steps", "40"]
 LORA = ["--model", str(STORIES_MODEL), "--lora-rank", "2", "--steps", "10", "--max-tokens", "32"]
 
 
@@ -344,6 +349,8 @@ def kill_at(moment: str, folder: Path, process: subprocess.Popen, dice: random.R
     ("script", "options", "moments"),
     [
         ("arithmetic", SHORT, ["warm", "grpo", "control", SAVING] * 2 + ["grpo", SAVING]),
+        ("ppo", [*SHORT, "--num-seeds", "1"], ["warm_0", "ppo_0", "control_0", SAVING]),
+        pytest.param("reward_model", PAIRS, ["reward_model", SAVING], marks=needs_pairs),
         pytest.param("stories", LORA, ["grpo", "control", SAVING, "grpo", SAVING], marks=needs_stories),
     ],
 )

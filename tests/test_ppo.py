@@ -32,7 +32,7 @@ from grpo_jax.training.ppo import (
 )
 from grpo_jax.training.rollout import Rollout, score
 from grpo_jax.training.run import RunFolder
-from grpo_jax.training.state import Batch
+from grpo_jax.training.state import Batch, TrainState
 
 VOCAB, EOS, PAD = 8, 6, 7
 MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
@@ -102,7 +102,7 @@ def test_without_a_critic_and_discount_every_token_gets_the_reward():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
     config = PPOConfig(gae_lambda=1.0, kl_coef=0.0, whiten=False)
     goes_on = np.zeros((4, 2), bool)
-    advantages, returns = token_advantages(rewards, np.zeros((4, 2, 4), np.float32), goes_on, batch, config=config)
+    advantages, returns = token_advantages(rewards, np.zeros((4, 2, 4), np.float32), goes_on, batch, 0.0, config=config)
     expected = np.where(batch.completion_mask, rewards[..., None], 0)
     np.testing.assert_array_equal(advantages, expected)
     np.testing.assert_array_equal(returns, expected)
@@ -118,7 +118,7 @@ def test_advantages_are_those_of_a_loop(steps):
     assert not goes_on.all()
     config = PPOConfig(gamma=0.9, gae_lambda=0.8, gae_steps=steps, kl_coef=0.3, whiten=False)
     found, returns = token_advantages(
-        rewards.astype(np.float32), values.astype(np.float32), goes_on, batch, config=config
+        rewards.astype(np.float32), values.astype(np.float32), goes_on, batch, 0.3, config=config
     )
     expected = np.zeros(batch.completion_mask.shape)
     for row in np.ndindex(4, 2):
@@ -140,7 +140,7 @@ def test_advantages_are_whitened_over_the_tokens_of_the_batch():
     batch = a_batch()
     rewards, values = np.arange(8, dtype=np.float32).reshape(4, 2), np.zeros((4, 2, 4), np.float32)
     goes_on = np.zeros((4, 2), bool)
-    found, returns = token_advantages(rewards, values, goes_on, batch, config=PPOConfig(kl_coef=0.0))
+    found, returns = token_advantages(rewards, values, goes_on, batch, 0.0, config=PPOConfig(kl_coef=0.0))
     of_tokens = np.asarray(found)[batch.completion_mask]
     assert of_tokens.mean() == pytest.approx(0, abs=1e-5)
     assert of_tokens.std(ddof=1) == pytest.approx(1, abs=1e-3)
@@ -164,7 +164,7 @@ def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos():
     config = PPOConfig(preset="lite_ppo", kl_coef=0.1, kl_in_reward=False, gae_lambda=1.0, whiten=False)
     centered = np.asarray(centered_advantages(jnp.asarray(rewards)))
     by_token, returns = token_advantages(
-        centered, np.zeros((4, 2, 4), np.float32), np.zeros((4, 2), bool), batch, config=config
+        centered, np.zeros((4, 2, 4), np.float32), np.zeros((4, 2), bool), batch, 0.0, config=config
     )
     weights = algorithm.aggregation(batch.completion_mask)
     of_ppo = batch._replace(advantages=by_token, returns=returns, weights=weights)
@@ -220,7 +220,9 @@ class Stop(Exception):
 
 def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
     whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
-    expected = train(CONFIG, whole, programs)
+    config = dataclasses.replace(CONFIG, ref_sync_steps=2, ref_mixup_alpha=0.5, kl_target=0.1)
+    expected = train(config, whole, programs)
+    assert expected.reference.critic is None
     assert params_sha256(expected.params.critic) != params_sha256(PARAMS.critic)
 
     def stopping_reward(examples, texts, calls=iter(range(99))):  # noqa: B008
@@ -229,8 +231,8 @@ def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
         return says_three(examples, texts)
 
     with pytest.raises(Stop):
-        train(CONFIG, cut, programs, reward=stopping_reward)
-    resumed = train(CONFIG, open_run(tmp_path / "cut"), programs)
+        train(config, cut, programs, reward=stopping_reward)
+    resumed = train(config, open_run(tmp_path / "cut"), programs)
     assert params_sha256(resumed) == params_sha256(expected)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert (cut.path / name).read_text() == (whole.path / name).read_text()
@@ -294,7 +296,8 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     completions = Completions(batch.completion_ids, batch.completion_mask, batch.old_logprobs, None, truncated)
     rewards = np.where(applicable, 0.5, 0).astype(np.float32)
     rollout = Rollout(prompts(0), completions, [], rewards, applicable, {})
-    found, advantages, logs = programs.advantages(*split(params), rollout, batch)
+    trained, frozen = split(params)
+    found, advantages, logs = programs.advantages(TrainState(trained, None, None), frozen, rollout, batch)
     length = batch.completion_mask[0, 0].sum()
     after = heads.values(CRITIC, params.critic, *batch[:4])[0, 0, length]
     expected = np.full((4, 2), 0.5)

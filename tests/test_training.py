@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from typing import get_args
 
 import jax
@@ -108,6 +109,39 @@ def test_kl_in_the_reward_lowers_advantages_of_unlikely_rows(tmp_path):
     train(POLICY, PARAMS, TASK, config, run, reward=first_steps_only)
     advantages = [group["advantages"] for group in run.lines("rollouts.jsonl") if group["step"] == 4]
     assert np.abs(advantages).max() > 1e-3
+
+
+# ---- what the policy is held near
+
+
+def test_a_reference_that_moves_is_the_mean_of_policies(tmp_path, programs):
+    half = dataclasses.replace(CONFIG, steps=2, ref_sync_steps=2, ref_mixup_alpha=0.25)
+    state = train(POLICY, PARAMS, TASK, half, open_run(tmp_path / "half"), programs=programs)
+    expected = jax.tree.map(lambda new, old: 0.25 * new + 0.75 * old, state.params, PARAMS)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), state.reference, expected)
+
+    # The policy of before each update: the gradient of the KL is then 0, and so is its value.
+    kl = {}
+    for every in (0, 1):
+        config, run = dataclasses.replace(CONFIG, ref_sync_steps=every), open_run(tmp_path / f"every_{every}")
+        train(POLICY, PARAMS, TASK, config, run, programs=programs)
+        kl[every] = [line["kl"] for line in run.lines()]
+    assert kl[0][-1] > 1e-3
+    assert kl[1] == pytest.approx([0] * 6, abs=1e-6)
+
+
+def test_kl_coef_is_steered_to_a_target(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=4, preset="rloo", kl_coef=0.5, kl_target=0.05, kl_horizon=64)
+    run = open_run(tmp_path, config)
+    state = train(POLICY, PARAMS, TASK, config, run)
+    lines = run.lines()
+    coef = 0.5
+    for line in lines:
+        assert line["kl_coef"] == pytest.approx(coef, rel=1e-5)
+        coef *= 1 + np.clip(line["kl_completion"] / 0.05 - 1, -0.2, 0.2) * 32 / 64
+    assert float(state.kl_coef) == pytest.approx(coef, rel=1e-5)
+    assert lines[1]["kl_coef"] == pytest.approx(0.45, rel=1e-5)  # nothing to hold back at first
+    assert lines[3]["kl_coef"] > lines[2]["kl_coef"]  # KL above the target
 
 
 # ---- resume
@@ -280,6 +314,12 @@ def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
         ({"seed": -1}, "seed"),
         ({"eval_every": -1}, "eval_every"),
         ({"eval_samples": 0}, "eval_samples"),
+        ({"kl_target": 6.0}, "kl_target"),
+        ({"preset": "rloo", "kl_target": 0.0}, "kl_target"),
+        ({"kl_horizon": 0}, "kl_horizon"),
+        ({"kl_coef": 0.0, "ref_sync_steps": 1}, "ref_sync_steps"),
+        ({"ref_mixup_alpha": 0.5}, "ref_mixup_alpha"),
+        ({"ref_sync_steps": 1, "ref_mixup_alpha": 0.0}, "ref_mixup_alpha"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(changes, word):

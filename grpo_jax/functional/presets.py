@@ -170,6 +170,10 @@ PRESETS: dict[str, Algorithm] = {
     # The two posts that announced GRPO, with ratios of whole responses.
     "seed_000": _SEED._replace(temperature=0.7, temperature_spread=0.3),
     "seed_001": _SEED._replace(epsilon_low=0.15, epsilon_high=0.15, group_size=12),
+    # The second post ranks a group, and then writes its advantage of rewards: this one takes the ranks.
+    "seed_001_rank": _SEED._replace(
+        advantages=of_rewards(rank_advantages, ddof=0, eps=1e-8), epsilon_low=0.15, epsilon_high=0.15, group_size=12
+    ),
     # 2507.20673; epsilons are of the log-ratio.
     "gmpo": _WITHOUT_KL._replace(term=gmpo_term, epsilon_low=0.4, epsilon_high=0.4),
     # 2511.20347

@@ -12,6 +12,7 @@ import optax
 from grpo_jax.config import GRPOConfig, validate
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
+    adaptive_kl_coef,
     keep_rows,
     kl_penalized_rewards,
     masked_sum,
@@ -108,20 +109,22 @@ def train(
     run.keep_prompts(phase, heldout=fingerprint(task.heldout), first_step=fingerprint(task.prompts(0)))
     devices = num_devices(config.devices)
     start, frozen = programs.split(replicate(params, devices))
-    reference = programs.actor(start, frozen)
+    first = programs.actor(start, frozen)
     temperature = group_temperatures(
         config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
     )
     with run.checkpoints(phase, keep=config.keep_checkpoints) as checkpoints:
-        state, done = checkpoints.restore(lambda: programs.init_state(start))
+        state, done = checkpoints.restore(lambda: begin(programs, start, config))
+        state = replicate(state, devices)
         run.rewind(phase, done)
         if evaluate and config.eval_every and done == 0:
-            run.log(phase, 0, evaluate(reference, 0))
+            run.log(phase, 0, evaluate(first, 0))
         with run.progress(phase, config.steps, done) as show:
             for step in range(done, config.steps):
                 # ---- rollout: a group of completions for each prompt, and their rewards
                 with run.timed("rollout"):
                     current = programs.actor(state.params, frozen)
+                    reference = first if state.reference is None else programs.actor(state.reference, frozen)
                     rollout, sampled = sample_step(programs, current, task, reward, temperature, step, config, run)
 
                 # ---- score: log-probabilities under the policy that sampled, and under the reference
@@ -130,11 +133,12 @@ def train(
 
                 # ---- advantages: rewards against those of the same group, or against a critic
                 with run.timed("advantages"):
-                    batch, advantages, judged = programs.advantages(state.params, frozen, rollout, batch)
+                    batch, advantages, judged = programs.advantages(state, frozen, rollout, batch)
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
                 with run.timed("update"):
                     state, metrics = update(programs, state, frozen, batch, step, config, run, phase)
+                    state = after_step(programs, state, step, judged, config)
 
                 # ---- log
                 evaluated: dict[str, float] = {}
@@ -164,8 +168,8 @@ class Programs(NamedTuple):
 
     sampler: Sampler
     scorer: Scorer
-    # (trained parameters, frozen ones, rollout, scored batch) -> batch with advantages, advantages [N, G] to show, logs
-    advantages: Callable[[Params, Any, Rollout, Batch], tuple[Batch, np.ndarray, dict[str, Any]]]
+    # (state, frozen parameters, rollout, scored batch) -> batch with advantages, advantages [N, G] to show, logs
+    advantages: Callable[[TrainState, Any, Rollout, Batch], tuple[Batch, np.ndarray, dict[str, Any]]]
     # (state, batch, frozen parameters or None) -> state, metrics
     train_step: Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, jax.Array]]]
     # trained parameters -> state; a copy: the step donates its state, and the start stays
@@ -174,6 +178,8 @@ class Programs(NamedTuple):
     split: Callable[[Params], tuple[Params, Any]] = split
     # (trained parameters, frozen ones) -> those of the policy, which samples
     actor: Callable[[Params, Any], Params] = join
+    # trained parameters -> what `actor` reads of them, which is all that a reference is
+    of_policy: Callable[[Params], Params] = lambda trained: trained
 
 
 def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
@@ -195,9 +201,9 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
     algorithm, schedule = config.algorithm, schedule_of(config, config.learning_rate)
     loss_fn, of_groups = grpo_loss_fn(policy, algorithm), jax.jit(algorithm.advantages)
 
-    def advantages(trained: Params, frozen: Any, rollout: Rollout, batch: Batch):
-        del trained, frozen  # rewards of the group are all that it takes
-        rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm)
+    def advantages(state: TrainState, frozen: Any, rollout: Rollout, batch: Batch):
+        del frozen  # rewards of the group are all that it takes
+        rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm, kl_coef_of(state, config))
         lengths = batch.completion_mask.sum(-1)
         by_row = np.asarray(of_groups(rewards, lengths, where=rollout.applicable))
         batch, correction = corrected(batch._replace(advantages=by_row), rollout, config)
@@ -211,6 +217,62 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
             lambda trained, frozen, batch: loss_fn(join(trained, frozen), batch), optimizer, schedule, config
         ),
     )
+
+
+def begin(programs: Programs, start: Params, config: GRPOConfig) -> TrainState:
+    """The state before the first step of a run, with what moves besides the parameters.
+
+    Args:
+      programs: of the run.
+      start: trained parameters.
+      config: the run.
+    """
+    state = programs.init_state(start)
+    if config.ref_sync_steps:
+        # A copy, for the step donates its state.
+        state = state._replace(reference=_mixed(programs.of_policy(start), programs.of_policy(start), 1.0))
+    if config.kl_target is not None:
+        state = state._replace(kl_coef=jnp.float32(config.algorithm.kl_coef))
+    return state
+
+
+def after_step(
+    programs: Programs, state: TrainState, step: int, logs: dict[str, Any], config: GRPOConfig
+) -> TrainState:
+    """The state after a step, with a reference that has moved and a kl_coef that was steered, if they do.
+
+    Args:
+      programs: of the run.
+      state: after the updates of the step.
+      step: its number, from 0.
+      logs: of the step's advantages, with "kl_completion" where kl_coef is steered.
+      config: the run.
+    """
+    if config.ref_sync_steps and (step + 1) % config.ref_sync_steps == 0:
+        policy = programs.of_policy(state.params)
+        state = state._replace(reference=_mixed(policy, state.reference, config.ref_mixup_alpha))
+    if config.kl_target is not None:
+        completions = config.num_prompts * config.algorithm.group_size
+        kl_coef = adaptive_kl_coef(
+            state.kl_coef,
+            logs["kl_completion"],
+            target=config.kl_target,
+            num_samples=completions,
+            horizon=config.kl_horizon,
+        )
+        state = state._replace(kl_coef=kl_coef)
+    return state
+
+
+@jax.jit
+def _mixed(params: Params, reference: Params, alpha: float) -> Params:
+    """α θ + (1 − α) θ_ref."""
+    return jax.tree.map(lambda new, old: alpha * new + (1 - alpha) * old, params, reference)
+
+
+def kl_coef_of(state: TrainState, config: GRPOConfig) -> Array:
+    """β of a step."""
+    return config.algorithm.kl_coef if state.kl_coef is None else state.kl_coef
 
 
 def check_task(task: Task, config: GRPOConfig) -> None:
@@ -342,7 +404,7 @@ def score_rollout(
 
 
 def penalised_rewards(
-    rewards: np.ndarray, batch: Batch, algorithm: Algorithm
+    rewards: np.ndarray, batch: Batch, algorithm: Algorithm, kl_coef: Array
 ) -> tuple[np.ndarray, dict[str, float], Batch]:
     """rᵢ − β Σₜ k1, where the algorithm has its KL in the reward; the loss then needs no reference.
 
@@ -350,17 +412,24 @@ def penalised_rewards(
       rewards: `[N, G]`.
       batch: with old and reference log-probabilities.
       algorithm: the run's.
+      kl_coef: β of the step.
 
     Returns:
-      Rewards for the advantages, the KL a token to log, and the batch for the loss.
+      Rewards for the advantages, numbers to log of the KL, and the batch for the loss.
     """
     if not (algorithm.kl_in_reward and algorithm.kl_coef > 0):
         return rewards, {}, batch
-    old_logprobs, ref_logprobs, mask = batch.old_logprobs, batch.ref_logprobs, batch.completion_mask
-    arrays = map(jnp.asarray, (rewards, old_logprobs, ref_logprobs, mask))
-    penalised = kl_penalized_rewards(*arrays, kl_coef=algorithm.kl_coef)
-    kl = float(np.where(mask, old_logprobs - ref_logprobs, 0).sum() / max(mask.sum(), 1))
-    return np.asarray(penalised), {"kl": kl}, batch._replace(ref_logprobs=None)
+    arrays = map(jnp.asarray, (rewards, batch.old_logprobs, batch.ref_logprobs, batch.completion_mask))
+    penalised = kl_penalized_rewards(*arrays, kl_coef=kl_coef)
+    return np.asarray(penalised), kl_logs(batch, kl_coef), batch._replace(ref_logprobs=None)
+
+
+def kl_logs(batch: Batch, kl_coef: Array) -> dict[str, float]:
+    """Of a KL in the reward: k1 a token and a completion, in nats, and its coefficient."""
+    mask = batch.completion_mask
+    total = np.where(mask, batch.old_logprobs - batch.ref_logprobs, 0).sum()
+    counts = {"kl": mask.sum(), "kl_completion": mask.any(-1).sum()}
+    return {name: float(total / max(count, 1)) for name, count in counts.items()} | {"kl_coef": float(kl_coef)}
 
 
 # What a correction compares, and what it makes of the ratio.

@@ -38,6 +38,8 @@ from grpo_jax.training.grpo import (
     compile_update,
     corrected,
     grpo_loss_fn,
+    kl_coef_of,
+    kl_logs,
     schedule_of,
     train,
 )
@@ -137,16 +139,17 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
     loss_fn = ppo_loss_fn(policy, critic, config)
     estimate = jax.jit(partial(token_advantages, config=config))
 
-    def advantages(trained: ActorCritic, frozen: ActorCritic, rollout: Rollout, batch: Batch):
+    def advantages(state: TrainState, frozen: ActorCritic, rollout: Rollout, batch: Batch):
         # What no reward applies to teaches neither policy nor critic.
         batch = batch._replace(
             completion_mask=np.asarray(keep_rows(batch.completion_mask, jnp.asarray(rollout.applicable)))
         )
-        values, mask = np.asarray(values_of(join(trained, frozen).critic, batch)), batch.completion_mask
+        values, mask = np.asarray(values_of(join(state.params, frozen).critic, batch)), batch.completion_mask
         goes_on, logs = rollout.completions.truncated & config.bootstrap_truncated, dict[str, Any]()
-        by_token, returns = map(np.asarray, estimate(rollout.rewards, values, goes_on, batch))
+        kl_coef = kl_coef_of(state, config)
+        by_token, returns = map(np.asarray, estimate(rollout.rewards, values, goes_on, batch, kl_coef))
         if config.kl_in_reward and batch.ref_logprobs is not None:
-            logs["kl"] = _mean(batch.old_logprobs - batch.ref_logprobs, mask)
+            logs |= kl_logs(batch, kl_coef)
             batch = batch._replace(ref_logprobs=None)  # the loss needs none
         logs |= {
             "value_mean": _mean(values[..., :-1], mask),
@@ -175,11 +178,12 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
         ),
         split=split,
         actor=lambda trained, frozen: lora.join(trained.policy, frozen.policy),
+        of_policy=lambda trained: trained._replace(critic=None),
     )
 
 
 def token_advantages(
-    rewards: jax.Array, values: jax.Array, goes_on: jax.Array, batch: Batch, *, config: PPOConfig
+    rewards: jax.Array, values: jax.Array, goes_on: jax.Array, batch: Batch, kl_coef: jax.Array, *, config: PPOConfig
 ) -> tuple[jax.Array, jax.Array]:
     """GAE of a rollout: rₜ = 1[last] r − β k1ₜ, the second where the KL is in the reward.
 
@@ -188,6 +192,7 @@ def token_advantages(
       values: `[N, G, T + 1]`, of `heads.values` when the completions were sampled.
       goes_on: bool `[N, G]`, whether the value after the last token counts: after an EOS it is 0.
       batch: with a mask, and with old and reference log-probabilities if there is a KL in the reward.
+      kl_coef: β of the step.
       config: the run.
 
     Returns:
@@ -196,7 +201,7 @@ def token_advantages(
     algorithm, mask = config.algorithm, batch.completion_mask
     by_token = rewards_at_end(rewards, mask)
     if algorithm.kl_in_reward and algorithm.kl_coef > 0:
-        by_token -= algorithm.kl_coef * jnp.where(mask, kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
+        by_token -= kl_coef * jnp.where(mask, kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
     length = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
     after = jnp.take_along_axis(values, length, axis=-1)[..., 0]
     values = jnp.where(mask, values[..., :-1], 0)

@@ -20,6 +20,8 @@ class TrainState(NamedTuple):
     params: Params
     opt_state: optax.OptState
     skipped: Array  # int32, optimizer steps skipped in a row, for gradients that were not finite
+    reference: Params | None = None  # what the policy is held near, if that moves
+    kl_coef: Array = None  # float32, by how much, if that adapts
 
 
 class Batch(NamedTuple):

@@ -101,7 +101,7 @@ def train_step(
     skipped = jnp.where(finite, 0, state.skipped + 1)
     metrics = {name: total / jnp.maximum(weight, 1e-9) for name, (total, weight) in logs.means.items()}
     metrics |= logs.maxima | {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
-    return TrainState(params, opt_state, skipped), metrics
+    return state._replace(params=params, opt_state=opt_state, skipped=skipped), metrics
 
 
 def split_leading(tree, pieces: int):

@@ -127,6 +127,7 @@ LOSSES = {
     "rloo": (clip(row_sum(D), 0.2, 0.2) * ONES, SEQUENCE_MEAN, 0),
     "seed_000": (clip(row_sum(D), 0.2, 0.2) * ONES, SEQUENCE_MEAN, 0.01),
     "seed_001": (clip(row_sum(D), 0.15, 0.15) * ONES, SEQUENCE_MEAN, 0.01),
+    "seed_001_rank": (clip(row_sum(D), 0.15, 0.15) * ONES, SEQUENCE_MEAN, 0.01),
     "gmpo": (gmpo(), SEQUENCE_MEAN, 0),
     "sapo": (sapo(), SEQUENCE_MEAN, 0),
     "dppo": (dppo(), TOKEN_MEAN, 0),
@@ -168,7 +169,7 @@ def test_on_policy_gradient_is_reinforce(name):
     # A ratio of whole responses, one number a row, has the gradient of Σ log π: rows weigh 1/B.
     logprobs, *_ = random_logprobs()
     _, gradient = compiled()(logprobs, logprobs, ADVANTAGES, MASK, logprobs)[name]
-    weights = SEQUENCE_SUM if name in ("rloo", "seed_000", "seed_001") else LOSSES[name][1]
+    weights = SEQUENCE_SUM if name in ("rloo", "seed_000", "seed_001", "seed_001_rank") else LOSSES[name][1]
     assert_allclose(gradient, -A * weights, rtol=1e-5, atol=1e-7)
 
 
@@ -223,6 +224,7 @@ ADVANTAGES_OF = {
     "rloo": leave_one_out(R),
     "seed_000": standardised(R, 0, 1e-8),
     "seed_001": standardised(R, 0, 1e-8),
+    "seed_001_rank": standardised(-mean_ranks(R), 0, 1e-8),
     "opo": opo(R),
     "gpg": centered(R) * 24 / 16,  # two groups of three have signal
     "max_rl": max_rl(R),
@@ -240,10 +242,17 @@ def test_advantages_are_the_formula_written_out(name):
 
 def test_how_presets_sample():
     sampling = {name: (a.group_size, a.temperature, a.temperature_spread) for name, a in PRESETS.items()}
-    others = {"seed_000": (8, 0.7, 0.3), "seed_001": (12, 1.0, 0.0)}
+    others = {"seed_000": (8, 0.7, 0.3), "seed_001": (12, 1.0, 0.0), "seed_001_rank": (12, 1.0, 0.0)}
     assert sampling == dict.fromkeys(PRESETS, (8, 1.0, 0.0)) | others
     assert {name for name, a in PRESETS.items() if a.ratio_to_sampler} == {"dppo"}
-    with_reference = {"grpo": 0.04, "rank": 0.04, "seed_000": 0.01, "seed_001": 0.01, "rloo": 0.05}
+    with_reference = {
+        "grpo": 0.04,
+        "rank": 0.04,
+        "seed_000": 0.01,
+        "seed_001": 0.01,
+        "seed_001_rank": 0.01,
+        "rloo": 0.05,
+    }
     assert {name: a.kl_coef for name, a in PRESETS.items() if a.kl_coef} == with_reference
     assert {name for name, a in PRESETS.items() if a.kl_in_reward} == {"rloo"}
 
