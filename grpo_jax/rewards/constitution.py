@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -166,7 +167,7 @@ def model_judge(
     control = _control_tokens(tokenizer)
 
     def score(*arrays: Any) -> jax.Array:
-        odds = log_odds(model.config, model.params, yes_ids, no_ids, *arrays)
+        odds = log_odds(model.config, model.params, np.array(yes_ids), np.array(no_ids), *arrays)
         return jax.nn.sigmoid(odds) if probability else odds
 
     def judge(principle: str, rows: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
@@ -187,7 +188,7 @@ def model_judge(
 
 
 @partial(jax.jit, static_argnums=0)
-def log_odds(config: ModelConfig, params: Params, yes: jax.Array, no: jax.Array, *arrays: jax.Array) -> jax.Array:
+def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: Any) -> jax.Array:
     """log Σ P(yes) − log Σ P(no) of the token after each text.
 
     Args:
@@ -214,12 +215,12 @@ def log_odds(config: ModelConfig, params: Params, yes: jax.Array, no: jax.Array,
     return total(yes) - total(no)
 
 
-def _single_tokens(tokenizer: Any, spellings: Sequence[str]) -> jax.Array:
+def _single_tokens(tokenizer: Any, spellings: Sequence[str]) -> list[int]:
     encoded = [encode_completion(tokenizer, spelling) for spelling in spellings]
     found = {ids[0] for ids in encoded if len(ids) == 1} - {tokenizer.unk_token_id}
     if not found:
         raise UsageError(f"none of {list(spellings)} is one token of the judge's tokenizer: give a word that is")
-    return jnp.array(sorted(found))
+    return sorted(found)
 
 
 def _control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
