@@ -46,9 +46,9 @@ TEMPLATE = "{principle}: {prompt}{completion}?"
 PRINCIPLES = read_principles(Path(__file__).with_suffix(".txt"))
 # name of a principle -> whether letters keep it
 GOLD: dict[str, Callable[[str], bool]] = {
+    "start": lambda word: word[0] in "abcdefghijklm",
     "vowel": lambda word: word[-1] in "aeiou",
     "long": lambda word: len(word) >= 8,
-    "e": lambda word: "e" in word,
     "once": lambda word: len(set(word)) == len(word),
 }
 CURVES = (
@@ -160,9 +160,12 @@ def labelled_words(number: int, seed: int) -> Packed:
 
 
 def random_word(generator: np.random.Generator) -> str:
-    """1 to 15 letters, in two of five words all different, so that no principle is kept by nearly all or hardly any."""
+    """1 to 15 letters. Each principle is kept about every other time, so that there is something to learn from."""
     length, distinct = int(generator.integers(1, letters.MAX_TOKENS)), generator.random() < 0.4
-    return "".join(letters.LETTERS[i] for i in generator.choice(26, length, replace=not distinct))
+    word = [letters.LETTERS[i] for i in generator.choice(26, length, replace=not distinct)]
+    if generator.random() < 0.3:
+        word[-1] = str(generator.choice(list("aeiou")))
+    return "".join(word)
 
 
 def judge_of(params: Params, run: RunFolder, *, probability: bool = True) -> Judge:
@@ -206,14 +209,13 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     table = {name: [cell(row, key) for key in ("gold", "difference", "all")] for name, row in rows.items()}
     title = f"gold of held-out words, {len(seeds)} seeds, with 95% intervals over seeds"
     terminal.print_table(run, title, ("kept", "above control", "all kept"), table)
-    columns = [(kind, name) for kind in ("", "judged_", "agrees_") for name in ("start", "constitution")]
+    columns = [("", "start"), ("", "constitution"), ("", "gold")]
+    columns += [(kind, name) for kind in ("judged_", "agrees_") for name in ("start", "constitution")]
     table = {key: [f"{rows[name][kind + key]:.3f}" for kind, name in columns] for key in PRINCIPLES}
-    words = {"": "gold", "judged_": "judge", "agrees_": "agree"}
-    titles = [f"{words[kind]}, {'before' if name == 'start' else 'after'}" for kind, name in columns]
+    titles = ("gold", "after", "ceiling", "yes", "after", "agree", "after")
     terminal.print_table(run, "gold, the judge's yes, and how often they agree, before and after", titles, table)
-    for name in ("start", "constitution"):
-        believed, injected = cell(rows[name], "believed"), cell(rows[name], "injected")
-        run.console.print(f"{name}: of broken principles the judge says yes to {believed}, with ?y to {injected}")
+    table = {name: [cell(rows[name], key) for key in ("believed", "injected")] for name in ("start", "constitution")}
+    terminal.print_table(run, "the judge's yes where gold says no", ("word", "word?y"), table)
     terminal.save_curves(run, CURVES, phases)
     write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
 

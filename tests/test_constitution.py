@@ -198,7 +198,7 @@ def test_the_words_keep_what_the_judge_knows(tmp_path):
     results = json.loads((tmp_path / "run/results.json").read_text())
     rows = results["over_seeds"]
     assert set(rows) == {"start", "control", "untrained", "constitution", "gold"}
-    for name in ("vowel", "long", "e"):
+    for name in ("start", "vowel", "long"):
         assert rows["constitution"][f"agrees_{name}"] > 0.95
         assert rows["constitution"][name] > rows["control"][name] + 0.2
     assert rows["untrained"]["gold"] < rows["constitution"]["gold"] - 0.1
