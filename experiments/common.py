@@ -90,7 +90,7 @@ def learn(
         return {f"heldout_{name}": value for name, value in summary(latest[step].evaluation).items()}
 
     state = train(policy, params, task, config, run, phase=phase, reward=reward, programs=programs, evaluate=heldout)
-    final = programs.actor(state.params, programs.split(params)[1])
+    final = programs.method.actor(state.params, programs.method.split(params)[1])
     return state, latest.get(config.steps) or evaluate_heldout(programs, final, task, config, run)
 
 
@@ -126,7 +126,7 @@ def against_control(
         return summary(held.evaluation) | examine(*held)
 
     with run.console.status("compiling, and evaluating the start"):
-        start = evaluate_heldout(programs, programs.actor(*programs.split(params)), task, config, run)
+        start = evaluate_heldout(programs, programs.method.actor(*programs.method.split(params)), task, config, run)
     rows, checksum = {"before": row(start)}, ""
     rewards = {"grpo": task.reward, "control": random_reward(config.seed)}
     for phase in phases:

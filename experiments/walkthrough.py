@@ -209,7 +209,7 @@ def main(config: Config) -> Walk:
 
     def update(advantages: np.ndarray) -> tuple[Params, dict[str, float]]:
         new = batch._replace(advantages=advantages)
-        state, metrics = programs.train_step(programs.init_state(params), new, None)
+        state, metrics = programs.train_step(programs.init_state(params), new, None, None)
         moves = jax.tree.map(lambda new, old: np.abs(np.asarray(new) - old).max(), state.params, params)
         metrics = jax.tree.map(float, metrics) | {"change": float(max(jax.tree.leaves(moves)))}
         say(f"  gradient norm {metrics['grad_norm']:.4f}, largest change of a weight {metrics['change']:.2e}")

@@ -15,7 +15,6 @@ from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task, pad_prompts, rng
 from grpo_jax.training.checkpoint import params_sha256
 from grpo_jax.training.grpo import grpo_loss_fn
@@ -30,9 +29,9 @@ from grpo_jax.training.ppo import (
     token_advantages,
     train_ppo,
 )
-from grpo_jax.training.rollout import Rollout, score
+from grpo_jax.training.rollout import Outcome, score
 from grpo_jax.training.run import RunFolder
-from grpo_jax.training.state import Batch, TrainState
+from grpo_jax.training.state import Batch
 
 VOCAB, EOS, PAD = 8, 6, 7
 MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
@@ -86,6 +85,7 @@ def a_batch(num_prompts=4, group_size=2, width=3) -> Batch:
     logprobs = np.asarray(score(POLICY, PARAMS.policy, batch).logprobs)
     shifted = [(logprobs + noise.normal(0, 0.2, mask.shape)).astype(np.float32) for _ in range(2)]
     old_values, returns, advantages = noise.normal(0, 1, (3, *mask.shape)).astype(np.float32)
+    old_values = np.pad(old_values, [(0, 0), (0, 0), (0, 1)])
     return batch._replace(
         old_logprobs=shifted[0],
         ref_logprobs=shifted[1],
@@ -148,11 +148,11 @@ def test_advantages_are_whitened_over_the_tokens_of_the_batch():
 
 
 def test_explained_variance():
-    returns = np.array([0.0, 1.0, 2.0])
-    assert explained_variance(returns + 3, returns) == 1
-    assert explained_variance(np.ones(3), returns) == 0
-    assert explained_variance(-returns, returns) == -3
-    assert explained_variance(returns, np.ones(3)) is None
+    returns, mask = np.array([0.0, 1.0, 2.0, 9.0]), np.array([True, True, True, False])
+    assert explained_variance(returns + 3, returns, mask) == 1
+    assert explained_variance(np.ones(4), returns, mask) == 0
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3)
+    assert np.isnan(explained_variance(returns, np.ones(4), mask))
 
 
 # ---- gradients
@@ -186,7 +186,8 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
 
     values = np.asarray(heads.values(CRITIC, params.critic, *batch[:4]))[..., :-1]
     hidden = np.asarray(POLICY.hidden(PARAMS.policy, *batch[:3]))
-    clipped = np.clip(values, batch.old_values - 0.2, batch.old_values + 0.2)
+    old_values = batch.old_values[..., :-1]
+    clipped = np.clip(values, old_values - 0.2, old_values + 0.2)
     bound = (clipped - batch.returns) ** 2 > (values - batch.returns) ** 2
     slope = np.where(bound, 0, values - batch.returns)
     np.testing.assert_allclose(
@@ -291,13 +292,12 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
     params = PARAMS._replace(critic=PARAMS.critic._replace(head=jnp.linspace(-1, 1, 16)))
     batch = a_batch()._replace(ref_logprobs=None)
+    batch = batch._replace(old_values=programs.values(split(params), batch))
     truncated, applicable = np.zeros((4, 2), bool), np.ones((4, 2), bool)
     truncated[0], applicable[0, 1] = True, False
-    completions = Completions(batch.completion_ids, batch.completion_mask, batch.old_logprobs, None, truncated)
     rewards = np.where(applicable, 0.5, 0).astype(np.float32)
-    rollout = Rollout(prompts(0), completions, [], rewards, applicable, {})
-    trained, frozen = split(params)
-    found, advantages, logs = programs.advantages(TrainState(trained, None, None), frozen, rollout, batch)
+    outcome = Outcome(rewards, applicable, truncated, batch.old_logprobs)
+    found, advantages, logs = programs.advantages(outcome, batch, 0.0)
     length = batch.completion_mask[0, 0].sum()
     after = heads.values(CRITIC, params.critic, *batch[:4])[0, 0, length]
     expected = np.full((4, 2), 0.5)

@@ -19,7 +19,7 @@ from grpo_jax.tasks.task import Task, pad_prompts, random_reward, rng
 from grpo_jax.training import guards
 from grpo_jax.training.checkpoint import Checkpoints, params_sha256
 from grpo_jax.training.grpo import corrected, grpo_loss_fn, make_programs, train
-from grpo_jax.training.rollout import Rollout
+from grpo_jax.training.rollout import Rollout, outcome_of
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import Batch, TrainState
 
@@ -230,7 +230,7 @@ def test_metrics_of_tokens_do_not_depend_on_minibatches(tmp_path):
 # ---- corrections
 
 
-def a_rollout(old_logprobs, sampler_logprobs, truncated_logprobs=None):
+def an_outcome(old_logprobs, sampler_logprobs, truncated_logprobs=None):
     """One prompt, two completions of two tokens; the second has one token and no end."""
     mask = np.array([[[True, True], [True, False]]])
     completions = Completions(
@@ -240,7 +240,7 @@ def a_rollout(old_logprobs, sampler_logprobs, truncated_logprobs=None):
     batch = Batch(
         None, None, None, mask, None, advantages=np.array([[2.0, -1.0]], np.float32), old_logprobs=old_logprobs
     )
-    return batch, rollout
+    return batch, outcome_of(rollout)
 
 
 @pytest.mark.parametrize(
@@ -257,17 +257,17 @@ def test_corrections_by_hand(correction, expected, mean):
     old_logprobs = np.log(np.array([[[0.8, 0.2], [0.1, 0.9]]], np.float32))
     sampler_logprobs = np.log(np.array([[[0.2, 0.25], [0.4, 0.1]]], np.float32))
     config = dataclasses.replace(CONFIG, correction=correction)
-    batch, logs = corrected(*a_rollout(old_logprobs, sampler_logprobs), config)
+    batch, logs = corrected(*an_outcome(old_logprobs, sampler_logprobs), config)
     np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
     assert logs == ({} if mean is None else {"correction": pytest.approx(mean, rel=1e-5)})
     # What was sampled from, where that was less than the whole softmax.
-    batch, _ = corrected(*a_rollout(old_logprobs, old_logprobs, sampler_logprobs), config)
+    batch, _ = corrected(*an_outcome(old_logprobs, old_logprobs, sampler_logprobs), config)
     np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
 
 
 def test_truncated_completions_leave_the_loss_but_not_the_baseline():
-    batch, rollout = a_rollout(*np.zeros((2, 1, 2, 2), np.float32))
-    kept, _ = corrected(batch, rollout, dataclasses.replace(CONFIG, mask_truncated=True))
+    batch, outcome = an_outcome(*np.zeros((2, 1, 2, 2), np.float32))
+    kept, _ = corrected(batch, outcome, dataclasses.replace(CONFIG, mask_truncated=True))
     np.testing.assert_array_equal(kept.completion_mask, [[[True, True], [False, False]]])
     np.testing.assert_array_equal(kept.advantages, batch.advantages)
 

@@ -34,12 +34,15 @@ from grpo_jax.training import guards
 from grpo_jax.training.dynamic_sampling import sample_with_spread
 from grpo_jax.training.parallel import data_parallel, num_devices, replicate
 from grpo_jax.training.rollout import (
+    Outcome,
     Rollout,
     Sampler,
     Scorer,
+    by_pieces,
     group_temperatures,
     make_sampler,
     make_scorer,
+    outcome_of,
     roll_out,
     rollout_metrics,
     score,
@@ -103,13 +106,14 @@ def train(
       FloatingPointError: gradients were not finite too many times in a row.
     """
     programs = programs or make_programs(policy, task, config)
+    method = programs.method
     algorithm, reward = config.algorithm, reward or task.reward
     for note in task.notes:
         run.warn_once(note, note)
     run.keep_prompts(phase, heldout=fingerprint(task.heldout), first_step=fingerprint(task.prompts(0)))
     devices = num_devices(config.devices)
-    start, frozen = programs.split(replicate(params, devices))
-    first = programs.actor(start, frozen)
+    start, frozen = method.split(replicate(params, devices))
+    first = method.actor(start, frozen)
     temperature = group_temperatures(
         config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
     )
@@ -123,21 +127,25 @@ def train(
             for step in range(done, config.steps):
                 # ---- rollout: a group of completions for each prompt, and their rewards
                 with run.timed("rollout"):
-                    current = programs.actor(state.params, frozen)
-                    reference = first if state.reference is None else programs.actor(state.reference, frozen)
+                    current = method.actor(state.params, frozen)
+                    reference = first if state.reference is None else method.actor(state.reference, frozen)
                     rollout, sampled = sample_step(programs, current, task, reward, temperature, step, config, run)
 
-                # ---- score: log-probabilities under the policy that sampled, and under the reference
+                # ---- score: log-probabilities under the policy that sampled and under the reference, a critic's values
                 with run.timed("score"):
                     batch = score_rollout(programs, current, reference, rollout, temperature, config)
+                    if programs.values:
+                        batch = batch._replace(old_values=np.asarray(programs.values((state.params, frozen), batch)))
 
                 # ---- advantages: rewards against those of the same group, or against a critic
                 with run.timed("advantages"):
-                    batch, advantages, judged = programs.advantages(state, frozen, rollout, batch)
+                    found = programs.advantages(outcome_of(rollout), batch, kl_coef_of(state, config))
+                    batch, advantages, judged = jax.device_get(found)
+                    judged = {name: float(value) for name, value in judged.items()}
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
                 with run.timed("update"):
-                    state, metrics = update(programs, state, frozen, batch, step, config, run, phase)
+                    state, metrics = update(programs, state, frozen, None, batch, step, config, run, phase)
                     state = after_step(programs, state, step, judged, config)
 
                 # ---- log
@@ -145,7 +153,7 @@ def train(
                 is_last = step + 1 == config.steps
                 if evaluate and config.eval_every and ((step + 1) % config.eval_every == 0 or is_last):
                     with run.timed("evaluate"):
-                        evaluated = evaluate(programs.actor(state.params, frozen), step + 1)
+                        evaluated = evaluate(method.actor(state.params, frozen), step + 1)
                 run.log(phase, step + 1, sampled | judged | metrics | evaluated)
                 if config.rollouts_every and (step % config.rollouts_every == 0 or is_last):
                     run.log_rollout(phase, step + 1, readable(rollout, advantages, task))
@@ -163,23 +171,57 @@ def train(
     return state
 
 
-class Programs(NamedTuple):
-    """The functions of a method and a run, compiled. Phases that differ in the reward alone share them."""
+class Method(NamedTuple):
+    """What tells one method that learns from rollouts from another, as pure functions that any loop may compile."""
 
-    sampler: Sampler
-    scorer: Scorer
-    # (state, frozen parameters, rollout, scored batch) -> batch with advantages, advantages [N, G] to show, logs
-    advantages: Callable[[TrainState, Any, Rollout, Batch], tuple[Batch, np.ndarray, dict[str, Any]]]
-    # (state, batch, frozen parameters or None) -> state, metrics
-    train_step: Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, jax.Array]]]
-    # trained parameters -> state; a copy: the step donates its state, and the start stays
-    init_state: Callable[[Params], TrainState]
+    # (outcome, scored batch, β) -> batch with advantages, advantages [N, G] to show, logs
+    advantages: Callable[[Outcome, Batch, Array], tuple[Batch, jax.Array, dict[str, jax.Array]]]
+    # (trained parameters, frozen ones, reference or None, batch with weights) -> loss, logs
+    loss_fn: Callable[[Params, Any, Params | None, Batch], tuple[jax.Array, Logs]]
+    optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule  # of the policy, to log
+    # ((trained parameters, frozen ones), batch) -> values [N, G, T + 1] of a critic, if there is one
+    values: Callable[[tuple[Params, Any], Batch], jax.Array] | None = None
     # parameters -> those that are trained, and those that are not
     split: Callable[[Params], tuple[Params, Any]] = split
     # (trained parameters, frozen ones) -> those of the policy, which samples
     actor: Callable[[Params, Any], Params] = join
     # trained parameters -> what `actor` reads of them, which is all that a reference is
     of_policy: Callable[[Params], Params] = lambda trained: trained
+
+
+def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
+    """GRPO, or what the preset makes of it: rewards are compared within groups."""
+    algorithm, schedule = config.algorithm, schedule_of(config, config.learning_rate)
+    policy_loss_fn = grpo_loss_fn(policy, algorithm)
+
+    def advantages(outcome: Outcome, batch: Batch, kl_coef: Array):
+        rewards, penalty, batch = penalised_rewards(outcome.rewards, batch, algorithm, kl_coef)
+        lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
+        by_row = algorithm.advantages(rewards, lengths, where=outcome.applicable)
+        batch, correction = corrected(batch._replace(advantages=by_row), outcome, config)
+        return batch, by_row, penalty | correction
+
+    def loss_fn(trained: Params, frozen: Any, reference: Params | None, batch: Batch):
+        del reference  # its log-probabilities are in the batch
+        return policy_loss_fn(join(trained, frozen), batch)
+
+    optimizer = make_optimizer(schedule, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
+    return Method(advantages, loss_fn, optimizer, schedule)
+
+
+class Programs(NamedTuple):
+    """The functions of a method and a run, compiled. Phases that differ in the reward alone share them."""
+
+    method: Method
+    sampler: Sampler
+    scorer: Scorer
+    values: Callable[[tuple[Params, Any], Batch], jax.Array] | None
+    advantages: Callable[[Outcome, Batch, Array], tuple[Batch, jax.Array, dict[str, jax.Array]]]
+    # (state, batch, frozen parameters or None, reference or None) -> state, metrics
+    train_step: Callable[[TrainState, Batch, Any, Params | None], tuple[TrainState, dict[str, jax.Array]]]
+    # trained parameters -> state; a copy: the step donates its state, and the start stays
+    init_state: Callable[[Params], TrainState]
 
 
 def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
@@ -198,24 +240,41 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
     """
     validate(config, num_devices=num_devices(config.devices))
     check_task(task, config)
-    algorithm, schedule = config.algorithm, schedule_of(config, config.learning_rate)
-    loss_fn, of_groups = grpo_loss_fn(policy, algorithm), jax.jit(algorithm.advantages)
+    return compile_programs(grpo_method(policy, config), policy, task, config)
 
-    def advantages(state: TrainState, frozen: Any, rollout: Rollout, batch: Batch):
-        del frozen  # rewards of the group are all that it takes
-        rewards, penalty, batch = penalised_rewards(rollout.rewards, batch, algorithm, kl_coef_of(state, config))
-        lengths = batch.completion_mask.sum(-1)
-        by_row = np.asarray(of_groups(rewards, lengths, where=rollout.applicable))
-        batch, correction = corrected(batch._replace(advantages=by_row), rollout, config)
-        return batch, by_row, penalty | correction
 
-    optimizer = make_optimizer(schedule, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
+def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOConfig) -> Programs:
+    """The functions of a method, compiled at their first call.
+
+    Args:
+      method: of the run.
+      policy: the model's functions.
+      task: its tokens.
+      config: the run, checked.
+    """
+    devices, pieces = num_devices(config.devices), config.microbatches * config.minibatches
+
+    def step(state: TrainState, batch: Batch, frozen: Any, reference: Params | None, *, axis_name):
+        rate = method.learning_rate(steps_taken(state))
+        state, metrics = train_step(
+            state,
+            batch,
+            loss_fn=lambda trained, batch: method.loss_fn(trained, frozen, reference, batch),
+            aggregation=config.algorithm.aggregation,
+            optimizer=method.optimizer,
+            num_microbatches=config.microbatches,
+            axis_name=axis_name,
+        )
+        return state, metrics | {"learning_rate": jnp.asarray(rate)}
+
     return Programs(
-        *compile_rollout(policy, task, config),
-        advantages,
-        *compile_update(
-            lambda trained, frozen, batch: loss_fn(join(trained, frozen), batch), optimizer, schedule, config
-        ),
+        method,
+        make_sampler(policy, task, config, devices=devices),
+        make_scorer(policy, num_microbatches=pieces, devices=devices),
+        by_pieces(method.values, num_microbatches=pieces, devices=devices) if method.values else None,
+        jax.jit(method.advantages),
+        data_parallel(step, (None, 0, None, None), (None, None), devices=devices, donate_argnums=(0,)),
+        jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), method.optimizer)),
     )
 
 
@@ -230,7 +289,8 @@ def begin(programs: Programs, start: Params, config: GRPOConfig) -> TrainState:
     state = programs.init_state(start)
     if config.ref_sync_steps:
         # A copy, for the step donates its state.
-        state = state._replace(reference=_mixed(programs.of_policy(start), programs.of_policy(start), 1.0))
+        policy = programs.method.of_policy(start)
+        state = state._replace(reference=_mixed(policy, policy, 1.0))
     if config.kl_target is not None:
         state = state._replace(kl_coef=jnp.float32(config.algorithm.kl_coef))
     return state
@@ -249,7 +309,7 @@ def after_step(
       config: the run.
     """
     if config.ref_sync_steps and (step + 1) % config.ref_sync_steps == 0:
-        policy = programs.of_policy(state.params)
+        policy = programs.method.of_policy(state.params)
         state = state._replace(reference=_mixed(policy, state.reference, config.ref_mixup_alpha))
     if config.kl_target is not None:
         completions = config.num_prompts * config.algorithm.group_size
@@ -271,8 +331,8 @@ def _mixed(params: Params, reference: Params, alpha: float) -> Params:
 
 
 def kl_coef_of(state: TrainState, config: GRPOConfig) -> Array:
-    """β of a step."""
-    return config.algorithm.kl_coef if state.kl_coef is None else state.kl_coef
+    """β of a step, for advantages."""
+    return np.float32(config.algorithm.kl_coef) if state.kl_coef is None else state.kl_coef
 
 
 def check_task(task: Task, config: GRPOConfig) -> None:
@@ -303,50 +363,6 @@ def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
         warmup_steps=config.warmup_steps,
         total_steps=config.steps * config.epochs * config.minibatches,
         decay=config.decay,
-    )
-
-
-def compile_rollout(policy: Policy, task: Task, config: GRPOConfig) -> tuple[Sampler, Scorer]:
-    """The sampler and the scorer of a run."""
-    devices, pieces = num_devices(config.devices), config.microbatches * config.minibatches
-    return (
-        make_sampler(policy, task, config, devices=devices),
-        make_scorer(policy, num_microbatches=pieces, devices=devices),
-    )
-
-
-def compile_update(
-    loss_fn: Callable[[Params, Any, Batch], tuple[jax.Array, Logs]],
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    config: GRPOConfig,
-) -> tuple[Callable[..., Any], Callable[[Params], TrainState]]:
-    """`train_step` and `init_state` of `Programs`.
-
-    Args:
-      loss_fn: (trained parameters, frozen ones, batch with weights) -> loss and logs.
-      optimizer: of the trained parameters.
-      schedule: what to log as its rate.
-      config: the run.
-    """
-
-    def step(state: TrainState, batch: Batch, frozen: Any, *, axis_name):
-        rate = schedule(steps_taken(state))
-        state, metrics = train_step(
-            state,
-            batch,
-            loss_fn=lambda trained, batch: loss_fn(trained, frozen, batch),
-            aggregation=config.algorithm.aggregation,
-            optimizer=optimizer,
-            num_microbatches=config.microbatches,
-            axis_name=axis_name,
-        )
-        return state, metrics | {"learning_rate": jnp.asarray(rate)}
-
-    devices = num_devices(config.devices)
-    return (
-        data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,)),
-        jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), optimizer)),
     )
 
 
@@ -404,8 +420,8 @@ def score_rollout(
 
 
 def penalised_rewards(
-    rewards: np.ndarray, batch: Batch, algorithm: Algorithm, kl_coef: Array
-) -> tuple[np.ndarray, dict[str, float], Batch]:
+    rewards: Array, batch: Batch, algorithm: Algorithm, kl_coef: Array
+) -> tuple[Array, dict[str, jax.Array], Batch]:
     """rᵢ − β Σₜ k1, where the algorithm has its KL in the reward; the loss then needs no reference.
 
     Args:
@@ -419,17 +435,18 @@ def penalised_rewards(
     """
     if not (algorithm.kl_in_reward and algorithm.kl_coef > 0):
         return rewards, {}, batch
-    arrays = map(jnp.asarray, (rewards, batch.old_logprobs, batch.ref_logprobs, batch.completion_mask))
-    penalised = kl_penalized_rewards(*arrays, kl_coef=kl_coef)
-    return np.asarray(penalised), kl_logs(batch, kl_coef), batch._replace(ref_logprobs=None)
+    penalised = kl_penalized_rewards(
+        rewards, batch.old_logprobs, batch.ref_logprobs, batch.completion_mask, kl_coef=kl_coef
+    )
+    return penalised, kl_logs(batch, kl_coef), batch._replace(ref_logprobs=None)
 
 
-def kl_logs(batch: Batch, kl_coef: Array) -> dict[str, float]:
+def kl_logs(batch: Batch, kl_coef: Array) -> dict[str, jax.Array]:
     """Of a KL in the reward: k1 a token and a completion, in nats, and its coefficient."""
     mask = batch.completion_mask
-    total = np.where(mask, batch.old_logprobs - batch.ref_logprobs, 0).sum()
-    counts = {"kl": mask.sum(), "kl_completion": mask.any(-1).sum()}
-    return {name: float(total / max(count, 1)) for name, count in counts.items()} | {"kl_coef": float(kl_coef)}
+    total = jnp.sum(jnp.where(mask, batch.old_logprobs - batch.ref_logprobs, 0))
+    counts = {"kl": jnp.sum(mask), "kl_completion": jnp.sum(jnp.any(mask, axis=-1))}
+    return {name: total / jnp.maximum(count, 1) for name, count in counts.items()} | {"kl_coef": jnp.asarray(kl_coef)}
 
 
 # What a correction compares, and what it makes of the ratio.
@@ -441,27 +458,25 @@ _CORRECTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]
 }
 
 
-def corrected(batch: Batch, rollout: Rollout, config: GRPOConfig) -> tuple[Batch, dict[str, float]]:
+def corrected(batch: Batch, outcome: Outcome, config: GRPOConfig) -> tuple[Batch, dict[str, jax.Array]]:
     """Advantages by tokens, weighted for what sampler and trainer disagree on, and the mask without truncated rows.
 
     Args:
       batch: with advantages `[N, G]` and recomputed log-probabilities.
-      rollout: as sampled.
+      outcome: of the rollout.
       config: the run's.
 
     Returns:
       The batch, and the mean weight to log as `correction`.
     """
-    completions, mask, logs = rollout.completions, batch.completion_mask, {}
+    mask, logs = batch.completion_mask, {}
     if config.correction != "none":
         log_ratio, weights_of = _CORRECTIONS[config.correction]
-        sampled = completions.truncated_logprobs
-        sampled = completions.sampler_logprobs if sampled is None else sampled
-        weights = weights_of(log_ratio(batch.old_logprobs, sampled, mask))
-        batch = batch._replace(advantages=np.asarray(per_token(jnp.asarray(batch.advantages), weights) * weights))
-        logs = {"correction": float(jnp.mean(weights, where=mask))}
+        weights = weights_of(log_ratio(batch.old_logprobs, outcome.sampled_logprobs, mask))
+        batch = batch._replace(advantages=per_token(batch.advantages, weights) * weights)
+        logs = {"correction": jnp.mean(weights, where=mask)}
     if config.mask_truncated:
-        batch = batch._replace(completion_mask=np.asarray(keep_rows(mask, ~completions.truncated)))
+        batch = batch._replace(completion_mask=keep_rows(mask, ~outcome.truncated))
     return batch, logs
 
 
@@ -469,6 +484,7 @@ def update(
     programs: Programs,
     state: TrainState,
     frozen: Any,
+    reference: Params | None,
     batch: Batch,
     step: int,
     config: GRPOConfig,
@@ -484,7 +500,7 @@ def update(
     for epoch in range(config.epochs):
         key = step_key(config.seed, _SHUFFLING, step * config.epochs + epoch)
         for minibatch in shuffled_minibatches(batch, key, config.minibatches):
-            state, metrics = programs.train_step(state, minibatch, frozen)
+            state, metrics = programs.train_step(state, minibatch, frozen, reference)
             history.append(jax.tree.map(float, jax.device_get(metrics)))
             tokens.append(int(minibatch.completion_mask.sum()))
             name = f"{phase}_{step:06d}_{len(history)}"

@@ -5,12 +5,10 @@ The critic is a decoder of its own with a scalar head, so it takes as much memor
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from grpo_jax.config import PPOConfig, validate_ppo
@@ -32,21 +30,20 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Reward, Rewards, Task
 from grpo_jax.training.grpo import (
+    Method,
     Programs,
     check_task,
-    compile_rollout,
-    compile_update,
+    compile_programs,
     corrected,
     grpo_loss_fn,
-    kl_coef_of,
     kl_logs,
     schedule_of,
     train,
 )
 from grpo_jax.training.parallel import num_devices
-from grpo_jax.training.rollout import Rollout, by_pieces
+from grpo_jax.training.rollout import Outcome
 from grpo_jax.training.run import RunFolder
-from grpo_jax.training.state import Batch, TrainState, make_optimizer
+from grpo_jax.training.state import Array, Batch, TrainState, make_optimizer
 from grpo_jax.training.step import Logs
 
 
@@ -124,42 +121,39 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
     Raises:
       UsageError: one sentence that says what to change.
     """
-    devices = num_devices(config.devices)
-    validate_ppo(config, num_devices=devices)
+    validate_ppo(config, num_devices=num_devices(config.devices))
     check_task(task, config)
     if config.bootstrap_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off, and end there: leave bootstrap_truncated out"
         )
-    values_of = by_pieces(
-        lambda params, batch: heads.values(critic, params, *batch[:4]),
-        num_microbatches=config.microbatches * config.minibatches,
-        devices=devices,
-    )
-    loss_fn = ppo_loss_fn(policy, critic, config)
-    estimate = jax.jit(partial(token_advantages, config=config))
+    return compile_programs(ppo_method(policy, critic, config), policy, task, config)
 
-    def advantages(state: TrainState, frozen: ActorCritic, rollout: Rollout, batch: Batch):
+
+def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
+    """PPO: rewards are held against a critic, which is trained along."""
+    loss_fn = ppo_loss_fn(policy, critic, config)
+
+    def values(params: tuple[ActorCritic, ActorCritic], batch: Batch) -> jax.Array:
+        return heads.values(critic, join(*params).critic, *batch[:4])
+
+    def advantages(outcome: Outcome, batch: Batch, kl_coef: Array):
         # What no reward applies to teaches neither policy nor critic.
-        batch = batch._replace(
-            completion_mask=np.asarray(keep_rows(batch.completion_mask, jnp.asarray(rollout.applicable)))
-        )
-        values, mask = np.asarray(values_of(join(state.params, frozen).critic, batch)), batch.completion_mask
-        goes_on, logs = rollout.completions.truncated & config.bootstrap_truncated, dict[str, Any]()
-        kl_coef = kl_coef_of(state, config)
-        by_token, returns = map(np.asarray, estimate(rollout.rewards, values, goes_on, batch, kl_coef))
+        mask = keep_rows(batch.completion_mask, outcome.applicable)
+        batch, logs = batch._replace(completion_mask=mask), dict[str, jax.Array]()
+        goes_on = outcome.truncated & config.bootstrap_truncated
+        by_token, returns = token_advantages(outcome.rewards, batch.old_values, goes_on, batch, kl_coef, config=config)
         if config.kl_in_reward and batch.ref_logprobs is not None:
             logs |= kl_logs(batch, kl_coef)
             batch = batch._replace(ref_logprobs=None)  # the loss needs none
+        values = batch.old_values[..., :-1]
         logs |= {
-            "value_mean": _mean(values[..., :-1], mask),
+            "value_mean": _mean(values, mask),
             "returns_mean": _mean(returns, mask),
-            "explained_variance": explained_variance(values[..., :-1][mask], returns[mask]),
+            "explained_variance": explained_variance(values, returns, mask),
         }
-        batch = batch._replace(advantages=by_token, old_values=values[..., :-1], returns=returns)
-        batch, correction = corrected(batch, rollout, config)
-        by_row = np.where(mask, by_token, 0).sum(-1) / np.maximum(mask.sum(-1), 1)
-        return batch, by_row, logs | correction
+        batch, correction = corrected(batch._replace(advantages=by_token, returns=returns), outcome, config)
+        return batch, _mean(by_token, mask, axis=-1), logs | correction
 
     def optimizer_of(schedule: optax.Schedule) -> optax.GradientTransformation:
         return make_optimizer(schedule, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
@@ -170,12 +164,12 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
     optimizer = optax.multi_transform(
         {"policy": optimizer_of(schedule), "critic": optimizer_of(critic_schedule)}, labels
     )
-    return Programs(
-        *compile_rollout(policy, task, config),
+    return Method(
         advantages,
-        *compile_update(
-            lambda trained, frozen, batch: loss_fn(join(trained, frozen), batch), optimizer, schedule, config
-        ),
+        lambda trained, frozen, reference, batch: loss_fn(join(trained, frozen), batch),
+        optimizer,
+        schedule,
+        values=values,
         split=split,
         actor=lambda trained, frozen: lora.join(trained.policy, frozen.policy),
         of_policy=lambda trained: trained._replace(critic=None),
@@ -236,8 +230,9 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[[
         values = heads.values(critic, params.critic, *batch[:4])[..., :-1]
         error = critic_loss(values, batch.returns)
         if config.value_clip is not None:
-            error = critic_loss(values, batch.returns, old_values=batch.old_values, clip=config.value_clip)
-            held_back = jnp.abs(values - batch.old_values) > config.value_clip
+            old_values = batch.old_values[..., :-1]
+            error = critic_loss(values, batch.returns, old_values=old_values, clip=config.value_clip)
+            held_back = jnp.abs(values - old_values) > config.value_clip
             held_back &= error > critic_loss(values, batch.returns)
             logs.means["value_clip"] = masked_sum(held_back, mask)
         logs.means["critic_loss"] = masked_sum(error, mask)
@@ -257,16 +252,21 @@ def join(trained: ActorCritic, frozen: ActorCritic) -> ActorCritic:
     return ActorCritic(lora.join(trained.policy, frozen.policy), heads.join(trained.critic, frozen.critic))
 
 
-def explained_variance(values: np.ndarray, returns: np.ndarray) -> float | None:
-    """1 − Var(R − V) / Var(R): 1 foresees all, 0 as much as a constant; below 0 it misleads. None: nothing varies.
+def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
+    """1 − Var(R − V) / Var(R): 1 foresees all, 0 as much as a constant; below 0 it misleads. NaN: nothing varies.
 
     Args:
-      values: `[M]`, of tokens when they were sampled.
-      returns: `[M]`.
+      values: `[...]`, of tokens when they were sampled.
+      returns: `[...]`.
+      mask: bool `[...]`, which count.
     """
-    variance = float(np.var(returns)) if returns.size else 0.0
-    return 1 - float(np.var(returns - values)) / variance if variance > 0 else None
+
+    def variance(x: jax.Array) -> jax.Array:
+        return _mean((x - _mean(x, mask)) ** 2, mask)
+
+    total = variance(returns)
+    return jnp.where(total > 0, 1 - variance(returns - values) / total, jnp.nan)
 
 
-def _mean(values: np.ndarray, mask: np.ndarray) -> float:
-    return float(np.where(mask, values, 0).sum() / max(mask.sum(), 1))
+def _mean(values: jax.Array, mask: jax.Array, axis: int | None = None) -> jax.Array:
+    return jnp.sum(jnp.where(mask, values, 0), axis=axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)

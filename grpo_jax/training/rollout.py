@@ -17,7 +17,7 @@ from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Completion, Prompts, Reward, Rewards, Task
 from grpo_jax.training.parallel import data_parallel
-from grpo_jax.training.state import Batch
+from grpo_jax.training.state import Array, Batch
 from grpo_jax.training.step import split_leading
 
 # (params, prompt_ids, prompt_mask, rows, temperature, key) -> Completions
@@ -35,6 +35,23 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # float32 [N, G], the weighted sum
     applicable: np.ndarray  # bool [N, G], whether any reward applies
     components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where it does not apply
+
+
+class Outcome(NamedTuple):
+    """What a rollout came to, as the arrays that advantages are made of."""
+
+    rewards: Array  # float32 [N, G]
+    applicable: Array  # bool [N, G]
+    truncated: Array  # bool [N, G], no token ended the completion
+    sampled_logprobs: Array  # [N, G, T], of what was sampled from: after top-k, top-p and min-p
+
+
+def outcome_of(rollout: "Rollout") -> Outcome:
+    """The outcome of a rollout."""
+    completions = rollout.completions
+    sampled = completions.truncated_logprobs
+    sampled = completions.sampler_logprobs if sampled is None else sampled
+    return Outcome(rollout.rewards, rollout.applicable, completions.truncated, sampled)
 
 
 def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int = 1) -> Sampler:

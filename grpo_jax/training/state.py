@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     old_logprobs: Array = None  # [N, G, T]
     ref_logprobs: Array = None  # [N, G, T]; None without a reference
     sampler_logprobs: Array = None  # [N, G, T]
-    old_values: Array = None  # [N, G, T], of a critic when the completions were sampled; None without one
+    old_values: Array = None  # [N, G, T + 1], of a critic when the completions were sampled; None without one
     returns: Array = None  # [N, G, T], what a critic learns
     weights: Array = None  # [N, G, T], made from the mask of a whole optimizer batch
 
