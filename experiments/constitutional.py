@@ -49,13 +49,13 @@ GOLD: dict[str, Callable[[str], bool]] = {
     "start": lambda word: word[0] in "abcdefghijklm",
     "vowel": lambda word: word[-1] in "aeiou",
     "long": lambda word: len(word) >= 8,
-    "once": lambda word: len(set(word)) == len(word),
+    "e": lambda word: "e" in word,
 }
 CURVES = (
     ("reward", "reward of the method"),
     ("heldout_avg", "gold: share of principles kept"),
     ("heldout_reward_all", "gold: all kept"),
-    ("heldout_reward_once", "gold: no letter twice"),
+    ("heldout_reward_start", "gold: starts with a to m"),
 )
 
 
@@ -160,9 +160,8 @@ def labelled_words(number: int, seed: int) -> Packed:
 
 
 def random_word(generator: np.random.Generator) -> str:
-    """1 to 15 letters. Each principle is kept about every other time, so that there is something to learn from."""
-    length, distinct = int(generator.integers(1, letters.MAX_TOKENS)), generator.random() < 0.4
-    word = [letters.LETTERS[i] for i in generator.choice(26, length, replace=not distinct)]
+    """1 to 15 letters. Each principle is kept every other or third time, so that there is something to learn from."""
+    word = [letters.LETTERS[i] for i in generator.integers(0, 26, generator.integers(1, letters.MAX_TOKENS))]
     if generator.random() < 0.3:
         word[-1] = str(generator.choice(list("aeiou")))
     return "".join(word)

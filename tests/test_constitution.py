@@ -188,7 +188,7 @@ def test_words_are_labelled_by_gold():
     for (principle, _, word), answer in judged:
         assert (answer == "y") == experiment.keeps(names[principle.strip()], word[:-1])
     assert not experiment.keeps("vowel", "ba?ye")
-    assert not experiment.keeps("once", "")
+    assert not experiment.keeps("long", "")
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_the_words_keep_what_the_judge_knows(tmp_path):
     results = json.loads((tmp_path / "run/results.json").read_text())
     rows = results["over_seeds"]
     assert set(rows) == {"start", "control", "untrained", "constitution", "gold"}
-    for name in ("start", "vowel", "long"):
+    for name in ("vowel", "long", "e"):
         assert rows["constitution"][f"agrees_{name}"] > 0.95
         assert rows["constitution"][name] > rows["control"][name] + 0.2
     assert rows["untrained"]["gold"] < rows["constitution"]["gold"] - 0.1
