@@ -8,6 +8,12 @@ the ceiling. A large language model brings its judgement with it; this one has t
 often it agrees with gold on held-out words before and after, and whether it believes a word that ends in "?y".
 Left out of the paper: critiques, revisions, and the preference model.
 
+About five minutes on two CPU cores. With three seeds expect the share of principles kept to rise from 0.43 to 0.89, all
+of them from 0.05 to 0.74; the coin stays at 0.47, gold reaches 0.95, and the untrained judge leads anywhere from 0.10
+to 0.79. On words of the start the judge agrees with gold in all but 1% for three principles, and on "starts with a to m"
+not more often than a coin. Afterwards 2 to 8% of what is written are not words, and the judge does not mind: it
+never saw any.
+
   python -m experiments.constitutional
 """
 
@@ -46,7 +52,7 @@ TEMPLATE = "{principle}: {prompt}{completion}?"
 PRINCIPLES = read_principles(Path(__file__).with_suffix(".txt"))
 # name of a principle -> whether letters keep it
 GOLD: dict[str, Callable[[str], bool]] = {
-    "start": lambda word: word[0] in "abcdefghijklm",
+    "first": lambda word: word[0] in "abcdefghijklm",
     "vowel": lambda word: word[-1] in "aeiou",
     "long": lambda word: len(word) >= 8,
     "e": lambda word: "e" in word,
@@ -55,7 +61,7 @@ CURVES = (
     ("reward", "reward of the method"),
     ("heldout_avg", "gold: share of principles kept"),
     ("heldout_reward_all", "gold: all kept"),
-    ("heldout_reward_start", "gold: starts with a to m"),
+    ("heldout_reward_first", "gold: starts with a to m"),
 )
 
 

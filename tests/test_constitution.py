@@ -199,7 +199,7 @@ def test_the_words_keep_what_the_judge_knows(tmp_path):
     rows = results["over_seeds"]
     assert set(rows) == {"start", "control", "untrained", "constitution", "gold"}
     for name in ("vowel", "long", "e"):
-        assert rows["constitution"][f"agrees_{name}"] > 0.95
+        assert rows["start"][f"agrees_{name}"] > 0.95
         assert rows["constitution"][name] > rows["control"][name] + 0.2
     assert rows["untrained"]["gold"] < rows["constitution"]["gold"] - 0.1
     metrics = (tmp_path / "run/metrics.jsonl").read_text()
