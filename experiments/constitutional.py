@@ -10,9 +10,9 @@ Left out of the paper: critiques, revisions, and the preference model.
 
 About five minutes on two CPU cores. With three seeds expect the share of principles kept to rise from 0.43 to 0.89, all
 of them from 0.05 to 0.74; the coin stays at 0.47, gold reaches 0.95, and the untrained judge leads anywhere from 0.10
-to 0.79. On words of the start the judge agrees with gold in all but 1% for three principles, and on "starts with a to m"
-not more often than a coin. Afterwards 2 to 8% of what is written are not words, and the judge does not mind: it
-never saw any.
+to 0.79. On words of the start the judge agrees with gold in all but 1% for three principles, and on "starts with a to
+m" no more often than a coin. Afterwards 5% of what is written are no words, against 1% before and with gold: the judge
+never saw any, and does not mind.
 
   python -m experiments.constitutional
 """
@@ -181,9 +181,10 @@ def judge_of(params: Params, run: RunFolder, *, probability: bool = True) -> Jud
 
 
 def numbers(held: Held) -> dict[str, float]:
-    """Gold of held-out words: the share of principles kept, whether all are, and each."""
-    found = summary(held.evaluation)
-    return {"gold": found["avg"]} | {name: found[f"reward_{name}"] for name in ("all", *GOLD)}
+    """Gold of held-out words: the share of principles kept, whether all are, and each; and how many are words."""
+    found, texts = summary(held.evaluation), held.evaluation.texts
+    words = float(np.mean([text.isalpha() for group in texts for text in group[:-1]]))  # the last is greedy
+    return {"gold": found["avg"], "words": words} | {name: found[f"reward_{name}"] for name in ("all", *GOLD)}
 
 
 def judgement(judge: Judge, held: Held, task: Task) -> dict[str, float]:
@@ -211,9 +212,9 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     last = phases["constitution"][-1]
     terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == last][-2:])
     rows = over_seeds(runs, first="gold", control="control")
-    table = {name: [cell(row, key) for key in ("gold", "difference", "all")] for name, row in rows.items()}
+    table = {name: [cell(row, key) for key in ("gold", "difference", "all", "words")] for name, row in rows.items()}
     title = f"gold of held-out words, {len(seeds)} seeds, with 95% intervals over seeds"
-    terminal.print_table(run, title, ("kept", "above control", "all kept"), table)
+    terminal.print_table(run, title, ("kept", "above control", "all kept", "words"), table)
     columns = [("", "start"), ("", "constitution"), ("", "gold")]
     columns += [(kind, name) for kind in ("judged_", "agrees_") for name in ("start", "constitution")]
     table = {key: [f"{rows[name][kind + key]:.3f}" for kind, name in columns] for key in PRINCIPLES}
