@@ -36,7 +36,7 @@ from grpo_jax.tasks.task import Task, fingerprint
 from grpo_jax.tasks.text import Overlong
 from grpo_jax.training.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.training.guards import check_task
-from grpo_jax.training.pretrained import load_run
+from grpo_jax.training.pretrained import load_run, phase_of
 from grpo_jax.training.rollout import make_sampler
 from grpo_jax.training.run import write_json, write_text
 
@@ -72,8 +72,8 @@ class Options(TaskOptions):
     """Prompts sampled at once. No number depends on it."""
     dtype: Dtype = "float32"
     """Of activations and matrix products, of a model that is no run."""
-    phase: str = "grpo"
-    """Phase of a run."""
+    phase: str | None = None
+    """Phase of a run; None: grpo, or the only one that is neither a warm start nor a control."""
     step: int | None = None
     """Step of a run's checkpoint; None: the newest."""
     seed: int = 0
@@ -122,6 +122,8 @@ def main(options: Options) -> None:
     check_task_options(options)
     if options.out and options.out.exists() and not options.out.is_dir():
         raise UsageError(f"{options.out} is a file: name a folder with --out")
+    if saved:
+        options = dataclasses.replace(options, phase=phase_of(Path(options.model), options.phase))
     pretrained, step = load(options)
     usual = saved.get("group_size", _GROUP_SIZE)
     task_of = open_task(
@@ -196,10 +198,10 @@ def show(console: Console, numbers: dict[str, float], title: str) -> None:
     console.print(table)
 
 
-def changed(run: Path, phase: str, task: Task) -> bool:
+def changed(run: Path, phase: str | None, task: Task) -> bool:
     """Whether the held-out prompts of a run are others now."""
     file = run / "task.json"
-    known = read_json(file).get(phase, {}) if file.exists() else {}
+    known = read_json(file).get(phase_of(run, phase), {}) if file.exists() else {}
     return known.get("heldout", "") != fingerprint(task.heldout)
 
 

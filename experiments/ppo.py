@@ -76,7 +76,7 @@ def main(config: Config) -> None:
         for method, (settings, programs) in methods.items():
             settings, phase = dataclasses.replace(settings, seed=seed), f"{method}_{seed}"
             task = arithmetic.arithmetic_task(num_prompts=settings.num_prompts, seed=seed)
-            start = policy_start if method == "grpo" else add_critic(MODEL, policy_start)
+            start = policy_start if method == "grpo" else add_critic(MODEL, policy_start, config.critic)
             reward = random_reward(seed) if method == "control" else None
             state, held = learn(policy, start, task, settings, run, programs, phase=phase, reward=reward)
             found = summary(held.evaluation)

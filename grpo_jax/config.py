@@ -33,6 +33,8 @@ Preset = Literal[
     "pass_at_k",
 ]
 
+Divergence = Literal["preset", "full", "reverse"]
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -100,6 +102,9 @@ class GRPOConfig:
     """Sample among tokens of at least this share of the largest probability; 0 for all."""
     kl_coef: float | None = None
     """Weight of the KL divergence from the start; 0 does without a reference model. None: the preset's."""
+    divergence: Divergence = "preset"
+    """KL divergence in the loss: the preset's, of sampled tokens; or of the whole vocabulary, KL(π ‖ π_ref) (full) or
+    KL(π_ref ‖ π) (reverse), for which the reference runs again in every update."""
     kl_target: float | None = None
     """KL divergence of a completion, in nats, that kl_coef is steered to (1909.08593, which had 6); for a KL in the
     reward. None: kl_coef stays what it is."""
@@ -110,6 +115,10 @@ class GRPOConfig:
     stays the start."""
     ref_mixup_alpha: float = 1.0
     """How far it moves: 1 makes it the policy, less a moving average (TR-DPO, 2404.09656, has 0.6)."""
+    advantages_of: Literal["sum", "components"] = "sum"
+    """What is compared within a group: the weighted sum of the rewards, by the preset's advantage; or each reward by
+    itself, whose standardised values are then added with the weights and whitened over the rollout (GDPO,
+    2601.05242), so that none is drowned by another's scale."""
     epsilon_low: float | None = None
     """How far below 1 the ratio may go; None: the preset's."""
     epsilon_high: float | None = None
@@ -186,6 +195,9 @@ class PPOConfig(GRPOConfig):
     kl_in_reward: bool = True
     """Take the KL off the reward of each token (1909.08593, InstructGPT), or add the preset's divergence, k3 in all of
     them, to the loss."""
+    critic: Literal["own", "shared"] = "own"
+    """A critic of its own, as large as the policy; or a head on the policy's decoder: one forward pass then serves
+    both, and value_coef weighs what the decoder learns of values."""
     gamma: float = 1.0
     """Discount a token. 1: an answer is worth the same however long it took."""
     gae_lambda: float = 0.95
@@ -199,8 +211,8 @@ class PPOConfig(GRPOConfig):
     whiten: bool = True
     """Bring advantages to mean 0 and deviation 1 over the tokens of a rollout; 1909.08593 and most systems since."""
     value_coef: float = 0.5
-    """Weight of the critic's loss, 0.5 in OpenAI's baselines. With parameters and clipping of its own the critic hardly
-    feels it."""
+    """Weight of the critic's loss, 0.5 in OpenAI's baselines. A critic of its own, with a clipping of its own, hardly
+    feels it; a shared decoder does."""
     value_clip: float | None = 0.2
     """How far a value may move from that at sampling, in units of the reward; as the ratio's in PPO's own code. None:
     without bound."""
@@ -224,6 +236,10 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
     Raises:
       UsageError: one sentence that says what to change.
     """
+    _require(
+        config.advantages_of == "sum",
+        'advantages_of "components" compares completions of a group, but PPO has a critic of the sum: take "sum"',
+    )
     validate(config, num_devices=num_devices, compares_groups=False)
     group_size = config.algorithm.group_size
     for name in ("gamma", "gae_lambda"):
@@ -305,6 +321,21 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     _require(
         not config.filter_metric or config.max_rollouts > 1,
         f'filter_metric "{config.filter_metric}" needs dynamic sampling: set max_rollouts above 1, or leave it out',
+    )
+    _require(
+        config.divergence == "preset" or (algorithm.kl_coef > 0 and not algorithm.kl_in_reward),
+        f"divergence {config.divergence} is a term of the loss: set kl_coef above 0, and take a preset whose KL is not "
+        "in the reward, or for PPO kl_in_reward False",
+    )
+    _require(
+        config.advantages_of == "sum" or config.max_rollouts == 1,
+        f"max_rollouts is {config.max_rollouts}, but dynamic sampling drops groups by one number, which with "
+        'advantages_of "components" may teach by another: set it to 1, or advantages_of to "sum"',
+    )
+    _require(
+        config.advantages_of == "sum" or not (algorithm.kl_in_reward and algorithm.kl_coef > 0),
+        f"preset {config.preset} takes its KL off the sum of the rewards, but advantages_of is components: set kl_coef "
+        "to 0, or take a preset with the KL in its loss",
     )
     _require(
         config.kl_target is None or (config.kl_target > 0 and algorithm.kl_in_reward and algorithm.kl_coef > 0),

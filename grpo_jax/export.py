@@ -27,8 +27,8 @@ class Options:
     """Folder of a run."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write; must not exist, or be empty."""
-    phase: str = "grpo"
-    """Phase of the run."""
+    phase: str | None = None
+    """Phase of the run; None: grpo, or the only one that is neither a warm start nor a control."""
     step: int | None = None
     """Step of the checkpoint; None: the newest. A run keeps the newest few (--keep-checkpoints)."""
     dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"

@@ -51,7 +51,7 @@ def made_up(number: int, rewards, parts=None) -> Rollout:
     texts = [[Completion(str(name))] * rewards.shape[1] for name in names]
     given = Prompts(tokens[:, 0], tokens[:, 0] >= 0, examples)
     components = {"raw": rewards if parts is None else np.asarray(parts, np.float32)}
-    return Rollout(given, completions, texts, rewards, ~np.isnan(rewards), components)
+    return Rollout(given, completions, texts, rewards, ~np.isnan(rewards), components, {"raw": 1.0})
 
 
 FLAT, SPREAD, NOTHING = [1, 1], [0, 1], [np.nan, np.nan]

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import PPOConfig, validate_ppo
-from grpo_jax.functional import centered_advantages
+from grpo_jax.export import Options, export
+from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.heads import Headed
+from grpo_jax.models.huggingface import load_params, save_description, save_pretrained
+from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks.task import Task, pad_prompts, rng
 from grpo_jax.training.checkpoint import params_sha256
@@ -29,9 +32,10 @@ from grpo_jax.training.ppo import (
     token_advantages,
     train_ppo,
 )
+from grpo_jax.training.pretrained import LoraDescription, restore
 from grpo_jax.training.rollout import Outcome, score
-from grpo_jax.training.run import RunFolder
-from grpo_jax.training.state import Batch
+from grpo_jax.training.run import RunFolder, write_json
+from grpo_jax.training.state import Batch, TrainState
 
 VOCAB, EOS, PAD = 8, 6, 7
 MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
@@ -136,6 +140,33 @@ def test_advantages_are_those_of_a_loop(steps):
     np.testing.assert_allclose(returns, expected + np.where(mask, values[..., :-1], 0), atol=1e-5)
 
 
+def test_advantages_of_the_seeds_example():
+    # Values of "The weather today is", … sunny, … and, … warm, … today; the reward is what the last token comes to, so
+    # that the errors are δ = 1.2, 0.3, 0.8, −0.2, 0.5, without a discount.
+    values = np.array([6.0, 7.2, 7.5, 8.3, 8.1, 8.6], np.float32)[None, None]
+    batch = Batch(None, None, None, np.ones((1, 1, 5), bool), None)
+
+    def first(num_steps, lam, reward, goes_on):
+        config = PPOConfig(kl_coef=0.0, whiten=False, gae_lambda=lam, gae_steps=num_steps)
+        rewards, goes_on = np.full((1, 1), reward, np.float32), np.full((1, 1), goes_on)
+        return token_advantages(rewards, values, goes_on, batch, 0.0, config=config)[0][0, 0, 0]
+
+    expected = {
+        (1, 0.9): 1.2,
+        (3, 0.9): 2.118,  # 1.2 + 0.27 + 0.648
+        (5, 0.9): 2.30025,  # … − 0.1458 + 0.32805
+        (4, 0.0): 1.2,
+        (4, 0.5): 1.525,  # 1.2 + 0.15 + 0.2 − 0.025
+        (4, 0.9): 1.9722,  # 1.2 + 0.27 + 0.648 − 0.1458, which the seed rounds to 1.972
+        (4, 1.0): 2.1,
+        (None, 1.0): 2.6,  # the reward less the first value
+    }
+    for (num_steps, lam), advantage in expected.items():
+        assert first(num_steps, lam, 8.6, False) == pytest.approx(advantage, abs=1e-5)
+    # The same where nothing was earned yet and the text goes on to a value of 8.6.
+    assert first(5, 0.9, 0.0, True) == pytest.approx(2.30025, abs=1e-5)
+
+
 def test_advantages_are_whitened_over_the_tokens_of_the_batch():
     batch = a_batch()
     rewards, values = np.arange(8, dtype=np.float32).reshape(4, 2), np.zeros((4, 2, 4), np.float32)
@@ -158,21 +189,42 @@ def test_explained_variance():
 # ---- gradients
 
 
-def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos():
+@pytest.mark.parametrize(
+    ("preset", "kl_coef"),  # means over tokens, and of means over rows
+    [
+        ("lite_ppo", 0.1),
+        ("grpo", 0.0),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [("lite_ppo", 0.0), ("grpo", 0.1)]),
+    ],
+)
+def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, kl_coef):
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2) ** 2
-    algorithm = PRESETS["lite_ppo"]._replace(kl_coef=0.1)
-    config = PPOConfig(preset="lite_ppo", kl_coef=0.1, kl_in_reward=False, gae_lambda=1.0, whiten=False)
+    config = PPOConfig(preset=preset, kl_coef=kl_coef, kl_in_reward=False, gae_lambda=1.0, whiten=False)
+    algorithm = PRESETS[preset]._replace(kl_coef=kl_coef)
     centered = np.asarray(centered_advantages(jnp.asarray(rewards)))
     by_token, returns = token_advantages(
         centered, np.zeros((4, 2, 4), np.float32), np.zeros((4, 2), bool), batch, 0.0, config=config
     )
     weights = algorithm.aggregation(batch.completion_mask)
-    of_ppo = batch._replace(advantages=by_token, returns=returns, weights=weights)
+    if not kl_coef:
+        batch = batch._replace(ref_logprobs=None)
+    of_ppo = batch._replace(
+        advantages=by_token, returns=returns, old_values=np.zeros_like(batch.old_values), weights=weights
+    )
     of_grpo = batch._replace(advantages=centered, weights=weights)
-    found = jax.grad(lambda params: ppo_loss_fn(POLICY, CRITIC, config)(params, of_ppo)[0])(PARAMS)
-    expected = jax.grad(lambda params: grpo_loss_fn(POLICY, algorithm)(params, of_grpo)[0])(PARAMS.policy)
+
+    @jax.jit
+    def gradients(params):
+        of_both = jax.grad(lambda params: ppo_loss_fn(POLICY, CRITIC, config)(params, of_ppo)[0])(params)
+        alone = jax.grad(lambda params: grpo_loss_fn(POLICY, algorithm)(params, of_grpo)[0])(params.policy)
+        return of_both, alone, POLICY.hidden(params.policy, *batch[:3])
+
+    found, expected, hidden = gradients(PARAMS)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), found.policy, expected)
-    assert np.abs(found.critic.head).max() > 1e-3
+    # The critic feels its own part of the loss alone, here ½ (0 − R)², and below a head of 0 nothing.
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(found.critic.decoder))
+    slope = -config.value_coef * np.einsum("ngt,ngtd->d", weights * returns, hidden)
+    np.testing.assert_allclose(found.critic.head, slope, rtol=1e-3, atol=1e-5)
 
 
 def test_the_critics_gradient_is_that_of_its_clipped_square():
@@ -198,6 +250,36 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
     assert count == batch.completion_mask.sum()
 
 
+def test_a_shared_decoder_has_the_sum_of_both_gradients():
+    params, config = add_critic(MODEL, PARAMS.policy, "shared"), PPOConfig(critic="shared", kl_coef=0.0, value_coef=2.0)
+    params = params._replace(critic=params.critic._replace(head=jnp.linspace(-1, 1, 16)))
+    batch = a_batch()._replace(ref_logprobs=None)
+    batch = batch._replace(weights=config.algorithm.aggregation(batch.completion_mask))
+
+    def critic_alone(params):
+        values = heads.values(POLICY, Headed(params.policy, params.critic.head), *batch[:4])[..., :-1]
+        error = critic_loss(values, batch.returns, old_values=batch.old_values[..., :-1], clip=config.value_clip)
+        return weighted_sum(error, batch.weights, batch.completion_mask)
+
+    def policy_alone(params):
+        return grpo_loss_fn(POLICY, config.algorithm)(params.policy, batch)[0]
+
+    def of_both(params, config):
+        return ppo_loss_fn(POLICY, CRITIC, config)(params, batch)[0]
+
+    @jax.jit
+    def gradients(params):
+        little = partial(of_both, config=dataclasses.replace(config, value_coef=1e-9))
+        losses = partial(of_both, config=config), policy_alone, critic_alone, little
+        return [jax.grad(loss)(params) for loss in losses]
+
+    found, of_policy, of_critic, with_little = gradients(params)
+    expected = jax.tree.map(lambda x, y: x + 2.0 * y, of_policy, of_critic)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), with_little.policy, of_policy.policy)
+    assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(of_critic)) > 1e-3
+
+
 # ---- the loop
 
 
@@ -219,6 +301,18 @@ class Stop(Exception):
     pass
 
 
+def stopping(step):
+    """The reward of the task, which ends the run at a step."""
+    calls = iter(range(99))
+
+    def reward(examples, texts):
+        if next(calls) == step:
+            raise Stop
+        return says_three(examples, texts)
+
+    return reward
+
+
 def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
     whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
     config = dataclasses.replace(CONFIG, ref_sync_steps=2, ref_mixup_alpha=0.5, kl_target=0.1)
@@ -226,17 +320,43 @@ def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
     assert expected.reference.critic is None
     assert params_sha256(expected.params.critic) != params_sha256(PARAMS.critic)
 
-    def stopping_reward(examples, texts, calls=iter(range(99))):  # noqa: B008
-        if next(calls) == 5:
-            raise Stop
-        return says_three(examples, texts)
-
     with pytest.raises(Stop):
-        train(config, cut, programs, reward=stopping_reward)
+        train(config, cut, programs, reward=stopping(5))
     resumed = train(config, open_run(tmp_path / "cut"), programs)
     assert params_sha256(resumed) == params_sha256(expected)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert (cut.path / name).read_text() == (whole.path / name).read_text()
+
+
+def test_a_shared_decoder_held_by_the_whole_vocabulary_learns_and_resumes_and_is_exported(tmp_path):
+    changes = {"critic": "shared", "kl_in_reward": False, "divergence": "reverse", "steps": 20}
+    config, params = dataclasses.replace(CONFIG, **changes), add_critic(MODEL, PARAMS.policy, "shared")
+    programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
+    with pytest.raises(ValueError, match="critic is to be shared"):
+        programs.method.split(PARAMS)
+
+    def train(name, config=config, **options):
+        run = open_run(tmp_path / name)
+        state = train_ppo(POLICY, CRITIC, params, TASK, config, run, programs=programs, **options)
+        return state, run.lines()
+
+    expected, lines = train("whole")
+    assert np.mean([line["reward"] for line in lines[-5:]]) > lines[0]["reward"] + 0.3
+    assert lines[0]["value_mean"] == 0
+    assert lines[-1]["value_mean"] == pytest.approx(lines[-1]["returns_mean"], abs=0.2)
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert lines[-1]["kl"] > 0.01
+    with pytest.raises(Stop):
+        train("cut", reward=stopping(13))
+    resumed, resumed_lines = train("cut")
+    assert params_sha256(resumed) == params_sha256(expected)
+    assert resumed_lines == lines
+    save_description(tmp_path / "whole/model", MODEL)
+    policy = restore(tmp_path / "whole", None, None).params
+    jax.tree.map(np.testing.assert_array_equal, policy, expected.params.policy)
+    # The reference of the loss is the one that moves, here to where each step begins.
+    _, lines = train("moving", dataclasses.replace(config, steps=3, ref_sync_steps=1))
+    assert [line["kl"] for line in lines] == pytest.approx([0] * 3, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -271,6 +391,9 @@ def test_policy_and_critic_have_their_own_rates(tmp_path):
         ({"critic_learning_rate": 0.0}, "critic_learning_rate"),
         ({"max_rollouts": 2}, "max_rollouts"),
         ({"preset": "rloo"}, "one ratio a completion"),
+        ({"divergence": "full"}, "kl_in_reward False"),
+        ({"divergence": "full", "kl_in_reward": False, "kl_coef": 0.0}, "divergence full"),
+        ({"advantages_of": "components"}, "advantages_of"),
         ({"num_prompts": 6, "microbatches": 4}, "num_prompts"),
     ],
 )
@@ -308,6 +431,31 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     assert not found.completion_mask[0, 1].any()
     kept = found.completion_mask
     assert logs["returns_mean"] == pytest.approx(returns[kept].mean(), abs=1e-5)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_of_a_checkpoint_the_policy_alone_is_exported(tmp_path, adapted):
+    run, base = open_run(tmp_path / "run"), save_pretrained(tmp_path / "base", PARAMS.policy, MODEL)
+    save_description(run.path / "model", MODEL, source=base)
+    policy = add_adapters(PARAMS.policy, jax.random.key(1), rank=2, alpha=4.0) if adapted else PARAMS.policy
+    if adapted:
+        policy = policy._replace(adapters=jax.tree.map(lambda x: x + 0.1, policy.adapters))
+        lora = LoraDescription(str(base), fingerprint(PARAMS.policy), "float32", 2, 4.0, TARGETS)
+        write_json(run.path / "model/lora.json", lora._asdict())
+    trained, _ = split(add_critic(MODEL, policy))
+    for phase in ("warm", "ppo"):
+        with run.checkpoints(phase, keep=1) as checkpoints:
+            checkpoints.save(TrainState(trained, {}, jnp.int32(0)), 3)
+    assert export(Options(run.path, tmp_path / "out")) == 3
+    exported, expected = load_params(tmp_path / "out", MODEL), merge(policy) if adapted else policy
+    jax.tree.map(np.testing.assert_array_equal, exported, expected)
+    if adapted:
+        adapters = restore(run.path, "ppo", 3, adapter=True).params.adapters
+        jax.tree.map(np.testing.assert_array_equal, adapters, policy.adapters)
+    with run.checkpoints("ppo_1", keep=1):
+        pass
+    with pytest.raises(ValueError, match=r"phases \['ppo', 'ppo_1', 'warm'\]: choose one with --phase"):
+        restore(run.path, None, None)
 
 
 def test_without_adapters_everything_is_trained():

@@ -9,12 +9,13 @@ import optax
 import pytest
 
 from grpo_jax import functional as F
+from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.training.grpo import grpo_loss_fn
 from grpo_jax.training.parallel import data_parallel
-from grpo_jax.training.rollout import score
+from grpo_jax.training.rollout import hidden_states, score
 from grpo_jax.training.state import Batch, init_state
 from grpo_jax.training.step import train_step
 
@@ -122,6 +123,33 @@ def test_every_preset_has_a_finite_gradient_that_masked_tokens_do_not_change(pre
     dirty, _ = gradient(spoiled, aggregation=aggregation, preset=preset)
     assert 0 < metrics["grad_norm"] < np.inf
     assert_same_gradient(clean, dirty)
+
+
+@pytest.mark.parametrize("divergence", ["full", "reverse"])
+def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_logits(divergence):
+    batch, algorithm = ragged_batch()._replace(ref_logprobs=None), PRESETS["grpo"]._replace(kl_coef=0.3)
+    batch = batch._replace(weights=F.sequence_mean_weights(batch.completion_mask))
+    reference = jax.tree.map(lambda x: 1.2 * x, PARAMS)
+
+    def found(params):
+        loss, logs = grpo_loss_fn(POLICY, algorithm, divergence)(params, batch, reference)
+        return loss, logs.means["kl"]
+
+    def expected(params):
+        logits = [
+            hidden_states(POLICY, p, batch) @ POLICY.unembedding(p).T / batch.temperature[..., None, None]
+            for p in (params, reference)
+        ]
+        kl = F.kl_full(*logits, reverse=divergence == "reverse")
+        rest, _ = grpo_loss_fn(POLICY, algorithm._replace(kl_coef=0.0))(params, batch)
+        return rest + 0.3 * jnp.sum(batch.weights * kl), F.masked_sum(kl, batch.completion_mask)
+
+    one, other = (jax.jit(jax.value_and_grad(loss, has_aux=True))(PARAMS) for loss in (found, expected))
+    np.testing.assert_allclose(one[0][0], other[0][0], rtol=1e-5)
+    np.testing.assert_allclose(one[0][1], other[0][1], rtol=1e-4)
+    assert_same_gradient(one[1], other[1], 1e-5)
+    with pytest.raises(UsageError, match="needs the parameters of a reference"):
+        grpo_loss_fn(POLICY, algorithm, divergence)(PARAMS, batch)
 
 
 def test_gradients_that_are_not_finite_change_nothing_but_the_count():

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from grpo_jax.config import GRPOConfig, Preset, validate
+from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.tasks.task import Task, pad_prompts, random_reward, rng
+from grpo_jax.tasks.task import Component, Task, pad_prompts, random_reward, rng
 from grpo_jax.training import guards
 from grpo_jax.training.checkpoint import Checkpoints, params_sha256
 from grpo_jax.training.grpo import corrected, grpo_loss_fn, make_programs, train
@@ -236,7 +237,15 @@ def an_outcome(old_logprobs, sampler_logprobs, truncated_logprobs=None):
     completions = Completions(
         np.zeros((1, 2, 2), np.int32), mask, sampler_logprobs, truncated_logprobs, np.array([[False, True]])
     )
-    rollout = Rollout(prompts(0), completions, [], np.zeros((1, 2)), np.ones((1, 2), bool), {})
+    rollout = Rollout(
+        prompts(0),
+        completions,
+        [],
+        np.zeros((1, 2)),
+        np.ones((1, 2), bool),
+        {"reward": np.zeros((1, 2))},
+        {"reward": 1.0},
+    )
     batch = Batch(
         None, None, None, mask, None, advantages=np.array([[2.0, -1.0]], np.float32), old_logprobs=old_logprobs
     )
@@ -286,6 +295,80 @@ def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
     assert all(line["correction"] == pytest.approx(1, abs=1e-4) for line in lines)
 
 
+# ---- several rewards
+
+
+def hundreds_of_tokens(examples, completions):
+    """A reward of another scale, which does not apply to empty completions."""
+    return [100.0 * len(text) if text else None for text in completions]
+
+
+COMPONENTS = {
+    "threes": Component(says_three, 0.7),
+    "length": Component(hundreds_of_tokens, 0.3),
+    "watched": Component(lambda examples, texts: [9.0 * text.count("1") for text in texts], 0.0),
+}
+BY_COMPONENT = dataclasses.replace(CONFIG, advantages_of="components")
+
+
+def judged_steps(path, programs, rewards, config=BY_COMPONENT, **functions):
+    """Outcomes and advantages of two steps, by the programs of a run that compares components or by those given."""
+    task, config, seen = TASK._replace(reward=COMPONENTS), dataclasses.replace(config, steps=2), []
+    programs = programs._replace(advantages=make_programs(POLICY, task, config).advantages)._replace(**functions)
+
+    def recorded(*args):
+        result = programs.advantages(*args)
+        seen.append((args[0], result[1]))
+        return result
+
+    run = open_run(path, config)
+    train(POLICY, PARAMS, task, config, run, programs=programs._replace(advantages=recorded), reward=rewards)
+    return seen, run
+
+
+def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_all(tmp_path, programs):
+    seen, run = judged_steps(tmp_path, programs, COMPONENTS)
+    for outcome, advantages in seen:
+        np.testing.assert_array_equal(outcome.weights, np.array([0.7, 0.3, 0], np.float32))
+        expected = gdpo_advantages(outcome.components[:2], weights=jnp.array([0.7, 0.3]))
+        np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+    # What was compared is what the functions said of the completions.
+    group, (outcome, advantages) = run.lines("rollouts.jsonl")[0], seen[0]
+    texts = group["completions"]
+    np.testing.assert_allclose(outcome.components[0, 0], says_three([], texts), rtol=1e-6)
+    np.testing.assert_array_equal(outcome.components[1, 0], np.array(hundreds_of_tokens([], texts), np.float32))
+    np.testing.assert_allclose(group["advantages"], advantages[0], atol=1e-4)
+    assert np.isnan(np.concatenate([outcome.components[1] for outcome, _ in seen])).any()  # of empty completions
+
+
+def test_in_place_of_several_rewards_one_alone_is_standardised_and_whitened(tmp_path, programs):
+    for outcome, advantages in judged_steps(tmp_path, programs, says_three)[0]:
+        expected = whiten(group_advantages(outcome.rewards), eps=1e-6)
+        np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_of_ones_own_takes_the_components_and_their_weights(tmp_path, programs):
+    def best_of_both(outcome, batch, kl_coef):
+        by_row = jnp.nanmax(outcome.components * outcome.weights[:, None, None], axis=0)
+        return batch._replace(advantages=by_row), by_row, {}
+
+    for outcome, advantages in judged_steps(tmp_path, programs, COMPONENTS, advantages=best_of_both)[0]:
+        parts = np.nan_to_num(outcome.components[:2])
+        np.testing.assert_allclose(advantages, np.maximum(0.7 * parts[0], 0.3 * parts[1]), rtol=1e-6)
+
+
+def test_a_component_that_is_nan_stops_the_run(tmp_path, programs):
+    broken = COMPONENTS | {"threes": Component(lambda examples, texts: [float("nan")] * len(texts))}
+    with pytest.raises(FloatingPointError):
+        judged_steps(tmp_path, programs, broken, config=dataclasses.replace(BY_COMPONENT, max_skipped=1))
+
+
+@pytest.mark.parametrize("reward", [says_three, {"a": Component(says_three), "b": Component(says_three, 0.0)}])
+def test_one_reward_has_no_components_to_compare(reward):
+    with pytest.raises(ValueError, match="fewer than two of this task have a weight"):
+        make_programs(POLICY, TASK._replace(reward=reward), BY_COMPONENT)
+
+
 # ---- guards
 
 
@@ -308,6 +391,8 @@ def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
         ({"entropy_coef": float("nan")}, "entropy_coef"),
         ({"preset": "dppo"}, "old_logprobs"),
         ({"preset": "pass_at_k", "group_size": 2}, "k is 4"),
+        ({"advantages_of": "components", "max_rollouts": 2}, "dynamic sampling"),
+        ({"advantages_of": "components", "preset": "rloo"}, "KL off the sum"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"steps": 0}, "steps"),

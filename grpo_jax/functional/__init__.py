@@ -57,7 +57,7 @@ from grpo_jax.functional.divergence import (
     kl_off_policy,
     kl_unbiased,
 )
-from grpo_jax.functional.logprobs import TokenLogprobs, token_logprobs
+from grpo_jax.functional.logprobs import TokenLogprobs, token_kl, token_logprobs
 from grpo_jax.functional.losses import (
     Metrics,
     clipped_term,
@@ -173,4 +173,5 @@ __all__ = [  # noqa: RUF022
     "critic_loss",
     "TokenLogprobs",
     "token_logprobs",
+    "token_kl",
 ]

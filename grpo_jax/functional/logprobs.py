@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and entropies, from hidden states.
+"""Log-probabilities of given tokens, entropies and divergences, from hidden states.
 
 Logits over a vocabulary of 150 thousand are the largest array of a training step by
 far. Here they exist one slice of the vocabulary at a time, in the forward and in the
@@ -61,97 +61,230 @@ def token_logprobs(
     """
     chex.assert_shape(hidden, (*ids.shape, None))
     chex.assert_shape(unembedding, (None, hidden.shape[-1]))
-    inverse_temperature = jnp.broadcast_to(1.0 / jnp.asarray(temperature, jnp.float32), ids.shape)
-    # Under shard_map the hidden states differ between devices while the matrix may not.
-    # Adding a zero that differs too gives both the same type; XLA removes the addition.
-    unembedding = unembedding + jnp.zeros_like(hidden, shape=(), dtype=unembedding.dtype)
-    logprobs, entropy = _token_logprobs(
-        hidden.reshape(-1, hidden.shape[-1]), unembedding, ids.ravel(), inverse_temperature.ravel()
-    )
+    (logits,) = _logits_of((hidden, unembedding), temperature=temperature)
+    logprobs, entropy = _token_logprobs(logits, ids.ravel())
     return TokenLogprobs(logprobs.reshape(ids.shape), entropy.reshape(ids.shape))
 
 
+def token_kl(
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    ref_hidden: jax.Array,
+    ref_unembedding: jax.Array,
+    *,
+    temperature: jax.Array | float = 1.0,
+    reverse: bool = False,
+) -> jax.Array:
+    """KL(π ‖ π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)), or with `reverse` KL(π_ref ‖ π); each is ∝ exp(W h / τ).
+
+    `kl_full` of the logits, without ever holding `[..., T, V]`: slice by slice as in `token_logprobs`. Differentiable
+    in `hidden`, `unembedding` and `temperature`, and not in the reference's two. The direction π ‖ π_ref is the one of
+    GRPO's objective; reverse is the penalty that some PPO descriptions write.
+
+    Args:
+      hidden: `[..., T, D]`, of the policy's decoder after its last norm.
+      unembedding: `[V, D]`.
+      ref_hidden: `[..., T, D']`, of the reference's, which may be of another width.
+      ref_unembedding: `[V, D']`.
+      temperature: τ > 0 of both, broadcasts against `[..., T]`; that of the sampler. Default 1.
+      reverse: take the expectation under the reference instead.
+
+    Returns:
+      float32 `[..., T]` in nats, never negative.
+
+    Raises:
+      AssertionError: shapes disagree (at trace time).
+
+    Examples:
+      >>> hidden, unembedding = jnp.ones((1, 1)), jnp.zeros((2, 1))  # T = 1, D = 1, V = 2
+      >>> print(token_kl(hidden, unembedding, hidden, jnp.log(jnp.array([[1.0], [3.0]]))))  # ½ log 4/3
+      [0.1438]
+    """
+    shape = hidden.shape[:-1]
+    chex.assert_shape(ref_hidden, (*shape, None))
+    chex.assert_shape(unembedding, (None, hidden.shape[-1]))
+    chex.assert_shape(ref_unembedding, (unembedding.shape[0], ref_hidden.shape[-1]))
+    reference = jax.lax.stop_gradient((ref_hidden, ref_unembedding))
+    policy, ref = _logits_of((hidden, unembedding), reference, temperature=temperature)
+    return (_kl(ref, policy) if reverse else _kl(policy, ref)).reshape(shape)
+
+
+class _Logits(NamedTuple):
+    """z = scale · W h, not yet computed; or the gradients of the three."""
+
+    hidden: jax.Array  # [R, D]
+    unembedding: jax.Array  # [V, D]
+    scale: jax.Array  # float32 [R], 1/τ
+
+
+def _logits_of(*models: tuple[jax.Array, jax.Array], temperature: jax.Array | float) -> list[_Logits]:
+    """Those of pairs (hidden, unembedding).
+
+    Under shard_map hidden states differ between devices while a matrix may not. Adding a zero that differs too gives
+    all arrays one type, and JAX adds the gradient of the matrix up over devices by itself; XLA removes the addition.
+    """
+    scale = 1.0 / jnp.asarray(temperature, jnp.float32)
+    zeros = (jnp.zeros_like(x, shape=(), dtype=jnp.float32) for x in jax.tree.leaves((models, scale)))
+    zero = sum(zeros, start=jnp.float32(0))
+
+    def logits(hidden: jax.Array, unembedding: jax.Array) -> _Logits:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        scales = jnp.broadcast_to(scale, hidden.shape[:-1]).ravel()
+        return _Logits(*(x + zero.astype(x.dtype) for x in (rows, unembedding, scales)))
+
+    return [logits(*model) for model in models]
+
+
+# ---- log-probabilities and entropies
+
+
 @jax.custom_vjp
-def _token_logprobs(hidden, unembedding, ids, scale):
-    return _forward(hidden, unembedding, ids, scale)[0]
+def _token_logprobs(logits: _Logits, ids: jax.Array):
+    return _logprobs_forward(logits, ids)[0]
 
 
-def _forward(hidden, unembedding, ids, scale):
-    """Per slice the maximum m, s = Σ exp(z − m), u = Σ z exp(z − m) and z[id]; then combine them."""
+def _logprobs_forward(logits, ids):
+    """z[id], log Σ exp z and the mean of z."""
 
     def reduce_slice(index):
-        logits, is_new, column = _slice_logits(hidden, unembedding, scale, index)
-        logits = jnp.where(is_new, logits, -jnp.inf)
-        maximum = jnp.max(logits, axis=-1)
-        weight = jnp.exp(logits - maximum[:, None])
-        first_moment = jnp.sum(jnp.where(is_new, logits, 0) * weight, axis=-1)
-        chosen = jnp.sum(jnp.where(is_new & (column == ids[:, None]), logits, 0), axis=-1)
-        return maximum, jnp.sum(weight, axis=-1), first_moment, chosen
+        z, is_new, column = _slice_logits(logits, index)
+        chosen = jnp.sum(jnp.where(is_new & (column == ids[:, None]), z, 0), axis=-1)
+        return chosen, _moments(z, z, is_new)
 
-    num_slices = _num_slices(hidden, unembedding)
-    maximum, total, first_moment, chosen = jax.lax.map(reduce_slice, jnp.arange(num_slices))  # each [K, R]
+    chosen, moments = jax.lax.map(reduce_slice, jnp.arange(_num_slices(logits)))  # each [K, R]
+    log_normalizer, mean_logit = _combine(*moments)
+    entropy = log_normalizer - mean_logit
+    return (jnp.sum(chosen, axis=0) - log_normalizer, entropy), (logits, ids, log_normalizer, entropy)
+
+
+def _logprobs_backward(residuals, cotangents):
+    """∂L/∂z[v] = g_logp (1[v = id] − π(v)) − g_H π(v) (log π(v) + H)."""
+    logits, ids, log_normalizer, entropy = residuals
+    d_logprobs, d_entropy = cotangents
+
+    def d_logits(z, column, index):
+        del index
+        log_p = z - log_normalizer[:, None]
+        slope = d_logprobs[:, None] + d_entropy[:, None] * (log_p + entropy[:, None])
+        return jnp.where(column == ids[:, None], d_logprobs[:, None], 0) - jnp.exp(log_p) * slope
+
+    return _gradients(logits, d_logits), None
+
+
+_token_logprobs.defvjp(_logprobs_forward, _logprobs_backward)
+
+
+# ---- divergences
+
+
+@jax.custom_vjp
+def _kl(first: _Logits, second: _Logits):
+    """KL(P ‖ Q), `[R]`."""
+    return _kl_forward(first, second)[0]
+
+
+def _kl_forward(first, second):
+    """The mean of z_P − z_Q under P, − log Σ exp z_P + log Σ exp z_Q."""
+
+    def reduce_slice(index):
+        z, is_new, _ = _slice_logits(first, index)
+        other, _, _ = _slice_logits(second, index)
+        # The difference is taken before anything is added up: of like distributions little else would be left.
+        return _moments(z, z - other, is_new), _moments(other, other, is_new)
+
+    of_first, of_second = jax.lax.map(reduce_slice, jnp.arange(_num_slices(first)))  # each [K, R]
+    (log_normalizer, mean_difference), (other_normalizer, _) = _combine(*of_first), _combine(*of_second)
+    # Where the distributions are the same, rounding may leave less than nothing.
+    kl = jnp.maximum(mean_difference - (log_normalizer - other_normalizer), 0)
+    return kl, (first, second, log_normalizer, other_normalizer, kl)
+
+
+def _kl_backward(residuals, d_kl):
+    """∂KL/∂z_P[v] = P(v) (log P(v) − log Q(v) − KL), ∂KL/∂z_Q[v] = Q(v) − P(v).
+
+    One pass for each, since mostly only one is asked for: XLA drops the other.
+    """
+    first, second, log_normalizer, other_normalizer, kl = residuals
+
+    def d_first(z, column, index):
+        log_p, log_q = z - log_normalizer[:, None], _slice_logits(second, index)[0] - other_normalizer[:, None]
+        return d_kl[:, None] * jnp.exp(log_p) * (log_p - log_q - kl[:, None])
+
+    def d_second(z, column, index):
+        log_p, log_q = _slice_logits(first, index)[0] - log_normalizer[:, None], z - other_normalizer[:, None]
+        return d_kl[:, None] * (jnp.exp(log_q) - jnp.exp(log_p))
+
+    return _gradients(first, d_first), _gradients(second, d_second)
+
+
+_kl.defvjp(_kl_forward, _kl_backward)
+
+
+# ---- slices of the vocabulary
+
+
+def _moments(z, values, is_new):
+    """Of a slice the maximum m of z, Σ exp(z − m) and Σ x exp(z − m), each `[R]`."""
+    z = jnp.where(is_new, z, -jnp.inf)
+    maximum = jnp.max(z, axis=-1)
+    weight = jnp.exp(z - maximum[:, None])
+    return maximum, jnp.sum(weight, axis=-1), jnp.sum(jnp.where(is_new, values, 0) * weight, axis=-1)
+
+
+def _combine(maximum, total, moment):
+    """log Σ exp z and the mean of x, from the moments `[K, R]` of all slices."""
     overall = jnp.max(maximum, axis=0)
     rescale = jnp.exp(maximum - overall[None, :])
     total = jnp.sum(total * rescale, axis=0)
-    mean_logit = jnp.sum(first_moment * rescale, axis=0) / total
-    log_normalizer = overall + jnp.log(total)
-    entropy = log_normalizer - mean_logit
-    outputs = jnp.sum(chosen, axis=0) - log_normalizer, entropy
-    return outputs, (hidden, unembedding, ids, scale, log_normalizer, entropy)
+    return overall + jnp.log(total), jnp.sum(moment * rescale, axis=0) / total
 
 
-def _backward(residuals, cotangents):
-    """∂L/∂z[v] = g_logp (1[v = id] − π(v)) − g_H π(v) (log π(v) + H), slice by slice."""
-    hidden, unembedding, ids, scale, log_normalizer, entropy = residuals
-    d_logprobs, d_entropy = cotangents
+def _gradients(logits: _Logits, d_logits) -> _Logits:
+    """Those of hidden states, matrix and scale, from d_logits(z, columns, index of the slice) -> ∂L/∂z, `[R, C]`."""
+    hidden, unembedding, scale = logits
 
     def accumulate(carry, index):
         d_hidden, d_unembedding = carry
-        logits, is_new, column = _slice_logits(hidden, unembedding, scale, index)
-        log_p = logits - log_normalizer[:, None]
-        slope = d_logprobs[:, None] + d_entropy[:, None] * (log_p + entropy[:, None])
-        d_logits = jnp.where(column == ids[:, None], d_logprobs[:, None], 0) - jnp.exp(log_p) * slope
-        d_logits = (jnp.where(is_new, d_logits, 0) * scale[:, None]).astype(hidden.dtype)
-        weight, start = _slice_weight(unembedding, index, _num_slices(hidden, unembedding))
-        d_hidden += _einsum("rc,cd->rd", d_logits, weight)
-        d_weight = _einsum("rc,rd->cd", d_logits, hidden).astype(d_unembedding.dtype)
+        z, is_new, column = _slice_logits(logits, index)
+        slope = jnp.where(is_new, d_logits(z, column, index), 0) * scale[:, None]
+        slope = slope.astype(hidden.dtype)
+        weight, start = _slice_weight(logits, index)
+        d_hidden += _einsum("rc,cd->rd", slope, weight)
+        d_weight = _einsum("rc,rd->cd", slope, hidden).astype(d_unembedding.dtype)
         previous = jax.lax.dynamic_slice_in_dim(d_unembedding, start, weight.shape[0])
         d_unembedding = jax.lax.dynamic_update_slice_in_dim(d_unembedding, previous + d_weight, start, axis=0)
         return (d_hidden, d_unembedding), None
 
     zeros = jnp.zeros_like(hidden, dtype=jnp.float32), jnp.zeros_like(unembedding)
-    slices = jnp.arange(_num_slices(hidden, unembedding))
-    (d_hidden, d_unembedding), _ = jax.lax.scan(accumulate, zeros, slices)
+    (d_hidden, d_unembedding), _ = jax.lax.scan(accumulate, zeros, jnp.arange(_num_slices(logits)))
     # Σ_v ∂L/∂z[v] · (W h)[v] is h · ∂L/∂h over the scale, which spares a pass over the logits.
     d_scale = jnp.sum(d_hidden * hidden.astype(jnp.float32), axis=-1) / scale
-    return d_hidden.astype(hidden.dtype), d_unembedding, None, d_scale
+    return _Logits(d_hidden.astype(hidden.dtype), d_unembedding, d_scale)
 
 
-_token_logprobs.defvjp(_forward, _backward)
+def _num_slices(logits: _Logits) -> int:
+    width = max(_SLICE_ELEMENTS // max(logits.hidden.shape[0], 1), _MIN_SLICE_WIDTH)
+    return -(-logits.unembedding.shape[0] // width)
 
 
-def _num_slices(hidden, unembedding) -> int:
-    width = max(_SLICE_ELEMENTS // max(hidden.shape[0], 1), _MIN_SLICE_WIDTH)
-    return -(-unembedding.shape[0] // width)
-
-
-def _slice_weight(unembedding, index, num_slices):
+def _slice_weight(logits: _Logits, index):
     """Rows of the matrix for slice `index`, `[C, D]`, and where they start.
 
     All slices are equally wide. When V is no multiple of C the last one starts early and
     overlaps the one before it: a padded copy of the matrix would cost more than all slices.
     """
-    width = -(-unembedding.shape[0] // num_slices)
-    start = jnp.minimum(index * width, unembedding.shape[0] - width)
-    return jax.lax.dynamic_slice_in_dim(unembedding, start, width), start
+    size = logits.unembedding.shape[0]
+    width = -(-size // _num_slices(logits))
+    start = jnp.minimum(index * width, size - width)
+    return jax.lax.dynamic_slice_in_dim(logits.unembedding, start, width), start
 
 
-def _slice_logits(hidden, unembedding, scale, index):
-    """Logits `[R, C]`, which columns `[1, C]` no earlier slice had, and their ids `[1, C]`."""
-    weight, start = _slice_weight(unembedding, index, _num_slices(hidden, unembedding))
+def _slice_logits(logits: _Logits, index):
+    """z `[R, C]`, which columns `[1, C]` no earlier slice had, and their ids `[1, C]`."""
+    weight, start = _slice_weight(logits, index)
     column = (start + jnp.arange(weight.shape[0]))[None, :]
-    logits = _einsum("rd,cd->rc", hidden, weight) * scale[:, None]
-    return logits, column >= index * weight.shape[0], column
+    z = _einsum("rd,cd->rc", logits.hidden, weight) * logits.scale[:, None]
+    return z, column >= index * weight.shape[0], column
 
 
 _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -82,7 +82,12 @@ def values(
     # Hidden state t predicts token t: one column more, and there is one behind the last token.
     one_more = jnp.pad(completion_ids, [(0, 0), (0, 0), (0, 1)])
     hidden = policy.hidden(params.decoder, prompt_ids, prompt_mask, one_more)
-    return jnp.einsum("ngtd,d->ngt", hidden.astype(jnp.float32), params.head)
+    return read(hidden, params.head)
+
+
+def read(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    """w·h of states `[..., D]`, float32 `[...]`."""
+    return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head)
 
 
 def scores(

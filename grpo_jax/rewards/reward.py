@@ -37,7 +37,7 @@ def score_completions(
     Raises:
       UsageError: a function returned another number of rewards than there are completions, or no numbers.
     """
-    named = rewards if isinstance(rewards, Mapping) else {"reward": Component(rewards)}
+    named = named_components(rewards)
     answers = [component.reward(examples, completions) for component in named.values()]
     if any(inspect.isawaitable(answer) for answer in answers):
         answers = asyncio.run(_gather(answers))
@@ -52,9 +52,14 @@ def score_completions(
     return Scores(total, applicable, components)
 
 
+def named_components(rewards: Reward | Rewards) -> Rewards:
+    """Several rewards as they are, and one alone as the component "reward"."""
+    return rewards if isinstance(rewards, Mapping) else {"reward": Component(rewards)}
+
+
 def graders(rewards: Reward | Rewards) -> dict[str, Any]:
     """The rewards that count what they could not grade, as `grading.Grader` does, by name."""
-    named = rewards if isinstance(rewards, Mapping) else {"reward": Component(rewards)}
+    named = named_components(rewards)
     return {name: component.reward for name, component in named.items() if hasattr(component.reward, "counts")}
 
 

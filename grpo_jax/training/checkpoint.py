@@ -41,7 +41,7 @@ class Checkpoints:
         return TrainState(restored["params"], **restored["rest"]), step
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[Params, int]:
-        """The trained parameters alone, without reading the optimizer's state.
+        """The policy's trained parameters alone, without reading the optimizer's state or a critic.
 
         Args:
           like: their shapes and dtypes.
@@ -57,13 +57,22 @@ class Checkpoints:
         chosen = (steps or [0])[-1] if step is None else step
         if chosen not in steps:
             raise UsageError(f"there is no checkpoint of step {chosen} in {self._manager.directory}, only of {steps}")
-        return self._restore(chosen, {"params": like})["params"], chosen
+        if "policy" not in self._names(chosen):
+            return self._restore(chosen, {"params": like})["params"], chosen
+        # Of PPO, whose parameters are those of policy and critic.
+        part = _on_one_device({"policy": like})
+        how = ocp.checkpoint_utils.construct_restore_args(part)
+        args = ocp.args.PyTreeRestore(part, restore_args=how, partial_restore=True)
+        return self._manager.restore(chosen, args=ocp.args.Composite(params=args))["params"]["policy"], chosen
 
     def _restore(self, step: int, items: dict[str, Any]) -> Any:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        targets = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), items)
-        args = {name: ocp.args.StandardRestore(target) for name, target in targets.items()}
+        args = {name: ocp.args.StandardRestore(target) for name, target in _on_one_device(items).items()}
         return self._manager.restore(step, args=ocp.args.Composite(**args))
+
+    def _names(self, step: int) -> set[str]:
+        """What the parameters of a checkpoint are called, at the top of their tree."""
+        stored = self._manager.directory / str(step) / "params"
+        return set(ocp.PyTreeCheckpointHandler().metadata(stored).tree)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -71,6 +80,12 @@ class Checkpoints:
     def __exit__(self, *exception: Any) -> None:
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _on_one_device(tree: Any) -> Any:
+    """Shapes and dtypes of a tree, on the first device."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def _items(state: TrainState) -> dict[str, Any]:

@@ -54,6 +54,8 @@ def concatenate(rollouts: list[Rollout]) -> Rollout:
     """The groups of several rollouts as one rollout."""
 
     def join(*parts):
+        if isinstance(parts[0], float):
+            return parts[0]  # a weight, the same in all
         return [item for part in parts for item in part] if isinstance(parts[0], list) else np.concatenate(parts)
 
     return jax.tree.map(join, *rollouts, is_leaf=_is_list)
@@ -63,6 +65,8 @@ def select(rollout: Rollout, groups: np.ndarray) -> Rollout:
     """Some groups of a rollout, by their numbers."""
 
     def take(part):
+        if isinstance(part, float):
+            return part
         return [part[i] for i in groups] if isinstance(part, list) else part[groups]
 
     return jax.tree.map(take, rollout, is_leaf=_is_list)

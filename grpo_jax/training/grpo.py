@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.config import GRPOConfig, validate
+from grpo_jax.config import Divergence, GRPOConfig, validate
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     adaptive_kl_coef,
+    gdpo_advantages,
     keep_rows,
     kl_penalized_rewards,
     masked_sum,
@@ -21,8 +22,10 @@ from grpo_jax.functional import (
     rejection_weights,
     sequence_log_ratio,
     sequence_mean_log_ratio,
+    token_kl,
     token_log_ratio,
     truncated_weights,
+    weighted_sum,
 )
 from grpo_jax.functional.presets import Algorithm
 from grpo_jax.models.lora import join, split
@@ -40,12 +43,13 @@ from grpo_jax.training.rollout import (
     Scorer,
     by_pieces,
     group_temperatures,
+    hidden_states,
     make_sampler,
     make_scorer,
     outcome_of,
     roll_out,
     rollout_metrics,
-    score,
+    score_hidden,
     shuffled_minibatches,
     step_key,
     to_batch,
@@ -61,7 +65,7 @@ from grpo_jax.training.state import (
     make_optimizer,
     steps_taken,
 )
-from grpo_jax.training.step import Logs, LossFn, train_step
+from grpo_jax.training.step import Logs, train_step
 from grpo_jax.training.throughput import peak_flops, update_flops
 
 SAMPLING, SHUFFLING = 0, 1  # streams of keys
@@ -114,6 +118,7 @@ def train(
     devices = num_devices(config.devices)
     start, frozen = method.split(replicate(params, devices))
     first = method.actor(start, frozen)
+    held_to = first if config.divergence != "preset" else None  # what the loss runs; mostly it has log-probabilities
     temperature = np.asarray(
         group_temperatures(
             config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
@@ -148,7 +153,7 @@ def train(
 
                 # ---- update: every prompt once an epoch, in shuffled minibatches
                 with run.timed("update"):
-                    state, metrics = update(programs, state, frozen, None, batch, step, config, run, phase)
+                    state, metrics = update(programs, state, frozen, held_to, batch, step, config, run, phase)
                     state = after_step(method, state, step, judged, config)
 
                 # ---- log
@@ -179,7 +184,8 @@ class Method(NamedTuple):
 
     # (outcome, scored batch, β) -> batch with advantages, advantages [N, G] to show, logs
     advantages: Callable[[Outcome, Batch, Array], tuple[Batch, jax.Array, dict[str, jax.Array]]]
-    # (trained parameters, frozen ones, reference or None, batch with weights) -> loss, logs
+    # (trained parameters, frozen ones, those of a policy that the loss compares with or None, batch with weights)
+    # -> loss, logs
     loss_fn: Callable[[Params, Any, Params | None, Batch], tuple[jax.Array, Logs]]
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule  # of the policy, to log
@@ -196,18 +202,21 @@ class Method(NamedTuple):
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
     """GRPO, or what the preset makes of it: rewards are compared within groups."""
     algorithm, schedule = config.algorithm, schedule_of(config, config.learning_rate)
-    policy_loss_fn = grpo_loss_fn(policy, algorithm)
+    policy_loss_fn = grpo_loss_fn(policy, algorithm, config.divergence)
 
     def advantages(outcome: Outcome, batch: Batch, kl_coef: Array):
         rewards, penalty, batch = penalised_rewards(outcome.rewards, batch, algorithm, kl_coef)
-        lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
-        by_row = algorithm.advantages(rewards, lengths, where=outcome.applicable)
+        if config.advantages_of == "components":
+            by_row = gdpo_advantages(outcome.components, weights=outcome.weights)
+            by_row = jnp.where(jnp.isnan(rewards), jnp.nan, by_row)  # a reward that is NaN stays visible
+        else:
+            lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
+            by_row = algorithm.advantages(rewards, lengths, where=outcome.applicable)
         batch, correction = corrected(batch._replace(advantages=by_row), outcome, config)
         return batch, by_row, penalty | correction
 
     def loss_fn(trained: Params, frozen: Any, reference: Params | None, batch: Batch):
-        del reference  # its log-probabilities are in the batch
-        return policy_loss_fn(join(trained, frozen), batch)
+        return policy_loss_fn(join(trained, frozen), batch, reference)
 
     optimizer = make_optimizer(schedule, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
     return Method(advantages, loss_fn, optimizer, schedule)
@@ -221,7 +230,7 @@ class Programs(NamedTuple):
     scorer: Scorer
     values: Callable[[tuple[Params, Any], Batch], jax.Array] | None
     advantages: Callable[[Outcome, Batch, Array], tuple[Batch, jax.Array, dict[str, jax.Array]]]
-    # (state, batch, frozen parameters or None, reference or None) -> state, metrics
+    # (state, batch, frozen parameters or None, as of `Method.loss_fn` if that does not move) -> state, metrics
     train_step: Callable[[TrainState, Batch, Any, Params | None], tuple[TrainState, dict[str, jax.Array]]]
     # trained parameters -> state; a copy: the step donates its state, and the start stays
     init_state: Callable[[Params], TrainState]
@@ -283,10 +292,12 @@ def optimizer_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """`step.train_step` of a method, with its learning rate in the logs."""
     rate = method.learning_rate(steps_taken(state))
+    # One that moves is in the state, whose memory may be given away: it could not be an argument as well.
+    held_to = reference if state.reference is None else method.actor(state.reference, frozen)
     state, metrics = train_step(
         state,
         batch,
-        loss_fn=lambda trained, batch: method.loss_fn(trained, frozen, reference, batch),
+        loss_fn=lambda trained, batch: method.loss_fn(trained, frozen, held_to, batch),
         aggregation=config.algorithm.aggregation,
         optimizer=method.optimizer,
         num_microbatches=config.microbatches,
@@ -366,14 +377,18 @@ def check_task(task: Task, config: GRPOConfig) -> None:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
         )
-    if config.filter_metric:
-        rewards = task.reward if isinstance(task.reward, Mapping) else {}
-        counting = [name for name, component in rewards.items() if component.weight]
-        if config.filter_metric not in counting:
-            raise UsageError(
-                f'filter_metric "{config.filter_metric}" is no reward with a weight; such are: '
-                f"{', '.join(counting) or 'none, for the reward has no parts'}"
-            )
+    rewards = task.reward if isinstance(task.reward, Mapping) else {}
+    counting = [name for name, component in rewards.items() if component.weight]
+    if config.advantages_of == "components" and len(counting) < 2:
+        raise UsageError(
+            'advantages_of "components" compares several rewards, but fewer than two of this task have a weight: give '
+            'more of them, or take "sum"'
+        )
+    if config.filter_metric and config.filter_metric not in counting:
+        raise UsageError(
+            f'filter_metric "{config.filter_metric}" is no reward with a weight; such are: '
+            f"{', '.join(counting) or 'none, for the reward has no parts'}"
+        )
 
 
 def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
@@ -427,7 +442,7 @@ def scored(
     if config.old_logprobs == "recompute":
         old_logprobs = scorer(params, batch).logprobs
     ref_logprobs: Array = None
-    if config.algorithm.has_reference:
+    if config.algorithm.has_reference and config.divergence == "preset":
         ref_logprobs = scorer(reference, batch).logprobs
     return batch._replace(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, sampler_logprobs=sampler_logprobs)
 
@@ -541,16 +556,34 @@ def over_updates(metrics: Mapping[str, Array], tokens: Array) -> dict[str, Array
     return {name: values.mean() if name in _OF_STEPS else (values * weights).sum() for name, values in metrics.items()}
 
 
-def grpo_loss_fn(policy: Policy, algorithm: Algorithm) -> LossFn:
-    """(params, batch with weights) -> the algorithm's loss and what to log of it."""
+def grpo_loss_fn(
+    policy: Policy, algorithm: Algorithm, divergence: Divergence = "preset"
+) -> Callable[..., tuple[jax.Array, Logs]]:
+    """(params, batch with weights, parameters of the reference or None) -> the algorithm's loss and what to log of it.
 
-    def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Logs]:
-        if algorithm.has_reference and not algorithm.kl_in_reward and batch.ref_logprobs is None:
+    Args:
+      policy: the model's functions.
+      algorithm: the run's.
+      divergence: as in GRPOConfig; but for "preset" the loss needs a reference's parameters.
+
+    Returns:
+      The loss function, which can be given hidden states `[N, G, T, D]` that are known.
+    """
+    in_full = divergence != "preset"
+    by_tokens = algorithm._replace(kl_coef=0.0) if in_full else algorithm
+
+    def loss_fn(
+        params: Params, batch: Batch, reference: Params | None = None, *, hidden: jax.Array | None = None
+    ) -> tuple[jax.Array, Logs]:
+        if by_tokens.has_reference and not by_tokens.kl_in_reward and batch.ref_logprobs is None:
             raise UsageError(
                 "kl_coef is above 0, but the batch has no ref_logprobs: score it under a reference, or set 0"
             )
-        scores, mask = score(policy, params, batch), batch.completion_mask
-        loss, metrics = algorithm.loss(
+        if in_full and reference is None:
+            raise UsageError(f"divergence {divergence} needs the parameters of a reference: give them to the loss")
+        hidden = hidden_states(policy, params, batch) if hidden is None else hidden
+        scores, mask = score_hidden(policy, params, hidden, batch), batch.completion_mask
+        loss, metrics = by_tokens.loss(
             scores.logprobs,
             batch.old_logprobs,
             batch.advantages,
@@ -559,6 +592,17 @@ def grpo_loss_fn(policy: Policy, algorithm: Algorithm) -> LossFn:
             entropy=scores.entropy,
             weights=batch.weights,
         )
+        if in_full:
+            kl = token_kl(
+                hidden,
+                policy.unembedding(params),
+                hidden_states(policy, reference, batch),
+                policy.unembedding(reference),
+                temperature=batch.temperature[..., None],
+                reverse=divergence == "reverse",
+            )
+            loss += algorithm.kl_coef * weighted_sum(kl, batch.weights, mask)
+            metrics["kl"] = masked_sum(kl, mask)
         # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
         sampled = batch.old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
         mismatch = jax.lax.stop_gradient(jnp.where(mask, scores.logprobs - sampled, 0))

@@ -1,11 +1,12 @@
 """PPO (1707.06347) with a critic: the loop of `grpo`, with other advantages and one term more in the loss.
 
 A completion is an episode: the state is what was written so far, the action a token, the reward stands on the last one.
-The critic is a decoder of its own with a scalar head, so it takes as much memory again as the policy.
+The critic is a decoder of its own with a scalar head, which takes as much memory again as the policy, or but a head on
+the policy's decoder.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ from grpo_jax.training.grpo import (
     train,
 )
 from grpo_jax.training.parallel import num_devices
-from grpo_jax.training.rollout import Outcome
+from grpo_jax.training.rollout import Outcome, hidden_states
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import Array, Batch, TrainState, make_optimizer
 from grpo_jax.training.step import Logs
@@ -51,7 +52,7 @@ class ActorCritic(NamedTuple):
     """Parameters of PPO. Either side may have adapters."""
 
     policy: Params
-    critic: Headed
+    critic: Headed  # whose decoder is None where it is the policy's
 
 
 def critic_policy(config: ModelConfig) -> Policy:
@@ -59,17 +60,24 @@ def critic_policy(config: ModelConfig) -> Policy:
     return decoder_policy(heads.without_vocabulary(config))
 
 
-def add_critic(config: ModelConfig, params: Params) -> ActorCritic:
+def add_critic(config: ModelConfig, params: Params, critic: Literal["own", "shared"] = "own") -> ActorCritic:
     """A critic that starts from the policy's weights, with a head of zeros: its first values are all 0.
 
     Args:
       config: the policy's shape.
       params: of the policy.
+      critic: "own", or "shared": a head on the policy's decoder.
 
     Returns:
       The parameters of both. The same arrays are in both; training copies what it trains.
     """
-    return ActorCritic(params, heads.add_head(config, params)[1])
+    headed = heads.add_head(config, params)[1]
+    return ActorCritic(params, headed._replace(decoder=None) if critic == "shared" else headed)
+
+
+def is_shared(params: ActorCritic) -> bool:
+    """Whether the critic is a head on the policy's decoder."""
+    return params.critic.decoder is None
 
 
 def train_ppo(
@@ -89,7 +97,7 @@ def train_ppo(
 
     Args:
       policy: the model's functions.
-      critic: those of the critic's decoder.
+      critic: those of the critic's decoder; where it is the policy's they are not read.
       params: where training starts, of `add_critic` or with a critic of one's own, such as a reward model. The
         policy's are also the reference, when there is one.
       task, config, run, phase, reward, evaluate: as in `grpo.train`.
@@ -111,7 +119,7 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
 
     Args:
       policy: the model's functions.
-      critic: those of the critic's decoder.
+      critic: those of the critic's decoder; where it is the policy's they are not read.
       task: its tokens.
       config: the run.
 
@@ -135,7 +143,18 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
     loss_fn = ppo_loss_fn(policy, critic, config)
 
     def values(params: tuple[ActorCritic, ActorCritic], batch: Batch) -> jax.Array:
-        return heads.values(critic, join(*params).critic, *batch[:4])
+        joined = join(*params)
+        if is_shared(joined):
+            return heads.values(policy, joined.critic._replace(decoder=joined.policy), *batch[:4])
+        return heads.values(critic, joined.critic, *batch[:4])
+
+    def split_as_told(params: ActorCritic) -> tuple[ActorCritic, ActorCritic]:
+        if is_shared(params) != (config.critic == "shared"):
+            raise UsageError(
+                f"the critic is to be {config.critic}, but the parameters have the other kind: make them with "
+                f'add_critic(..., "{config.critic}")'
+            )
+        return split(params)
 
     def advantages(outcome: Outcome, batch: Batch, kl_coef: Array):
         # What no reward applies to teaches neither policy nor critic.
@@ -166,11 +185,11 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
     )
     return Method(
         advantages,
-        lambda trained, frozen, reference, batch: loss_fn(join(trained, frozen), batch),
+        lambda trained, frozen, reference, batch: loss_fn(join(trained, frozen), batch, reference),
         optimizer,
         schedule,
         values=values,
-        split=split,
+        split=split_as_told,
         actor=lambda trained, frozen: lora.join(trained.policy, frozen.policy),
         of_policy=lambda trained: trained._replace(critic=None),
     )
@@ -211,8 +230,8 @@ def token_advantages(
     return whiten(advantages, mask) if config.whiten else advantages, advantages + values
 
 
-def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[[ActorCritic, Batch], Any]:
-    """(parameters, batch with weights) -> L_clip − w₁ H + w₂ KL + w₃ L_critic, and what to log of it.
+def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[..., tuple[jax.Array, Logs]]:
+    """(parameters, batch with weights, the reference's or None) -> L_clip − w₁ H + w₂ KL + w₃ L_critic, and logs.
 
     Args:
       policy: the model's functions.
@@ -222,12 +241,15 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[[
     Returns:
       The loss function; its batch has advantages, old values and returns.
     """
-    policy_loss_fn = grpo_loss_fn(policy, config.algorithm)
+    policy_loss_fn = grpo_loss_fn(policy, config.algorithm, config.divergence)
 
-    def loss_fn(params: ActorCritic, batch: Batch) -> tuple[jax.Array, Logs]:
-        loss, logs = policy_loss_fn(params.policy, batch)
-        mask = batch.completion_mask
-        values = heads.values(critic, params.critic, *batch[:4])[..., :-1]
+    def loss_fn(params: ActorCritic, batch: Batch, reference: Params | None = None) -> tuple[jax.Array, Logs]:
+        hidden, mask = hidden_states(policy, params.policy, batch), batch.completion_mask
+        loss, logs = policy_loss_fn(params.policy, batch, reference, hidden=hidden)
+        if is_shared(params):
+            values = heads.read(hidden, params.critic.head)
+        else:
+            values = heads.values(critic, params.critic, *batch[:4])[..., :-1]
         error = critic_loss(values, batch.returns)
         if config.value_clip is not None:
             old_values = batch.old_values[..., :-1]

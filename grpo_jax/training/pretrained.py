@@ -19,6 +19,7 @@ from grpo_jax.training.checkpoint import Checkpoints
 from grpo_jax.training.run import RunFolder, write_json
 
 _LORA_FILE = "lora.json"
+_BESIDE = frozenset({"warm", "control"})  # phases before and beside the one that a run is about
 
 
 # ---- into a run
@@ -128,13 +129,13 @@ def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> N
 
 
 def load_run(
-    folder: Path, *, phase: str = "grpo", step: int | None = None, base: Path | None = None, **overrides: Any
+    folder: Path, *, phase: str | None = None, step: int | None = None, base: Path | None = None, **overrides: Any
 ) -> tuple[Pretrained, int]:
     """A model as a run trained it, as `load_pretrained` has one; adapters are merged.
 
     Args:
       folder: of the run.
-      phase: of the run.
+      phase: of the run; None: `phase_of`.
       step: of the checkpoint; None: the newest.
       base: where the base of a LoRA run is now, if it has moved.
       **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
@@ -165,14 +166,38 @@ class Trained(NamedTuple):
         return merge(self.params) if isinstance(self.params, Adapted) else self.params
 
 
-def restore(
-    run: Path, phase: str, step: int | None, *, base: Path | None = None, adapter: bool = False, **overrides: Any
-) -> Trained:
-    """A checkpoint of a run.
+def phase_of(run: Path, phase: str | None = None) -> str:
+    """The phase of a run whose checkpoints are meant.
 
     Args:
       run: its folder.
-      phase: of the run.
+      phase: its name. None: grpo, or the only one that is neither a warm start nor a control.
+
+    Returns:
+      The name.
+
+    Raises:
+      UsageError: the run has no such phase, or several.
+    """
+    phases = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
+    if phase is None:
+        meant = ["grpo"] if "grpo" in phases else [name for name in phases if name not in _BESIDE]
+        if len(meant) != 1:
+            raise UsageError(f"{run} has checkpoints of the phases {phases}: choose one with --phase")
+        (phase,) = meant
+    if phase not in phases:
+        raise UsageError(f"{run} has no checkpoints of a phase {phase!r}: its phases are {phases}")
+    return phase
+
+
+def restore(
+    run: Path, phase: str | None, step: int | None, *, base: Path | None = None, adapter: bool = False, **overrides: Any
+) -> Trained:
+    """A checkpoint of a run; where there is a critic, of the policy alone.
+
+    Args:
+      run: its folder.
+      phase: of the run; None: `phase_of`.
       step: of the checkpoint; None: the newest.
       base: where the base of a LoRA run is now, if it has moved.
       adapter: adapters alone are wanted: the base is then but shapes.
@@ -190,9 +215,7 @@ def restore(
             f"{run} holds no model/config.json: name the folder of a run; in a loop of your own, "
             "huggingface.save_description writes it"
         )
-    phases = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
-    if phase not in phases:
-        raise UsageError(f"{run} has no checkpoints of a phase {phase!r}: its phases are {phases}")
+    phase = phase_of(run, phase)
     lora = LoraDescription.read(description)
     if lora is None and (adapter or base):
         raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")

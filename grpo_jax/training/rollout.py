@@ -13,7 +13,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.reward import score_completions
+from grpo_jax.rewards.reward import named_components, score_completions
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Completion, Prompts, Reward, Rewards, Task
@@ -36,6 +36,7 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # float32 [N, G], the weighted sum
     applicable: np.ndarray  # bool [N, G], whether any reward applies
     components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where it does not apply
+    weights: dict[str, float]  # name -> its weight in the sum, 0 where it is only watched
 
 
 class Outcome(NamedTuple):
@@ -45,12 +46,19 @@ class Outcome(NamedTuple):
     applicable: Array  # bool [N, G]
     truncated: Array  # bool [N, G], no token ended the completion
     sampled_logprobs: Array  # [N, G, T], of what was sampled from: after top-k, top-p and min-p
+    # In the order in which rewards were given:
+    components: Array = None  # float32 [K, N, G], NaN where one does not apply or is only watched
+    weights: Array = None  # float32 [K]
 
 
 def outcome_of(rollout: "Rollout") -> Outcome:
     """The outcome of a rollout."""
     completions = rollout.completions
-    return Outcome(rollout.rewards, rollout.applicable, completions.truncated, candidates(completions))
+    sampled = candidates(completions)
+    weights = np.array(list(rollout.weights.values()), np.float32)
+    components = np.stack([rollout.components[name] for name in rollout.weights])
+    components = np.where(weights[:, None, None] != 0, components, np.nan)
+    return Outcome(rollout.rewards, rollout.applicable, completions.truncated, sampled, components, weights)
 
 
 def candidates(completions: Completions) -> Array:
@@ -110,7 +118,16 @@ def by_pieces(fn: Callable[[Params, Batch], Any], *, num_microbatches: int = 1, 
 
 def score(policy: Policy, params: Params, batch: Batch) -> TokenLogprobs:
     """Log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`."""
-    hidden = policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+    return score_hidden(policy, params, hidden_states(policy, params, batch), batch)
+
+
+def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
+    """What predicts each completion token, `[N, G, T, D]`."""
+    return policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+
+
+def score_hidden(policy: Policy, params: Params, hidden: jax.Array, batch: Batch) -> TokenLogprobs:
+    """`score` of hidden states that are known."""
     return token_logprobs(
         hidden, policy.unembedding(params), batch.completion_ids, temperature=batch.temperature[..., None]
     )
@@ -153,7 +170,8 @@ def roll_out(
     examples = [example for example in prompts.examples for _ in range(group_size)]
     scores = score_completions(reward, examples, [text for group in texts for text in group])
     scores = jax.tree.map(lambda x: x.reshape(temperature.shape), scores)
-    return Rollout(prompts, completions, texts, *scores)
+    weights = {name: float(component.weight) for name, component in named_components(reward).items()}
+    return Rollout(prompts, completions, texts, scores.rewards, scores.applicable, scores.components, weights)
 
 
 def sample_prompts(

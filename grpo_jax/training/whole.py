@@ -227,8 +227,10 @@ def _step(method, policy, task, reward, config, state, start, frozen, given, see
     batch, _, logs = method.advantages(outcome, batch, kl_coef_of(state, config))
 
     # ---- update
+    held_to = reference if config.divergence != "preset" else None
+
     def minibatch_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
-        state, metrics = optimizer_step(method, state, batch, frozen, None, config)
+        state, metrics = optimizer_step(method, state, batch, frozen, held_to, config)
         return state, (metrics, jnp.sum(batch.completion_mask))
 
     def epoch(state: TrainState, number: jax.Array) -> tuple[TrainState, Any]:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
-from grpo_jax.functional import TokenLogprobs, entropy, logprobs, token_logprobs
+from grpo_jax.functional import TokenLogprobs, entropy, kl_full, logprobs, token_kl, token_logprobs
 
 ROWS, WIDTH, FEATURES = 2, 6, 3
 
@@ -362,3 +362,229 @@ def test_memory_of_a_large_vocabulary():
     function, shapes = value_and_gradients_of_shapes((8, 512), 151_936, features=512)
     memory = jax.jit(function).lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= 200 * 2**20
+
+
+# --- the divergence from a reference, over the whole vocabulary ---
+
+DIRECTIONS = pytest.mark.parametrize("reverse", [False, True])
+
+
+def kl_arguments(vocabulary, shape=(ROWS, WIDTH), dtype=np.float32):
+    """hidden and unembedding of the policy, and of a reference of another width."""
+    rng = np.random.default_rng(vocabulary)
+    hidden, unembedding, _ = random_arguments(vocabulary, shape, dtype)
+    ref_hidden = rng.normal(size=(*shape, FEATURES - 1)).astype(dtype)
+    return hidden, unembedding, ref_hidden, rng.normal(size=(vocabulary, FEATURES - 1)).astype(dtype)
+
+
+def dense_kl(hidden, unembedding, ref_hidden, ref_unembedding, *, temperature=1.0, reverse=False):
+    """What the function replaces: all logits at once."""
+    scale = jnp.broadcast_to(1 / jnp.asarray(temperature), hidden.shape[:-1])[..., None]
+    reference = jax.lax.stop_gradient((ref_hidden, ref_unembedding))
+    return kl_full(hidden @ unembedding.T * scale, reference[0] @ reference[1].T * scale, reverse=reverse)
+
+
+def kl_and_gradients(function, reverse=False):
+    """A weighted sum of the divergences of tokens, themselves, and the gradients in all arguments."""
+
+    def weighted(*arguments):
+        *arrays, temperature = arguments
+        result = function(*arrays, temperature=temperature, reverse=reverse)
+        return jnp.sum(jnp.linspace(-1, 2, result.size).reshape(result.shape) * result), result
+
+    return jax.jit(jax.value_and_grad(weighted, range(5), has_aux=True))
+
+
+def test_kl_by_hand():
+    # The seed's two models of the weather, A (0.7, 0.2, 0.1) and B (0.6, 0.3, 0.1). KL(B ‖ A) = 0.6 log 6/7 +
+    # 0.3 log 3/2 = −0.09249 + 0.12164 = 0.02915; the seed adds up rounded terms, −0.092 + 0.122 = 0.030.
+    # KL(A ‖ B) = 0.7 log 7/6 + 0.2 log 2/3 = 0.1079 − 0.0811 = 0.0268.
+    one, a, b = jnp.ones((1, 1)), jnp.log(jnp.array([[0.7], [0.2], [0.1]])), jnp.log(jnp.array([[0.6], [0.3], [0.1]]))
+    assert_allclose(token_kl(one, b, one, a), [0.02915], atol=5e-5)
+    assert_allclose(token_kl(one, a, one, b, reverse=True), [0.02915], atol=5e-5)
+    assert_allclose(token_kl(one, a, one, b), [0.0268], atol=5e-5)
+    # τ = ½ squares the odds: (1/2, 1/2) stays, (1/4, 3/4) becomes (1/10, 9/10). ½ log 5 + ½ log 5/9 = 0.5108.
+    even, uneven = jnp.zeros((2, 1)), jnp.log(jnp.array([[1.0], [3.0]]))
+    assert_allclose(token_kl(one, even, one, uneven, temperature=0.5), [0.5108], atol=5e-5)
+
+
+@DIRECTIONS
+def test_kl_equals_a_plain_loop(slice_width, reverse):
+    slice_width(4)
+    hidden, unembedding, ref_hidden, ref_unembedding = arguments = kl_arguments(11)
+    expected = np.zeros((ROWS, WIDTH))
+    for index in np.ndindex(ROWS, WIDTH):
+        p = np.exp(unembedding.astype(float) @ hidden[index] / 0.7)
+        q = np.exp(ref_unembedding.astype(float) @ ref_hidden[index] / 0.7)
+        p, q = (q / q.sum(), p / p.sum()) if reverse else (p / p.sum(), q / q.sum())
+        expected[index] = sum(p[v] * (np.log(p[v]) - np.log(q[v])) for v in range(11))
+    result = jax.jit(partial(token_kl, temperature=0.7, reverse=reverse))(*arguments)
+    assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@DIRECTIONS
+@pytest.mark.parametrize(("vocabulary", "width"), SLICINGS)
+def test_kl_and_its_gradients_equal_the_dense_ones(slice_width, vocabulary, width, reverse):
+    slice_width(width)
+    temperature = np.array([[0.5], [1.5]], np.float32)  # one a row
+    arguments = *kl_arguments(vocabulary), temperature
+    (_, result), gradients = kl_and_gradients(token_kl, reverse)(*arguments)
+    (_, expected), expected_gradients = kl_and_gradients(dense_kl, reverse)(*arguments)
+    assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+    # The temperature's is in the logits of both, those of the reference's parameters are 0.
+    assert_trees_close(gradients, expected_gradients, rtol=1e-4, atol=2e-5)
+    assert not any(np.any(gradient) for gradient in gradients[2:4])
+
+
+@DIRECTIONS
+def test_gradients_of_kl_equal_finite_differences(slice_width, reverse):
+    slice_width(3)
+    hidden, unembedding, *reference = kl_arguments(7)
+
+    @jax.jit
+    def function(hidden, unembedding, temperature):
+        return token_kl(hidden, unembedding, *reference, temperature=temperature, reverse=reverse)
+
+    check_grads(function, (hidden, unembedding, np.full((ROWS, 1), 0.8, np.float32)), order=1, modes=["rev"], eps=1e-2)
+
+
+@DIRECTIONS
+def test_kl_of_a_model_from_itself_is_zero(slice_width, reverse):
+    slice_width(4)
+    hidden, unembedding, *_ = kl_arguments(11)
+    arguments = hidden, unembedding, hidden, unembedding, np.float32(1)
+    (_, result), gradients = kl_and_gradients(token_kl, reverse)(*arguments)
+    assert_allclose(result, np.zeros((ROWS, WIDTH)), atol=1e-6)
+    assert np.min(result) >= 0
+    assert_trees_close(gradients, jax.tree.map(np.zeros_like, gradients), atol=2e-6)
+
+
+def test_kl_under_jit_vmap_and_of_one_token(slice_width):
+    slice_width(4)
+    arguments, temperatures = kl_arguments(11), np.array([0.5, 2.0], np.float32)
+    function = kl_and_gradients(token_kl)
+    (value, result), gradients = function(*arguments, temperatures[0])
+    eager = function.__wrapped__(*map(jnp.asarray, arguments), temperatures[0])
+    assert_trees_close(((value, result), gradients), eager, rtol=1e-5, atol=1e-5)
+    mapped = jax.vmap(function, (None, None, None, None, 0))(*arguments, temperatures)
+    assert_trees_close(jax.tree.map(lambda x: x[0], mapped), eager, rtol=1e-5, atol=1e-5)
+    by_row = jax.jit(jax.vmap(partial(token_kl, temperature=0.5), (0, None, 0, None)))(*arguments)
+    assert_allclose(by_row, result, rtol=1e-5, atol=1e-6)
+    hidden, unembedding, ref_hidden, ref_unembedding = arguments
+    alone = token_kl(hidden[1, 2], unembedding, ref_hidden[1, 2], ref_unembedding, temperature=0.5)
+    assert_allclose(alone, result[1, 2], rtol=1e-5, atol=1e-6)
+
+
+def test_kl_of_bfloat16(slice_width):
+    slice_width(4)
+    arguments = kl_arguments(11, dtype=jnp.bfloat16)
+    (_, result), gradients = kl_and_gradients(token_kl)(*arguments, np.float32(0.7))
+    exact = (x.astype(np.float32) for x in arguments)
+    (_, expected), expected_gradients = kl_and_gradients(dense_kl)(*exact, np.float32(0.7))
+    assert result.dtype == jnp.float32
+    assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+    assert [gradient.dtype for gradient in gradients] == [jnp.bfloat16] * 4 + [jnp.float32]
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert_allclose(gradient.astype(jnp.float32), expected_gradient, rtol=2e-2, atol=3e-2)
+
+
+@DIRECTIONS
+def test_kl_of_large_logits_stays_finite(slice_width, reverse):
+    # One token has all the probability, and another under the reference: the divergence is the gap in the logits.
+    slice_width(4)
+    hidden, unembedding, ref_hidden, ref_unembedding = kl_arguments(11)
+    arguments = hidden * np.float32(1e4), unembedding, ref_hidden * np.float32(1e4), ref_unembedding
+    (_, result), gradients = kl_and_gradients(token_kl, reverse)(*arguments, np.float32(1))
+    logits, ref_logits = arguments[0] @ unembedding.T, arguments[2] @ ref_unembedding.T
+    first, second = (ref_logits, logits) if reverse else (logits, ref_logits)
+    chosen = np.take_along_axis(second, first.argmax(-1)[..., None], axis=-1)[..., 0]
+    assert_allclose(result, second.max(-1) - chosen, rtol=1e-4, atol=1e-2)
+    assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(2, 6, 3), (11, 4), (2, 6, 3), (11, 3)],  # features differ
+        [(2, 6, 3), (11, 3), (2, 6, 3), (11, 2)],
+        [(2, 6, 3), (11, 3), (2, 5, 3), (11, 3)],  # other tokens
+        [(2, 6, 3), (11, 3), (2, 6, 3), (12, 3)],  # another vocabulary
+    ],
+)
+def test_wrong_shapes_of_kl_are_refused(shapes):
+    with pytest.raises(AssertionError):
+        jax.eval_shape(token_kl, *map(jnp.zeros, shapes))
+
+
+def test_masked_tokens_of_kl_are_physically_removed(slice_width):
+    slice_width(4)
+    hidden, unembedding, ref_hidden, ref_unembedding = kl_arguments(11)
+    mask = np.array([[1, 1, 1, 0, 0, 0], [0, 1, 0, 1, 1, 0]], bool)
+
+    def loss(hidden, unembedding, ref_hidden, mask):
+        return jnp.sum(jnp.where(mask, token_kl(hidden, unembedding, ref_hidden, ref_unembedding), 0))
+
+    function = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    value, (d_hidden, d_unembedding) = function(hidden, unembedding, ref_hidden, mask)
+    expected, (d_kept, d_expected) = function(hidden[mask], unembedding, ref_hidden[mask], mask[mask])
+    assert_allclose(value, expected, rtol=1e-5)
+    assert_allclose(np.asarray(d_hidden)[mask], d_kept, rtol=1e-5, atol=1e-6)
+    assert not np.any(np.asarray(d_hidden)[~mask])
+    assert_allclose(d_unembedding, d_expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, "of rows"])
+def test_gradient_of_kl_inside_shard_map(slice_width, temperature):
+    # Matrices, and a temperature that is one number, are the same on all devices, hidden states are not.
+    slice_width(4)
+    hidden, unembedding, ref_hidden, ref_unembedding = kl_arguments(11, (16, WIDTH))
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    is_number = temperature == 1.0
+    temperature = np.float32(1) if is_number else np.linspace(0.5, 2, 16, dtype=np.float32)[:, None]
+
+    def value_and_gradients(hidden, ref_hidden, unembedding, ref_unembedding, temperature):
+        def loss(hidden, unembedding, temperature):
+            return jnp.sum(token_kl(hidden, unembedding, ref_hidden, ref_unembedding, temperature=temperature) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1, 2))(hidden, unembedding, temperature)
+
+    def shard(*arguments):
+        value, gradients = value_and_gradients(*arguments)
+        return jax.lax.psum(value, "data"), gradients
+
+    of_temperature = whole if is_number else rows
+    sharded = jax.shard_map(
+        shard,
+        mesh=Mesh(np.array(jax.devices()), ("data",)),
+        in_specs=(rows, rows, whole, whole, of_temperature),
+        out_specs=(whole, (rows, whole, of_temperature)),
+    )
+    arguments = hidden, ref_hidden, unembedding, ref_unembedding, temperature
+    expected = jax.jit(value_and_gradients)(*arguments)
+    assert_trees_close(jax.jit(sharded)(*arguments), expected, rtol=1e-4, atol=1e-4)
+
+
+def kl_of_shapes(tokens, vocabulary, features):
+    def loss(*arguments):
+        return jnp.sum(token_kl(*arguments))
+
+    hidden = jax.ShapeDtypeStruct((*tokens, features), jnp.float32)
+    unembedding = jax.ShapeDtypeStruct((vocabulary, features), jnp.float32)
+    return jax.value_and_grad(loss, (0, 1)), (hidden, unembedding, hidden, unembedding)
+
+
+def test_no_array_of_kl_is_as_large_as_the_logits():
+    tokens, vocabulary = (4, 512), 2**15 + 1
+    function, shapes = kl_of_shapes(tokens, vocabulary, features=8)
+    found = set(all_shapes(jax.make_jaxpr(function)(*shapes).jaxpr))
+    assert (2048, 3641) in found
+    assert max(np.prod(shape) for shape in found) <= np.prod(tokens) * vocabulary / 8
+
+
+def test_kl_of_a_large_vocabulary_takes_no_memory_and_no_needless_pass():
+    # Either matrix of logits would be 2,374 MiB.
+    function, shapes = kl_of_shapes((8, 512), 151_936, features=512)
+    compiled = jax.jit(function).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 300 * 2**20
+    # The temperature's gradient, which nobody asked for, would be a third loop.
+    assert compiled.as_text().count(" while(") == 2
