@@ -86,7 +86,7 @@ def a_batch(num_prompts=4, group_size=2, width=3) -> Batch:
     batch = Batch(
         given.ids[:num_prompts], given.mask[:num_prompts], ids, mask, np.ones((num_prompts, group_size), np.float32)
     )
-    logprobs = np.asarray(score(POLICY, PARAMS.policy, batch).logprobs)
+    logprobs = np.asarray(jax.jit(partial(score, POLICY))(PARAMS.policy, batch).logprobs)
     shifted = [(logprobs + noise.normal(0, 0.2, mask.shape)).astype(np.float32) for _ in range(2)]
     old_values, returns, advantages = noise.normal(0, 1, (3, *mask.shape)).astype(np.float32)
     old_values = np.pad(old_values, [(0, 0), (0, 0), (0, 1)])
@@ -234,10 +234,10 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
     head = jnp.linspace(-1, 1, 16)
     params = PARAMS._replace(critic=PARAMS.critic._replace(head=head))
     batch = batch._replace(weights=weights, ref_logprobs=None)
-    (_, logs), found = jax.value_and_grad(ppo_loss_fn(POLICY, CRITIC, config), has_aux=True)(params, batch)
+    (_, logs), found = jax.jit(jax.value_and_grad(ppo_loss_fn(POLICY, CRITIC, config), has_aux=True))(params, batch)
 
-    values = np.asarray(heads.values(CRITIC, params.critic, *batch[:4]))[..., :-1]
-    hidden = np.asarray(POLICY.hidden(PARAMS.policy, *batch[:3]))
+    values = np.asarray(jax.jit(partial(heads.values, CRITIC))(params.critic, *batch[:4]))[..., :-1]
+    hidden = np.asarray(jax.jit(POLICY.hidden)(PARAMS.policy, *batch[:3]))
     old_values = batch.old_values[..., :-1]
     clipped = np.clip(values, old_values - 0.2, old_values + 0.2)
     bound = (clipped - batch.returns) ** 2 > (values - batch.returns) ** 2
@@ -422,7 +422,7 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     outcome = Outcome(rewards, applicable, truncated, batch.old_logprobs)
     found, advantages, logs = programs.advantages(outcome, batch, 0.0)
     length = batch.completion_mask[0, 0].sum()
-    after = heads.values(CRITIC, params.critic, *batch[:4])[0, 0, length]
+    after = programs.values(split(params), batch)[0, 0, length]
     expected = np.full((4, 2), 0.5)
     expected[0] = [0.5 + after, 0]
     returns = expected[..., None] * batch.completion_mask

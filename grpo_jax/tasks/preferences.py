@@ -11,6 +11,7 @@ import numpy as np
 
 from grpo_jax.errors import UsageError
 from grpo_jax.tasks.dataset import place, read_rows, text_column
+from grpo_jax.tasks.packing import Packed, pack
 from grpo_jax.tasks.task import rng
 from grpo_jax.tasks.text import Message, Overlong, encode_completion, encode_prompts
 
@@ -140,6 +141,43 @@ def split_preferences(
     return training, heldout
 
 
+def opening(prompt: str | list[Message]) -> str | list[Message]:
+    """How a dialogue begins: a transcript up to the assistant's first turn, messages up to the user's first."""
+    if isinstance(prompt, str):
+        return prompt.split(ASSISTANT)[0]
+    return prompt[: next((i for i, message in enumerate(prompt, 1) if message["role"] == "user"), len(prompt))]
+
+
+def question(prompt: str | list[Message]) -> str:
+    """What the user said last."""
+    if isinstance(prompt, str):
+        return _TURN.split(prompt.removesuffix(ASSISTANT))[-1].strip()
+    return prompt[-1]["content"]
+
+
+def parts_of(preferences: Sequence[Preference], number: int) -> list[list[Preference]]:
+    """Parts of about equal size, by a hash of how dialogues begin: what continues one dialogue is in one part.
+
+    Data sets have several pairs from different turns of a dialogue, whose prompts differ.
+
+    Args:
+      preferences: all.
+      number: of parts.
+
+    Returns:
+      The parts.
+
+    Raises:
+      UsageError: one of them would be empty.
+    """
+    parts: list[list[Preference]] = [[] for _ in range(number)]
+    for pair in preferences:
+        parts[int(number * place(opening(pair.prompt)))].append(pair)
+    if not all(parts):
+        raise UsageError(f"{len(preferences)} pairs do not fill {number} parts: give more")
+    return parts
+
+
 def encode_preferences(
     tokenizer: Any,
     preferences: Sequence[Preference],
@@ -197,6 +235,22 @@ def encode_preferences(
     )
     token_ids, answers, margins = (list(part) for part in zip(*kept, strict=True))
     return EncodedPairs(token_ids, answers, margins, tuple(filter(None, notes)))
+
+
+def pack_chosen(pairs: EncodedPairs, eos_id: int, max_tokens: int) -> Packed:
+    """Prompts and chosen answers as rows for SFT.
+
+    Args:
+      pairs: whose answers were cut to `max_tokens`.
+      eos_id: ends answers of fewer tokens; those of as many were cut, or might as well have been.
+      max_tokens: T.
+
+    Returns:
+      Rows that hold two texts at least.
+    """
+    answers = [[*chosen, eos_id][:max_tokens] for chosen, _ in pairs.answers]
+    longest = max(len(prompt) + len(answer) for prompt, answer in zip(pairs.prompts, answers, strict=True))
+    return pack(pairs.prompts, answers, width=2 * longest)
 
 
 def _encoded(tokenizer: Any, text: str, eos_ids: tuple[int, ...]) -> list[int]:
