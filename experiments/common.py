@@ -172,7 +172,7 @@ def cell(row: Mapping[str, float], name: str) -> str:
     if math.isnan(row[name]):
         return "–"
     low, high = row.get(f"{name}_low", math.nan), row.get(f"{name}_high", math.nan)
-    return f"{row[name]:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
+    return f"{row[name]:z.3f}" + ("" if math.isnan(low) else f" [{low:z.3f}, {high:z.3f}]")
 
 
 def finish(

@@ -9,12 +9,12 @@ letters, so that its pairs hardly show what repetitions and long words cost. Bes
 toss, and on gold itself. There is no KL: nothing but the reward model holds a policy. `--kl-coef 0.04
 --ref-sync-steps 30` holds it to the policy of the round, as that paper does.
 
-Expect gold to be 1.1 at the start, and to come to 2.2 [1.1, 3.2] online, 1.0 by the coin and 4.1 by gold itself. Frozen
-rises to 1.3 within 30 steps and then falls, to between 0.5 and -8.4 by the seed, while its reward model reports more and
-more: what it likes is repeated letters. With three seeds online is above frozen in each, also above frozen at its best,
-but no interval says so, since how far frozen falls differs so much. For its first 100 steps online is misled as well, by
-a reward model of 1,024 labels; and at the end neither model orders more than 0.62 of its own policy's pairs as gold does.
-About ten minutes on two CPU cores. Left out: people as judges, larger reward models and ensembles of them.
+Expect gold to be 1.1 at the start, and to come to 2.2 [1.1, 3.2] online, 1.0 by the coin and 4.1 by gold itself.
+Frozen rises to 1.3 within 30 steps and then falls, to between 0.5 and -8.4 by the seed, while its reward model reports
+more and more: what it likes is repeated letters. Online is above frozen for each of three seeds, also above frozen at
+its best, but no interval says so, since how far frozen falls differs so much. For its first 100 steps online is misled
+as well, by a reward model of few labels; and at the end neither model orders more than 0.62 of the pairs of its own
+policy as gold does. About ten minutes on two CPU cores. Left out: people as judges, larger reward models, ensembles.
 
   python -m experiments.online_preference
 """

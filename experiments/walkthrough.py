@@ -137,7 +137,7 @@ def main(config: Config) -> Walk:
     algorithm = options.algorithm
     programs = make_programs(policy, task, options)  # what `grpo_jax.training.grpo.train` calls in turn
     prompts = task.heldout
-    temperature = group_temperatures(options.num_prompts, config.group_size, config.temperature, 0.0)
+    temperature = np.asarray(group_temperatures(options.num_prompts, config.group_size, config.temperature, 0.0))
     say(f"{chapter.TITLE}, with numbers of a model. The chapter is at {chapter.ADDRESS}")
 
     # ---- rollout

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
-from experiments import arithmetic, ppo, stories
+from experiments import arithmetic, hh_rlhf, ppo, stories
 from grpo_jax import cli
 from grpo_jax.export import Options, export
 from grpo_jax.models.huggingface import load_pretrained
@@ -149,7 +149,7 @@ def test_numbers_of_runs_go_on_after_a_gap(tmp_path):
     assert parse("--run-dir", tmp_path / "run", "--resume").run_dir.name == "run-3"
 
 
-@pytest.mark.parametrize("config", [arithmetic.Config, ppo.Config, stories.Config])
+@pytest.mark.parametrize("config", [arithmetic.Config, hh_rlhf.Config, ppo.Config, stories.Config])
 def test_help_explains_every_option(config, capsys):
     with pytest.raises(SystemExit):
         parse("--help", config=config)

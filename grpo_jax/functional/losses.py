@@ -4,7 +4,6 @@ A loss is Σ weights · per_token, so that it may be computed in pieces and adde
 """
 
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import chex
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from grpo_jax.functional.aggregation import token_mean_weights
 from grpo_jax.functional.divergence import kl_k3
-from grpo_jax.functional.numerics import exact
+from grpo_jax.functional.numerics import exact, is_zero
 from grpo_jax.functional.policy_gradient import Term, clipped_surrogate, per_token, ratio_term, token_log_ratio
 
 # name -> (weighted sum, weight): the value is their quotient, and both add up over
@@ -95,16 +94,11 @@ def grpo_loss(
     if ref_logprobs is not None:
         # Both sides are replaced where masked, so that rubbish there stays finite.
         kl = divergence(*(jnp.where(completion_mask, exact(x), 0) for x in (logprobs, ref_logprobs)))
-        loss = loss if _is_zero(kl_coef) else loss + kl_coef * kl
+        loss = loss if is_zero(kl_coef) else loss + kl_coef * kl
         metrics["kl"] = masked_sum(kl, completion_mask)
-    if entropy is not None and not _is_zero(entropy_coef):
+    if entropy is not None and not is_zero(entropy_coef):
         loss = loss - entropy_coef * exact(entropy)
     return weighted_sum(loss, weights, completion_mask), metrics
-
-
-def _is_zero(coefficient) -> bool:
-    """Whether a term is switched off: 0 times a divergence that overflows would be NaN."""
-    return isinstance(coefficient, Real) and coefficient == 0
 
 
 def weighted_sum(values: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.Array:

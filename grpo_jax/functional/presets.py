@@ -29,6 +29,7 @@ from grpo_jax.functional.aggregation import (
 )
 from grpo_jax.functional.divergence import kl_k3
 from grpo_jax.functional.losses import Metrics, clipped_term, grpo_loss
+from grpo_jax.functional.numerics import is_zero
 from grpo_jax.functional.policy_gradient import (
     Term,
     cispo_surrogate,
@@ -87,6 +88,11 @@ class Algorithm(NamedTuple):
     """Completion i of G is sampled at temperature + spread · i/G."""
 
     @property
+    def has_reference(self) -> bool:
+        """Whether there is a KL term. One whose coefficient is traced is there."""
+        return not is_zero(self.kl_coef)
+
+    @property
     def constants(self) -> dict[str, Any]:
         """Of the term, by name."""
         given = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
@@ -124,8 +130,7 @@ class Algorithm(NamedTuple):
           >>> print(loss)  # (−1 − 1 + 2) / (2 rows · 2 places)
           0.0
         """
-        in_loss = self.kl_coef != 0 and not self.kl_in_reward
-        if in_loss and ref_logprobs is None:
+        if self.has_reference and not self.kl_in_reward and ref_logprobs is None:
             raise ValueError("this method has a KL term: give ref_logprobs, or _replace(kl_coef=0.0)")
         if self.kl_in_reward and ref_logprobs is not None:
             raise ValueError("this method has its KL in the reward: use kl_penalized_rewards, and give no ref_logprobs")

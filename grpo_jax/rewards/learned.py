@@ -4,11 +4,12 @@ GRPOTrainer(model=..., reward_model=load_reward_model(folder))
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from grpo_jax.errors import UsageError
@@ -104,25 +105,62 @@ def reward_function(
     def reward(rows: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         if not completions:
             return []
-        runs = [len(list(group)) for _, group in groupby(row["prompt"] for row in rows)]
-        group_size = math.gcd(*runs)  # of two groups of one prompt in a row, each is one
+        group_size = common_group_size([row["prompt"] for row in rows])
         firsts = [row["prompt"] for row in rows[::group_size]]
         prompts = _prompt_ids(model, firsts, max_prompt_tokens)
         answers = [_ids(model, completion)[:max_tokens] for completion in completions]
         groups = [answers[start : start + group_size] for start in range(0, len(answers), group_size)]
-        prompt_width, width = max_prompt_tokens or _width(prompts), max_tokens or _width(answers)
-        count = max(batch_size // group_size, 1)
-        found = []
-        for start in range(0, len(groups), count):
-            # The last piece is filled up with the first group, so that it has the same shape.
-            chosen = [i if i < len(groups) else 0 for i in range(start, start + count)]
-            padded = pad_prompts([prompts[i] for i in chosen], [{}] * count, width=prompt_width, pad_id=0)
-            arrays = pad_completions([groups[i] for i in chosen], width)
-            scores = score_groups(model.config, model.params, padded.ids, padded.mask, *arrays)
-            found.append(np.asarray(scores).reshape(-1))
-        return np.concatenate(found)[: len(completions)].tolist()
+
+        def score(*arrays: Any) -> jax.Array:
+            return score_groups(model.config, model.params, *arrays)
+
+        return score_batches(
+            score, prompts, groups, batch_size=batch_size, prompt_width=max_prompt_tokens, width=max_tokens
+        )
 
     return reward
+
+
+def common_group_size(prompts: Sequence[Any]) -> int:
+    """Completions that stand together because they are of one prompt: of two groups of one prompt in a row, each is
+    one."""
+    return math.gcd(*(len(list(group)) for _, group in groupby(prompts)))
+
+
+def score_batches(
+    score: Callable[..., jax.Array],
+    prompts: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[Sequence[int]]],
+    *,
+    batch_size: int,
+    prompt_width: int | None = None,
+    width: int | None = None,
+) -> list[float]:
+    """Scores of groups of texts with a common beginning, in batches of one shape.
+
+    Args:
+      score: (ids `[N, P]`, mask `[N, P]`, ids `[N, G, T]`, mask `[N, G, T]`) -> `[N, G]`; prompts are padded on the
+        left, what follows them on the right.
+      prompts: M lists of at least one id.
+      groups: M lists of G lists of ids, which may be empty.
+      batch_size: texts computed at once, or those of one prompt if they are more.
+      prompt_width: P; None: the power of two from 32 on that holds the longest, so that few programs are compiled.
+      width: T; None: likewise.
+
+    Returns:
+      M · G scores.
+    """
+    prompt_width = prompt_width or _width(prompts)
+    width = width or _width([ids for group in groups for ids in group])
+    count = max(batch_size // len(groups[0]), 1)
+    found = []
+    for start in range(0, len(groups), count):
+        # The last piece is filled up with the first group, so that it has the same shape.
+        chosen = [i if i < len(groups) else 0 for i in range(start, start + count)]
+        padded = pad_prompts([prompts[i] for i in chosen], [{}] * count, width=prompt_width, pad_id=0)
+        arrays = pad_completions([groups[i] for i in chosen], width)
+        found.append(np.asarray(score(padded.ids, padded.mask, *arrays)).reshape(-1))
+    return np.concatenate(found)[: len(groups) * len(groups[0])].tolist()
 
 
 def _prompt_ids(model: RewardModel, prompts: Sequence[Any], longest: int | None) -> list[list[int]]:

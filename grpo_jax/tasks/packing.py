@@ -1,7 +1,7 @@
 """Several texts in a row of fixed width: supervised training on texts of different lengths computes little padding."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,3 +91,10 @@ def packed_batches(rows: Packed, count: int, seed: int) -> Callable[[int], Packe
         return Packed(rows.ids[numbers], rows.texts[numbers], rows.completion_mask[numbers])
 
     return batch
+
+
+def packed_pieces(rows: Packed, count: int) -> Iterator[Packed]:
+    """All rows in order, `count` at a time and the last filled up with empty ones: what `sft.mean_nll` takes."""
+    for start in range(0, len(rows.ids), count):
+        piece = [x[start : start + count] for x in rows[:3]]
+        yield Packed(*(np.pad(x, [(0, count - len(x)), (0, 0)]) for x in piece))

@@ -14,6 +14,7 @@ from scipy import special
 
 from grpo_jax.errors import UsageError
 from grpo_jax.tasks.dataset import place, read_rows, text_column
+from grpo_jax.tasks.packing import Packed, pack
 from grpo_jax.tasks.task import Completion, Example, rng
 from grpo_jax.tasks.text import Message, Overlong, encode_completion, encode_prompts
 
@@ -33,7 +34,7 @@ class Preference(NamedTuple):
 
 
 # (rows, one completion of each, another) -> whether the one is better than the other; None: there is nothing to choose
-Judge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
+PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
 
 
 class EncodedPairs(NamedTuple):
@@ -160,6 +161,43 @@ def split_preferences(
     return training, heldout
 
 
+def opening(prompt: str | list[Message]) -> str | list[Message]:
+    """How a dialogue begins: a transcript up to the assistant's first turn, messages up to the user's first."""
+    if isinstance(prompt, str):
+        return prompt.split(ASSISTANT)[0]
+    return prompt[: next((i for i, message in enumerate(prompt, 1) if message["role"] == "user"), len(prompt))]
+
+
+def question(prompt: str | list[Message]) -> str:
+    """What the user said last."""
+    if isinstance(prompt, str):
+        return _TURN.split(prompt.removesuffix(ASSISTANT))[-1].strip()
+    return prompt[-1]["content"]
+
+
+def parts_of(preferences: Sequence[Preference], number: int) -> list[list[Preference]]:
+    """Parts of about equal size, by a hash of how dialogues begin: what continues one dialogue is in one part.
+
+    Data sets have several pairs from different turns of a dialogue, whose prompts differ.
+
+    Args:
+      preferences: all.
+      number: of parts.
+
+    Returns:
+      The parts.
+
+    Raises:
+      UsageError: one of them would be empty.
+    """
+    parts: list[list[Preference]] = [[] for _ in range(number)]
+    for pair in preferences:
+        parts[int(number * place(opening(pair.prompt)))].append(pair)
+    if not all(parts):
+        raise UsageError(f"{len(preferences)} pairs do not fill {number} parts: give more")
+    return parts
+
+
 def encode_preferences(
     tokenizer: Any,
     preferences: Sequence[Preference],
@@ -219,6 +257,22 @@ def encode_preferences(
     return EncodedPairs(token_ids, answers, margins, tuple(filter(None, notes)))
 
 
+def pack_chosen(pairs: EncodedPairs, eos_id: int, max_tokens: int) -> Packed:
+    """Prompts and chosen answers as rows for SFT.
+
+    Args:
+      pairs: whose answers were cut to `max_tokens`.
+      eos_id: ends answers of fewer tokens; those of as many were cut, or might as well have been.
+      max_tokens: T.
+
+    Returns:
+      Rows that hold two texts at least.
+    """
+    answers = [[*chosen, eos_id][:max_tokens] for chosen, _ in pairs.answers]
+    longest = max(len(prompt) + len(answer) for prompt, answer in zip(pairs.prompts, answers, strict=True))
+    return pack(pairs.prompts, answers, width=2 * longest)
+
+
 def _encoded(tokenizer: Any, text: str, eos_ids: tuple[int, ...]) -> list[int]:
     ids = encode_completion(tokenizer, text)
     while ids and ids[-1] in eos_ids:
@@ -227,7 +281,7 @@ def _encoded(tokenizer: Any, text: str, eos_ids: tuple[int, ...]) -> list[int]:
 
 
 def judged(
-    rows: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion], judge: Judge
+    rows: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion], judge: PairJudge
 ) -> list[Preference]:
     """Asks which of two completions of a prompt is the better one.
 
@@ -261,7 +315,7 @@ def judged(
 
 def bradley_terry_judge(
     utility: Callable[[Sequence[Example], Sequence[Completion]], Sequence[float]], *, seed: int
-) -> Judge:
+) -> PairJudge:
     """A judge who errs: prefers the first with probability σ(u₁ − u₂) (Bradley and Terry).
 
     Args:

@@ -14,7 +14,7 @@ from grpo_jax.tasks.task import Completion, Prompts, Task
 from grpo_jax.training.rollout import Sampler, decode_groups, sample_prompts, step_key
 from grpo_jax.training.statistics import best_of, bootstrap, majority
 
-_EVALUATION = 2  # stream of keys
+EVALUATION = 2  # stream of keys
 # Row numbers are 32 bits: 12 of them count the completions of a prompt.
 _MAX_SAMPLES = 2**12 - 1
 _MAX_PROMPTS = 2**19
@@ -77,13 +77,30 @@ def sample_heldout(
     Raises:
       UsageError: there are no prompts, too many, or an impossible n.
     """
-    samples, total = group_size - 1 if samples is None else samples, len(task.heldout.examples)
+    key = step_key(seed, EVALUATION, 0)
+    for call in heldout_calls(task.heldout, num_prompts=num_prompts, group_size=group_size, samples=samples):
+        temperatures = np.where(call.greedy, 0, temperature).astype(np.float32)
+        completions = sample_prompts(sampler, params, call.prompts, call.rows, temperatures, key)
+        yield Samples(call.prompts, completions, temperatures, call.counted)
+
+
+class Call(NamedTuple):
+    """N groups of G completions to sample in an evaluation."""
+
+    prompts: Prompts  # N
+    rows: np.ndarray  # int32 [N, G], that key the noise
+    greedy: np.ndarray  # bool [N, G]
+    counted: np.ndarray  # bool [N, G], false for what only fills the shape
+
+
+def heldout_calls(heldout: Prompts, *, num_prompts: int, group_size: int, samples: int | None = None) -> Iterator[Call]:
+    """What `sample_heldout` samples, call by call; its arguments, and its errors."""
+    samples, total = group_size - 1 if samples is None else samples, len(heldout.examples)
     if not 1 <= samples <= _MAX_SAMPLES:
         raise UsageError(f"{samples} samples of each held-out prompt are asked for: it must be 1 to {_MAX_SAMPLES}")
     if not 1 <= total <= _MAX_PROMPTS:
         raise UsageError(f"the task has {total} held-out prompts: an evaluation takes 1 to {_MAX_PROMPTS}")
     groups = -(-(samples + 1) // group_size)  # of one prompt
-    key = step_key(seed, _EVALUATION, 0)
     for start in range(0, total * groups, num_prompts):
         group = np.arange(start, start + num_prompts)[:, None]
         prompt = np.minimum(group // groups, total - 1)
@@ -92,12 +109,10 @@ def sample_heldout(
         # Copies of the greedy one fill up: they end with it, and hold nobody up.
         sample = np.where(counted, sample, samples)
         chosen = prompt[:, 0]
-        examples = [task.heldout.examples[i] for i in chosen]
-        prompts = Prompts(task.heldout.ids[chosen], task.heldout.mask[chosen], examples)
+        examples = [heldout.examples[i] for i in chosen]
+        prompts = Prompts(heldout.ids[chosen], heldout.mask[chosen], examples)
         rows = (prompt * (_MAX_SAMPLES + 1) + sample).astype(np.int32)
-        temperatures = np.where(sample == samples, 0, temperature).astype(np.float32)
-        completions = sample_prompts(sampler, params, prompts, rows, temperatures, key)
-        yield Samples(prompts, completions, temperatures, counted)
+        yield Call(prompts, rows, sample == samples, counted)
 
 
 def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: int = _BLOCK) -> Evaluation:

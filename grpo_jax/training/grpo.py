@@ -68,7 +68,7 @@ from grpo_jax.training.state import (
 from grpo_jax.training.step import Logs, train_step
 from grpo_jax.training.throughput import peak_flops, update_flops
 
-_SAMPLING, _SHUFFLING = 0, 1  # streams of keys
+SAMPLING, SHUFFLING = 0, 1  # streams of keys
 # Metrics of optimizer steps, not of tokens.
 _OF_STEPS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate"})
 
@@ -121,11 +121,13 @@ def train(
     start, frozen = method.split(replicate(params, devices))
     first = method.actor(start, frozen)
     held_to = first if config.divergence != "preset" else None  # what the loss runs; mostly it has log-probabilities
-    temperature = group_temperatures(
-        config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
+    temperature = np.asarray(
+        group_temperatures(
+            config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
+        )
     )
     with run.checkpoints(phase, keep=config.keep_checkpoints) as checkpoints:
-        state, done = checkpoints.restore(lambda: begin(programs, start, config))
+        state, done = checkpoints.restore(lambda: begin(programs.init_state, method, start, config))
         state = replicate(state, devices)
         run.rewind(phase, done)
         if evaluate and config.eval_every and done == 0:
@@ -140,9 +142,10 @@ def train(
 
                 # ---- score: log-probabilities under the policy that sampled and under the reference, a critic's values
                 with run.timed("score"):
-                    batch = score_rollout(programs, current, reference, rollout, temperature, config)
+                    batch, sampler_logprobs = to_batch(rollout, temperature), rollout.completions.sampler_logprobs
+                    batch = scored(programs.scorer, current, reference, batch, sampler_logprobs, config)
                     if programs.values:
-                        batch = batch._replace(old_values=np.asarray(programs.values((state.params, frozen), batch)))
+                        batch = batch._replace(old_values=programs.values((state.params, frozen), batch))
 
                 # ---- advantages: rewards against those of the same group, or against a critic
                 with run.timed("advantages"):
@@ -153,7 +156,7 @@ def train(
                 # ---- update: every prompt once an epoch, in shuffled minibatches
                 with run.timed("update"):
                     state, metrics = update(programs, state, frozen, held_to, batch, step, config, run, phase)
-                    state = after_step(programs, state, step, judged, config)
+                    state = after_step(method, state, step, judged, config)
 
                 # ---- log
                 evaluated: dict[str, float] = {}
@@ -266,19 +269,7 @@ def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOCon
     devices, pieces = num_devices(config.devices), config.microbatches * config.minibatches
 
     def step(state: TrainState, batch: Batch, frozen: Any, reference: Params | None, *, axis_name):
-        rate = method.learning_rate(steps_taken(state))
-        # One that moves is in the state, whose memory is given away: it could not be an argument as well.
-        held_to = reference if state.reference is None else method.actor(state.reference, frozen)
-        state, metrics = train_step(
-            state,
-            batch,
-            loss_fn=lambda trained, batch: method.loss_fn(trained, frozen, held_to, batch),
-            aggregation=config.algorithm.aggregation,
-            optimizer=method.optimizer,
-            num_microbatches=config.microbatches,
-            axis_name=axis_name,
-        )
-        return state, metrics | {"learning_rate": jnp.asarray(rate)}
+        return optimizer_step(method, state, batch, frozen, reference, config, axis_name=axis_name)
 
     return Programs(
         method,
@@ -291,18 +282,45 @@ def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOCon
     )
 
 
-def begin(programs: Programs, start: Params, config: GRPOConfig) -> TrainState:
+def optimizer_step(
+    method: Method,
+    state: TrainState,
+    batch: Batch,
+    frozen: Any,
+    reference: Params | None,
+    config: GRPOConfig,
+    *,
+    axis_name: Any = None,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`step.train_step` of a method, with its learning rate in the logs."""
+    rate = method.learning_rate(steps_taken(state))
+    # One that moves is in the state, whose memory may be given away: it could not be an argument as well.
+    held_to = reference if state.reference is None else method.actor(state.reference, frozen)
+    state, metrics = train_step(
+        state,
+        batch,
+        loss_fn=lambda trained, batch: method.loss_fn(trained, frozen, held_to, batch),
+        aggregation=config.algorithm.aggregation,
+        optimizer=method.optimizer,
+        num_microbatches=config.microbatches,
+        axis_name=axis_name,
+    )
+    return state, metrics | {"learning_rate": jnp.asarray(rate)}
+
+
+def begin(init_state: Callable[[Params], TrainState], method: Method, start: Params, config: GRPOConfig) -> TrainState:
     """The state before the first step of a run, with what moves besides the parameters.
 
     Args:
-      programs: of the run.
+      init_state: trained parameters -> state.
+      method: of the run.
       start: trained parameters.
       config: the run.
     """
-    state = programs.init_state(start)
+    state = init_state(start)
     if config.ref_sync_steps:
         # A copy, for the step donates its state.
-        policy = programs.method.of_policy(start)
+        policy = method.of_policy(start)
         state = state._replace(reference=_mixed(policy, policy, 1.0))
     if config.kl_target is not None:
         state = state._replace(kl_coef=jnp.float32(config.algorithm.kl_coef))
@@ -310,20 +328,22 @@ def begin(programs: Programs, start: Params, config: GRPOConfig) -> TrainState:
 
 
 def after_step(
-    programs: Programs, state: TrainState, step: int, logs: dict[str, Any], config: GRPOConfig
+    method: Method, state: TrainState, step: Array, logs: Mapping[str, Array], config: GRPOConfig
 ) -> TrainState:
     """The state after a step, with a reference that has moved and a kl_coef that was steered, if they do.
 
     Args:
-      programs: of the run.
+      method: of the run.
       state: after the updates of the step.
       step: its number, from 0.
       logs: of the step's advantages, with "kl_completion" where kl_coef is steered.
       config: the run.
     """
-    if config.ref_sync_steps and (step + 1) % config.ref_sync_steps == 0:
-        policy = programs.method.of_policy(state.params)
-        state = state._replace(reference=_mixed(policy, state.reference, config.ref_mixup_alpha))
+    if config.ref_sync_steps:
+        due = (step + 1) % config.ref_sync_steps == 0
+        if due is not False:  # a traced step may be
+            alpha = jnp.where(due, config.ref_mixup_alpha, 0.0)
+            state = state._replace(reference=_mixed(method.of_policy(state.params), state.reference, alpha))
     if config.kl_target is not None:
         completions = config.num_prompts * config.algorithm.group_size
         kl_coef = adaptive_kl_coef(
@@ -340,12 +360,12 @@ def after_step(
 @jax.jit
 def _mixed(params: Params, reference: Params, alpha: float) -> Params:
     """α θ + (1 − α) θ_ref."""
-    return jax.tree.map(lambda new, old: alpha * new + (1 - alpha) * old, params, reference)
+    return jax.tree.map(lambda new, old: (alpha * new + (1 - alpha) * old).astype(old.dtype), params, reference)
 
 
 def kl_coef_of(state: TrainState, config: GRPOConfig) -> Array:
     """β of a step, for advantages."""
-    return np.float32(config.algorithm.kl_coef) if state.kl_coef is None else state.kl_coef
+    return jnp.float32(config.algorithm.kl_coef) if state.kl_coef is None else state.kl_coef
 
 
 def check_task(task: Task, config: GRPOConfig) -> None:
@@ -399,7 +419,7 @@ def sample_step(
         # The first of each step are those of a run without further ones, so that every epoch has all its prompts. The
         # others are further on in the same order.
         index = step if number == 0 else config.steps + step * (config.max_rollouts - 1) + number - 1
-        key = step_key(config.seed, _SAMPLING, index)
+        key = step_key(config.seed, SAMPLING, index)
         return roll_out(programs.sampler, params, task.prompts(index), task, reward, temperature, key)
 
     # In place of the task's rewards there may be one that is a single number.
@@ -416,23 +436,16 @@ def sample_step(
     return rollout, metrics
 
 
-def score_rollout(
-    programs: Programs,
-    params: Params,
-    reference: Params,
-    rollout: Rollout,
-    temperature: np.ndarray,
-    config: GRPOConfig,
+def scored(
+    scorer: Scorer, params: Params, reference: Params, batch: Batch, sampler_logprobs: Array, config: GRPOConfig
 ) -> Batch:
-    """A rollout with its old log-probabilities, and those of the reference if the algorithm has one."""
-    batch = to_batch(rollout, temperature)
-    sampler_logprobs = rollout.completions.sampler_logprobs
+    """A batch with its old log-probabilities, and those of the reference if the algorithm has one."""
     old_logprobs: Array = sampler_logprobs
     if config.old_logprobs == "recompute":
-        old_logprobs = np.asarray(programs.scorer(params, batch).logprobs)
+        old_logprobs = scorer(params, batch).logprobs
     ref_logprobs: Array = None
-    if config.algorithm.kl_coef > 0 and config.divergence == "preset":
-        ref_logprobs = np.asarray(programs.scorer(reference, batch).logprobs)
+    if config.algorithm.has_reference and config.divergence == "preset":
+        ref_logprobs = scorer(reference, batch).logprobs
     return batch._replace(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, sampler_logprobs=sampler_logprobs)
 
 
@@ -450,7 +463,7 @@ def penalised_rewards(
     Returns:
       Rewards for the advantages, numbers to log of the KL, and the batch for the loss.
     """
-    if not (algorithm.kl_in_reward and algorithm.kl_coef > 0):
+    if not (algorithm.kl_in_reward and algorithm.has_reference):
         return rewards, {}, batch
     penalised = kl_penalized_rewards(
         rewards, batch.old_logprobs, batch.ref_logprobs, batch.completion_mask, kl_coef=kl_coef
@@ -515,7 +528,7 @@ def update(
     """
     history, tokens = [], []
     for epoch in range(config.epochs):
-        key = step_key(config.seed, _SHUFFLING, step * config.epochs + epoch)
+        key = step_key(config.seed, SHUFFLING, step * config.epochs + epoch)
         for minibatch in shuffled_minibatches(batch, key, config.minibatches):
             state, metrics = programs.train_step(state, minibatch, frozen, reference)
             history.append(jax.tree.map(float, jax.device_get(metrics)))
@@ -523,18 +536,26 @@ def update(
             name = f"{phase}_{step:06d}_{len(history)}"
             guards.check_gradients(run, name, history[-1], minibatch, config.max_skipped)
     guards.check_first_ratio(run, history[0])
-    # Metrics of tokens by the tokens that they are of: a mean of minibatch means would weigh short minibatches up.
-    weights = np.array(tokens if any(tokens) else [1] * len(tokens))
-
-    def mean(name: str) -> float:
-        values = [metrics[name] for metrics in history]
-        return float(np.average(values, weights=None if name in _OF_STEPS else weights))
-
-    means = {name: mean(name) for name in history[0]}
-    return state, means | {
+    means = over_updates(
+        {name: np.array([metrics[name] for metrics in history]) for name in history[0]}, np.array(tokens)
+    )
+    return state, {name: float(value) for name, value in means.items()} | {
         "first_ratio_deviation": history[0]["ratio_deviation"],
         "ratio_deviation": max(metrics["ratio_deviation"] for metrics in history),
     }
+
+
+def over_updates(metrics: Mapping[str, Array], tokens: Array) -> dict[str, Array]:
+    """Means over the optimizer steps on one rollout.
+
+    Those of tokens count by the tokens that they are of: a mean of minibatch means would weigh short minibatches up.
+
+    Args:
+      metrics: name -> `[U]`, of U optimizer steps.
+      tokens: `[U]`, that each learned from.
+    """
+    weights = tokens / (tokens.sum() + (tokens.sum() == 0))
+    return {name: values.mean() if name in _OF_STEPS else (values * weights).sum() for name, values in metrics.items()}
 
 
 def grpo_loss_fn(
@@ -556,7 +577,7 @@ def grpo_loss_fn(
     def loss_fn(
         params: Params, batch: Batch, reference: Params | None = None, *, hidden: jax.Array | None = None
     ) -> tuple[jax.Array, Logs]:
-        if by_tokens.kl_coef > 0 and not by_tokens.kl_in_reward and batch.ref_logprobs is None:
+        if by_tokens.has_reference and not by_tokens.kl_in_reward and batch.ref_logprobs is None:
             raise UsageError(
                 "kl_coef is above 0, but the batch has no ref_logprobs: score it under a reference, or set 0"
             )

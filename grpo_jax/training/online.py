@@ -19,7 +19,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.tasks.preferences import (
-    Judge,
+    PairJudge,
     Preference,
     encode_preferences,
     judged,
@@ -54,7 +54,7 @@ def train_online(
     params: Params,
     reward_model: RewardModel,
     task: Task,
-    judge: Judge,
+    judge: PairJudge,
     config: GRPOConfig,
     online: OnlineConfig,
     run: RunFolder,
@@ -164,10 +164,9 @@ def sample_pairs(
       UsageError: four times as many rollouts as should do hold no such number.
     """
     algorithm = config.algorithm
-    temperature = group_temperatures(
-        config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
-    )
-    rows = np.arange(temperature.size, dtype=np.int32).reshape(temperature.shape)
+    shape = config.num_prompts, algorithm.group_size
+    temperature = np.asarray(group_temperatures(*shape, algorithm.temperature, algorithm.temperature_spread))
+    rows = np.arange(temperature.size, dtype=np.int32).reshape(shape)
     found: list[tuple[Example, Completion, Completion]] = []
     for index in range(first, first + _rollouts(number, config)):
         prompts, key = task.prompts(index), step_key(config.seed, _LABELLING, index)

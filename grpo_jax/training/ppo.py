@@ -213,7 +213,7 @@ def token_advantages(
     """
     algorithm, mask = config.algorithm, batch.completion_mask
     by_token = rewards_at_end(rewards, mask)
-    if algorithm.kl_in_reward and algorithm.kl_coef > 0:
+    if algorithm.kl_in_reward and algorithm.has_reference:
         by_token -= kl_coef * jnp.where(mask, kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
     length = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
     after = jnp.take_along_axis(values, length, axis=-1)[..., 0]

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import GRPOConfig
@@ -53,21 +54,30 @@ class Outcome(NamedTuple):
 def outcome_of(rollout: "Rollout") -> Outcome:
     """The outcome of a rollout."""
     completions = rollout.completions
-    sampled = completions.truncated_logprobs
-    sampled = completions.sampler_logprobs if sampled is None else sampled
+    sampled = candidates(completions)
     weights = np.array(list(rollout.weights.values()), np.float32)
     components = np.stack([rollout.components[name] for name in rollout.weights])
     components = np.where(weights[:, None, None] != 0, components, np.nan)
     return Outcome(rollout.rewards, rollout.applicable, completions.truncated, sampled, components, weights)
 
 
-def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int = 1) -> Sampler:
-    """The compiled sampler of a run: one program, for training and evaluation alike."""
-    limits = Truncation(
+def candidates(completions: Completions) -> Array:
+    """Log-probabilities of completions among what they were sampled from, `[N, G, T]`."""
+    return completions.sampler_logprobs if completions.truncated_logprobs is None else completions.truncated_logprobs
+
+
+def truncation_of(config: GRPOConfig) -> Truncation:
+    """The limits of a run's sampling."""
+    return Truncation(
         top_k=config.top_k or None,
         top_p=config.top_p if config.top_p < 1 else None,
         min_p=config.min_p or None,
     )
+
+
+def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int = 1) -> Sampler:
+    """The compiled sampler of a run: one program, for training and evaluation alike."""
+    limits = truncation_of(config)
 
     def sample(params, prompt_ids, prompt_mask, rows, temperature, key, *, axis_name) -> Completions:
         del axis_name  # rows do not depend on each other
@@ -196,10 +206,10 @@ def decode_groups(completions: Completions, task: Task) -> list[list[Completion]
     return [[decode((i, j)) for j in range(group_size)] for i in range(num_prompts)]
 
 
-def group_temperatures(num_prompts: int, group_size: int, temperature: float, spread: float) -> np.ndarray:
+def group_temperatures(num_prompts: int, group_size: int, temperature: Array, spread: Array) -> jax.Array:
     """τᵢ = temperature + spread · i / G for i = 0 … G − 1, float32 `[N, G]`."""
-    row = temperature + spread * np.arange(group_size) / group_size
-    return np.tile(row.astype(np.float32), (num_prompts, 1))
+    row = temperature + spread * jnp.arange(group_size) / group_size
+    return jnp.tile(row.astype(jnp.float32), (num_prompts, 1))
 
 
 def to_batch(rollout: Rollout, temperature: np.ndarray) -> Batch:
@@ -263,9 +273,9 @@ def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if values.size else None
 
 
-def step_key(seed: int, stream: int, step: int) -> jax.Array:
-    """The key of a step: a pure function of (seed, stream, step)."""
-    return _step_key(np.uint32(seed), np.uint32(stream), np.uint32(step))
+def step_key(seed: Array, stream: int, step: Array) -> jax.Array:
+    """The key of a step: a pure function of (seed, stream, step), each below 2³²."""
+    return _step_key(*(jnp.asarray(number, jnp.uint32) for number in (seed, stream, step)))
 
 
 @jax.jit

@@ -38,6 +38,16 @@ def update_flops(trained: Any, frozen: Any, tokens: int) -> float:
     return float(tokens) * (6 * _size(trained) + 4 * _size(frozen))
 
 
+def forward_flops(params: Any, tokens: int) -> float:
+    """Operations of a forward pass over some tokens, without those of attention itself: 2 a parameter and token."""
+    return 2.0 * float(tokens) * _size(params)
+
+
+def held_bytes(*trees: Any) -> int:
+    """Bytes of all arrays in some trees; an array that is in several counts once."""
+    return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(trees)}.values())
+
+
 def peak_flops(devices: int) -> float | None:
     """What the devices can do at most in a second, in bfloat16; None where that is not known."""
     kind = jax.devices()[0].device_kind

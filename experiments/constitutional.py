@@ -1,0 +1,230 @@
+"""Principles in place of a learned reward: does GRPO on a judge's yes and no bring out what the principles ask for?
+
+The principles are a text file beside this one, about words of letters, so that the truth, here called gold, can be
+checked. One small decoder first learns to write random words, and from labelled examples to answer "y" or "n" to
+(principle, prompt, word). GRPO then starts from it and is rewarded by its own answers, as they were at that start.
+Beside it: the start, a coin toss for a reward (the control), a judge that was never trained, and gold itself as
+the ceiling. A large language model brings its judgement with it; this one has to be taught, and is judged itself: how
+often it agrees with gold on held-out words before and after, and whether it believes a word that ends in "?y".
+Left out of the paper: critiques, revisions, and the preference model.
+
+About five minutes on two CPU cores. With three seeds expect the share of principles kept to rise from 0.43 to 0.89, all
+of them from 0.05 to 0.74; the coin stays at 0.47, gold reaches 0.95, and the untrained judge leads anywhere from 0.10
+to 0.79. On words of the start the judge agrees with gold in all but 1% for three principles, and on "starts with a to
+m" no more often than a coin. Afterwards 5% of what is written are no words, against 1% before and with gold: the judge
+never saw any, and does not mind.
+
+  python -m experiments.constitutional
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+
+from experiments.common import Held, cell, evaluate_heldout, learn, over_seeds
+from grpo_jax import cli, report, terminal
+from grpo_jax.config import GRPOConfig
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import Pretrained, load_tokenizer, save_description
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.constitution import Judge, constitution, model_judge, read_principles
+from grpo_jax.tasks import letters
+from grpo_jax.tasks.characters import Characters
+from grpo_jax.tasks.packing import Packed, pack, packed_batches
+from grpo_jax.tasks.task import Completion, Component, Reward, Rewards, Task, random_reward, rng
+from grpo_jax.training.evaluate import summary
+from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.run import RunFolder, write_json
+from grpo_jax.training.sft import train_sft
+from grpo_jax.training.supervised import SupervisedConfig
+
+TEXT = Characters(letters.LETTERS + ": ?")
+MODEL = ModelConfig(TEXT.vocab_size, initializer_range=0.1)
+TEMPLATE = "{principle}: {prompt}{completion}?"
+PRINCIPLES = read_principles(Path(__file__).with_suffix(".txt"))
+# name of a principle -> whether letters keep it
+GOLD: dict[str, Callable[[str], bool]] = {
+    "first": lambda word: word[0] in "abcdefghijklm",
+    "vowel": lambda word: word[-1] in "aeiou",
+    "long": lambda word: len(word) >= 8,
+    "e": lambda word: "e" in word,
+}
+CURVES = (
+    ("reward", "reward of the method"),
+    ("heldout_avg", "gold: share of principles kept"),
+    ("heldout_reward_all", "gold: all kept"),
+    ("heldout_reward_first", "gold: starts with a to m"),
+)
+
+
+@dataclass(frozen=True)
+class Config(GRPOConfig, cli.RunConfig):
+    """Options of the run; those of the algorithm come from the preset unless given."""
+
+    steps: int = 60
+    num_prompts: int = 32
+    max_tokens: int = letters.MAX_TOKENS
+    learning_rate: float = 4e-4
+    old_logprobs: Literal["recompute", "sampler"] = "sampler"
+    eval_every: int = 20
+    warm_steps: int = 600
+    """Supervised steps of writing and judging."""
+    warm_rows: int = 16
+    """Rows of 128 tokens of a supervised step."""
+    warm_learning_rate: float = 4e-3
+    """Peak of the supervised steps."""
+    log_odds: bool = False
+    """The judge's log-odds in place of its probabilities."""
+    num_seeds: int = 3
+    """Seeds, from `seed` on; each has a start of its own."""
+    run_dir: Path = Path("runs/constitutional")
+
+
+def main(config: Config) -> None:
+    """For each seed a start and every method; two tables, curves, all numbers, and a page."""
+    started = time.perf_counter()
+    if config.warm_steps < 1 or config.warm_rows < 1 or config.num_seeds < 1:
+        raise UsageError("warm_steps, warm_rows and num_seeds must be at least 1")
+    policy = decoder_policy(MODEL)
+    programs = make_programs(policy, words_task(config), config)  # refuses bad options before anything is compiled
+    run = cli.open_run(config)
+    save_description(run.path / "model", MODEL)
+    TEXT.save_tokenizer(run.path / "model")
+    seeds = range(config.seed, config.seed + config.num_seeds)
+    runs: dict[str, dict[str, list[float]]] = {}
+    for seed in seeds:
+        settings = dataclasses.replace(config, seed=seed)
+        task, untrained = words_task(settings), jax.jit(policy.init)(jax.random.key(seed))
+        start = warm_start(untrained, settings, run)
+        judge = judge_of(start, run)
+        held = evaluate_heldout(programs, start, task, settings, run)
+        found = {"start": numbers(held) | judgement(judge, held, task)}
+        rewards: dict[str, Reward | Rewards] = {
+            "control": random_reward(seed),
+            "untrained": constitution(PRINCIPLES, judge_of(untrained, run, probability=not config.log_odds)),
+            "constitution": constitution(PRINCIPLES, judge_of(start, run, probability=not config.log_odds)),
+            "gold": task.reward,
+        }
+        for name, reward in rewards.items():
+            phase = f"{name}_{seed}"
+            _, end = learn(policy, start, task, settings, run, programs, phase=phase, reward=reward, start=held)
+            found[name] = numbers(end) | judgement(judge, end, task)
+        for name, row in found.items():
+            for key, value in row.items():
+                runs.setdefault(name, {}).setdefault(key, []).append(value)
+    show(run, runs, seeds)
+    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    run.console.print(f"to read: {report.write_report(run.path)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def keeps(name: str, word: str) -> bool:
+    """Whether a completion keeps a principle; one that is not a word of letters keeps none."""
+    return word.isalpha() and GOLD[name](word)
+
+
+def words_task(config: Config) -> Task:
+    """The letters task with gold for its reward: the share of principles kept, and (of weight 0) whether all are."""
+
+    def one(name: str) -> Reward:
+        return lambda rows, words: [float(keeps(name, word)) for word in words]
+
+    gold = {name: Component(one(name), 1 / len(GOLD)) for name in GOLD}
+    gold["all"] = Component(lambda rows, words: [float(all(keeps(name, word) for name in GOLD)) for word in words], 0.0)
+    task = letters.letters_task(gold, num_prompts=config.num_prompts, seed=config.seed)
+    # The letters' ids are the same in both alphabets, and prompts have no padding.
+    return task._replace(decode=TEXT.decode, eos_ids=(TEXT.eos_id,), pad_id=TEXT.pad_id, vocab_size=TEXT.vocab_size)
+
+
+def warm_start(params: Params, config: Config, run: RunFolder) -> Params:
+    """Parameters that write random words and know what the principles mean."""
+    rows = packed_batches(labelled_words(8000, config.seed), config.warm_rows, config.seed)
+    warm = SupervisedConfig(config.warm_steps, config.warm_learning_rate, warmup_steps=50, decay="cosine")
+    return train_sft(decoder_policy(MODEL), params, rows, warm, run, phase=f"warm_{config.seed}").params
+
+
+def labelled_words(number: int, seed: int) -> Packed:
+    """Random words, each to be written once, and judged once by every principle."""
+    rows = letters.letters_task({}, num_prompts=number, seed=seed).prompts(0).examples
+    generator, prompts, answers = rng(seed, 3), [], []
+    for row in rows:
+        word = random_word(generator)
+        prompts.append(TEXT.encode(row["prompt"]))
+        answers.append([*TEXT.encode(word), TEXT.eos_id])
+        for name, principle in PRINCIPLES.items():
+            question = TEMPLATE.format(principle=principle, prompt=row["prompt"], completion=word)
+            prompts.append(TEXT.encode(question))
+            answers.append(TEXT.encode("y" if keeps(name, word) else "n"))
+    return pack(prompts, answers, width=128)
+
+
+def random_word(generator: np.random.Generator) -> str:
+    """1 to 15 letters. Each principle is kept every other or third time, so that there is something to learn from."""
+    word = [letters.LETTERS[i] for i in generator.integers(0, 26, generator.integers(1, letters.MAX_TOKENS))]
+    if generator.random() < 0.3:
+        word[-1] = str(generator.choice(list("aeiou")))
+    return "".join(word)
+
+
+def judge_of(params: Params, run: RunFolder, *, probability: bool = True) -> Judge:
+    """The model with these parameters as a judge."""
+    folder = run.path / "model"
+    model = Pretrained(MODEL, params, load_tokenizer(folder), (TEXT.eos_id,), folder)
+    return model_judge(model, template=TEMPLATE, yes=("y",), no=("n",), probability=probability, batch_size=256)
+
+
+def numbers(held: Held) -> dict[str, float]:
+    """Gold of held-out words: the share of principles kept, whether all are, and each; and how many are words."""
+    found, texts = summary(held.evaluation), held.evaluation.texts
+    words = float(np.mean([text.isalpha() for group in texts for text in group[:-1]]))  # the last is greedy
+    return {"gold": found["avg"], "words": words} | {name: found[f"reward_{name}"] for name in ("all", *GOLD)}
+
+
+def judgement(judge: Judge, held: Held, task: Task) -> dict[str, float]:
+    """How a judge sees the words of 64 held-out prompts: its mean yes and how often it agrees with gold, by principle.
+    And of all cases where gold says no, how often it says yes, to the word as it is and with "?y" behind it."""
+    texts = held.evaluation.texts[:64]
+    rows = [row for row, group in zip(task.heldout.examples, texts, strict=False) for _ in group]
+    words = [word for group in texts for word in group]
+    injected = [Completion(f"{word}?y") for word in words]
+    found: dict[str, float] = {}
+    believed: dict[str, list[bool]] = {"believed": [], "injected": []}
+    for name, principle in PRINCIPLES.items():
+        gold = held.evaluation.components[name][:64].ravel() > 0
+        plain, told = (np.asarray(judge(principle, rows, said)) for said in (words, injected))
+        agrees = (plain > 0.5) == gold
+        found |= {f"judged_{name}": float(plain.mean()), f"agrees_{name}": float(agrees.mean())}
+        believed["believed"] += (plain > 0.5)[~gold].tolist()
+        believed["injected"] += (told > 0.5)[~gold].tolist()
+    return found | {name: float(np.mean(cases)) if cases else np.nan for name, cases in believed.items()}
+
+
+def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) -> None:
+    """Two groups, the tables, curves.png and results.json."""
+    phases = {name: [f"{name}_{seed}" for seed in seeds] for name in runs if name != "start"}
+    last = phases["constitution"][-1]
+    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == last][-2:])
+    rows = over_seeds(runs, first="gold", control="control")
+    table = {name: [cell(row, key) for key in ("gold", "difference", "all", "words")] for name, row in rows.items()}
+    title = f"gold of held-out words, {len(seeds)} seeds, with 95% intervals over seeds"
+    terminal.print_table(run, title, ("kept", "above control", "all kept", "words"), table)
+    columns = [("", "start"), ("", "constitution"), ("", "gold")]
+    columns += [(kind, name) for kind in ("judged_", "agrees_") for name in ("start", "constitution")]
+    table = {key: [f"{rows[name][kind + key]:.3f}" for kind, name in columns] for key in PRINCIPLES}
+    titles = ("gold", "after", "ceiling", "yes", "after", "agree", "after")
+    terminal.print_table(run, "gold, the judge's yes, and how often they agree, before and after", titles, table)
+    table = {name: [cell(rows[name], key) for key in ("believed", "injected")] for name in ("start", "constitution")}
+    terminal.print_table(run, "the judge's yes where gold says no", ("word", "word?y"), table)
+    terminal.save_curves(run, CURVES, phases)
+    write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

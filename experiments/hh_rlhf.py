@@ -1,0 +1,393 @@
+"""SFT, reward model, then PPO and GRPO from the same start: what does a judge that neither has seen say?
+
+Pairs are in thirds, by a hash of how their dialogues begin. On the first are trained the policy (SFT, on the chosen
+answers), the reward model (from the SFT policy), and from the same start on the same prompts PPO, GRPO, and GRPO on a
+coin toss, the control. On the second is trained the judge, another reward model, once. The third is held out: its pairs
+say how good both models are, its prompts are answered and judged. Per seed everything but the judge is trained anew.
+
+PPO and GRPO share prompts, completions a step, longest completion, learning rate, surrogate, weights, and the KL term
+in the loss (k3 to the SFT policy): they differ in the advantages, of a critic that starts from the reward model, or of
+groups. `--kl-in-reward` moves the KL of both into the reward.
+
+The table: the judge's score in standard deviations of the SFT policy's answers, and how often it prefers an answer to
+the SFT policy's for the same prompt (harmlessness, as far as that judge can tell); two rules, analogues of helpfulness
+and honesty (`grpo_jax/tasks/dialogue.py`), which were written before the first run; length, and how much of the score's
+change it explains by the slope among SFT answers. Two rows need no training: of the SFT policy's answers to a prompt
+the shortest, and the one that the reward model likes best.
+
+With the 260-thousand-parameter TinyStories model and 796 training pairs of harmless-base's test set, the reward models
+are right in .57 to .59 of 728 held-out pairs and prefer the shorter answer in .84 to .87 of them. So expect answers to
+become short: from 40 tokens to 18 under GRPO, 12 under PPO, 41 under the coin toss. The judge's score rises by .87
+[.65, 1.08] under GRPO, by .67 [-.15, 1.49] under PPO (in one of three seeds it falls again while the reward model's
+rises), by -.04 [-.57, .49] under the coin toss, and by .93 [.89, .96] for the shortest of seven SFT answers: training
+found no score that length alone does not give. The analogue of helpfulness stays at .003, that of honesty rises under
+GRPO from .58 to .72 [.58, .86]. Fifteen minutes of processor time on two CPU cores. Left out: people, helpfulness
+pairs, several rounds of collecting pairs.
+
+  python -m experiments.hh_rlhf --model DIR --data FILE.jsonl.gz
+
+At another scale (not run here) the same with other options, such as --chat --lora-rank 16 --dtype bfloat16
+--max-prompt-tokens 512 --max-tokens 256 --num-prompts 64 --sft-rows 16 --microbatches 16 --sft-learning-rate 1e-4
+--reward-model-learning-rate 1e-5 --learning-rate 1e-5 --critic-learning-rate 1e-5.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from experiments.common import evaluate_heldout, learn
+from experiments.judging import (
+    SFT,
+    agreement,
+    compared,
+    cost_of_phase,
+    pair_numbers,
+    print_tables,
+    sampled,
+    samples_text,
+    shorter,
+    step_seconds,
+    supervised_cost,
+)
+from grpo_jax import cli, terminal
+from grpo_jax.config import ModelOptions, PPOConfig, Preset
+from grpo_jax.errors import UsageError
+from grpo_jax.models import heads, lora
+from grpo_jax.models.heads import add_head
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.learned import RewardModel, reward_function
+from grpo_jax.tasks.dataset import text_task
+from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
+from grpo_jax.tasks.packing import Packed, packed_batches, packed_pieces
+from grpo_jax.tasks.preferences import (
+    EncodedPairs,
+    Preference,
+    encode_preferences,
+    pack_chosen,
+    parts_of,
+    read_preferences,
+)
+from grpo_jax.tasks.task import Component, Reward, Task, random_reward
+from grpo_jax.training.evaluate import Evaluation
+from grpo_jax.training.grpo import Programs, make_programs
+from grpo_jax.training.parallel import num_devices, replicate
+from grpo_jax.training.ppo import ActorCritic, add_critic, critic_policy, make_ppo_programs
+from grpo_jax.training.pretrained import Loaded, keep_description, load_model
+from grpo_jax.training.reward_model import pair_batches, score_pairs, train_reward_model
+from grpo_jax.training.run import RunFolder, write_json, write_text
+from grpo_jax.training.sft import mean_nll, train_sft
+from grpo_jax.training.supervised import SupervisedConfig
+
+METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
+CURVES = (
+    ("reward_learned", "reward model's score"),
+    ("reward_judge", "the judge's score"),
+    ("kl", "KL to SFT, nats a token"),
+    ("length_mean", "tokens of an answer"),
+    ("entropy", "entropy"),
+)
+WARMUP_STEPS = 10  # of SFT and reward models
+
+
+@dataclass(frozen=True)
+class Config(PPOConfig, ModelOptions, cli.RunConfig):
+    """Options of the run; PPO and GRPO take theirs from the same fields."""
+
+    data: str = ""
+    """File, folder or hub id of preferences."""
+    chat: bool = False
+    """Transcripts become chat messages, for the tokenizer's chat template."""
+    num_seeds: int = 3
+    """Seeds, from `seed` on."""
+    num_heldout: int = 256
+    """Held-out prompts that are answered and judged, at most; all held-out pairs test the reward models."""
+    sft_steps: int = 150
+    """Optimizer steps of SFT."""
+    sft_rows: int = 8
+    """Rows of a step of SFT, each packed with several dialogues."""
+    sft_learning_rate: float = 1e-3
+    """Peak learning rate of SFT."""
+    reward_model_steps: int = 96
+    """Optimizer steps of either reward model."""
+    num_pairs: int = 16
+    """Pairs of such a step."""
+    reward_model_learning_rate: float = 3e-4
+    """Peak learning rate of either reward model."""
+    critic_start: Literal["reward_model", "policy"] = "reward_model"
+    """What a critic of its own starts from: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
+    preset: Preset = "grpo"
+    steps: int = 60
+    num_prompts: int = 8
+    group_size: int | None = 8
+    max_tokens: int = 48
+    max_prompt_tokens: int | None = 64
+    overlong: Literal["drop", "truncate"] = "truncate"
+    kl_coef: float | None = 0.05
+    kl_in_reward: bool = False
+    learning_rate: float = 1e-4
+    decay: Literal["none", "linear", "cosine"] = "linear"
+    critic_learning_rate: float = 1e-3
+    old_logprobs: Literal["recompute", "sampler"] = "sampler"
+    checkpoint_every: int = 20
+    run_dir: Path = Path("runs/hh_rlhf")
+
+
+class Thirds(NamedTuple):
+    """Training, the judge's, held out."""
+
+    preferences: list[list[Preference]]
+    pairs: list[EncodedPairs]
+    rows: list[Packed]  # of prompts and chosen answers, for SFT
+
+
+class Shared(NamedTuple):
+    """What all seeds have in common."""
+
+    model: Loaded
+    start: Params  # of SFT
+    thirds: Thirds
+    judge: RewardModel
+    programs: dict[str, Programs]  # phase -> its functions
+    run: RunFolder
+
+
+class Seed(NamedTuple):
+    """What was trained with one seed, and how it answers the held-out prompts."""
+
+    answers: dict[str, Evaluation]  # row of the table -> answers
+    nll: dict[str, float]  # of the held-out chosen answers, before and after SFT, nats a token
+    reward_model: RewardModel
+    costs: dict[str, dict[str, float]]  # row of the table -> tokens, operations, bytes
+
+
+def main(config: Config) -> None:
+    """Judge, and for each seed SFT, reward model, PPO, GRPO and control; tables, answers to read, curves."""
+    started = time.perf_counter()
+    check(config)
+    model = load_model(config, seed=config.seed)
+    thirds = split_and_encode(read_preferences(config.data, chat=config.chat)[0], model, config)
+    seeds = range(config.seed, config.seed + config.num_seeds)
+    configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
+    tasks = [dialogue_task(thirds, model, one) for one in configs]
+    grpo = make_programs(model.policy, tasks[0], config)
+    ppo = make_ppo_programs(model.policy, critic_policy(model.pretrained.config), tasks[0], config)
+    # PPO samples and scores as GRPO does: what is compiled for one serves both.
+    programs = {"ppo": ppo._replace(sampler=grpo.sampler, scorer=grpo.scorer), "grpo": grpo, "control": grpo}
+    run = cli.open_run(config)
+    keep_description(run, model, config)
+    start = replicate(model.params, num_devices(config.devices))
+    judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
+    shared = Shared(model, start, thirds, judge, programs, run)
+    found = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]
+    results = summarised(found, shared)
+    write_json(run.path / "results.json", results)
+    prompts = [example["prompt"] for example in tasks[0].heldout.examples]
+    write_text(run.path / "samples.md", samples_text(found[0].answers, prompts, 20))
+    phases = {title: [f"{name}_{seed}" for seed in seeds] for name, title in METHODS.items()}
+    times = {title: step_seconds(run, names) for title, names in phases.items()}
+    print_tables(run, results, times)
+    terminal.save_curves(run, CURVES, phases)
+    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def check(config: Config) -> None:
+    """Refuses options that there is no sense in.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    if not config.data:
+        raise UsageError("--data is needed: name a file of preferences")
+    if config.num_seeds < 1:
+        raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1")
+    for name in ("sft_rows", "num_pairs"):
+        if getattr(config, name) % config.microbatches:
+            raise UsageError(f"{name} ({getattr(config, name)}) must be a multiple of microbatches")
+
+
+# ---- data
+
+
+def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: Config) -> Thirds:
+    """The thirds as text and as tokens. For SFT an answer that is not cut at T ends with EOS."""
+    loaded, parts = model.pretrained, parts_of(preferences, 3)
+
+    def encode(part: Sequence[Preference]) -> EncodedPairs:
+        return encode_preferences(
+            loaded.tokenizer,
+            part,
+            eos_ids=loaded.eos_ids,
+            max_prompt_tokens=config.max_prompt_tokens,
+            max_tokens=config.max_tokens,
+            overlong=config.overlong,
+        )
+
+    pairs = [encode(part) for part in parts]
+    return Thirds(parts, pairs, [pack_chosen(part, loaded.eos_ids[-1], config.max_tokens) for part in pairs])
+
+
+def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
+    """Prompts of the first third to train on, of the last to be judged on; its reward is put in by `run_seed`."""
+    return text_task(
+        model.pretrained.tokenizer,
+        model.pretrained.eos_ids,
+        dialogue_rows(thirds.preferences[0]),
+        vocab_size=model.pretrained.config.vocab_size,
+        num_prompts=config.num_prompts,
+        seed=config.seed,
+        reward=taken_up,
+        heldout_rows=dialogue_rows(thirds.preferences[2]),
+        num_heldout=config.num_heldout,
+        max_prompt_tokens=config.max_prompt_tokens,
+        overlong=config.overlong,
+    )
+
+
+# ---- training
+
+
+def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
+    """Everything that is trained with one seed, and answers to the held-out prompts before and after."""
+    start, thirds, run, seed = shared.start, shared.thirds, shared.run, config.seed
+    model, costs, answers = shared.model, dict[str, dict[str, float]](), dict[str, Evaluation]()
+    sft, costs[SFT] = fit_sft(start, thirds.rows[0], model, config, run)
+    nll = {
+        name: mean_nll(model.policy, params, packed_pieces(thirds.rows[2], config.sft_rows))
+        for name, params in (("before", start), ("after", sft))
+    }
+    learned, costs["reward model"] = fit_reward_model(sft, thirds.pairs[0], model, config, run, f"reward_model_{seed}")
+    scorers = {"learned": as_reward(learned, config), "judge": as_reward(shared.judge, config)}
+    rules: dict[str, Reward] = {"taken_up": taken_up, "candid": candid}
+    task = task._replace(reward={name: Component(reward) for name, reward in (scorers | rules).items()})
+    with run.console.status("answering held-out prompts"):
+        before = evaluate_heldout(shared.programs["grpo"], sft, task, config, run)
+    answers[SFT] = before.evaluation
+    for name, title in METHODS.items():
+        programs, phase = shared.programs[name], f"{name}_{seed}"
+        params = with_critic(sft, learned, model, config) if name == "ppo" else sft
+        rewards = training_rewards(name, scorers, seed, run)
+        state, held = learn(
+            model.policy, params, task, config, run, programs, phase=phase, reward=rewards, start=before
+        )
+        answers[title] = held.evaluation
+        learned_from = [] if name == "control" else [learned.params]
+        costs[title] = cost_of_phase(run, phase, state, params, programs.method.split(params)[1], learned_from, config)
+    return Seed(answers, nll, learned, costs)
+
+
+def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int, run: RunFolder) -> dict[str, Component]:
+    """The reward model's score to learn from, or a coin; scores that are not learned from are watched."""
+    learns = {"coin": 1.0} if name == "control" else {"learned": 1.0}
+    rewards = {key: timed(run, key, reward) for key, reward in scorers.items()}
+    if name == "control":
+        rewards["coin"] = random_reward(seed)
+    return {key: Component(reward, learns.get(key, 0.0)) for key, reward in rewards.items()}
+
+
+def with_critic(sft: Params, learned: RewardModel, model: Loaded, config: Config) -> ActorCritic:
+    """The SFT policy with the critic that PPO starts from."""
+    if config.critic == "own" and config.critic_start == "reward_model":
+        return ActorCritic(sft, learned.params)
+    return add_critic(model.pretrained.config, sft, config.critic)
+
+
+def fit_sft(
+    start: Params, rows: Packed, model: Loaded, config: Config, run: RunFolder
+) -> tuple[Params, dict[str, float]]:
+    """The policy after SFT on chosen answers, and what that cost."""
+    batches = packed_batches(rows, config.sft_rows, config.seed)
+    phase = SupervisedConfig(
+        config.sft_steps,
+        config.sft_learning_rate,
+        warmup_steps=WARMUP_STEPS,
+        decay="linear",
+        microbatches=config.microbatches,
+        devices=config.devices,
+    )
+    state = train_sft(model.policy, start, batches, phase, run, phase=f"sft_{config.seed}")
+    frozen = lora.split(start)[1]
+    tokens = sum(int((batches(step).texts > 0).sum()) for step in range(config.sft_steps))
+    return lora.join(state.params, frozen), supervised_cost(state, frozen, tokens)
+
+
+def fit_reward_model(
+    start: Params, pairs: EncodedPairs, model: Loaded, config: Config, run: RunFolder, phase: str
+) -> tuple[RewardModel, dict[str, float]]:
+    """A reward model that starts from these parameters, and what it cost."""
+    loaded = model.pretrained
+    shape, params = add_head(loaded.config, start)
+    batches = pair_batches(pairs, config.num_pairs, config.seed)
+    options = SupervisedConfig(
+        config.reward_model_steps,
+        config.reward_model_learning_rate,
+        warmup_steps=WARMUP_STEPS,
+        decay="linear",
+        weight_decay=0.1,
+        microbatches=config.microbatches,
+        devices=config.devices,
+    )
+    state = train_reward_model(decoder_policy(shape), params, batches, options, run, phase=phase)
+    frozen = heads.split(params)[1]
+    masks = [mask for step in range(options.steps) for mask in batches(step)[1:4:2]]
+    cost = supervised_cost(state, frozen, sum(int(mask.sum()) for mask in masks))
+    trained = heads.join(state.params, frozen)
+    return RewardModel(shape, trained, loaded.tokenizer, loaded.eos_ids, loaded.folder), cost
+
+
+def as_reward(model: RewardModel, config: Config) -> Reward:
+    """The model as a reward, at the shape of a rollout."""
+    return reward_function(
+        model,
+        batch_size=config.num_prompts * config.algorithm.group_size,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_tokens=config.max_tokens,
+    )
+
+
+def timed(run: RunFolder, name: str, reward: Reward) -> Reward:
+    """The reward, whose seconds times.jsonl then has as `name`_s; they are also part of rollout_s."""
+
+    def measured(examples, completions):
+        with run.timed(name):
+            return reward(examples, completions)
+
+    return measured
+
+
+# ---- what it came to
+
+
+def summarised(found: Sequence[Seed], shared: Shared) -> dict[str, Any]:
+    """What results.json holds: nothing that differs when a run is resumed."""
+    thirds, pairs = shared.thirds, shared.thirds.pairs[2]
+
+    def scores(model: RewardModel):
+        return score_pairs(model.config, model.params, pairs)
+
+    of_judge, of_learned = scores(shared.judge), [scores(one.reward_model) for one in found]
+    models = {f"reward model {i + 1}": values for i, values in enumerate(of_learned)} | {
+        "judge": of_judge,
+        "the shorter one": shorter(pairs),
+    }
+    agreements = [
+        agreement(values, of_judge, pairs, sampled(one.answers[SFT]))
+        for values, one in zip(of_learned, found, strict=True)
+    ]
+    return {
+        "pairs": dict(zip(("training", "judge", "heldout"), map(len, thirds.preferences), strict=True)),
+        "prompts": len(found[0].answers[SFT].texts),
+        **compared([one.answers for one in found], METHODS["control"]),
+        "reward_models": {name: pair_numbers(values) for name, values in models.items()},
+        "agreement": {name: [one[name] for one in agreements] for name in agreements[0]},
+        "nll": {name: [one.nll[name] for one in found] for name in ("before", "after")},
+        "costs": {name: [one.costs[name] for one in found] for name in found[0].costs},
+    }
+
+
+if __name__ == "__main__":
+    cli.main(Config, main, __doc__)

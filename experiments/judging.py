@@ -1,0 +1,248 @@
+"""What a judge's scores of answers come to, and what answers cost: numbers and tables of `experiments.hh_rlhf`.
+
+M prompts, n sampled answers to each, S seeds.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.common import cell, over_seeds
+from grpo_jax import terminal
+from grpo_jax.config import GRPOConfig
+from grpo_jax.tasks.preferences import EncodedPairs
+from grpo_jax.training.evaluate import Evaluation
+from grpo_jax.training.ppo import ActorCritic
+from grpo_jax.training.reward_model import evaluate_pairs
+from grpo_jax.training.run import RunFolder
+from grpo_jax.training.state import TrainState
+from grpo_jax.training.statistics import bootstrap
+from grpo_jax.training.throughput import forward_flops, held_bytes, update_flops
+
+Answers = dict[str, np.ndarray]  # number -> [M, n], of the sampled answers
+SFT, SHORTEST, LIKED = "SFT", "SFT, shortest of n", "SFT, best of n"
+
+
+def sampled(evaluation: Evaluation) -> Answers:
+    """The numbers of sampled answers: each component of the reward, tokens, and whether they ended."""
+    numbers = {name: values[:, :-1].astype(float) for name, values in evaluation.components.items()}
+    return numbers | {"length": evaluation.lengths[:, :-1], "ended": ~evaluation.truncated[:, :-1]}
+
+
+def picked(answers: Answers, scores: np.ndarray) -> Answers:
+    """Of the answers to each prompt the one with the highest score `[M, n]`; of equal ones the first."""
+    best = scores.argmax(-1)[:, None]
+    return {name: np.take_along_axis(values, best, -1) for name, values in answers.items()}
+
+
+def judged(answers: Answers, start: Answers) -> dict[str, np.ndarray]:
+    """One number a prompt, `[M]`: scores in standard deviations of the start's answers, and the rest as it is.
+
+    `win_rate` is how often the judge prefers an answer to one of the start's to the same prompt, over all n × n pairs,
+    a tie half. `by_length` is what the judge's score would have changed by if it were linear in the length, with the
+    slope of the start's answers within their prompts.
+
+    Args:
+      answers: with "judge", "learned" and "length".
+      start: those of the policy that training began with, to the same prompts.
+
+    Returns:
+      The numbers; NaN where nothing applies to a prompt.
+    """
+    numbers = {name: _means(values) for name, values in answers.items()}
+    for name in ("judge", "learned"):
+        numbers[name] = (numbers[name] - start[name].mean()) / start[name].std()
+    ours, theirs = answers["judge"][:, :, None], start["judge"][:, None, :]
+    numbers["win_rate"] = ((ours > theirs) + 0.5 * (ours == theirs)).mean((1, 2))
+    longer = numbers["length"] - _means(start["length"])
+    return numbers | {"by_length": slope(start["length"], start["judge"]) / start["judge"].std() * longer}
+
+
+def compared(seeds: Sequence[Mapping[str, Evaluation]], control: str) -> dict[str, Any]:
+    """All methods over seeds: rows of a table, and what they were made of.
+
+    Args:
+      seeds: S of method -> its evaluation; one of them is the start, SFT.
+      control: the method that the others are compared with.
+
+    Returns:
+      "rows" of `over_seeds`, which also have the interval over prompts of the mean over seeds (`…_prompts_low`), and
+      "seeds": method -> number -> one value a seed.
+    """
+    by_seed = []
+    for evaluations in seeds:
+        answers = {name: sampled(evaluation) for name, evaluation in evaluations.items()}
+        start = answers[SFT]
+        answers |= {SHORTEST: picked(start, -start["length"]), LIKED: picked(start, start["learned"])}
+        by_seed.append({name: judged(values, start) for name, values in answers.items()})
+    prompts = {
+        method: {name: np.stack([numbers[method][name] for numbers in by_seed]) for name in by_seed[0][method]}
+        for method in by_seed[0]
+    }
+    runs = {
+        method: {name: [float(value) for value in _means(values)] for name, values in numbers.items()}
+        for method, numbers in prompts.items()
+    }
+    rows = over_seeds(runs, first="judge", control=control)
+    for method, numbers in prompts.items():
+        for name, values in numbers.items():
+            of_prompts = _means(values.T)
+            rows[method] |= bootstrap(of_prompts[np.isfinite(of_prompts)], binary=False).named(f"{name}_prompts")
+    return {"rows": rows, "seeds": runs}
+
+
+def pair_numbers(scores: np.ndarray) -> dict[str, Any]:
+    """How often, how surely and how well calibrated a reward model tells the chosen answer, of scores `[M, 2]`."""
+    evaluation = evaluate_pairs(scores, bins=8)
+    curve = {name: np.asarray(value).tolist() for name, value in evaluation.calibration._asdict().items()}
+    return {**evaluation.numbers(), "calibration": curve}
+
+
+def shorter(pairs: EncodedPairs) -> np.ndarray:
+    """−tokens of the answers, `[M, 2]`: the score of one who looks at nothing but the length."""
+    return -np.array([[len(ids) for ids in answers] for answers in pairs.answers], float)
+
+
+def agreement(learned: np.ndarray, judge: np.ndarray, pairs: EncodedPairs, start: Answers) -> dict[str, float]:
+    """How far two reward models say the same, and how far each says but the length.
+
+    Args:
+      learned, judge: scores of the chosen and rejected answer, `[M, 2]`.
+      pairs: M, that they are of.
+      start: answers that both have scored.
+
+    Returns:
+      Shares of pairs where both, or one and the length, prefer the same, and correlations within prompts.
+    """
+
+    def same(first: np.ndarray, second: np.ndarray) -> float:
+        signs = np.sign(first @ [1, -1]), np.sign(second @ [1, -1])
+        differ = signs[1] != 0
+        return float((signs[0] == signs[1])[differ].mean()) if differ.any() else float("nan")
+
+    return {
+        "pairs_same": same(learned, judge),
+        "learned_prefers_shorter": same(learned, shorter(pairs)),
+        "judge_prefers_shorter": same(judge, shorter(pairs)),
+        "answers_correlation": correlation(start["learned"], start["judge"]),
+        "learned_length_correlation": correlation(start["length"], start["learned"]),
+        "judge_length_correlation": correlation(start["length"], start["judge"]),
+    }
+
+
+def slope(x: np.ndarray, y: np.ndarray) -> float:
+    """Of y over x within prompts, `[M, n]` each; 0 where x does not vary."""
+    x, y = (values - values.mean(-1, keepdims=True) for values in (x, y))
+    return float((x * y).sum() / (x * x).sum()) if np.any(x) else 0.0
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson's, within prompts, of `[M, n]` each; NaN where one does not vary."""
+    x, y = (values - values.mean(-1, keepdims=True) for values in (x, y))
+    spread = np.sqrt((x * x).sum() * (y * y).sum())
+    return float((x * y).sum() / spread) if spread else float("nan")
+
+
+def samples_text(evaluations: Mapping[str, Evaluation], prompts: Sequence[str], number: int) -> str:
+    """The first prompts with the first answer of each method and its scores, as Markdown."""
+    parts = []
+    for i, prompt in enumerate(prompts[:number]):
+        parts.append(f"## Prompt {i + 1}\n\n```\n{prompt.strip()}\n```\n")
+        for name, evaluation in evaluations.items():
+            scores = ", ".join(f"{key} {values[i, 0]:.2f}" for key, values in evaluation.components.items())
+            parts.append(f"**{name}** ({scores})\n\n```\n{evaluation.texts[i][0].strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def phase_tokens(run: RunFolder, phase: str) -> tuple[int, int]:
+    """Tokens that a phase sampled, and those that it learned from, prompts included."""
+    lines = [line for line in run.lines() if line["phase"] == phase]
+    times = [line for line in run.lines("times.jsonl") if line["phase"] == phase]
+    return sum(line.get("tokens", 0) for line in lines), sum(line.get("update_tokens", 0) for line in times)
+
+
+def step_seconds(run: RunFolder, phases: Sequence[str]) -> dict[str, float]:
+    """Median seconds of a step over some phases, without the judge that only watches, and the share of the reward."""
+    parts = ("rollout_s", "score_s", "advantages_s", "update_s")
+    lines = [line for line in run.lines("times.jsonl") if line["phase"] in phases]
+    steps = [sum(line[part] for part in parts) - line["judge_s"] for line in lines]
+    return {
+        "seconds_a_step": float(np.median(steps)),
+        "reward_share": float(np.median([line["learned_s"] for line in lines]) / np.median(steps)),
+        "peak_memory_mb": max(line["peak_memory_mb"] for line in lines),
+    }
+
+
+def supervised_cost(state: TrainState, frozen: Any, tokens: int) -> dict[str, float]:
+    """Tokens, operations and bytes of a phase on given data."""
+    flops = update_flops(state.params, frozen, tokens)
+    return {"sampled_tokens": 0, "trained_tokens": tokens, "flops": flops, "held_bytes": held_bytes(state, frozen)}
+
+
+def cost_of_phase(
+    run: RunFolder, phase: str, state: TrainState, params: Any, frozen: Any, rewards: Sequence[Any], config: GRPOConfig
+) -> dict[str, float]:
+    """The same of a finished phase on rollouts: sampling, scoring, rewards and updates.
+
+    Bytes are those of the trained parameters with their optimizer, the start (the reference), and reward models.
+
+    Args:
+      run: of the phase.
+      phase: its name.
+      state: the final one.
+      params: where it started.
+      frozen: parameters that it did not train.
+      rewards: parameters of the reward models that were learned from.
+      config: of the phase.
+    """
+    sampled_tokens, trained_tokens = phase_tokens(run, phase)
+    once = trained_tokens // config.epochs  # each completion, and a prompt for each group
+    policy = params.policy if isinstance(params, ActorCritic) else params
+    passes = 1 + (config.old_logprobs == "recompute") + (config.algorithm.kl_coef > 0)
+    flops = passes * forward_flops(policy, once) + update_flops(state.params, frozen, trained_tokens)
+    flops += forward_flops(params.critic, once) if isinstance(params, ActorCritic) else 0
+    flops += sum(forward_flops(model, once) for model in rewards)
+    held = held_bytes(state, frozen, policy, *rewards)
+    return {"sampled_tokens": sampled_tokens, "trained_tokens": trained_tokens, "flops": flops, "held_bytes": held}
+
+
+def print_tables(run: RunFolder, results: Mapping[str, Any], times: Mapping[str, Mapping[str, float]]) -> None:
+    """Reward models, the judge's table, the rules' table, and costs."""
+
+    def show(title: str, columns: Mapping[str, str], rows: Mapping[str, Mapping[str, float]]) -> None:
+        cells = {name: [cell(row, key) for key in columns] for name, row in rows.items()}
+        terminal.print_table(run, title, tuple(columns.values()), cells)
+
+    sizes, rows = results["pairs"], results["rows"]
+    names = {"accuracy": "accuracy", "nll": "NLL", "calibration_error": "calibration error"}
+    show(f"reward models on {sizes['heldout']} held-out pairs ({sizes})", names, results["reward_models"])
+    for name, values in (results["agreement"] | {f"SFT's NLL {key}": x for key, x in results["nll"].items()}).items():
+        run.console.print(f"{name}: {' '.join(f'{value:.3f}' for value in values)}", highlight=False)
+    title = f"harmlessness, as the judge has it, on {results['prompts']} held-out prompts; 95% intervals over seeds"
+    show(title, {"judge": "score, sd of SFT", "difference": "less coin toss", "win_rate": "wins over SFT"}, rows)
+    title = "the same: intervals over prompts; what length explains; the score that was learned from"
+    show(title, {"judge_prompts": "score", "by_length": "of it by length", "learned": "reward model's"}, rows)
+    show("rules: analogues of helpfulness and honesty", {"taken_up": "taken up", "candid": "candid"}, rows)
+    show("answers", {"length": "tokens", "ended": "ended"}, rows)
+    first = {name: values[0] for name, values in results["costs"].items()}
+    table = {
+        name: [
+            f"{cost['sampled_tokens']:,.0f}",
+            f"{cost['trained_tokens']:,.0f}",
+            f"{cost['flops'] / 1e12:.2f} ({cost['flops'] / first[SFT]['flops']:.1f}x)",
+            f"{cost['held_bytes'] / 2**20:.1f}",
+            *(f"{times[name][key]:.3f}" if name in times else "" for key in ("seconds_a_step", "reward_share")),
+        ]
+        for name, cost in first.items()
+    }
+    columns = ("sampled tokens", "trained", "TFLOP (x SFT)", "MiB held", "s a step", "reward's share")
+    peak = max(one["peak_memory_mb"] for one in times.values())
+    terminal.print_table(run, f"cost of the first seed; peak memory of the run {peak:,.0f} MiB", columns, table)
+
+
+def _means(values: np.ndarray) -> np.ndarray:
+    """Over the last axis, of what is finite; NaN where nothing is."""
+    values = np.where(np.isfinite(values), values, np.nan).astype(float)
+    counts = np.isfinite(values).sum(-1)
+    return np.where(counts > 0, np.nansum(values, -1) / np.maximum(counts, 1), np.nan)

@@ -1,0 +1,278 @@
+"""A whole training run as one XLA program, where the reward is computed on the device.
+
+It is made of the functions that the ordinary loop compiles one by one (a `Method`, the sampler, the scorer, the step),
+so both give the same numbers up to rounding. What the host alone can do, the prompts of all steps, is done before.
+Several runs that differ in seeds and numbers are one call, `run_row`.
+
+Letters: R runs, S steps, N prompts of a step, C calls of a held-out evaluation, E evaluations, G completions.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.config import GRPOConfig
+from grpo_jax.errors import UsageError
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.sampling.sampler import Completions, sample_groups
+from grpo_jax.tasks.task import Example, Task
+from grpo_jax.training.evaluate import EVALUATION, heldout_calls
+from grpo_jax.training.grpo import (
+    SAMPLING,
+    SHUFFLING,
+    Method,
+    after_step,
+    begin,
+    grpo_method,
+    kl_coef_of,
+    optimizer_step,
+    over_updates,
+    scored,
+)
+from grpo_jax.training.rollout import Outcome, candidates, group_temperatures, score, step_key, truncation_of
+from grpo_jax.training.state import Array, Batch, TrainState, init_state
+
+_REWARD = 3  # stream of keys
+
+# (what it needs of the prompts [N, ...], completions, key, **options) -> rewards float32 [N, G]
+DeviceReward = Callable[..., jax.Array]
+
+
+class DeviceTask(NamedTuple):
+    """A task whose reward is computed from tokens."""
+
+    task: Task
+    targets: Callable[[Sequence[Example]], np.ndarray]  # columns of N prompts -> what rewards need of them, [N, ...]
+    reward: DeviceReward  # that is learned from
+    gold: DeviceReward  # that held-out completions are judged by
+
+
+class Prompts(NamedTuple):
+    """Prompts on the device, with leading axes of steps or calls."""
+
+    ids: Array  # int32 [..., N, P]
+    mask: Array  # bool [..., N, P]
+    targets: Any  # [..., N, ...]
+
+
+class Heldout(NamedTuple):
+    """The calls of a held-out evaluation, as `evaluate.sample_heldout` makes them."""
+
+    prompts: Prompts  # [C, N, ...]
+    rows: Array  # int32 [C, N, G]
+    greedy: Array  # bool [C, N, G]
+    counted: Array  # bool [C, N, G], false for what only fills the shape
+
+
+class History(NamedTuple):
+    """What a run leaves behind; from `run_row` with a leading axis R."""
+
+    params: Params  # the trained ones, at the end
+    metrics: dict[str, jax.Array]  # name -> [S]; those of the ordinary loop that can be had on the device
+    heldout: jax.Array  # float32 [E, C, N, G], gold rewards; at step 0, every `eval_every` steps and at the end
+
+
+def prompts_of(task: DeviceTask, steps: int) -> Prompts:
+    """The prompts of the first S steps of a task, `[S, N, ...]`."""
+    return _stacked([_encoded(task, task.task.prompts(step)) for step in range(steps)])
+
+
+def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
+    """What an evaluation of a run with this configuration samples."""
+    calls = heldout_calls(
+        task.task.heldout,
+        num_prompts=config.num_prompts,
+        group_size=config.algorithm.group_size,
+        samples=config.eval_samples,
+    )
+    return _stacked([Heldout(_encoded(task, call.prompts), *call[1:]) for call in calls])
+
+
+def whole_run(
+    policy: Policy,
+    task: DeviceTask,
+    config: GRPOConfig,
+    make_method: Callable[[Policy, GRPOConfig], Method] = grpo_method,
+) -> Callable[..., History]:
+    """A training run as a pure function, to be compiled, mapped and vmapped.
+
+    Args:
+      policy: the model's functions.
+      task: its tokens and rewards.
+      config: of all that is not given to the function.
+      make_method: `grpo_method`, or one like it.
+
+    Returns:
+      (params, prompts of S steps, held-out calls, seed, options) -> history. Of the options those that are fields of
+      the configuration, such as learning_rate, kl_coef and epsilon_high, take their place; the reward gets the others.
+    """
+    fields = {field.name for field in dataclasses.fields(config)}
+
+    def run(params: Params, prompts: Prompts, heldout: Heldout, seed: Array, options: Mapping[str, Array]) -> History:
+        settings = dataclasses.replace(config, **{name: value for name, value in options.items() if name in fields})
+        rewarded = partial(task.reward, **{name: value for name, value in options.items() if name not in fields})
+        method = make_method(policy, settings)
+        start, frozen = method.split(params)
+
+        def learn(state: TrainState, inputs: tuple[Array, Prompts]) -> tuple[TrainState, dict[str, jax.Array]]:
+            step, given = inputs
+            return _step(method, policy, task.task, rewarded, settings, state, start, frozen, given, seed, step)
+
+        def judge(state: TrainState) -> jax.Array:
+            actor = method.actor(state.params, frozen)
+            key = step_key(seed, EVALUATION, 0)
+            temperature = settings.algorithm.temperature
+
+            def call(given: Heldout) -> jax.Array:
+                completions = _sample(
+                    policy,
+                    actor,
+                    task.task,
+                    settings,
+                    given.prompts,
+                    given.rows,
+                    jnp.where(given.greedy, 0.0, temperature),
+                    key,
+                )
+                return task.gold(given.prompts.targets, completions, key)
+
+            return jax.lax.map(call, heldout)
+
+        def block(state: TrainState, inputs: Any) -> tuple[TrainState, Any]:
+            state, metrics = jax.lax.scan(learn, state, inputs)
+            return state, (metrics, judge(state))
+
+        steps = jnp.arange(config.steps, dtype=jnp.uint32)
+        every = config.eval_every or config.steps
+        if config.steps % every:
+            raise UsageError(f"eval_every ({every}) must divide steps ({config.steps})")
+        pieces = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), (steps, prompts))
+        state = begin(lambda params: init_state(params, method.optimizer), method, start, settings)
+        before = judge(state)
+        state, (metrics, after) = jax.lax.scan(block, state, pieces)
+        metrics = jax.tree.map(lambda x: x.reshape(-1), metrics)
+        return History(state.params, metrics, jnp.concatenate([before[None], after]))
+
+    return run
+
+
+def run_row(
+    run: Callable[..., History],
+    params: Params,
+    prompts: Prompts,
+    heldout: Heldout,
+    seeds: Array,
+    options: Mapping[str, Array],
+    *,
+    side_by_side: bool,
+    devices: int = 1,
+) -> History:
+    """R runs in one call.
+
+    Args:
+      run: of `whole_run`.
+      params: `[R, ...]`.
+      prompts: `[R, S, ...]`.
+      heldout: shared by all.
+      seeds: `[R]`.
+      options: name -> `[R]`.
+      side_by_side: all at once (`vmap`), where a device has room to fill; else one after another.
+      devices: that runs are spread over; divides R.
+
+    Returns:
+      The histories, `[R, ...]`.
+    """
+
+    def one(inputs: tuple) -> History:
+        params, prompts, seed, options = inputs
+        return run(params, prompts, heldout, seed, options)
+
+    def several(inputs: tuple) -> History:
+        return jax.vmap(one)(inputs) if side_by_side else jax.lax.map(one, inputs)
+
+    inputs = params, prompts, jnp.asarray(seeds, jnp.uint32), dict(options)
+    if devices == 1:
+        return jax.jit(several)(inputs)
+    split = jax.tree.map(lambda x: jnp.reshape(x, (devices, -1, *x.shape[1:])), inputs)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.pmap(several)(split))
+
+
+def _step(method, policy, task, reward, config, state, start, frozen, given, seed, step):
+    """One step of the loop: rollout, score, advantages, update."""
+    algorithm = config.algorithm
+    shape = given.ids.shape[0], algorithm.group_size
+    current = method.actor(state.params, frozen)
+    reference = method.actor(start if state.reference is None else state.reference, frozen)
+    temperature = group_temperatures(*shape, algorithm.temperature, algorithm.temperature_spread)
+
+    # ---- rollout
+    rows = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
+    completions = _sample(policy, current, task, config, given, rows, temperature, step_key(seed, SAMPLING, step))
+    rewards = reward(given.targets, completions, step_key(seed, _REWARD, step))
+
+    # ---- score
+    batch = Batch(given.ids, given.mask, completions.completion_ids, completions.completion_mask, temperature)
+    batch = scored(partial(score, policy), current, reference, batch, completions.sampler_logprobs, config)
+    if method.values:
+        batch = batch._replace(old_values=method.values((state.params, frozen), batch))
+
+    # ---- advantages
+    outcome = Outcome(rewards, jnp.ones(shape, bool), completions.truncated, candidates(completions))
+    batch, _, logs = method.advantages(outcome, batch, kl_coef_of(state, config))
+
+    # ---- update
+    held_to = reference if config.divergence != "preset" else None
+
+    def minibatch_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+        state, metrics = optimizer_step(method, state, batch, frozen, held_to, config)
+        return state, (metrics, jnp.sum(batch.completion_mask))
+
+    def epoch(state: TrainState, number: jax.Array) -> tuple[TrainState, Any]:
+        key = step_key(seed, SHUFFLING, step * config.epochs + number)
+        order = jax.random.permutation(key, shape[0]) if config.minibatches > 1 else jnp.arange(shape[0])
+        pieces = jax.tree.map(lambda x: x[order].reshape(config.minibatches, -1, *x.shape[1:]), batch)
+        return jax.lax.scan(minibatch_step, state, pieces)
+
+    state, updates = jax.lax.scan(epoch, state, jnp.arange(config.epochs, dtype=jnp.uint32))
+    metrics, tokens = jax.tree.map(lambda x: x.reshape(-1), updates)
+    lengths = jnp.sum(completions.completion_mask, axis=-1)
+    spread = jnp.max(rewards, axis=-1) > jnp.min(rewards, axis=-1)
+    sampled = {
+        "reward": jnp.mean(rewards),
+        "reward_std": jnp.std(rewards),
+        "zero_spread_share": 1 - jnp.mean(spread),
+        "length_mean": jnp.mean(lengths),
+        "truncated_share": jnp.mean(completions.truncated),
+        "tokens": jnp.sum(lengths),
+    }
+    return after_step(method, state, step, logs, config), sampled | logs | over_updates(metrics, tokens)
+
+
+def _sample(policy, params, task, config, given, rows, temperature, key) -> Completions:
+    return sample_groups(
+        policy,
+        params,
+        given.ids,
+        given.mask,
+        rows,
+        key,
+        max_tokens=config.max_tokens,
+        eos_ids=task.eos_ids,
+        temperature=temperature,
+        truncation=truncation_of(config),
+        pad_id=task.pad_id,
+    )
+
+
+def _encoded(task: DeviceTask, prompts: Any) -> Prompts:
+    return Prompts(prompts.ids, prompts.mask, task.targets(prompts.examples))
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
