@@ -73,7 +73,7 @@ def main(config: Config) -> None:
     programs = make_programs(policy, task, config)  # refuses bad options before anything is compiled
     run = cli.open_run(config)
     params = warm_start(policy, config, config.seed, run)
-    rows, checksum = against_control(policy, params, task, config, run, programs)
+    rows, checksum = against_control(params, task, config, run, programs)
     show(run, rows, "grpo")
     finish(run, rows, checksum, CURVES, started)
 

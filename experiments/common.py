@@ -9,13 +9,12 @@ import numpy as np
 
 from grpo_jax import report, terminal
 from grpo_jax.config import GRPOConfig
-from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Reward, Rewards, Task, random_reward
 from grpo_jax.training.checkpoint import params_sha256
 from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.training.grpo import Programs, train
 from grpo_jax.training.guards import check_graders
+from grpo_jax.training.loop import Programs, train
 from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.state import TrainState
 from grpo_jax.training.statistics import of_runs, paired_difference
@@ -54,7 +53,6 @@ def evaluate_heldout(programs: Programs, params: Params, task: Task, config: GRP
 
 
 def learn(
-    policy: Policy,
     params: Any,
     task: Task,
     config: GRPOConfig,
@@ -68,7 +66,6 @@ def learn(
     """Trains, with held-out evaluations in the log. No parameters are evaluated twice.
 
     Args:
-      policy: the model's functions.
       params: where training starts, as `programs` take it.
       task: its reward judges held-out completions.
       config: of the phase.
@@ -89,13 +86,12 @@ def learn(
             latest[step] = evaluate_heldout(programs, params, task, config, run)
         return {f"heldout_{name}": value for name, value in summary(latest[step].evaluation).items()}
 
-    state = train(policy, params, task, config, run, phase=phase, reward=reward, programs=programs, evaluate=heldout)
+    state = train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=heldout)
     final = programs.method.actor(state.params, programs.method.split(params)[1])
     return state, latest.get(config.steps) or evaluate_heldout(programs, final, task, config, run)
 
 
 def against_control(
-    policy: Policy,
     params: Params,
     task: Task,
     config: GRPOConfig,
@@ -108,7 +104,6 @@ def against_control(
     """Trains on the task's reward, and again from the same start on a coin toss.
 
     Args:
-      policy: the model's functions.
       params: the start of both.
       task: with the reward.
       config: of both.
@@ -130,7 +125,7 @@ def against_control(
     rows, checksum = {"before": row(start)}, ""
     rewards = {"grpo": task.reward, "control": random_reward(config.seed)}
     for phase in phases:
-        state, end = learn(policy, params, task, config, run, programs, phase=phase, reward=rewards[phase], start=start)
+        state, end = learn(params, task, config, run, programs, phase=phase, reward=rewards[phase], start=start)
         change = paired_difference(*(prompt_means(held.evaluation) for held in (end, start)))
         rows["after" if phase == "grpo" else phase] = row(end) | change.named("change")
         checksum = checksum or params_sha256(state.params)

@@ -115,7 +115,7 @@ def main(config: Config) -> None:
         }
         for name, reward in rewards.items():
             phase = f"{name}_{seed}"
-            _, end = learn(policy, start, task, settings, run, programs, phase=phase, reward=reward, start=held)
+            _, end = learn(start, task, settings, run, programs, phase=phase, reward=reward, start=held)
             found[name] = numbers(end) | judgement(judge, end, task)
         for name, row in found.items():
             for key, value in row.items():

@@ -73,7 +73,8 @@ from grpo_jax.tasks.preferences import (
 )
 from grpo_jax.tasks.task import Component, Reward, Task, random_reward
 from grpo_jax.training.evaluate import Evaluation
-from grpo_jax.training.grpo import Programs, make_programs
+from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.loop import Programs
 from grpo_jax.training.parallel import num_devices, replicate
 from grpo_jax.training.ppo import ActorCritic, add_critic, critic_policy, make_ppo_programs
 from grpo_jax.training.pretrained import Loaded, keep_description, load_model
@@ -271,9 +272,7 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
         programs, phase = shared.programs[name], f"{name}_{seed}"
         params = with_critic(sft, learned, model, config) if name == "ppo" else sft
         rewards = training_rewards(name, scorers, seed, run)
-        state, held = learn(
-            model.policy, params, task, config, run, programs, phase=phase, reward=rewards, start=before
-        )
+        state, held = learn(params, task, config, run, programs, phase=phase, reward=rewards, start=before)
         answers[title] = held.evaluation
         learned_from = [] if name == "control" else [learned.params]
         costs[title] = cost_of_phase(run, phase, state, params, programs.method.split(params)[1], learned_from, config)

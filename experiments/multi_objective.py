@@ -40,7 +40,8 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.task import Component, Rewards, Task, pad_completions, random_reward, rng
-from grpo_jax.training.grpo import Programs, make_programs
+from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.loop import Programs
 from grpo_jax.training.rollout import group_temperatures, roll_out, step_key
 from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.sft import train_sft
@@ -150,7 +151,7 @@ def main(config: Config) -> None:
         scores[phase_of("start", EQUAL, seed)] = means(evaluate_heldout(of_sum, start, task, seeded, run))
         for (method, weight), reward in rewards.items():
             phase, chosen = phase_of(method, weight, seed), programs.get(method, of_sum)
-            scores[phase] = means(learn(policy, start, task, seeded, run, chosen, phase=phase, reward=reward)[1])
+            scores[phase] = means(learn(start, task, seeded, run, chosen, phase=phase, reward=reward)[1])
     show(run, config, scores)
     run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
 

@@ -43,7 +43,8 @@ from grpo_jax.tasks import letters
 from grpo_jax.tasks.preferences import bradley_terry_judge
 from grpo_jax.tasks.task import Component, Example, Task, pad_completions, random_reward, rng
 from grpo_jax.training.evaluate import Evaluation
-from grpo_jax.training.grpo import Programs, make_programs
+from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.loop import Programs
 from grpo_jax.training.online import OnlineConfig, train_online
 from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.sft import train_sft
@@ -162,7 +163,7 @@ def of_seed(
     for method, reward in (("coin", random_reward(config.seed)), ("gold", gold)):
         rewards = {method: Component(reward), **({} if method == "gold" else watched)}
         phase = f"{method}_{config.seed}"
-        _, end = learn(policy, start, task, config, run, programs, phase=phase, reward=rewards, start=before)
+        _, end = learn(start, task, config, run, programs, phase=phase, reward=rewards, start=before)
         found[method] = end.evaluation
     rows = {method: of_words(evaluation) for method, evaluation in found.items()}
     for method in found.keys() - {"start"}:

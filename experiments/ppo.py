@@ -82,7 +82,7 @@ def main(config: Config) -> None:
             task = arithmetic.arithmetic_task(num_prompts=settings.num_prompts, seed=seed)
             start = policy_start if method == "grpo" else add_critic(MODEL, policy_start, config.critic)
             reward = random_reward(seed) if method == "control" else None
-            state, held = learn(policy, start, task, settings, run, programs, phase=phase, reward=reward)
+            state, held = learn(start, task, settings, run, programs, phase=phase, reward=reward)
             found = summary(held.evaluation)
             row = {name: found[name] for name in ("avg", "greedy")} | of_log(run, phase)
             row["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))

@@ -63,7 +63,7 @@ def run_task(config: Config, model: Loaded, task: Task) -> None:
     keep_description(run, model, config)
     check_length(run, task, config.max_tokens, model.pretrained.config.max_position_embeddings)
     phases = PHASES if config.control else PHASES[:1]
-    rows, checksum = against_control(model.policy, start, task, config, run, programs, phases=phases)
+    rows, checksum = against_control(start, task, config, run, programs, phases=phases)
 
     groups = [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"]
     telling = [group for group in groups if len(set(group["rewards"])) > 1]  # the others teach nothing

@@ -135,7 +135,7 @@ def main(config: Config) -> Walk:
     same = {field.name: getattr(config, field.name) for field in fields(GRPOConfig) if hasattr(config, field.name)}
     options = GRPOConfig(num_prompts=len(task.heldout.examples), **same)
     algorithm = options.algorithm
-    programs = make_programs(policy, task, options)  # what `grpo_jax.training.grpo.train` calls in turn
+    programs = make_programs(policy, task, options)  # what the loop calls in turn
     prompts = task.heldout
     temperature = np.asarray(group_temperatures(options.num_prompts, config.group_size, config.temperature, 0.0))
     say(f"{chapter.TITLE}, with numbers of a model. The chapter is at {chapter.ADDRESS}")

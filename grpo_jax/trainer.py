@@ -1,4 +1,4 @@
-"""GRPO in five lines: a model, a reward and prompts. `training.grpo.train` is the loop, for everything else."""
+"""GRPO in five lines: a model, a reward and prompts. `training.loop` is for everything else."""
 
 import contextlib
 import dataclasses

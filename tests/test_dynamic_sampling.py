@@ -14,7 +14,8 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Completion, Component, Prompts, Task, pad_prompts, rng
 from grpo_jax.training.checkpoint import params_sha256
 from grpo_jax.training.dynamic_sampling import sample_with_spread
-from grpo_jax.training.grpo import make_programs, token_texts, train
+from grpo_jax.training.grpo import make_programs, train
+from grpo_jax.training.readable import token_texts
 from grpo_jax.training.rollout import Rollout
 from grpo_jax.training.run import RunFolder
 

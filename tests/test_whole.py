@@ -12,7 +12,8 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks.task import Task, pad_prompts, rng
 from grpo_jax.training.evaluate import evaluate, sample_heldout
-from grpo_jax.training.grpo import compile_programs, grpo_method, train
+from grpo_jax.training.grpo import grpo_method
+from grpo_jax.training.loop import compile_programs, train
 from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.whole import DeviceTask, heldout_of, prompts_of, run_row, whole_run
@@ -64,7 +65,7 @@ def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, params, make_
         return {}
 
     run = RunFolder(tmp_path, dataclasses.asdict(config))
-    state = train(POLICY, params, TASK, config, run, programs=programs, evaluate=judge)
+    state = train(params, TASK, config, run, programs, phase="it", evaluate=judge)
     whole = jax.jit(whole_run(POLICY, ON_DEVICE, config, make_method))
     heldout = heldout_of(ON_DEVICE, config)
     history = whole(params, prompts_of(ON_DEVICE, config.steps), heldout, config.seed, {})

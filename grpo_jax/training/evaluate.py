@@ -11,10 +11,9 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import Scores, score_completions
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Completion, Prompts, Task
-from grpo_jax.training.rollout import Sampler, decode_groups, sample_prompts, step_key
+from grpo_jax.training.rollout import EVALUATION, Sampler, decode_groups, sample_prompts, step_key
 from grpo_jax.training.statistics import best_of, bootstrap, majority
 
-EVALUATION = 2  # stream of keys
 # Row numbers are 32 bits: 12 of them count the completions of a prompt.
 _MAX_SAMPLES = 2**12 - 1
 _MAX_PROMPTS = 2**19

@@ -27,14 +27,14 @@ from grpo_jax.tasks.preferences import (
     write_preferences,
 )
 from grpo_jax.tasks.task import Completion, Component, Example, Rewards, Task, rng
-from grpo_jax.training.grpo import Programs, make_programs, train
+from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.loop import Programs, train
 from grpo_jax.training.reward_model import make_reward_model_programs, pair_batches, train_reward_model
-from grpo_jax.training.rollout import decode_groups, group_temperatures, sample_prompts, step_key
+from grpo_jax.training.rollout import LABELLING, decode_groups, group_temperatures, sample_prompts, step_key
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import TrainState
 from grpo_jax.training.supervised import FitPrograms, SupervisedConfig
 
-_LABELLING = 3  # stream of keys
 _PATIENCE = 4  # times the rollouts that are needed if all completions differ
 
 
@@ -119,14 +119,13 @@ def train_online(
             return evaluate(params, step, model) if evaluate else {}
 
         state = train(
-            policy,
             params,
             task,
             config,
             run,
+            programs,
             phase=phase,
             reward=with_reward_model(task, reward_model, config),
-            programs=programs,
             evaluate=evaluated if evaluate else None,
             until=config.steps * (number + 1) // rounds,
         )
@@ -169,7 +168,7 @@ def sample_pairs(
     rows = np.arange(temperature.size, dtype=np.int32).reshape(shape)
     found: list[tuple[Example, Completion, Completion]] = []
     for index in range(first, first + _rollouts(number, config)):
-        prompts, key = task.prompts(index), step_key(config.seed, _LABELLING, index)
+        prompts, key = task.prompts(index), step_key(config.seed, LABELLING, index)
         completions = sample_prompts(programs.sampler, params, prompts, rows, temperature, key)
         for row, group in zip(prompts.examples, decode_groups(completions, task), strict=True):
             pairs = zip(group[::2], group[1::2], strict=False)

@@ -1,4 +1,4 @@
-"""PPO (1707.06347) with a critic: the loop of `grpo`, with other advantages and one term more in the loss.
+"""PPO (1707.06347) with a critic: GRPO's loop, with other advantages and one term more in the loss.
 
 A completion is an episode: the state is what was written so far, the action a token, the reward stands on the last one.
 The critic is a decoder of its own with a scalar head, which takes as much memory again as the policy, or but a head on
@@ -30,17 +30,9 @@ from grpo_jax.models.heads import Headed
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Reward, Rewards, Task
-from grpo_jax.training.grpo import (
-    Method,
-    Programs,
-    check_task,
-    compile_programs,
-    corrected,
-    grpo_loss_fn,
-    kl_logs,
-    schedule_of,
-    train,
-)
+from grpo_jax.training import loop
+from grpo_jax.training.grpo import corrected, grpo_loss_fn, kl_logs, schedule_of
+from grpo_jax.training.loop import Method, Programs, check_task, compile_programs
 from grpo_jax.training.parallel import num_devices
 from grpo_jax.training.rollout import Outcome, hidden_states
 from grpo_jax.training.run import RunFolder
@@ -100,7 +92,7 @@ def train_ppo(
       critic: those of the critic's decoder; where it is the policy's they are not read.
       params: where training starts, of `add_critic` or with a critic of one's own, such as a reward model. The
         policy's are also the reference, when there is one.
-      task, config, run, phase, reward, evaluate: as in `grpo.train`.
+      task, config, run, phase, reward, evaluate: as in `loop.train`.
       programs: of `make_ppo_programs`; made here if None.
 
     Returns:
@@ -111,7 +103,7 @@ def train_ppo(
       FloatingPointError: gradients were not finite too many times in a row.
     """
     programs = programs or make_ppo_programs(policy, critic, task, config)
-    return train(policy, params, task, config, run, phase=phase, reward=reward, programs=programs, evaluate=evaluate)
+    return loop.train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=evaluate)
 
 
 def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOConfig) -> Programs:

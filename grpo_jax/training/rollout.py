@@ -21,6 +21,9 @@ from grpo_jax.training.parallel import data_parallel
 from grpo_jax.training.state import Array, Batch
 from grpo_jax.training.step import split_leading
 
+# Streams of keys: the second number of `step_key`.
+SAMPLING, SHUFFLING, EVALUATION, LABELLING, REWARD = range(5)
+
 # (params, prompt_ids, prompt_mask, rows, temperature, key) -> Completions
 Sampler = Callable[..., Completions]
 # (params, batch) -> TokenLogprobs

@@ -22,23 +22,22 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.tasks.task import Example, Task
-from grpo_jax.training.evaluate import EVALUATION, heldout_calls
-from grpo_jax.training.grpo import (
+from grpo_jax.training.evaluate import heldout_calls
+from grpo_jax.training.grpo import grpo_method
+from grpo_jax.training.loop import Method, after_step, begin, kl_coef_of, optimizer_step, over_updates, scored
+from grpo_jax.training.rollout import (
+    EVALUATION,
+    REWARD,
     SAMPLING,
     SHUFFLING,
-    Method,
-    after_step,
-    begin,
-    grpo_method,
-    kl_coef_of,
-    optimizer_step,
-    over_updates,
-    scored,
+    Outcome,
+    candidates,
+    group_temperatures,
+    score,
+    step_key,
+    truncation_of,
 )
-from grpo_jax.training.rollout import Outcome, candidates, group_temperatures, score, step_key, truncation_of
 from grpo_jax.training.state import Array, Batch, TrainState, init_state
-
-_REWARD = 3  # stream of keys
 
 # (what it needs of the prompts [N, ...], completions, key, **options) -> rewards float32 [N, G]
 DeviceReward = Callable[..., jax.Array]
@@ -214,7 +213,7 @@ def _step(method, policy, task, reward, config, state, start, frozen, given, see
     # ---- rollout
     rows = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
     completions = _sample(policy, current, task, config, given, rows, temperature, step_key(seed, SAMPLING, step))
-    rewards = reward(given.targets, completions, step_key(seed, _REWARD, step))
+    rewards = reward(given.targets, completions, step_key(seed, REWARD, step))
 
     # ---- score
     batch = Batch(given.ids, given.mask, completions.completion_ids, completions.completion_mask, temperature)

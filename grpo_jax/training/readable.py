@@ -1,0 +1,86 @@
+"""Rollouts as a person reads them."""
+
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.rollout import (
+    Rollout,
+)
+
+
+def readable(rollout: Rollout, advantages: np.ndarray, task: Task, num_groups: int = 2) -> list[dict[str, Any]]:
+    """A few groups of a rollout as JSON can hold them.
+
+    Args:
+      rollout: N groups.
+      advantages: `[N, G]`.
+      task: for the texts of tokens.
+      num_groups: at most.
+
+    Returns:
+      For each group the prompt, the row's other columns, and lists over its completions.
+    """
+    completions = rollout.completions
+    lengths = completions.completion_mask.sum(-1)
+
+    def rounded(values: np.ndarray, digits: int = 4) -> list[float]:
+        return values.astype(float).round(digits).tolist()
+
+    def group(i: int) -> dict[str, Any]:
+        example = rollout.prompts.examples[i]
+        sampled = [ids[:length] for ids, length in zip(completions.completion_ids[i], lengths[i], strict=True)]
+        logprobs = zip(completions.sampler_logprobs[i], lengths[i], strict=True)
+        return {
+            "prompt": example["prompt"],
+            "columns": {name: _short(value) for name, value in example.items() if name != "prompt"},
+            "completions": rollout.texts[i],
+            "rewards": np.where(rollout.applicable[i], rollout.rewards[i], np.nan).tolist(),
+            "components": {name: rounded(values[i]) for name, values in rollout.components.items()},
+            "advantages": rounded(advantages[i]),
+            "lengths": lengths[i].tolist(),
+            "truncated": completions.truncated[i].tolist(),
+            "tokens": [
+                token_texts(ids.tolist(), text, task) for ids, text in zip(sampled, rollout.texts[i], strict=True)
+            ],
+            "logprobs": [rounded(values[:length], 3) for values, length in logprobs],
+        }
+
+    return [group(i) for i in range(min(num_groups, len(rollout.texts)))]
+
+
+def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
+    """The part of a completion that each token adds; together they are the completion. What ends it adds none.
+
+    A tokenizer may drop the space before the first token, and several tokens may make up one character: so a part is
+    what the decoding of a few tokens gains by one more, if the completion goes on so. What cannot be told apart goes to
+    the token after which it can, or to the last.
+
+    Args:
+      ids: as sampled, with what ended it.
+      text: the completion.
+      task: for its decoder.
+
+    Returns:
+      One text for each id.
+    """
+    texts = [""] * len(ids)
+    place, start, done = 0, 0, 0  # in the text; decoded anew from `start`; known up to `done`
+    for end in range(1, len(ids) + 1):
+        if ids[end - 1] in task.eos_ids:
+            break
+        known, more = task.decode(ids[start:done]), task.decode(ids[start:end])
+        part = more[len(known) :]
+        if more.startswith(known) and not part.endswith("\ufffd") and text.startswith(part, place):
+            texts[end - 1], place, start, done = part, place + len(part), done, end
+    last = max((i for i, token in enumerate(ids) if token not in task.eos_ids), default=0)
+    if texts:
+        texts[last] += text[place:]
+    return texts
+
+
+def _short(value: Any) -> Any:
+    """A column's value as JSON can hold it, if it is not long; else its beginning."""
+    plain = value if isinstance(value, str | int | float | bool | None) else str(value)
+    return plain[:2000] if isinstance(plain, str) else plain
