@@ -13,8 +13,8 @@ Expect gold to be 1.1 at the start, and to come to 2.2 [1.1, 3.2] online, 1.0 by
 Frozen rises to 1.3 within 30 steps and then falls, to between 0.5 and -8.4 by the seed, while its reward model reports
 more and more: what it likes is repeated letters. Online is above frozen for each of three seeds, also above frozen at
 its best, but no interval says so, since how far frozen falls differs so much. For its first 100 steps online is misled
-as well, by a reward model of few labels; and at the end neither model orders more than 0.62 of the pairs of its own
-policy as gold does. About ten minutes on two CPU cores. Left out: people as judges, larger reward models, ensembles.
+as well, by a reward model of few labels; and at the end the models order but 0.57 and 0.62 of the pairs of their own
+policies as gold does. About ten minutes on two CPU cores. Left out: people as judges, larger reward models, ensembles.
 
   python -m experiments.online_preference
 """
