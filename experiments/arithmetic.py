@@ -84,8 +84,8 @@ def check_warm_start(config: WarmStart) -> None:
     Raises:
       UsageError: one sentence that says what to change.
     """
-    if config.warm_batch < 1 or not 0 <= config.wrong_share <= 1:
-        raise UsageError("warm_batch must be at least 1, and wrong_share between 0 and 1")
+    if config.warm_steps < 1 or config.warm_batch < 1 or not 0 <= config.wrong_share <= 1:
+        raise UsageError("warm_steps and warm_batch must be at least 1, and wrong_share between 0 and 1")
 
 
 def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder, *, phase: str = "warm") -> Params:

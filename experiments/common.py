@@ -3,12 +3,14 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from grpo_jax import report, terminal
 from grpo_jax.config import GRPOConfig
+from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks.task import Reward, Rewards, Task, random_reward
 from grpo_jax.training.checkpoint import params_sha256
@@ -132,6 +134,32 @@ def against_control(
     return rows, checksum
 
 
+@dataclass(frozen=True)
+class Seeds:
+    """How often an experiment is repeated."""
+
+    num_seeds: int = 3
+    """Runs of each method, with seeds from `seed` on."""
+
+
+def seeds_of(config: Any) -> range:
+    """The seeds of an experiment whose options have `seed` and `num_seeds`.
+
+    Raises:
+      UsageError: there are none.
+    """
+    if config.num_seeds < 1:
+        raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1")
+    return range(config.seed, config.seed + config.num_seeds)
+
+
+def collect(runs: dict[str, dict[str, list[float]]], found: Mapping[str, Mapping[str, float]]) -> None:
+    """Adds the numbers of one seed, by method and name, to those of the seeds before it."""
+    for method, row in found.items():
+        for name, value in row.items():
+            runs.setdefault(method, {}).setdefault(name, []).append(value)
+
+
 def over_seeds(
     runs: Mapping[str, Mapping[str, Sequence[float]]], *, first: str, control: str
 ) -> dict[str, dict[str, float]]:
@@ -188,7 +216,12 @@ def finish(
     """
     terminal.save_curves(run, curves, PHASES)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
+    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+    say_end(run, started)
+
+
+def say_end(run: RunFolder, started: float) -> None:
+    """Leaves report.html, and says where, and what the run took since `started`."""
     page = report.write_report(run.path)
     run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
-    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
     run.console.print(f"to read: {page}", markup=False, highlight=False, soft_wrap=True)

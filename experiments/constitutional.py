@@ -27,8 +27,8 @@ from typing import Literal
 import jax
 import numpy as np
 
-from experiments.common import Held, cell, evaluate_heldout, learn, over_seeds
-from grpo_jax import cli, report, terminal
+from experiments.common import Held, Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
+from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -66,7 +66,7 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, cli.RunConfig):
+class Config(GRPOConfig, Seeds, cli.RunConfig):
     """Options of the run; those of the algorithm come from the preset unless given."""
 
     steps: int = 60
@@ -83,22 +83,22 @@ class Config(GRPOConfig, cli.RunConfig):
     """Peak of the supervised steps."""
     log_odds: bool = False
     """The judge's log-odds in place of its probabilities."""
-    num_seeds: int = 3
-    """Seeds, from `seed` on; each has a start of its own."""
     run_dir: Path = Path("runs/constitutional")
 
 
 def main(config: Config) -> None:
     """For each seed a start and every method; two tables, curves, all numbers, and a page."""
     started = time.perf_counter()
-    if config.warm_steps < 1 or config.warm_rows < 1 or config.num_seeds < 1:
-        raise UsageError("warm_steps, warm_rows and num_seeds must be at least 1")
+    if config.warm_steps < 1 or config.warm_rows < 1:
+        raise UsageError("warm_steps and warm_rows must be at least 1")
+    if PRINCIPLES.keys() != GOLD.keys():
+        raise UsageError(f"the principles must be {', '.join(GOLD)}: GOLD says which words keep to each")
+    seeds = seeds_of(config)
     policy = decoder_policy(MODEL)
     programs = make_programs(policy, words_task(config), config)  # refuses bad options before anything is compiled
     run = cli.open_run(config)
     save_description(run.path / "model", MODEL)
     TEXT.save_tokenizer(run.path / "model")
-    seeds = range(config.seed, config.seed + config.num_seeds)
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
         settings = dataclasses.replace(config, seed=seed)
@@ -117,12 +117,9 @@ def main(config: Config) -> None:
             phase = f"{name}_{seed}"
             _, end = learn(start, task, settings, run, programs, phase=phase, reward=reward, start=held)
             found[name] = numbers(end) | judgement(judge, end, task)
-        for name, row in found.items():
-            for key, value in row.items():
-                runs.setdefault(name, {}).setdefault(key, []).append(value)
+        collect(runs, found)
     show(run, runs, seeds)
-    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
-    run.console.print(f"to read: {report.write_report(run.path)}", markup=False, highlight=False, soft_wrap=True)
+    say_end(run, started)
 
 
 def keeps(name: str, word: str) -> bool:
@@ -213,7 +210,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == last][-2:])
     rows = over_seeds(runs, first="gold", control="control")
     table = {name: [cell(row, key) for key in ("gold", "difference", "all", "words")] for name, row in rows.items()}
-    title = f"gold of held-out words, {len(seeds)} seeds, with 95% intervals over seeds"
+    title = f"gold of held-out words, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     terminal.print_table(run, title, ("kept", "above control", "all kept", "words"), table)
     columns = [("", "start"), ("", "constitution"), ("", "gold")]
     columns += [(kind, name) for kind in ("judged_", "agrees_") for name in ("start", "constitution")]

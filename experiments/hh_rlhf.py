@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments.common import evaluate_heldout, learn
+from experiments.common import Seeds, evaluate_heldout, learn, say_end, seeds_of
 from experiments.judging import (
     SFT,
     agreement,
@@ -95,15 +95,13 @@ WARMUP_STEPS = 10  # of SFT and reward models
 
 
 @dataclass(frozen=True)
-class Config(PPOConfig, ModelOptions, cli.RunConfig):
+class Config(PPOConfig, ModelOptions, Seeds, cli.RunConfig):
     """Options of the run; PPO and GRPO take theirs from the same fields."""
 
     data: str = ""
     """File, folder or hub id of preferences."""
     chat: bool = False
     """Transcripts become chat messages, for the tokenizer's chat template."""
-    num_seeds: int = 3
-    """Seeds, from `seed` on."""
     num_heldout: int = 256
     """Held-out prompts that are answered and judged, at most; all held-out pairs test the reward models."""
     sft_steps: int = 150
@@ -169,9 +167,9 @@ def main(config: Config) -> None:
     """Judge, and for each seed SFT, reward model, PPO, GRPO and control; tables, answers to read, curves."""
     started = time.perf_counter()
     check(config)
+    seeds = seeds_of(config)
     model = load_model(config, seed=config.seed)
     thirds = split_and_encode(read_preferences(config.data, chat=config.chat)[0], model, config)
-    seeds = range(config.seed, config.seed + config.num_seeds)
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
     tasks = [dialogue_task(thirds, model, one) for one in configs]
     grpo = make_programs(model.policy, tasks[0], config)
@@ -192,7 +190,7 @@ def main(config: Config) -> None:
     times = {title: step_seconds(run, names) for title, names in phases.items()}
     print_tables(run, results, times)
     terminal.save_curves(run, CURVES, phases)
-    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    say_end(run, started)
     run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -204,8 +202,9 @@ def check(config: Config) -> None:
     """
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
-    if config.num_seeds < 1:
-        raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1")
+    for name in ("sft_steps", "reward_model_steps"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} is {getattr(config, name)}: it must be at least 1")
     for name in ("sft_rows", "num_pairs"):
         if getattr(config, name) % config.microbatches:
             raise UsageError(f"{name} ({getattr(config, name)}) must be a multiple of microbatches")

@@ -203,7 +203,8 @@ def cost_of_phase(
     flops = passes * forward_flops(policy, once) + update_flops(state.params, frozen, trained_tokens)
     flops += forward_flops(params.critic, once) if isinstance(params, ActorCritic) else 0
     flops += sum(forward_flops(model, once) for model in rewards)
-    held = held_bytes(state, frozen, policy, *rewards)
+    references = [policy] if config.algorithm.has_reference else []
+    held = held_bytes(state, frozen, *references, *rewards)
     return {"sampled_tokens": sampled_tokens, "trained_tokens": trained_tokens, "flops": flops, "held_bytes": held}
 
 

@@ -31,11 +31,12 @@ from typing import Literal
 import jax
 import numpy as np
 
-from experiments.common import Held, cell, evaluate_heldout, learn, over_seeds
-from grpo_jax import cli, report, terminal
+from experiments.common import Held, Seeds, cell, evaluate_heldout, learn, over_seeds, say_end, seeds_of
+from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.tasks import letters
@@ -60,7 +61,7 @@ WARM_BATCH = 128
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, cli.RunConfig):
+class Config(GRPOConfig, Seeds, cli.RunConfig):
     """Options of the run; those of the algorithm come from the preset unless given."""
 
     steps: int = 100
@@ -70,8 +71,6 @@ class Config(GRPOConfig, cli.RunConfig):
     learning_rate: float = 1e-3
     old_logprobs: Literal["recompute", "sampler"] = "sampler"
     rollouts_every: int = 50
-    num_seeds: int = 3
-    """Runs of each method at equal weights, with seeds from `seed` on. The sweep is of the first."""
     weights: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     """Of `own` in the sweep; `order` has what is left to 1."""
     warm_steps: int = 300
@@ -127,8 +126,9 @@ WATCHED = {"order_score": Component(order_score, 0.0), "gold": Component(gold, 0
 def main(config: Config) -> None:
     """For each seed a start, runs at equal weights and the coin's; for the first also the other weights."""
     started = time.perf_counter()
-    if config.num_seeds < 1 or not all(0 <= weight <= 1 for weight in config.weights):
-        raise UsageError("num_seeds must be at least 1, and weights between 0 and 1")
+    if config.warm_steps < 1 or not all(0 <= weight <= 1 for weight in config.weights):
+        raise UsageError("warm_steps must be at least 1, and weights between 0 and 1")
+    seeds = seeds_of(config)
     if config.max_tokens > LONGEST:
         raise UsageError(f"max_tokens is {config.max_tokens}: words have up to {LONGEST} letters")
     policy, task = decoder_policy(MODEL), task_of(config)
@@ -138,8 +138,10 @@ def main(config: Config) -> None:
     )
     programs = {"sum": of_sum, "scaled": of_sum, "gdpo": of_sum._replace(advantages=of_components.advantages)}
     run = cli.open_run(config)
+    save_description(run.path / "model", MODEL)
+    letters.TEXT.save_tokenizer(run.path / "model")
     scores: dict[str, dict[str, float]] = {}  # run -> held-out means of SCORES
-    for seed in range(config.seed, config.seed + config.num_seeds):
+    for seed in seeds:
         seeded = dataclasses.replace(config, seed=seed)
         start, task = warm_start(policy, seeded, run), task_of(seeded)
         coin = {"coin": Component(random_reward(seed)), "own": Component(own, 0.0)} | WATCHED
@@ -153,7 +155,7 @@ def main(config: Config) -> None:
             phase, chosen = phase_of(method, weight, seed), programs.get(method, of_sum)
             scores[phase] = means(learn(start, task, seeded, run, chosen, phase=phase, reward=reward)[1])
     show(run, config, scores)
-    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    say_end(run, started)
 
 
 def task_of(config: Config) -> Task:
@@ -211,12 +213,12 @@ def means(held: Held) -> dict[str, float]:
 
 def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float]]) -> None:
     """Tables of equal weights and of the sweep; curves.png, front.png, results.json, report.html."""
-    seeds = range(config.seed, config.seed + config.num_seeds)
+    seeds = seeds_of(config)
     phases = {method: [phase_of(method, EQUAL, seed) for seed in seeds] for method in (*METHODS, "coin", "start")}
     runs = {method: {name: [scores[phase][name] for phase in phases[method]] for name in SCORES} for method in phases}
     rows = over_seeds(runs, first="gold", control="sum")
     table = {method: [cell(row, column) for column in (*SCORES, "difference")] for method, row in rows.items()}
-    title = f"held-out scores at equal weights, {len(seeds)} seeds, with 95% intervals over seeds"
+    title = f"held-out scores at equal weights, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     terminal.print_table(run, title, (*SCORES, "gold above the sum's"), table)
 
     def point(method: str, weight: float) -> tuple[float, float]:
@@ -235,7 +237,6 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     terminal.save_front(run, sweep, {"start": point("start", EQUAL)}, SCORES[1:])
     terminal.save_curves(run, CURVES, {method: phases[method] for method in (*METHODS, "coin")})
     write_json(run.path / "results.json", {"over_seeds": rows, "covered": covered, "runs": scores})
-    run.console.print(f"to read: {report.write_report(run.path)}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

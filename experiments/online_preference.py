@@ -29,7 +29,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from experiments.common import cell, evaluate_heldout, learn, over_seeds
+from experiments.common import Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
 from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
@@ -62,7 +62,7 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, cli.RunConfig):
+class Config(GRPOConfig, Seeds, cli.RunConfig):
     """Options of the run."""
 
     steps: int = 240
@@ -80,8 +80,6 @@ class Config(GRPOConfig, cli.RunConfig):
     """Of the online method; labels and steps are spread evenly over them."""
     replay_share: float = OnlineConfig._field_defaults["replay_share"]
     """Share of the pairs of earlier rounds that the reward model is trained on again."""
-    num_seeds: int = 3
-    """Seeds, from `seed` on."""
     run_dir: Path = Path("runs/online_preference")
 
 
@@ -111,15 +109,13 @@ def main(config: Config) -> None:
     start = warm_start(policy, config, run)
     shape, headed = add_head(MODEL, start)
     untrained = RewardModel(shape, headed, load_tokenizer(folder), (letters.TEXT.eos_id,), folder)
-    seeds = range(config.seed, config.seed + config.num_seeds)
+    seeds = seeds_of(config)
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
         found = of_seed(policy, start, untrained, dataclasses.replace(config, seed=seed), run, programs)
-        for method, row in found.items():
-            for name, value in row.items():
-                runs.setdefault(method, {}).setdefault(name, []).append(value)
+        collect(runs, found)
     show(run, runs, seeds)
-    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    say_end(run, started)
 
 
 def of_seed(
@@ -234,7 +230,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
         ]
         for method, row in rows.items()
     }
-    title = f"gold reward on 256 held-out prompts, {len(seeds)} seeds, with 95% intervals over seeds"
+    title = f"gold reward on 256 held-out prompts, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     columns = ("at the end", "above start", "seeds above frozen", "at best", "repeated letters")
     terminal.print_table(run, title, columns, worth)
     title = "reward models at the end: the gain that they see, and pairs that they order as gold does"

@@ -13,16 +13,15 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from experiments import arithmetic as grpo
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
-from experiments.common import cell, learn, over_seeds
+from experiments.common import Seeds, cell, collect, learn, over_seeds, say_end, seeds_of
 from grpo_jax import cli, terminal
-from grpo_jax.config import PPOConfig
+from grpo_jax.config import GRPOConfig, PPOConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import random_reward
@@ -40,7 +39,7 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Config(PPOConfig, WarmStart, cli.RunConfig):
+class Config(PPOConfig, WarmStart, Seeds, cli.RunConfig):
     """Options of PPO and of the run; what both methods have is as in `experiments.arithmetic`."""
 
     steps: int = 250
@@ -52,8 +51,6 @@ class Config(PPOConfig, WarmStart, cli.RunConfig):
     old_logprobs: Literal["recompute", "sampler"] = "sampler"
     eval_every: int = 25
     eval_samples: int | None = 7
-    num_seeds: int = 3
-    """Seeds, from `seed` on."""
     run_dir: Path = Path("runs/ppo")
 
 
@@ -61,20 +58,14 @@ def main(config: Config) -> None:
     """For each seed a warm start, PPO, GRPO and the control; a table, curves, and all numbers."""
     started = time.perf_counter()
     check_warm_start(config)
+    seeds = seeds_of(config)
     policy = decoder_policy(MODEL)
     task = arithmetic.arithmetic_task(num_prompts=config.num_prompts, seed=config.seed)
-    of_grpo = grpo.Config(
-        steps=config.steps,
-        kl_coef=0.01,
-        eval_every=config.eval_every,
-        eval_samples=config.eval_samples,
-        run_dir=config.run_dir,
-    )
+    of_grpo = grpo_config(config)
     ppo = config, make_ppo_programs(policy, critic_policy(MODEL), task, config)
     methods = {"ppo": ppo, "grpo": (of_grpo, make_programs(policy, task, of_grpo)), "control": ppo}
     run = cli.open_run(config)
     runs: dict[str, dict[str, list[float]]] = {}
-    seeds = range(config.seed, config.seed + config.num_seeds)
     for seed in seeds:
         policy_start = warm_start(policy, config, seed, run, phase=f"warm_{seed}")
         for method, (settings, programs) in methods.items():
@@ -86,10 +77,23 @@ def main(config: Config) -> None:
             found = summary(held.evaluation)
             row = {name: found[name] for name in ("avg", "greedy")} | of_log(run, phase)
             row["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-            for name, value in row.items():
-                runs.setdefault(method, {}).setdefault(name, []).append(value)
+            collect(runs, {method: row})
     show(run, runs, seeds)
-    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    say_end(run, started)
+
+
+# Options of PPO that GRPO has as well; of the algorithm it has its own.
+_SHARED = frozenset(field.name for field in dataclasses.fields(GRPOConfig)) - {
+    *("preset", "learning_rate", "kl_coef", "kl_target", "divergence", "entropy_coef", "epsilon_low", "epsilon_high"),
+}
+
+
+def grpo_config(config: Config) -> GRPOConfig:
+    """GRPO with its own settings on as many completions; where PPO has no groups, in groups of 8."""
+    shared: dict[str, Any] = {name: getattr(config, name) for name in _SHARED}
+    if config.algorithm.group_size == 1:
+        shared |= {"group_size": 8, "num_prompts": config.num_prompts // 8}
+    return GRPOConfig(**shared, learning_rate=4e-4, kl_coef=0.01)
 
 
 def of_log(run: RunFolder, phase: str) -> dict[str, float]:
@@ -121,7 +125,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
         ]
         for method, row in rows.items()
     }
-    title = f"accuracy on 1,000 held-out additions, {len(seeds)} seeds, with 95% intervals over seeds"
+    title = f"accuracy on 1,000 held-out additions, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     terminal.print_table(run, title, columns, table)
     terminal.save_curves(run, CURVES, {method: [f"{method}_{seed}" for seed in seeds] for method in runs})
     write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments.common import cell
+from experiments.common import cell, say_end
 from grpo_jax import cli, terminal
 from grpo_jax.config import ModelOptions
 from grpo_jax.errors import UsageError
@@ -143,7 +143,7 @@ def main(config: Config) -> None:
     terminal.save_curves(run, CURVES, (PHASE,))
     save_calibration(run, after)
     keep_model(run, RewardModel(shape, trained, loaded.tokenizer, loaded.eos_ids, loaded.folder))
-    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    say_end(run, started)
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,7 +85,10 @@ def main(config_class: type[Config], run: Callable[[Config], None], description:
     except (UsageError, FloatingPointError) as error:
         refuse(str(error))
     except KeyboardInterrupt:
-        refuse(f"stopped; add --resume to continue the run in {config.run_dir}")
+        say_refusal(f"stopped; add --resume to continue the run in {config.run_dir}")
+        sys.stdout.flush()
+        # Not by an exception: a compilation that goes on in a thread would crash the interpreter on its way out.
+        os._exit(128 + signal.SIGINT)
 
 
 def open_run(config: RunConfig) -> RunFolder:
@@ -105,5 +110,11 @@ def open_run(config: RunConfig) -> RunFolder:
 
 def refuse(message: str) -> NoReturn:
     """Ends the program with one sentence."""
-    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+    say_refusal(message)
     raise SystemExit(2)
+
+
+def say_refusal(message: str) -> None:
+    """One sentence on stderr."""
+    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+    sys.stderr.flush()

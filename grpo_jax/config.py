@@ -104,7 +104,7 @@ class GRPOConfig:
     """Weight of the KL divergence from the start; 0 does without a reference model. None: the preset's."""
     divergence: Divergence = "preset"
     """KL divergence in the loss: the preset's, of sampled tokens; or of the whole vocabulary, KL(π ‖ π_ref) (full) or
-    KL(π_ref ‖ π) (reverse), for which the reference runs again in every update."""
+    KL(π_ref ‖ π) (reverse, elsewhere called forward), for which the reference runs again in every update."""
     kl_target: float | None = None
     """KL divergence of a completion, in nats, that kl_coef is steered to (1909.08593, which had 6); for a KL in the
     reward. None: kl_coef stays what it is."""
@@ -118,7 +118,7 @@ class GRPOConfig:
     advantages_of: Literal["sum", "components"] = "sum"
     """What is compared within a group: the weighted sum of the rewards, by the preset's advantage; or each reward by
     itself, whose standardised values are then added with the weights and whitened over the rollout (GDPO,
-    2601.05242), so that none is drowned by another's scale."""
+    2601.05242), so that none is drowned by another's scale. The preset's own advantage is then not used."""
     epsilon_low: float | None = None
     """How far below 1 the ratio may go; None: the preset's."""
     epsilon_high: float | None = None
@@ -188,7 +188,7 @@ class PPOConfig(GRPOConfig):
     """Whose surrogate, aggregation and constants are taken; its advantages are not. Lite PPO's are those of PPO:
     ratios of tokens clipped at 0.2 (1707.06347), and the mean over tokens."""
     group_size: int | None = 1
-    """Completions of each prompt (G). A critic needs no second one; more take as many prompts less."""
+    """Completions of each prompt (G). A critic needs no second one."""
     kl_coef: float | None = 0.02
     """Weight of the KL divergence from the start, 0.02 as in InstructGPT (2203.02155); 0 does without a reference
     model."""
@@ -342,10 +342,15 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
         f"kl_target is {config.kl_target}: it must be above 0, and steers the kl_coef of a KL in the reward: take a "
         "preset such as rloo, or PPO with kl_in_reward, and a kl_coef above 0 to begin with",
     )
-    _require(config.kl_horizon >= 1, f"kl_horizon is {config.kl_horizon}: it must be at least 1")
+    completions = config.num_prompts * group_size
     _require(
-        config.ref_sync_steps == 0 or algorithm.kl_coef > 0,
-        f"ref_sync_steps is {config.ref_sync_steps}, but without a kl_coef there is no reference: set one of them",
+        config.kl_target is None or config.kl_horizon >= completions,
+        f"kl_horizon is {config.kl_horizon}: it must be at least the completions of a step ({completions})",
+    )
+    _require(
+        config.ref_sync_steps == 0 or (algorithm.kl_coef > 0 and config.ref_sync_steps < config.steps),
+        f"ref_sync_steps is {config.ref_sync_steps}: it must be below steps ({config.steps}), and there is a reference "
+        "only with a kl_coef above 0",
     )
     _require(
         0 < config.ref_mixup_alpha <= 1 and (config.ref_mixup_alpha == 1 or config.ref_sync_steps > 0),

@@ -415,14 +415,14 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
     params = PARAMS._replace(critic=PARAMS.critic._replace(head=jnp.linspace(-1, 1, 16)))
     batch = a_batch()._replace(ref_logprobs=None)
-    batch = batch._replace(old_values=programs.values(split(params), batch))
+    batch = batch._replace(old_values=programs.values(*split(params), batch))
     truncated, applicable = np.zeros((4, 2), bool), np.ones((4, 2), bool)
     truncated[0], applicable[0, 1] = True, False
     rewards = np.where(applicable, 0.5, 0).astype(np.float32)
     outcome = Outcome(rewards, applicable, truncated, batch.old_logprobs)
     found, advantages, logs = programs.advantages(outcome, batch, 0.0)
     length = batch.completion_mask[0, 0].sum()
-    after = programs.values(split(params), batch)[0, 0, length]
+    after = programs.values(*split(params), batch)[0, 0, length]
     expected = np.full((4, 2), 0.5)
     expected[0] = [0.5 + after, 0]
     returns = expected[..., None] * batch.completion_mask

@@ -146,7 +146,7 @@ def adaptive_kl_coef(
       kl: measured KL divergence, a scalar, in the unit of `target`.
       target: where it should be, such as 6 nats a response; a metric `kl` of `grpo_loss` is by token.
       num_samples: n, completions since the last call.
-      horizon: over as many completions β changes by a fifth at most; 10 000 as in TRL and verl.
+      horizon: over as many completions β changes by a fifth at most, and so at least n; 10 000 as in TRL and verl.
 
     Returns:
       The next β, a scalar.

@@ -28,7 +28,8 @@ def bradley_terry_loss(
 def critic_loss(
     values: jax.Array, returns: jax.Array, *, old_values: jax.Array | None = None, clip: float = 0.2
 ) -> jax.Array:
-    """½ (V − sg R)², or with old values ½ max((V − R)², (clip(V, V_old ± ε) − R)²). PPO (1707.06347), equation 9.
+    """½ (V − sg R)², or with old values ½ max((V − R)², (clip(V, V_old ± ε) − R)²). The
+    squared error of PPO (1707.06347), equation 9; ½ and clipping are those of OpenAI's baselines.
 
     Args:
       values: `[..., T]`, V with gradient.

@@ -70,7 +70,8 @@ def parse_principles(lines: Iterable[str]) -> dict[str, str]:
     """Principles, one a line. Blank lines and those that begin with # do not count.
 
     Args:
-      lines: one word and a colon before a principle are its name, as in "brief: The answer is short."
+      lines: several, or a text of several; one word and a colon before a principle are its name, as in "brief: The
+        answer is short."
 
     Returns:
       Name -> principle, in their order; without a name it is principle_1, principle_2 … by its place.
@@ -79,7 +80,7 @@ def parse_principles(lines: Iterable[str]) -> dict[str, str]:
       UsageError: there are none, or two are the same or have the same name.
     """
     principles: dict[str, str] = {}
-    for line in (line.strip() for line in lines):
+    for line in (line.strip() for line in (lines.splitlines() if isinstance(lines, str) else lines)):
         if not line or line.startswith("#"):
             continue
         found = _NAMED.fullmatch(line)
@@ -110,8 +111,12 @@ def constitution(principles: Mapping[str, str], judge: Judge, *, weights: Mappin
     Raises:
       UsageError: there are no principles, or a weight is of none.
     """
+    if not isinstance(principles, Mapping) or not all(isinstance(text, str) for text in principles.values()):
+        raise UsageError("principles must be a dict of name and text: read_principles makes one of a file")
     if not principles:
         raise UsageError("there is no principle: give at least one")
+    if not callable(judge):
+        raise UsageError("the judge must be a function of (principle, rows, completions): model_judge makes one")
     weights = weights or {}
     for name in weights.keys() - principles.keys():
         raise UsageError(f"there is a weight for {name!r}, but the principles are {', '.join(principles)}")
@@ -239,7 +244,10 @@ def _without(pattern: re.Pattern[str] | None, text: str) -> str:
 def _encoded(model: Pretrained, texts: Sequence[str]) -> list[list[int]]:
     chat = bool(model.tokenizer.chat_template)
     prompts = [[{"role": "user", "content": text}] if chat else text for text in texts]
-    ids = encode_prompts(model.tokenizer, prompts, eos_ids=model.eos_ids).token_ids
+    encoded = encode_prompts(model.tokenizer, prompts, eos_ids=model.eos_ids)
+    if encoded.dropped:
+        raise UsageError("a text for the judge is empty for its tokenizer: look at the template")
+    ids = encoded.token_ids
     longest, most = max(map(len, ids)), model.config.max_position_embeddings
     if most and longest > most:
         raise UsageError(

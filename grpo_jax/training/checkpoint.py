@@ -57,7 +57,10 @@ class Checkpoints:
         chosen = (steps or [0])[-1] if step is None else step
         if chosen not in steps:
             raise UsageError(f"there is no checkpoint of step {chosen} in {self._manager.directory}, only of {steps}")
-        if "policy" not in self._names(chosen):
+        names = self._names(chosen)
+        if "head" in names:
+            raise UsageError(f"the checkpoints in {self._manager.directory} are of a reward model, and of no policy")
+        if names != {"policy", "critic"}:
             return self._restore(chosen, {"params": like})["params"], chosen
         # Of PPO, whose parameters are those of policy and critic.
         part = _on_one_device({"policy": like})

@@ -122,7 +122,7 @@ def train(
                     batch, sampler_logprobs = to_batch(rollout, temperature), rollout.completions.sampler_logprobs
                     batch = scored(programs.scorer, current, reference, batch, sampler_logprobs, config)
                     if programs.values:
-                        batch = batch._replace(old_values=programs.values((state.params, frozen), batch))
+                        batch = batch._replace(old_values=programs.values(state.params, frozen, batch))
 
                 # ---- advantages: rewards against those of the same group, or against a critic
                 with run.timed("advantages"):
@@ -168,8 +168,8 @@ class Method(NamedTuple):
     loss_fn: Callable[[Params, Any, Params | None, Batch], tuple[jax.Array, Logs]]
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule  # of the policy, to log
-    # ((trained parameters, frozen ones), batch) -> values [N, G, T + 1] of a critic, if there is one
-    values: Callable[[tuple[Params, Any], Batch], jax.Array] | None = None
+    # (trained parameters, frozen ones, batch) -> values [N, G, T + 1] of a critic, if there is one
+    values: Callable[[Params, Any, Batch], jax.Array] | None = None
     # parameters -> those that are trained, and those that are not
     split: Callable[[Params], tuple[Params, Any]] = split
     # (trained parameters, frozen ones) -> those of the policy, which samples
@@ -184,9 +184,10 @@ class Programs(NamedTuple):
     method: Method
     sampler: Sampler
     scorer: Scorer
-    values: Callable[[tuple[Params, Any], Batch], jax.Array] | None
+    values: Callable[[Params, Any, Batch], jax.Array] | None
     advantages: Callable[[Outcome, Batch, Array], tuple[Batch, jax.Array, dict[str, jax.Array]]]
-    # (state, batch, frozen parameters or None, as of `Method.loss_fn` if that does not move) -> state, metrics
+    # (state, batch, frozen parameters or None, those that `Method.loss_fn` compares with unless the state has a
+    # reference, or None) -> state, metrics
     train_step: Callable[[TrainState, Batch, Any, Params | None], tuple[TrainState, dict[str, jax.Array]]]
     # trained parameters -> state; a copy: the step donates its state, and the start stays
     init_state: Callable[[Params], TrainState]
@@ -210,11 +211,19 @@ def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOCon
         method,
         make_sampler(policy, task, config, devices=devices),
         make_scorer(policy, num_microbatches=pieces, devices=devices),
-        by_pieces(method.values, num_microbatches=pieces, devices=devices) if method.values else None,
+        _by_pieces_of_both(method.values, pieces, devices) if method.values else None,
         jax.jit(method.advantages),
         data_parallel(step, (None, 0, None, None), (None, None), devices=devices, donate_argnums=(0,)),
         jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), method.optimizer)),
     )
+
+
+def _by_pieces_of_both(
+    values: Callable[[Params, Any, Batch], jax.Array], pieces: int, devices: int
+) -> Callable[[Params, Any, Batch], jax.Array]:
+    """`by_pieces` of a function that takes trained and frozen parameters."""
+    compiled = by_pieces(lambda both, batch: values(*both, batch), num_microbatches=pieces, devices=devices)
+    return lambda trained, frozen, batch: compiled((trained, frozen), batch)
 
 
 def optimizer_step(

@@ -134,8 +134,8 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
     """PPO: rewards are held against a critic, which is trained along."""
     loss_fn = ppo_loss_fn(policy, critic, config)
 
-    def values(params: tuple[ActorCritic, ActorCritic], batch: Batch) -> jax.Array:
-        joined = join(*params)
+    def values(trained: ActorCritic, frozen: ActorCritic, batch: Batch) -> jax.Array:
+        joined = join(trained, frozen)
         if is_shared(joined):
             return heads.values(policy, joined.critic._replace(decoder=joined.policy), *batch[:4])
         return heads.values(critic, joined.critic, *batch[:4])

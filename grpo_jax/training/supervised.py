@@ -153,8 +153,14 @@ def fit(
 
 
 def _check(config: SupervisedConfig) -> None:
-    for name in ("steps", "microbatches", "checkpoint_every", "log_every"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name} is {getattr(config, name)}: it must be at least 1")
+    for least, names in (
+        (1, ("steps", "microbatches", "checkpoint_every", "log_every")),
+        (0, ("eval_every", "warmup_steps", "weight_decay")),
+    ):
+        for name in names:
+            if getattr(config, name) < least:
+                raise UsageError(f"{name} of training on given data is {getattr(config, name)}: take at least {least}")
+    if config.max_grad_norm <= 0:
+        raise UsageError(f"max_grad_norm is {config.max_grad_norm}: it must be above 0")
     if not 0 < config.learning_rate < float("inf"):
         raise UsageError(f"learning_rate is {config.learning_rate}: it must be above 0")

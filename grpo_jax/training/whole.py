@@ -2,7 +2,7 @@
 
 It is made of the functions that the ordinary loop compiles one by one (a `Method`, the sampler, the scorer, the step),
 so both give the same numbers up to rounding. What the host alone can do, the prompts of all steps, is done before.
-Several runs that differ in seeds and numbers are one call, `run_row`.
+Several runs that differ in seeds and numbers are one call, `compile_row`.
 
 Letters: R runs, S steps, N prompts of a step, C calls of a held-out evaluation, E evaluations, G completions.
 """
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, validate
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -70,7 +70,7 @@ class Heldout(NamedTuple):
 
 
 class History(NamedTuple):
-    """What a run leaves behind; from `run_row` with a leading axis R."""
+    """What a run leaves behind; from `compile_row` with a leading axis R."""
 
     params: Params  # the trained ones, at the end
     metrics: dict[str, jax.Array]  # name -> [S]; those of the ordinary loop that can be had on the device
@@ -105,12 +105,21 @@ def whole_run(
       policy: the model's functions.
       task: its tokens and rewards.
       config: of all that is not given to the function.
-      make_method: `grpo_method`, or one like it.
+      make_method: `grpo_method`, or another function of policy and configuration.
+
+    Raises:
+      UsageError: the configuration cannot work.
 
     Returns:
       (params, prompts of S steps, held-out calls, seed, options) -> history. Of the options those that are fields of
       the configuration, such as learning_rate, kl_coef and epsilon_high, take their place; the reward gets the others.
     """
+    validate(config, compares_groups=make_method is grpo_method)
+    every = config.eval_every or config.steps
+    if config.steps % every:
+        raise UsageError(f"eval_every ({every}) must divide steps ({config.steps})")
+    if config.max_rollouts > 1 or config.advantages_of != "sum":
+        raise UsageError("a run as one program has one reward and one rollout a step: leave out what needs more")
     fields = {field.name for field in dataclasses.fields(config)}
 
     def run(params: Params, prompts: Prompts, heldout: Heldout, seed: Array, options: Mapping[str, Array]) -> History:
@@ -148,9 +157,6 @@ def whole_run(
             return state, (metrics, judge(state))
 
         steps = jnp.arange(config.steps, dtype=jnp.uint32)
-        every = config.eval_every or config.steps
-        if config.steps % every:
-            raise UsageError(f"eval_every ({every}) must divide steps ({config.steps})")
         pieces = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), (steps, prompts))
         state = begin(lambda params: init_state(params, method.optimizer), method, start, settings)
         before = judge(state)
@@ -161,45 +167,38 @@ def whole_run(
     return run
 
 
-def run_row(
-    run: Callable[..., History],
-    params: Params,
-    prompts: Prompts,
-    heldout: Heldout,
-    seeds: Array,
-    options: Mapping[str, Array],
-    *,
-    side_by_side: bool,
-    devices: int = 1,
-) -> History:
-    """R runs in one call.
+def compile_row(
+    run: Callable[..., History], *, side_by_side: bool, devices: int = 1
+) -> Callable[[Params, Prompts, Heldout, Array, Mapping[str, Array]], History]:
+    """R runs as one call, compiled once for all rows of one shape.
 
     Args:
       run: of `whole_run`.
-      params: `[R, ...]`.
-      prompts: `[R, S, ...]`.
-      heldout: shared by all.
-      seeds: `[R]`.
-      options: name -> `[R]`.
       side_by_side: all at once (`vmap`), where a device has room to fill; else one after another.
       devices: that runs are spread over; divides R.
 
     Returns:
-      The histories, `[R, ...]`.
+      (params `[R, ...]`, prompts `[R, S, ...]`, held-out calls that all share, seeds `[R]`, options name -> `[R]`) ->
+      histories `[R, ...]`.
     """
 
-    def one(inputs: tuple) -> History:
-        params, prompts, seed, options = inputs
-        return run(params, prompts, heldout, seed, options)
+    def several(rows: tuple, heldout: Heldout) -> History:
+        def one(row: tuple) -> History:
+            params, prompts, seed, options = row
+            return run(params, prompts, heldout, seed, options)
 
-    def several(inputs: tuple) -> History:
-        return jax.vmap(one)(inputs) if side_by_side else jax.lax.map(one, inputs)
+        return jax.vmap(one)(rows) if side_by_side else jax.lax.map(one, rows)
 
-    inputs = params, prompts, jnp.asarray(seeds, jnp.uint32), dict(options)
-    if devices == 1:
-        return jax.jit(several)(inputs)
-    split = jax.tree.map(lambda x: jnp.reshape(x, (devices, -1, *x.shape[1:])), inputs)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.pmap(several)(split))
+    compiled = jax.jit(several) if devices == 1 else jax.pmap(several, in_axes=(0, None))
+
+    def row(params: Params, prompts: Prompts, heldout: Heldout, seeds: Array, options: Mapping[str, Array]) -> History:
+        rows = params, prompts, np.asarray(seeds, np.uint32), dict(options)
+        if devices == 1:
+            return compiled(rows, heldout)
+        split = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), compiled(split, heldout))
+
+    return row
 
 
 def _step(method, policy, task, reward, config, state, start, frozen, given, seed, step):
@@ -219,7 +218,7 @@ def _step(method, policy, task, reward, config, state, start, frozen, given, see
     batch = Batch(given.ids, given.mask, completions.completion_ids, completions.completion_mask, temperature)
     batch = scored(partial(score, policy), current, reference, batch, completions.sampler_logprobs, config)
     if method.values:
-        batch = batch._replace(old_values=method.values((state.params, frozen), batch))
+        batch = batch._replace(old_values=method.values(state.params, frozen, batch))
 
     # ---- advantages
     outcome = Outcome(rewards, jnp.ones(shape, bool), completions.truncated, candidates(completions))
