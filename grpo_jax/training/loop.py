@@ -222,7 +222,12 @@ def _by_pieces_of_both(
     values: Callable[[Params, Any, Batch], jax.Array], pieces: int, devices: int
 ) -> Callable[[Params, Any, Batch], jax.Array]:
     """`by_pieces` of a function that takes trained and frozen parameters."""
-    compiled = by_pieces(lambda both, batch: values(*both, batch), num_microbatches=pieces, devices=devices)
+
+    def of_both(both: Any, batch: Batch) -> jax.Array:
+        trained, frozen = both
+        return values(trained, frozen, batch)
+
+    compiled = by_pieces(of_both, num_microbatches=pieces, devices=devices)
     return lambda trained, frozen, batch: compiled((trained, frozen), batch)
 
 
