@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
-from experiments import arithmetic, hh_rlhf, ppo, stories
+from experiments import arithmetic, constitutional, hh_rlhf, multi_objective, online_preference, ppo, stories
 from grpo_jax import cli
 from grpo_jax.export import Options, export
 from grpo_jax.models.huggingface import load_pretrained
@@ -36,6 +36,9 @@ needs_pairs = pytest.mark.skipif(not (STORIES_MODEL.exists() and HH.exists()), r
 needs_stories = pytest.mark.skipif(not STORIES_MODEL.exists(), reason="needs the stories260K model")
 FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "results.json", "report.html"}
 FILES |= {"curves.png", "task.json", "tensorboard", "checkpoints", "model"}
+CONFIGS = [
+    module.Config for module in (arithmetic, constitutional, hh_rlhf, multi_objective, online_preference, ppo, stories)
+]
 SMALL = ["--warm-steps", "4", "--warm-batch", "8", "--steps", "2", "--num-prompts", "8", "--eval-every", "1"]
 
 
@@ -78,6 +81,7 @@ def test_arithmetic_from_start_to_table_and_again_resumed(arithmetic_run, capsys
 def test_ppo_beside_grpo_and_a_coin_over_seeds(tmp_path):
     ppo.main(parse(*SMALL, "--num-seeds", "2", "--run-dir", tmp_path / "run", config=ppo.Config))
     results = json.loads((tmp_path / "run/results.json").read_text())
+    assert (tmp_path / "run/report.html").exists()
     assert set(results["runs"]) == {"ppo", "grpo", "control"}
     assert results["runs"]["ppo"]["before"] == results["runs"]["grpo"]["before"]
     assert results["runs"]["ppo"]["parameters"][0] > 1.9 * results["runs"]["grpo"]["parameters"][0]
@@ -149,7 +153,7 @@ def test_numbers_of_runs_go_on_after_a_gap(tmp_path):
     assert parse("--run-dir", tmp_path / "run", "--resume").run_dir.name == "run-3"
 
 
-@pytest.mark.parametrize("config", [arithmetic.Config, hh_rlhf.Config, ppo.Config, stories.Config])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_help_explains_every_option(config, capsys):
     with pytest.raises(SystemExit):
         parse("--help", config=config)
