@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
-from experiments.common import Seeds, cell, collect, learn, over_seeds, say_end, seeds_of
+from experiments.common import Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
 from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig, PPOConfig
 from grpo_jax.models.policy import decoder_policy
@@ -68,14 +68,18 @@ def main(config: Config) -> None:
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
         policy_start = warm_start(policy, config, seed, run, phase=f"warm_{seed}")
+        task = arithmetic.arithmetic_task(num_prompts=of_grpo.num_prompts, seed=seed)
+        seeded = dataclasses.replace(of_grpo, seed=seed)
+        before = evaluate_heldout(methods["grpo"][1], policy_start, task, seeded, run)
         for method, (settings, programs) in methods.items():
             settings, phase = dataclasses.replace(settings, seed=seed), f"{method}_{seed}"
             task = arithmetic.arithmetic_task(num_prompts=settings.num_prompts, seed=seed)
             start = policy_start if method == "grpo" else add_critic(MODEL, policy_start, config.critic)
             reward = random_reward(seed) if method == "control" else None
-            state, held = learn(start, task, settings, run, programs, phase=phase, reward=reward)
+            state, held = learn(start, task, settings, run, programs, phase=phase, reward=reward, start=before)
             found = summary(held.evaluation)
-            row = {name: found[name] for name in ("avg", "greedy")} | of_log(run, phase)
+            row = {"before": float(before.evaluation.scores.mean()), "avg": found["avg"], "greedy": found["greedy"]}
+            row["steps"] = steps_to(run, phase)
             row["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))
             collect(runs, {method: row})
     show(run, runs, seeds)
@@ -96,11 +100,10 @@ def grpo_config(config: Config) -> GRPOConfig:
     return GRPOConfig(**shared, learning_rate=4e-4, kl_coef=0.01)
 
 
-def of_log(run: RunFolder, phase: str) -> dict[str, float]:
-    """Of a finished phase: held-out accuracy before, and steps until it was first seen at .9."""
+def steps_to(run: RunFolder, phase: str, accuracy: float = 0.9) -> float:
+    """Steps until held-out accuracy was first seen there; NaN if never."""
     points = [line for line in run.lines() if line["phase"] == phase and "heldout_avg" in line]
-    reached = [line["step"] for line in points if line["heldout_avg"] >= 0.9]
-    return {"before": points[0]["heldout_avg"], "steps": min(reached, default=np.nan)}
+    return min((line["step"] for line in points if line["heldout_avg"] >= accuracy), default=np.nan)
 
 
 def seconds_a_step(run: RunFolder, method: str) -> float:

@@ -186,6 +186,18 @@ def test_explained_variance():
     assert np.isnan(explained_variance(returns, np.ones(4), mask))
 
 
+def test_a_reward_that_is_nan_spoils_its_own_row_alone():
+    batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
+    values, goes_on, config = np.zeros((4, 2, 4), np.float32), np.zeros((4, 2), bool), PPOConfig(kl_coef=0.0)
+    rewards[1, 0] = np.nan
+    found, _ = token_advantages(rewards, values, goes_on, batch, 0.0, config=config)
+    mask = batch.completion_mask
+    assert np.isnan(found[1, 0][mask[1, 0]]).all()
+    others = np.delete(np.asarray(found).reshape(8, -1)[mask.reshape(8, -1).any(-1)], 2, axis=0)
+    assert np.isfinite(others).all()
+    assert others.any()
+
+
 # ---- gradients
 
 
@@ -233,15 +245,17 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
     weights = np.asarray(PRESETS["lite_ppo"].aggregation(batch.completion_mask))
     head = jnp.linspace(-1, 1, 16)
     params = PARAMS._replace(critic=PARAMS.critic._replace(head=head))
-    batch = batch._replace(weights=weights, ref_logprobs=None)
+    # What is in masked places counts nowhere.
+    returns = np.where(batch.completion_mask, batch.returns, np.nan)
+    batch = batch._replace(weights=weights, ref_logprobs=None, returns=returns)
     (_, logs), found = jax.jit(jax.value_and_grad(ppo_loss_fn(POLICY, CRITIC, config), has_aux=True))(params, batch)
 
     values = np.asarray(jax.jit(partial(heads.values, CRITIC))(params.critic, *batch[:4]))[..., :-1]
     hidden = np.asarray(jax.jit(POLICY.hidden)(PARAMS.policy, *batch[:3]))
     old_values = batch.old_values[..., :-1]
     clipped = np.clip(values, old_values - 0.2, old_values + 0.2)
-    bound = (clipped - batch.returns) ** 2 > (values - batch.returns) ** 2
-    slope = np.where(bound, 0, values - batch.returns)
+    bound = (clipped - returns) ** 2 > (values - returns) ** 2
+    slope = np.where(bound | ~batch.completion_mask, 0, values - returns)
     np.testing.assert_allclose(
         found.critic.head, 2 * np.einsum("ngt,ngtd->d", weights * slope, hidden), rtol=1e-3, atol=1e-5
     )

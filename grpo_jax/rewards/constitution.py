@@ -60,7 +60,7 @@ def read_principles(file: str | Path) -> dict[str, str]:
       UsageError: the file cannot be read, and as there.
     """
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the principles in {file} cannot be read: {error}") from error
     return parse_principles(lines)
@@ -183,7 +183,7 @@ def model_judge(
             columns = {**row, "completion": completion}
             if missing := fields - columns.keys() - {"principle"}:
                 raise UsageError(f"the judge's template has {{{min(missing)}}}, but a row has no such column")
-            given = {name: _without(control, str(columns[name])) for name in fields - {"principle"}}
+            given = {name: _without(control, _plain(columns[name])) for name in fields - {"principle"}}
             texts.append(template.format(**given, principle=principle))
         ids = _encoded(model, texts)
         prompts, groups = _shared(ids, common_group_size([row["prompt"] for row in rows]))
@@ -239,6 +239,13 @@ def _without(pattern: re.Pattern[str] | None, text: str) -> str:
     while pattern and (shorter := pattern.sub("", text)) != text:
         text = shorter
     return text
+
+
+def _plain(value: Any) -> str:
+    """A column as text; of chat messages a line each."""
+    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+        return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+    return str(value)
 
 
 def _encoded(model: Pretrained, texts: Sequence[str]) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Preferences: pairs of answers to a prompt of which one was chosen. What is malformed is dropped, and counted."""
 
 import json
+import math
 import os
 import re
 import zlib
@@ -77,11 +78,15 @@ def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Pr
 
 
 def _answers(row: Mapping[str, Any]) -> Preference | str:
-    prompt, margin = row["prompt"], row.get("margin", 0.0)
+    prompt, margin = row["prompt"], row.get("margin")
+    margin = 0.0 if margin is None else margin
     if not isinstance(prompt, str | list):
         raise UsageError(f"{getattr(row, 'where', 'a row')}: column prompt should hold text or chat messages")
-    if not isinstance(margin, int | float):
-        raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a number")
+    if not isinstance(margin, int | float) or isinstance(margin, bool) or not math.isfinite(margin):
+        raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number")
+    messages = prompt if isinstance(prompt, list) else []
+    if not prompt or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+        return "with an empty prompt, or messages without role or content"
     return _checked(Preference(prompt, text_column(row, "chosen"), text_column(row, "rejected"), float(margin)))
 
 

@@ -419,12 +419,11 @@ def update(
     )
     return state, {name: float(value) for name, value in means.items()} | {
         "first_ratio_deviation": history[0]["ratio_deviation"],
-        "ratio_deviation": max(metrics["ratio_deviation"] for metrics in history),
     }
 
 
 def over_updates(metrics: Mapping[str, Array], tokens: Array) -> dict[str, Array]:
-    """Means over the optimizer steps on one rollout.
+    """Means over the optimizer steps on one rollout, and the largest ratio_deviation.
 
     Those of tokens count by the tokens that they are of: a mean of minibatch means would weigh short minibatches up.
 
@@ -433,4 +432,5 @@ def over_updates(metrics: Mapping[str, Array], tokens: Array) -> dict[str, Array
       tokens: `[U]`, that each learned from.
     """
     weights = tokens / (tokens.sum() + (tokens.sum() == 0))
-    return {name: values.mean() if name in _OF_STEPS else (values * weights).sum() for name, values in metrics.items()}
+    means = {name: values.mean() if name in _OF_STEPS else (values * weights).sum() for name, values in metrics.items()}
+    return means | {"ratio_deviation": metrics["ratio_deviation"].max()}

@@ -219,7 +219,13 @@ def token_advantages(
         bootstrap=jnp.where(goes_on, after, 0),
         num_steps=config.gae_steps,
     )
-    return whiten(advantages, mask) if config.whiten else advantages, advantages + values
+    returns = advantages + values
+    if config.whiten:
+        # A reward that is NaN stays visible in its own row, and spoils no other.
+        finite = jnp.isfinite(advantages)
+        whitened = whiten(jnp.where(finite, advantages, 0), mask & finite)
+        advantages = jnp.where(finite, whitened, advantages)
+    return advantages, returns
 
 
 def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[..., tuple[jax.Array, Logs]]:
@@ -242,12 +248,13 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[.
             values = heads.read(hidden, params.critic.head)
         else:
             values = heads.values(critic, params.critic, *batch[:4])[..., :-1]
-        error = critic_loss(values, batch.returns)
+        returns = jnp.where(mask, batch.returns, 0)  # rubbish there would make the gradient NaN
+        error = critic_loss(values, returns)
         if config.value_clip is not None:
-            old_values = batch.old_values[..., :-1]
-            error = critic_loss(values, batch.returns, old_values=old_values, clip=config.value_clip)
+            old_values = jnp.where(mask, batch.old_values[..., :-1], 0)
+            error = critic_loss(values, returns, old_values=old_values, clip=config.value_clip)
             held_back = jnp.abs(values - old_values) > config.value_clip
-            held_back &= error > critic_loss(values, batch.returns)
+            held_back &= error > critic_loss(values, returns)
             logs.means["value_clip"] = masked_sum(held_back, mask)
         logs.means["critic_loss"] = masked_sum(error, mask)
         return loss + config.value_coef * weighted_sum(error, batch.weights, mask), logs

@@ -132,6 +132,7 @@ def fit(
         if evaluate and config.eval_every and done == 0:
             run.log(phase, 0, evaluate(state.params, frozen))
         with run.progress(phase, config.steps, done) as show:
+            skipped: list[jax.Array] = []
             for number in range(done + 1, config.steps + 1):
                 batch = batches(number - 1)
                 rows, pieces = jax.tree.leaves(batch)[0].shape[0], config.microbatches * devices
@@ -141,7 +142,11 @@ def fit(
                 evaluated = {}
                 if evaluate and config.eval_every and number % config.eval_every == 0:
                     evaluated = evaluate(state.params, frozen)
-                if number % config.log_every == 0 or evaluated:
+                skipped.append(metrics["skipped"])
+                if number % config.log_every == 0 or number == config.steps or evaluated:
+                    # Of all steps since the last line, and without waiting for each.
+                    metrics["skipped"] = max(jax.device_get(skipped))
+                    skipped.clear()
                     metrics = jax.tree.map(float, jax.device_get(metrics))
                     check_gradients(run, f"{phase}_{number:06d}", metrics, batch, _MAX_SKIPPED)
                     run.log(phase, number, metrics | evaluated)

@@ -807,3 +807,10 @@ def test_lengths_may_be_longer_than_the_type_of_the_rewards_can_count():
     # 60 000 + 60 000 tokens are more than float16 holds.
     advantages = opo_advantages(jnp.array([1.0, 0.0], jnp.float16), jnp.array([60_000, 60_000]))
     assert_array_equal(advantages, np.array([0.5, -0.5], np.float16))
+
+
+@pytest.mark.parametrize("group_size", [4, 7])
+def test_rewards_that_cancel_teach_nothing(group_size):
+    # r and 2 - 3r have opposite standardised values: what is left of their sum is rounding.
+    r = np.random.default_rng(0).integers(0, 2, (8, group_size)).astype(np.float32)
+    assert_array_equal(gdpo_advantages(jnp.stack([r, 2 - 3 * r])), np.zeros_like(r))
