@@ -46,6 +46,7 @@ def test_what_cannot_work_is_refused(tmp_path, options, word):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_from_start_to_tables_and_again_resumed(tmp_path, capsys):
     run = tmp_path / "run"
     small = ["--steps", 1, "--warm-steps", 2, "--max-tokens", 4, "--group-size", 2, "--weights", 0.2, "--num-seeds", 1]

@@ -384,6 +384,7 @@ def test_pieces_and_devices_do_not_change_gradients(tmp_path, programs):
     np.testing.assert_allclose(logged, [logged[0]] * 3, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_policy_and_critic_have_their_own_rates(tmp_path):
     config = dataclasses.replace(CONFIG, steps=1, critic_learning_rate=1e-12)
     programs = make_ppo_programs(POLICY, CRITIC, TASK, config)

@@ -125,7 +125,7 @@ def test_every_preset_has_a_finite_gradient_that_masked_tokens_do_not_change(pre
     assert_same_gradient(clean, dirty)
 
 
-@pytest.mark.parametrize("divergence", ["full", "reverse"])
+@pytest.mark.parametrize("divergence", ["full", pytest.param("reverse", marks=pytest.mark.slow)])
 def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_logits(divergence):
     batch, algorithm = ragged_batch()._replace(ref_logprobs=None), PRESETS["grpo"]._replace(kl_coef=0.3)
     batch = batch._replace(weights=F.sequence_mean_weights(batch.completion_mask))

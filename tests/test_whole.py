@@ -51,8 +51,10 @@ def of_ppo(policy, config):
 
 @pytest.mark.parametrize(
     ("config", "params", "make_method"),
-    [(GRPO, PARAMS, grpo_method), (PPO, add_critic(MODEL, PARAMS), of_ppo)],
-    ids=["grpo", "ppo"],
+    [
+        pytest.param(GRPO, PARAMS, grpo_method, id="grpo"),
+        pytest.param(PPO, add_critic(MODEL, PARAMS), of_ppo, id="ppo", marks=pytest.mark.slow),
+    ],
 )
 def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, params, make_method):
     programs, judged = compile_programs(make_method(POLICY, config), POLICY, TASK, config), []
@@ -78,7 +80,9 @@ def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, params, make_
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), history.params, state.params)
 
 
-@pytest.mark.parametrize(("side_by_side", "devices"), [(False, 1), (True, 1), (False, 2)])
+@pytest.mark.parametrize(
+    ("side_by_side", "devices"), [(False, 2), *(pytest.param(x, 1, marks=pytest.mark.slow) for x in (False, True))]
+)
 def test_a_row_is_its_runs(side_by_side, devices):
     config = dataclasses.replace(GRPO, epochs=1, minibatches=1, ref_sync_steps=0, ref_mixup_alpha=1.0)
     run, heldout = whole_run(POLICY, ON_DEVICE, config), heldout_of(ON_DEVICE, config)
