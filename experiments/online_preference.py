@@ -9,13 +9,14 @@ letters, so that its pairs hardly show what repetitions and long words cost. Bes
 toss, and on gold itself. There is no KL: nothing but the reward model holds a policy. `--kl-coef 0.04
 --ref-sync-steps 30` holds it to the policy of the round, as that paper does.
 
-Expect gold to be 1.1 at the start, and to come to 2.2 [1.1, 3.2] online, 1.0 by the coin and 4.1 by gold itself.
-Frozen rises to 1.3 within 30 steps and then falls, to between 0.5 and -8.4 by the seed, while its reward model reports
-more and more: what it likes is repeated letters. Online is above frozen for each of three seeds, also above frozen at
-its best, though with three no interval says so: how far frozen falls differs too much. With two seeds more (`--seed 3
---num-seeds 2`) it is above frozen by 8.3 [3.8, 12.8], and above frozen at its best by 1.0 [0.5, 1.5]. For its first 100 steps online is misled
-as well, by a reward model of few labels; and at the end the models order but 0.57 and 0.62 of the pairs of their own
-policies as gold does. About ten minutes on two CPU cores. Left out: people as judges, larger reward models, ensembles.
+Expect gold to be 1.1 at the start, and to come to 2.2 [1.1, 3.2] online, 1.0 by the coin and 4.1 by gold itself. Frozen
+rises to 1.3 within 30 steps and then falls, to between 0.5 and -8.4 by the seed, while its reward model reports more
+and more: what it likes is repeated letters. Online is above frozen for each of three seeds, also above frozen at its
+best, though with three no interval says so: how far frozen falls differs too much. With two seeds more (`--seed 3
+--num-seeds 2`) it is above frozen by 8.3 [3.8, 12.8], and above frozen at its best by 1.0 [0.5, 1.5]. For its first 100
+steps online is misled as well, by a reward model of few labels; and at the end the models order but 0.57 and 0.62 of
+the pairs of their own policies as gold does. About ten minutes on two CPU cores. Left out: people as judges, larger
+reward models, ensembles.
 
   python -m experiments.online_preference
 """
