@@ -123,6 +123,7 @@ def train(
                     batch = scored(programs.scorer, current, reference, batch, sampler_logprobs, config)
                     if programs.values:
                         batch = batch._replace(old_values=programs.values(state.params, frozen, batch))
+                    batch = jax.block_until_ready(batch)  # so that its time is counted here
 
                 # ---- advantages: rewards against those of the same group, or against a critic
                 with run.timed("advantages"):
