@@ -21,7 +21,7 @@ become short: from 40 tokens to 18 under GRPO, 12 under PPO, 41 under the coin t
 [.65, 1.08] under GRPO, by .67 [-.15, 1.49] under PPO (in one of three seeds it falls again while the reward model's
 rises), by -.04 [-.57, .49] under the coin toss, and by .93 [.89, .96] for the shortest of seven SFT answers: training
 found no score that length alone does not give. The analogue of helpfulness stays at .003, that of honesty rises under
-GRPO from .58 to .72 [.58, .86]. Fifteen minutes of processor time on two CPU cores. Left out: people, helpfulness
+GRPO from .58 to .72 [.58, .86]. Nine minutes on two CPU cores. Left out: people, helpfulness
 pairs, several rounds of collecting pairs.
 
   python -m experiments.hh_rlhf --model DIR --data FILE.jsonl.gz
