@@ -229,7 +229,7 @@ def to_batch(rollout: Rollout, temperature: np.ndarray) -> Batch:
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     """What a reader wants to know of a rollout, as plain numbers.
 
-    Lengths are in tokens, the ending one included; `length_above` is that of completions with more reward than the mean
+    `distinct_share` is of the completions of a group. Lengths are in tokens, the ending one included; `length_above` is that of completions with more reward than the mean
     of their group (the solved ones, where rewards are 0 and 1), `length_below` of those with less.
     """
     completions, components = rollout.completions, rollout.components
@@ -247,6 +247,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
         **{f"{name}_std": float(values.std()) if values.size else None for name, values in moments.items()},
         "not_applicable_share": float(1 - rollout.applicable.mean()),
         "zero_spread_share": float(zero_spread(rollout).mean()),
+        "distinct_share": float(np.mean([len({(*text.ids, text.truncated) for text in group}) / len(group) for group in rollout.texts])),
         "length_mean": float(lengths.mean()),
         "length_min": int(lengths.min()),
         "length_max": int(lengths.max()),

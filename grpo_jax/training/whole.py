@@ -39,7 +39,8 @@ from grpo_jax.training.rollout import (
 )
 from grpo_jax.training.state import Array, Batch, TrainState, init_state
 
-# (what it needs of the prompts [N, ...], completions, key, **options) -> rewards float32 [N, G]
+# (what it needs of the prompts [N, ...], completions, key, **options) -> rewards float32 [N, G]; gold may give several
+# numbers of a completion, [N, G, K]
 DeviceReward = Callable[..., jax.Array]
 
 
@@ -74,7 +75,7 @@ class History(NamedTuple):
 
     params: Params  # the trained ones, at the end
     metrics: dict[str, jax.Array]  # name -> [S]; those of the ordinary loop that can be had on the device
-    heldout: jax.Array  # float32 [E, C, N, G], gold rewards; at step 0, every `eval_every` steps and at the end
+    heldout: jax.Array  # what gold gives, [E, C, N, G]; at step 0, every `eval_every` steps and at the end
 
 
 def prompts_of(task: DeviceTask, steps: int) -> Prompts:
@@ -93,11 +94,20 @@ def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
     return _stacked([Heldout(_encoded(task, call.prompts), *call[1:]) for call in calls])
 
 
+def by_prompt(heldout: Heldout, scores: np.ndarray) -> np.ndarray:
+    """What gold gave (`History.heldout`), `[E, M, n + 1, ...]`: M held-out prompts, n samples and the greedy one last."""
+    counted, greedy = np.asarray(heldout.counted), np.asarray(heldout.greedy)
+    flat = np.asarray(scores)[:, counted]
+    return flat.reshape(len(flat), int((counted & greedy).sum()), -1, *flat.shape[2:])
+
+
 def whole_run(
     policy: Policy,
     task: DeviceTask,
     config: GRPOConfig,
     make_method: Callable[[Policy, GRPOConfig], Method] = grpo_method,
+    *,
+    heldout_temperature: float | None = None,
 ) -> Callable[..., History]:
     """A training run as a pure function, to be compiled, mapped and vmapped.
 
@@ -106,6 +116,7 @@ def whole_run(
       task: its tokens and rewards.
       config: of all that is not given to the function.
       make_method: `grpo_method`, or another function of policy and configuration.
+      heldout_temperature: of held-out completions, for runs that differ in that of training; None: the run's.
 
     Raises:
       UsageError: the configuration cannot work.
@@ -135,7 +146,7 @@ def whole_run(
         def judge(state: TrainState) -> jax.Array:
             actor = method.actor(state.params, frozen)
             key = step_key(seed, EVALUATION, 0)
-            temperature = settings.algorithm.temperature
+            temperature = settings.algorithm.temperature if heldout_temperature is None else heldout_temperature
 
             def call(given: Heldout) -> jax.Array:
                 completions = _sample(
@@ -241,7 +252,10 @@ def _step(method, policy, task, reward, config, state, start, frozen, given, see
     metrics, tokens = jax.tree.map(lambda x: x.reshape(-1), updates)
     lengths = jnp.sum(completions.completion_mask, axis=-1)
     spread = jnp.max(rewards, axis=-1) > jnp.min(rewards, axis=-1)
+    ids = jnp.where(completions.completion_mask, completions.completion_ids, -1)
+    same = jnp.all(ids[:, :, None] == ids[:, None], axis=-1)
     sampled = {
+        "distinct_share": jnp.mean(1 / jnp.sum(same, axis=-1)),
         "reward": jnp.mean(rewards),
         "reward_std": jnp.std(rewards),
         "zero_spread_share": 1 - jnp.mean(spread),

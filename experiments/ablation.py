@@ -1,0 +1,459 @@
+"""What the questions to the seeds share: runs that are one program each, kept as they end, and how claims are judged.
+
+A question is a script with a function of a `Bench` that returns a `Finding`: a table over seeds, and the claims that it
+bears on. `main` answers one; `experiments.reproduce` answers all, and writes them down.
+"""
+
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+import tyro
+
+from experiments.beds import ARITHMETIC, Bed
+from grpo_jax import __version__, cli, terminal
+from grpo_jax.config import GRPOConfig, PPOConfig
+from grpo_jax.errors import UsageError
+from grpo_jax.functional.presets import PRESETS
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.training.grpo import grpo_method
+from grpo_jax.training.loop import Method
+from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.training.run import RunFolder, write_json
+from grpo_jax.training.statistics import Interval, of_runs
+from grpo_jax.training.whole import (
+    DeviceTask,
+    Heldout,
+    History,
+    by_prompt,
+    compile_row,
+    heldout_of,
+    prompts_of,
+    whole_run,
+)
+
+
+class Size(NamedTuple):
+    """How much a preset does."""
+
+    seeds: int
+    steps: int  # of a run
+    num_prompts: int  # of a step, at 8 completions each
+    heldout: int  # prompts
+    evaluations: int  # during a run, at equal distances
+    warm_steps: int  # supervised ones before
+
+
+SIZES = {
+    "smoke": Size(seeds=2, steps=4, num_prompts=8, heldout=16, evaluations=2, warm_steps=5),
+    "cpu": Size(seeds=5, steps=100, num_prompts=32, heldout=500, evaluations=10, warm_steps=700),
+    "gpu": Size(seeds=20, steps=200, num_prompts=64, heldout=1000, evaluations=20, warm_steps=700),
+}
+Preset = Literal["smoke", "cpu", "gpu"]
+START, COIN = "no training", "coin toss"  # the controls of every table
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of a question to the seeds."""
+
+    preset: Preset = "cpu"
+    """smoke: whether it works, in seconds. cpu: 5 seeds of 100 steps, for two cores. gpu: 20 seeds of 200 larger
+    steps, side by side."""
+    seed: int = 0
+    """The first of the seeds."""
+    run_dir: Path = Path("runs/ablations")
+    """Where runs are kept, in a folder for each preset; a run that is there is not repeated."""
+
+
+# ---- settings
+
+
+class Setting(NamedTuple):
+    """What is run with every seed."""
+
+    bed: Bed
+    method: Literal["grpo", "ppo"]
+    shape: Mapping[str, Any]  # fields of the configuration that make another program
+    numbers: Mapping[str, float]  # other fields, and options of the reward: settings that differ in them share one
+
+    def but(self, **changes: Any) -> "Setting":
+        """The same with other fields or options of the reward."""
+        numbers = {name: value for name, value in changes.items() if name in self.numbers}
+        shape = {name: value for name, value in changes.items() if name not in self.numbers}
+        return self._replace(shape={**self.shape, **shape}, numbers={**self.numbers, **numbers})
+
+
+def grpo(bed: Bed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting:
+    """GRPO or another preset, with the preset's constants but for the learning rate, and 0.01 for GRPO's β.
+
+    Args:
+      bed: the task.
+      preset: of `functional.presets`.
+      changes: as for `Setting.but`.
+    """
+    published = PRESETS[preset]
+    constants = {"kl_coef": 0.01 if preset == "grpo" else published.kl_coef} | published.constants
+    if not published.kl_coef:
+        del constants["kl_coef"]  # a traced one would need a reference
+    numbers = {"learning_rate": bed.learning_rate, "temperature": 1.0, "temperature_spread": 0.0} | constants
+    return Setting(bed, "grpo", {"preset": preset}, numbers | {"entropy_coef": 0.0} | dict(bed.options)).but(**changes)
+
+
+def ppo(bed: Bed = ARITHMETIC, **changes: Any) -> Setting:
+    """PPO with a critic of its own; of each prompt one completion, and as many of them as GRPO's groups have.
+
+    Its settings are those that `experiments.ppo` found by the training reward on seeds 10 and 11.
+    """
+    numbers = {"learning_rate": bed.learning_rate, "critic_learning_rate": 1e-3, "kl_coef": 0.02, "gae_lambda": 0.95}
+    numbers |= {"epsilon_low": 0.2, "epsilon_high": 0.2, "entropy_coef": 0.0} | dict(bed.options)
+    return Setting(bed, "ppo", {"group_size": 1}, numbers).but(**changes)
+
+
+# ---- runs
+
+
+class Runs(NamedTuple):
+    """A setting's runs, one a seed."""
+
+    metrics: dict[str, np.ndarray]  # name -> [seeds, S]
+    scores: np.ndarray  # what gold gave, [seeds, E, M, n + 1, ...]: of M held-out prompts, the greedy completion last
+
+    @property
+    def curve(self) -> np.ndarray:
+        """Mean of sampled completions over held-out prompts, `[seeds, E, ...]`."""
+        return self.scores[:, :, :, :-1].mean((2, 3))
+
+    @property
+    def final(self) -> np.ndarray:
+        """The same at the end, `[seeds, ...]`."""
+        return self.curve[:, -1]
+
+
+class Bench:
+    """Runs settings with the seeds of a preset, and keeps what they came to."""
+
+    def __init__(self, config: Config, say: Callable[[str], None] = lambda words: None) -> None:
+        """Opens the folder of a preset.
+
+        Args:
+          config: the options.
+          say: told how far it is.
+
+        Raises:
+          UsageError: the folder has runs of another version.
+        """
+        self.size, self.say = SIZES[config.preset], say
+        self.seeds = range(config.seed, config.seed + self.size.seeds)
+        options = {"preset": config.preset, "seed": config.seed, "version": __version__, **self.size._asdict()}
+        self.run = RunFolder(config.run_dir / config.preset, options)
+        (self.run.path / "runs").mkdir(exist_ok=True)
+        self._starts: dict[tuple[str, int], Any] = {}
+        self._programs: dict[tuple[str, int], Program] = {}
+
+    def runs(self, settings: Mapping[str, Setting]) -> dict[str, Runs]:
+        """What settings come to, by name; those that are not there yet are run."""
+        jobs = [(setting, seed) for setting in settings.values() for seed in self.seeds]
+        missing: dict[str, list[tuple[Setting, int]]] = {}
+        for job in jobs:
+            if not self.file(*job).exists():
+                missing.setdefault(program_of(job[0]), []).append(job)
+        left = sum(map(len, missing.values()))
+        for of_one_program in missing.values():
+            width = at_once(len(of_one_program))
+            for begin in range(0, len(of_one_program), width):
+                self.say(f"{len(jobs) - left} of {len(jobs)} runs")
+                several = of_one_program[begin : begin + width]
+                self._do(several, width)
+                left -= len(several)
+        return {name: _read([self.file(setting, seed) for seed in self.seeds]) for name, setting in settings.items()}
+
+    def start(self, bed: Bed, seed: int) -> Params:
+        """Where training starts."""
+        if (bed.name, seed) not in self._starts:
+            self.say(f"a start of {bed.name}, seed {seed}")
+            params = bed.start(seed, self.size.warm_steps, self.run)
+            self._starts[bed.name, seed] = jax.device_get(params)
+        return self._starts[bed.name, seed]
+
+    def config(self, setting: Setting) -> GRPOConfig:
+        """The configuration of a setting's runs, but for what is traced."""
+        shape: dict[str, Any] = {
+            "steps": self.size.steps,
+            "num_prompts": self.size.num_prompts * (8 if setting.method == "ppo" else 1),
+            "max_tokens": setting.bed.max_tokens,
+            "eval_samples": 1,
+            "old_logprobs": "sampler",
+            "learning_rate": setting.bed.learning_rate,
+        } | dict(setting.shape)
+        shape.setdefault("eval_every", max(1, shape["steps"] // self.size.evaluations))
+        return PPOConfig(**shape) if setting.method == "ppo" else GRPOConfig(**shape)
+
+    def task(self, setting: Setting, seed: int) -> DeviceTask:
+        """The task of a setting's runs with a seed."""
+        num_prompts = self.config(setting).num_prompts
+        return setting.bed.task(num_prompts=num_prompts, seed=seed, heldout=self.size.heldout)
+
+    def histories(self, jobs: Sequence[tuple[Setting, int]], width: int) -> tuple[History, Heldout]:
+        """Runs settings of one program with their seeds at once; a row shorter than `width` is filled up, for one shape
+        is compiled once."""
+        key = program_of(jobs[0][0]), width
+        if key not in self._programs:
+            self._programs[key] = self._make(jobs[0][0], width)
+        program, filled = self._programs[key], [*jobs, *[jobs[-1]] * (width - len(jobs))]
+        setting, steps = jobs[0][0], self.config(jobs[0][0]).steps
+        starts = [self.start(setting.bed, seed) for _, seed in filled]
+        if setting.method == "ppo":
+            starts = [add_critic(setting.bed.model, params) for params in starts]
+        prompts = [prompts_of(self.task(setting, seed), steps) for _, seed in filled]
+        numbers = {name: np.array([s.numbers[name] for s, _ in filled], np.float32) for name in setting.numbers}
+        seeds = [seed for _, seed in filled]
+        history = program.row(_stacked(starts), _stacked(prompts), program.heldout, seeds, numbers)
+        return jax.device_get(history), program.heldout
+
+    def file(self, setting: Setting, seed: int) -> Path:
+        """Where a run is kept: by all that it was told."""
+        digest = hashlib.sha256(_described(setting, seed).encode()).hexdigest()[:16]
+        return self.run.path / "runs" / f"{setting.bed.name}-{setting.method}-{digest}.npz"
+
+    def _do(self, jobs: Sequence[tuple[Setting, int]], width: int) -> None:
+        """Runs settings of one program, and writes them down."""
+        history, heldout = self.histories(jobs, width)
+        for i, (setting, seed) in enumerate(jobs):
+            file = self.file(setting, seed)
+            numbers: dict[str, Any] = {name: values[i] for name, values in history.metrics.items()}
+            with file.with_suffix(".tmp").open("wb") as out:
+                scores = by_prompt(heldout, np.asarray(history.heldout[i]))
+                np.savez_compressed(out, setting=_described(setting, seed), scores=scores, **numbers)
+            os.replace(file.with_suffix(".tmp"), file)
+
+    def _make(self, setting: Setting, width: int) -> "Program":
+        config, task, model = self.config(setting), self.task(setting, 0), setting.bed.model
+
+        def of_ppo(policy: Policy, config: Any) -> Method:
+            return ppo_method(policy, critic_policy(model), config)
+
+        method = of_ppo if setting.method == "ppo" else grpo_method
+        run = whole_run(decoder_policy(model), task, config, method, heldout_temperature=1.0)
+        on_cpu = jax.default_backend() == "cpu"
+        return Program(
+            compile_row(run, side_by_side=not on_cpu, devices=width if on_cpu else 1), heldout_of(task, config)
+        )
+
+
+class Program(NamedTuple):
+    """A row of runs, compiled."""
+
+    row: Callable[..., History]
+    heldout: Heldout
+
+
+def program_of(setting: Setting) -> str:
+    """What settings have in common that are runs of one program."""
+    return json.dumps([setting.bed.name, setting.method, dict(sorted(setting.shape.items())), sorted(setting.numbers)])
+
+
+def at_once(count: int) -> int:
+    """How many of so many runs are one call: one a core, or all side by side on an accelerator."""
+    if jax.default_backend() != "cpu":
+        return count
+    return max(1, min(count, jax.local_device_count(), len(os.sched_getaffinity(0))))
+
+
+def _described(setting: Setting, seed: int) -> str:
+    return json.dumps([program_of(setting), dict(sorted(setting.numbers.items())), seed])
+
+
+def _read(files: Sequence[Path]) -> Runs:
+    loaded = [dict(np.load(file)) for file in files]
+    names = loaded[0].keys() - {"setting", "scores"}
+    metrics = {name: np.stack([run[name] for run in loaded]) for name in sorted(names)}
+    return Runs(metrics, np.stack([run["scores"] for run in loaded]))
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+# ---- findings
+
+
+class Claim(NamedTuple):
+    """What the seeds say, as a number and the range that their words allow it."""
+
+    source: str  # which seed, and where
+    words: str  # its words and figures
+    measure: str  # the number of ours
+    values: Sequence[float] | np.ndarray  # one a seed
+    low: float = 0.0
+    high: float = math.inf
+
+
+class Finding(NamedTuple):
+    """What a question came to."""
+
+    rows: Mapping[str, Mapping[str, Sequence[float]]]  # setting -> column -> a value a seed; START and COIN are there
+    claims: Sequence[Claim]
+    drawn: Sequence[str]  # columns of the figure
+    note: str = ""  # what a reader has to know to read the table
+
+
+def verdict(claim: Claim) -> tuple[Interval, str]:
+    """The mean over seeds with its 95% interval, and whether it bears the claim out.
+
+    "agree": the whole interval is within the range that the words allow. "disagree": none of it is. Else, or where a
+    run has no such number, "undecided". The range is open: equal rows are not better than one another.
+    """
+    interval = of_runs(claim.values)
+    low, high = interval[1:] if len(claim.values) > 1 else (interval.mean,) * 2
+    if claim.low < low and high < claim.high:
+        return interval, "agree"
+    return interval, "disagree" if high <= claim.low or low >= claim.high else "undecided"
+
+
+# (a setting's runs) -> a value a seed
+Column = Callable[[Runs], Sequence[float] | np.ndarray]
+
+
+def accuracy(runs: Runs) -> np.ndarray:
+    """Mean score of sampled held-out completions at the end."""
+    return runs.final
+
+
+def on_the_way(runs: Runs) -> np.ndarray:
+    """The same, as the mean over the run: who learns faster has more."""
+    return runs.curve.mean(1)
+
+
+def last(metric: str, share: float = 0.1) -> Column:
+    """A number of training, as its mean over the last steps."""
+    return lambda runs: runs.metrics[metric][:, -max(1, round(share * runs.metrics[metric].shape[1])) :].mean(1)
+
+
+def table(runs: Mapping[str, Runs], columns: Mapping[str, Column]) -> dict[str, dict[str, list[float]]]:
+    """Rows of a finding, with the start of all runs as the first: what a run has at its first step and evaluation."""
+    some = next(iter(runs.values()))
+    start = Runs({name: values[:, :1] for name, values in some.metrics.items()}, some.scores[:, :1])
+    rows = {START: start} | dict(runs)
+    return {name: {title: list(map(float, read(of))) for title, read in columns.items()} for name, of in rows.items()}
+
+
+def minus(rows: Mapping[str, Mapping[str, Sequence[float]]], column: str, one: str, other: str) -> np.ndarray:
+    """A column of one row minus that of another, seed by seed."""
+    return np.subtract(rows[one][column], rows[other][column])
+
+
+# ---- from the command line
+
+Measure = Callable[[Bench], Finding]
+
+
+def main(measure: Measure, description: str | None) -> None:
+    """Answers one question: a table, its claims with verdicts, and a figure in the folder of runs."""
+    config = tyro.cli(Config, prog=f"python -m experiments.{Path(sys.argv[0]).stem}", description=description)
+    guarded(lambda: _main(measure, config, Path(sys.argv[0]).stem))
+
+
+def guarded(act: Callable[[], None]) -> None:
+    """Does something with all cores as devices; a refusal is one sentence, and what is interrupted can go on."""
+    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+    try:
+        act()
+    except (UsageError, FloatingPointError) as error:
+        cli.refuse(str(error))
+    except KeyboardInterrupt:
+        cli.say_refusal("stopped; the same command goes on where it was")
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)
+
+
+def _main(measure: Measure, config: Config, name: str) -> None:
+    bench, started = Bench(config), time.perf_counter()
+    with bench.run.console.status("starting") as status:
+        bench.say = status.update
+        finding = measure(bench)
+    keep(bench, name, finding)
+    show(bench.run, finding)
+    bench.run.console.print(f"{bench.run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+
+
+def show(run: RunFolder, finding: Finding) -> None:
+    """The table and the verdicts of a finding."""
+    rows = {name: _cells(row) for name, row in finding.rows.items()}
+    seeds = len(next(iter(next(iter(finding.rows.values())).values())))
+    title = f"means over {seeds} seeds ± half a 95% interval"
+    terminal.print_table(run, title, list(next(iter(finding.rows.values()))), rows)
+    judged = {claim.words: [claim.measure, *said(claim)] for claim in finding.claims}
+    terminal.print_table(run, "what the seeds say", ("measured by", "", "allowed", ""), judged)
+
+
+def said(claim: Claim) -> tuple[str, str, str]:
+    """Of a claim: the interval, the range that its words allow, and the verdict, as text."""
+    interval, judged = verdict(claim)
+    allowed = f"{claim.low:g} to {claim.high:g}"
+    if math.isinf(claim.high):
+        allowed = f"above {claim.low:g}"
+    elif math.isinf(claim.low):
+        allowed = f"below {claim.high:g}"
+    return number(interval), allowed, judged
+
+
+def number(interval: Interval) -> str:
+    """A mean and half its 95% interval, "0.953 ± 0.012"; a dash where there is nothing to say."""
+    mean, low, high = interval
+    if math.isnan(mean):
+        return "–"
+    digits = 3 if abs(mean) < 100 else 0
+    return f"{mean:z.{digits}f}" + ("" if math.isnan(low) else f" ± {(high - low) / 2:.{digits}f}")
+
+
+def keep(bench: Bench, name: str, finding: Finding) -> None:
+    """Leaves name.json and name.png in the folder of the preset."""
+    claims = [claim._asdict() | {"values": list(map(float, claim.values))} for claim in finding.claims]
+    write_json(bench.run.path / f"{name}.json", finding._asdict() | {"claims": claims})
+    save_figure(bench.run.path / f"{name}.png", finding)
+
+
+def save_figure(path: Path, finding: Finding) -> None:
+    """Means with their intervals as dots and bars, a panel a column below one another: black on white, to be read on a
+    phone. Lines through the panels are the controls."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = [name for name in finding.rows if name not in (START, COIN)]
+    height = sum(0.7 + 0.24 * len(shown) for _ in finding.drawn)
+    figure, axes = plt.subplots(len(finding.drawn), 1, figsize=(4.5, height), layout="constrained", squeeze=False)
+    for axis, column in zip(axes[:, 0], finding.drawn, strict=True):
+        for place, name in enumerate(reversed(shown)):
+            mean, low, high = of_runs(finding.rows[name][column])
+            axis.plot(mean, place, "o", color="black", markersize=5)
+            if not math.isnan(low):
+                axis.plot((low, high), (place, place), color="black", linewidth=1.2)
+        for control, style in ((START, ":"), (COIN, "--")):
+            value = of_runs(finding.rows[control][column]).mean
+            if not math.isnan(value):
+                axis.axvline(value, color="0.4", linestyle=style, linewidth=1, label=control)
+        axis.set_yticks(range(len(shown)), reversed(shown), fontsize=9)
+        axis.set_ylim(-0.7, len(shown) - 0.3)
+        axis.set_xlabel(column, fontsize=10)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0, 0].legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _cells(row: Mapping[str, Sequence[float]]) -> list[str]:
+    return [number(of_runs(values)) for values in row.values()]

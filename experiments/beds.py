@@ -1,0 +1,122 @@
+"""Where the ablations run: small made-up tasks whose rewards are computed on the device, and where training starts.
+
+`ARITHMETIC` is the task of `experiments.arithmetic` with its warm start. `WORDS` are those of
+`grpo_jax.tasks.letters`, with a start that writes words at random, and a reward that can be gamed.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import arithmetic as additions
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks import arithmetic
+from grpo_jax.tasks.task import Prompts, pad_completions
+from grpo_jax.training.run import RunFolder
+from grpo_jax.training.whole import DeviceTask
+
+
+class Bed(NamedTuple):
+    """A task and its start."""
+
+    name: str
+    model: ModelConfig
+    max_tokens: int
+    task: Callable[..., DeviceTask]  # (num_prompts, seed, heldout: how many prompts) -> task
+    start: Callable[..., Params]  # (seed, steps, run) -> where training starts
+    options: Mapping[str, float]  # of the reward, with what they are unless a setting says otherwise
+    learning_rate: float = 4e-4
+
+
+# ---- rewards
+
+
+def addition_reward(
+    targets: jax.Array,
+    completions: Completions,
+    key: jax.Array,
+    *,
+    graded: Any = 0.0,
+    coin: Any = 0.0,
+    gaussian: Any = 0.0,
+    heavy: Any = 0.0,
+    flip: Any = 0.0,
+    sharpness: Any = 0.0,
+    shift: Any = 0.0,
+    scale: Any = 0.0,
+) -> jax.Array:
+    """Whether an answer is right, or how many of its tokens are, with what may be wrong with a reward.
+
+    Args:
+      targets: the answers with EOS and padding, int32 `[N, T]`.
+      completions: `[N, G, T]`.
+      key: of the noise.
+      graded: 1: the share of tokens that are right, in [0, 1]; 0: all or nothing.
+      coin: 1: a coin toss instead.
+      gaussian: deviation of normal noise on each reward.
+      heavy: scale of noise with Student's t distribution at 2 degrees of freedom, whose variance is infinite.
+      flip: probability that a reward r is 1 − r.
+      sharpness: c of the distortion (exp(c r) − 1) / c, which keeps the order; 0: none.
+      shift: deviation of a number that is added to all rewards of a prompt, and drawn again in each step.
+      scale: deviation of the logarithm of a factor on all rewards of a prompt, drawn likewise.
+
+    Returns:
+      Rewards `[N, G]`.
+    """
+    right = completions.completion_ids == targets[:, None]
+    reward = jnp.where(graded > 0, jnp.mean(right, axis=-1), jnp.all(right, axis=-1).astype(jnp.float32))
+    keys, shape, of_prompt = jax.random.split(key, 6), reward.shape, (reward.shape[0], 1)
+    reward = jnp.where(coin > 0, jax.random.bernoulli(keys[0], 0.5, shape), reward)
+    reward = jnp.where(jax.random.bernoulli(keys[1], flip, shape), 1 - reward, reward)
+    bent = jnp.expm1(sharpness * reward) / jnp.where(sharpness > 0, sharpness, 1)
+    reward = jnp.where(sharpness > 0, bent, reward)
+    u = jax.random.uniform(keys[3], shape, minval=1e-6, maxval=1 - 1e-6)
+    student = (2 * u - 1) / jnp.sqrt(2 * u * (1 - u))  # its quantile
+    reward += gaussian * jax.random.normal(keys[2], shape) + heavy * student
+    drawn = jax.random.normal(keys[4], of_prompt), jax.random.normal(keys[5], of_prompt)
+    return reward * jnp.exp(scale * drawn[0]) + shift * drawn[1]
+
+
+def addition_is_right(targets: jax.Array, completions: Completions, key: jax.Array) -> jax.Array:
+    """1 where a completion is the answer and nothing but it."""
+    return addition_reward(targets, completions, key)
+
+
+# ---- beds
+
+
+def _additions(*, num_prompts: int, seed: int, heldout: int) -> DeviceTask:
+    task = arithmetic.arithmetic_task(num_prompts=num_prompts, seed=seed)
+
+    def targets(examples) -> np.ndarray:
+        answers = [[[*arithmetic.TEXT.encode(row["answer"]), arithmetic.EOS_ID]] for row in examples]
+        ids, mask = pad_completions(answers, arithmetic.MAX_TOKENS)
+        return np.where(mask, ids, arithmetic.PAD_ID)[:, 0].astype(np.int32)
+
+    return DeviceTask(task._replace(heldout=first(task.heldout, heldout)), targets, addition_reward, addition_is_right)
+
+
+def _start_of_additions(seed: int, steps: int, run: RunFolder) -> Params:
+    config = additions.WarmStart(warm_steps=steps)
+    return additions.warm_start(decoder_policy(additions.MODEL), config, seed, run, phase=f"additions_{seed}")
+
+
+def first(prompts: Prompts, count: int) -> Prompts:
+    """The first of some prompts."""
+    return Prompts(prompts.ids[:count], prompts.mask[:count], prompts.examples[:count])
+
+
+ARITHMETIC = Bed(
+    "additions",
+    additions.MODEL,
+    arithmetic.MAX_TOKENS,
+    _additions,
+    _start_of_additions,
+    dict.fromkeys(("graded", "coin", "gaussian", "heavy", "flip", "sharpness", "shift", "scale"), 0.0),
+)
