@@ -1,7 +1,7 @@
 """Exact advantages where all completions can be counted up, and how far an estimate of them is off.
 
-A completion is a row of exactly T tokens: what follows its EOS is padding, for certain. A function of completions is an
-array `[N, V, …, V]` with an axis a token, so that an expectation given the first t tokens is a sum over the axes behind.
+A completion is a row of exactly T tokens: what follows its EOS is padding, for certain. A function of completions is
+an array `[N, V, …, V]` with an axis a token: an expectation given the first t tokens is a sum over the axes behind.
 
 Letters: N prompts, P their width, V tokens of the vocabulary, T of a completion, L = Vᵀ completions.
 """
