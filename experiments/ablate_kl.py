@@ -1,9 +1,9 @@
 """Does a KL coefficient of 0.01 work everywhere, and is GRPO less sensitive to it than PPO?
 
-Seed 000: "β = 0.01 works across tasks, compared to PPO's typical β ∈ [0.001, 0.1] sensitivity". Here β goes from 0 to 1
-for both methods on additions, each at its own tuned learning rate: GRPO has the KL (k3) in the loss, PPO (k1) in the
-reward. Sensitivity is the best minus the worst accuracy between 0.001 and 0.1. Expect little difference up to 0.1 for
-either method, and a policy that hardly leaves its start at 1. About two minutes for the cpu preset on two cores.
+Seed 000: "β = 0.01 works across tasks, compared to PPO's typical β ∈ [0.001, 0.1] sensitivity". Here β goes from 0 to
+1 for both methods on additions, each at its own tuned learning rate: GRPO has the KL (k3) in the loss, PPO (k1) in
+the reward. Sensitivity is the best minus the worst accuracy between 0.001 and 0.1. Expect little difference up to 0.1
+for either method, and a policy that hardly leaves its start at 1. About two minutes for the cpu preset on two cores.
 
   python -m experiments.ablate_kl --preset cpu
 """
@@ -28,7 +28,7 @@ def measure(bench: Bench) -> Finding:
         Claim(
             "000, KL Regularization",
             "β = 0.01 works",
-            "accuracy of GRPO with β 0.01 minus that without KL",
+            "accuracy of GRPO with β 0.01 − that without KL",
             minus(rows, "accuracy", "GRPO, β 0.01", "GRPO, β 0"),
             low=-0.02,
         ),
