@@ -420,12 +420,14 @@ def answer(bench: Bench, name: str, measure: Measure) -> Answer:
     return Answer(finding, seconds)
 
 
-def kept(bench: Bench, name: str) -> Answer | None:
-    """What `answer` left, if it has been there."""
-    file = bench.run.path / f"{name}.json"
-    if not file.exists():
-        return None
-    known = json.loads(file.read_text())
+def is_kept(bench: Bench, name: str) -> bool:
+    """Whether a question was answered."""
+    return (bench.run.path / f"{name}.json").exists()
+
+
+def kept(bench: Bench, name: str) -> Answer:
+    """What `answer` left."""
+    known = json.loads((bench.run.path / f"{name}.json").read_text())
 
     def numbers(values: Sequence[float | None]) -> list[float]:
         return [math.nan if value is None else value for value in values]  # JSON has neither NaN nor infinity

@@ -17,6 +17,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -59,12 +60,10 @@ def main(config: Config) -> None:
     bench, answers = Bench(config), dict[str, Answer]()
     with bench.run.progress("question", len(QUESTIONS)) as show:
         for number, name in enumerate(QUESTIONS):
-            bench.say = lambda words, number=number, name=name: show(number, f"{name}: {words}")
-            bench.say("starting")
-            known = ablation.kept(bench, name)
-            answers[name] = known or ablation.answer(
-                bench, name, importlib.import_module(f"experiments.{name}").measure
-            )
+            bench.say = partial(_say, show, number, name)
+            if not ablation.is_kept(bench, name):
+                ablation.answer(bench, name, importlib.import_module(f"experiments.{name}").measure)
+            answers[name] = ablation.kept(bench, name)  # as it is read, so that a page made again is the same
         show(len(QUESTIONS), "")
     page = write_results(bench, config, answers)
     counts = Counter(said(claim)[-1] for known in answers.values() for claim in known.finding.claims)
