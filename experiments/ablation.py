@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 import tyro
+from rich.console import Console
 
 from experiments.beds import ARITHMETIC, Bed
 from grpo_jax import __version__, cli, terminal
@@ -159,6 +160,7 @@ class Bench:
         options = {"preset": config.preset, "seed": config.seed, "version": __version__, **self.size._asdict()}
         self.run = RunFolder(config.run_dir / config.preset, options)
         (self.run.path / "runs").mkdir(exist_ok=True)
+        self._folder_of_starts = RunFolder(self.run.path / "starts", options, console=Console(quiet=True))
         self._starts: dict[tuple[str, int], Any] = {}
         self._programs: dict[tuple[str, int], Program] = {}
 
@@ -183,7 +185,7 @@ class Bench:
         """Where training starts."""
         if (bed.name, seed) not in self._starts:
             self.say(f"a start of {bed.name}, seed {seed}")
-            params = bed.start(seed, self.size.warm_steps, self.run)
+            params = bed.start(seed, self.size.warm_steps, self._folder_of_starts)
             self._starts[bed.name, seed] = jax.device_get(params)
         return self._starts[bed.name, seed]
 
