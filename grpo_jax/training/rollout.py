@@ -247,7 +247,9 @@ def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
         **{f"{name}_std": float(values.std()) if values.size else None for name, values in moments.items()},
         "not_applicable_share": float(1 - rollout.applicable.mean()),
         "zero_spread_share": float(zero_spread(rollout).mean()),
-        "distinct_share": float(np.mean([len({(*text.ids, text.truncated) for text in group}) / len(group) for group in rollout.texts])),
+        "distinct_share": float(
+            np.mean([len({(*text.ids, text.truncated) for text in group}) / len(group) for group in rollout.texts])
+        ),
         "length_mean": float(lengths.mean()),
         "length_min": int(lengths.min()),
         "length_max": int(lengths.max()),
