@@ -41,6 +41,9 @@ QUESTIONS = (
     "curriculum",
     "estimators",
 )
+SEEDS = """The seeds are the texts that this library implements: 000 and 001 are the posts that announced GRPO in
+September 2022, 003 are notes on PPO and GRPO. None of them published data. What they say of other tasks and sizes is
+not refuted by what a small model does on additions: here is what can be seen of it in minutes, by anyone."""
 RULE = """Each claim is a number of ours and the range that its words allow, both stated before the runs. Over seeds the
 number has a mean and Student's 95% interval. **Agree**: the whole interval is inside the range. **Disagree**: all of it
 is outside. **Undecided**: the rest. Numbers without any chance in them have no interval. Nothing is corrected for there
@@ -92,6 +95,8 @@ def write_results(bench: Bench, config: Config, answers: Mapping[str, Answer]) -
         f"`python -m experiments.reproduce --preset {config.preset}`: seeds {bench.seeds[0]} to {bench.seeds[-1]} "
         f"({size}), {seconds / 60:.0f} minutes on {_hardware()}. Of {len(claims)} claims we "
         f"agree with {total['agree']}, disagree with {total['disagree']}, and cannot decide {total['undecided']}.",
+        "",
+        SEEDS,
         "",
         RULE,
         "",
