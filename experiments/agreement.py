@@ -20,10 +20,10 @@ himself as with others, as the published figures do not. Half a minute for the c
 import numpy as np
 
 from experiments.ablation import COIN, START, Bench, Claim, Finding, main, minus
-from experiments.annotators import Kind, agreement, calibration_errors, draw, fit, ranks, scored, standardised
+from experiments.annotators import Kind, agreement, as_given, calibration_errors, draw, fit, ranks, scored, standardised
 
 SPREADS, NOISE = {"small": 0.25, "medium": 0.5, "large": 1.0}, 0.5
-VIEWS = {"scores": np.asarray, "ranks": ranks, "advantages": standardised}
+VIEWS = {"scores": as_given, "ranks": ranks, "advantages": standardised}
 
 
 def measure(bench: Bench) -> Finding:

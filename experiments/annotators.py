@@ -59,6 +59,11 @@ def concordance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return 2 * covariance / (x.var(axes) + y.var(axes) + (x.mean(axes) - y.mean(axes)) ** 2)
 
 
+def as_given(scores: np.ndarray) -> np.ndarray:
+    """The scores themselves."""
+    return scores
+
+
 def ranks(scores: np.ndarray) -> np.ndarray:
     """Within a prompt, from 0."""
     return scores.argsort(-1).argsort(-1)
@@ -69,14 +74,12 @@ def standardised(scores: np.ndarray) -> np.ndarray:
     return (scores - scores.mean(-1, keepdims=True)) / scores.std(-1, keepdims=True)
 
 
-def agreement(
-    scores: np.ndarray, view: Callable[[np.ndarray], np.ndarray] = lambda scores: scores, *, again: bool = False
-) -> float:
+def agreement(scores: np.ndarray, view: Callable[[np.ndarray], np.ndarray] = as_given, *, again: bool = False) -> float:
     """Mean concordance of two annotators, or of the same annotator in two sessions.
 
     Args:
       scores: of `scored`.
-      view: what is compared: `ranks`, `standardised`, or the scores themselves.
+      view: what is compared: `as_given`, `ranks` or `standardised`.
       again: the same annotator.
     """
     seen = view(scores)

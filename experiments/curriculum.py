@@ -64,7 +64,7 @@ def solve_rates(bench: Bench) -> dict[str, np.ndarray]:
     """Of held-out additions, by row: at the start, half way and at the end, `[3, seeds]`."""
     runs = bench.runs({COIN: grpo(coin=1.0)} | {kind: grpo(graded=value) for kind, value in REWARDS.items()})
     number = carries(bench.task(grpo(), 0).task.heldout.examples)
-    rates = {}
+    rates = dict[str, np.ndarray]()
     for kind, run in runs.items():
         of_prompts = run.scores[..., :-1].mean(-1)[:, [0, run.scores.shape[1] // 2, -1]].swapaxes(0, 1)
         if kind == COIN:

@@ -5,14 +5,14 @@ Letters: N prompts, B completions sampled of each, G of a group, T tokens, R set
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from experiments.ablation import COIN, START, Bench, grpo
+from experiments.ablation import COIN, START, Bench
 from experiments.beds import ARITHMETIC
 from grpo_jax.config import GRPOConfig
 from grpo_jax.models.policy import Policy, decoder_policy
@@ -179,5 +179,5 @@ def _sampled(params: Params, ids: jax.Array, mask: jax.Array, key: jax.Array, po
 
 
 @cache
-def _teacher(preset: str) -> Callable[..., Lesson]:
+def _teacher(preset: Literal["grpo", "dr_grpo"]) -> Callable[..., Lesson]:
     return make_teacher(decoder_policy(ARITHMETIC.model), GRPOConfig(preset=preset, kl_coef=0.0))
