@@ -12,7 +12,7 @@ calibration of P(i better than j) = σ(k · difference of scores), with k fitted
 model: within a prompt, and across prompts and annotators. "no training" are annotators without spread, "coin toss"
 gives scores of chance alone; seeds are draws of everything. Expect ranks to win where the spread is large and to lose
 where there is none, for they throw away what prompts differ by; and an annotator to agree at least as well with
-himself as with others, as the published figures do not. Half a minute for the cpu preset.
+himself as with others, as the published figures do not. Ten seconds for the cpu preset.
 
   python -m experiments.agreement --preset cpu
 """
