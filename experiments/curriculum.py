@@ -57,7 +57,7 @@ def measure(bench: Bench) -> Finding:
         hard("the best, graded", "largest A, 0 right, graded", column("0 of 8 right, graded", "best A")),
         hard("Natural Curriculum", "gained by half, no carry minus two", gains["no carry"] - gains["two carries"]),
     ]
-    return Finding(rows, claims, drawn=["|A|", "gradient", "cosine", "end"])
+    return Finding(rows, claims, drawn=["|A|", "gradient", "cosine"])
 
 
 def solve_rates(bench: Bench) -> dict[str, np.ndarray]:
