@@ -12,14 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import arithmetic as additions
+from experiments import multi_objective as words
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.tasks import arithmetic
+from grpo_jax.tasks import arithmetic, letters
 from grpo_jax.tasks.task import Prompts, pad_completions
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.whole import DeviceTask
+
+LONG_ENOUGH = 8  # letters of a word
+# One layer, for a word is sixteen tokens.
+WRITER = ModelConfig(letters.TEXT.vocab_size, 64, 128, num_hidden_layers=1, initializer_range=0.1)
 
 
 class Bed(NamedTuple):
@@ -88,6 +93,62 @@ def addition_is_right(targets: jax.Array, completions: Completions, key: jax.Arr
     return addition_reward(targets, completions, key)
 
 
+def word_scores(targets: jax.Array, completions: Completions, key: jax.Array) -> jax.Array:
+    """What a word is worth, and by what it may have been paid for something else.
+
+    The gold score is a product of three shares: of the prompt's letters, those that the word has; of the word's
+    letters, those that it had not had before; and 8 / length for a word of more than 8 letters. "back" is worth 1 for
+    "cab:". What is longer than it need be loses by the third, what repeats a letter by the second.
+
+    Args:
+      targets: letters of prompts, int32 `[N, 3]`.
+      completions: `[N, G, T]`.
+      key: not read.
+
+    Returns:
+      `[N, G, 3]`: the gold score, in [0, 1]; the length in letters; the share of letters that are repeated.
+    """
+    del key
+    is_letter = completions.completion_mask & (completions.completion_ids != letters.TEXT.eos_id)
+    ids = jnp.where(is_letter, completions.completion_ids, -1)
+    has = jnp.any(ids[..., None] == jnp.arange(letters.TEXT.vocab_size), axis=-2)  # [N, G, V]
+    given = jnp.mean(jnp.take_along_axis(has, targets[:, None], axis=-1), axis=-1)
+    length = jnp.sum(is_letter, axis=-1)
+    new = jnp.sum(has, axis=-1) / jnp.maximum(length, 1)
+    gold = given * new * jnp.minimum(1, LONG_ENOUGH / jnp.maximum(length, 1))
+    return jnp.stack([gold, length, jnp.where(length > 0, 1 - new, 0)], axis=-1)
+
+
+def word_reward(
+    targets: jax.Array,
+    completions: Completions,
+    key: jax.Array,
+    *,
+    coin: Any = 0.0,
+    length: Any = 0.0,
+    repetition: Any = 0.0,
+    constant: Any = 0.0,
+) -> jax.Array:
+    """The gold score of words, with what a reward may pay for beside it.
+
+    Args:
+      targets: letters of prompts, int32 `[N, 3]`.
+      completions: `[N, G, T]`.
+      key: of the coin.
+      coin: 1: a coin toss instead of all else.
+      length: what T letters earn; fewer earn their share of it.
+      repetition: the same for letters that the word had before.
+      constant: what every word of every prompt earns.
+
+    Returns:
+      Rewards `[N, G]`.
+    """
+    gold, letters_of, repeated = jnp.moveaxis(word_scores(targets, completions, key), -1, 0)
+    share = letters_of / completions.completion_ids.shape[-1]
+    reward = gold + length * share + repetition * share * repeated + constant
+    return jnp.where(coin > 0, jax.random.bernoulli(key, 0.5, reward.shape), reward)
+
+
 # ---- beds
 
 
@@ -107,6 +168,20 @@ def _start_of_additions(seed: int, steps: int, run: RunFolder) -> Params:
     return additions.warm_start(decoder_policy(additions.MODEL), config, seed, run, phase=f"additions_{seed}")
 
 
+def _words(*, num_prompts: int, seed: int, heldout: int) -> DeviceTask:
+    task = letters.letters_task(words.own, num_prompts=num_prompts, seed=seed)
+
+    def targets(examples) -> np.ndarray:
+        return np.array([letters.TEXT.encode(row["letters"]) for row in examples], np.int32)
+
+    return DeviceTask(task._replace(heldout=first(task.heldout, heldout)), targets, word_reward, word_scores)
+
+
+def _start_of_words(seed: int, steps: int, run: RunFolder) -> Params:
+    config = words.Config(seed=seed, warm_steps=max(1, steps * 3 // 7), max_tokens=letters.MAX_TOKENS)
+    return words.warm_start(decoder_policy(WRITER), config, run, lengths=(3, LONG_ENOUGH), phase="words")
+
+
 def first(prompts: Prompts, count: int) -> Prompts:
     """The first of some prompts."""
     return Prompts(prompts.ids[:count], prompts.mask[:count], prompts.examples[:count])
@@ -119,4 +194,14 @@ ARITHMETIC = Bed(
     _additions,
     _start_of_additions,
     dict.fromkeys(("graded", "coin", "gaussian", "heavy", "flip", "sharpness", "shift", "scale"), 0.0),
+)
+
+WORDS = Bed(
+    "words",
+    WRITER,
+    letters.MAX_TOKENS,
+    _words,
+    _start_of_words,
+    dict.fromkeys(("coin", "length", "repetition", "constant"), 0.0),
+    learning_rate=1e-3,
 )

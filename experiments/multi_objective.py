@@ -169,25 +169,32 @@ def phase_of(method: str, weight: float, seed: int) -> str:
     return f"{method}_{seed}" if weight == EQUAL else f"{method}_own{weight:g}_{seed}"
 
 
-def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
-    """Parameters that write words with some letters of the prompt and some in order."""
+def warm_start(
+    policy: Policy,
+    config: Config,
+    run: RunFolder,
+    *,
+    lengths: tuple[int, int] = (1, LONGEST),
+    phase: str = "warm",
+) -> Params:
+    """Parameters that write words with some letters of the prompt and some in order, of a length between these two."""
     prompts_of = letters.letters_task(own, num_prompts=WARM_BATCH, seed=config.seed).prompts
 
     def words(step: int) -> Batch:
         prompts, generator = prompts_of(step), rng(config.seed, 1, step)
-        tokens = [[word(row["letters"], generator)[: config.max_tokens]] for row in prompts.examples]
+        tokens = [[word(row["letters"], generator, *lengths)[: config.max_tokens]] for row in prompts.examples]
         ids, mask = pad_completions(tokens, config.max_tokens)
         return Batch(prompts.ids, prompts.mask, ids, mask, np.ones((WARM_BATCH, 1), np.float32))
 
     warm = SupervisedConfig(config.warm_steps, learning_rate=2e-3)
     params = jax.jit(policy.init)(jax.random.key(config.seed))
-    return train_sft(policy, params, words, warm, run, phase=f"warm_{config.seed}").params
+    return train_sft(policy, params, words, warm, run, phase=f"{phase}_{config.seed}").params
 
 
-def word(given: str, generator: np.random.Generator) -> list[int]:
-    """Ids of 1 to 15 letters at random, and EOS: each is one of those given, or the next in the alphabet, or any."""
+def word(given: str, generator: np.random.Generator, shortest: int = 1, longest: int = LONGEST) -> list[int]:
+    """Ids of letters at random, and EOS: each letter is one of those given, or the next in the alphabet, or any."""
     ids: list[int] = []
-    for kind in generator.choice(3, generator.integers(1, LONGEST + 1), p=(0.25, 0.25, 0.5)):
+    for kind in generator.choice(3, generator.integers(shortest, longest + 1), p=(0.25, 0.25, 0.5)):
         following = ids[-1] + 1 if ids and ids[-1] + 1 < len(letters.LETTERS) else 0
         of_given = letters.LETTERS.index(given[generator.integers(3)])
         ids.append((of_given, following, int(generator.integers(len(letters.LETTERS))))[kind])
