@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 import tyro
+from rich.console import Console
 
 from experiments.beds import ARITHMETIC, Bed
 from grpo_jax import __version__, cli, terminal
@@ -112,13 +113,13 @@ def grpo(bed: Bed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting
 
 
 def ppo(bed: Bed = ARITHMETIC, **changes: Any) -> Setting:
-    """PPO with a critic of its own; of each prompt one completion, and as many of them as GRPO's groups have.
+    """PPO with a critic of its own, on groups like GRPO's.
 
-    Its settings are those that `experiments.ppo` found by the training reward on seeds 10 and 11.
+    Its settings are those of `experiments.ppo`, which were chosen by the training reward on seeds 10 and 11.
     """
     numbers = {"learning_rate": bed.learning_rate, "critic_learning_rate": 1e-3, "kl_coef": 0.02, "gae_lambda": 0.95}
     numbers |= {"epsilon_low": 0.2, "epsilon_high": 0.2, "entropy_coef": 0.0} | dict(bed.options)
-    return Setting(bed, "ppo", {"group_size": 1}, numbers).but(**changes)
+    return Setting(bed, "ppo", {"group_size": 8}, numbers).but(**changes)
 
 
 # ---- runs
@@ -159,6 +160,7 @@ class Bench:
         options = {"preset": config.preset, "seed": config.seed, "version": __version__, **self.size._asdict()}
         self.run = RunFolder(config.run_dir / config.preset, options)
         (self.run.path / "runs").mkdir(exist_ok=True)
+        self._folder_of_starts = RunFolder(self.run.path / "starts", options, console=Console(quiet=True))
         self._starts: dict[tuple[str, int], Any] = {}
         self._programs: dict[tuple[str, int], Program] = {}
 
@@ -183,7 +185,7 @@ class Bench:
         """Where training starts."""
         if (bed.name, seed) not in self._starts:
             self.say(f"a start of {bed.name}, seed {seed}")
-            params = bed.start(seed, self.size.warm_steps, self.run)
+            params = bed.start(seed, self.size.warm_steps, self._folder_of_starts)
             self._starts[bed.name, seed] = jax.device_get(params)
         return self._starts[bed.name, seed]
 
@@ -191,7 +193,7 @@ class Bench:
         """The configuration of a setting's runs, but for what is traced."""
         shape: dict[str, Any] = {
             "steps": self.size.steps,
-            "num_prompts": self.size.num_prompts * (8 if setting.method == "ppo" else 1),
+            "num_prompts": self.size.num_prompts,
             "max_tokens": setting.bed.max_tokens,
             "eval_samples": 1,
             "old_logprobs": "sampler",
@@ -323,7 +325,7 @@ def verdict(claim: Claim) -> tuple[Interval, str]:
 
 
 # (a setting's runs) -> a value a seed
-Column = Callable[[Runs], Sequence[float] | np.ndarray]
+Column = Callable[[Runs], np.ndarray]
 
 
 def accuracy(runs: Runs) -> np.ndarray:
@@ -334,6 +336,20 @@ def accuracy(runs: Runs) -> np.ndarray:
 def on_the_way(runs: Runs) -> np.ndarray:
     """The same, as the mean over the run: who learns faster has more."""
     return runs.curve.mean(1)
+
+
+def reward_noise(runs: Runs) -> np.ndarray:
+    """Deviation of the training reward from step to step, with its trend taken off by differences."""
+    return np.diff(runs.metrics["reward"], axis=1).std(1) / np.sqrt(2)
+
+
+def steps_to(runs: Runs, targets: np.ndarray) -> np.ndarray:
+    """Where the accuracy of each seed first reaches its target, by interpolation; the whole run if it never does."""
+    steps, found = runs.metrics["reward"].shape[1], []
+    for curve, target in zip(runs.curve, targets, strict=True):
+        at, highest = np.linspace(0, steps, len(curve)), np.maximum.accumulate(curve)
+        found.append(np.interp(target, highest, at) if highest[-1] >= target else steps)
+    return np.array(found)
 
 
 def last(metric: str, share: float = 0.1) -> Column:
@@ -379,23 +395,71 @@ def guarded(act: Callable[[], None]) -> None:
 
 
 def _main(measure: Measure, config: Config, name: str) -> None:
-    bench, started = Bench(config), time.perf_counter()
+    bench = Bench(config)
     with bench.run.console.status("starting") as status:
         bench.say = status.update
-        finding = measure(bench)
-    keep(bench, name, finding)
-    show(bench.run, finding)
-    bench.run.console.print(f"{bench.run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+        kept = answer(bench, name, measure)
+    show(bench.run, kept.finding)
+    bench.run.console.print(f"{bench.run.compilations()} programs compiled, {kept.seconds:.0f} s")
+    bench.run.console.print(f"to look at: {bench.run.path / name}.png", markup=False, highlight=False, soft_wrap=True)
+
+
+class Answer(NamedTuple):
+    """What is kept of a question."""
+
+    finding: Finding
+    seconds: float  # that it took, without what was there already
+
+
+def answer(bench: Bench, name: str, measure: Measure) -> Answer:
+    """Measures, and leaves name.json and name.png in the folder of the preset."""
+    started = time.perf_counter()
+    finding = measure(bench)
+    save_figure(bench.run.path / f"{name}.png", finding)
+    claims = [claim._asdict() | {"values": list(map(float, claim.values))} for claim in finding.claims]
+    seconds = time.perf_counter() - started
+    write_json(bench.run.path / f"{name}.json", finding._asdict() | {"claims": claims, "seconds": seconds})
+    return Answer(finding, seconds)
+
+
+def is_kept(bench: Bench, name: str) -> bool:
+    """Whether a question was answered."""
+    return (bench.run.path / f"{name}.json").exists()
+
+
+def kept(bench: Bench, name: str) -> Answer:
+    """What `answer` left."""
+    known = json.loads((bench.run.path / f"{name}.json").read_text())
+
+    def numbers(values: Sequence[float | None]) -> list[float]:
+        return [math.nan if value is None else value for value in values]  # JSON has neither NaN nor infinity
+
+    rows = {row: {column: numbers(x) for column, x in columns.items()} for row, columns in known["rows"].items()}
+    claims = [
+        Claim(**claim)._replace(
+            values=numbers(claim["values"]),
+            low=-math.inf if claim["low"] is None else claim["low"],
+            high=math.inf if claim["high"] is None else claim["high"],
+        )
+        for claim in known["claims"]
+    ]
+    return Answer(Finding(rows, claims, known["drawn"], known["note"]), known["seconds"])
 
 
 def show(run: RunFolder, finding: Finding) -> None:
     """The table and the verdicts of a finding."""
-    rows = {name: _cells(row) for name, row in finding.rows.items()}
-    seeds = len(next(iter(next(iter(finding.rows.values())).values())))
-    title = f"means over {seeds} seeds ± half a 95% interval"
-    terminal.print_table(run, title, list(next(iter(finding.rows.values()))), rows)
-    judged = {claim.words: [claim.measure, *said(claim)] for claim in finding.claims}
-    terminal.print_table(run, "what the seeds say", ("measured by", "", "allowed", ""), judged)
+    columns, rows = cells(finding)
+    terminal.print_table(run, "means over seeds ± half a 95% interval", columns, rows)
+    judged = {claim.measure: [claim.words, *said(claim)] for claim in finding.claims}
+    terminal.print_table(run, "what the seeds say of it", ("", "measured", "allowed", "verdict"), judged)
+    if finding.note:
+        run.console.print(finding.note)
+
+
+def cells(finding: Finding) -> tuple[list[str], dict[str, list[str]]]:
+    """The columns of a finding, and its rows as text."""
+    rows = {name: [number(of_runs(values)) for values in row.values()] for name, row in finding.rows.items()}
+    return list(next(iter(finding.rows.values()))), rows
 
 
 def said(claim: Claim) -> tuple[str, str, str]:
@@ -416,13 +480,6 @@ def number(interval: Interval) -> str:
         return "–"
     digits = 3 if abs(mean) < 100 else 0
     return f"{mean:z.{digits}f}" + ("" if math.isnan(low) else f" ± {(high - low) / 2:.{digits}f}")
-
-
-def keep(bench: Bench, name: str, finding: Finding) -> None:
-    """Leaves name.json and name.png in the folder of the preset."""
-    claims = [claim._asdict() | {"values": list(map(float, claim.values))} for claim in finding.claims]
-    write_json(bench.run.path / f"{name}.json", finding._asdict() | {"claims": claims})
-    save_figure(bench.run.path / f"{name}.png", finding)
 
 
 def save_figure(path: Path, finding: Finding) -> None:
@@ -453,7 +510,3 @@ def save_figure(path: Path, finding: Finding) -> None:
     axes[0, 0].legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     figure.savefig(path, dpi=160, metadata={"Software": None})
     plt.close(figure)
-
-
-def _cells(row: Mapping[str, Sequence[float]]) -> list[str]:
-    return [number(of_runs(values)) for values in row.values()]

@@ -16,7 +16,7 @@ from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.loop import compile_programs, train
 from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.training.run import RunFolder
-from grpo_jax.training.whole import DeviceTask, compile_row, heldout_of, prompts_of, whole_run
+from grpo_jax.training.whole import DeviceTask, by_prompt, compile_row, heldout_of, prompts_of, whole_run
 
 VOCAB, EOS, PAD = 8, 6, 7
 MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
@@ -72,11 +72,12 @@ def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, params, make_
     heldout = heldout_of(ON_DEVICE, config)
     history = whole(params, prompts_of(ON_DEVICE, config.steps), heldout, config.seed, {})
 
-    for name in ("reward", "length_mean", "zero_spread_share", "loss", "kl", "grad_norm", "entropy"):
+    for name in ("reward", "length_mean", "zero_spread_share", "distinct_share", "loss", "kl", "grad_norm", "entropy"):
         logged = [line[name] for line in run.lines() if line["step"]]
         np.testing.assert_allclose(history.metrics[name], logged, rtol=1e-3, atol=1e-5, err_msg=name)
-    sampled = heldout.counted & ~heldout.greedy
-    np.testing.assert_allclose(history.heldout.mean(where=sampled, axis=(1, 2, 3)), judged, rtol=1e-6)
+    sampled = by_prompt(heldout, np.asarray(history.heldout))[..., :-1]
+    assert sampled.shape == (3, 10, 3)
+    np.testing.assert_allclose(sampled.mean((1, 2)), judged, rtol=1e-6)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), history.params, state.params)
 
 

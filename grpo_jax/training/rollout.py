@@ -1,6 +1,6 @@
 """Prompts to completions to text to rewards: what a step learns from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -229,8 +229,9 @@ def to_batch(rollout: Rollout, temperature: np.ndarray) -> Batch:
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     """What a reader wants to know of a rollout, as plain numbers.
 
-    `distinct_share` is of the completions of a group. Lengths are in tokens, the ending one included; `length_above` is that of completions with more reward than the mean
-    of their group (the solved ones, where rewards are 0 and 1), `length_below` of those with less.
+    `distinct_share` is of the completions of a group. Lengths are in tokens, the ending one included; `length_above` is
+    that of completions with more reward than the mean of their group (the solved ones, where rewards are 0 and 1),
+    `length_below` of those with less.
     """
     completions, components = rollout.completions, rollout.components
     lengths = np.asarray(completions.completion_mask).sum(-1)
@@ -247,7 +248,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
         **{f"{name}_std": float(values.std()) if values.size else None for name, values in moments.items()},
         "not_applicable_share": float(1 - rollout.applicable.mean()),
         "zero_spread_share": float(zero_spread(rollout).mean()),
-        "distinct_share": float(np.mean([len({(*text.ids, text.truncated) for text in group}) / len(group) for group in rollout.texts])),
+        "distinct_share": float(np.mean([_distinct(group) for group in rollout.texts])),
         "length_mean": float(lengths.mean()),
         "length_min": int(lengths.min()),
         "length_max": int(lengths.max()),
@@ -271,6 +272,10 @@ def zero_spread(rollout: Rollout, metric: str = "") -> np.ndarray:
     lowest = np.where(applicable, values, np.inf).min(-1)
     # A group without any teaches nothing either, and one with NaN or infinity no step can use.
     return ~((highest > lowest) & np.isfinite(highest) & np.isfinite(lowest))
+
+
+def _distinct(group: Sequence[Completion]) -> float:
+    return len({(*text.ids, text.truncated) for text in group}) / len(group)
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -95,7 +95,7 @@ def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
 
 
 def by_prompt(heldout: Heldout, scores: np.ndarray) -> np.ndarray:
-    """What gold gave (`History.heldout`), `[E, M, n + 1, ...]`: M held-out prompts, n samples and the greedy one last."""
+    """What gold gave (`History.heldout`) as `[E, M, n + 1, ...]`: n samples of M prompts, and the greedy one last."""
     counted, greedy = np.asarray(heldout.counted), np.asarray(heldout.greedy)
     flat = np.asarray(scores)[:, counted]
     return flat.reshape(len(flat), int((counted & greedy).sum()), -1, *flat.shape[2:])
@@ -149,7 +149,7 @@ def whole_run(
             temperature = settings.algorithm.temperature if heldout_temperature is None else heldout_temperature
 
             def call(given: Heldout) -> jax.Array:
-                completions = _sample(
+                completions = sample(
                     policy,
                     actor,
                     task.task,
@@ -222,7 +222,7 @@ def _step(method, policy, task, reward, config, state, start, frozen, given, see
 
     # ---- rollout
     rows = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
-    completions = _sample(policy, current, task, config, given, rows, temperature, step_key(seed, SAMPLING, step))
+    completions = sample(policy, current, task, config, given, rows, temperature, step_key(seed, SAMPLING, step))
     rewards = reward(given.targets, completions, step_key(seed, REWARD, step))
 
     # ---- score
@@ -266,7 +266,26 @@ def _step(method, policy, task, reward, config, state, start, frozen, given, see
     return after_step(method, state, step, logs, config), sampled | logs | over_updates(metrics, tokens)
 
 
-def _sample(policy, params, task, config, given, rows, temperature, key) -> Completions:
+def sample(
+    policy: Policy,
+    params: Params,
+    task: Task,
+    config: GRPOConfig,
+    given: Prompts,
+    rows: Array,
+    temperature: Array,
+    key: jax.Array,
+) -> Completions:
+    """Completions of prompts, as a run samples them.
+
+    Args:
+      policy, params: of the model.
+      task, config: of the run.
+      given: N prompts.
+      rows: int32 `[N, G]`, numbers of the completions, that key their noise.
+      temperature: `[N, G]`.
+      key: consumed.
+    """
     return sample_groups(
         policy,
         params,

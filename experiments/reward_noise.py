@@ -1,0 +1,76 @@
+"""Does relative comparison stand noisy, drifting and distorted rewards better than absolute scores?
+
+Seed 000: "Reward models are noisy … within a group of responses to the same prompt, relative ordering is more
+reliable", and "Reward drift: Normalization handles changing baselines". Seed 001: "Absolute reward values vary across
+prompts … Normalization within groups removes this sensitivity". Here additions with a graded reward (the share of
+right tokens), spoilt in seven ways: normal noise on each reward, noise without a variance, a third of the rewards
+turned upside down, a distortion that keeps their order, and for each prompt and step a number added, a factor, or
+both. Standardised groups (GRPO), ranks and centred rewards (Dr. GRPO) beside PPO, which holds absolute rewards
+against a critic. What counts is true accuracy, at the end. Expect groups to win by far where whole prompts are
+shifted, ranks where tails are heavy, and no difference under normal noise. Four minutes for the cpu preset on two
+cores.
+
+  python -m experiments.reward_noise --preset cpu
+"""
+
+import numpy as np
+
+from experiments.ablation import (
+    COIN,
+    Bench,
+    Claim,
+    Finding,
+    Setting,
+    accuracy,
+    grpo,
+    main,
+    minus,
+    on_the_way,
+    ppo,
+    table,
+)
+
+SPOILT: dict[str, dict[str, float]] = {
+    "clean": {},
+    "normal noise": {"gaussian": 0.5},
+    "heavy tails": {"heavy": 0.3},
+    "flipped": {"flip": 0.3},
+    "distorted": {"sharpness": 6.0},
+    "shifted prompts": {"shift": 2.0},
+    "scaled prompts": {"scale": 1.0},
+    "both": {"shift": 2.0, "scale": 1.0},
+}
+METHODS: dict[str, Setting] = {
+    "GRPO": grpo(graded=1.0),
+    "ranks": grpo(preset="rank", kl_coef=0.01, graded=1.0),
+    "centred": grpo(preset="dr_grpo", graded=1.0),
+    "PPO": ppo(graded=1.0),
+}
+
+
+def measure(bench: Bench) -> Finding:
+    settings = {f"{way}: {name}": of.but(**how) for way, how in SPOILT.items() for name, of in METHODS.items()}
+    runs = bench.runs({COIN: grpo(coin=1.0)} | settings)
+    rows = table(runs, {"accuracy": accuracy, "on the way": on_the_way})
+
+    def above(way: str, one: str = "GRPO", other: str = "PPO") -> np.ndarray:
+        return minus(rows, "accuracy", f"{way}: {one}", f"{way}: {other}")
+
+    noise, drift, scale = "000, Noise Robustness", "000, Natural Normalization", "001, Robust to Reward Scale"
+    order = "relative ordering is more reliable"
+    unhurt = minus(rows, "accuracy", "both: GRPO", "clean: GRPO")
+    claims = [
+        Claim(noise, order, "accuracy under normal noise, GRPO − PPO", above("normal noise")),
+        Claim(noise, order, "… under heavy tails, GRPO − PPO", above("heavy tails")),
+        Claim(noise, order, "… with flipped rewards, GRPO − PPO", above("flipped")),
+        Claim(noise, order, "… under heavy tails, ranks − GRPO", above("heavy tails", "ranks", "GRPO")),
+        Claim(noise, order, "… with distorted rewards, ranks − GRPO", above("distorted", "ranks", "GRPO")),
+        Claim(drift, "normalization handles drift", "… with shifted prompts, GRPO − PPO", above("shifted prompts")),
+        Claim(scale, "removes the sensitivity", "… with scaled prompts, GRPO − PPO", above("scaled prompts")),
+        Claim(scale, "removes the sensitivity", "accuracy of GRPO, both − clean", unhurt, low=-0.02),
+    ]
+    return Finding(rows, claims, drawn=["accuracy"])
+
+
+if __name__ == "__main__":
+    main(measure, __doc__)
