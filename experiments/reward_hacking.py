@@ -28,53 +28,38 @@ BONUSES: dict[str, dict[str, float]] = {
 
 def measure(bench: Bench) -> Finding:
     # Smaller runs than the preset's, for a word has four times the tokens of a sum.
-    steps, prompts = bench.size.steps * 3 // 5, bench.size.num_prompts // 2
-    smaller = {"steps": steps, "eval_every": steps, "num_prompts": prompts}
-    of_ppo = ppo(WORDS, **smaller).but(num_prompts=8 * prompts)
-    methods = {"PPO": of_ppo, "GRPO": grpo(WORDS, **smaller), "ranks": grpo(WORDS, "rank", **smaller)}
-    settings = {f"{name}, {bonus}": of.but(**paid) for name, of in methods.items() for bonus, paid in BONUSES.items()}
+    steps = bench.size.steps * 3 // 5
+    smaller = {"steps": steps, "eval_every": steps, "num_prompts": bench.size.num_prompts // 2}
+    methods = {"PPO": ppo(WORDS), "GRPO": grpo(WORDS), "ranks": grpo(WORDS, "rank")}
+    settings = {COIN: grpo(WORDS, coin=1.0)}
+    settings |= {f"{name}, {bonus}": of.but(**paid) for name, of in methods.items() for bonus, paid in BONUSES.items()}
     del settings["ranks, constant bonus"]  # an order has none
-    runs = bench.runs({COIN: methods["GRPO"].but(coin=1.0)} | settings)
-    scores: dict[str, Column] = {
-        name: lambda runs, k=k: runs.final[:, k] for k, name in enumerate(("gold", "letters", "repeated"))
-    }
-    rows = table(runs, scores | {"reward": last("reward"), "KL": last("kl")})
+    runs = bench.runs({name: setting.but(**smaller) for name, setting in settings.items()})
+    columns: dict[str, Column] = {name: score(k) for k, name in enumerate(("gold", "letters", "repeated"))}
+    rows = table(runs, columns | {"reward": last("reward"), "KL": last("kl")})
 
     def lost(name: str) -> np.ndarray:
         """What the gold score loses by the two bonuses that can be gamed."""
         gamed = np.mean([rows[f"{name}, {bonus} bonus"]["gold"] for bonus in ("length", "repetition")], axis=0)
         return np.subtract(rows[f"{name}, gold alone"]["gold"], gamed)
 
-    hacking = "000, Reward Hacking Resistance"
+    post, no_gradient = "000, Reward Hacking", "exploits that boost all responses equally provide no gradient"
+    longer = minus(rows, "letters", "PPO, length bonus", "GRPO, length bonus")
+    repeats = minus(rows, "repeated", "PPO, repetition bonus", "GRPO, repetition bonus")
+    moved = minus(rows, "gold", "GRPO, constant bonus", "GRPO, gold alone")
+    costs = lost("PPO") - lost("ranks")
     claims = [
-        Claim(
-            hacking,
-            "significantly less length gaming compared to PPO",
-            "letters of a word with the length bonus, PPO's minus GRPO's",
-            minus(rows, "letters", "PPO, length bonus", "GRPO, length bonus"),
-        ),
-        Claim(
-            hacking,
-            "significantly less repetition compared to PPO",
-            "share of repeated letters with the repetition bonus, PPO's minus GRPO's",
-            minus(rows, "repeated", "PPO, repetition bonus", "GRPO, repetition bonus"),
-        ),
-        Claim(
-            hacking,
-            "exploits that boost all responses equally provide no gradient",
-            "gold score of GRPO with the constant bonus minus that without",
-            minus(rows, "gold", "GRPO, constant bonus", "GRPO, gold alone"),
-            low=-0.02,
-            high=0.02,
-        ),
-        Claim(
-            "001, Reduced Reward Hacking",
-            "rankings are harder to game than absolute scores",
-            "gold lost to both bonuses, PPO's minus that on ranks",
-            lost("PPO") - lost("ranks"),
-        ),
+        Claim(post, "less length gaming compared to PPO", "letters with the length bonus, PPO − GRPO", longer),
+        Claim(post, "less repetition compared to PPO", "repeated with the repetition bonus, PPO − GRPO", repeats),
+        Claim(post, no_gradient, "gold of GRPO, constant bonus − none", moved, low=-0.02, high=0.02),
+        Claim("001, Reduced Reward Hacking", "rankings are harder to game", "gold lost, PPO − ranks", costs),
     ]
     return Finding(rows, claims, drawn=["gold", "letters", "repeated"])
+
+
+def score(k: int) -> Column:
+    """One of the numbers of `word_scores`, at the end."""
+    return lambda runs: runs.final[..., k]
 
 
 if __name__ == "__main__":
