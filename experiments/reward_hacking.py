@@ -2,13 +2,16 @@
 
 Seed 000: "GRPO is naturally resistant to reward hacking": hacked responses must beat others, and "exploits that boost
 all responses equally provide no gradient. We observe significantly less length gaming and repetition compared to PPO".
-Seed 001: "Optimizing relative rankings is harder to game than optimizing absolute scores". Here PPO, GRPO and GRPO on
-ranks write words for a gold score in [0, 1] (`beds.word_scores`), alone and with a bonus that is worth more: up to 2
-for length, for repeated letters, or for any word at all. Each has the learning rate that earned it most of the gold
-score itself on seeds 10 and 11; all write 128 words a step. Gaming is the length or the share of repeated letters of
-held-out words at the end, and what the bonus costs of the gold score. Expect all of them to take the bonus, for it is
-what they are told to want: who optimises better games more. A constant moves GRPO by its rounding alone; PPO's critic
-has to learn it. About three minutes for the cpu preset on two cores.
+Seed 001: "Optimizing relative rankings is harder to game than optimizing absolute scores".
+
+PPO, GRPO and GRPO on ranks write words for a gold score in [0, 1] (`beds.word_scores`): alone, and with a bonus worth
+as much, up to 1 for length, for repeated letters, or for any word at all. (At 2, all take either of the first two
+whole.) The learning rate is each method's best for the gold score on seeds 10 and 11. Gaming is the length or the share
+of repeated letters of held-out words at the end, and what the bonus costs of the gold score. The methods are not held
+equally fast: PPO's KL, in the reward, counts a word's tokens, and GRPO's, in the loss, is their mean; so there is PPO
+without its KL, too. No training shows the start, the coin is GRPO's. Expect all to game length; to game repetition only
+those without a KL in the reward; and a constant to move GRPO by its rounding alone, and PPO, whose critic has to learn
+it, to shorter words. About three minutes for the cpu preset on two cores.
 
   python -m experiments.reward_hacking --preset cpu
 """
@@ -20,9 +23,9 @@ from experiments.beds import WORDS
 
 BONUSES: dict[str, dict[str, float]] = {
     "gold alone": {},
-    "length bonus": {"length": 2.0},
-    "repetition bonus": {"repetition": 2.0},
-    "constant bonus": {"constant": 2.0},
+    "length bonus": {"length": 1.0},
+    "repetition bonus": {"repetition": 1.0},
+    "constant bonus": {"constant": 1.0},
 }
 
 
@@ -34,6 +37,8 @@ def measure(bench: Bench) -> Finding:
     settings = {COIN: grpo(WORDS, coin=1.0)}
     settings |= {f"{name}, {bonus}": of.but(**paid) for name, of in methods.items() for bonus, paid in BONUSES.items()}
     del settings["ranks, constant bonus"]  # an order has none
+    for bonus in ("length bonus", "repetition bonus"):
+        settings[f"PPO without KL, {bonus}"] = ppo(WORDS, kl_coef=0.0).but(**BONUSES[bonus])
     runs = bench.runs({name: setting.but(**smaller) for name, setting in settings.items()})
     columns: dict[str, Column] = {name: score(k) for k, name in enumerate(("gold", "letters", "repeated"))}
     rows = table(runs, columns | {"reward": last("reward"), "KL": last("kl")})
@@ -47,10 +52,13 @@ def measure(bench: Bench) -> Finding:
     longer = minus(rows, "letters", "PPO, length bonus", "GRPO, length bonus")
     repeats = minus(rows, "repeated", "PPO, repetition bonus", "GRPO, repetition bonus")
     moved = minus(rows, "gold", "GRPO, constant bonus", "GRPO, gold alone")
+    first = {name: runs[f"GRPO, {name}"].metrics["grad_norm"][:, 0] for name in ("constant bonus", "gold alone")}
+    gradient = first["constant bonus"] / first["gold alone"] - 1
     costs = lost("PPO") - lost("ranks")
     claims = [
         Claim(post, "less length gaming compared to PPO", "letters with the length bonus, PPO − GRPO", longer),
         Claim(post, "less repetition compared to PPO", "repeated with the repetition bonus, PPO − GRPO", repeats),
+        Claim(post, no_gradient, "first gradient of GRPO, constant bonus / none − 1", gradient, low=-1e-3, high=1e-3),
         Claim(post, no_gradient, "gold of GRPO, constant bonus − none", moved, low=-0.02, high=0.02),
         Claim("001, Reduced Reward Hacking", "rankings are harder to game", "gold lost, PPO − ranks", costs),
     ]
