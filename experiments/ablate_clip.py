@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.ablation import COIN, Bench, Claim, Finding, accuracy, grpo, last, main, minus, on_the_way, table
+from experiments.ablation import COIN, Bench, accuracy, grpo, last, minus, on_the_way, table
+from experiments.findings import Claim, Finding, main
 
 EPSILONS = (0.02, 0.1, 0.15, 0.2, 0.4)
 NONE = "no clip"

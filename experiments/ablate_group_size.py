@@ -15,20 +15,9 @@ import math
 
 import numpy as np
 
-from experiments.ablation import (
-    COIN,
-    Bench,
-    Claim,
-    Finding,
-    accuracy,
-    grpo,
-    last,
-    main,
-    minus,
-    on_the_way,
-    table,
-)
-from experiments.gradients import gradient_noise
+from experiments.ablation import COIN, Bench, accuracy, grpo, last, minus, on_the_way, table
+from experiments.findings import Claim, Finding, main
+from experiments.groups import gradient_noise
 
 SIZES = (2, 4, 8, 16)
 
@@ -41,8 +30,8 @@ def measure(bench: Bench) -> Finding:
     runs = bench.runs({COIN: grpo(coin=1.0)} | settings)
     learning = {"accuracy": accuracy, "on the way": on_the_way, "groups of equal rewards": last("zero_spread_share", 1)}
     rows = table(runs, learning)
-    noise = {k: [gradient_noise(bench, grpo(group_size=k), seed) for seed in bench.seeds] for k in SIZES}
-    coin = [gradient_noise(bench, grpo(coin=1.0), seed) for seed in bench.seeds]
+    noise = {k: [gradient_noise(bench, seed, k) for seed in bench.seeds] for k in SIZES}
+    coin = [gradient_noise(bench, seed, 8, coin=1.0) for seed in bench.seeds]
     nothing = [math.nan] * len(bench.seeds)
     of_row = {f"K {k}, {equal}": noise[k] for k in SIZES for equal in ("equal prompts", "equal samples")} | {COIN: coin}
     for name, row in rows.items():

@@ -11,8 +11,10 @@ policy that hardly leaves its start at 1. Five minutes for the cpu preset on two
 
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, Claim, Finding, Runs, grpo, last, main, minus, ppo, table
+from experiments.ablation import COIN, START, Bench, Runs, grpo, last, minus, ppo, table
 from experiments.beds import WORDS
+from experiments.findings import Claim, Finding, main
+from experiments.reward_hacking import smaller
 
 BETAS = (0.0, 0.001, 0.01, 0.1, 1.0)
 
@@ -25,9 +27,8 @@ def score(runs: Runs) -> np.ndarray:
 def measure(bench: Bench) -> Finding:
     settings = {f"GRPO, β {beta:g}": grpo(kl_coef=beta) for beta in BETAS}
     settings |= {f"PPO, β {beta:g}": ppo(kl_coef=beta) for beta in BETAS}
-    steps = 3 * bench.size.steps // 5
-    words = {f"words, {COIN}": grpo(WORDS, coin=1.0, steps=steps)}
-    words |= {f"words, β {beta:g}": grpo(WORDS, kl_coef=beta, steps=steps) for beta in BETAS}
+    base = grpo(WORDS).but(**smaller(bench))
+    words = {f"words, {COIN}": base.but(coin=1.0)} | {f"words, β {beta:g}": base.but(kl_coef=beta) for beta in BETAS}
     columns = {"score": score, "KL": last("kl")}
     rows = table(bench.runs({COIN: grpo(coin=1.0)} | settings), columns)
     of_words = table(bench.runs(words), columns)

@@ -9,7 +9,8 @@ ends, and little to choose in accuracy. A minute for the cpu preset on two cores
   python -m experiments.ablate_temperature --preset cpu
 """
 
-from experiments.ablation import COIN, Bench, Claim, Finding, Runs, accuracy, grpo, last, main, minus, table
+from experiments.ablation import COIN, Bench, Runs, accuracy, grpo, last, minus, table
+from experiments.findings import Claim, Finding, main
 
 FIXED = (0.7, 0.85, 1.0, 1.3)
 SCHEDULE = "0.7 to 1.0"

@@ -19,8 +19,9 @@ himself as with others, as the published figures do not. Ten seconds for the cpu
 
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, Claim, Finding, main, minus
+from experiments.ablation import COIN, START, Bench, minus
 from experiments.annotators import Kind, agreement, as_given, calibration_errors, draw, fit, ranks, scored, standardised
+from experiments.findings import Claim, Finding, main
 
 SPREADS, NOISE = {"small": 0.25, "medium": 0.5, "large": 1.0}, 0.5
 VIEWS = {"scores": as_given, "ranks": ranks, "advantages": standardised}

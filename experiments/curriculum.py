@@ -17,7 +17,8 @@ misses where these score. A minute for the cpu preset on two cores.
 
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, Claim, Finding, grpo, main
+from experiments.ablation import COIN, START, Bench, grpo
+from experiments.findings import Claim, Finding, main
 from experiments.groups import CARRIES, carries, lessons
 
 RIGHT, REWARDS = (0, 1, 4, 7, 8), {"": 0.0, ", graded": 1.0}

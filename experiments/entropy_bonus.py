@@ -11,7 +11,8 @@ minute for the cpu preset on two cores.
 
 import numpy as np
 
-from experiments.ablation import COIN, Bench, Claim, Finding, accuracy, grpo, last, main, minus, on_the_way, ppo, table
+from experiments.ablation import COIN, Bench, accuracy, grpo, last, minus, on_the_way, ppo, table
+from experiments.findings import Claim, Finding, main
 
 BONUSES = (0.0, 0.003, 0.01, 0.03, 0.1)
 SOURCE = "003, GRPO objective"

@@ -11,7 +11,8 @@ two cores, half of it compilation.
 """
 
 from experiments.ablate_clip import REUSED
-from experiments.ablation import COIN, Bench, Claim, Finding, accuracy, grpo, last, main, minus, on_the_way, table
+from experiments.ablation import COIN, Bench, accuracy, grpo, last, minus, on_the_way, table
+from experiments.findings import Claim, Finding, main
 
 PRESETS = ("grpo", "rank", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "pass_at_k", "seed_001")
 SOURCE = "001, Relative Advantage"

@@ -5,12 +5,12 @@ predictions equally (high variance, low bias)", "λ = 0.9 (Balanced)"; "Larger K
 accurate", "Smaller K: [...] might miss important future effects". The bullseye is "the true advantage value". It is
 known here: all 14⁴ completions of 8 additions are counted up, and bias, variance and mean squared error of Â given
 state and token are exact, as means over the tokens that the policy writes, in units of the mean of A². The policy is
-that of 20 steps of PPO without KL, the same in all rows, and its critic that of the run; rewards are all or nothing,
-advantages not whitened. "no training" has a critic whose values are all 0, "coin toss" one that learned 20 steps from
-coin tosses, both at λ = 0.9. So are the rows of K; K = 1 is λ = 0, and all K the row of λ = 0.9. At λ = 0 there is no
-variance: the next state is known with the token. At λ = 1 the bias is V − V_critic, the same for all tokens of a state,
-and none of the gradient: "tilt" is the bias without that part, "error, tilt" is tilt² + variance. Expect variance to
-rise with λ, and tilt to fall to 0; of the bias it depends on the critic. A minute for the cpu preset on two cores.
+that of 20 steps of PPO without KL, the same in all rows, and its critic that of the run; advantages are not whitened.
+"no training" has a critic of zeros, "coin toss" one that learned from coin tosses, both at λ = 0.9, as are rows of K;
+K = 1 is λ = 0, and all K are λ = 0.9. At λ = 0 there is no variance: the next state is known with the token. At λ = 1
+the bias is V − V_critic, the same for all tokens of a state, and none of the gradient: "tilt" is the bias without
+that part, "error, tilt" is tilt² + variance. Expect variance to rise with λ, and tilt to fall to 0; of the bias it
+depends on the critic. A minute for the cpu preset on two cores.
 
   python -m experiments.gae_bias_variance --preset cpu
 """
@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, Claim, Finding, at_once, main, minus, ppo
+from experiments.ablation import COIN, START, Bench, minus, ppo
 from experiments.beds import ARITHMETIC, first
 from experiments.enumeration import grow, quality, rewards_of, values_of
+from experiments.findings import Claim, Finding, main
 from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.heads import Headed
 from grpo_jax.models.policy import decoder_policy
@@ -34,14 +35,12 @@ gae = jax.jit(generalized_advantages, static_argnames="num_steps")
 
 
 def measure(bench: Bench) -> Finding:
-    jobs = [(setting, seed) for setting in (TRAINED, TOSSED) for seed in bench.seeds]
-    width, params = at_once(len(jobs)), list[ActorCritic]()
-    for begin in range(0, len(jobs), width):
-        several = bench.histories(jobs[begin : begin + width], width)[0].params
-        params += [jax.tree.map(lambda x, i=i: x[i], several) for i in range(width)]
-    found = [of_seed(bench, *params[i :: len(bench.seeds)][:2]) for i in range(len(bench.seeds))]
+    found = [of_seed(bench, *both) for both in zip(bench.trained(TRAINED), bench.trained(TOSSED), strict=True)]
     rows = {name: {column: [one[name][column] for one in found] for column in found[0][name]} for name in found[0]}
-    ends = np.minimum(rows["λ 0"]["error"], rows["λ 1"]["error"])
+
+    def balanced(words: str, column: str) -> Claim:
+        ends = np.minimum(rows["λ 0"][column], rows["λ 1"][column])
+        return Claim("003, GAE", words, f"{column}: better end − λ 0.9", ends - rows["λ 0.9"][column])
 
     def claim(words: str, column: str, one: str, other: str) -> Claim:
         return Claim("003, GAE", words, f"{column}: {one} − {other}", minus(rows, column, one, other))
@@ -50,7 +49,8 @@ def measure(bench: Bench) -> Finding:
         claim("λ → 1: high variance", "variance", "λ 1", "λ 0"),
         claim("λ → 0: high bias, λ → 1: low bias", "bias²", "λ 0", "λ 1"),
         claim("the same, of the gradient", "tilt²", "λ 0", "λ 1"),
-        Claim("003, GAE", "λ = 0.9: balanced", "error: the better end − λ 0.9", ends - rows["λ 0.9"]["error"]),
+        balanced("λ = 0.9: balanced", "error"),
+        balanced("the same, of the gradient", "error, tilt"),
         claim("Smaller K: might miss future effects", "bias²", "λ 0", "λ 0.9"),
         claim("Larger K: noisier", "variance", "λ 0.9", "λ 0"),
         claim("Larger K: potentially more accurate", "error", "λ 0", "λ 0.9"),
@@ -59,7 +59,7 @@ def measure(bench: Bench) -> Finding:
 
 
 def of_seed(bench: Bench, trained: ActorCritic, tossed: ActorCritic) -> dict[str, dict[str, float]]:
-    """All rows, for the policy of a run, with its critic, one without training, and one of coin tosses."""
+    """All rows, for the policy of the first."""
     task = bench.task(TRAINED, 0)
     prompts = first(task.task.heldout, 8)
     tree = grow(POLICY, trained.policy, prompts, length=MAX_TOKENS, eos_id=EOS_ID, pad_id=PAD_ID)
@@ -70,8 +70,8 @@ def of_seed(bench: Bench, trained: ActorCritic, tossed: ActorCritic) -> dict[str
         of = quality(tree, rewards, gae(rewards_at_end(rewards, mask), values, mask, lam=lam, num_steps=steps))
         return dict(zip(("bias²", "tilt²", "variance", "error"), of, strict=True)) | {"error, tilt": of[1] + of[2]}
 
-    rows = {START: row(trained.critic._replace(head=jnp.zeros(ARITHMETIC.model.hidden_size)), 0.9)}
-    rows[COIN] = row(tossed.critic, 0.9)
+    untrained = trained.critic._replace(head=jnp.zeros(ARITHMETIC.model.hidden_size))
+    rows = {START: row(untrained, 0.9), COIN: row(tossed.critic, 0.9)}
     rows |= {f"λ {lam:g}": row(trained.critic, lam) for lam in (0.0, 0.5, 0.9, 1.0)}
     return rows | {f"K {steps}": row(trained.critic, 0.9, steps) for steps in (2, 3)}
 

@@ -166,6 +166,32 @@ def lessons(
     return rows
 
 
+def gradient_noise(bench: Bench, seed: int, group_size: int, *, prompts: int = 512, **options: float) -> float:
+    """Tr Cov / |mean|² of the gradient of one group at the start of a seed: how many groups it takes until noise and
+    signal are equal; NaN if no signal is seen.
+
+    Neither is biased: the mean of N gradients is itself longer, by Tr Cov / N (1812.06162 has the same in its noise
+    scale).
+
+    Args:
+      bench: knows the start.
+      seed: of it, of prompts and of completions.
+      group_size: G.
+      prompts: N.
+      options: of the reward.
+    """
+    task = ARITHMETIC.task(num_prompts=prompts, seed=seed, heldout=1)
+    given, params = task.task.prompts(0), bench.start(ARITHMETIC, seed)
+    completions = _sampled(params, given.ids, given.mask, step_key(seed, SAMPLING, 0), group_size)
+    rewards = task.reward(task.targets(given.examples), completions, step_key(seed, REWARD, 0), **options)
+    sets = np.full((1, prompts), 1 / prompts)
+    lesson = _teacher("grpo")(params, given.ids, given.mask, completions, rewards, sets)
+    mean_squared = float(np.square(lesson.gradients).sum())
+    trace = (float(np.square(lesson.norms).sum()) - prompts * mean_squared) / (prompts - 1)
+    signal = mean_squared - trace / prompts
+    return trace / signal if signal > 0 else float("nan")
+
+
 def _means(sets: np.ndarray) -> np.ndarray:
     """Weights of the means over sets, bool `[R, N]`; NaN over an empty one."""
     return np.where(sets.any(-1, keepdims=True), sets, np.nan) / np.maximum(sets.sum(-1, keepdims=True), 1)

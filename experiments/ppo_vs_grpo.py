@@ -14,8 +14,9 @@ Three minutes for the cpu preset on two cores.
 import numpy as np
 
 from experiments import ablation
-from experiments.ablation import COIN, Bench, Claim, Finding, grpo, main, ppo, steps_to, table
+from experiments.ablation import COIN, Bench, grpo, ppo, steps_to, table
 from experiments.costs import bytes_held, operations
+from experiments.findings import Claim, Finding, main
 
 RATES = (1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
 ONE = "PPO, one a prompt"

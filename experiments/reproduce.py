@@ -23,8 +23,9 @@ from pathlib import Path
 import jax
 import tyro
 
-from experiments import ablation
-from experiments.ablation import Answer, Bench, cells, said
+from experiments import ablation, findings
+from experiments.ablation import Bench
+from experiments.findings import Answer, cells, said
 from grpo_jax.training.run import write_text
 
 QUESTIONS = (
@@ -64,9 +65,9 @@ def main(config: Config) -> None:
     with bench.run.progress("question", len(QUESTIONS)) as show:
         for number, name in enumerate(QUESTIONS):
             bench.say = partial(_say, show, number, name)
-            if not ablation.is_kept(bench, name):
-                ablation.answer(bench, name, importlib.import_module(f"experiments.{name}").measure)
-            answers[name] = ablation.kept(bench, name)  # as it is read, so that a page made again is the same
+            if not findings.is_kept(bench, name):
+                findings.answer(bench, name, importlib.import_module(f"experiments.{name}").measure)
+            answers[name] = findings.kept(bench, name)  # as it is read, so that a page made again is the same
         show(len(QUESTIONS), "")
     page = write_results(bench, config, answers)
     counts = Counter(said(claim)[-1] for known in answers.values() for claim in known.finding.claims)
@@ -153,4 +154,4 @@ def _hardware() -> str:
 
 
 if __name__ == "__main__":
-    ablation.guarded(lambda: main(tyro.cli(Config, prog="python -m experiments.reproduce", description=__doc__)))
+    findings.guarded(lambda: main(tyro.cli(Config, prog="python -m experiments.reproduce", description=__doc__)))

@@ -18,8 +18,9 @@ it, to shorter words. About three minutes for the cpu preset on two cores.
 
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, Claim, Column, Finding, grpo, last, main, minus, ppo, table
+from experiments.ablation import COIN, START, Bench, Column, grpo, last, minus, ppo, table
 from experiments.beds import WORDS
+from experiments.findings import Claim, Finding, main
 
 BONUSES: dict[str, dict[str, float]] = {
     "gold alone": {},
@@ -30,16 +31,13 @@ BONUSES: dict[str, dict[str, float]] = {
 
 
 def measure(bench: Bench) -> Finding:
-    # Smaller runs than the preset's, for a word has four times the tokens of a sum.
-    steps = bench.size.steps * 3 // 5
-    smaller = {"steps": steps, "eval_every": steps, "num_prompts": bench.size.num_prompts // 2}
     methods = {"PPO": ppo(WORDS), "GRPO": grpo(WORDS), "ranks": grpo(WORDS, "rank")}
     settings = {f"{name}, {bonus}": of.but(**paid) for name, of in methods.items() for bonus, paid in BONUSES.items()}
     del settings["ranks, constant bonus"]  # an order has none
     for bonus in ("length bonus", "repetition bonus"):
         settings[f"PPO without KL, {bonus}"] = ppo(WORDS, kl_coef=0.0).but(**BONUSES[bonus])
     settings[COIN] = grpo(WORDS, coin=1.0)
-    runs = bench.runs({name: setting.but(**smaller) for name, setting in settings.items()})
+    runs = bench.runs({name: setting.but(**smaller(bench)) for name, setting in settings.items()})
     columns: dict[str, Column] = {name: score(k) for k, name in enumerate(("gold", "letters", "repeated"))}
     rows = table(runs, columns | {"reward": last("reward"), "KL": last("kl")})
     rows = {name: rows[name] for name in (START, COIN, *rows)}  # the start's reward is gold, not the coin's
@@ -64,6 +62,12 @@ def measure(bench: Bench) -> Finding:
         Claim("001, Reduced Reward Hacking", "rankings are harder to game", "gold lost, PPO − ranks", costs),
     ]
     return Finding(rows, claims, drawn=["gold", "letters", "repeated"])
+
+
+def smaller(bench: Bench) -> dict[str, int]:
+    """Runs of fewer and smaller steps than the preset's, for a word has four times the tokens of a sum."""
+    steps = bench.size.steps * 3 // 5
+    return {"steps": steps, "eval_every": steps, "num_prompts": bench.size.num_prompts // 2}
 
 
 def score(k: int) -> Column:

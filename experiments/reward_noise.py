@@ -15,20 +15,8 @@ cores.
 
 import numpy as np
 
-from experiments.ablation import (
-    COIN,
-    Bench,
-    Claim,
-    Finding,
-    Setting,
-    accuracy,
-    grpo,
-    main,
-    minus,
-    on_the_way,
-    ppo,
-    table,
-)
+from experiments.ablation import COIN, Bench, Setting, accuracy, grpo, minus, on_the_way, ppo, table
+from experiments.findings import Claim, Finding, main
 
 SPOILT: dict[str, dict[str, float]] = {
     "clean": {},

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import ablation, reproduce
-from experiments.ablation import COIN, START, Bench, Claim, Config, Finding, Runs
+from experiments import ablation, findings, reproduce
+from experiments.ablation import COIN, START, Bench, Config, Runs
 from experiments.beds import ARITHMETIC
+from experiments.findings import Claim, Finding
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
@@ -44,7 +45,7 @@ def claim(values, low=0.0, high=math.inf):
     ],
 )
 def test_a_verdict_is_whether_the_interval_is_in_the_range(values, low, high, verdict):
-    assert ablation.verdict(claim(values, low, high))[1] == verdict
+    assert findings.verdict(claim(values, low, high))[1] == verdict
 
 
 def test_a_column_reads_runs_and_the_start():
@@ -75,17 +76,17 @@ def test_runs_are_kept_and_share_programs(tmp_path):
         Bench(Config(preset="smoke", run_dir=tmp_path, seed=5))
 
 
-def test_results_are_the_same_when_written_again(tmp_path, monkeypatch):
+def test_results_are_the_same_when_written_again(tmp_path):
     rows = {name: {"accuracy": [0.5, 0.75], "nothing": [math.nan] * 2} for name in (START, COIN, "it")}
     finding = Finding(rows, [claim(np.array([1.0, 2.0]), high=math.inf)], drawn=["accuracy"])
     config = reproduce.Config(preset="smoke", run_dir=tmp_path / "runs", out=tmp_path)
     bench = Bench(config)
     for name in reproduce.QUESTIONS:
-        ablation.answer(bench, name, lambda bench: finding)
+        findings.answer(bench, name, lambda bench: finding)
     reproduce.main(config)
     page = (tmp_path / "RESULTS-smoke.md").read_text()
     assert "| it | 0.625 ± 1.588 | – |" in page
-    assert page.count("| words | measure | 1.500 ± 6.353 | above 0 | undecided |") == len(reproduce.QUESTIONS)
+    assert page.count("\n| words | measure | 1.500 ± 6.353 | above 0 | undecided |") == len(reproduce.QUESTIONS)
     reproduce.main(config)
     assert (tmp_path / "RESULTS-smoke.md").read_text() == page
 
@@ -109,6 +110,6 @@ def test_every_table_has_its_controls(tmp_path):
     subprocess.run([*command, *folders], check=True)
     bench = Bench(Config(preset="smoke", run_dir=tmp_path / "runs"))
     for name in reproduce.QUESTIONS:
-        finding = ablation.kept(bench, name).finding
+        finding = findings.kept(bench, name).finding
         assert list(finding.rows)[:2] == [START, COIN]
         assert finding.claims
