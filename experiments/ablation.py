@@ -307,18 +307,27 @@ def on_the_way(runs: Runs) -> np.ndarray:
     return runs.curve.mean(1)
 
 
-def reward_noise(runs: Runs) -> np.ndarray:
-    """Deviation of the training reward from step to step, with its trend taken off by differences."""
-    return np.diff(runs.metrics["reward"], axis=1).std(1) / np.sqrt(2)
+def jitter(metric: str) -> Column:
+    """Deviation of a number of training from step to step, with its trend taken off by differences."""
+
+    def read(runs: Runs) -> np.ndarray:
+        values = runs.metrics[metric]
+        return np.diff(values, axis=1).std(1) / np.sqrt(2) if values.shape[1] > 2 else np.full(len(values), np.nan)
+
+    return read
 
 
-def steps_to(runs: Runs, targets: np.ndarray) -> np.ndarray:
+def steps_to(targets: np.ndarray) -> Column:
     """Where the accuracy of each seed first reaches its target, by interpolation; the whole run if it never does."""
-    steps, found = runs.metrics["reward"].shape[1], []
-    for curve, target in zip(runs.curve, targets, strict=True):
-        at, highest = np.linspace(0, steps, len(curve)), np.maximum.accumulate(curve)
-        found.append(np.interp(target, highest, at) if highest[-1] >= target else steps)
-    return np.array(found)
+
+    def read(runs: Runs) -> np.ndarray:
+        steps, found = runs.metrics["reward"].shape[1], []
+        for curve, target in zip(runs.curve, targets, strict=True):
+            at, highest = np.linspace(0, steps, len(curve)), np.maximum.accumulate(curve)
+            found.append(np.interp(target, highest, at) if highest[-1] >= target else steps)
+        return np.array(found) if runs.curve.shape[1] > 1 else np.full(len(targets), np.nan)
+
+    return read
 
 
 def last(metric: str, share: float = 0.1) -> Column:

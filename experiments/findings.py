@@ -65,12 +65,13 @@ Measure = Callable[[Bench], Finding]
 def main(measure: Measure, description: str | None) -> None:
     """Answers one question: a table, its claims with verdicts, and a figure in the folder of runs."""
     config = tyro.cli(Config, prog=f"python -m experiments.{Path(sys.argv[0]).stem}", description=description)
-    guarded(lambda: _main(measure, config, Path(sys.argv[0]).stem))
+    guarded(lambda: _main(measure, config, Path(sys.argv[0]).stem), config)
 
 
-def guarded(act: Callable[[], None]) -> None:
-    """Does something with all cores as devices; a refusal is one sentence, and what is interrupted can go on."""
+def guarded(act: Callable[[], None], config: Config) -> None:
+    """Does something with all cores as devices, and with what was compiled before; a refusal is one sentence."""
     jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+    jax.config.update("jax_compilation_cache_dir", str(config.run_dir.expanduser().absolute() / "compiled"))
     try:
         act()
     except (UsageError, FloatingPointError) as error:

@@ -154,4 +154,5 @@ def _hardware() -> str:
 
 
 if __name__ == "__main__":
-    findings.guarded(lambda: main(tyro.cli(Config, prog="python -m experiments.reproduce", description=__doc__)))
+    options = tyro.cli(Config, prog="python -m experiments.reproduce", description=__doc__)
+    findings.guarded(lambda: main(options), options)

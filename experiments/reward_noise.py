@@ -46,16 +46,19 @@ def measure(bench: Bench) -> Finding:
 
     noise, drift, scale = "000, Noise Robustness", "000, Natural Normalization", "001, Robust to Reward Scale"
     order = "relative ordering is more reliable"
+    shifted = above("shifted prompts")
     unhurt = minus(rows, "accuracy", "both: GRPO", "clean: GRPO")
     claims = [
         Claim(noise, order, "accuracy under normal noise, GRPO − PPO", above("normal noise")),
-        Claim(noise, order, "… under heavy tails, GRPO − PPO", above("heavy tails")),
-        Claim(noise, order, "… with flipped rewards, GRPO − PPO", above("flipped")),
-        Claim(noise, order, "… under heavy tails, ranks − GRPO", above("heavy tails", "ranks", "GRPO")),
-        Claim(noise, order, "… with distorted rewards, ranks − GRPO", above("distorted", "ranks", "GRPO")),
-        Claim(drift, "normalization handles drift", "… with shifted prompts, GRPO − PPO", above("shifted prompts")),
-        Claim(scale, "removes the sensitivity", "… with scaled prompts, GRPO − PPO", above("scaled prompts")),
-        Claim(scale, "removes the sensitivity", "accuracy of GRPO, both − clean", unhurt, low=-0.02),
+        Claim(noise, order, "accuracy under heavy tails, GRPO − PPO", above("heavy tails")),
+        Claim(noise, order, "accuracy with flipped rewards, GRPO − PPO", above("flipped")),
+        Claim(noise, order, "accuracy under heavy tails, ranks − GRPO", above("heavy tails", "ranks", "GRPO")),
+        Claim(noise, order, "accuracy with distorted rewards, ranks − GRPO", above("distorted", "ranks", "GRPO")),
+        Claim(
+            drift, "normalization handles drift", "accuracy with shifted prompts, GRPO − PPO", above("shifted prompts")
+        ),
+        Claim(scale, "removes the sensitivity", "accuracy with scaled prompts, GRPO − PPO", above("scaled prompts")),
+        Claim(scale, "removes the sensitivity", "accuracy of GRPO, shifted and scaled − clean", unhurt, low=-0.02),
     ]
     return Finding(rows, claims, drawn=["accuracy"])
 

@@ -59,7 +59,7 @@ def test_a_column_reads_runs_and_the_start():
         "it": {"accuracy": [1.0, 0.75], "reward": [pytest.approx(1 / 3), 2.0]},
     }
     # Evaluations are at steps 0, 1.5 and 3; a target that is never reached counts the whole run.
-    np.testing.assert_allclose(ablation.steps_to(runs, np.array([0.75, 0.8])), [2.25, 3.0])
+    np.testing.assert_allclose(ablation.steps_to(np.array([0.75, 0.8]))(runs), [2.25, 3.0])
 
 
 def test_runs_are_kept_and_share_programs(tmp_path):
