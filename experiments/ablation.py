@@ -1,7 +1,9 @@
-"""What the questions to the seeds share: runs that are one program each, kept as they end, and how claims are judged.
+"""What the questions to the seeds share: settings, whole runs that are kept as they end, and columns of tables.
 
-A question is a script with a function of a `Bench` that returns a `Finding`: a table over seeds, and the claims that it
-bears on. `main` answers one; `experiments.reproduce` answers all, and writes them down.
+A question is a script with a function of a `Bench` that returns a `findings.Finding`: a table over seeds, and the claims
+that it bears on. `findings.main` answers one; `experiments.reproduce` answers all, and writes them down.
+
+Letters: S steps, E evaluations, M held-out prompts, n samples of each (and a greedy one).
 """
 
 import hashlib
@@ -16,9 +18,10 @@ import jax
 import numpy as np
 from rich.console import Console
 
+import grpo_jax
 from experiments.beds import ARITHMETIC, Bed
-from grpo_jax import __version__
 from grpo_jax.config import GRPOConfig, PPOConfig
+from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
@@ -146,12 +149,18 @@ class Bench:
           say: told how far it is.
 
         Raises:
-          UsageError: the folder has runs of another version.
+          UsageError: the folder has runs with other seeds, or of other code.
         """
         self.size, self.say = SIZES[config.preset], say
         self.seeds = range(config.seed, config.seed + self.size.seeds)
-        options = {"preset": config.preset, "seed": config.seed, "version": __version__, **self.size._asdict()}
-        self.run = RunFolder(config.run_dir / config.preset, options)
+        options = {"seed": config.seed, "code": code_checksum(), **self.size._asdict()}
+        folder = config.run_dir.expanduser() / config.preset
+        try:
+            self.run = RunFolder(folder, options)
+        except UsageError:
+            raise UsageError(
+                f"{folder} has runs with other seeds, or of code that has changed since: name another --run-dir"
+            ) from None
         (self.run.path / "runs").mkdir(exist_ok=True)
         self._folder_of_starts = RunFolder(self.run.path / "starts", options, console=Console(quiet=True))
         self._starts: dict[tuple[str, int], Any] = {}
@@ -274,6 +283,14 @@ def at_once(count: int) -> int:
     if jax.default_backend() != "cpu":
         return count
     return max(1, min(count, jax.local_device_count(), len(os.sched_getaffinity(0))))
+
+
+def code_checksum() -> str:
+    """Of the code that makes runs what they are: the package, and where the ablations run."""
+    here, package = Path(__file__).parent, Path(grpo_jax.__file__).parent
+    makers = [here / f"{name}.py" for name in ("ablation", "beds", "arithmetic", "multi_objective")]
+    files = [*sorted(package.rglob("*.py")), *makers]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _described(setting: Setting, seed: int) -> str:

@@ -166,12 +166,26 @@ def lessons(
     return rows
 
 
-def gradient_noise(bench: Bench, seed: int, group_size: int, *, prompts: int = 512, **options: float) -> float:
-    """Tr Cov / |mean|² of the gradient of one group at the start of a seed: how many groups it takes until noise and
-    signal are equal; NaN if no signal is seen.
+def noise(lesson: Lesson) -> float:
+    """Tr Cov / |mean|² of the gradient of one group: how many groups it takes until noise and signal are equal.
 
     Neither is biased: the mean of N gradients is itself longer, by Tr Cov / N (1812.06162 has the same in its noise
     scale).
+
+    Args:
+      lesson: of N groups, with the mean of all of them as its first set.
+
+    Returns:
+      The ratio; NaN if no signal is seen.
+    """
+    count, mean_squared = len(lesson.norms), float(np.square(lesson.gradients[0]).sum())
+    trace = (float(np.square(lesson.norms).sum()) - count * mean_squared) / (count - 1)
+    signal = mean_squared - trace / count
+    return trace / signal if signal > 0 else float("nan")
+
+
+def gradient_noise(bench: Bench, seed: int, group_size: int, *, prompts: int = 512, **options: float) -> float:
+    """`noise` of groups at the start of a seed.
 
     Args:
       bench: knows the start.
@@ -185,11 +199,7 @@ def gradient_noise(bench: Bench, seed: int, group_size: int, *, prompts: int = 5
     completions = _sampled(params, given.ids, given.mask, step_key(seed, SAMPLING, 0), group_size)
     rewards = task.reward(task.targets(given.examples), completions, step_key(seed, REWARD, 0), **options)
     sets = np.full((1, prompts), 1 / prompts)
-    lesson = _teacher("grpo")(params, given.ids, given.mask, completions, rewards, sets)
-    mean_squared = float(np.square(lesson.gradients).sum())
-    trace = (float(np.square(lesson.norms).sum()) - prompts * mean_squared) / (prompts - 1)
-    signal = mean_squared - trace / prompts
-    return trace / signal if signal > 0 else float("nan")
+    return noise(_teacher("grpo")(params, given.ids, given.mask, completions, rewards, sets))
 
 
 def _means(sets: np.ndarray) -> np.ndarray:

@@ -46,7 +46,6 @@ def measure(bench: Bench) -> Finding:
 
     noise, drift, scale = "000, Noise Robustness", "000, Natural Normalization", "001, Robust to Reward Scale"
     order = "relative ordering is more reliable"
-    shifted = above("shifted prompts")
     unhurt = minus(rows, "accuracy", "both: GRPO", "clean: GRPO")
     claims = [
         Claim(noise, order, "accuracy under normal noise, GRPO − PPO", above("normal noise")),

@@ -72,7 +72,7 @@ def test_runs_are_kept_and_share_programs(tmp_path):
     kept = again.runs(settings)
     assert bench.run.compilations() == compiled
     jax.tree.map(np.testing.assert_array_equal, kept, first)
-    with pytest.raises(UsageError, match="seed differ"):
+    with pytest.raises(UsageError, match="name another --run-dir"):
         Bench(Config(preset="smoke", run_dir=tmp_path, seed=5))
 
 

@@ -129,3 +129,12 @@ def test_groups_are_put_together_and_teach():
     assert lesson.norms[1] == 0  # equal rewards teach exactly nothing
     assert np.linalg.norm(lesson.gradients[0]) == pytest.approx(lesson.norms[0], rel=1e-5)
     assert groups.cosine(*lesson.gradients) == pytest.approx(1)
+
+
+def test_noise_is_without_bias():
+    # Gradients (2, 0) and (2, 2): their mean is (2, 1), Tr Cov (12 − 2 · 5) / 1 = 2, and |mean|² 5 − 2 / 2.
+    assert groups.noise(groups.Lesson(np.zeros((2, 1)), np.sqrt([4.0, 8.0]), np.array([[2.0, 1.0]]))) == pytest.approx(
+        0.5
+    )
+    # (1, 0) and (0, 1): what their mean has of length is noise.
+    assert np.isnan(groups.noise(groups.Lesson(np.zeros((2, 1)), np.ones(2), np.array([[0.5, 0.5]]))))
