@@ -1,6 +1,6 @@
 """What the questions to the seeds share: settings, whole runs that are kept as they end, and columns of tables.
 
-A question is a script with a function of a `Bench` that returns a `findings.Finding`: a table over seeds, and the claims
+A question is a script with a function of a `Bench` that returns a `findings.Finding`: a table over seeds, and claims
 that it bears on. `findings.main` answers one; `experiments.reproduce` answers all, and writes them down.
 
 Letters: S steps, E evaluations, M held-out prompts, n samples of each (and a greedy one).
@@ -169,12 +169,13 @@ class Bench:
     def runs(self, settings: Mapping[str, Setting]) -> dict[str, Runs]:
         """What settings come to, by name; those that are not there yet are run."""
         jobs = [(setting, seed) for setting in settings.values() for seed in self.seeds]
-        missing: dict[str, list[tuple[Setting, int]]] = {}
+        missing: dict[str, dict[Path, tuple[Setting, int]]] = {}  # what two names are of is run once
         for job in jobs:
             if not self.file(*job).exists():
-                missing.setdefault(program_of(job[0]), []).append(job)
+                missing.setdefault(program_of(job[0]), {})[self.file(*job)] = job
         left = sum(map(len, missing.values()))
-        for of_one_program in missing.values():
+        for files in missing.values():
+            of_one_program = list(files.values())
             width = at_once(len(of_one_program))
             for begin in range(0, len(of_one_program), width):
                 self.say(f"{len(jobs) - left} of {len(jobs)} runs")
