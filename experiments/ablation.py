@@ -6,6 +6,7 @@ that it bears on. `findings.main` answers one; `experiments.reproduce` answers a
 Letters: S steps, E evaluations, M held-out prompts, n samples of each (and a greedy one).
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from rich.console import Console
 
 import grpo_jax
 from experiments.beds import ARITHMETIC, Bed
+from experiments.common import collect
 from grpo_jax.config import GRPOConfig, PPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
@@ -30,6 +32,7 @@ from grpo_jax.training.loop import Method
 from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.training.run import RunFolder
 from grpo_jax.training.whole import (
+    OF_SAMPLING,
     DeviceTask,
     Heldout,
     History,
@@ -37,6 +40,7 @@ from grpo_jax.training.whole import (
     compile_row,
     heldout_of,
     prompts_of,
+    stacked,
     whole_run,
 )
 
@@ -59,6 +63,7 @@ SIZES = {
 }
 Preset = Literal["smoke", "cpu", "gpu"]
 START, COIN = "no training", "coin toss"  # the controls of every table
+TUNED_ON = (10, 11)  # seeds that settings were chosen by, which answer no question
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class Setting(NamedTuple):
 
 
 def grpo(bed: Bed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting:
-    """GRPO or another preset, with the preset's constants but for the learning rate, and 0.01 for GRPO's β.
+    """GRPO or another preset, with the preset's constants but for the learning rate; β of GRPO and of ranks is 0.01.
 
     Args:
       bed: the task.
@@ -101,7 +106,7 @@ def grpo(bed: Bed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting
       changes: as for `Setting.but`.
     """
     published = PRESETS[preset]
-    constants = {"kl_coef": 0.01 if preset == "grpo" else published.kl_coef} | published.constants
+    constants = {"kl_coef": 0.01 if preset in ("grpo", "rank") else published.kl_coef} | published.constants
     if not published.kl_coef:
         del constants["kl_coef"]  # a traced one would need a reference
     numbers = {"learning_rate": bed.learning_rate, "temperature": 1.0, "temperature_spread": 0.0} | constants
@@ -149,17 +154,20 @@ class Bench:
           say: told how far it is.
 
         Raises:
-          UsageError: the folder has runs with other seeds, or of other code.
+          UsageError: the folder has runs of other seeds, another kind of device, or other code.
         """
         self.size, self.say = SIZES[config.preset], say
-        self.seeds = range(config.seed, config.seed + self.size.seeds)
+        some = range(config.seed, config.seed + self.size.seeds + len(TUNED_ON))
+        self.seeds = [seed for seed in some if seed not in TUNED_ON][: self.size.seeds]
         options = {"seed": config.seed, "code": code_checksum(), **self.size._asdict()}
+        options |= {"jax": jax.__version__, "backend": jax.default_backend()}
         folder = config.run_dir.expanduser() / config.preset
         try:
             self.run = RunFolder(folder, options)
         except UsageError:
             raise UsageError(
-                f"{folder} has runs with other seeds, or of code that has changed since: name another --run-dir"
+                f"{folder} has runs of other seeds, another device, or code that has changed since: "
+                "name another --run-dir"
             ) from None
         (self.run.path / "runs").mkdir(exist_ok=True)
         self._folder_of_starts = RunFolder(self.run.path / "starts", options, console=Console(quiet=True))
@@ -172,7 +180,7 @@ class Bench:
         missing: dict[str, dict[Path, tuple[Setting, int]]] = {}  # what two names are of is run once
         for job in jobs:
             if not self.file(*job).exists():
-                missing.setdefault(program_of(job[0]), {})[self.file(*job)] = job
+                missing.setdefault(self.program(job[0]), {})[self.file(*job)] = job
         left = sum(map(len, missing.values()))
         for files in missing.values():
             of_one_program = list(files.values())
@@ -223,7 +231,7 @@ class Bench:
     def histories(self, jobs: Sequence[tuple[Setting, int]], width: int) -> tuple[History, Heldout]:
         """Runs settings of one program with their seeds at once; a row shorter than `width` is filled up, for one shape
         is compiled once."""
-        key = program_of(jobs[0][0]), width
+        key = self.program(jobs[0][0]), width
         if key not in self._programs:
             self._programs[key] = self._make(jobs[0][0], width)
         program, filled = self._programs[key], [*jobs, *[jobs[-1]] * (width - len(jobs))]
@@ -234,13 +242,23 @@ class Bench:
         prompts = [prompts_of(self.task(setting, seed), steps) for _, seed in filled]
         numbers = {name: np.array([s.numbers[name] for s, _ in filled], np.float32) for name in setting.numbers}
         seeds = [seed for _, seed in filled]
-        history = program.row(_stacked(starts), _stacked(prompts), program.heldout, seeds, numbers)
+        history = program.row(stacked(starts), stacked(prompts), program.heldout, seeds, numbers)
         return jax.device_get(history), program.heldout
 
     def file(self, setting: Setting, seed: int) -> Path:
         """Where a run is kept: by all that it was told."""
-        digest = hashlib.sha256(_described(setting, seed).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(self._described(setting, seed).encode()).hexdigest()[:16]
         return self.run.path / "runs" / f"{setting.bed.name}-{setting.method}-{digest}.npz"
+
+    def program(self, setting: Setting) -> str:
+        """What settings have in common that are runs of one program."""
+        config = self.config(setting)
+        shape = dataclasses.asdict(config) | {"group_size": config.algorithm.group_size}
+        model = dataclasses.asdict(setting.bed.model)
+        return json.dumps([setting.bed.name, model, setting.method, shape, sorted(setting.numbers)])
+
+    def _described(self, setting: Setting, seed: int) -> str:
+        return json.dumps([self.program(setting), dict(sorted(setting.numbers.items())), seed])
 
     def _do(self, jobs: Sequence[tuple[Setting, int]], width: int) -> None:
         """Runs settings of one program, and writes them down."""
@@ -248,9 +266,11 @@ class Bench:
         for i, (setting, seed) in enumerate(jobs):
             file = self.file(setting, seed)
             numbers: dict[str, Any] = {name: values[i] for name, values in history.metrics.items()}
+            scores = by_prompt(heldout, np.asarray(history.heldout[i]))
+            if numbers["skipped"].sum() >= self.config(setting).max_skipped:  # where the ordinary loop would stop
+                scores = np.full_like(scores, np.nan)
             with file.with_suffix(".tmp").open("wb") as out:
-                scores = by_prompt(heldout, np.asarray(history.heldout[i]))
-                np.savez_compressed(out, setting=_described(setting, seed), scores=scores, **numbers)
+                np.savez_compressed(out, setting=self._described(setting, seed), scores=scores, **numbers)
             os.replace(file.with_suffix(".tmp"), file)
 
     def _make(self, setting: Setting, width: int) -> "Program":
@@ -274,11 +294,6 @@ class Program(NamedTuple):
     heldout: Heldout
 
 
-def program_of(setting: Setting) -> str:
-    """What settings have in common that are runs of one program."""
-    return json.dumps([setting.bed.name, setting.method, dict(sorted(setting.shape.items())), sorted(setting.numbers)])
-
-
 def at_once(count: int) -> int:
     """How many of so many runs are one call: one a core, or all side by side on an accelerator."""
     if jax.default_backend() != "cpu":
@@ -294,19 +309,11 @@ def code_checksum() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def _described(setting: Setting, seed: int) -> str:
-    return json.dumps([program_of(setting), dict(sorted(setting.numbers.items())), seed])
-
-
 def _read(files: Sequence[Path]) -> Runs:
     loaded = [dict(np.load(file)) for file in files]
     names = loaded[0].keys() - {"setting", "scores"}
     metrics = {name: np.stack([run[name] for run in loaded]) for name in sorted(names)}
     return Runs(metrics, np.stack([run["scores"] for run in loaded]))
-
-
-def _stacked(trees: Sequence[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 # ---- columns of tables
@@ -353,12 +360,38 @@ def last(metric: str, share: float = 0.1) -> Column:
     return lambda runs: runs.metrics[metric][:, -max(1, round(share * runs.metrics[metric].shape[1])) :].mean(1)
 
 
-def table(runs: Mapping[str, Runs], columns: Mapping[str, Column]) -> dict[str, dict[str, list[float]]]:
-    """Rows of a finding, with the start of all runs as the first: what a run has at its first step and evaluation."""
-    some = next(iter(runs.values()))
-    start = Runs({name: values[:, :1] for name, values in some.metrics.items()}, some.scores[:, :1])
+def table(
+    runs: Mapping[str, Runs], columns: Mapping[str, Column], *, reused: bool = False
+) -> dict[str, dict[str, list[float]]]:
+    """Rows of a finding, with the start of all runs as the first: what a run has at its first step and evaluation.
+
+    Args:
+      runs: of settings, by name.
+      columns: what is read of them.
+      reused: whether a rollout is used for several optimizer steps, so that what the first step has of updates is not
+        of the start.
+    """
+    learning = next(run for name, run in runs.items() if COIN not in name)  # a coin's rewards are not the start's
+    first = {name: values[:, :1] for name, values in learning.metrics.items()}
+    if reused:
+        first |= {name: np.full_like(first[name], np.nan) for name in first.keys() - set(OF_SAMPLING)}
+    start = Runs(first, learning.scores[:, :1])
     rows = {START: start} | dict(runs)
     return {name: {title: list(map(float, read(of))) for title, read in columns.items()} for name, of in rows.items()}
+
+
+def smaller(bench: Bench) -> dict[str, int]:
+    """Runs of fewer and smaller steps than the preset's, for beds with more tokens."""
+    steps = bench.size.steps * 3 // 5
+    return {"steps": steps, "eval_every": steps, "num_prompts": bench.size.num_prompts // 2}
+
+
+def by_seed(found: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
+    """Rows of a finding from those of each seed."""
+    rows: dict[str, dict[str, list[float]]] = {}
+    for of_one in found:
+        collect(rows, of_one)
+    return rows
 
 
 def minus(rows: Mapping[str, Mapping[str, Sequence[float]]], column: str, one: str, other: str) -> np.ndarray:

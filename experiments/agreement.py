@@ -19,7 +19,7 @@ himself as with others, as the published figures do not. Ten seconds for the cpu
 
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, minus
+from experiments.ablation import COIN, START, Bench, by_seed, minus
 from experiments.annotators import Kind, agreement, as_given, calibration_errors, draw, fit, ranks, scored, standardised
 from experiments.findings import Claim, Finding, main
 
@@ -30,7 +30,7 @@ VIEWS = {"scores": as_given, "ranks": ranks, "advantages": standardised}
 def measure(bench: Bench) -> Finding:
     found, fitted = zip(*(of_seed(seed) for seed in bench.seeds), strict=True)
     spread, noise = np.mean(fitted, axis=0)[:2]
-    rows = {name: {column: [one[name][column] for one in found] for column in found[0][name]} for name in found[0]}
+    rows = by_seed(found)
 
     def lead(name: str) -> np.ndarray:
         return np.subtract(rows[name]["ranks"], rows[name]["scores"])
@@ -38,6 +38,8 @@ def measure(bench: Bench) -> Finding:
     def of_000(words: str, measure: str, column: str, low: float, high: float = np.inf) -> Claim:
         return Claim("000, Noise Robustness", words, measure, rows["fitted"][column], low, high)
 
+    removed = "normalization within groups removes this sensitivity"
+    spoilt = minus(rows, "advantages", "large, noise", START)
     again = np.subtract(rows["fitted"]["scores"], rows["fitted"]["scores again"])
     claims = [
         Claim("000, Noise Robustness", "relative ordering is more reliable", "ranks − scores, no spread", lead(START)),
@@ -46,17 +48,11 @@ def measure(bench: Bench) -> Finding:
         of_000("test-retest reliability of ranks 0.79", "ranks again, fitted", "ranks again", 0.74, 0.84),
         Claim("000, the table", "0.54 again, 0.61 by two annotators", "scores − scores again, fitted", again),
         of_000("reward model calibration: poor", "error across prompts, fitted", "error across", 0.1),
-        Claim(
-            "001, Robust to Reward Scale",
-            "Normalization within groups removes this sensitivity",
-            "agreement of advantages: large spread minus none",
-            minus(rows, "advantages", "large, noise", START),
-            -0.05,
-            0.05,
-        ),
+        Claim("001, Robust to Reward Scale", removed, "agreement of advantages, large − none", spoilt, -0.05, 0.05),
     ]
     drawn = ["scores", "ranks", "scores again", "ranks again", "error across"]
-    return Finding(rows, claims, drawn, note=f"fitted: spread {spread:.2f}, noise {noise:.2f}")
+    note = f"These are annotators of a model, not people. Fitted: spread {spread:.2f}, noise {noise:.2f}."
+    return Finding(rows, claims, drawn, note)
 
 
 def of_seed(seed: int) -> tuple[dict[str, dict[str, float]], Kind]:

@@ -53,6 +53,7 @@ def addition_reward(
     heavy: Any = 0.0,
     flip: Any = 0.0,
     sharpness: Any = 0.0,
+    drift: Any = 0.0,
     shift: Any = 0.0,
     scale: Any = 0.0,
 ) -> jax.Array:
@@ -68,15 +69,16 @@ def addition_reward(
       heavy: scale of noise with Student's t distribution at 2 degrees of freedom, whose variance is infinite.
       flip: probability that a reward r is 1 − r.
       sharpness: c of the distortion (exp(c r) − 1) / c, which keeps the order; 0: none.
-      shift: deviation of a number that is added to all rewards of a prompt, and drawn again in each step.
-      scale: deviation of the logarithm of a factor on all rewards of a prompt, drawn likewise.
+      drift: deviation of a number that is added to all rewards of a step.
+      shift: deviation of a number that is added to all rewards of a prompt, the same whenever its answer comes.
+      scale: deviation of the logarithm of a factor on all rewards of a prompt, likewise.
 
     Returns:
       Rewards `[N, G]`.
     """
     right = completions.completion_ids == targets[:, None]
     reward = jnp.where(graded > 0, jnp.mean(right, axis=-1), jnp.all(right, axis=-1).astype(jnp.float32))
-    keys, shape, of_prompt = jax.random.split(key, 6), reward.shape, (reward.shape[0], 1)
+    keys, shape = jax.random.split(key, 5), reward.shape
     reward = jnp.where(coin > 0, jax.random.bernoulli(keys[0], 0.5, shape), reward)
     reward = jnp.where(jax.random.bernoulli(keys[1], flip, shape), 1 - reward, reward)
     bent = jnp.expm1(sharpness * reward) / jnp.where(sharpness > 0, sharpness, 1)
@@ -84,8 +86,9 @@ def addition_reward(
     u = jax.random.uniform(keys[3], shape, minval=1e-6, maxval=1 - 1e-6)
     student = (2 * u - 1) / jnp.sqrt(2 * u * (1 - u))  # its quantile
     reward += gaussian * jax.random.normal(keys[2], shape) + heavy * student
-    drawn = jax.random.normal(keys[4], of_prompt), jax.random.normal(keys[5], of_prompt)
-    return reward * jnp.exp(scale * drawn[0]) + shift * drawn[1]
+    number = jnp.sum(targets * arithmetic.VOCAB_SIZE ** jnp.arange(targets.shape[-1]), axis=-1)
+    of_prompt = jax.vmap(lambda n: jax.random.normal(jax.random.fold_in(jax.random.key(0), n), (2, 1)))(number)
+    return reward * jnp.exp(scale * of_prompt[:, 0]) + shift * of_prompt[:, 1] + drift * jax.random.normal(keys[4])
 
 
 def addition_is_right(targets: jax.Array, completions: Completions, key: jax.Array) -> jax.Array:
@@ -193,7 +196,7 @@ ARITHMETIC = Bed(
     arithmetic.MAX_TOKENS,
     _additions,
     _start_of_additions,
-    dict.fromkeys(("graded", "coin", "gaussian", "heavy", "flip", "sharpness", "shift", "scale"), 0.0),
+    dict.fromkeys(("graded", "coin", "gaussian", "heavy", "flip", "sharpness", "drift", "shift", "scale"), 0.0),
 )
 
 WORDS = Bed(

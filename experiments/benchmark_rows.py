@@ -11,6 +11,7 @@ processes, and a little faster than a loop on two cores. About ten minutes.
 
 import dataclasses
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -149,7 +150,8 @@ def by_row(
     """Whole runs: all in one call, or each in a call."""
     tasks = {seed: ARITHMETIC.task(num_prompts=config.num_prompts, seed=seed, heldout=HELDOUT) for _, seed in RUNS}
     run, heldout = whole_run(POLICY, tasks[0], config), heldout_of(tasks[0], config)
-    row = compile_row(run, side_by_side=side_by_side, devices=jax.local_device_count() if together else 1)
+    devices = math.gcd(len(runs), jax.local_device_count()) if together else 1
+    row = compile_row(run, side_by_side=side_by_side, devices=devices)
     accuracies = []
     for several in [runs] if together else [[run] for run in runs]:
         rates, seeds = zip(*(RUNS[run] for run in several), strict=True)

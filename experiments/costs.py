@@ -13,17 +13,18 @@ from grpo_jax.training.state import init_state
 from grpo_jax.training.throughput import forward_flops, update_flops
 
 
-def operations(bench: Bench, setting: Setting, *, token: bool = False) -> float:
+def operations(bench: Bench, setting: Setting) -> float:
     """Operations of a step: sampling, the reference, a critic's values, and the update; completions of full length.
+
+    A group's prompt counts once.
 
     Args:
       bench: with starts.
       setting: with one optimizer step a rollout.
-      token: of one token in place of a step, which leaves out that a group shares its prompt.
     """
     config, policy = bench.config(setting), bench.start(setting.bed, bench.seeds[0])
     prompt = bench.task(setting, bench.seeds[0]).task.prompts(0).ids.shape[1]
-    tokens = 1 if token else config.num_prompts * (prompt + config.algorithm.group_size * config.max_tokens)
+    tokens = config.num_prompts * (prompt + config.algorithm.group_size * config.max_tokens)
     if setting.method == "grpo":
         return 2 * forward_flops(policy, tokens) + update_flops(policy, None, tokens)
     both = add_critic(setting.bed.model, policy)

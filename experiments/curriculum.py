@@ -1,7 +1,7 @@
 """What do easy and hard prompts teach, and are easy ones learned first?
 
-Seed 000: "Easy prompts: All responses score high, advantages near zero. Hard prompts: Large variance, clear signal for
-improvement." Seed 001, "Natural Curriculum": "Hard prompts where all responses score poorly still provide useful
+Seed 000: "Easy prompts: All responses score high, advantages near zero. Hard prompts: Large variance, clear signal
+for improvement." Seed 001, "Natural Curriculum": "Hard prompts where all responses score poorly still provide useful
 gradients. The best-in-group response gets positive advantage even if absolute rewards are low." On additions, with a
 reward that is all or nothing and with the share of tokens that are right ("graded"). First, at the start: of 64
 completions of each of 128 prompts, groups of 8 are put together with 0, 1, 4, 7 or 8 right, of the same prompts for
@@ -17,7 +17,7 @@ misses where these score. A minute for the cpu preset on two cores.
 
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, grpo
+from experiments.ablation import COIN, START, Bench, by_seed, grpo
 from experiments.findings import Claim, Finding, main
 from experiments.groups import CARRIES, carries, lessons
 
@@ -26,7 +26,7 @@ RIGHT, REWARDS = (0, 1, 4, 7, 8), {"": 0.0, ", graded": 1.0}
 
 def measure(bench: Bench) -> Finding:
     found = [lessons(bench, seed, RIGHT, REWARDS) for seed in bench.seeds]
-    rows = {name: {column: [one[name][column] for one in found] for column in found[0][name]} for name in found[0]}
+    rows = by_seed(found)
     solved = solve_rates(bench)
     unknown = np.full((3, len(found)), np.nan)
     for name, row in rows.items():
@@ -38,25 +38,18 @@ def measure(bench: Bench) -> Finding:
     def share(row: str, of: str) -> np.ndarray:
         return column(row) / column(of)
 
-    def easy(words: str, measure: str, row: str) -> Claim:
-        return Claim("000, Natural Normalization", words, measure, column(row, "|A|"), -np.inf, 0.1)
-
-    def hard(words: str, measure: str, values: np.ndarray, low: float = 0.0) -> Claim:
-        return Claim("000 and 001, Curriculum", words, measure, values, low)
-
-    with np.errstate(invalid="ignore", divide="ignore"):
-        gains = {name: (half - start) / (end - start) for name, (start, half, end) in solved.items()}
+    ease, hard = "000, Natural Normalization", "001, Natural Curriculum"
+    clear, poor, near = "hard: clear signal", "all score poorly: still useful gradients", "easy: advantages near zero"
+    poorly, graded = share("0 of 8 right", "4 of 8 right"), share("0 of 8 right, graded", "4 of 8 right, graded")
     claims = [
-        easy("Easy: all score high, advantages near zero", "|A|, 8 of 8 right", "8 of 8 right"),
-        easy("the same, one response not all right", "|A|, 7 of 8 right, graded", "7 of 8 right, graded"),
-        hard("Hard: clear signal", "gradient: 0 minus 8 right", column("0 of 8 right") - column("8 of 8 right")),
-        hard("Hard, but solved once", "gradient: 1 minus 7 right", column("1 of 8 right") - column("7 of 8 right")),
-        hard("all poor: still gradients", "gradient: 0 over 4 right", share("0 of 8 right", "4 of 8 right"), 0.1),
-        hard("the same, graded", "that, graded", share("0 of 8 right, graded", "4 of 8 right, graded"), 0.1),
-        hard("useful gradients", "cosine, 0 right, graded", column("0 of 8 right, graded", "cosine")),
-        hard("best-in-group gets positive advantage", "largest A, 0 right", column("0 of 8 right", "best A")),
-        hard("the best, graded", "largest A, 0 right, graded", column("0 of 8 right, graded", "best A")),
-        hard("Natural Curriculum", "gained by half, no carry minus two", gains["no carry"] - gains["two carries"]),
+        Claim(ease, near, "mean |A|, 8 of 8 right", column("8 of 8 right", "|A|"), -np.inf, 0.1),
+        Claim(ease, near, "mean |A|, 7 of 8 right", column("7 of 8 right", "|A|"), -np.inf, 0.1),
+        Claim(ease, clear, "gradient, 1 − 7 of 8 right", column("1 of 8 right") - column("7 of 8 right")),
+        Claim(hard, poor, "gradient, 0 / 4 of 8 right", poorly, 0.1),
+        Claim(hard, poor, "gradient, 0 / 4 of 8 right, graded", graded, 0.1),
+        Claim(hard, poor, "cosine with the solve rate's, 0 right, graded", column("0 of 8 right, graded", "cosine")),
+        Claim(hard, "the best has a positive advantage", "largest A, 0 right", column("0 of 8 right", "best A")),
+        Claim(hard, "… positive advantage", "largest A, 0 right, graded", column("0 of 8 right, graded", "best A")),
     ]
     return Finding(rows, claims, drawn=["|A|", "gradient", "cosine"])
 

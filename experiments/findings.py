@@ -3,6 +3,7 @@
 A script gives `main` a function of a `Bench` that returns a `Finding`.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -106,13 +107,21 @@ def answer(bench: Bench, name: str, measure: Measure) -> Answer:
     save_figure(bench.run.path / f"{name}.png", finding)
     claims = [claim._asdict() | {"values": list(map(float, claim.values))} for claim in finding.claims]
     seconds = time.perf_counter() - started
-    write_json(bench.run.path / f"{name}.json", finding._asdict() | {"claims": claims, "seconds": seconds})
+    of_answer = {"claims": claims, "seconds": seconds, "questions": questions_checksum()}
+    write_json(bench.run.path / f"{name}.json", finding._asdict() | of_answer)
     return Answer(finding, seconds)
 
 
 def is_kept(bench: Bench, name: str) -> bool:
-    """Whether a question was answered."""
-    return (bench.run.path / f"{name}.json").exists()
+    """Whether a question was answered, by the code that there is."""
+    file = bench.run.path / f"{name}.json"
+    return file.exists() and json.loads(file.read_text())["questions"] == questions_checksum()
+
+
+def questions_checksum() -> str:
+    """Of the scripts, which make numbers and claims of runs."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def kept(bench: Bench, name: str) -> Answer:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, minus, ppo
+from experiments.ablation import COIN, START, Bench, by_seed, minus, ppo
 from experiments.beds import ARITHMETIC, first
 from experiments.enumeration import grow, quality, rewards_of, values_of
 from experiments.findings import Claim, Finding, main
@@ -36,7 +36,7 @@ gae = jax.jit(generalized_advantages, static_argnames="num_steps")
 
 def measure(bench: Bench) -> Finding:
     found = [of_seed(bench, *both) for both in zip(bench.trained(TRAINED), bench.trained(TOSSED), strict=True)]
-    rows = {name: {column: [one[name][column] for one in found] for column in found[0][name]} for name in found[0]}
+    rows = by_seed(found)
 
     def balanced(words: str, column: str) -> Claim:
         ends = np.minimum(rows["λ 0"][column], rows["λ 1"][column])

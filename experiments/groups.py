@@ -166,40 +166,42 @@ def lessons(
     return rows
 
 
-def noise(lesson: Lesson) -> float:
-    """Tr Cov / |mean|² of the gradient of one group: how many groups it takes until noise and signal are equal.
+def signal(lesson: Lesson) -> float:
+    """|mean|² / Tr Cov of the gradient of one group, Cov over groups of the same prompt. Neither is biased.
 
-    Neither is biased: the mean of N gradients is itself longer, by Tr Cov / N (1812.06162 has the same in its noise
-    scale).
+    With two groups of a prompt, g and g′, and their mean p: ½ |g − g′|² = |g|² + |g′|² − 2 |p|² has the expectation
+    Tr Cov, and p · q of two prompts that of |mean|².
 
     Args:
-      lesson: of N groups, with the mean of all of them as its first set.
+      lesson: of M prompts with two groups each, one after the other, and M sets: the pairs.
 
     Returns:
-      The ratio; NaN if no signal is seen.
+      The ratio, about 0 (or below) where there is no signal.
     """
-    count, mean_squared = len(lesson.norms), float(np.square(lesson.gradients[0]).sum())
-    trace = (float(np.square(lesson.norms).sum()) - count * mean_squared) / (count - 1)
-    signal = mean_squared - trace / count
-    return trace / signal if signal > 0 else float("nan")
+    squared = np.square(lesson.norms).reshape(-1, 2).sum(-1)
+    of_pairs, count = np.square(lesson.gradients).sum(-1), len(lesson.gradients)
+    mean_squared = (np.square(lesson.gradients.sum(0)).sum() - of_pairs.sum()) / (count * (count - 1))
+    return float(mean_squared / (squared - 2 * of_pairs).mean())
 
 
-def gradient_noise(bench: Bench, seed: int, group_size: int, *, prompts: int = 512, **options: float) -> float:
-    """`noise` of groups at the start of a seed.
+def gradient_signal(bench: Bench, seed: int, group_size: int, *, prompts: int = 256, **options: float) -> float:
+    """`signal` of groups at the start of a seed.
 
     Args:
       bench: knows the start.
       seed: of it, of prompts and of completions.
       group_size: G.
-      prompts: N.
+      prompts: M.
       options: of the reward.
     """
     task = ARITHMETIC.task(num_prompts=prompts, seed=seed, heldout=1)
     given, params = task.task.prompts(0), bench.start(ARITHMETIC, seed)
-    completions = _sampled(params, given.ids, given.mask, step_key(seed, SAMPLING, 0), group_size)
-    rewards = task.reward(task.targets(given.examples), completions, step_key(seed, REWARD, 0), **options)
-    sets = np.full((1, prompts), 1 / prompts)
-    return noise(_teacher("grpo")(params, given.ids, given.mask, completions, rewards, sets))
+    examples = [example for example in given.examples for _ in range(2)]
+    ids, mask = (np.repeat(x, 2, axis=0) for x in (given.ids, given.mask))
+    completions = _sampled(params, ids, mask, step_key(seed, SAMPLING, 0), group_size)
+    rewards = task.reward(task.targets(examples), completions, step_key(seed, REWARD, 0), **options)
+    pairs = np.repeat(np.eye(prompts), 2, axis=1) / 2
+    return signal(_teacher("grpo")(params, ids, mask, completions, rewards, pairs))
 
 
 def _means(sets: np.ndarray) -> np.ndarray:

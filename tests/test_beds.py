@@ -89,11 +89,21 @@ def test_shift_and_scale_are_a_prompts_own():
     right = np.array(RIGHT)
     shifts = addition_reward(ANSWERS, GIVEN, KEY, shift=2.0) - right
     np.testing.assert_allclose(shifts, shifts[:, :1].repeat(10, axis=1), atol=1e-5)
+    again = addition_reward(ANSWERS, GIVEN, jax.random.key(9), shift=2.0) - right
+    np.testing.assert_allclose(again, shifts, atol=1e-5)  # an answer's own
     assert np.std(shifts[:, 0]) == pytest.approx(2, rel=0.35)
     scaled = np.array(addition_reward(ANSWERS, GIVEN, KEY, scale=0.5))
     factors = scaled.max(axis=1, keepdims=True)  # 0 where nothing is right
     np.testing.assert_allclose(scaled, right * factors)
     assert np.std(np.log(factors[factors > 0])) == pytest.approx(0.5, rel=0.35)
+
+
+def test_drift_is_a_steps_own():
+    def drift(key):
+        return np.array(addition_reward(ANSWERS, GIVEN, key, drift=2.0) - np.array(RIGHT))
+
+    np.testing.assert_allclose(drift(KEY), drift(KEY)[0, 0], atol=1e-5)
+    assert drift(KEY)[0, 0] != drift(jax.random.key(9))[0, 0]
 
 
 # ---- words

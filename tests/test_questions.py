@@ -131,10 +131,8 @@ def test_groups_are_put_together_and_teach():
     assert groups.cosine(*lesson.gradients) == pytest.approx(1)
 
 
-def test_noise_is_without_bias():
-    # Gradients (2, 0) and (2, 2): their mean is (2, 1), Tr Cov (12 − 2 · 5) / 1 = 2, and |mean|² 5 − 2 / 2.
-    assert groups.noise(groups.Lesson(np.zeros((2, 1)), np.sqrt([4.0, 8.0]), np.array([[2.0, 1.0]]))) == pytest.approx(
-        0.5
-    )
-    # (1, 0) and (0, 1): what their mean has of length is noise.
-    assert np.isnan(groups.noise(groups.Lesson(np.zeros((2, 1)), np.ones(2), np.array([[0.5, 0.5]]))))
+def test_signal_and_noise_are_without_bias():
+    # Two prompts, with gradients 2 and 4, and −1 and 3: their means are 3 and 1, |mean|² is 3 · 1, and the noise
+    # (½ · 2² + ½ · 4²) / 2 = 5.
+    lesson = groups.Lesson(np.zeros((4, 2)), np.array([2.0, 4.0, 1.0, 3.0]), np.array([[3.0], [1.0]]))
+    assert groups.signal(lesson) == pytest.approx(3 / 5)

@@ -39,6 +39,17 @@ from grpo_jax.training.rollout import (
 )
 from grpo_jax.training.state import Array, Batch, TrainState, init_state
 
+# Metrics of what a step sampled, before its updates.
+OF_SAMPLING = (
+    "reward",
+    "reward_std",
+    "zero_spread_share",
+    "distinct_share",
+    "length_mean",
+    "truncated_share",
+    "tokens",
+)
+
 # (what it needs of the prompts [N, ...], completions, key, **options) -> rewards float32 [N, G]; gold may give several
 # numbers of a completion, [N, G, K]
 DeviceReward = Callable[..., jax.Array]
@@ -80,7 +91,7 @@ class History(NamedTuple):
 
 def prompts_of(task: DeviceTask, steps: int) -> Prompts:
     """The prompts of the first S steps of a task, `[S, N, ...]`."""
-    return _stacked([_encoded(task, task.task.prompts(step)) for step in range(steps)])
+    return stacked([_encoded(task, task.task.prompts(step)) for step in range(steps)])
 
 
 def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
@@ -91,7 +102,7 @@ def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
         group_size=config.algorithm.group_size,
         samples=config.eval_samples,
     )
-    return _stacked([Heldout(_encoded(task, call.prompts), *call[1:]) for call in calls])
+    return stacked([Heldout(_encoded(task, call.prompts), *call[1:]) for call in calls])
 
 
 def by_prompt(heldout: Heldout, scores: np.ndarray) -> np.ndarray:
@@ -305,5 +316,6 @@ def _encoded(task: DeviceTask, prompts: Any) -> Prompts:
     return Prompts(prompts.ids, prompts.mask, task.targets(prompts.examples))
 
 
-def _stacked(trees: Sequence[Any]) -> Any:
+def stacked(trees: Sequence[Any]) -> Any:
+    """Trees of one structure as one, whose leaves have a leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
