@@ -4,7 +4,9 @@ import importlib
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -99,13 +101,55 @@ def test_a_question_is_short_and_says_its_command(name):
     assert callable(module.measure)
 
 
+def planted(scores, metrics):
+    """A bench whose runs came to these scores; each metric is its factor times the score."""
+
+    def runs(settings):
+        noise = np.array([-0.001, 0.0, 0.001])[:, None]  # of seeds
+
+        def of(name):
+            score = next((score for part, score in scores.items() if part in name), 0.5) + noise
+            numbers = {metric: factor * score.repeat(6, axis=1) for metric, factor in metrics.items()}
+            return Runs(numbers, np.broadcast_to(score[..., None, None], (3, 3, 4, 2)))
+
+        return {name: of(name) for name in settings}
+
+    return SimpleNamespace(size=ablation.SIZES["smoke"], seeds=[0, 1, 2], runs=runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "scores", "metrics"),
+    [
+        ("ablate_temperature", {"0.7 +": 0.8, "0.7": 0.1, "0.83": 0.2, "1.0": 0.7}, {"distinct_share": 1}),
+        ("ablate_clip", {"ε 0.02": 0.1, "ε 0.4": 0.3, "no clip": 0.2}, {"kl": -1, "entropy": 1, "ratio_deviation": 0.3}),
+        (
+            "ablate_kl",
+            {"GRPO, β 0.1": 0.49, "GRPO, β 0.01": 0.51, "PPO, β 0.1": 0.9, "PPO, β 0.01": 0.1, "words, β 0.01": 0.6},
+            {"kl": 1},
+        ),
+        ("entropy_bonus", {"PPO, c 0.01": 0.45, "PPO": 0.4}, {"reward": 1, "entropy": 1}),
+        (
+            "reward_noise",
+            {"heavy tails: ranks": 0.8, "distorted: ranks": 0.8, "GRPO": 0.7, "PPO": 0.6},
+            {},
+        ),
+        ("estimators", {"seed_001": 0.6, "ppo": 0.4}, {"entropy": 1}),
+    ],
+)
+def test_claims_look_the_right_way(name, scores, metrics):
+    measure = importlib.import_module(f"experiments.{name}").measure
+    words = {claim.measure: findings.verdict(claim)[1] for claim in measure(planted(scores, metrics)).claims}
+    assert set(words.values()) == {"agree"}, words
+
+
 @pytest.mark.slow
 def test_every_table_has_its_controls(tmp_path):
     command = [sys.executable, "-m", "experiments.reproduce", "--preset", "smoke"]
     folders = ["--run-dir", str(tmp_path / "runs"), "--out", str(tmp_path)]
     interrupted = subprocess.Popen([*command, *folders])
-    with pytest.raises(subprocess.TimeoutExpired):
-        interrupted.wait(60)
+    while not list((tmp_path / "runs/smoke/runs").glob("*.npz")):
+        assert interrupted.poll() is None
+        time.sleep(0.1)
     interrupted.kill()
     subprocess.run([*command, *folders], check=True)
     bench = Bench(Config(preset="smoke", run_dir=tmp_path / "runs"))
