@@ -71,7 +71,7 @@ class Config:
     """Options of a question to the seeds."""
 
     preset: Preset = "cpu"
-    """smoke: whether it works, in seconds. cpu: 5 seeds of 100 steps, for two cores. gpu: 20 seeds of 200 larger
+    """smoke: whether it works, in a minute of compilation. cpu: 5 seeds of 100 steps, for two cores. gpu: 20 seeds of 200 larger
     steps, side by side."""
     seed: int = 0
     """The first of the seeds."""
@@ -298,7 +298,12 @@ def at_once(count: int) -> int:
     """How many of so many runs are one call: one a core, or all side by side on an accelerator."""
     if jax.default_backend() != "cpu":
         return count
-    return max(1, min(count, jax.local_device_count(), len(os.sched_getaffinity(0))))
+    return max(1, min(count, jax.local_device_count(), cores()))
+
+
+def cores() -> int:
+    """Of this machine, as far as this process may use them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def code_checksum() -> str:

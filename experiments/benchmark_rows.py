@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from experiments.ablation import cores
 from experiments.beds import ARITHMETIC
 from experiments.common import learn
 from grpo_jax.config import GRPOConfig
@@ -104,7 +105,7 @@ def in_process(config: Config, way: Way, runs: list[int], folder: Path) -> np.nd
 def child(steps: int, way: Way, runs: list[int], folder: str) -> None:
     """Does some runs in one way, and leaves their accuracies."""
     if way == "row":
-        jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+        jax.config.update("jax_num_cpu_devices", cores())
     accuracies = WAYS_TO_RUN[way](runs, config_of(steps), Path(folder))
     np.save(Path(folder) / "accuracies.npy", accuracies)
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import tyro
 
-from experiments.ablation import COIN, START, Bench, Config
+from experiments.ablation import COIN, START, Bench, Config, cores
 from grpo_jax import cli, terminal
 from grpo_jax.errors import UsageError
 from grpo_jax.training.run import RunFolder, write_json
@@ -71,7 +71,7 @@ def main(measure: Measure, description: str | None) -> None:
 
 def guarded(act: Callable[[], None], config: Config) -> None:
     """Does something with all cores as devices, and with what was compiled before; a refusal is one sentence."""
-    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+    jax.config.update("jax_num_cpu_devices", cores())
     jax.config.update("jax_compilation_cache_dir", str(config.run_dir.expanduser().absolute() / "compiled"))
     try:
         act()

@@ -11,7 +11,6 @@ RESULTS-gpu.md. The cpu preset takes about half an hour on two cores.
 
 import hashlib
 import importlib
-import os
 import platform
 import shutil
 from collections import Counter
@@ -150,7 +149,7 @@ def _hardware() -> str:
     """What computed: without names of machines."""
     if jax.default_backend() != "cpu":
         return f"{jax.device_count()} × {jax.devices()[0].device_kind}, jax {jax.__version__}"
-    return f"{len(os.sched_getaffinity(0))} {platform.machine()} cores, jax {jax.__version__}"
+    return f"{ablation.cores()} {platform.machine()} cores, jax {jax.__version__}"
 
 
 if __name__ == "__main__":
