@@ -71,8 +71,8 @@ class Config:
     """Options of a question to the seeds."""
 
     preset: Preset = "cpu"
-    """smoke: whether it works, in a minute of compilation. cpu: 5 seeds of 100 steps, for two cores. gpu: 20 seeds of 200 larger
-    steps, side by side."""
+    """smoke: whether it works, in a minute of compilation. cpu: 5 seeds of 100 steps, for two cores. gpu: 20 seeds of
+    200 larger steps, side by side."""
     seed: int = 0
     """The first of the seeds."""
     run_dir: Path = Path("runs/ablations")
