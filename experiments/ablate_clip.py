@@ -1,6 +1,6 @@
 """Is a clip of 0.1 to 0.2 right?
 
-Seed 001: "Clipping (ε): 0.1-0.2", and "The clipping stabilizes training, similar to PPO". Seed 003: without it,
+Source 001: "Clipping (ε): 0.1-0.2", and "The clipping stabilizes training, similar to PPO". Source 003: without it,
 "repetitive, overconfident generations"; with it, the "model can only increase probability by max (1+ε) factor per
 update". A clip acts only where the policy has moved since it sampled, so each rollout is used for eight optimizer
 steps (two passes of four minibatches), on additions, with ε from 0.02 to none at all. Expect no clip to be worse than
@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.ablation import COIN, Bench, accuracy, grpo, last, minus, on_the_way, table
+from experiments.ablation import COIN, Bench, grpo
+from experiments.columns import accuracy, last, minus, on_the_way, table
 from experiments.findings import Claim, Finding, main
 
 EPSILONS = (0.02, 0.1, 0.15, 0.2, 0.4)
@@ -26,10 +27,8 @@ def measure(bench: Bench) -> Finding:
     settings = {f"ε {e:g}": grpo(epsilon_low=e, epsilon_high=e, **REUSED) for e in EPSILONS}
     settings[NONE] = grpo(epsilon_low=1e6, epsilon_high=1e6, **REUSED)
     runs = bench.runs({COIN: grpo(coin=1.0, **REUSED)} | settings)
-    columns = {"accuracy": accuracy, "on the way": on_the_way, "KL": last("kl")}
-    rows = table(
-        runs, columns | {"entropy": last("entropy"), "largest change": last("ratio_deviation", 1)}, reused=True
-    )
+    columns = {"accuracy": accuracy, "on the way": on_the_way, "KL": last("kl"), "entropy": last("entropy")}
+    rows = table(runs, columns | {"largest change": last("ratio_deviation", 1)}, start="ε 0.2", reused=True)
     recommended = np.mean([rows[f"ε {e:g}"]["accuracy"] for e in (0.1, 0.15, 0.2)], axis=0)
     claims = [
         Claim(

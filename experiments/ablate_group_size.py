@@ -1,7 +1,7 @@
 """Do larger groups learn better, and is there a knee at eight?
 
-Seed 000: K = 2, 4, 8, 16 gives 71.2, 74.8, 77.3, 77.9% ("marginal gain"), and K = 8 gives C(8, 2) = 28 learning
-signals a prompt "versus 1". Seed 001: "Group size (k): 8-16 works well", "larger group size … is essential. More
+Source 000: K = 2, 4, 8, 16 gives 71.2, 74.8, 77.3, 77.9% ("marginal gain"), and K = 8 gives C(8, 2) = 28 learning
+signals a prompt "versus 1". Source 001: "Group size (k): 8-16 works well", "larger group size … is essential. More
 comparisons mean better gradient estimates". Here additions with equally many prompts a step, so that larger groups
 cost more samples, and with equally many samples, so that they see fewer prompts; the learning rate was chosen at K =
 8. The signal is |mean|² / Tr Cov of the gradient of one prompt's group at the start, with Cov over groups of the same
@@ -15,7 +15,8 @@ two cores, most of it compilation.
 
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, accuracy, grpo, last, minus, on_the_way, table
+from experiments.ablation import COIN, START, Bench, grpo
+from experiments.columns import accuracy, last, minus, on_the_way, table
 from experiments.findings import Claim, Finding, main
 from experiments.groups import gradient_signal
 
@@ -27,7 +28,7 @@ def measure(bench: Bench) -> Finding:
     settings |= {f"K {k}, equal prompts": grpo(group_size=k) for k in SIZES}
     settings |= {f"K {k}, equal samples": grpo(group_size=k, num_prompts=8 * prompts // k) for k in SIZES}
     columns = {"accuracy": accuracy, "on the way": on_the_way, "groups of equal rewards": last("zero_spread_share", 1)}
-    rows = table(bench.runs(settings), columns)
+    rows = table(bench.runs(settings), columns, start="K 8, equal prompts")
     signal = {k: np.array([gradient_signal(bench, seed, k) for seed in bench.seeds]) for k in SIZES}
     coin = [gradient_signal(bench, seed, 8, coin=1.0) for seed in bench.seeds]
     of_row = {f"K {k}, {equal}": signal[k].tolist() for k in SIZES for equal in ("equal prompts", "equal samples")}

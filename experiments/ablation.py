@@ -1,4 +1,4 @@
-"""What the questions to the seeds share: settings, whole runs that are kept as they end, and columns of tables.
+"""What the questions to the sources share: settings, and whole runs that are kept as they end.
 
 A question is a script with a function of a `Bench` that returns a `findings.Finding`: a table over seeds, and claims
 that it bears on. `findings.main` answers one; `experiments.reproduce` answers all, and writes them down.
@@ -8,6 +8,7 @@ Letters: S steps, E evaluations, M held-out prompts, n samples of each (and a gr
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,7 @@ from rich.console import Console
 
 import grpo_jax
 from experiments.beds import ARITHMETIC, Bed
-from experiments.common import collect
-from grpo_jax.config import GRPOConfig, PPOConfig
+from grpo_jax.config import GRPOConfig, PPOConfig, validate
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.policy import Policy, decoder_policy
@@ -30,9 +30,8 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.loop import Method
 from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.training.run import RunFolder
+from grpo_jax.training.run import RunFolder, differing_options
 from grpo_jax.training.whole import (
-    OF_SAMPLING,
     DeviceTask,
     Heldout,
     History,
@@ -68,13 +67,13 @@ TUNED_ON = (10, 11)  # seeds that settings were chosen by, which answer no quest
 
 @dataclass(frozen=True)
 class Config:
-    """Options of a question to the seeds."""
+    """Options of a question to the sources."""
 
     preset: Preset = "cpu"
-    """smoke: whether it works, in a minute of compilation. cpu: 5 seeds of 100 steps, for two cores. gpu: 20 seeds of
+    """smoke: whether it works; minutes, of compilation. cpu: 5 seeds of 100 steps, for two cores. gpu: 20 seeds of
     200 larger steps, side by side."""
     seed: int = 0
-    """The first of the seeds."""
+    """The first random seed; 10 and 11, which settings were tuned on, are left out."""
     run_dir: Path = Path("runs/ablations")
     """Where runs are kept, in a folder for each preset; a run that is there is not repeated."""
 
@@ -92,6 +91,10 @@ class Setting(NamedTuple):
 
     def but(self, **changes: Any) -> "Setting":
         """The same with other fields or options of the reward."""
+        known = {field.name for field in dataclasses.fields(PPOConfig)} | set(self.bed.options)
+        if changes.keys() - known:
+            unknown = ", ".join(sorted(changes.keys() - known))
+            raise UsageError(f"{unknown}: no option of GRPOConfig or PPOConfig, nor of the reward of {self.bed.name}")
         numbers = {name: value for name, value in changes.items() if name in self.numbers}
         shape = {name: value for name, value in changes.items() if name not in self.numbers}
         return self._replace(shape={**self.shape, **shape}, numbers={**self.numbers, **numbers})
@@ -154,8 +157,10 @@ class Bench:
           say: told how far it is.
 
         Raises:
-          UsageError: the folder has runs of other seeds, another kind of device, or other code.
+          UsageError: the seed is impossible, or the folder has runs of other seeds, code, jax or kind of device.
         """
+        if not 0 <= config.seed < 2**31:
+            raise UsageError(f"seed is {config.seed}: it must be between 0 and 2^31 - 1")
         self.size, self.say = SIZES[config.preset], say
         some = range(config.seed, config.seed + self.size.seeds + len(TUNED_ON))
         self.seeds = [seed for seed in some if seed not in TUNED_ON][: self.size.seeds]
@@ -165,10 +170,11 @@ class Bench:
         try:
             self.run = RunFolder(folder, options)
         except UsageError:
-            raise UsageError(
-                f"{folder} has runs of other seeds, another device, or code that has changed since: "
-                "name another --run-dir"
-            ) from None
+            saved = json.loads((folder / "config.json").read_text())
+            differing = ", ".join(differing_options(saved, options))
+            raise UsageError(f"{folder} has runs that differ in {differing}: name another --run-dir") from None
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{folder} cannot be used ({error}): name another --run-dir") from None
         (self.run.path / "runs").mkdir(exist_ok=True)
         self._folder_of_starts = RunFolder(self.run.path / "starts", options, console=Console(quiet=True))
         self._starts: dict[tuple[str, int], Any] = {}
@@ -180,6 +186,7 @@ class Bench:
         missing: dict[str, dict[Path, tuple[Setting, int]]] = {}  # what two names are of is run once
         for job in jobs:
             if not self.file(*job).exists():
+                self.check(job[0])
                 missing.setdefault(self.program(job[0]), {})[self.file(*job)] = job
         left = sum(map(len, missing.values()))
         for files in missing.values():
@@ -191,6 +198,13 @@ class Bench:
                 self._do(several, width)
                 left -= len(several)
         return {name: _read([self.file(setting, seed) for seed in self.seeds]) for name, setting in settings.items()}
+
+    def check(self, setting: Setting) -> None:
+        """Refuses numbers that cannot be, but for a critic's learning rate: 0 keeps it as it is."""
+        config = self.config(setting)
+        fields = {field.name for field in dataclasses.fields(config)} - {"critic_learning_rate"}
+        given: dict[str, Any] = {name: value for name, value in setting.numbers.items() if name in fields}
+        validate(dataclasses.replace(config, **given), compares_groups=setting.method == "grpo")
 
     def trained(self, setting: Setting) -> list[Any]:
         """The parameters that runs end with, one a seed. They are not kept."""
@@ -258,7 +272,11 @@ class Bench:
         return json.dumps([setting.bed.name, model, setting.method, shape, sorted(setting.numbers)])
 
     def _described(self, setting: Setting, seed: int) -> str:
-        return json.dumps([self.program(setting), dict(sorted(setting.numbers.items())), seed])
+        described = [self.program(setting), dict(sorted(setting.numbers.items())), seed]
+        source = Path(inspect.getsourcefile(setting.bed.task) or "")
+        if source not in _makers():  # a bed of somebody's own, whose reward may change
+            described.append(hashlib.sha256(source.read_bytes()).hexdigest())
+        return json.dumps(described)
 
     def _do(self, jobs: Sequence[tuple[Setting, int]], width: int) -> None:
         """Runs settings of one program, and writes them down."""
@@ -268,7 +286,10 @@ class Bench:
             numbers: dict[str, Any] = {name: values[i] for name, values in history.metrics.items()}
             scores = by_prompt(heldout, np.asarray(history.heldout[i]))
             if numbers["skipped"].sum() >= self.config(setting).max_skipped:  # where the ordinary loop would stop
-                scores = np.full_like(scores, np.nan)
+                self.run.console.print(
+                    f"seed {seed} of {setting.method} on {setting.bed.name} diverged: it has no score"
+                )
+                scores[1:] = np.nan
             with file.with_suffix(".tmp").open("wb") as out:
                 np.savez_compressed(out, setting=self._described(setting, seed), scores=scores, **numbers)
             os.replace(file.with_suffix(".tmp"), file)
@@ -308,10 +329,13 @@ def cores() -> int:
 
 def code_checksum() -> str:
     """Of the code that makes runs what they are: the package, and where the ablations run."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in _makers())).hexdigest()[:16]
+
+
+def _makers() -> list[Path]:
     here, package = Path(__file__).parent, Path(grpo_jax.__file__).parent
     makers = [here / f"{name}.py" for name in ("ablation", "beds", "arithmetic", "multi_objective")]
-    files = [*sorted(package.rglob("*.py")), *makers]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return [*sorted(package.rglob("*.py")), *makers]
 
 
 def _read(files: Sequence[Path]) -> Runs:
@@ -321,84 +345,7 @@ def _read(files: Sequence[Path]) -> Runs:
     return Runs(metrics, np.stack([run["scores"] for run in loaded]))
 
 
-# ---- columns of tables
-
-# (a setting's runs) -> a value a seed
-Column = Callable[[Runs], np.ndarray]
-
-
-def accuracy(runs: Runs) -> np.ndarray:
-    """Mean score of sampled held-out completions at the end."""
-    return runs.final
-
-
-def on_the_way(runs: Runs) -> np.ndarray:
-    """The same, as the mean over the run: who learns faster has more."""
-    return runs.curve.mean(1)
-
-
-def jitter(metric: str) -> Column:
-    """Deviation of a number of training from step to step, with its trend taken off by differences."""
-
-    def read(runs: Runs) -> np.ndarray:
-        values = runs.metrics[metric]
-        return np.diff(values, axis=1).std(1) / np.sqrt(2) if values.shape[1] > 2 else np.full(len(values), np.nan)
-
-    return read
-
-
-def steps_to(targets: np.ndarray) -> Column:
-    """Where the accuracy of each seed first reaches its target, by interpolation; the whole run if it never does."""
-
-    def read(runs: Runs) -> np.ndarray:
-        steps, found = runs.metrics["reward"].shape[1], []
-        for curve, target in zip(runs.curve, targets, strict=True):
-            at, highest = np.linspace(0, steps, len(curve)), np.maximum.accumulate(curve)
-            found.append(np.interp(target, highest, at) if highest[-1] >= target else steps)
-        return np.array(found) if runs.curve.shape[1] > 1 else np.full(len(targets), np.nan)
-
-    return read
-
-
-def last(metric: str, share: float = 0.1) -> Column:
-    """A number of training, as its mean over the last steps."""
-    return lambda runs: runs.metrics[metric][:, -max(1, round(share * runs.metrics[metric].shape[1])) :].mean(1)
-
-
-def table(
-    runs: Mapping[str, Runs], columns: Mapping[str, Column], *, reused: bool = False
-) -> dict[str, dict[str, list[float]]]:
-    """Rows of a finding, with the start of all runs as the first: what a run has at its first step and evaluation.
-
-    Args:
-      runs: of settings, by name.
-      columns: what is read of them.
-      reused: whether a rollout is used for several optimizer steps, so that what the first step has of updates is not
-        of the start.
-    """
-    learning = next(run for name, run in runs.items() if COIN not in name)  # a coin's rewards are not the start's
-    first = {name: values[:, :1] for name, values in learning.metrics.items()}
-    if reused:
-        first |= {name: np.full_like(first[name], np.nan) for name in first.keys() - set(OF_SAMPLING)}
-    start = Runs(first, learning.scores[:, :1])
-    rows = {START: start} | dict(runs)
-    return {name: {title: list(map(float, read(of))) for title, read in columns.items()} for name, of in rows.items()}
-
-
 def smaller(bench: Bench) -> dict[str, int]:
     """Runs of fewer and smaller steps than the preset's, for beds with more tokens."""
     steps = bench.size.steps * 3 // 5
     return {"steps": steps, "eval_every": steps, "num_prompts": bench.size.num_prompts // 2}
-
-
-def by_seed(found: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
-    """Rows of a finding from those of each seed."""
-    rows: dict[str, dict[str, list[float]]] = {}
-    for of_one in found:
-        collect(rows, of_one)
-    return rows
-
-
-def minus(rows: Mapping[str, Mapping[str, Sequence[float]]], column: str, one: str, other: str) -> np.ndarray:
-    """A column of one row minus that of another, seed by seed."""
-    return np.subtract(rows[one][column], rows[other][column])

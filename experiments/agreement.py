@@ -1,26 +1,27 @@
 """Do annotators agree more on ranks than on scores, and can one kind of annotator explain the published figures?
 
-Seed 000: "within a group of responses to the same prompt, relative ordering is more reliable": inter-annotator
+Source 000: "within a group of responses to the same prompt, relative ordering is more reliable": inter-annotator
 agreement is 0.61 for scores and 0.83 for ranks, test-retest reliability 0.54 and 0.79, a reward model's calibration
-"Poor" and "N/A". Here 64 annotators score 8 responses of each of 100 prompts: bias + factor · quality + noise. Quality
-has deviation 1 within a prompt, and prompts differ by as much. Biases have a deviation "spread", logarithms of factors
-half of it; the mood of a session moves both by half as much again. Agreement is Lin's concordance of two annotators in
-sessions of their own: of scores over all responses, of ranks within a prompt (there it is Spearman's correlation), and
-of scores standardised within a prompt, "advantages". "Again" is one annotator in two sessions. "fitted" has the spread
-and the noise that give 0.61 and 0.83; what it says of the other figures is a prediction. The errors are those of the
-calibration of P(i better than j) = σ(k · difference of scores), with k fitted on pairs within a prompt, as for a reward
-model: within a prompt, and across prompts and annotators. "no training" are annotators without spread, "coin toss"
-gives scores of chance alone; seeds are draws of everything. Expect ranks to win where the spread is large and to lose
-where there is none, for they throw away what prompts differ by; and an annotator to agree at least as well with
-himself as with others, as the published figures do not. Ten seconds for the cpu preset.
+"Poor" and "N/A". Here 64 annotators score 8 responses of each of 100 prompts: bias + factor · quality + noise.
+Quality has deviation 1 within a prompt, and prompts differ by as much. Biases have a deviation "spread", logarithms
+of factors half of it; the mood of a session moves both by half as much again. Agreement is Lin's concordance of two
+annotators in sessions of their own: of scores over all responses, of ranks within a prompt (there it is Spearman's
+correlation), and of scores standardised within a prompt, "advantages". "Again" is one annotator in two sessions.
+"fitted" has the spread and the noise that give 0.61 and 0.83; what it says of the other figures is a prediction. The
+errors are those of the calibration of P(i better than j) = σ(k · difference of scores), with k fitted on pairs within
+a prompt, as for a reward model: within a prompt, and across prompts and annotators. "no training" are annotators
+without spread, "coin toss" gives scores of chance alone; seeds are draws of everything. Expect ranks to win where the
+spread is large and to lose where there is none, for they throw away what prompts differ by; and an annotator to agree
+at least as well with himself as with others, as the published figures do not. Ten seconds for the cpu preset.
 
   python -m experiments.agreement --preset cpu
 """
 
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, by_seed, minus
+from experiments.ablation import COIN, START, Bench
 from experiments.annotators import Kind, agreement, as_given, calibration_errors, draw, fit, ranks, scored, standardised
+from experiments.columns import by_seed, minus
 from experiments.findings import Claim, Finding, main
 
 SPREADS, NOISE = {"small": 0.25, "medium": 0.5, "large": 1.0}, 0.5

@@ -33,7 +33,8 @@ class Bed(NamedTuple):
     name: str
     model: ModelConfig
     max_tokens: int
-    task: Callable[..., DeviceTask]  # (num_prompts, seed, heldout: how many prompts) -> task
+    # (num_prompts, seed, heldout: how many prompts) -> task; held-out prompts are the same for every seed
+    task: Callable[..., DeviceTask]
     start: Callable[..., Params]  # (seed, steps, run) -> where training starts
     options: Mapping[str, float]  # of the reward, with what they are unless a setting says otherwise
     learning_rate: float = 4e-4

@@ -1,23 +1,24 @@
 """What do easy and hard prompts teach, and are easy ones learned first?
 
-Seed 000: "Easy prompts: All responses score high, advantages near zero. Hard prompts: Large variance, clear signal
-for improvement." Seed 001, "Natural Curriculum": "Hard prompts where all responses score poorly still provide useful
-gradients. The best-in-group response gets positive advantage even if absolute rewards are low." On additions, with a
-reward that is all or nothing and with the share of tokens that are right ("graded"). First, at the start: of 64
-completions of each of 128 prompts, groups of 8 are put together with 0, 1, 4, 7 or 8 right, of the same prompts for
-each number. Columns: the mean |A|, the mean of the largest A, the mean norm of a group's gradient, and the cosine of
-the mean gradient with that of the solve rate, from 64 other completions. "no training" are groups as they come, "coin
-toss" the same with chance for a reward. Second, whole runs: how many sampled held-out completions are right at the
-start, half way and at the end, by the carries of an addition, its difficulty; the groups there are those that come.
-Expect exactly nothing of groups without a difference, much of those with one wrong response, and something of near
-misses where these score. A minute for the cpu preset on two cores.
+Source 000: "Easy prompts: All responses score high, advantages near zero. Hard prompts: Large variance, clear signal
+for improvement." Source 001, "Natural Curriculum": "Hard prompts where all responses score poorly still provide
+useful gradients. The best-in-group response gets positive advantage even if absolute rewards are low." On additions,
+with a reward that is all or nothing and with the share of tokens that are right ("graded"). First, at the start: of
+64 completions of each of 128 prompts, groups of 8 are put together with 0, 1, 4, 7 or 8 right, of the same prompts
+for each number. Columns: the mean |A|, the mean of the largest A, the mean norm of a group's gradient, and the cosine
+of the mean gradient with that of the solve rate, from 64 other completions. "no training" are groups as they come,
+"coin toss" the same with chance for a reward. Second, whole runs: how many sampled held-out completions are right at
+the start, half way and at the end, by the carries of an addition, its difficulty; the groups there are those that
+come. Expect exactly nothing of groups without a difference, much of those with one wrong response, and something of
+near misses where these score. A minute for the cpu preset on two cores.
 
   python -m experiments.curriculum --preset cpu
 """
 
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, by_seed, grpo
+from experiments.ablation import COIN, START, Bench, grpo
+from experiments.columns import by_seed
 from experiments.findings import Claim, Finding, main
 from experiments.groups import CARRIES, carries, lessons
 

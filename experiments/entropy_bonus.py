@@ -1,6 +1,6 @@
 """Does group sampling make the entropy bonus unnecessary?
 
-Seed 003 of GRPO: "The entropy bonus term is not used here, as the group-based sampling already encourages
+Source 003 of GRPO: "The entropy bonus term is not used here, as the group-based sampling already encourages
 exploration". Here GRPO and PPO with one completion of each prompt on additions, with bonuses c from 0 to 0.1 (PPO's
 classic one is 0.01, and claims are of it). Unnecessary means that it adds less than 0.02; that groups do it means
 that GRPO explores more than PPO without a bonus: the entropy of the policy when its accuracy first reaches 95% of the
@@ -12,7 +12,8 @@ lower final one of both, since it falls with learning. Expect no gain from a bon
 
 import numpy as np
 
-from experiments.ablation import COIN, Bench, Runs, accuracy, grpo, last, minus, on_the_way, ppo, steps_to, table
+from experiments.ablation import COIN, Bench, Runs, grpo, ppo
+from experiments.columns import accuracy, last, minus, on_the_way, steps_to, table
 from experiments.findings import Claim, Finding, main
 
 BONUSES = (0.0, 0.003, 0.01, 0.03, 0.1)
@@ -29,10 +30,10 @@ def measure(bench: Bench) -> Finding:
     def entropy_there(runs: Runs) -> np.ndarray:
         steps = np.arange(1, runs.metrics["entropy"].shape[1] + 1)
         pairs = zip(reached(runs), runs.metrics["entropy"], strict=True)
-        return np.array([np.interp(at, steps, entropy) for at, entropy in pairs])
+        return np.array([np.interp(at, steps, entropy) if at == at else np.nan for at, entropy in pairs])
 
     columns = {"accuracy": accuracy, "on the way": on_the_way, "entropy": last("entropy")}
-    rows = table(runs, columns | {"entropy at the target": entropy_there})
+    rows = table(runs, columns | {"entropy at the target": entropy_there}, start="GRPO, c 0")
     gains = {method: minus(rows, "accuracy", f"{method}, c 0.01", f"{method}, c 0") for method in ("GRPO", "PPO")}
     explores = minus(rows, "entropy at the target", "GRPO, c 0", "PPO, c 0")
     needed = gains["PPO"] - gains["GRPO"]

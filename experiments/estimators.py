@@ -1,6 +1,6 @@
 """Which estimator of the advantage, and which surrogate, on one task?
 
-Seed 001 ranks a group, and then standardises its rewards; of either it says: "similar to PPO, but the relative
+Source 001 ranks a group, and then standardises its rewards; of either it says: "similar to PPO, but the relative
 advantages provide better signal". Beside them, with one learning rate and their published constants (β of GRPO and
 ranks is 0.01, and all have groups of 8): Dr. GRPO, DAPO's loss, GSPO, CISPO, RLOO and pass@4. Each rollout is used
 for eight optimizer steps (two passes of four minibatches), so that clips differ, and rewards are graded (the share of
@@ -12,7 +12,8 @@ Five minutes for the cpu preset on two cores, half of it compilation.
 """
 
 from experiments.ablate_clip import REUSED
-from experiments.ablation import COIN, Bench, accuracy, grpo, last, minus, on_the_way, ppo, table
+from experiments.ablation import COIN, Bench, grpo, ppo
+from experiments.columns import accuracy, last, minus, on_the_way, table
 from experiments.findings import Claim, Finding, main
 
 PRESETS = ("grpo", "rank", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "pass_at_k", "seed_001")
@@ -25,7 +26,7 @@ def measure(bench: Bench) -> Finding:
     settings["ppo"] = ppo(graded=1.0, **REUSED)
     runs = bench.runs({COIN: grpo(coin=1.0, **REUSED)} | settings)
     columns = {"accuracy": accuracy, "on the way": on_the_way, "entropy": last("entropy")}
-    rows = table(runs, columns, reused=True)
+    rows = table(runs, columns, start="grpo", reused=True)
     better = {name: minus(rows, "on the way", name, "ppo") for name in ("seed_001", "rank")}
     same = minus(rows, "accuracy", "rank", "grpo")
     claims = [

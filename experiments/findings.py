@@ -1,4 +1,4 @@
-"""What a question to the seeds comes to: a table over seeds, claims with their verdicts, and a figure.
+"""What a question to the sources comes to: a table over seeds, claims with their verdicts, and a figure.
 
 A script gives `main` a function of a `Bench` that returns a `Finding`.
 """
@@ -104,11 +104,13 @@ def answer(bench: Bench, name: str, measure: Measure) -> Answer:
     """Measures, and leaves name.json and name.png in the folder of the preset."""
     started = time.perf_counter()
     finding = measure(bench)
+    if len({claim.measure for claim in finding.claims}) < len(finding.claims):
+        raise UsageError(f"{name}: two claims have one measure: let each say its own")
     save_figure(bench.run.path / f"{name}.png", finding)
     claims = [claim._asdict() | {"values": list(map(float, claim.values))} for claim in finding.claims]
     file = bench.run.path / f"{name}.json"
     seconds = time.perf_counter() - started + (kept(bench, name).seconds if file.exists() else 0.0)
-    of_answer = {"claims": claims, "seconds": seconds, "questions": questions_checksum()}
+    of_answer = {"claims": claims, "seconds": seconds, "made_by": question_checksum(name)}
     write_json(file, finding._asdict() | of_answer)
     return Answer(finding, seconds)
 
@@ -116,12 +118,14 @@ def answer(bench: Bench, name: str, measure: Measure) -> Answer:
 def is_kept(bench: Bench, name: str) -> bool:
     """Whether a question was answered, by the code that there is."""
     file = bench.run.path / f"{name}.json"
-    return file.exists() and json.loads(file.read_text())["questions"] == questions_checksum()
+    return file.exists() and json.loads(file.read_text())["made_by"] == question_checksum(name)
 
 
-def questions_checksum() -> str:
-    """Of the scripts, which make numbers and claims of runs."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+def question_checksum(name: str) -> str:
+    """Of the script, and of what makes numbers and claims of runs."""
+    names = (name, "findings", "columns", "groups", "enumeration", "annotators", "costs")
+    files = [Path(__file__).parent / f"{part}.py" for part in names]
+    files = [file for file in files if file.exists()]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -149,7 +153,7 @@ def show(run: RunFolder, finding: Finding) -> None:
     columns, rows = cells(finding)
     terminal.print_table(run, "means over seeds ± half a 95% interval", columns, rows)
     judged = {claim.measure: [claim.words, *said(claim)] for claim in finding.claims}
-    terminal.print_table(run, "what the seeds say of it", ("", "measured", "allowed", "verdict"), judged)
+    terminal.print_table(run, "what the sources say of it", ("", "measured", "allowed", "verdict"), judged)
     if finding.note:
         run.console.print(finding.note)
 
@@ -176,8 +180,11 @@ def number(interval: Interval) -> str:
     mean, low, high = interval
     if math.isnan(mean):
         return "–"
-    digits = 3 if abs(mean) < 100 else 0
-    return f"{mean:z.{digits}f}" + ("" if math.isnan(low) else f" ± {(high - low) / 2:.{digits}f}")
+    half = 0.0 if math.isnan(low) else (high - low) / 2
+    digits = 0 if abs(mean) >= 100 else 3
+    while 0 < half < 0.5 * 10.0**-digits and digits < 6:  # so that a spread is not printed as none
+        digits += 1
+    return f"{mean:z.{digits}f}" + ("" if math.isnan(low) else f" ± {half:.{digits}f}")
 
 
 def save_figure(path: Path, finding: Finding) -> None:
@@ -187,9 +194,10 @@ def save_figure(path: Path, finding: Finding) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     shown = [name for name in finding.rows if name not in (START, COIN)]
-    height = sum(0.7 + 0.24 * len(shown) for _ in finding.drawn)
+    height = sum(0.9 + 0.24 * len(shown) for _ in finding.drawn)
     figure, axes = plt.subplots(len(finding.drawn), 1, figsize=(4.5, height), layout="constrained", squeeze=False)
     for axis, column in zip(axes[:, 0], finding.drawn, strict=True):
         for place, name in enumerate(reversed(shown)):
@@ -197,14 +205,18 @@ def save_figure(path: Path, finding: Finding) -> None:
             axis.plot(mean, place, "o", color="black", markersize=5)
             if not math.isnan(low):
                 axis.plot((low, high), (place, place), color="black", linewidth=1.2)
+        left, right = axis.get_xlim()
         for control, style in ((START, ":"), (COIN, "--")):
-            value = of_runs(finding.rows[control][column]).mean
-            if not math.isnan(value):
-                axis.axvline(value, color="0.4", linestyle=style, linewidth=1, label=control)
+            value = of_runs(finding.rows[control][column]).mean if control in finding.rows else math.nan
+            if left - 4 * (right - left) < value < right + 4 * (right - left):  # one further away would hide the rest
+                axis.axvline(value, color="0.5", linestyle=style, linewidth=1, label=control, zorder=0)
+            elif not math.isnan(value):
+                axis.plot([], [], " ", label=f"{control}: {value:.3g}")
+        axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.set_yticks(range(len(shown)), reversed(shown), fontsize=9)
         axis.set_ylim(-0.7, len(shown) - 0.3)
         axis.set_xlabel(column, fontsize=10)
         axis.grid(axis="x", alpha=0.3)
-    axes[0, 0].legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
+        axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     figure.savefig(path, dpi=160, metadata={"Software": None})
     plt.close(figure)

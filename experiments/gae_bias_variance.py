@@ -1,6 +1,6 @@
 """Does λ trade bias for variance, and so do the steps K that an advantage looks ahead?
 
-Seed 003, of GAE: "λ → 0: Trust only immediate predictions (low variance, high bias). λ → 1: Trust all future
+Source 003, of GAE: "λ → 0: Trust only immediate predictions (low variance, high bias). λ → 1: Trust all future
 predictions equally (high variance, low bias)", "λ = 0.9 (Balanced)"; "Larger K: More future context, potentially more
 accurate", "Smaller K: [...] might miss important future effects". The bullseye is "the true advantage value". It is
 known here: all 14⁴ completions of 8 additions are counted up, and bias, variance and mean squared error of Â given
@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.ablation import COIN, START, Bench, by_seed, minus, ppo
+from experiments.ablation import COIN, START, Bench, ppo
 from experiments.beds import ARITHMETIC, first
+from experiments.columns import by_seed, minus
 from experiments.enumeration import grow, quality, rewards_of, values_of
 from experiments.findings import Claim, Finding, main
 from grpo_jax.functional import generalized_advantages, rewards_at_end
@@ -60,8 +61,7 @@ def measure(bench: Bench) -> Finding:
 
 def of_seed(bench: Bench, trained: ActorCritic, tossed: ActorCritic) -> dict[str, dict[str, float]]:
     """All rows, for the policy of the first."""
-    task = bench.task(TRAINED, 0)
-    prompts = first(task.task.heldout, 8)
+    prompts = first((task := bench.task(TRAINED, 0)).task.heldout, 8)
     tree = grow(POLICY, trained.policy, prompts, length=MAX_TOKENS, eos_id=EOS_ID, pad_id=PAD_ID)
     rewards, mask = rewards_of(task, tree, prompts), jnp.broadcast_to(tree.mask, (8, *tree.mask.shape))
 

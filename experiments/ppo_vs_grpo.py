@@ -1,8 +1,8 @@
 """Is GRPO better than PPO, with fewer samples, faster, steadier, and for less memory and compute?
 
-Seed 001: 81.7 against 78.2 with 35K samples against 100K, "2x faster", "loss curves show less variance", "less
-sensitive to learning rate choice". Seed 000: 8x the compute of SFT against 10x, where PPO has "one response" of each
-prompt. Seed 003: no critic, "reducing memory and compute overhead by ~50%", and of the mean of a batch as the
+Source 001: 81.7 against 78.2 with 35K samples against 100K, "2x faster", "loss curves show less variance", "less
+sensitive to learning rate choice". Source 000: 8x the compute of SFT against 10x, where PPO has "one response" of
+each prompt. Source 003: no critic, "reducing memory and compute overhead by ~50%", and of the mean of a batch as the
 baseline: "Same-prompt comparison is much more informative!" Here on additions, each with its tuned settings and as
 many completions a step: PPO on the same groups; PPO with one completion of each prompt; and a baseline over the
 batch: PPO whose critic stays 0, with λ = 1. A target is 95% of the lower final accuracy of GRPO and PPO; with as many
@@ -19,8 +19,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from experiments import ablation
-from experiments.ablation import COIN, Bench, Setting, grpo, ppo, steps_to, table
+from experiments import columns
+from experiments.ablation import COIN, Bench, Setting, grpo, ppo
+from experiments.columns import steps_to, table
 from experiments.costs import bytes_held, operations
 from experiments.findings import Claim, Finding, main
 
@@ -28,10 +29,10 @@ RATES = (1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
 ONE, BATCH = "PPO, one a prompt", "batch baseline"
 SAME = "same-prompt comparison is much more informative"
 COLUMNS = {
-    "accuracy": ablation.accuracy,
-    "on the way": ablation.on_the_way,
-    "reward jitter": ablation.jitter("reward"),
-    "loss jitter": ablation.jitter("loss"),
+    "accuracy": columns.accuracy,
+    "on the way": columns.on_the_way,
+    "reward jitter": columns.jitter("reward"),
+    "loss jitter": columns.jitter("loss"),
 }
 
 
@@ -42,7 +43,7 @@ def measure(bench: Bench) -> Finding:
     named = {f"{name}, rate {rate:g}": setting for (name, rate), setting in swept.items()}
     runs = bench.runs({COIN: grpo(coin=1.0), f"PPO, {COIN}": ppo(coin=1.0)} | settings | named)
     reached = steps_to(0.95 * np.minimum(runs["GRPO"].final, runs["PPO"].final))
-    rows = table(runs, COLUMNS | {"steps to the target": reached})
+    rows = table(runs, COLUMNS | {"steps to the target": reached}, start="GRPO")
 
     def ratio(cost: Callable[[Bench, Setting], float], other: str) -> list[float]:
         return [cost(bench, settings["GRPO"]) / cost(bench, settings[other])]
@@ -51,7 +52,7 @@ def measure(bench: Bench) -> Finding:
         return np.ptp([runs[f"{name}, rate {rate:g}"].final for rate in RATES], axis=0)
 
     def more(column: str, one: str, other: str) -> np.ndarray:
-        return ablation.minus(rows, column, one, other)
+        return columns.minus(rows, column, one, other)
 
     def sooner(other: str) -> np.ndarray:
         return reached(runs["GRPO"]) / reached(runs[other])

@@ -1,8 +1,8 @@
-"""Every claim of the seeds, measured: runs all questions, and writes RESULTS.md.
+"""Every claim of the sources, measured: runs all questions, and writes RESULTS.md.
 
 Twelve questions, each a script of its own (`--help` of `python -m experiments.ablate_kl`, for one). Runs are kept as
 they end: the same command goes on where it stopped, and scripts share runs, starts and compiled programs. RESULTS.md
-has for each claim the seed's words, our number with its interval, and a verdict by one rule; its last line is a
+has for each claim what the source says, our number with its interval, and a verdict by one rule; its last line is a
 checksum of all numbers, which the same seeds give again. Presets other than cpu write RESULTS-smoke.md and
 RESULTS-gpu.md. The cpu preset takes about half an hour on two cores.
 
@@ -23,8 +23,9 @@ import jax
 import tyro
 
 from experiments import ablation, findings
-from experiments.ablation import Bench
+from experiments.ablation import Bench, Size
 from experiments.findings import Answer, cells, said
+from grpo_jax.errors import UsageError
 from grpo_jax.training.run import write_text
 
 QUESTIONS = (
@@ -41,13 +42,15 @@ QUESTIONS = (
     "curriculum",
     "estimators",
 )
-SEEDS = """The seeds are the texts that this library implements: 000 and 001 are the posts that announced GRPO in
+SOURCES = """The sources are the texts that this library implements: 000 and 001 are the posts that announced GRPO in
 September 2022, 003 are notes on PPO and GRPO. None of them published data. What they say of other tasks and sizes is
 not refuted by what a small model does on additions: here is what can be seen of it in minutes, by anyone."""
-RULE = """Each claim is a number of ours and the range that its words allow, both stated before the runs. Over seeds the
-number has a mean and Student's 95% interval. **Agree**: the whole interval is inside the range. **Disagree**: all of it
-is outside. **Undecided**: the rest. Numbers without any chance in them have no interval. Nothing is corrected for there
-being many claims: of those without substance one in forty would come out as agreeing."""
+RULE = """Each claim is a number of ours and the range that its words allow, both stated before the runs. Over seeds
+the number has a mean and Student's 95% interval. **Agree**: the whole interval is inside the range. **Disagree**:
+all of it is outside. **Undecided**: the rest. Numbers without any chance in them have no interval; equal is not
+better. Nothing is corrected for there being many claims: of those of a direction ("above 0") without substance one
+in forty would agree, and those of no harm ("above -0.02") agree where there is no effect. In tables ± is half an
+interval; in figures dots are means, bars intervals, and lines the controls."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,10 @@ class Config(ablation.Config):
 def main(config: Config) -> None:
     """Answers the questions that are not answered yet, and writes all of them down."""
     bench, answers = Bench(config), dict[str, Answer]()
+    try:
+        config.out.expanduser().mkdir(parents=True, exist_ok=True)  # before hours of work
+    except OSError as error:
+        raise UsageError(f"{config.out} cannot hold results ({error}): name another --out") from None
     with bench.run.progress("question", len(QUESTIONS)) as show:
         for number, name in enumerate(QUESTIONS):
             bench.say = partial(_say, show, number, name)
@@ -82,26 +89,25 @@ def write_results(bench: Bench, config: Config, answers: Mapping[str, Answer]) -
     """RESULTS.md and its figures; returns its place."""
     suffix = "" if config.preset == "cpu" else f"-{config.preset}"
     figures = Path("docs") / f"results{suffix}"
-    (config.out / figures).mkdir(parents=True, exist_ok=True)
+    (config.out.expanduser() / figures).mkdir(parents=True, exist_ok=True)
     for name in answers:
-        shutil.copy(bench.run.path / f"{name}.png", config.out / figures / f"{name}.png")
+        shutil.copy(bench.run.path / f"{name}.png", config.out.expanduser() / figures / f"{name}.png")
     seconds, total = sum(known.seconds for known in answers.values()), Counter[str]()
     claims = [(name, claim, said(claim)) for name, known in answers.items() for claim in known.finding.claims]
     total.update(verdict for *_, (_, _, verdict) in claims)
-    size = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in bench.size._asdict().items())
     lines = [
-        "# What the seeds claim, and what was measured",
+        "# What the announcements of GRPO claim, and what was measured",
         "",
-        f"`python -m experiments.reproduce --preset {config.preset}`: seeds {bench.seeds[0]} to {bench.seeds[-1]} "
-        f"({size}), {seconds / 60:.0f} minutes on {_hardware()}. Of {len(claims)} claims we "
+        f"`python -m experiments.reproduce --preset {config.preset}`: random seeds {', '.join(map(str, bench.seeds))} "
+        f"({_size(bench.size)}), {seconds / 60:.0f} minutes on {_hardware()}. Of {len(claims)} claims we "
         f"agree with {total['agree']}, disagree with {total['disagree']}, and cannot decide {total['undecided']}.",
         "",
-        SEEDS,
+        SOURCES,
         "",
         RULE,
         "",
         *_table(
-            ("seed", "its words", "measured by", "ours", "allowed", "verdict"),
+            ("source", "what it says", "measured by", "ours", "allowed", "verdict"),
             [(f"[{claim.source}](#{name})", claim.words, claim.measure, *words) for name, claim, words in claims],
         ),
     ]
@@ -110,7 +116,7 @@ def write_results(bench: Bench, config: Config, answers: Mapping[str, Answer]) -
     body = "\n".join(lines)
     numbers = repr([(name, known.finding) for name, known in answers.items()])
     checksum = hashlib.sha256(numbers.encode()).hexdigest()
-    page = config.out / f"RESULTS{suffix}.md"
+    page = config.out.expanduser() / f"RESULTS{suffix}.md"
     write_text(page, f"{body}\n\nSHA-256 of all numbers: `{checksum}`\n")
     return page
 
@@ -132,7 +138,7 @@ def _section(name: str, known: Answer, figures: Path, preset: str) -> list[str]:
         f"![{' and '.join(known.finding.drawn)}]({figures / name}.png)",
         "",
         *_table(
-            ("its words", "measured by", "ours", "allowed", "verdict"),
+            ("what it says", "measured by", "ours", "allowed", "verdict"),
             [(claim.words, claim.measure, *said(claim)) for claim in known.finding.claims],
         ),
         "",
@@ -140,9 +146,16 @@ def _section(name: str, known: Answer, figures: Path, preset: str) -> list[str]:
     ]
 
 
+def _size(size: Size) -> str:
+    return (
+        f"{size.steps} steps of {size.num_prompts} prompts, {size.heldout} held-out prompts, starts of "
+        f"{size.warm_steps} supervised steps"
+    )
+
+
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = [columns, ["---"] * len(columns), *rows]
-    return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
+    return ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines]
 
 
 def _hardware() -> str:

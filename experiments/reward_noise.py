@@ -1,9 +1,9 @@
 """Does relative comparison stand noisy, drifting and distorted rewards better than absolute scores?
 
-Seed 000: "Reward models are noisy … within a group of responses to the same prompt, relative ordering is more
-reliable", and "Reward drift: Normalization handles changing baselines". Seed 001: "Absolute reward values vary across
-prompts … Normalization within groups removes this sensitivity". Here additions with a graded reward (the share of
-right tokens), spoilt in seven ways: normal noise on each reward, noise without a variance, a third of the rewards
+Source 000: "Reward models are noisy … within a group of responses to the same prompt, relative ordering is more
+reliable", and "Reward drift: Normalization handles changing baselines". Source 001: "Absolute reward values vary
+across prompts … Normalization within groups removes this sensitivity". Here additions with a graded reward (the share
+of right tokens), spoilt in seven ways: normal noise on each reward, noise without a variance, a third of the rewards
 turned upside down, a distortion that keeps their order, a number added to all rewards of a step (drift), and for each
 answer a number added, or a factor. Standardised groups (GRPO), ranks and centred rewards (Dr. GRPO, which has no KL
 and weights tokens in its own way) beside PPO on the same groups, which holds absolute rewards against a critic that
@@ -16,7 +16,8 @@ on two cores.
 
 import numpy as np
 
-from experiments.ablation import COIN, Bench, Setting, accuracy, grpo, minus, on_the_way, ppo, table
+from experiments.ablation import COIN, Bench, Setting, grpo, ppo
+from experiments.columns import accuracy, minus, on_the_way, table
 from experiments.findings import Claim, Finding, main
 
 SPOILT: dict[str, dict[str, float]] = {
@@ -40,7 +41,7 @@ METHODS: dict[str, Setting] = {
 def measure(bench: Bench) -> Finding:
     settings = {f"{way}: {name}": of.but(**how) for way, how in SPOILT.items() for name, of in METHODS.items()}
     runs = bench.runs({COIN: grpo(coin=1.0)} | settings)
-    rows = table(runs, {"accuracy": accuracy, "on the way": on_the_way})
+    rows = table(runs, {"accuracy": accuracy, "on the way": on_the_way}, start="clean: GRPO")
 
     def above(way: str, one: str = "GRPO", other: str = "PPO") -> np.ndarray:
         return minus(rows, "accuracy", f"{way}: {one}", f"{way}: {other}")

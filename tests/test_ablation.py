@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import ablation, findings, reproduce
+from experiments import ablation, columns, findings, reproduce
 from experiments.ablation import COIN, START, Bench, Config, Runs
 from experiments.beds import ARITHMETIC
 from experiments.findings import Claim, Finding
@@ -55,13 +55,15 @@ def test_a_column_reads_runs_and_the_start():
     scores[:, 1, :2, 0], scores[:, 2, :, 0], scores[1, 2, 0, 0] = 1, 1, 0
     scores[..., 1] = 7  # greedy ones do not count
     runs = Runs({"reward": np.array([[0.0, 1.0, 0.0], [2.0, 2.0, 2.0]])}, scores)
-    rows = ablation.table({"it": runs}, {"accuracy": ablation.accuracy, "reward": ablation.last("reward", 1.0)})
+    rows = columns.table(
+        {"it": runs}, {"accuracy": columns.accuracy, "reward": columns.last("reward", 1.0)}, start="it"
+    )
     assert rows == {
         START: {"accuracy": [0.0, 0.0], "reward": [0.0, 2.0]},
         "it": {"accuracy": [1.0, 0.75], "reward": [pytest.approx(1 / 3), 2.0]},
     }
     # Evaluations are at steps 0, 1.5 and 3; a target that is never reached counts the whole run.
-    np.testing.assert_allclose(ablation.steps_to(np.array([0.75, 0.8]))(runs), [2.25, 3.0])
+    np.testing.assert_allclose(columns.steps_to(np.array([0.75, 0.8]))(runs), [2.25, 3.0])
 
 
 def test_runs_are_kept_and_share_programs(tmp_path):
@@ -74,7 +76,7 @@ def test_runs_are_kept_and_share_programs(tmp_path):
     kept = again.runs(settings)
     assert bench.run.compilations() == compiled
     jax.tree.map(np.testing.assert_array_equal, kept, first)
-    with pytest.raises(UsageError, match="name another --run-dir"):
+    with pytest.raises(UsageError, match="differ in seed: name another --run-dir"):
         Bench(Config(preset="smoke", run_dir=tmp_path, seed=5))
 
 
@@ -121,7 +123,11 @@ def planted(scores, metrics):
     ("name", "scores", "metrics"),
     [
         ("ablate_temperature", {"0.7 +": 0.8, "0.7": 0.1, "0.83": 0.2, "1.0": 0.7}, {"distinct_share": 1}),
-        ("ablate_clip", {"ε 0.02": 0.1, "ε 0.4": 0.3, "no clip": 0.2}, {"kl": -1, "entropy": 1, "ratio_deviation": 0.3}),
+        (
+            "ablate_clip",
+            {"ε 0.02": 0.1, "ε 0.4": 0.3, "no clip": 0.2},
+            {"kl": -1, "entropy": 1, "ratio_deviation": 0.3},
+        ),
         (
             "ablate_kl",
             {"GRPO, β 0.1": 0.49, "GRPO, β 0.01": 0.51, "PPO, β 0.1": 0.9, "PPO, β 0.01": 0.1, "words, β 0.01": 0.6},
@@ -138,7 +144,9 @@ def planted(scores, metrics):
 )
 def test_claims_look_the_right_way(name, scores, metrics):
     measure = importlib.import_module(f"experiments.{name}").measure
-    words = {claim.measure: findings.verdict(claim)[1] for claim in measure(planted(scores, metrics)).claims}
+    claims = measure(planted(scores, metrics)).claims
+    words = {claim.measure: findings.verdict(claim)[1] for claim in claims}
+    assert len(words) == len(claims)
     assert set(words.values()) == {"agree"}, words
 
 

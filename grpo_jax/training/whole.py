@@ -51,7 +51,7 @@ OF_SAMPLING = (
 )
 
 # (what it needs of the prompts [N, ...], completions, key, **options) -> rewards float32 [N, G]; gold may give several
-# numbers of a completion, [N, G, K]
+# numbers of a completion, [N, G, K]. `completions.completion_ids` have the token that ended them, and padding after it.
 DeviceReward = Callable[..., jax.Array]
 
 
@@ -133,8 +133,9 @@ def whole_run(
       UsageError: the configuration cannot work.
 
     Returns:
-      (params, prompts of S steps, held-out calls, seed, options) -> history. Of the options those that are fields of
-      the configuration, such as learning_rate, kl_coef and epsilon_high, take their place; the reward gets the others.
+      (params, prompts of as many steps as the configuration has, held-out calls, seed, options) -> history. Of the
+      options those that are fields of the configuration, such as learning_rate, kl_coef and epsilon_high, take their
+      place; the reward gets the others.
     """
     validate(config, compares_groups=make_method is grpo_method)
     every = config.eval_every or config.steps
@@ -145,6 +146,11 @@ def whole_run(
     fields = {field.name for field in dataclasses.fields(config)}
 
     def run(params: Params, prompts: Prompts, heldout: Heldout, seed: Array, options: Mapping[str, Array]) -> History:
+        if prompts.ids.shape[:2] != (config.steps, config.num_prompts):
+            raise UsageError(
+                f"prompts are {prompts.ids.shape[1]} of {prompts.ids.shape[0]} steps, but the run has "
+                f"{config.num_prompts} of {config.steps}: make both by prompts_of and the task's num_prompts"
+            )
         settings = dataclasses.replace(config, **{name: value for name, value in options.items() if name in fields})
         rewarded = partial(task.reward, **{name: value for name, value in options.items() if name not in fields})
         method = make_method(policy, settings)
@@ -200,8 +206,8 @@ def compile_row(
       devices: that runs are spread over; divides R.
 
     Returns:
-      (params `[R, ...]`, prompts `[R, S, ...]`, held-out calls that all share, seeds `[R]`, options name -> `[R]`) ->
-      histories `[R, ...]`.
+      (params `[R, ...]`, prompts `[R, S, ...]` (`stacked` makes both of those of runs), held-out calls that all share,
+      seeds `[R]`, options name -> `[R]`) -> histories `[R, ...]`.
     """
 
     def several(rows: tuple, heldout: Heldout) -> History:
