@@ -118,7 +118,7 @@ def answer(bench: Bench, name: str, measure: Measure) -> Answer:
 def is_kept(bench: Bench, name: str) -> bool:
     """Whether a question was answered, by the code that there is."""
     file = bench.run.path / f"{name}.json"
-    return file.exists() and json.loads(file.read_text())["made_by"] == question_checksum(name)
+    return file.exists() and json.loads(file.read_text()).get("made_by") == question_checksum(name)
 
 
 def question_checksum(name: str) -> str:
