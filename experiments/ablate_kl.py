@@ -47,7 +47,7 @@ def measure(bench: Bench) -> Finding:
     claims = [
         Claim(source, "β = 0.01 works across tasks", "accuracy of additions, β 0.01 − none", loss("GRPO"), low=-0.02),
         Claim(source, "β = 0.01 works across tasks", "gold score of words, β 0.01 − none", loss("words"), low=-0.02),
-        Claim(source, "GRPO still benefits from KL", "the same: a gain", loss("GRPO")),
+        Claim(source, "GRPO still benefits from KL", "accuracy of additions gained, β 0.01 − none", loss("GRPO")),
         Claim(source, "less sensitive to β than PPO", "spread for β 0.001 to 0.1, PPO − GRPO", less),
         Claim("001, Implementation Details", "0.01 for GRPO, not 0.1", "accuracy of GRPO, β 0.01 − 0.1", lower),
         Claim("001, Implementation Details", "0.1 for PPO, not 0.01", "accuracy of PPO, β 0.1 − 0.01", higher),

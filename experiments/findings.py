@@ -182,7 +182,7 @@ def number(interval: Interval) -> str:
         return "–"
     half = 0.0 if math.isnan(low) else (high - low) / 2
     digits = 0 if abs(mean) >= 100 else 3
-    while 0 < half < 0.5 * 10.0**-digits and digits < 6:  # so that a spread is not printed as none
+    while 1e-6 < half < 0.5 * 10.0**-digits:  # so that a spread is not printed as none
         digits += 1
     return f"{mean:z.{digits}f}" + ("" if math.isnan(low) else f" ± {half:.{digits}f}")
 
