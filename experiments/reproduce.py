@@ -24,7 +24,7 @@ import tyro
 
 from experiments import ablation, findings
 from experiments.ablation import Bench, Size
-from experiments.findings import Answer, cells, said
+from experiments.findings import Answer, Finding, cells, said
 from grpo_jax.errors import UsageError
 from grpo_jax.training.run import write_text
 
@@ -114,11 +114,16 @@ def write_results(bench: Bench, config: Config, answers: Mapping[str, Answer]) -
     for name, known in answers.items():
         lines += ["", *_section(name, known, figures, config.preset)]
     body = "\n".join(lines)
-    numbers = repr([(name, known.finding) for name, known in answers.items()])
-    checksum = hashlib.sha256(numbers.encode()).hexdigest()
+    checksum = hashlib.sha256(repr([_numbers(known.finding) for known in answers.values()]).encode()).hexdigest()
     page = config.out.expanduser() / f"RESULTS{suffix}.md"
     write_text(page, f"{body}\n\nSHA-256 of all numbers: `{checksum}`\n")
     return page
+
+
+def _numbers(finding: Finding) -> list:
+    """All values of all seeds, without any words."""
+    rows = [list(map(float, values)) for columns in finding.rows.values() for values in columns.values()]
+    return rows + [list(map(float, claim.values)) for claim in finding.claims]
 
 
 def _section(name: str, known: Answer, figures: Path, preset: str) -> list[str]:
