@@ -26,12 +26,12 @@ from grpo_jax.training.statistics import Interval, of_runs
 
 
 class Claim(NamedTuple):
-    """What the seeds say, as a number and the range that their words allow it."""
+    """What the sources say, as a number and the range that their words allow it."""
 
-    source: str  # which seed, and where
+    source: str  # which text, and where
     words: str  # its words and figures
     measure: str  # the number of ours
-    values: Sequence[float] | np.ndarray  # one a seed
+    values: Sequence[float] | np.ndarray  # one a seed, or a single one where there is no chance in it
     low: float = 0.0
     high: float = math.inf
 
@@ -87,9 +87,9 @@ def _main(measure: Measure, config: Config, name: str) -> None:
     bench = Bench(config)
     with bench.run.console.status("starting") as status:
         bench.say = status.update
-        kept = answer(bench, name, measure)
-    show(bench.run, kept.finding)
-    bench.run.console.print(f"{bench.run.compilations()} programs compiled, {kept.seconds:.0f} s")
+        answered = answer(bench, name, measure)
+    show(bench.run, answered.finding)
+    bench.run.console.print(f"{bench.run.compilations()} programs compiled, {answered.seconds:.0f} s")
     bench.run.console.print(f"to look at: {bench.run.path / name}.png", markup=False, highlight=False, soft_wrap=True)
 
 

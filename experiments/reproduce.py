@@ -102,6 +102,7 @@ def write_results(bench: Bench, config: Config, answers: Mapping[str, Answer]) -
         f"({_size(bench.size)}), {seconds / 60:.0f} minutes on {_hardware()}. Of {len(claims)} claims we "
         f"agree with {total['agree']}, disagree with {total['disagree']}, and cannot decide {total['undecided']}.",
         "",
+        *(["This is a test of whether it works: the numbers mean nothing.", ""] if config.preset == "smoke" else []),
         SOURCES,
         "",
         RULE,
