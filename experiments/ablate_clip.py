@@ -10,17 +10,14 @@ cores.
   python -m experiments.ablate_clip --preset cpu
 """
 
-from typing import Any
-
 import numpy as np
 
-from experiments.ablation import COIN, Bench, grpo
+from experiments.ablation import COIN, REUSED, Bench, grpo
 from experiments.columns import accuracy, last, minus, on_the_way, table
 from experiments.findings import Claim, Finding, main
 
 EPSILONS = (0.02, 0.1, 0.15, 0.2, 0.4)
 NONE = "no clip"
-REUSED: dict[str, Any] = {"epochs": 2, "minibatches": 4, "old_logprobs": "recompute"}
 
 
 def measure(bench: Bench) -> Finding:

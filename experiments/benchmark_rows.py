@@ -4,7 +4,8 @@ Twelve runs of GRPO on additions (four learning rates, three seeds) from known s
 as the ordinary loop of one process, as whole runs one after another, and as a row: `lax.map` spread over a virtual
 device a core, or side by side (`vmap`). Each way is a process of its own, timed from its start to its end with all
 compilation; ways take turns, and medians of the rounds count. Expect the row to be several times faster than
-processes, and a little faster than a loop on two cores. About ten minutes.
+processes and the ordinary loop, and on two cores a little faster than whole runs one after another. About twenty
+minutes.
 
   python -m experiments.benchmark_rows
 """

@@ -40,6 +40,9 @@ def steps_to(targets: np.ndarray) -> Column:
         steps, found = runs.metrics["reward"].shape[1], []
         for curve, target in zip(runs.curve, targets, strict=True):
             at, first = np.linspace(0, steps, len(curve)), int(np.argmax(curve >= target))
+            if np.isnan(target) or np.isnan(curve).any():  # of a run that diverged
+                found.append(np.nan)
+                continue
             around = slice(max(first - 1, 0), first + 1)
             found.append(np.interp(target, curve[around], at[around]) if curve[first] >= target else steps)
         return np.array(found) if runs.curve.shape[1] > 1 else np.full(len(targets), np.nan)

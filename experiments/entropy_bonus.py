@@ -28,7 +28,7 @@ def measure(bench: Bench) -> Finding:
     reached = steps_to(0.95 * np.minimum(runs["GRPO, c 0"].final, runs["PPO, c 0"].final))
 
     def entropy_there(runs: Runs) -> np.ndarray:
-        steps = np.arange(1, runs.metrics["entropy"].shape[1] + 1)
+        steps = np.arange(runs.metrics["entropy"].shape[1])  # updates before each
         pairs = zip(reached(runs), runs.metrics["entropy"], strict=True)
         return np.array([np.interp(at, steps, entropy) if at == at else np.nan for at, entropy in pairs])
 

@@ -11,8 +11,7 @@ Five minutes for the cpu preset on two cores, half of it compilation.
   python -m experiments.estimators --preset cpu
 """
 
-from experiments.ablate_clip import REUSED
-from experiments.ablation import COIN, Bench, grpo, ppo
+from experiments.ablation import COIN, REUSED, Bench, grpo, ppo
 from experiments.columns import accuracy, last, minus, on_the_way, table
 from experiments.findings import Claim, Finding, main
 

@@ -123,7 +123,7 @@ def is_kept(bench: Bench, name: str) -> bool:
 
 def question_checksum(name: str) -> str:
     """Of the script, and of what makes numbers and claims of runs."""
-    names = (name, "findings", "columns", "groups", "enumeration", "annotators", "costs")
+    names = (name, "findings", "columns", "groups", "enumeration", "annotators", "costs", "common")
     files = [Path(__file__).parent / f"{part}.py" for part in names]
     files = [file for file in files if file.exists()]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

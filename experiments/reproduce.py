@@ -3,8 +3,8 @@
 Twelve questions, each a script of its own (`--help` of `python -m experiments.ablate_kl`, for one). Runs are kept as
 they end: the same command goes on where it stopped, and scripts share runs, starts and compiled programs. RESULTS.md
 has for each claim what the source says, our number with its interval, and a verdict by one rule; its last line is a
-checksum of all numbers, which the same seeds give again. Presets other than cpu write RESULTS-smoke.md and
-RESULTS-gpu.md. The cpu preset takes about half an hour on two cores.
+checksum of all numbers, which the same seeds give again on the same kind of machine. Presets other than cpu write
+RESULTS-smoke.md and RESULTS-gpu.md. The cpu preset takes about half an hour on two cores.
 
   python -m experiments.reproduce --preset cpu
 """
@@ -26,6 +26,7 @@ from experiments import ablation, findings
 from experiments.ablation import Bench, Size
 from experiments.findings import Answer, Finding, cells, said
 from grpo_jax.errors import UsageError
+from grpo_jax.tasks.letters import NUM_HELDOUT
 from grpo_jax.training.run import write_text
 
 QUESTIONS = (
@@ -50,7 +51,8 @@ the number has a mean and Student's 95% interval. **Agree**: the whole interval 
 all of it is outside. **Undecided**: the rest. Numbers without any chance in them have no interval; equal is not
 better. Nothing is corrected for there being many claims: of those of a direction ("above 0") without substance one
 in forty would agree, and those of no harm ("above -0.02") agree where there is no effect. In tables ± is half an
-interval; in figures dots are means, bars intervals, and lines the controls."""
+interval; in figures dots are means, bars intervals, and lines the controls. What a section expects was written
+before its results."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,8 @@ def _section(name: str, known: Answer, figures: Path, preset: str) -> list[str]:
 
 def _size(size: Size) -> str:
     return (
-        f"{size.steps} steps of {size.num_prompts} prompts, {size.heldout} held-out prompts, starts of "
-        f"{size.warm_steps} supervised steps"
+        f"{size.steps} steps of {size.num_prompts} prompts, {size.heldout} held-out prompts; of words "
+        f"{size.steps * 3 // 5} of {size.num_prompts // 2}, and at most {NUM_HELDOUT}; starts of {size.warm_steps} supervised steps"
     )
 
 

@@ -68,7 +68,7 @@ def measure(bench: Bench) -> Finding:
         Claim(post, no_gradient, "gold of GRPO, constant bonus − none", moved, low=-0.02, high=0.02),
         Claim("001, Reduced Reward Hacking", "rankings are harder to game", "gold lost, PPO − ranks", costs),
     ]
-    return Finding(rows, claims, drawn=["gold", "letters", "repeated"], note=NOTE)
+    return Finding(rows, claims, ["gold", "letters", "repeated"], "" if repeats_free.any() else NOTE)
 
 
 def score(k: int) -> Column:

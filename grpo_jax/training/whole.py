@@ -280,7 +280,8 @@ def _step(method, policy, task, reward, config, state, start, frozen, given, see
         "truncated_share": jnp.mean(completions.truncated),
         "tokens": jnp.sum(lengths),
     }
-    return after_step(method, state, step, logs, config), sampled | logs | over_updates(metrics, tokens)
+    of_updates = over_updates(metrics, tokens) | {"skipped": jnp.max(metrics["skipped"])}  # in a row, so far
+    return after_step(method, state, step, logs, config), sampled | logs | of_updates
 
 
 def sample(
