@@ -157,7 +157,8 @@ def _section(name: str, known: Answer, figures: Path, preset: str) -> list[str]:
 def _size(size: Size) -> str:
     return (
         f"{size.steps} steps of {size.num_prompts} prompts, {size.heldout} held-out prompts; of words "
-        f"{size.steps * 3 // 5} of {size.num_prompts // 2}, and at most {NUM_HELDOUT}; starts of {size.warm_steps} supervised steps"
+        f"{size.steps * 3 // 5} of {size.num_prompts // 2}, and at most {NUM_HELDOUT}; starts of "
+        f"{size.warm_steps} supervised steps"
     )
 
 
