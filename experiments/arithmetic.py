@@ -19,16 +19,16 @@ import jax
 import numpy as np
 
 from experiments.common import against_control, cell, finish
-from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks import arithmetic
 from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.run import RunFolder
 from grpo_jax.training.sft import train_sft
 from grpo_jax.training.state import Batch
 from grpo_jax.training.supervised import SupervisedConfig
@@ -52,7 +52,7 @@ class WarmStart:
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, WarmStart, cli.RunConfig):
+class Config(GRPOConfig, WarmStart, flags.RunConfig):
     """Options of the run; those of the algorithm come from the preset unless given."""
 
     steps: int = 250
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
     task = arithmetic.arithmetic_task(num_prompts=config.num_prompts, seed=config.seed)
     policy = decoder_policy(MODEL)
     programs = make_programs(policy, task, config)  # refuses bad options before anything is compiled
-    run = cli.open_run(config)
+    run = flags.open_run(config)
     params = warm_start(policy, config, config.seed, run)
     rows, checksum = against_control(params, task, config, run, programs)
     show(run, rows, "grpo")
@@ -115,4 +115,4 @@ def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]], phase: str) ->
 
 
 if __name__ == "__main__":
-    cli.main(Config, main, __doc__)
+    flags.main(Config, main, __doc__)

@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax import report, terminal
 from grpo_jax.config import GRPOConfig
+from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
-from grpo_jax.tasks.task import Reward, Rewards, Task, random_reward
-from grpo_jax.training.checkpoint import params_sha256
+from grpo_jax.runs import report, terminal
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.statistics import of_runs, paired_difference
+from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.training.guards import check_graders
 from grpo_jax.training.loop import Programs, train
-from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.state import TrainState
-from grpo_jax.training.statistics import of_runs, paired_difference
 
 PHASES = ("grpo", "control")
 

@@ -28,21 +28,22 @@ import jax
 import numpy as np
 
 from experiments.common import Held, Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
-from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig
+from grpo_jax.data.packing import Packed, pack, packed_batches
+from grpo_jax.data.types import Completion, Component, Reward, Rewards, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer, save_description
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.constitution import Judge, constitution, model_judge, read_principles
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.characters import Characters
-from grpo_jax.tasks.packing import Packed, pack, packed_batches
-from grpo_jax.tasks.task import Completion, Component, Reward, Rewards, Task, random_reward, rng
+from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import summary
 from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.sft import train_sft
 from grpo_jax.training.supervised import SupervisedConfig
 
@@ -66,7 +67,7 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, Seeds, cli.RunConfig):
+class Config(GRPOConfig, Seeds, flags.RunConfig):
     """Options of the run; those of the algorithm come from the preset unless given."""
 
     steps: int = 60
@@ -96,7 +97,7 @@ def main(config: Config) -> None:
     seeds = seeds_of(config)
     policy = decoder_policy(MODEL)
     programs = make_programs(policy, words_task(config), config)  # refuses bad options before anything is compiled
-    run = cli.open_run(config)
+    run = flags.open_run(config)
     save_description(run.path / "model", MODEL)
     TEXT.save_tokenizer(run.path / "model")
     runs: dict[str, dict[str, list[float]]] = {}
@@ -224,4 +225,4 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
 
 
 if __name__ == "__main__":
-    cli.main(Config, main, __doc__)
+    flags.main(Config, main, __doc__)

@@ -24,21 +24,22 @@ from rich.progress import track
 from rich.table import Table
 
 from experiments.common import cell
-from grpo_jax import cli
 from grpo_jax.config import GRPOConfig, validate
+from grpo_jax.data.text import Overlong
+from grpo_jax.data.types import fingerprint
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.reward import ungraded_messages
+from grpo_jax.runs import flags
+from grpo_jax.runs.folder import write_json, write_text
+from grpo_jax.runs.pretrained import load_run, phase_of
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
-from grpo_jax.tasks.task import Task, fingerprint
-from grpo_jax.tasks.text import Overlong
+from grpo_jax.tasks.task import Task
 from grpo_jax.training.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.training.guards import check_task
-from grpo_jax.training.pretrained import load_run, phase_of
 from grpo_jax.training.rollout import make_sampler
-from grpo_jax.training.run import write_json, write_text
 
 _MAX_GROUP = 16  # completions of a prompt sampled at once, to bound the memory
 _GROUP_SIZE = 8  # that deadlines of rewards are meant for, as in training
@@ -233,6 +234,6 @@ if __name__ == "__main__":
     try:
         main(parse())
     except UsageError as error:
-        cli.refuse(str(error))
+        flags.refuse(str(error))
     except KeyboardInterrupt:
-        cli.refuse("stopped: nothing was written")
+        flags.refuse("stopped: nothing was written")

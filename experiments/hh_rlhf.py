@@ -52,18 +52,9 @@ from experiments.judging import (
     step_seconds,
     supervised_cost,
 )
-from grpo_jax import cli, terminal
 from grpo_jax.config import ModelOptions, PPOConfig, Preset
-from grpo_jax.errors import UsageError
-from grpo_jax.models import heads, lora
-from grpo_jax.models.heads import add_head
-from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.learned import RewardModel, reward_function
-from grpo_jax.tasks.dataset import text_task
-from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
-from grpo_jax.tasks.packing import Packed, packed_batches, packed_pieces
-from grpo_jax.tasks.preferences import (
+from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
+from grpo_jax.data.preferences import (
     EncodedPairs,
     Preference,
     encode_preferences,
@@ -71,15 +62,25 @@ from grpo_jax.tasks.preferences import (
     parts_of,
     read_preferences,
 )
-from grpo_jax.tasks.task import Component, Reward, Task, random_reward
+from grpo_jax.data.types import Component, Reward
+from grpo_jax.errors import UsageError
+from grpo_jax.models import heads, lora
+from grpo_jax.models.heads import add_head
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.learned import RewardModel, reward_function
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.folder import RunFolder, write_json, write_text
+from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
+from grpo_jax.tasks.dataset import text_task
+from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
+from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import Evaluation
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.loop import Programs
 from grpo_jax.training.parallel import num_devices, replicate
 from grpo_jax.training.ppo import ActorCritic, add_critic, critic_policy, make_ppo_programs
-from grpo_jax.training.pretrained import Loaded, keep_description, load_model
 from grpo_jax.training.reward_model import pair_batches, score_pairs, train_reward_model
-from grpo_jax.training.run import RunFolder, write_json, write_text
 from grpo_jax.training.sft import mean_nll, train_sft
 from grpo_jax.training.supervised import SupervisedConfig
 
@@ -95,7 +96,7 @@ WARMUP_STEPS = 10  # of SFT and reward models
 
 
 @dataclass(frozen=True)
-class Config(PPOConfig, ModelOptions, Seeds, cli.RunConfig):
+class Config(PPOConfig, ModelOptions, Seeds, flags.RunConfig):
     """Options of the run; PPO and GRPO take theirs from the same fields."""
 
     data: str = ""
@@ -176,7 +177,7 @@ def main(config: Config) -> None:
     ppo = make_ppo_programs(model.policy, critic_policy(model.pretrained.config), tasks[0], config)
     # PPO samples and scores as GRPO does: what is compiled for one serves both.
     programs = {"ppo": ppo._replace(sampler=grpo.sampler, scorer=grpo.scorer), "grpo": grpo, "control": grpo}
-    run = cli.open_run(config)
+    run = flags.open_run(config)
     keep_description(run, model, config)
     start = replicate(model.params, num_devices(config.devices))
     judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
@@ -388,4 +389,4 @@ def summarised(found: Sequence[Seed], shared: Shared) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cli.main(Config, main, __doc__)
+    flags.main(Config, main, __doc__)

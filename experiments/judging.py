@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from experiments.common import cell, over_seeds
-from grpo_jax import terminal
 from grpo_jax.config import GRPOConfig
-from grpo_jax.tasks.preferences import EncodedPairs
+from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.runs import terminal
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.throughput import forward_flops, held_bytes, update_flops
+from grpo_jax.statistics import bootstrap
 from grpo_jax.training.evaluate import Evaluation
 from grpo_jax.training.ppo import ActorCritic
 from grpo_jax.training.reward_model import evaluate_pairs
-from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import TrainState
-from grpo_jax.training.statistics import bootstrap
-from grpo_jax.training.throughput import forward_flops, held_bytes, update_flops
 
 Answers = dict[str, np.ndarray]  # number -> [M, n], of the sampled answers
 SFT, SHORTEST, LIKED = "SFT", "SFT, shortest of n", "SFT, best of n"

@@ -32,22 +32,23 @@ import jax
 import numpy as np
 
 from experiments.common import Held, Seeds, cell, evaluate_heldout, learn, over_seeds, say_end, seeds_of
-from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig
+from grpo_jax.data.types import Component, Rewards, pad_completions, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.statistics import hypervolume
 from grpo_jax.tasks import letters
-from grpo_jax.tasks.task import Component, Rewards, Task, pad_completions, random_reward, rng
+from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.loop import Programs
 from grpo_jax.training.rollout import group_temperatures, roll_out, step_key
-from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.sft import train_sft
 from grpo_jax.training.state import Batch
-from grpo_jax.training.statistics import hypervolume
 from grpo_jax.training.supervised import SupervisedConfig
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, initializer_range=0.1)
@@ -61,7 +62,7 @@ WARM_BATCH = 128
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, Seeds, cli.RunConfig):
+class Config(GRPOConfig, Seeds, flags.RunConfig):
     """Options of the run; those of the algorithm come from the preset unless given."""
 
     steps: int = 100
@@ -137,7 +138,7 @@ def main(config: Config) -> None:
         make_programs(policy, task, dataclasses.replace(config, advantages_of=kind)) for kind in ("sum", "components")
     )
     programs = {"sum": of_sum, "scaled": of_sum, "gdpo": of_sum._replace(advantages=of_components.advantages)}
-    run = cli.open_run(config)
+    run = flags.open_run(config)
     save_description(run.path / "model", MODEL)
     letters.TEXT.save_tokenizer(run.path / "model")
     scores: dict[str, dict[str, float]] = {}  # run -> held-out means of SCORES
@@ -247,4 +248,4 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
 
 
 if __name__ == "__main__":
-    cli.main(Config, main, __doc__)
+    flags.main(Config, main, __doc__)

@@ -32,8 +32,9 @@ import jax
 import numpy as np
 
 from experiments.common import Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
-from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig
+from grpo_jax.data.preferences import bradley_terry_judge
+from grpo_jax.data.types import Component, Example, pad_completions, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import add_head
@@ -41,14 +42,14 @@ from grpo_jax.models.huggingface import load_tokenizer, save_description
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import RewardModel, reward_function
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.tasks import letters
-from grpo_jax.tasks.preferences import bradley_terry_judge
-from grpo_jax.tasks.task import Component, Example, Task, pad_completions, random_reward, rng
+from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import Evaluation
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.loop import Programs
 from grpo_jax.training.online import OnlineConfig, train_online
-from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.sft import train_sft
 from grpo_jax.training.state import Batch
 from grpo_jax.training.supervised import SupervisedConfig
@@ -64,7 +65,7 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, Seeds, cli.RunConfig):
+class Config(GRPOConfig, Seeds, flags.RunConfig):
     """Options of the run."""
 
     steps: int = 240
@@ -104,7 +105,7 @@ def main(config: Config) -> None:
         raise UsageError("rounds must be 1 to labels, and warm_steps at least 1")
     policy, task = decoder_policy(MODEL), letters.letters_task(gold, num_prompts=config.num_prompts, seed=config.seed)
     programs = make_programs(policy, task, config)
-    run = cli.open_run(config)
+    run = flags.open_run(config)
     folder = run.path / "model"
     save_description(folder, MODEL)
     letters.TEXT.save_tokenizer(folder)
@@ -249,4 +250,4 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
 
 
 if __name__ == "__main__":
-    cli.main(Config, main, __doc__)
+    flags.main(Config, main, __doc__)

@@ -20,15 +20,15 @@ import numpy as np
 
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
 from experiments.common import Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
-from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig, PPOConfig
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import random_reward
 from grpo_jax.training.evaluate import summary
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.ppo import add_critic, critic_policy, make_ppo_programs
-from grpo_jax.training.run import RunFolder, write_json
 
 CURVES = (
     ("reward", "reward (control's: a coin)"),
@@ -39,7 +39,7 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Config(PPOConfig, WarmStart, Seeds, cli.RunConfig):
+class Config(PPOConfig, WarmStart, Seeds, flags.RunConfig):
     """Options of PPO and of the run; what both methods have is as in `experiments.arithmetic`."""
 
     steps: int = 250
@@ -64,7 +64,7 @@ def main(config: Config) -> None:
     of_grpo = grpo_config(config)
     ppo = config, make_ppo_programs(policy, critic_policy(MODEL), task, config)
     methods = {"ppo": ppo, "grpo": (of_grpo, make_programs(policy, task, of_grpo)), "control": ppo}
-    run = cli.open_run(config)
+    run = flags.open_run(config)
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
         policy_start = warm_start(policy, config, seed, run, phase=f"warm_{seed}")
@@ -135,4 +135,4 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
 
 
 if __name__ == "__main__":
-    cli.main(Config, main, __doc__)
+    flags.main(Config, main, __doc__)

@@ -20,15 +20,16 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments.common import cell, say_end
-from grpo_jax import cli, terminal
 from grpo_jax.config import ModelOptions
+from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
 from grpo_jax.errors import UsageError
 from grpo_jax.models.heads import Headed, add_head, join, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
-from grpo_jax.tasks.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
-from grpo_jax.training.checkpoint import params_sha256
-from grpo_jax.training.pretrained import load_model
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.pretrained import load_model
 from grpo_jax.training.reward_model import (
     PairEvaluation,
     evaluate_pairs,
@@ -36,7 +37,6 @@ from grpo_jax.training.reward_model import (
     score_pairs,
     train_reward_model,
 )
-from grpo_jax.training.run import RunFolder, write_json
 from grpo_jax.training.supervised import SupervisedConfig
 
 PHASE = "reward_model"
@@ -44,7 +44,7 @@ CURVES = (("loss", "loss of a batch"), ("heldout_nll", "held-out NLL"), ("heldou
 
 
 @dataclass(frozen=True)
-class Config(ModelOptions, cli.RunConfig):
+class Config(ModelOptions, flags.RunConfig):
     """Options of the run."""
 
     data: str = ""
@@ -121,7 +121,7 @@ def main(config: Config) -> None:
         numbers = evaluated(params, heldout_pairs).numbers()
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
-    run = cli.open_run(config)
+    run = flags.open_run(config)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *train_pairs.notes):
         run.console.print(note, markup=False, highlight=False)
     state = train_reward_model(
@@ -184,4 +184,4 @@ def save_calibration(run: RunFolder, evaluation: PairEvaluation) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(Config, main, __doc__)
+    flags.main(Config, main, __doc__)

@@ -18,20 +18,20 @@ from typing import Literal
 import numpy as np
 
 from experiments.common import against_control, cell, finish
-from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig, ModelOptions
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.pretrained import keep_description, load_model
 from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import num_devices, replicate
-from grpo_jax.training.pretrained import keep_description, load_model
 from grpo_jax.training.state import Batch
 
 CURVES = (("reward", "reward (control's: a coin)"), ("kl", "KL to the start, nats a token"), ("entropy", "entropy"))
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, ModelOptions, cli.RunConfig):
+class Config(GRPOConfig, ModelOptions, flags.RunConfig):
     """Options of the run; those of the algorithm come from the preset unless given."""
 
     steps: int = 30
@@ -62,7 +62,7 @@ def main(config: Config) -> None:
     )
     programs = make_programs(model.policy, task, config)  # refuses bad options before anything is compiled
     start = replicate(model.params, num_devices(config.devices))
-    run = cli.open_run(config)
+    run = flags.open_run(config)
     keep_description(run, model, config)
     check_length(run, task, config.max_tokens, model.pretrained.config.max_position_embeddings)
     stories: list[str] = []
@@ -100,4 +100,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(Config, main, __doc__)
+    flags.main(Config, main, __doc__)

@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common import PHASES, against_control, cell, finish
-from grpo_jax import cli, terminal
 from grpo_jax.config import GRPOConfig, ModelOptions, validate
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import num_devices, replicate
-from grpo_jax.training.pretrained import Loaded, keep_description, load_model
-from grpo_jax.training.run import RunFolder
 
 CURVES = (("reward", "reward"), ("heldout_avg", "held-out avg@n"), ("entropy", "entropy"), ("length_mean", "tokens"))
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, ModelOptions, TaskOptions, cli.RunConfig):
+class Config(GRPOConfig, ModelOptions, TaskOptions, flags.RunConfig):
     """Options of the run; those of the algorithm come from the preset unless given."""
 
     eval_every: int = 20
@@ -59,7 +59,7 @@ def run_task(config: Config, model: Loaded, task: Task) -> None:
     started = time.perf_counter()
     programs = make_programs(model.policy, task, config)  # refuses bad options before anything is compiled
     start = replicate(model.params, num_devices(config.devices))
-    run = cli.open_run(config)
+    run = flags.open_run(config)
     keep_description(run, model, config)
     check_length(run, task, config.max_tokens, model.pretrained.config.max_position_embeddings)
     phases = PHASES if config.control else PHASES[:1]
@@ -91,4 +91,4 @@ def print_ungraded(run: RunFolder, config: Config) -> None:
 
 
 if __name__ == "__main__":
-    cli.main(Config, main, __doc__)
+    flags.main(Config, main, __doc__)

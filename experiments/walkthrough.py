@@ -28,19 +28,20 @@ from rich.table import Table
 
 from experiments import chapter
 from experiments.chapter import shown
-from grpo_jax import cli
 from grpo_jax import functional as F
 from grpo_jax.config import GRPOConfig, ModelOptions
+from grpo_jax.data.text import encode_prompts
+from grpo_jax.data.types import Completion, Example, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import Algorithm
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.tasks.task import Completion, Example, Task, pad_prompts
-from grpo_jax.tasks.text import encode_prompts
+from grpo_jax.runs import flags
+from grpo_jax.runs.pretrained import load_model
+from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.pretrained import load_model
 from grpo_jax.training.rollout import group_temperatures, roll_out, step_key, to_batch, zero_spread
 from grpo_jax.training.state import Array, Batch
 
@@ -350,4 +351,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Config, prog="python -m experiments.walkthrough", description=__doc__))
     except UsageError as error:
-        cli.refuse(str(error))
+        flags.refuse(str(error))

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.policy_gradient import reinforce_term
 from grpo_jax.functional.presets import PRESETS, Algorithm, check, is_one_number_a_row
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.lora import TARGETS, Target
-from grpo_jax.tasks.text import Overlong
 
 Preset = Literal[
     "grpo",

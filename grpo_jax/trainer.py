@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from grpo_jax.config import GRPOConfig, ModelOptions
+from grpo_jax.data.rows import SUFFIXES, read_rows
+from grpo_jax.data.text import Message
+from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, join, merge, split
-from grpo_jax.tasks.dataset import SUFFIXES, read_rows, text_task
-from grpo_jax.tasks.task import Component, Reward, Rewards, Task
-from grpo_jax.tasks.text import Message
+from grpo_jax.runs.folder import RunFolder, fresh_folder
+from grpo_jax.runs.pretrained import keep_description, load_model
+from grpo_jax.tasks.dataset import text_task
+from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs, train
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import num_devices
-from grpo_jax.training.pretrained import keep_description, load_model
-from grpo_jax.training.run import RunFolder, fresh_folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ from fractions import Fraction
 
 import numpy as np
 
+from grpo_jax.data.types import Completion, Example, Reward
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.worker import is_worker
-from grpo_jax.tasks.task import Completion, Example, Reward
 
 Extract = Callable[[str], str | None]  # a completion -> its answer; None: it gives none
 

@@ -24,14 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.data.text import encode_completion, encode_prompts
+from grpo_jax.data.types import Completion, Component, Example, Number, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import common_group_size, score_batches
-from grpo_jax.tasks.task import Completion, Component, Example, Number, Rewards
-from grpo_jax.tasks.text import encode_completion, encode_prompts
 
 # (principle, rows, completions) -> one number a completion, higher the better it keeps to the principle; may be async
 Judge = Callable[[str, Sequence[Example], Sequence[Completion]], Sequence[Number] | Awaitable[Sequence[Number]]]

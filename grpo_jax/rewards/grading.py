@@ -27,9 +27,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from grpo_jax.data.types import Completion, Example, Number
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.worker import HEADER, MESSAGE_CHARACTERS
-from grpo_jax.tasks.task import Completion, Example, Number
 
 # Why completions have no reward.
 REASONS = ("timeout", "raised", "died", "nan", "not numbers", "wrong length", "budget")

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.data.text import encode_completion, encode_prompts
+from grpo_jax.data.types import Completion, Example, Reward, pad_completions, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import Headed, score_groups
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
-from grpo_jax.tasks.task import Completion, Example, Reward, pad_completions, pad_prompts
-from grpo_jax.tasks.text import encode_completion, encode_prompts
 
 _SHORTEST = 32  # tokens, of the widths that are chosen by themselves
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.data.types import Completion, Component, Example, Reward, Rewards
 from grpo_jax.errors import UsageError
-from grpo_jax.tasks.task import Completion, Component, Example, Reward, Rewards
 
 
 class Scores(NamedTuple):

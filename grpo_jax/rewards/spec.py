@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+from grpo_jax.data.types import Component, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards import builtin
 from grpo_jax.rewards.grading import Grader
-from grpo_jax.tasks.task import Component, Rewards
 
 _SPEC = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)\s*=)?\s*(?:(?P<weight>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*\*)?\s*"

@@ -27,8 +27,8 @@ from collections.abc import Iterable, Mapping, Set, Sized
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.data.types import Reward
 from grpo_jax.errors import UsageError
-from grpo_jax.tasks.task import Reward
 
 HEADER = struct.Struct(">Q")  # the length of what follows
 MESSAGE_CHARACTERS = 2000

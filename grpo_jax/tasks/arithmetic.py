@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from grpo_jax.data.types import Example, Prompts, check_num_prompts, pad_prompts, rng
 from grpo_jax.tasks.characters import Characters
-from grpo_jax.tasks.task import Example, Prompts, Task, check_num_prompts, pad_prompts, rng
+from grpo_jax.tasks.task import Task
 
 TEXT = Characters("0123456789+=")
 PAD_ID, EOS_ID, VOCAB_SIZE = TEXT.pad_id, TEXT.eos_id, TEXT.vocab_size

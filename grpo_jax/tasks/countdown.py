@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.tasks.dataset import Row, text_task
-from grpo_jax.tasks.task import Example, Task, rng
+from grpo_jax.data.rows import Row
+from grpo_jax.data.types import Example, rng
+from grpo_jax.tasks.dataset import text_task
+from grpo_jax.tasks.task import Task
 
 LARGEST_NUMBER = 50
 TARGETS = range(10, 101)

@@ -7,8 +7,8 @@ analogues of helpfulness and honesty, not measurements of them: an answer may ta
 import re
 from collections.abc import Sequence
 
-from grpo_jax.tasks.preferences import Preference, question
-from grpo_jax.tasks.task import Completion, Example
+from grpo_jax.data.preferences import Preference, question
+from grpo_jax.data.types import Completion, Example
 
 _WORD = re.compile(r"[a-z]{4,}")
 _NUMBER = re.compile(r"\d+")

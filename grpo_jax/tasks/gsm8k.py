@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.data.rows import Row, read_rows, text_column
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.builtin import number_vote
-from grpo_jax.tasks.dataset import Row, read_rows, text_column, text_task
+from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 
 INSTRUCTION = 'Think step by step, and end with a line of "####" and the number, such as "#### 72".'

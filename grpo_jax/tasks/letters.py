@@ -10,8 +10,9 @@ from itertools import permutations
 
 import numpy as np
 
+from grpo_jax.data.types import Prompts, Reward, Rewards, check_num_prompts, pad_prompts, rng
 from grpo_jax.tasks.characters import Characters
-from grpo_jax.tasks.task import Prompts, Reward, Rewards, Task, check_num_prompts, pad_prompts, rng
+from grpo_jax.tasks.task import Task
 
 LETTERS = string.ascii_lowercase
 TEXT = Characters(LETTERS + ":")

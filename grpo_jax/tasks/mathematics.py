@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.data.rows import Row, column, read_rows, text_column
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.builtin import formula_vote
-from grpo_jax.tasks.dataset import Row, column, read_rows, text_column, text_task
+from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.data.rows import read_rows
+from grpo_jax.data.text import Overlong
+from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.rewards.spec import open_rewards, parse_reward
 from grpo_jax.tasks.countdown import countdown_task
-from grpo_jax.tasks.dataset import read_rows, text_task
+from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.gsm8k import gsm8k_task
 from grpo_jax.tasks.mathematics import math_rows, math_task
-from grpo_jax.tasks.task import Task, rng
-from grpo_jax.tasks.text import Overlong
+from grpo_jax.tasks.task import Task
 
 # Strict and lenient grading side by side: a model that learns the format alone raises the first only.
 _REWARDS = {

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.tasks.task import Example, Prompts, Task, check_num_prompts, pad_prompts, rng
-from grpo_jax.tasks.text import Encoded, Overlong, encode_prompts
+from grpo_jax.data.text import Encoded, Overlong, encode_prompts
+from grpo_jax.data.types import Example, Prompts, check_num_prompts, pad_prompts, rng
+from grpo_jax.tasks.task import Task
 
 HAPPY_WORDS = frozenset(
     ("happy", "smiled", "laughed", "love", "loved", "hug", "hugged", "fun", "joy", "glad", "cheerful", "giggled")

@@ -6,13 +6,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from grpo_jax.data.types import Completion, Prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import Scores, score_completions
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.tasks.task import Completion, Prompts, Task
+from grpo_jax.statistics import best_of, bootstrap, majority
+from grpo_jax.tasks.task import Task
 from grpo_jax.training.rollout import EVALUATION, Sampler, decode_groups, sample_prompts, step_key
-from grpo_jax.training.statistics import best_of, bootstrap, majority
 
 # Row numbers are 32 bits: 12 of them count the completions of a prompt.
 _MAX_SAMPLES = 2**12 - 1

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config import Divergence, GRPOConfig, validate
+from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     gdpo_advantages,
@@ -29,7 +30,8 @@ from grpo_jax.functional.presets import Algorithm
 from grpo_jax.models.lora import join
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.tasks.task import Reward, Rewards, Task
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
 from grpo_jax.training.loop import Method, Programs, check_task, compile_programs
 from grpo_jax.training.parallel import num_devices
@@ -38,7 +40,6 @@ from grpo_jax.training.rollout import (
     hidden_states,
     score_hidden,
 )
-from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import (
     Array,
     Batch,

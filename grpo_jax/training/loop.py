@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from grpo_jax.config import GRPOConfig
+from grpo_jax.data.types import Reward, Rewards, fingerprint
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     adaptive_kl_coef,
@@ -17,7 +18,9 @@ from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import new_counts, ungraded_counts
-from grpo_jax.tasks.task import Reward, Rewards, Task, fingerprint
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.throughput import peak_flops, update_flops
+from grpo_jax.tasks.task import Task
 from grpo_jax.training import guards
 from grpo_jax.training.dynamic_sampling import sample_with_spread
 from grpo_jax.training.parallel import data_parallel, num_devices, replicate
@@ -41,7 +44,6 @@ from grpo_jax.training.rollout import (
     to_batch,
     zero_spread,
 )
-from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import (
     Array,
     Batch,
@@ -50,7 +52,6 @@ from grpo_jax.training.state import (
     steps_taken,
 )
 from grpo_jax.training.step import Logs, train_step
-from grpo_jax.training.throughput import peak_flops, update_flops
 
 # Metrics of optimizer steps, not of tokens.
 _OF_STEPS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate"})

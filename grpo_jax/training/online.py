@@ -12,13 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.errors import UsageError
-from grpo_jax.models import heads
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.learned import RewardModel, reward_function
-from grpo_jax.tasks.preferences import (
+from grpo_jax.data.preferences import (
     PairJudge,
     Preference,
     encode_preferences,
@@ -26,12 +20,19 @@ from grpo_jax.tasks.preferences import (
     read_preferences,
     write_preferences,
 )
-from grpo_jax.tasks.task import Completion, Component, Example, Rewards, Task, rng
+from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
+from grpo_jax.errors import UsageError
+from grpo_jax.models import heads
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.learned import RewardModel, reward_function
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.loop import Programs, train
 from grpo_jax.training.reward_model import make_reward_model_programs, pair_batches, train_reward_model
 from grpo_jax.training.rollout import LABELLING, decode_groups, group_temperatures, sample_prompts, step_key
-from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import TrainState
 from grpo_jax.training.supervised import FitPrograms, SupervisedConfig
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config import PPOConfig, validate_ppo
+from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     critic_loss,
@@ -29,13 +30,13 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import Headed
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.tasks.task import Reward, Rewards, Task
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
 from grpo_jax.training.grpo import corrected, grpo_loss_fn, kl_logs, schedule_of
 from grpo_jax.training.loop import Method, Programs, check_task, compile_programs
 from grpo_jax.training.parallel import num_devices
 from grpo_jax.training.rollout import Outcome, hidden_states
-from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import Array, Batch, TrainState, make_optimizer
 from grpo_jax.training.step import Logs
 

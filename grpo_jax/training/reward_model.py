@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
+from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.data.rows import batches
+from grpo_jax.data.types import pad_completions, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import bradley_terry_loss, token_mean_weights
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import Headed, join, score_groups, scores, split
 from grpo_jax.models.policy import Policy
-from grpo_jax.tasks.dataset import batches
-from grpo_jax.tasks.preferences import EncodedPairs
-from grpo_jax.tasks.task import pad_completions, pad_prompts
-from grpo_jax.training.run import RunFolder
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
 from grpo_jax.training.state import Array, TrainState
-from grpo_jax.training.statistics import Calibration, Interval, bootstrap, calibration
 from grpo_jax.training.step import Logs
 from grpo_jax.training.supervised import FitPrograms, SupervisedConfig, fit, make_fit_programs
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import GRPOConfig
+from grpo_jax.data.types import Completion, Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
 from grpo_jax.models.policy import Policy
@@ -16,7 +17,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import named_components, score_completions
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
-from grpo_jax.tasks.task import Completion, Prompts, Reward, Rewards, Task
+from grpo_jax.tasks.task import Task
 from grpo_jax.training.parallel import data_parallel
 from grpo_jax.training.state import Array, Batch
 from grpo_jax.training.step import split_leading

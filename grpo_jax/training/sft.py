@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.data.packing import Packed
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token_mean_weights
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.tasks.packing import Packed
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.training.rollout import score
-from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import Batch, TrainState
 from grpo_jax.training.step import Logs, LossFn
 from grpo_jax.training.supervised import SupervisedConfig, fit

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.training.guards import check_gradients
 from grpo_jax.training.parallel import data_parallel, num_devices, replicate
-from grpo_jax.training.run import RunFolder
 from grpo_jax.training.state import (
     TrainState,
     init_state,

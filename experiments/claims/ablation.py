@@ -1,0 +1,353 @@
+"""What the questions to the sources share: settings, and whole runs that are kept as they end.
+
+A question is a script with a function of a `Bench` that returns a `findings.Finding`: a table over seeds, and claims
+that it bears on. `findings.main` answers one; `experiments.claims.reproduce` answers all, and writes them down.
+
+Letters: S steps, E evaluations, M held-out prompts, n samples of each (and a greedy one).
+"""
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import grpo_jax
+from experiments.claims import testbeds
+from experiments.claims.testbeds import ARITHMETIC, Bed
+from grpo_jax.config import GRPOConfig, PPOConfig, validate
+from grpo_jax.errors import UsageError
+from grpo_jax.functional.presets import PRESETS
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.runs.folder import RunFolder, differing_options
+from grpo_jax.training.grpo import grpo_method
+from grpo_jax.training.loop import Method
+from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.training.scan import (
+    DeviceTask,
+    Heldout,
+    History,
+    by_prompt,
+    compile_row,
+    heldout_of,
+    prompts_of,
+    stacked,
+    whole_run,
+)
+
+
+class Size(NamedTuple):
+    """How much a preset does."""
+
+    seeds: int
+    steps: int  # of a run
+    num_prompts: int  # of a step, at 8 completions each
+    heldout: int  # prompts, or as many as the task has
+    evaluations: int  # during a run, at equal distances
+    warm_steps: int  # supervised ones before
+
+
+SIZES = {
+    "smoke": Size(seeds=2, steps=4, num_prompts=8, heldout=16, evaluations=2, warm_steps=5),
+    "cpu": Size(seeds=5, steps=100, num_prompts=32, heldout=500, evaluations=10, warm_steps=700),
+    "gpu": Size(seeds=20, steps=200, num_prompts=64, heldout=1000, evaluations=20, warm_steps=700),
+}
+Preset = Literal["smoke", "cpu", "gpu"]
+START, COIN = "no training", "coin toss"  # the controls of every table
+TUNED_ON = (10, 11, 12, 13, 14)  # seeds that settings were chosen by, or that pilots ran on: they answer no question
+REUSED: dict[str, Any] = {"epochs": 2, "minibatches": 4, "old_logprobs": "recompute"}  # eight updates a rollout
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of a question to the sources."""
+
+    preset: Preset = "cpu"
+    """smoke: whether it works; minutes, of compilation. cpu: 5 seeds of 100 steps, for two cores. gpu: 20 seeds of
+    200 larger steps, side by side."""
+    seed: int = 0
+    """The first random seed; 10 to 14, which settings were tuned on, are left out."""
+    run_dir: Path = Path("runs/ablations")
+    """Where runs are kept, in a folder for each preset; a run that is there is not repeated."""
+
+
+# ---- settings
+
+
+class Setting(NamedTuple):
+    """What is run with every seed."""
+
+    bed: Bed
+    method: Literal["grpo", "ppo"]
+    shape: Mapping[str, Any]  # fields of the configuration that make another program
+    numbers: Mapping[str, float]  # other fields, and options of the reward: settings that differ in them share one
+
+    def but(self, **changes: Any) -> "Setting":
+        """The same with other fields or options of the reward."""
+        known = {field.name for field in dataclasses.fields(PPOConfig)} | set(self.bed.options)
+        if changes.keys() - known:
+            unknown = ", ".join(sorted(changes.keys() - known))
+            raise UsageError(f"{unknown}: no option of GRPOConfig or PPOConfig, nor of the reward of {self.bed.name}")
+        numbers = {name: value for name, value in changes.items() if name in self.numbers}
+        shape = {name: value for name, value in changes.items() if name not in self.numbers}
+        return self._replace(shape={**self.shape, **shape}, numbers={**self.numbers, **numbers})
+
+
+def grpo(bed: Bed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting:
+    """GRPO or another preset, with the preset's constants but for the learning rate; β of GRPO and of ranks is 0.01.
+
+    Args:
+      bed: the task.
+      preset: of `functional.presets`.
+      changes: as for `Setting.but`.
+    """
+    published = PRESETS[preset]
+    constants = {"kl_coef": 0.01 if preset in ("grpo", "rank") else published.kl_coef} | published.constants
+    if not published.kl_coef:
+        del constants["kl_coef"]  # a traced one would need a reference
+    numbers = {"learning_rate": bed.learning_rate, "temperature": 1.0, "temperature_spread": 0.0} | constants
+    return Setting(bed, "grpo", {"preset": preset}, numbers | {"entropy_coef": 0.0} | dict(bed.options)).but(**changes)
+
+
+def ppo(bed: Bed = ARITHMETIC, **changes: Any) -> Setting:
+    """PPO with a critic of its own, on groups like GRPO's.
+
+    Its settings are those of `experiments.ppo`, which were chosen by the training reward on seeds 10 and 11.
+    """
+    numbers = {"learning_rate": bed.learning_rate, "critic_learning_rate": 1e-3, "kl_coef": 0.02, "gae_lambda": 0.95}
+    numbers |= {"epsilon_low": 0.2, "epsilon_high": 0.2, "entropy_coef": 0.0} | dict(bed.options)
+    return Setting(bed, "ppo", {"group_size": 8}, numbers).but(**changes)
+
+
+# ---- runs
+
+
+class Runs(NamedTuple):
+    """A setting's runs, one a seed."""
+
+    metrics: dict[str, np.ndarray]  # name -> [seeds, S]
+    scores: np.ndarray  # what gold gave, [seeds, E, M, n + 1, ...]: of M held-out prompts, the greedy completion last
+
+    @property
+    def curve(self) -> np.ndarray:
+        """Mean of sampled completions over held-out prompts, `[seeds, E, ...]`."""
+        return self.scores[:, :, :, :-1].mean((2, 3))
+
+    @property
+    def final(self) -> np.ndarray:
+        """The same at the end, `[seeds, ...]`."""
+        return self.curve[:, -1]
+
+
+class Bench:
+    """Runs settings with the seeds of a preset, and keeps what they came to."""
+
+    def __init__(self, config: Config, say: Callable[[str], None] = lambda words: None) -> None:
+        """Opens the folder of a preset.
+
+        Args:
+          config: the options.
+          say: told how far it is.
+
+        Raises:
+          UsageError: the seed is impossible, or the folder has runs of other seeds, code, jax or kind of device.
+        """
+        if not 0 <= config.seed < 2**31:
+            raise UsageError(f"seed is {config.seed}: it must be between 0 and 2^31 - 1")
+        self.size, self.say = SIZES[config.preset], say
+        some = range(config.seed, config.seed + self.size.seeds + len(TUNED_ON))
+        self.seeds = [seed for seed in some if seed not in TUNED_ON][: self.size.seeds]
+        options = {"seed": config.seed, "code": code_checksum(), **self.size._asdict()}
+        options |= {"jax": jax.__version__, "backend": jax.default_backend()}
+        folder = config.run_dir.expanduser() / config.preset
+        try:
+            self.run = RunFolder(folder, options)
+        except UsageError:
+            saved = json.loads((folder / "config.json").read_text())
+            differing = ", ".join(differing_options(saved, options))
+            raise UsageError(f"{folder} has runs that differ in {differing}: name another --run-dir") from None
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{folder} cannot be used ({error}): name another --run-dir") from None
+        (self.run.path / "runs").mkdir(exist_ok=True)
+        self._folder_of_starts = RunFolder(self.run.path / "starts", options, console=Console(quiet=True))
+        self._starts: dict[tuple[str, int], Any] = {}
+        self._programs: dict[tuple[str, int], Program] = {}
+
+    def runs(self, settings: Mapping[str, Setting]) -> dict[str, Runs]:
+        """What settings come to, by name; those that are not there yet are run."""
+        jobs = [(setting, seed) for setting in settings.values() for seed in self.seeds]
+        missing: dict[str, dict[Path, tuple[Setting, int]]] = {}  # what two names are of is run once
+        for job in jobs:
+            if not self.file(*job).exists():
+                self.check(job[0])
+                missing.setdefault(self.program(job[0]), {})[self.file(*job)] = job
+        left = sum(map(len, missing.values()))
+        for files in missing.values():
+            of_one_program = list(files.values())
+            width = at_once(len(of_one_program))
+            for begin in range(0, len(of_one_program), width):
+                self.say(f"{len(jobs) - left} of {len(jobs)} runs")
+                several = of_one_program[begin : begin + width]
+                self._do(several, width)
+                left -= len(several)
+        return {name: _read([self.file(setting, seed) for seed in self.seeds]) for name, setting in settings.items()}
+
+    def check(self, setting: Setting) -> None:
+        """Refuses numbers that cannot be, but for a critic's learning rate: 0 keeps it as it is."""
+        config = self.config(setting)
+        fields = {field.name for field in dataclasses.fields(config)} - {"critic_learning_rate"}
+        given: dict[str, Any] = {name: value for name, value in setting.numbers.items() if name in fields}
+        validate(dataclasses.replace(config, **given), compares_groups=setting.method == "grpo")
+
+    def trained(self, setting: Setting) -> list[Any]:
+        """The parameters that runs end with, one a seed. They are not kept."""
+        jobs, params = [(setting, seed) for seed in self.seeds], list[Any]()
+        width = at_once(len(jobs))
+        for begin in range(0, len(jobs), width):
+            self.say(f"{begin} of {len(jobs)} runs")
+            history, _ = self.histories(jobs[begin : begin + width], width)
+            params += [jax.tree.map(lambda x, i=i: x[i], history.params) for i in range(width)]
+        return params[: len(jobs)]
+
+    def start(self, bed: Bed, seed: int) -> Params:
+        """Where training starts."""
+        if (bed.name, seed) not in self._starts:
+            self.say(f"a start of {bed.name}, seed {seed}")
+            params = bed.start(seed, self.size.warm_steps, self._folder_of_starts)
+            self._starts[bed.name, seed] = jax.device_get(params)
+        return self._starts[bed.name, seed]
+
+    def config(self, setting: Setting) -> GRPOConfig:
+        """The configuration of a setting's runs, but for what is traced."""
+        shape: dict[str, Any] = {
+            "steps": self.size.steps,
+            "num_prompts": self.size.num_prompts,
+            "max_tokens": setting.bed.max_tokens,
+            "eval_samples": 1,
+            "old_logprobs": "sampler",
+            "learning_rate": setting.bed.learning_rate,
+        } | dict(setting.shape)
+        shape.setdefault("eval_every", max(1, shape["steps"] // self.size.evaluations))
+        return PPOConfig(**shape) if setting.method == "ppo" else GRPOConfig(**shape)
+
+    def task(self, setting: Setting, seed: int) -> DeviceTask:
+        """The task of a setting's runs with a seed."""
+        num_prompts = self.config(setting).num_prompts
+        return setting.bed.task(num_prompts=num_prompts, seed=seed, heldout=self.size.heldout)
+
+    def histories(self, jobs: Sequence[tuple[Setting, int]], width: int) -> tuple[History, Heldout]:
+        """Runs settings of one program with their seeds at once; a row shorter than `width` is filled up, for one shape
+        is compiled once."""
+        key = self.program(jobs[0][0]), width
+        if key not in self._programs:
+            self._programs[key] = self._make(jobs[0][0], width)
+        program, filled = self._programs[key], [*jobs, *[jobs[-1]] * (width - len(jobs))]
+        setting, steps = jobs[0][0], self.config(jobs[0][0]).steps
+        starts = [self.start(setting.bed, seed) for _, seed in filled]
+        if setting.method == "ppo":
+            starts = [add_critic(setting.bed.model, params) for params in starts]
+        prompts = [prompts_of(self.task(setting, seed), steps) for _, seed in filled]
+        numbers = {name: np.array([s.numbers[name] for s, _ in filled], np.float32) for name in setting.numbers}
+        seeds = [seed for _, seed in filled]
+        history = program.row(stacked(starts), stacked(prompts), program.heldout, seeds, numbers)
+        return jax.device_get(history), program.heldout
+
+    def file(self, setting: Setting, seed: int) -> Path:
+        """Where a run is kept: by all that it was told."""
+        digest = hashlib.sha256(self._described(setting, seed).encode()).hexdigest()[:16]
+        return self.run.path / "runs" / f"{setting.bed.name}-{setting.method}-{digest}.npz"
+
+    def program(self, setting: Setting) -> str:
+        """What settings have in common that are runs of one program."""
+        config = self.config(setting)
+        shape = dataclasses.asdict(config) | {"group_size": config.algorithm.group_size}
+        model = dataclasses.asdict(setting.bed.model)
+        return json.dumps([setting.bed.name, model, setting.method, shape, sorted(setting.numbers)])
+
+    def _described(self, setting: Setting, seed: int) -> str:
+        described = [self.program(setting), dict(sorted(setting.numbers.items())), seed]
+        source = Path(inspect.getsourcefile(getattr(setting.bed.task, "func", setting.bed.task)) or "")
+        if source not in _makers():  # a bed of somebody's own, whose reward may change
+            described.append(hashlib.sha256(source.read_bytes()).hexdigest())
+        return json.dumps(described)
+
+    def _do(self, jobs: Sequence[tuple[Setting, int]], width: int) -> None:
+        """Runs settings of one program, and writes them down."""
+        history, heldout = self.histories(jobs, width)
+        for i, (setting, seed) in enumerate(jobs):
+            file = self.file(setting, seed)
+            numbers: dict[str, Any] = {name: values[i] for name, values in history.metrics.items()}
+            scores = by_prompt(heldout, np.asarray(history.heldout[i]))
+            if numbers["skipped"].max() >= self.config(setting).max_skipped:  # where the ordinary loop would stop
+                self.run.console.print(
+                    f"seed {seed} of {setting.method} on {setting.bed.name} diverged: it has no score"
+                )
+                scores[1:] = np.nan
+            temporary = file.with_suffix(f".{os.getpid()}.tmp")
+            with temporary.open("wb") as out:
+                np.savez_compressed(out, setting=self._described(setting, seed), scores=scores, **numbers)
+            os.replace(temporary, file)
+
+    def _make(self, setting: Setting, width: int) -> "Program":
+        config, task, model = self.config(setting), self.task(setting, 0), setting.bed.model
+
+        def of_ppo(policy: Policy, config: Any) -> Method:
+            return ppo_method(policy, critic_policy(model), config)
+
+        method = of_ppo if setting.method == "ppo" else grpo_method
+        run = whole_run(decoder_policy(model), task, config, method, heldout_temperature=1.0)
+        on_cpu = jax.default_backend() == "cpu"
+        return Program(
+            compile_row(run, side_by_side=not on_cpu, devices=width if on_cpu else 1), heldout_of(task, config)
+        )
+
+
+class Program(NamedTuple):
+    """A row of runs, compiled."""
+
+    row: Callable[..., History]
+    heldout: Heldout
+
+
+def at_once(count: int) -> int:
+    """How many of so many runs are one call: one a core, or 40 side by side on an accelerator."""
+    if jax.default_backend() != "cpu":
+        return min(count, 40)
+    return max(1, min(count, jax.local_device_count(), cores()))
+
+
+def cores() -> int:
+    """Of this machine, as far as this process may use them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def code_checksum() -> str:
+    """Of the code that makes runs what they are: the package, and where the ablations run."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in _makers())).hexdigest()[:16]
+
+
+def _makers() -> list[Path]:
+    experiments, package = Path(__file__).parents[1], Path(grpo_jax.__file__).parent
+    return [*sorted(package.rglob("*.py")), *sorted(experiments.glob("*.py")), Path(__file__), Path(testbeds.__file__)]
+
+
+def _read(files: Sequence[Path]) -> Runs:
+    loaded = [dict(np.load(file)) for file in files]
+    names = loaded[0].keys() - {"setting", "scores"}
+    metrics = {name: np.stack([run[name] for run in loaded]) for name in sorted(names)}
+    return Runs(metrics, np.stack([run["scores"] for run in loaded]))
+
+
+def smaller(bench: Bench) -> dict[str, int]:
+    """Runs of fewer and smaller steps than the preset's, for beds with more tokens."""
+    steps = bench.size.steps * 3 // 5
+    return {"steps": steps, "eval_every": steps, "num_prompts": bench.size.num_prompts // 2}

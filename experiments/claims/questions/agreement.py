@@ -1,0 +1,87 @@
+"""Do annotators agree more on ranks than on scores, and can one kind of annotator explain the published figures?
+
+Source 000: "within a group of responses to the same prompt, relative ordering is more reliable": inter-annotator
+agreement is 0.61 for scores and 0.83 for ranks, test-retest reliability 0.54 and 0.79, a reward model's calibration
+"Poor" and "N/A". Here 64 annotators score 8 responses of each of 100 prompts: bias + factor · quality + noise.
+Quality has deviation 1 within a prompt, and prompts differ by as much. Biases have a deviation "spread", logarithms
+of factors half of it; the mood of a session moves both by half as much again. Agreement is Lin's concordance of two
+annotators in sessions of their own: of scores over all responses, of ranks within a prompt (there it is Spearman's
+correlation), and of scores standardised within a prompt, "advantages". "Again" is one annotator in two sessions.
+"fitted" has the spread and the noise that give 0.61 and 0.83; what it says of the other figures is a prediction. The
+errors are those of the calibration of P(i better than j) = σ(k · difference of scores), with k fitted on pairs within
+a prompt, as for a reward model: within a prompt, and across prompts and annotators. "no training" are annotators
+without spread, "coin toss" gives scores of chance alone; seeds are draws of everything. Expect ranks to win where the
+spread is large and to lose where there is none, for they throw away what prompts differ by; and an annotator to agree
+at least as well with himself as with others, as the published figures do not. Ten seconds for the cpu preset.
+
+  python -m experiments.claims.questions.agreement --preset cpu
+"""
+
+import numpy as np
+
+from experiments.claims.ablation import COIN, START, Bench
+from experiments.claims.annotators import (
+    Kind,
+    agreement,
+    as_given,
+    calibration_errors,
+    draw,
+    fit,
+    ranks,
+    scored,
+    standardised,
+)
+from experiments.claims.columns import by_seed, minus
+from experiments.claims.findings import Claim, Finding, main
+
+SPREADS, NOISE = {"small": 0.25, "medium": 0.5, "large": 1.0}, 0.5
+VIEWS = {"scores": as_given, "ranks": ranks, "advantages": standardised}
+
+
+def measure(bench: Bench) -> Finding:
+    found, fitted = zip(*(of_seed(seed) for seed in bench.seeds), strict=True)
+    spread, noise = np.mean(fitted, axis=0)[:2]
+    rows = by_seed(found)
+
+    def lead(name: str) -> np.ndarray:
+        return np.subtract(rows[name]["ranks"], rows[name]["scores"])
+
+    def of_000(words: str, measure: str, column: str, low: float, high: float = np.inf) -> Claim:
+        return Claim("000, Noise Robustness", words, measure, rows["fitted"][column], low, high)
+
+    removed = "normalization within groups removes this sensitivity"
+    spoilt = minus(rows, "advantages", "large, noise", START)
+    again = np.subtract(rows["fitted"]["scores"], rows["fitted"]["scores again"])
+    claims = [
+        Claim("000, Noise Robustness", "relative ordering is more reliable", "ranks − scores, no spread", lead(START)),
+        Claim("000, the table", "ranks 0.83, scores 0.61", "ranks − scores, large spread", lead("large, noise")),
+        of_000("test-retest reliability of scores 0.54", "scores again, fitted", "scores again", 0.49, 0.59),
+        of_000("test-retest reliability of ranks 0.79", "ranks again, fitted", "ranks again", 0.74, 0.84),
+        Claim("000, the table", "0.54 again, 0.61 by two annotators", "scores − scores again, fitted", again),
+        of_000("reward model calibration: poor", "error across prompts, fitted", "error across", 0.1),
+        Claim("001, Robust to Reward Scale", removed, "agreement of advantages, large − none", spoilt, -0.05, 0.05),
+    ]
+    drawn = ["scores", "ranks", "scores again", "ranks again", "error across"]
+    note = f"These are annotators of a model, not people. Fitted: spread {spread:.2f}, noise {noise:.2f}."
+    return Finding(rows, claims, drawn, note)
+
+
+def of_seed(seed: int) -> tuple[dict[str, dict[str, float]], Kind]:
+    """All rows, with the draws of one seed, and the kind of annotators that fits."""
+    draws = draw(seed)
+    kinds = {START: Kind(0.0, NOISE), COIN: Kind(0.0, 1.0, sees=0.0), "fitted": fit(draws, scores=0.61, ranks_=0.83)}
+    kinds |= {f"{name}, noise": Kind(spread, NOISE) for name, spread in SPREADS.items()}
+    kinds |= {f"{name}, no noise": Kind(spread, 0.0) for name, spread in SPREADS.items()}
+
+    def row(kind: Kind) -> dict[str, float]:
+        scores = scored(draws, kind)
+        columns = {name: agreement(scores, view) for name, view in VIEWS.items()}
+        columns |= {f"{name} again": agreement(scores, VIEWS[name], again=True) for name in ("scores", "ranks")}
+        within, across = calibration_errors(draws, kind)
+        return columns | {"error within": within, "error across": across}
+
+    return {name: row(kind) for name, kind in kinds.items()}, kinds["fitted"]
+
+
+if __name__ == "__main__":
+    main(measure, __doc__)

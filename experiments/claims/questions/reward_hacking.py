@@ -1,0 +1,80 @@
+"""Are relative comparisons harder to game than a critic's absolute values?
+
+Source 000: "GRPO is naturally resistant to reward hacking": hacked responses must beat others, and "exploits that
+boost all responses equally provide no gradient. We observe significantly less length gaming and repetition compared
+to PPO". Source 001: "Optimizing relative rankings is harder to game than optimizing absolute scores".
+
+PPO, GRPO and GRPO on ranks write words for a gold score in [0, 1] (`beds.word_scores`): alone, and with a bonus worth
+as much, up to 1 for length, for repeated letters, or for any word at all. The learning rate is each method's best for
+the gold score in training on seeds 10 and 11. Gaming is the length or the share of repeated letters of held-out words
+at the end, and what the bonus costs of the gold score. The methods are not held equally fast: PPO's KL, in the
+reward, counts a word's tokens, and GRPO's, in the loss, is their mean; so all are run without a KL, too. No training
+shows the start, the coin is GRPO's. Expect all to game length; to game repetition only those without a KL in the
+reward; and a constant to move GRPO by its rounding alone, and PPO, whose critic has to learn it, to shorter words.
+About three minutes for the cpu preset on two cores.
+
+  python -m experiments.claims.questions.reward_hacking --preset cpu
+"""
+
+from itertools import product
+
+import numpy as np
+
+from experiments.claims.ablation import COIN, Bench, grpo, ppo, smaller
+from experiments.claims.columns import Column, last, minus, table
+from experiments.claims.findings import Claim, Finding, main
+from experiments.claims.testbeds import WORDS
+
+NOTE = "Without a KL both take the repetition bonus whole: as much as 16 letters have room for."
+BONUSES: dict[str, dict[str, float]] = {
+    "gold alone": {},
+    "length bonus": {"length": 1.0},
+    "repetition bonus": {"repetition": 1.0},
+    "constant bonus": {"constant": 1.0},
+}
+
+
+def measure(bench: Bench) -> Finding:
+    methods = {"PPO": ppo(WORDS), "GRPO": grpo(WORDS), "ranks": grpo(WORDS, "rank")}
+    settings = {COIN: grpo(WORDS, coin=1.0)}
+    settings |= {f"{name}, {bonus}": of.but(**paid) for name, of in methods.items() for bonus, paid in BONUSES.items()}
+    del settings["ranks, constant bonus"]  # an order has none
+    for name, bonus in product(methods, ("length bonus", "repetition bonus")):
+        settings[f"{name} without KL, {bonus}"] = methods[name].but(kl_coef=0.0, **BONUSES[bonus])
+    runs = bench.runs({name: setting.but(**smaller(bench)) for name, setting in settings.items()})
+    columns: dict[str, Column] = {name: score(k) for k, name in enumerate(("gold", "letters", "repeated"))}
+    rows = table(runs, columns | {"reward": last("reward"), "KL": last("kl")}, start="GRPO, gold alone")
+
+    def lost(name: str) -> np.ndarray:
+        """What the gold score loses by the two bonuses that can be gamed."""
+        gamed = np.mean([rows[f"{name}, {bonus} bonus"]["gold"] for bonus in ("length", "repetition")], axis=0)
+        return np.subtract(rows[f"{name}, gold alone"]["gold"], gamed)
+
+    def less(column: str, bonus: str, without: str = "") -> np.ndarray:
+        return minus(rows, column, f"PPO{without}, {bonus}", f"GRPO{without}, {bonus}")
+
+    post, no_gradient = "000, Reward Hacking", "exploits that boost all responses equally provide no gradient"
+    longer, longer_free = (less("letters", "length bonus", kl) for kl in ("", " without KL"))
+    repeats, repeats_free = (less("repeated", "repetition bonus", kl) for kl in ("", " without KL"))
+    moved = minus(rows, "gold", "GRPO, constant bonus", "GRPO, gold alone")
+    first = {name: runs[f"GRPO, {name}"].metrics["grad_norm"][:, 0] for name in ("constant bonus", "gold alone")}
+    gradient, costs = first["constant bonus"] / first["gold alone"] - 1, lost("PPO") - lost("ranks")
+    claims = [
+        Claim(post, "less length gaming compared to PPO", "letters, length bonus, PPO − GRPO", longer),
+        Claim(post, "less length gaming compared to PPO", "letters, length bonus, both without KL", longer_free),
+        Claim(post, "less repetition compared to PPO", "repeated, repetition bonus, PPO − GRPO", repeats),
+        Claim(post, "less repetition compared to PPO", "repeated, repetition bonus, both without KL", repeats_free),
+        Claim(post, no_gradient, "first gradient of GRPO, constant bonus / none − 1", gradient, low=-1e-3, high=1e-3),
+        Claim(post, no_gradient, "gold of GRPO, constant bonus − none", moved, low=-0.02, high=0.02),
+        Claim("001, Reduced Reward Hacking", "rankings are harder to game", "gold lost, PPO − ranks", costs),
+    ]
+    return Finding(rows, claims, ["gold", "letters", "repeated"], "" if repeats_free.any() else NOTE)
+
+
+def score(k: int) -> Column:
+    """One of the numbers of `word_scores`, at the end."""
+    return lambda runs: runs.final[..., k]
+
+
+if __name__ == "__main__":
+    main(measure, __doc__)

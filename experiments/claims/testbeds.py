@@ -1,0 +1,211 @@
+"""Where the ablations run: small made-up tasks whose rewards are computed on the device, and where training starts.
+
+`ARITHMETIC` is the task of `experiments.arithmetic` with its warm start. `WORDS` are those of
+`grpo_jax.tasks.letters`, with a start that writes words at random, and a reward that can be gamed.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import arithmetic as additions
+from experiments import multi_objective as words
+from grpo_jax.data.types import Prompts, pad_completions
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks import arithmetic, letters
+from grpo_jax.training.scan import DeviceTask
+
+LONG_ENOUGH = 8  # letters of a word
+# One layer, for a word is sixteen tokens.
+WRITER = ModelConfig(letters.TEXT.vocab_size, 64, 128, num_hidden_layers=1, initializer_range=0.1)
+
+
+class Bed(NamedTuple):
+    """A task and its start."""
+
+    name: str
+    model: ModelConfig
+    max_tokens: int
+    # (num_prompts, seed, heldout: how many prompts) -> task; held-out prompts are the same for every seed
+    task: Callable[..., DeviceTask]
+    start: Callable[..., Params]  # (seed, steps, run) -> where training starts
+    options: Mapping[str, float]  # of the reward, with what they are unless a setting says otherwise
+    learning_rate: float = 4e-4
+
+
+# ---- rewards
+
+
+def addition_reward(
+    targets: jax.Array,
+    completions: Completions,
+    key: jax.Array,
+    *,
+    graded: Any = 0.0,
+    coin: Any = 0.0,
+    gaussian: Any = 0.0,
+    heavy: Any = 0.0,
+    flip: Any = 0.0,
+    sharpness: Any = 0.0,
+    drift: Any = 0.0,
+    shift: Any = 0.0,
+    scale: Any = 0.0,
+) -> jax.Array:
+    """Whether an answer is right, or how many of its tokens are, with what may be wrong with a reward.
+
+    Args:
+      targets: the answers with EOS and padding, int32 `[N, T]`.
+      completions: `[N, G, T]`.
+      key: of the noise.
+      graded: 1: the share of tokens that are right, in [0, 1]; 0: all or nothing.
+      coin: 1: a coin toss instead.
+      gaussian: deviation of normal noise on each reward.
+      heavy: scale of noise with Student's t distribution at 2 degrees of freedom, whose variance is infinite.
+      flip: probability that a reward r is 1 − r.
+      sharpness: c of the distortion (exp(c r) − 1) / c, which keeps the order; 0: none.
+      drift: deviation of a number that is added to all rewards of a step.
+      shift: deviation of a number that is added to all rewards of a prompt, the same whenever its answer comes.
+      scale: deviation of the logarithm of a factor on all rewards of a prompt, likewise.
+
+    Returns:
+      Rewards `[N, G]`.
+    """
+    right = completions.completion_ids == targets[:, None]
+    reward = jnp.where(graded > 0, jnp.mean(right, axis=-1), jnp.all(right, axis=-1).astype(jnp.float32))
+    keys, shape = jax.random.split(key, 5), reward.shape
+    reward = jnp.where(coin > 0, jax.random.bernoulli(keys[0], 0.5, shape), reward)
+    reward = jnp.where(jax.random.bernoulli(keys[1], flip, shape), 1 - reward, reward)
+    bent = jnp.expm1(sharpness * reward) / jnp.where(sharpness > 0, sharpness, 1)
+    reward = jnp.where(sharpness > 0, bent, reward)
+    u = jax.random.uniform(keys[3], shape, minval=1e-6, maxval=1 - 1e-6)
+    student = (2 * u - 1) / jnp.sqrt(2 * u * (1 - u))  # its quantile
+    reward += gaussian * jax.random.normal(keys[2], shape) + heavy * student
+    number = jnp.sum(targets * arithmetic.VOCAB_SIZE ** jnp.arange(targets.shape[-1]), axis=-1)
+    of_prompt = jax.vmap(lambda n: jax.random.normal(jax.random.fold_in(jax.random.key(0), n), (2, 1)))(number)
+    return reward * jnp.exp(scale * of_prompt[:, 0]) + shift * of_prompt[:, 1] + drift * jax.random.normal(keys[4])
+
+
+def addition_is_right(targets: jax.Array, completions: Completions, key: jax.Array) -> jax.Array:
+    """1 where a completion is the answer and nothing but it."""
+    return addition_reward(targets, completions, key)
+
+
+def word_scores(targets: jax.Array, completions: Completions, key: jax.Array) -> jax.Array:
+    """What a word is worth, and by what it may have been paid for something else.
+
+    The gold score is a product of three shares: of the prompt's letters, those that the word has; of the word's
+    letters, those that it had not had before; and 8 / length for a word of more than 8 letters. "back" is worth 1 for
+    "cab:". What is longer than it need be loses by the third, what repeats a letter by the second.
+
+    Args:
+      targets: letters of prompts, int32 `[N, 3]`.
+      completions: `[N, G, T]`.
+      key: not read.
+
+    Returns:
+      `[N, G, 3]`: the gold score, in [0, 1]; the length in letters; the share of letters that are repeated.
+    """
+    del key
+    is_letter = completions.completion_mask & (completions.completion_ids != letters.TEXT.eos_id)
+    ids = jnp.where(is_letter, completions.completion_ids, -1)
+    has = jnp.any(ids[..., None] == jnp.arange(letters.TEXT.vocab_size), axis=-2)  # [N, G, V]
+    given = jnp.mean(jnp.take_along_axis(has, targets[:, None], axis=-1), axis=-1)
+    length = jnp.sum(is_letter, axis=-1)
+    new = jnp.sum(has, axis=-1) / jnp.maximum(length, 1)
+    gold = given * new * jnp.minimum(1, LONG_ENOUGH / jnp.maximum(length, 1))
+    return jnp.stack([gold, length, jnp.where(length > 0, 1 - new, 0)], axis=-1)
+
+
+def word_reward(
+    targets: jax.Array,
+    completions: Completions,
+    key: jax.Array,
+    *,
+    coin: Any = 0.0,
+    length: Any = 0.0,
+    repetition: Any = 0.0,
+    constant: Any = 0.0,
+) -> jax.Array:
+    """The gold score of words, with what a reward may pay for beside it.
+
+    Args:
+      targets: letters of prompts, int32 `[N, 3]`.
+      completions: `[N, G, T]`.
+      key: of the coin.
+      coin: 1: a coin toss instead of all else.
+      length: what T letters earn; fewer earn their share of it.
+      repetition: the same for letters that the word had before.
+      constant: what every word of every prompt earns.
+
+    Returns:
+      Rewards `[N, G]`.
+    """
+    gold, letters_of, repeated = jnp.moveaxis(word_scores(targets, completions, key), -1, 0)
+    share = letters_of / completions.completion_ids.shape[-1]
+    reward = gold + length * share + repetition * share * repeated + constant
+    return jnp.where(coin > 0, jax.random.bernoulli(key, 0.5, reward.shape), reward)
+
+
+# ---- beds
+
+
+def _additions(*, num_prompts: int, seed: int, heldout: int) -> DeviceTask:
+    task = arithmetic.arithmetic_task(num_prompts=num_prompts, seed=seed)
+
+    def targets(examples) -> np.ndarray:
+        answers = [[[*arithmetic.TEXT.encode(row["answer"]), arithmetic.EOS_ID]] for row in examples]
+        ids, mask = pad_completions(answers, arithmetic.MAX_TOKENS)
+        return np.where(mask, ids, arithmetic.PAD_ID)[:, 0].astype(np.int32)
+
+    return DeviceTask(task._replace(heldout=first(task.heldout, heldout)), targets, addition_reward, addition_is_right)
+
+
+def _start_of_additions(seed: int, steps: int, run: RunFolder) -> Params:
+    config = additions.WarmStart(warm_steps=steps)
+    return additions.warm_start(decoder_policy(additions.MODEL), config, seed, run, phase=f"additions_{seed}")
+
+
+def _words(*, num_prompts: int, seed: int, heldout: int) -> DeviceTask:
+    task = letters.letters_task(words.own, num_prompts=num_prompts, seed=seed)
+
+    def targets(examples) -> np.ndarray:
+        return np.array([letters.TEXT.encode(row["letters"]) for row in examples], np.int32)
+
+    return DeviceTask(task._replace(heldout=first(task.heldout, heldout)), targets, word_reward, word_scores)
+
+
+def _start_of_words(seed: int, steps: int, run: RunFolder) -> Params:
+    config = words.Config(seed=seed, warm_steps=max(1, steps * 3 // 7), max_tokens=letters.MAX_TOKENS)
+    return words.warm_start(decoder_policy(WRITER), config, run, lengths=(3, LONG_ENOUGH), phase="words")
+
+
+def first(prompts: Prompts, count: int) -> Prompts:
+    """The first of some prompts."""
+    return Prompts(prompts.ids[:count], prompts.mask[:count], prompts.examples[:count])
+
+
+ARITHMETIC = Bed(
+    "additions",
+    additions.MODEL,
+    arithmetic.MAX_TOKENS,
+    _additions,
+    _start_of_additions,
+    dict.fromkeys(("graded", "coin", "gaussian", "heavy", "flip", "sharpness", "drift", "shift", "scale"), 0.0),
+)
+
+WORDS = Bed(
+    "words",
+    WRITER,
+    letters.MAX_TOKENS,
+    _words,
+    _start_of_words,
+    dict.fromkeys(("coin", "length", "repetition", "constant"), 0.0),
+    learning_rate=4e-3,  # of PPO, of GRPO and on ranks, by the training reward on seeds 10 and 11
+)

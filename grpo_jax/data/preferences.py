@@ -1,0 +1,386 @@
+"""Preferences: pairs of answers to a prompt of which one was chosen. What is malformed is dropped, and counted."""
+
+import json
+import math
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import special
+
+from grpo_jax.data.packing import Packed, pack
+from grpo_jax.data.rows import place, read_rows, text_column
+from grpo_jax.data.text import Message, Overlong, encode_completion, encode_prompts
+from grpo_jax.data.types import Completion, Example, rng
+from grpo_jax.errors import UsageError
+
+# Of a transcript of Anthropic's HH-RLHF (2204.05862).
+ASSISTANT = "\n\nAssistant:"
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+class Preference(NamedTuple):
+    """A prompt, and two answers to it."""
+
+    prompt: str | list[Message]
+    chosen: str
+    rejected: str
+    margin: float = 0.0  # by how much better the chosen one was said to be
+
+
+# (rows, one completion of each, another) -> whether the one is better than the other; None: there is nothing to choose
+PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
+
+
+class EncodedPairs(NamedTuple):
+    """M preferences as token ids. Nothing stands behind an answer: a score is read at its last token."""
+
+    prompts: list[list[int]]  # [M], each of at least one token
+    answers: list[tuple[list[int], list[int]]]  # [M], chosen and rejected, of at least one token each
+    margins: list[float]  # [M]
+    notes: tuple[str, ...] = ()  # what was dropped or cut, in words
+
+
+def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Preference], dict[str, int]]:
+    """Preferences of a file, a folder or a data set on the hub.
+
+    Args:
+      source: as for `dataset.read_rows`. Rows have "chosen" and "rejected": with a "prompt" (and perhaps a "margin")
+        the answers to it, and without one transcripts of HH-RLHF.
+      chat: transcripts become chat messages, for a chat template; otherwise they stay text.
+
+    Returns:
+      The preferences, and how many rows were dropped, by reason.
+
+    Raises:
+      UsageError: it cannot be read, a column is missing, or nothing is left.
+    """
+    kept, dropped = [], Counter[str]()
+    for row in read_rows(source):
+        parsed = (
+            _answers(row)
+            if "prompt" in row
+            else parse_transcripts(text_column(row, "chosen"), text_column(row, "rejected"), chat=chat)
+        )
+        if isinstance(parsed, str):
+            dropped[parsed] += 1
+        else:
+            kept.append(parsed)
+    if not kept:
+        raise UsageError(f"no pair of {source} is left ({dict(dropped)}): look at its rows")
+    return kept, dict(dropped)
+
+
+def _answers(row: Mapping[str, Any]) -> Preference | str:
+    prompt, margin = row["prompt"], row.get("margin")
+    margin = 0.0 if margin is None else margin
+    if not isinstance(prompt, str | list):
+        raise UsageError(f"{getattr(row, 'where', 'a row')}: column prompt should hold text or chat messages")
+    if not isinstance(margin, int | float) or isinstance(margin, bool) or not math.isfinite(margin):
+        raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number")
+    messages = prompt if isinstance(prompt, list) else []
+    if not prompt or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+        return "with an empty prompt, or messages without role or content"
+    return _checked(Preference(prompt, text_column(row, "chosen"), text_column(row, "rejected"), float(margin)))
+
+
+def write_preferences(path: Path, preferences: Sequence[Preference]) -> None:
+    """Writes a .jsonl that `read_preferences` reads; a reader sees all of it or nothing.
+
+    Args:
+      path: of the file; its folder is made.
+      preferences: those to write.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(json.dumps(pair._asdict()) + "\n" for pair in preferences), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Preference | str:
+    """Two transcripts of HH-RLHF as a prompt and what the assistant says last in each.
+
+    The prompt is what both have in common, up to the last "Assistant:" in it.
+
+    Args:
+      chosen: turns that begin with "\\n\\nHuman:" or "\\n\\nAssistant:".
+      rejected: the same, with another end.
+      chat: the prompt becomes chat messages, and texts lose the space around them.
+
+    Returns:
+      The preference, or why there is none.
+    """
+    shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071, of texts
+    end = shared.rfind(ASSISTANT) + len(ASSISTANT)
+    if end < len(ASSISTANT) or not shared.startswith("\n\nHuman:"):
+        return "without a common prompt"
+    if any(_TURN.search(text[end:]) for text in (chosen, rejected)):
+        return "with turns after the answer"
+    prompt = shared[:end]
+    if not chat:
+        return _checked(Preference(prompt, chosen[end:], rejected[end:]))
+    _, *turns = _TURN.split(prompt.removesuffix(ASSISTANT))
+    messages = [
+        {"role": _ROLES[who], "content": text.strip()} for who, text in zip(turns[::2], turns[1::2], strict=True)
+    ]
+    return _checked(Preference(messages, chosen[end:].strip(), rejected[end:].strip()))
+
+
+def _checked(pair: Preference) -> Preference | str:
+    if not pair.chosen.strip() or not pair.rejected.strip():
+        return "with an empty answer"
+    if pair.chosen.strip() == pair.rejected.strip():
+        return "with equal answers"
+    return pair
+
+
+def split_preferences(
+    preferences: Sequence[Preference], heldout_share: float = 0.2
+) -> tuple[list[Preference], list[Preference]]:
+    """Those to train on, and those held out, by a hash of the prompt: equal prompts are on one side.
+
+    Args:
+      preferences: all.
+      heldout_share: about this share is held out, 0.2.
+
+    Returns:
+      Both.
+
+    Raises:
+      UsageError: one of them would be empty.
+    """
+    places = [place(pair.prompt) for pair in preferences]
+    training = [pair for pair, at in zip(preferences, places, strict=True) if at >= heldout_share]
+    heldout = [pair for pair, at in zip(preferences, places, strict=True) if at < heldout_share]
+    if not training or not heldout:
+        raise UsageError(
+            f"of {len(preferences)} pairs {len(heldout)} are held out: give more, or another heldout_share than "
+            f"{heldout_share}"
+        )
+    return training, heldout
+
+
+def opening(prompt: str | list[Message]) -> str | list[Message]:
+    """How a dialogue begins: a transcript up to the assistant's first turn, messages up to the user's first."""
+    if isinstance(prompt, str):
+        return prompt.split(ASSISTANT)[0]
+    return prompt[: next((i for i, message in enumerate(prompt, 1) if message["role"] == "user"), len(prompt))]
+
+
+def question(prompt: str | list[Message]) -> str:
+    """What the user said last."""
+    if isinstance(prompt, str):
+        return _TURN.split(prompt.removesuffix(ASSISTANT))[-1].strip()
+    return prompt[-1]["content"]
+
+
+def parts_of(preferences: Sequence[Preference], number: int) -> list[list[Preference]]:
+    """Parts of about equal size, by a hash of how dialogues begin: what continues one dialogue is in one part.
+
+    Data sets have several pairs from different turns of a dialogue, whose prompts differ.
+
+    Args:
+      preferences: all.
+      number: of parts.
+
+    Returns:
+      The parts.
+
+    Raises:
+      UsageError: one of them would be empty.
+    """
+    parts: list[list[Preference]] = [[] for _ in range(number)]
+    for pair in preferences:
+        parts[int(number * place(opening(pair.prompt)))].append(pair)
+    if not all(parts):
+        raise UsageError(f"{len(preferences)} pairs do not fill {number} parts: give more")
+    return parts
+
+
+def encode_preferences(
+    tokenizer: Any,
+    preferences: Sequence[Preference],
+    *,
+    eos_ids: tuple[int, ...],
+    max_prompt_tokens: int | None = None,
+    max_tokens: int | None = None,
+    overlong: Overlong = "truncate",
+) -> EncodedPairs:
+    """Token ids of preferences.
+
+    Args:
+      tokenizer: of transformers.
+      preferences: pairs.
+      eos_ids: what ends a text; dropped where it does.
+      max_prompt_tokens: P; None: as long as they come.
+      max_tokens: of an answer, T; None: as long as they come.
+      overlong: what is longer is dropped, or cut: a prompt loses its beginning, an answer its end.
+
+    Returns:
+      The pairs; their notes count what was dropped and cut.
+
+    Raises:
+      UsageError: as `encode_prompts` does, or nothing is left.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
+    prompts = encode_prompts(
+        tokenizer,
+        [pair.prompt for pair in preferences],
+        eos_ids=eos_ids,
+        max_prompt_tokens=max_prompt_tokens,
+        overlong=overlong,
+    )
+    kept: list[tuple[list[int], tuple[list[int], list[int]], float]] = []
+    dropped, cut = Counter[str](), 0
+    for ids, number in zip(prompts.token_ids, prompts.kept, strict=True):
+        pair = preferences[number]
+        chosen, rejected = (_encoded(tokenizer, text, eos_ids) for text in (pair.chosen, pair.rejected))
+        if max_tokens is not None and max(len(chosen), len(rejected)) > max_tokens:
+            if overlong == "drop":
+                dropped[f"with an answer longer than {max_tokens} tokens"] += 1
+                continue
+            chosen, rejected, cut = chosen[:max_tokens], rejected[:max_tokens], cut + 1
+        if not chosen or not rejected or chosen == rejected:
+            dropped["whose answers are empty or equal as tokens"] += 1
+            continue
+        kept.append((ids, (chosen, rejected), pair.margin))
+    if not kept:
+        raise UsageError(f"no pair is left of {len(preferences)} ({dict(dropped)}): raise max_tokens")
+    notes = (
+        prompts.summary(),
+        "; ".join(f"dropped {count} pairs {reason}" for reason, count in dropped.items()),
+        f"{cut} of {len(prompts.kept)} pairs have an answer that lost its end" if cut else "",
+    )
+    token_ids, answers, margins = (list(part) for part in zip(*kept, strict=True))
+    return EncodedPairs(token_ids, answers, margins, tuple(filter(None, notes)))
+
+
+def pack_chosen(pairs: EncodedPairs, eos_id: int, max_tokens: int) -> Packed:
+    """Prompts and chosen answers as rows for SFT.
+
+    Args:
+      pairs: whose answers were cut to `max_tokens`.
+      eos_id: ends answers of fewer tokens; those of as many were cut, or might as well have been.
+      max_tokens: T.
+
+    Returns:
+      Rows that hold two texts at least.
+    """
+    answers = [[*chosen, eos_id][:max_tokens] for chosen, _ in pairs.answers]
+    longest = max(len(prompt) + len(answer) for prompt, answer in zip(pairs.prompts, answers, strict=True))
+    return pack(pairs.prompts, answers, width=2 * longest)
+
+
+def _encoded(tokenizer: Any, text: str, eos_ids: tuple[int, ...]) -> list[int]:
+    ids = encode_completion(tokenizer, text)
+    while ids and ids[-1] in eos_ids:
+        ids = ids[:-1]
+    return ids
+
+
+def judged(
+    rows: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion], judge: PairJudge
+) -> list[Preference]:
+    """Asks which of two completions of a prompt is the better one.
+
+    Args:
+      rows: M, with the column "prompt".
+      firsts: M completions of them.
+      seconds: M others.
+      judge: a function of all three, called once.
+
+    Returns:
+      The preferences, without those that the judge left open.
+
+    Raises:
+      UsageError: the judge did not say yes, no or None of each pair.
+    """
+    answers = list(judge(rows, firsts, seconds))
+    if len(answers) != len(rows) or not all(isinstance(answer, bool | np.bool_ | None) for answer in answers):
+        raise UsageError(
+            f"the judge must return True, False or None for each of {len(rows)} pairs: whether the first is the better "
+            "one"
+        )
+    asked = zip(rows, firsts, seconds, answers, strict=True)
+    return [
+        Preference(row["prompt"], str(first), str(second))
+        if better
+        else Preference(row["prompt"], str(second), str(first))
+        for row, first, second, better in asked
+        if better is not None
+    ]
+
+
+def bradley_terry_judge(
+    utility: Callable[[Sequence[Example], Sequence[Completion]], Sequence[float]], *, seed: int
+) -> PairJudge:
+    """A judge who errs: prefers the first with probability σ(u₁ − u₂) (Bradley and Terry).
+
+    Args:
+      utility: (rows, completions) -> u; the difference of two is a log-odds.
+      seed: of its errors. Of the same two completions in the same order it always says the same.
+
+    Returns:
+      The judge.
+    """
+
+    def judge(rows: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion]) -> list[bool]:
+        difference = np.subtract(utility(rows, firsts), utility(rows, seconds))
+        texts = ("\x1f".join((str(row["prompt"]), *pair)) for row, *pair in zip(rows, firsts, seconds, strict=True))
+        draws = np.array([rng(seed, zlib.crc32(text.encode())).random() for text in texts])
+        return (draws < special.expit(difference)).tolist()
+
+    return judge
+
+
+def synthetic_pairs(
+    number: int,
+    *,
+    seed: int,
+    vocab_size: int = 16,
+    prompt_tokens: int = 3,
+    max_tokens: int = 8,
+    scale: float = 1.0,
+) -> tuple[EncodedPairs, np.ndarray]:
+    """Pairs whose utility is known: u = Σₜ w(oₜ), and P(first chosen) = σ(u₁ − u₂) (Bradley and Terry).
+
+    The utility of tokens is the same for every seed.
+
+    Args:
+      number: M.
+      seed: of prompts, answers and choices.
+      vocab_size: of ids from 0.
+      prompt_tokens: at most, at least 1; they do not count.
+      max_tokens: of an answer; it has at least 1.
+      scale: of w ~ N(0, scale²).
+
+    Returns:
+      The pairs, and P(chosen preferred) of each, `[M]`: no predictor can be right more often than the one that is
+      right where this is above ½.
+    """
+    generator, utility = rng(seed, 1), rng(0, 2).normal(0, scale, vocab_size)
+
+    def text(longest: int) -> list[int]:
+        return generator.integers(0, vocab_size, generator.integers(1, longest + 1)).tolist()
+
+    prompts: list[list[int]] = []
+    answers: list[tuple[list[int], list[int]]] = []
+    probabilities: list[float] = []
+    while len(answers) < number:
+        prompt, first, second = text(prompt_tokens), text(max_tokens), text(max_tokens)
+        if first == second:
+            continue
+        probability = 1 / (1 + np.exp(utility[second].sum() - utility[first].sum()))
+        if generator.random() > probability:
+            first, second, probability = second, first, 1 - probability
+        prompts.append(prompt)
+        answers.append((first, second))
+        probabilities.append(probability)
+    return EncodedPairs(prompts, answers, [0.0] * number), np.array(probabilities)

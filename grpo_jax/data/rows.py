@@ -1,0 +1,247 @@
+"""Data rows from files, folders and the hub, and batches of them as a function of the step."""
+
+import codecs
+import gzip
+import hashlib
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.data.text import Message
+from grpo_jax.data.types import rng
+from grpo_jax.errors import UsageError
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+class Row(dict[str, Any]):
+    """The columns of one prompt, which also know where they were read."""
+
+    where: str
+
+    def __init__(self, columns: Mapping[str, Any], where: str) -> None:
+        super().__init__(columns)
+        self.where = where
+
+
+def read_rows(source: str | Path, *, split: str | None = None, subset: str | None = None) -> list[Row]:
+    """Rows of a local file or folder, or of a data set on the hub.
+
+    Args:
+      source: a file (.jsonl: an object a line; .json: a list of objects; either with .gz), a folder with such files
+        named after the splits, or an id on the hub.
+      split: part of a folder or of a hub set; None: "train". A file is one part.
+      subset: of a hub set that has several, such as "main".
+
+    Returns:
+      The rows, at least one.
+
+    Raises:
+      UsageError: there is no such thing, or it cannot be read; file, line and reason in one sentence.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() and not str(source).endswith(SUFFIXES) and _HUB_ID.fullmatch(str(source)):
+        rows = _hub_rows(str(source), split or "train", subset)
+        where = f"{source}, split {split or 'train'}"
+    else:
+        path = _file(path, split, subset)
+        rows = _json_rows(path) if path.name.removesuffix(".gz").endswith(".json") else _json_lines(path)
+        where = str(path)
+    if not rows:
+        raise UsageError(f"{where} holds no rows")
+    return rows
+
+
+def column(row: Mapping[str, Any], name: str, where: str = "a row") -> Any:
+    """What a row has in a column.
+
+    Args:
+      row: its columns.
+      name: of the column.
+      where: names a row that was not read by `read_rows`.
+
+    Returns:
+      The value.
+
+    Raises:
+      UsageError: there is no such column; the sentence says which there are.
+    """
+    if name not in row:
+        there = ", ".join(map(str, row)) or "none"
+        raise UsageError(f"{getattr(row, 'where', where)} has no column {name}: its columns are {there}")
+    return row[name]
+
+
+def text_column(row: Mapping[str, Any], name: str, where: str = "a row") -> str:
+    """As `column`, of text.
+
+    Raises:
+      UsageError: there is no such column, or it holds something else.
+    """
+    value = column(row, name, where)
+    if not isinstance(value, str):
+        raise UsageError(f"{getattr(row, 'where', where)}: column {name} holds {kind_of(value)}, and should hold text")
+    return value
+
+
+def batches(size: int, count: int, seed: int) -> Callable[[int], np.ndarray]:
+    """Which of `size` things a step takes: the next `count` of shuffled epochs.
+
+    Nothing is taken twice within an epoch, nor within a step that takes from the ends of two.
+
+    Args:
+      size: of an epoch.
+      count: at most size.
+      seed: of the shuffling.
+
+    Returns:
+      A pure function from the step to `count` different numbers below `size`.
+    """
+    # An epoch begins with a step again after this many.
+    cycle = count // math.gcd(count, size)
+
+    def shuffled(epoch: int) -> np.ndarray:
+        # What an epoch moves depends on the end of the one before, and that on its own beginning if it is short.
+        first = epoch - epoch % cycle
+        if size >= 2 * count:
+            first = max(first, epoch - 1)
+        order = rng(seed, 0, first).permutation(size)
+        for later in range(first + 1, epoch + 1):
+            taken = later * size % count  # by the step that this epoch begins within
+            order = _later(rng(seed, 0, later).permutation(size), order[size - taken :], count)
+        return order
+
+    def batch(step: int) -> np.ndarray:
+        epoch, start = divmod(step * count, size)
+        numbers = shuffled(epoch)[start : start + count]
+        missing = count - len(numbers)
+        return np.concatenate([numbers, shuffled(epoch + 1)[:missing]]) if missing else numbers
+
+    return batch
+
+
+def _later(order: np.ndarray, taken: np.ndarray, count: int) -> np.ndarray:
+    """An order whose first `count` have those that are `taken` at their end."""
+    head = order[:count]
+    again = np.isin(head, taken)
+    return np.concatenate([head[~again], head[again], order[count:]])
+
+
+def place(prompt: str | list[Message], where: str = "a row") -> float:
+    """A hash of the prompt in [0, 1), by which rows are held out: the same for every seed and tokenizer.
+
+    Raises:
+      UsageError: it is no text.
+    """
+    try:
+        digest = hashlib.sha256(json.dumps(prompt, ensure_ascii=False, default=str).encode()).digest()
+    except UnicodeEncodeError:
+        raise UsageError(f"{where}: its prompt holds half of a surrogate pair, which is no text: mend it") from None
+    return int.from_bytes(digest[:6]) / 2**48
+
+
+def check_messages(prompt: Any, where: str) -> None:
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        raise UsageError(f"{where} holds {kind_of(prompt)}, and should hold text or a list of chat messages")
+    for message in prompt:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise UsageError(f'{where} holds a chat message without text as "role" and "content"')
+    if not prompt or prompt[-1]["role"] == "assistant":
+        raise UsageError(f"{where} holds messages that should end with the user's: the assistant's is to be sampled")
+
+
+def _file(path: Path, split: str | None, subset: str | None) -> Path:
+    """The file to read."""
+    if subset is not None:
+        raise UsageError(f"{path} is no data set of the hub, and has no subset: leave it out")
+    if path.is_dir():
+        names = [f"{split or 'train'}{suffix}" for suffix in SUFFIXES]
+        found = [path / name for name in names if (path / name).is_file()]
+        if not found:
+            there = ", ".join(sorted(file.name for file in path.iterdir() if file.name.endswith(SUFFIXES)))
+            said = f"name one of its files: {there}" if there else "it has no files of rows"
+            raise UsageError(f"{path} has no {names[0]}: {said}")
+        return found[0]
+    if not path.exists():
+        raise UsageError(f"there is no {path}: name a file, a folder, or a data set of the hub as owner/name")
+    if not path.name.endswith(SUFFIXES):
+        known = ", ".join(SUFFIXES)
+        raise UsageError(f"{path} is not one of {known}: convert it, for example by pandas' to_json(lines=True)")
+    if split is not None:
+        raise UsageError(f"{path} is one file and has no split {split}: leave it out, or name the folder")
+    return path
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.name.endswith(".gz") else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"{path} cannot be read ({error})") from None
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def _json_lines(path: Path) -> list[Row]:
+    rows = []
+    # Lines of bytes: those of a text also end at characters that JSON allows within one.
+    for number, line in enumerate(_bytes(path).splitlines(), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            rows.append(_row(_json(line, where), where))
+    return rows
+
+
+def _json_rows(path: Path) -> list[Row]:
+    values = _json(_bytes(path), str(path))
+    if not isinstance(values, list):
+        raise UsageError(f"{path} holds {kind_of(values)}, not a list of objects: is it .jsonl?")
+    return [_row(value, f"{path}, item {number}") for number, value in enumerate(values, 1)]
+
+
+def _json(content: bytes, where: str) -> Any:
+    try:
+        return json.loads(content.decode())
+    except UnicodeDecodeError:
+        raise UsageError(f"{where} is not UTF-8: convert it") from None
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise UsageError(f"{where} is not JSON ({error.msg} at {at})") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number too long
+        raise UsageError(f"{where} is JSON that cannot be read ({str(error).splitlines()[0]})") from None
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise UsageError(f"{where} holds {kind_of(value)}, not an object with columns")
+    return Row(value, where)
+
+
+def _hub_rows(source: str, split: str, subset: str | None) -> list[Row]:
+    try:
+        import datasets
+    except ImportError:
+        raise UsageError(
+            f"there is no file or folder {source}; to read it from the hub install grpo_jax[hub] (the package datasets)"
+        ) from None
+    try:
+        rows = datasets.load_dataset(source, subset, split=split)
+    except Exception as error:  # the package's own, the hub's, and the network's
+        raise UsageError(f"data set {source}, split {split} cannot be loaded: {_reason(error)}") from error
+    return [_row(row, f"{source}, split {split}, row {number}") for number, row in enumerate(rows)]
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls a value."""
+    kinds = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return "nothing (null)" if value is None else kinds.get(type(value), type(value).__name__)

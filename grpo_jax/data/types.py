@@ -1,0 +1,121 @@
+"""What data are made of: examples, prompts, completions, rewards."""
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.errors import UsageError
+
+Example = dict[str, Any]  # the columns of one prompt: "prompt", and what its reward needs
+
+
+class Completion(str):
+    """The text of a completion, which also knows its tokens."""
+
+    ids: tuple[int, ...]  # as sampled, without the token that ended it
+    truncated: bool  # nothing ended it within max_tokens
+
+    def __new__(cls, text: str, ids: Sequence[int] = (), truncated: bool = False) -> "Completion":
+        self = super().__new__(cls, text)
+        self.ids, self.truncated = tuple(ids), truncated
+        return self
+
+    def __getnewargs__(self):
+        return str(self), self.ids, self.truncated  # so that it can be sent to another process
+
+
+Number = float | None  # None: the reward does not apply to this completion
+# (examples, completions), one entry a completion -> one number each; may be async
+Reward = Callable[[Sequence[Example], Sequence[Completion]], Sequence[Number] | Awaitable[Sequence[Number]]]
+# what a completion answers, for a vote among completions of a prompt; None: nothing
+Answer = Callable[[Example, Completion], Hashable | None]
+
+
+class Component(NamedTuple):
+    """One reward among several."""
+
+    reward: Reward
+    weight: float = 1.0
+
+
+Rewards = Mapping[str, Component]
+
+
+class Prompts(NamedTuple):
+    """N prompts of up to P tokens, padded on the left."""
+
+    ids: np.ndarray  # int32 [N, P]
+    mask: np.ndarray  # bool [N, P]
+    examples: list[Example]  # N
+
+
+def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example], *, width: int, pad_id: int) -> Prompts:
+    """Token lists as one array, padded on the left.
+
+    Args:
+      token_ids: N lists of 1 to `width` ids.
+      examples: N.
+      width: P.
+      pad_id: fills the left.
+
+    Returns:
+      The prompts.
+
+    Raises:
+      UsageError: a prompt is empty or longer than `width`.
+    """
+    ids = np.full((len(token_ids), width), pad_id, np.int32)
+    mask = np.zeros((len(token_ids), width), bool)
+    for row, tokens in enumerate(token_ids):
+        if not 0 < len(tokens) <= width:
+            raise UsageError(f"prompt {row} has {len(tokens)} tokens: it needs at least 1 and at most {width}")
+        ids[row, width - len(tokens) :] = tokens
+        mask[row, width - len(tokens) :] = True
+    return Prompts(ids, mask, list(examples))
+
+
+def fingerprint(prompts: Prompts) -> str:
+    """A checksum of prompts and their columns; of values that JSON does not have, their type alone."""
+    digest = hashlib.sha256(np.ascontiguousarray(prompts.ids).tobytes())
+    digest.update(np.ascontiguousarray(prompts.mask).tobytes())
+    digest.update(json.dumps(prompts.examples, default=lambda value: type(value).__name__).encode())
+    return digest.hexdigest()
+
+
+def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Groups of token lists as arrays, padded on the right.
+
+    Args:
+      groups: N groups of G lists of at most `width` ids.
+      width: T.
+
+    Returns:
+      Ids int32 and mask bool, `[N, G, T]`.
+    """
+    ids = np.zeros((len(groups), len(groups[0]), width), np.int32)
+    mask = np.zeros(ids.shape, bool)
+    for i, group in enumerate(groups):
+        for j, tokens in enumerate(group):
+            ids[i, j, : len(tokens)] = tokens
+            mask[i, j, : len(tokens)] = True
+    return ids, mask
+
+
+def check_num_prompts(num_prompts: int, available: int) -> None:
+    """Refuses a step of more prompts than there are.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    if num_prompts > available:
+        raise UsageError(
+            f"num_prompts is {num_prompts}, but there are {available} training prompts (others are held out): lower it"
+        )
+
+
+def rng(*key: int) -> np.random.Generator:
+    """NumPy's generator for a tuple of non-negative ints such as (seed, stream, step)."""
+    return np.random.default_rng(np.random.SeedSequence(key))

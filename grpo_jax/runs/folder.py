@@ -1,0 +1,265 @@
+"""A run on disk: configuration, metrics, times, rollouts, checkpoints.
+
+Rules that make a resumed run's files equal those of an uninterrupted one: a step's lines are
+written before the checkpoint that covers it; resuming drops the lines of later steps; wall
+times, which never repeat, have a file of their own.
+"""
+
+import glob
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from grpo_jax.errors import UsageError
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.throughput import peak_memory_mb
+from grpo_jax.runs.trackers import tensorboard
+
+# Files whose lines carry "phase" and "step".
+_NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
+_LINE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
+# Options that a resumed run may change: they do not touch what it computes.
+_FREE_OPTIONS = frozenset({"devices", "keep_checkpoints", "checkpoint_every", "wandb"})
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class RunFolder:
+    """Writes a run's files and shows its progress."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        *,
+        console: Console | None = None,
+    ) -> None:
+        """Creates `path` with config.json, or opens it to continue.
+
+        Args:
+          path: of the folder.
+          config: every option, as JSON can hold it.
+          console: where words go; None: the terminal.
+
+        Raises:
+          UsageError: `path` holds a run with another configuration, or something else than a run.
+        """
+        self.path = path
+        self.console = console or Console()
+        self.trackers = [tensorboard(path / "tensorboard")]
+        self._warned: set[str] = set()
+        self._seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+        path.mkdir(parents=True, exist_ok=True)
+        try:  # to create the file: of two runs that start at once, one succeeds
+            with (path / "config.json").open("x") as file:
+                file.write(json.dumps(config, indent=2) + "\n")
+        except FileExistsError:
+            differing = differing_options(json.loads((path / "config.json").read_text()), config)
+            if differing:
+                raise UsageError(
+                    f"{', '.join(differing)} differ from the run in {path}: leave them out, or start a new run"
+                ) from None
+        self.compilations = count_compilations()
+
+    def keep_prompts(self, phase: str, **fingerprints: str) -> None:
+        """Notes in task.json which prompts a phase is of.
+
+        Raises:
+          UsageError: the phase is resumed, and they are others.
+        """
+        file = self.path / "task.json"
+        known = json.loads(file.read_text()) if file.exists() else {}
+        if known.get(phase, fingerprints) != fingerprints:
+            raise UsageError(f"the prompts of the task are no longer those of the run in {self.path}: start a new run")
+        write_json(file, known | {phase: fingerprints})
+
+    # ---- lines
+
+    def log(self, phase: str, step: int, values: dict[str, Any]) -> None:
+        """One line of metrics.jsonl; only numbers that a rerun repeats."""
+        self._log("metrics.jsonl", {"phase": phase, "step": step, **values})
+
+    def log_times(
+        self,
+        phase: str,
+        step: int,
+        *,
+        tokens: Mapping[str, int] | None = None,
+        update_flops: float = 0.0,
+        peak_flops: float | None = None,
+    ) -> None:
+        """One line of times.jsonl: seconds of each part since the last line, and what was done in them.
+
+        Args:
+          phase: of the run.
+          step: reached.
+          tokens: part -> tokens that it worked on.
+          update_flops: operations of the part "update", for how many a second.
+          peak_flops: what the devices can do a second, if that is known; `mfu` is the share of it.
+        """
+        seconds = dict(self._seconds)
+        line = {"s": round(time.perf_counter() - self._started, 3)}
+        line |= {f"{part}_s": round(spent, 4) for part, spent in seconds.items()}
+        for part, count in (tokens or {}).items():
+            line |= {f"{part}_tokens": count, f"{part}_tokens_per_s": round(count / seconds[part], 1)}
+        if update_flops:
+            done = update_flops / seconds["update"]
+            line["update_tflops"] = float(f"{done / 1e12:.4g}")
+            line |= {"mfu": float(f"{done / peak_flops:.4g}")} if peak_flops else {}
+        line |= {"peak_memory_mb": peak_memory_mb(), "compilations": self.compilations()}
+        self._log("times.jsonl", {"phase": phase, "step": step, **line})
+        self._seconds.clear()
+
+    def log_rollout(self, phase: str, step: int, groups: list[dict[str, Any]]) -> None:
+        """Lines of rollouts.jsonl, one a group."""
+        for group in groups:
+            self._append("rollouts.jsonl", {"phase": phase, "step": step, **group})
+
+    def rewind(self, phase: str, step: int) -> None:
+        """Drops lines of `phase` after `step`, all of them for 0, and a last line cut off by a crash."""
+        for name in _LINE_FILES:
+            file = self.path / name
+            if not file.exists():
+                continue
+            text = file.read_text()
+            complete = text[: text.rfind("\n") + 1].splitlines()
+            kept = [line for line in complete if not _is_later(json.loads(line), phase, step)]
+            write_text(file, "".join(line + "\n" for line in kept))
+        lines = [line for name in _NUMBER_FILES for line in self.lines(name) if line["phase"] == phase]
+        for tracker in self.trackers:
+            tracker.restart(phase, lines)
+
+    def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """What has been logged."""
+        file = self.path / name
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def _log(self, name: str, record: dict[str, Any]) -> None:
+        self._append(name, record)
+        for tracker in self.trackers:
+            tracker.log(record)
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        with (self.path / name).open("a") as file:
+            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+
+    # ---- checkpoints, times, words
+
+    def checkpoints(self, phase: str, *, keep: int) -> Checkpoints:
+        """The checkpoints of a phase."""
+        return Checkpoints(self.path / "checkpoints" / phase, keep=keep)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Adds the seconds inside to `part`."""
+        start = time.perf_counter()
+        yield
+        self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def progress(self, phase: str, total: int, completed: int = 0) -> Iterator[Any]:
+        """A progress bar; call what this yields with the step reached and a few words."""
+        columns = (
+            TextColumn("{task.description:<8}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[words]}"),
+        )
+        with Progress(*columns, console=self.console) as bar:
+            task = bar.add_task(phase, total=total, completed=completed, words="compiling")
+            yield lambda step, words="": bar.update(task, completed=step, words=words)
+
+    def warn_once(self, name: str, message: str) -> None:
+        """Says something that the user should know, the first time that it happens; warnings.jsonl keeps it.
+
+        Args:
+          name: of what happens; of one name only the first message is said, again by a process that resumes.
+          message: a line of the file, {"message": …}, if it is none yet.
+        """
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        message = message.encode(errors="replace").decode()  # lone surrogates would end the run here
+        self.console.print(f"[yellow]warning:[/] {escape(message)}")
+        known = self.lines("warnings.jsonl")
+        if {"message": message} not in known:  # the file is written whole: `rewind` mends none without phases
+            text = "".join(json.dumps(line) + "\n" for line in [*known, {"message": message}])
+            write_text(self.path / "warnings.jsonl", text)
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def numbered_runs(folder: Path) -> dict[int, Path]:
+    """Runs in folder (number 1), folder-2, folder-3 …"""
+    found = {1: folder} if (folder / "config.json").exists() else {}
+    for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/config.json"):
+        number = path.parent.name.removeprefix(f"{folder.name}-")
+        if number.isdecimal():
+            found[int(number)] = path.parent
+    return found
+
+
+def fresh_folder(folder: Path) -> Path:
+    """`folder`, or where it holds a run, folder-n with the next number.
+
+    Raises:
+      UsageError: it holds something else.
+    """
+    runs = numbered_runs(folder)
+    if not runs and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and is no run: name another run_dir")
+    return folder.with_name(f"{folder.name}-{max(runs) + 1}") if runs else folder
+
+
+def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Options that change what a run computes and are not the same in both."""
+    given = json.loads(json.dumps(config))  # as the file holds them
+    names = saved.keys() | given.keys()
+    return sorted(name for name in names - _FREE_OPTIONS if saved.get(name) != given.get(name))
+
+
+def _is_later(record: dict[str, Any], phase: str, step: int) -> bool:
+    return record["phase"] == phase and (record["step"] > step or step == 0)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON so that a reader sees the old file or the new one, never a part."""
+    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file at once, by renaming a complete one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def count_compilations():
+    """Starts to count XLA compilations; returns a function that tells how many there were."""
+    count = 0
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        nonlocal count
+        count += event == COMPILE_EVENT
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return lambda: count

@@ -1,0 +1,256 @@
+"""A model on its way into a run, and out of its checkpoints again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.config import ModelOptions
+from grpo_jax.errors import UsageError
+from grpo_jax.models import huggingface
+from grpo_jax.models.config import Dtype, ModelConfig, config_from_huggingface
+from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description
+from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, merge, split
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.folder import RunFolder, write_json
+
+_LORA_FILE = "lora.json"
+_BESIDE = frozenset({"warm", "control"})  # phases before and beside the one that a run is about
+
+
+# ---- into a run
+
+
+class LoraDescription(NamedTuple):
+    """What a run that trains adapters says of them, in model/lora.json."""
+
+    base: str  # folder or hub id
+    fingerprint: str  # of its weights
+    param_dtype: Dtype  # that they had in the run
+    rank: int
+    alpha: float
+    targets: Sequence[Target]
+
+    @staticmethod
+    def read(folder: Path) -> "LoraDescription | None":
+        """The description in a run's model/, if it has one."""
+        file = folder / _LORA_FILE
+        return LoraDescription(**huggingface.read_json(file)) if file.exists() else None
+
+    def check(self, folder: Path) -> None:
+        """Refuses to go on with other weights than those that a run in this folder began with.
+
+        Raises:
+          UsageError: they differ.
+        """
+        earlier = LoraDescription.read(folder)
+        if earlier and earlier.fingerprint != self.fingerprint:
+            raise UsageError(
+                f"the weights in {self.base} are no longer those that this run began with: start a new run"
+            )
+
+
+class Loaded(NamedTuple):
+    """A pretrained model, ready to be trained."""
+
+    policy: Policy
+    params: Params  # with adapters, if the options ask for them
+    pretrained: Pretrained
+
+
+def load_model(options: ModelOptions, *, seed: int, pretrained: Pretrained | None = None) -> Loaded:
+    """The model that the options name.
+
+    Args:
+      options: of the run.
+      seed: of new adapters.
+      pretrained: a model that is loaded already; of the options those of LoRA are then read.
+
+    Returns:
+      The model.
+
+    Raises:
+      UsageError: there is none, or it cannot be trained as asked.
+    """
+    if not options.model:  # no required option: --resume takes it from the run
+        raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
+    if options.lora_rank < 0:
+        raise UsageError(f"lora_rank is {options.lora_rank}: it must be at least 0")
+    if options.param_dtype != "float32" and not options.lora_rank:
+        raise UsageError(
+            "param_dtype bfloat16 would lose small updates of parameters that are trained: set it to float32, or "
+            "lora_rank above 0"
+        )
+    if pretrained is None:
+        pretrained = load_pretrained(
+            options.model,
+            param_dtype=options.param_dtype,
+            dtype=options.dtype,
+            remat=options.remat,
+            attention=options.attention,
+        )
+    params = pretrained.params
+    if options.lora_rank:
+        key = jax.random.key(seed)
+        targets = options.lora_targets
+        params = add_adapters(params, key, rank=options.lora_rank, alpha=options.lora_alpha, targets=targets)
+    return Loaded(decoder_policy(pretrained.config), params, pretrained)
+
+
+def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> None:
+    """Puts into the run what `grpo_jax.runs.export` needs besides a checkpoint: the model's folder without the weights.
+
+    Raises:
+      UsageError: the run is resumed, and its frozen base is no longer the one that it started from.
+    """
+    pretrained, lora = loaded.pretrained, None
+    if options.lora_rank:
+        # A hub id stays one, so that the adapter can be used elsewhere.
+        base = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
+        lora = LoraDescription(
+            base=base,
+            fingerprint=fingerprint(pretrained.params),
+            param_dtype=options.param_dtype,
+            rank=options.lora_rank,
+            alpha=options.lora_alpha,
+            targets=options.lora_targets,
+        )
+        lora.check(run.path / "model")
+    save_description(run.path / "model", pretrained.config, source=pretrained.folder)
+    if lora:
+        write_json(run.path / "model" / _LORA_FILE, lora._asdict())
+
+
+# ---- out of it
+
+
+def load_run(
+    folder: Path, *, phase: str | None = None, step: int | None = None, base: Path | None = None, **overrides: Any
+) -> tuple[Pretrained, int]:
+    """A model as a run trained it, as `load_pretrained` has one; adapters are merged.
+
+    Args:
+      folder: of the run.
+      phase: of the run; None: `phase_of`.
+      step: of the checkpoint; None: the newest.
+      base: where the base of a LoRA run is now, if it has moved.
+      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
+
+    Returns:
+      The model, whose folder is the run's model/; and its step.
+
+    Raises:
+      UsageError: something is missing, in one sentence.
+    """
+    trained = restore(folder, phase, step, base=base, **overrides)
+    source = folder / "model"
+    tokenizer = huggingface.load_tokenizer(source)
+    ids = huggingface.eos_ids(source, tokenizer)
+    return Pretrained(trained.config, trained.merged(), tokenizer, ids, source), trained.step
+
+
+class Trained(NamedTuple):
+    """A checkpoint of a run."""
+
+    config: ModelConfig
+    params: Params  # Adapted, if adapters were trained
+    lora: LoraDescription | None
+    step: int
+
+    def merged(self) -> Params:
+        """The parameters with adapters multiplied in, if there are any."""
+        return merge(self.params) if isinstance(self.params, Adapted) else self.params
+
+
+def phase_of(run: Path, phase: str | None = None) -> str:
+    """The phase of a run whose checkpoints are meant.
+
+    Args:
+      run: its folder.
+      phase: its name. None: grpo, or the only one that is neither a warm start nor a control.
+
+    Returns:
+      The name.
+
+    Raises:
+      UsageError: the run has no such phase, or several.
+    """
+    phases = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
+    if phase is None:
+        meant = ["grpo"] if "grpo" in phases else [name for name in phases if name not in _BESIDE]
+        if len(meant) != 1:
+            raise UsageError(f"{run} has checkpoints of the phases {phases}: choose one with --phase")
+        (phase,) = meant
+    if phase not in phases:
+        raise UsageError(f"{run} has no checkpoints of a phase {phase!r}: its phases are {phases}")
+    return phase
+
+
+def restore(
+    run: Path, phase: str | None, step: int | None, *, base: Path | None = None, adapter: bool = False, **overrides: Any
+) -> Trained:
+    """A checkpoint of a run; where there is a critic, of the policy alone.
+
+    Args:
+      run: its folder.
+      phase: of the run; None: `phase_of`.
+      step: of the checkpoint; None: the newest.
+      base: where the base of a LoRA run is now, if it has moved.
+      adapter: adapters alone are wanted: the base is then but shapes.
+      **overrides: fields of ModelConfig that are not the model's.
+
+    Returns:
+      The parameters, and what they are of.
+
+    Raises:
+      UsageError: something is missing, in one sentence.
+    """
+    description = run / "model"
+    if not (description / "config.json").exists():
+        raise UsageError(
+            f"{run} holds no model/config.json: name the folder of a run; in a loop of your own, "
+            "huggingface.save_description writes it"
+        )
+    phase = phase_of(run, phase)
+    lora = LoraDescription.read(description)
+    if lora is None and (adapter or base):
+        raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
+    config = config_from_huggingface(huggingface.read_json(description / "config.json"), **overrides)
+    like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
+    with Checkpoints(run / "checkpoints" / phase) as checkpoints:
+        if lora is None:
+            params, found = checkpoints.restore_params(like, step)
+        else:
+            params, found = _adapted(checkpoints, like if adapter else _load_base(lora, config, base), lora, step)
+    return Trained(config, params, lora, found)
+
+
+def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -> Params:
+    """The weights that the adapters were trained on, in the dtype that they had."""
+    try:
+        folder = huggingface.model_folder(moved or lora.base)
+        base = huggingface.load_params(folder, config, dtype=lora.param_dtype)
+    except UsageError as error:
+        raise UsageError(
+            f"the base of the adapters cannot be loaded ({error}): say where it is with --base, or write the adapters "
+            "alone with --adapter"
+        ) from error
+    if fingerprint(base) != lora.fingerprint:
+        raise UsageError(
+            f"the weights in {folder} are not those that the adapters were trained on: name theirs (--base)"
+        )
+    return base
+
+
+def _adapted(checkpoints: Checkpoints, base: Params, lora: LoraDescription, step: int | None) -> tuple[Adapted, int]:
+    """Base, or its shapes, with trained adapters; and their step."""
+
+    def start(base: Params) -> Adapted:
+        return add_adapters(base, jax.random.key(0), rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+    adapters, step = checkpoints.restore_params(split(jax.eval_shape(start, base))[0], step)
+    return Adapted(base, adapters, jnp.float32(lora.alpha / lora.rank)), step

@@ -1,0 +1,138 @@
+"""What single questions to the seeds are made of: advantages counted up, annotators, groups."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.claims import annotators, groups
+from experiments.claims.enumeration import grow, quality
+from grpo_jax.config import GRPOConfig
+from grpo_jax.data.types import pad_prompts
+from grpo_jax.functional import generalized_advantages, rewards_at_end
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.training.rollout import score
+from grpo_jax.training.state import Batch
+
+V, T, EOS, PAD = 4, 3, 2, 3
+POLICY = decoder_policy(ModelConfig(V, 8, 16, 1, 1, 1, 8, initializer_range=1.0))
+PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+PROMPTS = pad_prompts([[0, 1], [1]], [{}, {}], width=2, pad_id=PAD)
+
+
+@pytest.fixture(scope="module")
+def tree():
+    return grow(POLICY, PARAMS, PROMPTS, length=T, eos_id=EOS, pad_id=PAD)
+
+
+def by_hand(tree, rewards, estimates):
+    """The same by loops over what begins alike."""
+    rows, sums = tree.ids.tolist(), np.zeros(5)
+    for n, probabilities in enumerate(tree.probabilities.reshape(2, -1)):
+
+        def mean(values, prefix, weights=probabilities):
+            alike = [i for i, row in enumerate(rows) if row[: len(prefix)] == list(prefix)]
+            return np.average(values[alike], weights=weights[alike]) if weights[alike].sum() else 0.0
+
+        for t in range(T):
+            estimate = estimates[n, :, t]
+
+            def off(prefix, t=t, n=n, mean=mean, estimate=estimate):
+                advantage = mean(rewards[n], prefix) - mean(rewards[n], prefix[:t])
+                return mean(estimate, prefix) - advantage, advantage
+
+            for prefix in itertools.product(range(V), repeat=t + 1):
+                weight = sum(p for row, p in zip(rows, probabilities, strict=True) if row[: t + 1] == list(prefix))
+                if EOS in prefix[:t] or not weight:
+                    continue
+                bias, advantage = off(prefix)
+                others = [(*prefix[:t], a) for a in range(V)]
+                shares = [
+                    sum(p for row, p in zip(rows, probabilities, strict=True) if row[: t + 1] == [*x]) for x in others
+                ]
+                tilt = bias - np.average([off(x)[0] for x in others], weights=shares)
+                variance = mean((estimate - mean(estimate, prefix)) ** 2, prefix)
+                error = mean((estimate - advantage) ** 2, prefix)
+                sums += weight * np.array([bias**2, tilt**2, variance, error, advantage**2])
+    return sums[:4] / sums[4]
+
+
+def test_all_completions_have_the_probabilities_of_the_scorer(tree):
+    np.testing.assert_allclose(tree.probabilities.sum((1, 2, 3)), 1, rtol=1e-6)
+
+    ids, mask = (np.broadcast_to(x, (2, *x.shape)) for x in (tree.ids, tree.mask))
+    batch = Batch(PROMPTS.ids, PROMPTS.mask, ids, mask, np.ones(ids.shape[:2], np.float32))
+    logprobs = np.asarray(jax.jit(lambda params: score(POLICY, params, batch))(PARAMS).logprobs)
+    expected = np.exp(np.where(mask, logprobs, 0).sum(-1)) * np.all(mask | (ids == PAD), axis=-1)
+    np.testing.assert_allclose(tree.probabilities.reshape(2, -1), expected, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize(("lam", "steps"), [(0.0, None), (0.6, None), (1.0, None), (0.9, 2)])
+def test_bias_and_variance_are_those_of_loops(tree, lam, steps):
+    rng = np.random.default_rng(0)
+    rewards, values = rng.random((2, V**T)).astype(np.float32), np.zeros((2, V**T, T), np.float32)
+    for n, t in itertools.product(range(2), range(T)):  # a critic sees what was written so far
+        known = rng.random(V**t).astype(np.float32)
+        values[n, :, t] = np.repeat(known, V ** (T - t))
+    mask = jnp.broadcast_to(tree.mask, values.shape)
+    estimates = generalized_advantages(
+        rewards_at_end(jnp.asarray(rewards), mask), jnp.asarray(values), mask, lam=lam, num_steps=steps
+    )
+    found = quality(tree, rewards, estimates)
+    np.testing.assert_allclose(found, by_hand(tree, rewards, np.asarray(estimates, np.float64)), rtol=1e-5, atol=1e-7)
+    assert found.error == pytest.approx(found.bias + found.variance)
+    assert (found.variance < 1e-12) == (lam == 0)  # the next state is known with the token
+    assert (found.tilt < 1e-12) == (lam == 1)  # V − V_critic is the same for all tokens
+
+
+def test_concordance_counts_a_shift_and_ranks_do_not():
+    x = np.array([[[1.0, 2.0, 3.0]]])
+    assert annotators.concordance(x, x + 1) == pytest.approx((4 / 3) / (4 / 3 + 1))
+    assert annotators.concordance(annotators.ranks(x), annotators.ranks(10 * x)) == 1
+    draws = annotators.draw(0, annotators=16, prompts=20)
+    without_noise = annotators.scored(draws, annotators.Kind(1.0, 0.0))
+    assert annotators.agreement(without_noise, annotators.ranks) == 1
+    assert annotators.agreement(without_noise) < annotators.agreement(without_noise, again=True) < 1
+
+
+def test_annotators_are_fitted():
+    draws = annotators.draw(0, annotators=16, prompts=20)
+    kind = annotators.fit(draws, scores=0.6, ranks_=0.8)
+    scores = annotators.scored(draws, kind)
+    assert annotators.agreement(scores) == pytest.approx(0.6, abs=0.01)
+    assert annotators.agreement(scores, annotators.ranks) == pytest.approx(0.8, abs=0.01)
+
+
+def test_carries_are_counted():
+    prompts = ["12+34=", "07+58=", "95+05=", "50+60=", "55+45="]
+    np.testing.assert_array_equal(groups.carries([{"prompt": prompt} for prompt in prompts]), [0, 1, 2, 1, 2])
+
+
+def test_groups_are_put_together_and_teach():
+    ids = np.array([np.arange(6)] * 2)[..., None]
+    right = np.array([[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 0, 0]]) > 0
+    logprobs = np.full((2, 6, 1), -1.0, np.float32)
+    drawn = Completions(ids % V, ids >= 0, logprobs, None, right)
+    numbered = drawn._replace(completion_ids=ids)
+    mixed = groups.with_right(numbered, right, 2, 4)
+    np.testing.assert_array_equal(mixed.completion_ids[..., 0], [[1, 3, 0, 2], [0, 1, 2, 3]])
+
+    teach = groups.make_teacher(POLICY, GRPOConfig(kl_coef=0.0))
+    mixed, rewards = groups.with_right(drawn, right, 2, 4), np.array([[1.0, 1, 0, 0], [0.5] * 4], np.float32)
+    lesson = teach(PARAMS, PROMPTS.ids, PROMPTS.mask, mixed, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32))
+    np.testing.assert_allclose(lesson.advantages, [[0.866, 0.866, -0.866, -0.866], [0] * 4], atol=1e-3)
+    assert lesson.norms[0] > 0.01
+    assert lesson.norms[1] == 0  # equal rewards teach exactly nothing
+    assert np.linalg.norm(lesson.gradients[0]) == pytest.approx(lesson.norms[0], rel=1e-5)
+    assert groups.cosine(*lesson.gradients) == pytest.approx(1)
+
+
+def test_signal_and_noise_are_without_bias():
+    # Two prompts, with gradients 2 and 4, and −1 and 3: their means are 3 and 1, |mean|² is 3 · 1, and the noise
+    # (½ · 2² + ½ · 4²) / 2 = 5.
+    lesson = groups.Lesson(np.zeros((4, 2)), np.array([2.0, 4.0, 1.0, 3.0]), np.array([[3.0], [1.0]]))
+    assert groups.signal(lesson) == pytest.approx(3 / 5)

@@ -1,0 +1,140 @@
+"""Rewards on tokens of the ablations' tasks, against those on text."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.claims.testbeds import ARITHMETIC, WORDS, addition_is_right, addition_reward, word_reward
+from grpo_jax.data.types import rng
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks import arithmetic, letters
+
+KEY = jax.random.key(0)
+
+
+def completions_of(ids, eos_id, pad_id):
+    """Random tokens `[N, G, T]` as the sampler leaves them: padded after the first EOS."""
+    ends = ids == eos_id
+    mask = np.cumsum(ends, axis=-1) - ends == 0
+    ids, zeros = np.where(mask, ids, pad_id), np.zeros(ids.shape)
+    return Completions(jnp.array(ids), jnp.array(mask), jnp.array(zeros), None, jnp.array(~ends.any(-1)))
+
+
+def texts_of(completions, characters):
+    """The text of each completion, as the ordinary loop decodes it."""
+    ids, keep = np.array(completions.completion_ids), np.array(completions.completion_mask)
+    keep &= ids != characters.eos_id
+    return [[characters.decode(ids[i, j, keep[i, j]].tolist()) for j in range(ids.shape[1])] for i in range(len(ids))]
+
+
+# ---- additions
+
+TASK = ARITHMETIC.task(num_prompts=40, seed=0, heldout=4)
+SUMS = TASK.task.prompts(0).examples
+ANSWERS = TASK.targets(SUMS)
+
+
+def answers():
+    """Half right, some with a wrong digit, some that go on, some at random."""
+    ids = np.repeat(ANSWERS[:, None], 10, axis=1)
+    generator = rng(1)
+    changed = generator.random(ids.shape) < 0.1
+    ids = np.where(changed, generator.integers(0, arithmetic.VOCAB_SIZE, ids.shape), ids)
+    ids[:, -1] = generator.integers(0, arithmetic.VOCAB_SIZE, ids[:, -1].shape)
+    return completions_of(ids, arithmetic.EOS_ID, arithmetic.PAD_ID)
+
+
+GIVEN = answers()
+RIGHT = addition_is_right(ANSWERS, GIVEN, KEY)
+
+
+def test_an_addition_is_right_where_its_text_is():
+    texts = texts_of(GIVEN, arithmetic.TEXT)
+    ended = ~np.array(GIVEN.truncated)
+    rows = [arithmetic.exact_answer([row] * 10, group) for row, group in zip(SUMS, texts, strict=True)]
+    assert 0.3 < np.mean(rows) < 0.9
+    np.testing.assert_array_equal(RIGHT, np.array(rows) * ended)
+
+
+def test_graded_additions_earn_their_share_of_right_tokens():
+    ids = ANSWERS[:1, None].repeat(3, axis=1)
+    ids[0, 1, 0] = (ids[0, 1, 0] + 1) % 10
+    ids[0, 2] = arithmetic.EOS_ID
+    given = completions_of(ids, arithmetic.EOS_ID, arithmetic.PAD_ID)
+    padding = np.sum(ANSWERS[0] == arithmetic.PAD_ID) / 4
+    np.testing.assert_allclose(addition_reward(ANSWERS[:1], given, KEY, graded=1.0), [[1, 0.75, padding]])
+
+
+def test_what_may_be_wrong_with_a_reward_of_additions():
+    def reward(**options):
+        return np.array(addition_reward(ANSWERS, GIVEN, KEY, **options))
+
+    right = np.array(RIGHT)
+    assert set(reward(coin=1.0).ravel()) == {0, 1}
+    assert abs(np.corrcoef(reward(coin=1.0).ravel(), right.ravel())[0, 1]) < 0.2
+    np.testing.assert_array_equal(reward(flip=1.0), 1 - right)
+    assert np.mean(reward(flip=0.25) != right) == pytest.approx(0.25, abs=0.07)
+    graded = reward(graded=1.0)
+    bent = reward(graded=1.0, sharpness=5.0)
+    np.testing.assert_array_equal(np.unique(graded, return_inverse=True)[1], np.unique(bent, return_inverse=True)[1])
+    np.testing.assert_allclose(bent, np.expm1(5 * graded) / 5, rtol=1e-5)
+    noise = reward(gaussian=0.5) - right
+    assert np.std(noise) == pytest.approx(0.5, rel=0.15)
+    # Half of what Student's t with 2 degrees of freedom gives is within sqrt(2 / 3).
+    assert np.mean(np.abs(reward(heavy=2.0) - right) < 2 * np.sqrt(2 / 3)) == pytest.approx(0.5, abs=0.1)
+
+
+def test_shift_and_scale_are_a_prompts_own():
+    right = np.array(RIGHT)
+    shifts = addition_reward(ANSWERS, GIVEN, KEY, shift=2.0) - right
+    np.testing.assert_allclose(shifts, shifts[:, :1].repeat(10, axis=1), atol=1e-5)
+    again = addition_reward(ANSWERS, GIVEN, jax.random.key(9), shift=2.0) - right
+    np.testing.assert_allclose(again, shifts, atol=1e-5)  # an answer's own
+    assert np.std(shifts[:, 0]) == pytest.approx(2, rel=0.35)
+    scaled = np.array(addition_reward(ANSWERS, GIVEN, KEY, scale=0.5))
+    factors = scaled.max(axis=1, keepdims=True)  # 0 where nothing is right
+    np.testing.assert_allclose(scaled, right * factors)
+    assert np.std(np.log(factors[factors > 0])) == pytest.approx(0.5, rel=0.35)
+
+
+def test_drift_is_a_steps_own():
+    def drift(key):
+        return np.array(addition_reward(ANSWERS, GIVEN, key, drift=2.0) - np.array(RIGHT))
+
+    np.testing.assert_allclose(drift(KEY), drift(KEY)[0, 0], atol=1e-5)
+    assert drift(KEY)[0, 0] != drift(jax.random.key(9))[0, 0]
+
+
+# ---- words
+
+
+def test_words_are_worth_what_their_text_is():
+    task = WORDS.task(num_prompts=6, seed=0, heldout=4)
+    rows = task.task.prompts(0).examples
+    ids = rng(2).integers(0, 10, (6, 40, letters.MAX_TOKENS))
+    ids = np.where(rng(3).random(ids.shape) < 0.15, letters.TEXT.eos_id, ids)
+    ids[:, 0] = 3  # one letter again and again
+    ids[:, 1, :4] = np.concatenate([task.targets(rows), np.full((6, 1), letters.TEXT.eos_id)], axis=1)
+    given = completions_of(ids, letters.TEXT.eos_id, letters.TEXT.pad_id)
+    expected = []
+    for row, texts in zip(rows, texts_of(given, letters.TEXT), strict=True):
+        for text in texts:
+            new = len(set(text)) / max(len(text), 1)
+            gold = len(set(text) & set(row["letters"])) / 3 * new * min(1, 8 / max(len(text), 1))
+            expected.append((gold, len(text), 1 - new if text else 0))
+    expected = np.array(expected).reshape(6, 40, 3)
+    scores = task.gold(task.targets(rows), given, KEY)
+    np.testing.assert_allclose(scores, expected, atol=1e-6)
+    np.testing.assert_allclose(scores[:, 1], [[1, 3, 0]] * 6)
+    assert {0, 16} <= set(expected[..., 1].ravel())
+
+    def reward(**options):
+        return word_reward(task.targets(rows), given, KEY, **options)
+
+    gold, length, repeated = np.moveaxis(expected, -1, 0)
+    np.testing.assert_allclose(reward(), gold, atol=1e-6)
+    np.testing.assert_allclose(reward(length=2.0), gold + 2 * length / 16, atol=1e-6)
+    np.testing.assert_allclose(reward(repetition=2.0), gold + 2 * length * repeated / 16, atol=1e-6)
+    np.testing.assert_allclose(reward(constant=2.0), gold + 2, atol=1e-6)
+    assert set(np.array(reward(coin=1.0, length=1.0)).ravel()) == {0, 1}

@@ -1,0 +1,167 @@
+"""Prompts to token ids: chat templates, what does not fit, and ids that are never encoded again."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from grpo_jax.config import GRPOConfig
+from grpo_jax.data.text import encode_prompts
+from grpo_jax.models.huggingface import load_pretrained, load_tokenizer
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks import arithmetic
+from grpo_jax.tasks.stories import stories_task
+from grpo_jax.training.grpo import train
+
+DATA = Path(__file__).parents[2].parent / "shared/data"
+STORIES = DATA / "stories260K-hf"
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the shared data")
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """The tokenizer of arithmetic: one character a token, digits and + and = alone."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    arithmetic.TEXT.save_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def encode(tokenizer, prompts, **options):
+    return encode_prompts(tokenizer, prompts, eos_ids=(arithmetic.EOS_ID,), **options)
+
+
+def test_the_tokenizer_of_arithmetic_is_its_encode_and_decode(digits):
+    for text in ("07+58=", "56", "0"):
+        assert digits.encode(text) == arithmetic.TEXT.encode(text)
+        assert digits.decode(arithmetic.TEXT.encode(text)) == text
+    assert (digits.eos_token_id, digits.pad_token_id) == (arithmetic.EOS_ID, arithmetic.PAD_ID)
+    assert len(digits) == arithmetic.VOCAB_SIZE
+
+
+def test_empty_prompts_are_dropped_and_counted(digits):
+    encoded = encode(digits, ["", "1+2=", "  \n", "3+4="])
+    assert encoded.token_ids == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3+4=")]
+    assert encoded.kept == [1, 3]
+    assert encoded.dropped == {"empty": 2}
+    assert encoded.summary() == "dropped of 4 prompts: 2 empty"
+
+
+def test_long_prompts_are_dropped_and_counted(digits):
+    encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4)
+    assert encoded.kept == [0, 2]
+    assert encoded.dropped == {"longer than 4 tokens": 1}
+    assert encoded.truncated == 0
+
+
+def test_long_prompts_are_cut_at_their_beginning_and_counted(digits):
+    encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4, overlong="truncate")
+    assert encoded.token_ids[1] == arithmetic.TEXT.encode("5+1=")
+    assert (encoded.kept, encoded.dropped, encoded.truncated) == ([0, 1, 2], {}, 1)
+    assert encoded.summary() == "1 of 3 prompts lost their beginning"
+
+
+def test_nothing_left_is_refused(digits):
+    with pytest.raises(ValueError, match="no prompt is left") as error:
+        encode(digits, ["", "123"], max_prompt_tokens=2)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="prompts must be a list"):
+        encode(digits, "1+2=")  # would be taken for four prompts of a letter
+    with pytest.raises(ValueError, match="max_prompt_tokens is 0"):
+        encode(digits, ["1"], max_prompt_tokens=0)
+
+
+def test_messages_go_through_the_chat_template(digits):
+    digits = type(digits).from_pretrained(digits.name_or_path)
+    messages = [[{"role": "user", "content": "1+2"}], [{"role": "user", "content": "3"}]]
+    with pytest.raises(ValueError, match=r"no chat template.*chat_template\.jinja") as error:
+        encode(digits, messages)
+    assert "\n" not in str(error.value)
+    digits.chat_template = TEMPLATE
+    encoded = encode(digits, messages)
+    assert encoded.texts == ["1+2=", "3="]
+    assert encoded.token_ids == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3=")]
+
+
+class Ending:
+    """A tokenizer that begins and ends every text, unless asked not to."""
+
+    chat_template = TEMPLATE
+
+    def encode(self, text, add_special_tokens):
+        ids = [ord(character) for character in text]
+        return [1, *ids, 2] if add_special_tokens else ids
+
+    def apply_chat_template(self, messages, **_):
+        return "".join(message["content"] for message in messages)
+
+
+def test_a_prompt_does_not_end_and_a_template_brings_its_own_special_tokens():
+    encoded = encode_prompts(Ending(), ["a", [{"role": "user", "content": "b"}]], eos_ids=(2,))
+    assert encoded.token_ids == [[1, 97], [98]]
+
+
+def test_a_text_that_brings_its_own_beginning_has_one_and_any_number_of_ends_goes():
+    class Marked(Ending):
+        """Reads < and > as beginning and end."""
+
+        bos_token_id = 1
+
+        def encode(self, text, add_special_tokens):
+            return [{60: 1, 62: 2}.get(i, i) for i in super().encode(text, add_special_tokens)]
+
+    encoded = encode_prompts(Marked(), ["<a", "a>>", "a"], eos_ids=(2,))
+    assert encoded.token_ids == [[1, 97]] * 3
+
+
+def test_a_template_that_refuses_is_a_sentence(digits):
+    digits = type(digits).from_pretrained(digits.name_or_path)
+    digits.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match="chat template refuses prompt 0: roles must alternate") as error:
+        encode(digits, [[{"role": "user", "content": "1"}]])
+    assert "\n" not in str(error.value)
+
+
+@needs_data
+def test_a_published_chat_template_and_unicode():
+    tokenizer = load_tokenizer(DATA / "hf-tokenizers/phi-3-mini")
+    message = {"role": "user", "content": "Wie heißt 猫 auf Deutsch? 🐈"}
+    encoded = encode_prompts(tokenizer, [[message]], eos_ids=(tokenizer.eos_token_id,))
+    assert encoded.texts[0].startswith("<|user|>\n") and encoded.texts[0].endswith("<|assistant|>\n")  # noqa: PT018
+    ids = encoded.token_ids[0]
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|user|>")) == 1  # special tokens are one token each
+    assert message["content"] in tokenizer.decode(ids)
+
+
+@needs_data
+def test_unicode_survives_a_small_vocabulary():
+    tokenizer = load_tokenizer(STORIES)
+    text = "Ein Kätzchen 猫 🐈"
+    ids = encode_prompts(tokenizer, [text], eos_ids=(1, 2)).token_ids[0]
+    assert tokenizer.decode(ids, skip_special_tokens=True).strip() == text
+
+
+@needs_data
+def test_ids_are_never_encoded_again(tmp_path):
+    model = load_pretrained(STORIES)
+
+    class Once:
+        """Encodes until the task is made."""
+
+        pad_token_id, decode, made = 0, staticmethod(model.tokenizer.decode), False
+
+        def encode(self, text, **options):
+            assert not self.made
+            return model.tokenizer.encode(text, **options)
+
+    tokenizer = Once()
+    task = stories_task(tokenizer, model.eos_ids, vocab_size=512, num_prompts=4, seed=0, max_prompt_tokens=20)
+    tokenizer.made = True
+    # A name of three tokens does not fit; how many that is, a user is told.
+    assert all("dropped of" in note and "longer than 20 tokens" in note for note in task.notes)
+    config = GRPOConfig(steps=1, num_prompts=4, group_size=2, max_tokens=8, learning_rate=1e-3, kl_coef=0.0)
+    run = RunFolder(tmp_path, dataclasses.asdict(config))
+    train(decoder_policy(model.config), model.params, task, config, run)
+    assert run.lines()[0]["first_ratio_deviation"] < 1e-4  # logits of ±20: float32 rounds them to 2e-6

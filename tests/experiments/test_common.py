@@ -1,0 +1,26 @@
+"""What experiments make of runs with several seeds."""
+
+import math
+
+import pytest
+
+from experiments.common import over_seeds
+from grpo_jax.statistics import of_runs
+
+
+def test_the_interval_of_runs_is_students():
+    # mean 2, standard deviation 1, t of two degrees of freedom at 97.5% is 4.3027
+    margin = 4.3027 / math.sqrt(3)
+    assert of_runs([1.0, 2.0, 3.0]) == pytest.approx((2, 2 - margin, 2 + margin), abs=1e-4)
+    assert of_runs([5.0]).mean == 5
+    assert math.isnan(of_runs([5.0]).low)
+
+
+def test_methods_are_compared_seed_by_seed():
+    runs = {"ours": {"gold": [3.0, 5.0], "length": [1.0, 1.0]}, "control": {"gold": [2.0, 6.0], "length": [2.0, 4.0]}}
+    rows = over_seeds(runs, first="gold", control="control")
+    assert rows["ours"]["gold"] == 4
+    assert rows["ours"]["difference"] == 0
+    assert rows["ours"]["wins"] == 1
+    assert rows["control"]["length"] == 3
+    assert "difference" not in rows["control"]

@@ -1,0 +1,372 @@
+"""The experiments as a user starts them."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from safetensors.numpy import load_file
+
+from experiments import arithmetic, constitutional, hh_rlhf, multi_objective, online_preference, ppo, stories
+from grpo_jax.models.huggingface import load_pretrained
+from grpo_jax.models.lora import join, merge, split
+from grpo_jax.models.peft import load_adapter
+from grpo_jax.runs import flags
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.export import Options, export
+from grpo_jax.runs.pretrained import keep_description, load_model, load_run
+from grpo_jax.tasks.arithmetic import EOS_ID
+from grpo_jax.tasks.stories import stories_task
+from grpo_jax.tasks.task import random_reward
+from grpo_jax.training.grpo import train
+
+ROOT = Path(__file__).parents[2]
+STORIES_MODEL = ROOT.parent / "shared/data/stories260K-hf"
+HH = ROOT.parent / "shared/data/hh-rlhf/harmless-base-test.jsonl.gz"
+needs_pairs = pytest.mark.skipif(not (STORIES_MODEL.exists() and HH.exists()), reason="needs stories260K and HH-RLHF")
+needs_stories = pytest.mark.skipif(not STORIES_MODEL.exists(), reason="needs the stories260K model")
+FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "results.json", "report.html"}
+FILES |= {"curves.png", "task.json", "tensorboard", "checkpoints", "model"}
+CONFIGS = [
+    module.Config for module in (arithmetic, constitutional, hh_rlhf, multi_objective, online_preference, ppo, stories)
+]
+SMALL = ["--warm-steps", "4", "--warm-batch", "8", "--steps", "2", "--num-prompts", "8", "--eval-every", "1"]
+
+
+def parse(*args, config=arithmetic.Config):
+    return flags.parse(config, None, [str(arg) for arg in args])
+
+
+@pytest.fixture(scope="module")
+def arithmetic_run(tmp_path_factory):
+    """A folder that holds a finished "run", and something else that is "full"."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    arithmetic.main(parse(*SMALL, "--run-dir", folder / "run"))
+    (folder / "full").mkdir()
+    (folder / "full/thesis.txt").write_text("mine")
+    return folder
+
+
+def test_arithmetic_from_start_to_table_and_again_resumed(arithmetic_run, capsys):
+    run = arithmetic_run / "run"
+    assert {file.name for file in run.iterdir()} == FILES | {"warnings.jsonl"}  # there is little to learn
+    results = json.loads((run / "results.json").read_text())
+    assert set(results) == {"before", "after", "control", "params_sha256"}
+    assert {"avg", "avg_low", "maj_at_7", "pass_at_4", "greedy_high", "change_low"} <= set(results["after"])
+    assert "change" not in results["before"]
+    metrics = (run / "metrics.jsonl").read_text()
+    logged = [json.loads(line) for line in metrics.splitlines()]
+    evaluated = [line for line in logged if line["phase"] == "grpo" and "heldout_avg" in line]
+    assert [line["step"] for line in evaluated] == [0, 1, 2]
+    assert evaluated[-1]["heldout_avg"] == results["after"]["avg"]  # the same completions
+
+    config = parse("--resume", "--run-dir", run)
+    assert (config.steps, config.num_prompts) == (2, 8)  # those of the run, not the defaults
+    arithmetic.main(config)
+    assert json.loads((run / "results.json").read_text()) == results
+    assert results["params_sha256"] in capsys.readouterr().out
+    assert (run / "metrics.jsonl").read_text() == metrics
+
+
+@pytest.mark.slow
+def test_ppo_beside_grpo_and_a_coin_over_seeds(tmp_path):
+    ppo.main(parse(*SMALL, "--num-seeds", "2", "--run-dir", tmp_path / "run", config=ppo.Config))
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert (tmp_path / "run/report.html").exists()
+    assert set(results["runs"]) == {"ppo", "grpo", "control"}
+    assert results["runs"]["ppo"]["before"] == results["runs"]["grpo"]["before"]
+    assert results["runs"]["ppo"]["parameters"][0] > 1.9 * results["runs"]["grpo"]["parameters"][0]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    of_ppo = [line for line in lines if line["phase"] == "ppo_1"]
+    assert of_ppo[-1]["heldout_avg"] == results["runs"]["ppo"]["avg"][1]
+    assert {"critic_loss", "explained_variance", "value_mean", "returns_mean", "value_clip"} <= set(of_ppo[-1])
+
+
+def test_a_second_run_gets_a_folder_of_its_own_and_resume_takes_the_newest(tmp_path):
+    for name in ("run", "run-2"):
+        assert parse("--run-dir", tmp_path / "run").run_dir == tmp_path / name
+        flags.open_run(parse("--run-dir", tmp_path / "run"))
+    assert parse("--run-dir", tmp_path / "run", "--resume").run_dir == tmp_path / "run-2"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--resume"], "there is no run to resume"),
+        (["--no-such-option", "1"], "no-such-option"),
+        (["--preset", "nonsense"], "nonsense"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path, capsys, args, message):
+    with pytest.raises(SystemExit) as error:
+        parse(*args, "--run-dir", tmp_path / "run")
+    assert error.value.code == 2
+    captured = capsys.readouterr()
+    assert message in " ".join((captured.out + captured.err).split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_may_change_where_a_run_computes_but_not_what(tmp_path):
+    flags.open_run(parse("--run-dir", tmp_path / "run"))
+    flags.open_run(parse("--resume", "--run-dir", tmp_path / "run", "--devices", "2"))
+    with pytest.raises(ValueError, match="steps differ from the run"):
+        flags.open_run(parse("--resume", "--run-dir", tmp_path / "run", "--steps", "7"))
+
+
+def test_two_runs_that_start_at_once_do_not_share_a_folder(tmp_path):
+    first, second = (parse("--run-dir", tmp_path / "run", "--seed", seed) for seed in (0, 1))
+    flags.open_run(first)
+    with pytest.raises(ValueError, match="another run has just started"):
+        flags.open_run(second)
+
+
+@pytest.mark.parametrize("content", ["", '{"no_such_option": 1}'])
+def test_a_config_that_cannot_be_read_is_refused(tmp_path, content, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(content)
+    with pytest.raises(SystemExit):
+        parse("--resume", "--run-dir", tmp_path / "run")
+    assert "not of this experiment" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        parse("--run-dir", tmp_path)
+
+
+def test_numbers_of_runs_go_on_after_a_gap(tmp_path):
+    for name in ("run", "run-2", "run-3"):
+        flags.open_run(parse("--run-dir", tmp_path / "run"))
+        assert (tmp_path / name / "config.json").exists()
+    shutil.rmtree(tmp_path / "run-2")
+    assert parse("--run-dir", tmp_path / "run").run_dir.name == "run-4"
+    assert parse("--run-dir", tmp_path / "run", "--resume").run_dir.name == "run-3"
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_help_explains_every_option(config, capsys):
+    with pytest.raises(SystemExit):
+        parse("--help", config=config)
+    lines = capsys.readouterr().out.splitlines()
+    options = [i for i, line in enumerate(lines) if line.lstrip("│ ").startswith("--")]
+    assert len(options) >= 25
+    for start, end in zip(options, [*options[1:], len(lines)], strict=True):
+        text = " ".join(line.strip("│ ") for line in lines[start:end]).split("(default")[0].split()
+        assert len([word for word in text if not word.startswith(("-", "{"))]) >= 3, lines[start]
+
+
+@needs_stories
+def test_stories_from_start_to_table_to_a_folder_of_the_same_format(tmp_path):
+    args = [
+        "--steps",
+        "1",
+        "--max-tokens",
+        "16",
+        "--num-prompts",
+        "64",
+        "--group-size",
+        "2",
+        "--max-prompt-tokens",
+        "40",
+    ]
+    run = tmp_path / "run"
+    stories.main(parse("--model", STORIES_MODEL, *args, "--run-dir", run, config=stories.Config))
+    results = json.loads((run / "results.json").read_text())
+    assert results["before"]["kl"] == pytest.approx(0, abs=1e-5)
+    assert results["after"]["kl"] > 1e-4  # to the start, not to itself
+    assert 0.5 < results["before"]["start_nll"] < 2.5
+    assert {file.name for file in run.iterdir()} == FILES
+    assert export(Options(run, tmp_path / "out")) == 1
+    saved = load_pretrained(tmp_path / "out")
+    assert params_sha256(saved.params) == results["params_sha256"]
+    assert (saved.config, saved.eos_ids) == (load_pretrained(STORIES_MODEL).config, (1, 2))
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory):
+    """The base, the parameters after two steps of LoRA with options that are not the defaults, and the run."""
+    folder = tmp_path_factory.mktemp("lora")
+    shutil.copytree(STORIES_MODEL, folder / "base")
+    args = ["--steps", "2", "--max-tokens", "4", "--num-prompts", "4", "--group-size", "2", "--learning-rate", "1e-2"]
+    args += ["--lora-rank", "2", "--lora-alpha", "6", "--lora-targets", "q_proj", "o_proj", "down_proj"]
+    args += ["--param-dtype", "bfloat16", "--remat", "dots", "--attention", "xla"]
+    config = parse("--model", folder / "base", *args, "--run-dir", folder / "run", config=stories.Config)
+    loaded = load_model(config, seed=0)
+    assert (loaded.pretrained.config.remat, loaded.pretrained.config.attention) == ("dots", "xla")
+    assert {x.dtype for x in jax.tree.leaves(loaded.params.base)} == {jnp.dtype("bfloat16")}
+    assert loaded.params.scale == 3
+    model = loaded.pretrained
+    task = stories_task(model.tokenizer, model.eos_ids, vocab_size=512, num_prompts=4, seed=0)
+    run = flags.open_run(config)
+    keep_description(run, loaded, config)
+    state = train(loaded.policy, loaded.params, task, config, run, reward=random_reward(0))
+    return folder, state, join(state.params, split(loaded.params)[1]), run
+
+
+@needs_stories
+def test_lora_trains_and_saves_adapters_alone(lora_run):
+    folder, state, _, run = lora_run
+    line = run.lines()[0]
+    assert line["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the base, where adapters start
+    assert line["grad_norm"] > 0
+    assert len({line["compilations"] for line in run.lines("times.jsonl")}) == 1  # none after the first step
+    trained, moments = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (state.params, state.opt_state))
+    assert trained == 2 * 5 * (128 + 128 + 236)  # rank, layers, and in + out of q, o and down
+    assert moments == 2 * trained + 2  # and two counts of steps
+    on_disk = sum(file.stat().st_size for file in (folder / "run/checkpoints").rglob("*") if file.is_file())
+    assert on_disk < 4 * 3 * trained + 2**16
+
+
+@needs_stories
+def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(lora_run, tmp_path):
+    folder, _, trained, _ = lora_run
+    run = folder / "run"
+    export(Options(run, tmp_path / "merged", dtype="float32"))
+    assert not (tmp_path / "merged/lora.json").exists()
+    saved = load_pretrained(tmp_path / "merged")
+    loaded, step = load_run(run)
+    assert step == 2
+    assert params_sha256(loaded.params) == params_sha256(merge(trained))
+    assert loaded.eos_ids == saved.eos_ids
+    # Of the rounded weights that it was trained on: the file holds their exact values.
+    assert params_sha256(saved.params) == params_sha256(jax.tree.map(lambda x: x.astype(jnp.float32), merge(trained)))
+    export(Options(run, tmp_path / "half", dtype="bfloat16"))
+    assert load_file(tmp_path / "half/model.safetensors")["model.norm.weight"].dtype == jnp.bfloat16
+
+    moved = (folder / "base").rename(folder / "moved")
+    export(Options(run, tmp_path / "adapter", adapter=True))
+    adapted = load_adapter(tmp_path / "adapter", trained.base)
+    assert params_sha256(adapted.adapters) == params_sha256(trained.adapters)
+    assert adapted.scale == trained.scale
+    with pytest.raises(ValueError, match="say where it is with --base"):
+        export(Options(run, tmp_path / "out"))
+    export(Options(run, tmp_path / "out", base=moved))
+    assert params_sha256(load_run(run, base=moved)[0].params) == params_sha256(loaded.params)
+    with pytest.raises(ValueError, match="not those that the adapters were trained on"):
+        export(Options(run, tmp_path / "other", base=tmp_path / "merged"))
+    with pytest.raises(ValueError, match="leave out --dtype"):
+        export(Options(run, tmp_path / "other", adapter=True, dtype="float32"))
+    moved.rename(folder / "base")
+
+
+@needs_stories
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora-rank", "-1"], "lora_rank is -1"),
+        (["--param-dtype", "bfloat16"], "param_dtype bfloat16 would lose"),
+        (["--attention", "cudnn"], "bfloat16"),
+        (["--attention", "cudnn", "--dtype", "bfloat16"], "NVIDIA GPU"),
+        (["--lora-rank", "2", "--lora-alpha", "0"], "alpha"),
+    ],
+)
+def test_models_that_cannot_be_trained_as_asked(tmp_path, options, message):
+    config = parse("--model", STORIES_MODEL, *options, "--run-dir", tmp_path / "run", config=stories.Config)
+    with pytest.raises(ValueError, match=message):
+        load_model(config, seed=0)
+
+
+@needs_stories
+def test_a_run_does_not_go_on_with_another_base(lora_run):
+    folder, _, trained, run = lora_run
+    config = parse("--resume", "--run-dir", folder / "run", config=stories.Config)
+    loaded = load_model(config, seed=0)
+    keep_description(run, loaded, config)
+    other = loaded.pretrained._replace(params=jax.tree.map(lambda x: x * 0.5, trained.base))
+    with pytest.raises(ValueError, match="no longer those that this run began with"):
+        keep_description(run, loaded._replace(pretrained=other), config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"run": "nowhere"}, "no model/config.json"),
+        ({"phase": "dpo"}, "no checkpoints of a phase 'dpo'"),
+        ({"step": 3}, r"no checkpoint of step 3 .* only of \[2\]"),
+        ({"adapter": True}, "did not train adapters"),
+        ({"out": "full"}, "exists"),
+        ({"phase": ""}, r"its phases are \['control', 'grpo', 'warm'\]"),
+    ],
+)
+def test_exports_that_cannot_be(arithmetic_run, options, message):
+    given = {"run": "run", "out": "out"} | options
+    given |= {name: arithmetic_run / given[name] for name in ("run", "out")}
+    with pytest.raises(ValueError, match=message) as error:
+        export(Options(**given))
+    assert "\n" not in str(error.value)
+    assert not (arithmetic_run / "out").exists()
+
+
+def test_a_model_from_nothing_is_exported_with_its_tokenizer(arithmetic_run):
+    export(Options(arithmetic_run / "run", arithmetic_run / "saved", phase="warm"))
+    saved = load_pretrained(arithmetic_run / "saved")
+    loaded, step = load_run(arithmetic_run / "run", phase="warm", dtype="bfloat16")
+    assert step == 4
+    assert params_sha256(loaded.params) == params_sha256(saved.params)
+    assert loaded.config == dataclasses.replace(saved.config, dtype="bfloat16")
+    assert (loaded.eos_ids, len(loaded.tokenizer)) == (saved.eos_ids, len(saved.tokenizer))
+    assert dataclasses.replace(saved.config, initializer_range=0.1) == arithmetic.MODEL
+    assert saved.eos_ids == (EOS_ID,)
+    assert saved.tokenizer.decode(saved.tokenizer.encode("07+58=")) == "07+58="
+
+
+# ---- killed and resumed. The environment variable asks for the whole main job.
+
+SHORT = [] if os.environ.get("GRPO_JAX_FULL") else ["--warm-steps", "150", "--steps", "40", "--eval-every", "10"]
+SAVING = "*/*.orbax-checkpoint-tmp"
+PAIRS = ["--model", str(STORIES_MODEL), "--data", str(HH), "--steps", "40"]
+LORA = ["--model", str(STORIES_MODEL), "--lora-rank", "2", "--steps", "10", "--max-tokens", "32"]
+
+
+def start(script: str, folder: Path, *args: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", f"experiments.{script}", "--run-dir", str(folder), *args]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+
+
+def kill_at(moment: str, folder: Path, process: subprocess.Popen, dice: random.Random) -> str:
+    """Kills within a phase (its folder, then a few seconds), or in mid-save (a checkpoint not yet renamed)."""
+    saving = moment.endswith("-tmp")
+    time.sleep(dice.uniform(8, 20) if saving else 0)
+    while not list((folder / "checkpoints").glob(moment)) and process.poll() is None:
+        time.sleep(0.002)
+    time.sleep(0 if saving else dice.uniform(0, 8))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    unfinished = [str(path.relative_to(folder)) for path in (folder / "checkpoints").glob("*/*-tmp")]
+    lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+    return f"after {lines[-1][:30] if lines else 'no line'}, unfinished {unfinished}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options", "moments"),
+    [
+        ("arithmetic", SHORT, ["warm", "grpo", "control", SAVING] * 2 + ["grpo", SAVING]),
+        ("ppo", [*SHORT, "--num-seeds", "1"], ["warm_0", "ppo_0", "control_0", SAVING]),
+        pytest.param("reward_model", PAIRS, ["reward_model", SAVING], marks=needs_pairs),
+        pytest.param("stories", LORA, ["grpo", "control", SAVING, "grpo", SAVING], marks=needs_stories),
+    ],
+)
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path, script, options, moments):
+    args = [*options, "--checkpoint-every", "5"]
+    assert start(script, tmp_path / "whole", *args).wait() == 0
+    expected = {name: (tmp_path / "whole" / name).read_bytes() for name in ("metrics.jsonl", "results.json")}
+    dice = random.Random(0)
+    for number, moment in enumerate(moments):
+        folder = tmp_path / f"killed-{number}"
+        where = kill_at(moment, folder, start(script, folder, *args), dice)
+        assert start(script, folder, "--resume").wait() == 0
+        for name, content in expected.items():
+            assert (folder / name).read_bytes() == content, (number, where, name)
+        print(f"kill {number} in {moment}: {where}; same bits")

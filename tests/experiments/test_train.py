@@ -1,0 +1,175 @@
+"""Rows and rewards of one's own, from the command line to a table; and graders that misbehave on the way."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import evaluate, train
+from grpo_jax.errors import UsageError
+from grpo_jax.runs import flags
+from grpo_jax.tasks.options import TaskOptions, open_task
+
+DATA = Path(__file__).parents[3] / "shared/data"
+MODEL, GSM8K = DATA / "stories260K-hf", DATA / "gsm8k"
+needs_model = pytest.mark.skipif(not MODEL.exists(), reason="needs the stories260K model")
+needs_gsm8k = pytest.mark.skipif(not GSM8K.exists() or not MODEL.exists(), reason="needs GSM8K and stories260K")
+ANIMALS = ["cat", "dog", "bird", "fish", "bear", "frog", "duck", "fox", "cow", "pig", "bunny", "mouse"]
+SMALL = ("--num-prompts", 4, "--group-size", 4, "--max-tokens", 8, "--steps", 2, "--eval-every", 1, "--seed", 3)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A folder with rows.jsonl and rewards.py."""
+    folder = tmp_path_factory.mktemp("own")
+    rows = [{"prompt": f"Once there was a {animal}", "word": animal} for animal in ANIMALS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(
+        "import math, os, time\n"
+        "def vowels(rows, texts):\n"
+        "    return [sum(map(text.count, 'aeiou')) / 8 for text in texts]\n"
+        "def word(rows, texts):\n"
+        "    return [float(row['word'] in text) for row, text in zip(rows, texts)]\n"
+        "def hangs(rows, texts): time.sleep(3600)\n"
+        "def raises(rows, texts): raise RuntimeError('no such thing')\n"
+        "def nan(rows, texts): return [math.nan] * len(texts)\n"
+        "def short(rows, texts): return [1.0]\n"
+        "def prints(rows, texts):\n"
+        "    for _ in range(1024): print('x' * 2**20)\n"
+        "    return [1.0] * len(texts)\n"
+        "def leaves(rows, texts): os._exit(3)\n"
+    )
+    return folder
+
+
+def run(own, folder, *args):
+    given = ["--model", MODEL, "--task", own / "rows.jsonl", "--run-dir", folder, *SMALL, *args]
+    config = flags.parse(train.Config, None, [str(arg) for arg in given])
+    train.main(config)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@needs_model
+def test_own_rows_and_rewards_then_the_checkpoint_evaluated_alone(own, tmp_path, capsys):
+    rewards = ("--reward", f"{own}/rewards.py:vowels", f"word=0.5*{own}/rewards.py:word", "0*length(maximum=3)")
+    lines = run(own, tmp_path / "run", *rewards, "--num-heldout", 4)
+    for line in lines[1:]:
+        assert line["reward"] == pytest.approx(line["reward_vowels"] + 0.5 * line["reward_word"], abs=1e-6)
+        assert line["learning_rate"] == pytest.approx(1e-6)
+    group = json.loads((tmp_path / "run/rollouts.jsonl").read_text().splitlines()[-1])
+    assert group["columns"]["word"] in group["prompt"]
+    assert ["".join(texts) for texts in group["tokens"]] == group["completions"]
+    assert set(group["components"]) == {"vowels", "word", "length"}
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert set(results) == {"before", "after", "params_sha256"}  # no control unless it is asked for
+    assert "held-out prompts" in capsys.readouterr().out
+
+    out = tmp_path / "out"
+    for num_prompts in (1, 3):  # the task and the length are the run's; how many at once is no matter
+        given = [tmp_path / "run", "--samples", 3, "--num-prompts", num_prompts, "--seed", 3, "--out", out]
+        options = evaluate.parse([str(arg) for arg in given])
+        evaluate.main(options)
+        numbers = json.loads((out / "numbers.json").read_text())
+        assert numbers["options"]["task"] == str(own / "rows.jsonl")
+        assert numbers["options"]["step"] == 2
+        assert {name: numbers[name] for name in results["after"] if not name.startswith("change")} == {
+            name: pytest.approx(value, abs=1e-6, nan_ok=True)
+            for name, value in results["after"].items()
+            if not name.startswith("change")
+        }
+
+    with pytest.raises(UsageError, match="leave out --num-heldout"):
+        evaluate.main(evaluate.parse([str(tmp_path / "run"), "--num-heldout", "9"]))
+    other = evaluate.parse([str(tmp_path / "run"), "--task", "other.jsonl", "--temperature", "0.5"])
+    assert (other.task, other.reward, other.max_tokens, other.temperature) == ("other.jsonl", (), 8, 0.5)
+
+
+@needs_model
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("hangs", "timeout"),
+        ("raises", "raised"),
+        ("nan", "nan"),
+        ("short", "wrong_length"),
+        ("leaves", "died"),
+        pytest.param("prints", None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_ends_whatever_a_grader_does_and_counts_it(own, tmp_path, capsys, name, reason):
+    started = time.monotonic()
+    rewards = ("--reward", f"{own}/rewards.py:vowels", f"{own}/rewards.py:{name}")
+    limits = ("--reward-deadline", 0.3, "--reward-budget", 1.0) if reason else ()
+    lines = run(own, tmp_path / "run", *rewards, *limits, "--eval-every", 0)
+    said = " ".join(capsys.readouterr().out.split())
+    assert [line["step"] for line in lines] == [1, 2]
+    if reason is None:  # what is printed goes nowhere
+        assert [line[f"reward_{name}"] for line in lines] == [1.0, 1.0]
+        return
+    counts = [line.get(f"ungraded_{name}_{reason}", 0) + line.get(f"ungraded_{name}_budget", 0) for line in lines]
+    assert counts == [16, 16]
+    assert [line[f"reward_{name}"] for line in lines] == [None, None]
+    assert all(np.isfinite(line["reward"]) for line in lines)  # the other reward goes on
+    assert f"the reward {name} gave" in said
+    assert f"ungraded_{name}_{reason}" in said
+    # Before, two steps, after: each within the budget, and starting the processes again.
+    assert time.monotonic() - started < 90
+
+
+@needs_gsm8k
+def test_gsm8k_says_that_a_story_model_finds_nothing_to_learn(tmp_path, capsys):
+    given = ["--model", MODEL, "--task", "gsm8k", "--data", GSM8K, "--num-heldout", 8, "--max-prompt-tokens", 160]
+    given += ["--template", "Q: {question} A:"]
+    config = flags.parse(train.Config, None, [str(arg) for arg in [*given, "--run-dir", tmp_path / "run", *SMALL]])
+    train.main(config)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step 1: in every group all rewards are equal (all are 0), so there is nothing to learn from" in said
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["zero_spread_share"] for line in lines[1:]] == [1, 1]
+    assert lines[-1]["heldout_avg"] == 0
+    assert lines[-1]["heldout_avg_high"] > 0.2  # of a few prompts, none right: little is known
+
+
+@needs_gsm8k
+@pytest.mark.slow
+def test_a_format_is_learned_on_gsm8k(tmp_path):
+    pattern = 'format=0.2*matches(pattern="[^\\n]+[.!?]\\"?\\\\s*")'
+    given = ["--model", MODEL, "--task", "gsm8k", "--data", GSM8K, "--reward", "strict=gsm8k_answer", pattern]
+    given += ["--max-prompt-tokens", 200, "--num-prompts", 16, "--group-size", 16, "--max-tokens", 32]
+    given += ["--num-heldout", 64, "--learning-rate", 1e-3, "--steps", 40, "--run-dir", tmp_path / "run"]
+    train.main(flags.parse(train.Config, None, [str(arg) for arg in given]))
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert results["before"]["reward_format"] < 0.1
+    assert results["after"]["reward_format"] > 0.8
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "--task is needed"),
+        ({"task": "rows.jsonl"}, "--reward is needed for rows.jsonl"),
+        ({"task": "rows.jsonl", "reward": ("length(maximum=1)",), "data": "x"}, "--data belongs to"),
+        ({"task": "gsm8k", "prompt_column": "question"}, "--prompt-column is for rows of your own"),
+        ({"task": "math"}, "--data is needed for math"),
+        ({"task": "none.jsonl", "reward": ("length(maximum=1)",)}, "there is no none.jsonl"),
+        ({"task": "rows.jsonl", "reward": ("lenght(maximum=1)",)}, "no built-in reward 'lenght'"),
+    ],
+)
+def test_a_task_that_does_not_work_is_refused(own, monkeypatch, options, sentence):
+    class Tokenizer:
+        chat_template = None
+
+    class Pretrained:
+        tokenizer = Tokenizer()
+
+    monkeypatch.chdir(own)
+    with (
+        pytest.raises(UsageError, match=sentence),
+        open_task(TaskOptions(**options), Pretrained(), num_prompts=1, group_size=2, seed=0),  # type: ignore[arg-type]
+    ):
+        pass

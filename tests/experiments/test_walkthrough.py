@@ -1,0 +1,160 @@
+"""The chapter, step by step: its numbers, and those of a model."""
+
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import chapter, walkthrough
+from grpo_jax.data.types import Completion
+from grpo_jax.errors import UsageError
+from grpo_jax.functional import kl_k3
+from grpo_jax.models.policy import Policy
+from grpo_jax.training.state import Batch
+
+STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
+needs_stories = pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")
+
+
+class Characters:
+    """A tokenizer of one character a token."""
+
+    def encode(self, text):
+        return list(text)
+
+
+@pytest.mark.parametrize(
+    ("about", "numbers"),
+    [
+        # 10 2 5 5 are no answers to x = 4; of 8 half are right: ½ / √(8 · ¼ / 7).
+        (lambda: chapter.about_sampling(Characters(), "y ="), ["of +0.0000 +0.0000 +0.0000 +0.0000; ", "get 0.9354, "]),
+        (lambda: chapter.about_sampling(Characters(), "y ="), ["take 3 tokens and 4 after"]),
+        # √(2/7), ½; ½ / √(4 · ¼ / 3) with each ε; 1 − ½ / 0.5774.
+        (chapter.about_advantages, ["0.5345; with n it is 0.5000", "±0.9354 ", "±0.8660 ", "±1.0000"]),
+        (chapter.about_advantages, ["+0.8660 -0.8660 -0.8660 +0.8660, with 1e-4 +0.8659 -0.8659 ", "is 0.1340;"]),
+        (chapter.about_advantages, ["first: 0.00.", "is (8, 8):"]),
+        (chapter.about_logprobs, ["= 1.49 instead of 1.80"]),  # e^0.4
+        # 1.4 · 1.2 · 0.75 and −1.4 · 0.866; 1.1².
+        (chapter.about_clip, ["takes 0.4, ", "slope of 0.4 ", "takes -0.8, ", "takes -1.8, ", "+1.2599; ", "-1.2124."]),
+        (chapter.about_clip, ["A = 0.94, the slope is 0.0000.", "a response of 1.21,"]),
+        # log 1.8 + 1/1.8 − 1; 0.9 log 1.8 + 0.1 log 0.2, ½ log (0.25 / 0.09); (−2 + 1) / 2, (−2 + 3) / 4.
+        (chapter.about_kl, ["it is 0.0000 ", "k3 is 0.1433.", "formula's is 0.3681, the code's 0.5108"]),
+        (chapter.about_kl, ["of rows is -0.50, of tokens +0.25.", "2 of 6 places"]),
+    ],
+)
+def test_corrections_have_the_numbers_that_a_reader_computes(about, numbers):
+    text = " ".join(about())
+    assert all(re.match("The chapter('s)? ", correction) for correction in about())
+    for number in numbers:
+        assert number in text
+
+
+def test_the_two_cases_of_the_clip():
+    cases = chapter.cases()
+    np.testing.assert_allclose(cases["min"], [1.2, -1.8, 0.4, -0.8], rtol=1e-6)
+    np.testing.assert_allclose(cases["slope"], [0, -1.8, 0.4, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "texts", "rewards"),
+    [
+        ("answer", ["5", " 5.0", "5, since", "50", "5.5", "15", ""], [1, 1, 1, 0, 0, 0, 0]),
+        ("vowels", ["is", "A", "J", "5", "", "a b"], [0.5, 1, 0, 0, 0, 0.5]),
+        ("even", [Completion("a", [4, 1]), Completion("b", [3]), Completion("", [])], [1, 0, 0]),
+    ],
+)
+def test_rules(rule, texts, rewards):
+    assert walkthrough.RULES[rule]([{"answer": "5"}] * len(texts), texts) == rewards
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"answers": ("5",)}, "give one each"), pytest.param({"top_k": -1}, "top_k is -1", marks=needs_stories)],
+)
+def test_what_cannot_be_walked_through(options, message):
+    with pytest.raises(UsageError, match=message):
+        walkthrough.main(walkthrough.Config(model=str(STORIES), **options))
+
+
+def test_the_exact_kl():
+    """Of given distributions: 0.9 log 1.8 + 0.1 log 0.2, and the same probabilities at half the temperature."""
+    policy = Policy(*[None] * 4)._replace(
+        hidden=lambda params, ids, mask, completions: params[None, None, None], unembedding=lambda params: jnp.eye(2)
+    )
+    new, old = jnp.log(jnp.array([0.9, 0.1])), jnp.log(jnp.array([0.5, 0.5]))
+    one, none = np.ones((1, 1), np.float32), np.zeros((1, 1, 1), np.int32)
+    for temperature, expected in ((1.0, 0.3681), (0.5, 81 / 82 * np.log(162 / 82) + 1 / 82 * np.log(2 / 82))):
+        batch = Batch(none[0], one > 0, none, none == 0, temperature * one)
+        kl = walkthrough.exact_kl(policy, new, old, batch)
+        np.testing.assert_allclose(kl, [[[expected]]], atol=5e-5)
+
+
+def walk_through(capsys, **options):
+    """The numbers, and what is printed, its lines joined."""
+    walk = walkthrough.main(walkthrough.Config(model=str(STORIES), **options))
+    return walk, " ".join(capsys.readouterr().out.split())
+
+
+@needs_stories
+def test_equal_rewards_are_said_to_teach_nothing(capsys):
+    walk, page = walk_through(capsys, reward="answer")
+    assert page.count("What follows is zeros: take --reward auto") == 1
+    assert walk.metrics["grad_norm"] == 0
+
+
+@needs_stories
+def test_far_from_the_start_no_large_number_is_called_a_kl(capsys):
+    walk, page = walk_through(capsys, kl_coef=0.0, learning_rate=0.01, seed=3)
+    assert walk.after.kl.max() > 1e3  # k3, of tokens that the policy does not sample any more
+    assert 0 < walk.kl.max() < 100
+    assert f"whole vocabulary is {walk.kl.mean():.4f}, " in page
+    assert "with β = 0 nothing pulls back to it" in page
+
+
+@needs_stories
+def test_a_walk_with_a_real_model(capsys):
+    walk = walkthrough.main(walkthrough.Config(model=str(STORIES)))
+    page = capsys.readouterr().out
+    assert max(map(len, page.splitlines())) <= 80  # as piped
+    assert chapter.ADDRESS in page
+    assert "answer: 1 where" in page
+    assert "What follows is zeros" not in page
+    assert "all advantages are 0.0000" in page  # of a model of stories that is asked for a number
+    assert walk.reward == "vowels"
+    assert [float(number) for number in re.findall(r"sum (\S+)", page)] == pytest.approx([0, 0], abs=1e-4)
+    r = walk.rewards.astype(float)
+    expected = (r - r.mean(1, keepdims=True)) / r.std(1, ddof=1, keepdims=True)
+    np.testing.assert_allclose(walk.advantages, expected, atol=1e-4)
+
+    # Before: the ratio is 1 to the bit, the slope −A, the loss 0, its gradient not.
+    assert (walk.before.ratio == 1).all()
+    assert (walk.before.kl == 0).all()
+    np.testing.assert_allclose(walk.before.slope[..., 0], -walk.advantages, rtol=1e-6)
+    assert walk.before.loss == pytest.approx(0, abs=1e-6)
+    assert walk.metrics["loss"] == pytest.approx(float(walk.before.loss), abs=1e-6)
+    assert walk.metrics["grad_norm"] > 1
+    assert "gradient norm 0.0000, largest change of a weight 0.00e+00" in page  # with equal rewards
+
+    # After: another ratio, and the loss by hand from the log-probabilities.
+    ratio = np.exp(walk.after.logprobs - walk.before.logprobs)
+    np.testing.assert_allclose(walk.after.ratio, ratio, rtol=1e-5)
+    assert (np.abs(ratio - 1) > 1e-3).all()
+    advantages = walk.advantages[..., None]
+    term = -np.minimum(ratio * advantages, ratio.clip(0.8, 1.2) * advantages)
+    np.testing.assert_allclose(walk.after.term, term, rtol=1e-5)
+    kl = kl_k3(walk.after.logprobs, walk.before.logprobs)
+    assert walk.after.loss == pytest.approx(float((term + 0.04 * kl).mean()), abs=1e-5)
+    assert walk.after.loss < walk.before.loss
+    # Of a coarser view, the tokens sampled and all others, a KL is at most the whole.
+    for whole, old, new in zip(walk.kl, walk.before.logprobs, walk.after.logprobs, strict=True):
+        p, q = np.exp(np.unique(np.stack([new.ravel(), old.ravel()]), axis=1)).astype(float)
+        p, q = np.append(p, 1 - p.sum()), np.append(q, 1 - q.sum())
+        assert 0 < (p * np.log(p / q)).sum() <= whole.min() + 1e-6
+        assert whole.max() < 0.1
+    page = " ".join(page.split())
+    assert "β = 0.04 pulls back to it" in page
+    assert f"(above with A > 0, below with A < 0), {(walk.after.slope == 0).sum()} here" in page
+    assert (walk.moved == np.sign(walk.advantages.ravel())).mean() > 0.5
+    assert "1.00 times the change" in page

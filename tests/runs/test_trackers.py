@@ -1,0 +1,62 @@
+"""TensorBoard and Weights & Biases show what the files say, also after a resume."""
+
+import math
+import sys
+import types
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from grpo_jax.errors import UsageError
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.trackers import weights_and_biases
+
+
+def events(folder):
+    """(tag, step) -> value, of all event files: a length, its checksum, the message, its checksum."""
+    found = {}
+    for file in folder.glob("events*"):
+        data = file.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + size])
+            for value in event.summary.value:
+                assert (value.tag, event.step) not in found
+                found[value.tag, event.step] = value.simple_value
+            data = data[16 + size :]
+    return found
+
+
+def test_tensorboard_has_each_number_once_and_no_lines_that_were_dropped(tmp_path):
+    run = RunFolder(tmp_path, {})
+    run.rewind("grpo", 0)
+    for step in (1, 2, 3):
+        run.log("grpo", step, {"reward": step / 2, "nothing": None, "infinite": math.inf})
+    run.log("control", 1, {"reward": 9.0})
+    assert events(tmp_path / "tensorboard" / "grpo") == {("reward", step): step / 2 for step in (1, 2, 3)}
+    again = RunFolder(tmp_path, {})
+    again.rewind("grpo", 2)
+    again.log("grpo", 3, {"reward": 7.0})
+    assert events(tmp_path / "tensorboard" / "grpo") == {("reward", 1): 0.5, ("reward", 2): 1.0, ("reward", 3): 7.0}
+    assert events(tmp_path / "tensorboard" / "control") == {("reward", 1): 9.0}
+
+
+def test_weights_and_biases_is_one_run_with_a_step_of_its_own(tmp_path, monkeypatch):
+    calls = []
+    theirs = types.SimpleNamespace(
+        log=lambda values: calls.append(values),
+        define_metric=lambda name, step_metric: calls.append((name, step_metric)),
+    )
+    module = types.SimpleNamespace(init=lambda **given: calls.append(given) or theirs)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for _ in range(2):  # begun and resumed
+        tracker = weights_and_biases("project", tmp_path, {"seed": 0})
+        tracker.log({"phase": "grpo", "step": 4, "reward": 0.5, "nothing": None})
+    assert calls[0]["id"] == calls[3]["id"]
+    assert calls[1:3] == [("grpo/*", "grpo/step"), {"grpo/step": 4, "grpo/reward": 0.5}]
+
+
+def test_weights_and_biases_must_be_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match="install it"):
+        weights_and_biases("project", tmp_path, {})

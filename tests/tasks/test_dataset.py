@@ -1,0 +1,473 @@
+"""Rows to tasks: reading, splitting, the order of prompts, and every sentence of refusal."""
+
+import gzip
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_jax.data.rows import Row, batches, read_rows
+from grpo_jax.errors import UsageError
+from grpo_jax.models.huggingface import load_tokenizer
+from grpo_jax.tasks.dataset import text_task
+from grpo_jax.tasks.gsm8k import gsm8k_rows, gsm8k_task
+from grpo_jax.tasks.mathematics import INSTRUCTION, math_rows, math_task
+
+DATA = Path(__file__).parents[2].parent / "shared/data"
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs the shared data")
+
+
+class Characters:
+    """A tokenizer of one character a token, whose template writes the roles."""
+
+    pad_token_id = None
+    bos_token_id = None
+    chat_template = "yes"
+
+    def encode(self, text, add_special_tokens):
+        return [ord(character) % 256 for character in text]
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize):
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+
+def zeros(examples, completions):
+    return [0.0] * len(completions)
+
+
+def make(rows, tokenizer=None, **options):
+    options = {"vocab_size": 256, "num_prompts": 1, "seed": 0, "reward": zeros} | options
+    return text_task(tokenizer or Characters(), (0,), rows, **options)
+
+
+def texts(prompts):
+    """What the ids say."""
+    return ["".join(map(chr, ids[mask])) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
+
+
+def trained(task, steps=1):
+    return [text for step in range(steps) for text in texts(task.prompts(step))]
+
+
+WORDS = [{"prompt": f"word {i}", "number": i} for i in range(100)]
+OTHERS = [{"prompt": "held out"}]
+
+
+def refusal(function, *args, **options):
+    with pytest.raises(UsageError) as error:
+        function(*args, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# --- the order of prompts ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.data())
+def test_every_prompt_once_an_epoch_and_never_twice_in_a_step(size, data):
+    count = data.draw(st.integers(1, size))
+    batch = batches(size, count, seed=data.draw(st.integers(0, 5)))
+    taken = [batch(step) for step in range(3 * size // count + 1)]
+    for numbers in taken:
+        assert len(set(numbers.tolist())) == len(numbers) == count
+    stream = np.concatenate(taken)
+    for epoch in range(3):
+        assert sorted(stream[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@pytest.mark.parametrize(("size", "count"), [(100, 7), (100, 50), (11, 7), (8, 8), (1, 1)])
+def test_the_order_depends_on_seed_and_step_alone(size, count):
+    there = [batches(size, count, seed=3)(step).tolist() for step in range(40)]
+    batch = batches(size, count, seed=3)
+    assert [batch(step).tolist() for step in reversed(range(40))] == there[::-1]
+    if size > 1:
+        assert [batches(size, count, seed=4)(step).tolist() for step in range(40)] != there
+        assert batch(0).tolist() != batch(size).tolist()  # size steps later an epoch begins with a step again
+
+
+def test_a_late_step_is_as_quick_as_the_first(monkeypatch):
+    from grpo_jax.data import rows
+
+    made = []
+    monkeypatch.setattr(rows, "rng", lambda *key: made.append(key) or np.random.default_rng(key))
+    # Within this step ends epoch 30 of the 32 after which one begins with a step again.
+    batches(1_001, 32, seed=0)(1_001 * (31 + 32 * 10**6) // 32)
+    assert len(made) == 4  # shufflings: of two epochs, and of those before them
+    made.clear()
+    batches(1_001, 999, seed=0)(10**6)
+    assert 0 < len(made) <= 2 * 999
+
+
+def test_a_resumed_task_sees_what_it_would_have_seen():
+    first, again = make(WORDS, num_prompts=8), make(WORDS, num_prompts=8)
+    for _ in range(20):
+        first.prompts(0)
+    np.testing.assert_array_equal(first.prompts(37).ids, again.prompts(37).ids)
+    other = make(WORDS, num_prompts=8, seed=1)
+    assert (first.prompts(37).ids != other.prompts(37).ids).any()
+    np.testing.assert_array_equal(first.heldout.ids, other.heldout.ids)  # the split is no matter of the seed
+
+
+# --- what is held out ---
+
+
+def test_a_share_is_held_out_and_equal_prompts_are_on_one_side():
+    rows = WORDS * 3
+    task = make(rows, heldout_share=0.2)
+    heldout, training = texts(task.heldout), trained(task, 300)
+    assert 10 * 3 <= len(heldout) <= 30 * 3
+    assert not set(heldout) & set(training)
+    assert set(heldout) | set(training) == {row["prompt"] for row in rows}
+    assert set(Counter(heldout).values()) == {3}
+
+
+def test_nothing_is_held_out_where_all_are_needed():
+    task = make(WORDS[:2] * 2, heldout_share=0)
+    assert sorted(trained(task, 4)) == sorted(texts(task.heldout)) == ["word 0", "word 0", "word 1", "word 1"]
+    assert task.notes == ("no prompt is held out: all are trained on",)
+
+
+def test_a_number_is_held_out():
+    task = make(WORDS, num_heldout=7)
+    assert len(task.heldout.examples) == 7
+    assert len(set(trained(task, 93))) == 93
+    # Of rows given for it, those whose hash is smallest: the same among the same prompts.
+    again = make([{"prompt": "another"}], heldout_rows=WORDS, num_heldout=7)
+    assert texts(again.heldout) == texts(task.heldout)
+
+
+def test_rows_given_for_holding_out_are_never_trained_on():
+    task = make([*WORDS, WORDS[3]], heldout_rows=[WORDS[3], WORDS[50], {"prompt": "new"}])
+    assert texts(task.heldout) == ["word 3", "word 50", "new"]
+    assert sorted(trained(task, 98)) == sorted(row["prompt"] for row in WORDS if row["number"] not in (3, 50))
+    assert task.notes == ("training: dropped, for they are held out: 3",)
+
+
+def test_rows_left_out_of_the_held_out_ones_are_not_trained_on_either():
+    held = [{"prompt": f"{row['prompt']}!"} for row in WORDS]
+    task = make([*WORDS, *held], heldout_rows=held, num_heldout=5)
+    assert len(task.heldout.examples) == 5
+    assert sorted(trained(task, 100)) == sorted(row["prompt"] for row in WORDS)
+    assert task.notes == ("training: dropped, for they are held out: 100",)
+
+
+def test_prompts_that_become_equal_by_cutting_do_not_straddle():
+    rows = [{"prompt": "a 123"}, {"prompt": "b 456"}]
+    task = make(rows, heldout_rows=[{"prompt": "c 123"}], max_prompt_tokens=3, overlong="truncate")
+    assert trained(task, 3) == ["456"] * 3
+    assert task.notes == (
+        "training: 2 of 2 prompts lost their beginning",
+        "held out: 1 of 1 prompts lost their beginning",
+        "training: dropped, for they are held out: 1",
+    )
+
+
+def test_dropped_prompts_are_counted_and_the_width_is_of_the_longest_of_both_parts():
+    rows = [{"prompt": "12"}, {"prompt": "1234567"}, {"prompt": " "}, {"prompt": "123"}]
+    task = make(rows, heldout_rows=[{"prompt": "1234"}, {"prompt": "12345"}], max_prompt_tokens=4)
+    assert task.notes == (
+        "training: dropped of 4 prompts: 1 longer than 4 tokens, 1 empty",
+        "held out: dropped of 2 prompts: 1 longer than 4 tokens",
+    )
+    assert task.heldout.ids.shape == (1, 4)
+    assert task.prompts(0).ids.shape == (1, 4)
+    assert sorted(trained(task, 2)) == ["12", "123"]
+    assert [e["prompt"] for e in task.prompts(0).examples] == trained(task)  # of the rows that are left
+
+
+# --- prompts ---
+
+
+def test_examples_have_all_columns_and_the_text_as_encoded():
+    rows = [{"question": "1+1", "answer": "2", "prompt": "hidden", "tags": ["sum"]}]
+    task = make(rows, template="{question} is {{{answer}}}?", heldout_rows=[rows[0] | {"question": "x"}])
+    assert trained(task) == ["1+1 is {2}?"]
+    assert task.prompts(0).examples == [rows[0] | {"prompt": "1+1 is {2}?"}]
+    assert rows[0]["prompt"] == "hidden"
+
+
+def test_texts_and_messages_in_chat():
+    user = [{"role": "user", "content": "Hi"}]
+    held = [{"prompt": [{"role": "user", "content": "Oh"}]}]
+    assert trained(make([{"prompt": user}], heldout_rows=held)) == ["<user>Hi<assistant>"]
+    assert trained(make([{"prompt": "Hi"}], heldout_rows=held)) == ["Hi"]
+    assert trained(make([{"prompt": "Hi"}], heldout_rows=held, chat=True)) == ["<user>Hi<assistant>"]
+    both = make([{"prompt": "Hi"}], heldout_rows=held, chat=True, system="Be")
+    assert trained(both) == ["<system>Be<user>Hi<assistant>"]
+    assert texts(both.heldout) == ["<system>Be<user>Oh<assistant>"]
+    own = [{"role": "system", "content": "Do"}, *user]
+    assert trained(make([{"prompt": own}], heldout_rows=held, system="Be")) == ["<system>Do<user>Hi<assistant>"]
+
+
+def test_the_split_is_the_same_with_and_without_a_chat_template():
+    bare, chat = make(WORDS), make(WORDS, chat=True)
+    assert [f"<user>{text}<assistant>" for text in texts(bare.heldout)] == texts(chat.heldout)
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{question", "the template cannot be read"),
+        ("question}", "the template cannot be read"),
+        ("{missing}", "row 0 has no column missing: its columns are prompt, number, many, none"),
+        ("{}", "without a name"),
+        ("{number:>99999999}", "with a format"),
+        ("{number!r}", "with a format"),
+        ("{number.__class__}", "no column number.__class__"),
+        ("{number[0]}", "no column number[0]"),
+        ("{many}", "row 0: column many holds a list"),
+        ("{none}", "row 0: column none holds nothing (null)"),
+    ],
+)
+def test_a_template_takes_names_of_columns_alone(template, sentence):
+    rows = [{"prompt": "x", "number": 7, "many": [1], "none": None}]
+    assert sentence in refusal(make, rows, template=template, heldout_rows=OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        (7, "row 1: column prompt holds a number, and should hold text or a list of chat messages"),
+        (None, "holds nothing (null)"),
+        ({"role": "user", "content": "x"}, "holds an object"),
+        (["x"], "holds a list"),
+        ([], "should end with the user's"),
+        ([{"role": "user"}], 'without text as "role" and "content"'),
+        ([{"role": "user", "content": ["x"]}], 'without text as "role" and "content"'),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "should end with the user's"),
+        ("\ud800", "row 1: its prompt holds half of a surrogate pair"),
+    ],
+)
+def test_a_prompt_is_text_or_messages(prompt, sentence):
+    assert sentence in refusal(make, [{"prompt": "fine"}, {"prompt": prompt}], heldout_rows=OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_prompts": 0}, "num_prompts is 0"),
+        ({"num_prompts": 101, "heldout_rows": OTHERS}, "num_prompts is 101, but there are 100 training prompts"),
+        ({"num_heldout": 0}, "num_heldout is 0"),
+        ({"num_heldout": 100}, "no prompt is left for training among 100 rows"),
+        ({"heldout_share": 1e-9}, "no prompt is left for held out among 100 rows"),
+        ({"heldout_share": 1.5}, "heldout_share is 1.5: it must be at least 0, and below 1"),
+        ({"heldout_rows": []}, "no prompt is left for held out"),
+        ({"heldout_rows": [{"text": "x"}]}, "held-out row 0 has no column prompt: its columns are text"),
+        ({"prompt_column": "question"}, "row 0 has no column question: its columns are prompt, number"),
+        ({"system": "Be"}, "a system message needs chat messages"),
+        ({"vocab_size": ord("w")}, "the tokenizer writes token 119, but the model has 119: use the model's own"),
+        ({"heldout_rows": WORDS}, "no prompt is left for training among 100 rows"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, sentence):
+    assert sentence in refusal(make, WORDS, **options)
+
+
+def test_chat_without_a_template_is_refused():
+    tokenizer = Characters()
+    tokenizer.chat_template = None
+    assert "no chat template" in refusal(make, WORDS, tokenizer, chat=True)
+
+
+# --- reading ---
+
+LINES = '{"a": "x\u2028y"}\n\n{"a": "2"}\r\n{"a": "ä"}'
+
+
+def test_a_file_is_read_in_every_form(tmp_path):
+    rows = [{"a": "x\u2028y"}, {"a": "2"}, {"a": "ä"}]
+    (tmp_path / "r.jsonl").write_bytes(b"\xef\xbb\xbf" + LINES.encode())  # with a byte order mark
+    (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
+    (tmp_path / "r.json").write_text(json.dumps(rows))
+    for name in ("r.jsonl", "r.jsonl.gz", "r.json"):
+        assert read_rows(tmp_path / name) == rows
+    assert [row.where for row in read_rows(tmp_path / "r.jsonl")] == [
+        f"{tmp_path}/r.jsonl, line {i}" for i in (1, 3, 4)
+    ]
+    assert read_rows(tmp_path / "r.json")[2].where == f"{tmp_path}/r.json, item 3"
+
+
+def test_a_folder_has_splits(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"a": 1}')
+    (tmp_path / "test.json").write_text('[{"a": 2}]')
+    assert read_rows(tmp_path) == read_rows(str(tmp_path), split="train") == [{"a": 1}]
+    assert read_rows(tmp_path, split="test") == [{"a": 2}]
+    sentence = refusal(read_rows, tmp_path, split="validation")
+    assert "has no validation.jsonl: name one of its files: test.json, train.jsonl" in sentence
+    assert "one file and has no split test" in refusal(read_rows, tmp_path / "train.jsonl", split="test")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("r.jsonl", b'{"a": 1}\n{"a": }', "r.jsonl, line 2 is not JSON (Expecting value at column 7)"),
+        ("r.jsonl", b"\n[1]", "r.jsonl, line 2 holds a list, not an object"),
+        ("r.jsonl", b'{"a": 1}\nnull', "r.jsonl, line 2 holds nothing (null), not an object"),
+        ("r.jsonl", b'{"a": "\xff"}', "r.jsonl, line 1 is not UTF-8"),
+        ("r.jsonl", b"[" * 100_000, "r.jsonl, line 1 is JSON that cannot be read"),
+        ("r.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "r.jsonl, line 1 is JSON that cannot be read"),
+        ("r.jsonl", b"", "r.jsonl holds no rows"),
+        ("r.jsonl", b"\n \n", "r.jsonl holds no rows"),
+        ("r.json", b"[]", "r.json holds no rows"),
+        ("r.json", b'{"a": 1}', "r.json holds an object, not a list of objects: is it .jsonl?"),
+        ("r.json", b'[{"a": 1},\n{"a": ]', "r.json is not JSON (Expecting value at line 2, column 7)"),
+        ("r.json", b'[{"a": 1}, 2]', "r.json, item 2 holds a number, not an object"),
+        ("r.jsonl.gz", b'{"a": 1}', "r.jsonl.gz cannot be read"),
+        ("r.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0)[:-9], "r.jsonl.gz cannot be read"),
+        ("r.csv", b"a\n1", "r.csv is not one of .jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path, name, content, sentence):
+    (tmp_path / name).write_bytes(content)
+    assert sentence in refusal(read_rows, tmp_path / name)
+
+
+def test_what_is_wrong_with_a_row_is_said_with_its_file_and_line(tmp_path):
+    (tmp_path / "r.jsonl").write_text('{"prompt": "x"}\n{"prompt": 1}\n{"text": "y"}')
+    rows = read_rows(tmp_path / "r.jsonl")
+    assert f"{tmp_path}/r.jsonl, line 2: column prompt holds a number" in refusal(make, rows)
+    assert f"{tmp_path}/r.jsonl, line 3 has no column prompt" in refusal(make, rows[2:])
+
+
+def test_a_missing_file_is_a_sentence(tmp_path):
+    assert "there is no" in refusal(read_rows, tmp_path / "r.jsonl")
+    assert "there is no" in refusal(read_rows, "rows.jsonl")
+    (tmp_path / "r.json").write_text("[]")
+    assert "has no subset" in refusal(read_rows, tmp_path / "r.json", subset="main")
+
+
+def test_a_data_set_of_the_hub(monkeypatch):
+    def load_dataset(name, subset, *, split):
+        if name == "no/one":
+            raise FileNotFoundError("no such data set\nat all")
+        return [{"name": name, "subset": subset, "split": split}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    rows = read_rows("owner/name", split="test", subset="main")
+    assert rows == [{"name": "owner/name", "subset": "main", "split": "test"}]
+    assert rows[0].where == "owner/name, split test, row 0"
+    assert read_rows("name")[0]["split"] == "train"
+    assert refusal(read_rows, "no/one").endswith("split train cannot be loaded: no such data set")
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "install grpo_jax[hub]" in refusal(read_rows, "owner/name")
+
+
+# --- GSM8K and MATH ---
+
+
+def test_gsm8k_rows_by_hand(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text(
+        json.dumps({"question": "How many?", "answer": "2 * 500 = <<2*500=1000>>1,000 of #1 ####\n#### 1,000"})
+    )
+    [row] = gsm8k_rows(path)
+    assert row == {"question": "How many?", "answer": "1,000", "solution": "2 * 500 = <<2*500=1000>>1,000 of #1 ####"}
+    assert row.where == f"{path}, line 1"
+    path.write_text('{"question": "How many?", "answer": "5"}')
+    assert 'line 1: its answer does not end with "####"' in refusal(gsm8k_rows, path)
+    path.write_text('{"question": "How many?", "answer": 5}')
+    assert "line 1: column answer holds a number, and should hold text" in refusal(gsm8k_rows, path)
+    path.write_text('{"answer": "#### 5"}')
+    assert "line 1 has no column question: its columns are answer" in refusal(gsm8k_rows, path)
+
+
+def test_math_rows_by_hand(tmp_path):
+    path = tmp_path / "r.jsonl"
+    lines = [
+        {"prompt": f"1+1?\n{INSTRUCTION}", "answer": "2"},
+        {"question": "1+1?", "answer": "It is $\\boxed{2}$.The answer is: 2"},
+        {"problem": "1+1?", "answer": 2, "level": 1, "solution": "Add."},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    rows = math_rows(path)
+    assert [(row["question"], row["answer"]) for row in rows] == [("1+1?", "2")] * 3
+    assert [row.get("solution") for row in rows] == [None, "It is $\\boxed{2}$.", "Add."]
+    assert rows[2]["level"] == 1
+    path.write_text('{"text": "1+1?"}')
+    assert "has no column question: its columns are text" in refusal(math_rows, path)
+    path.write_text('{"problem": "1+1?", "solution": "2"}')
+    assert "has no column answer" in refusal(math_rows, path)
+    path.write_text('{"problem": "1+1?", "answer": " "}')
+    assert "its answer is empty" in refusal(math_rows, path)
+    assert trained(math_task(Characters(), (0,), rows, heldout_rows=[rows[0] | {"question": "x"}], **OPTIONS)) == [
+        "Problem: 1+1?\nPlease reason step by step, and put your final answer within \\boxed{}.\nSolution:"
+    ]
+
+
+OPTIONS = {"vocab_size": 256, "num_prompts": 1, "seed": 0, "reward": zeros}
+
+
+@needs_data
+def test_gsm8k_for_a_base_model():
+    tokenizer = load_tokenizer(DATA / "stories260K-hf")
+    rows = gsm8k_rows(DATA / "gsm8k")
+    assert len(rows) == 7473
+    task = gsm8k_task(
+        tokenizer, (2,), DATA / "gsm8k", vocab_size=512, num_prompts=4, seed=0, reward=zeros, num_heldout=8
+    )
+    assert len(task.heldout.examples) == 8
+    example = task.prompts(0).examples[0]
+    assert example["prompt"].startswith(f"Question: {example['question']}\n")
+    assert example["prompt"].endswith('"#### 72".\nAnswer:')
+    ids = task.prompts(0).ids[0][task.prompts(0).mask[0]]
+    assert task.decode(ids.tolist()).strip() == example["prompt"]
+    assert any(row["question"] == example["question"] and row["answer"] == example["answer"] for row in rows)
+    assert {row["question"] for row in gsm8k_rows(DATA / "gsm8k", split="test")} >= {
+        example["question"] for example in task.heldout.examples
+    }
+    assert task.notes == ()
+
+
+@needs_data
+def test_gsm8k_in_chat(tmp_path):
+    tokenizer = load_tokenizer(DATA / "hf-tokenizers/phi-3-mini")
+    for split in ("train", "test"):
+        lines = (DATA / f"gsm8k/{split}.jsonl").read_text().splitlines()[:40]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    task = gsm8k_task(
+        tokenizer,
+        (2,),
+        tmp_path,
+        chat=True,
+        system="Be brief.",
+        max_prompt_tokens=100,
+        **OPTIONS | {"vocab_size": 32064},
+    )
+    example = task.prompts(0).examples[0]
+    assert example["prompt"].startswith(f"<|system|>\nBe brief.<|end|>\n<|user|>\n{example['question']}\n")
+    assert example["prompt"].endswith("<|end|>\n<|assistant|>\n")
+    assert task.heldout.ids.shape[1] <= 100
+    assert len(task.notes) == 2
+    assert all("longer than 100 tokens" in note for note in task.notes)
+
+
+@needs_data
+def test_both_files_of_math500_give_the_same_rows():
+    bare = math_rows(DATA / "math500/math500_prompt_answer.jsonl")
+    solved = math_rows(DATA / "math500/math500_with_solutions.jsonl")
+    assert len(bare) == len(solved) == 500
+    for one, other in zip(bare, solved, strict=True):
+        assert (one["question"], one["answer"]) == (other["question"], other["answer"])
+        assert "The answer is:" not in other["solution"]
+    tokenizer = load_tokenizer(DATA / "stories260K-hf")
+    task = math_task(tokenizer, (2,), solved, num_heldout=100, **OPTIONS | {"vocab_size": 512})
+    assert len(task.heldout.examples) == 100
+    assert task.prompts(0).examples[0]["prompt"].endswith("within \\boxed{}.\nSolution:")
+
+
+def test_rows_know_where_they_were_read():
+    assert Row({"a": 1}, "here").where == "here"
+    assert "here has no column b: its columns are a" in refusal(make, [Row({"a": 1}, "here")], prompt_column="b")

@@ -1,0 +1,497 @@
+"""The loop: guards, resume, epochs, devices. A task of one-token answers keeps every run to seconds."""
+
+import dataclasses
+import json
+from functools import partial
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.config import GRPOConfig, Preset, validate
+from grpo_jax.data.types import Component, pad_prompts, rng
+from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
+from grpo_jax.functional.presets import PRESETS
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.training import guards
+from grpo_jax.training.grpo import corrected, grpo_loss_fn, make_programs, train
+from grpo_jax.training.rollout import Rollout, outcome_of
+from grpo_jax.training.state import Batch, TrainState
+
+VOCAB, EOS, PAD = 8, 6, 7
+POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
+PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+CONFIG = GRPOConfig(
+    steps=6, num_prompts=8, group_size=4, max_tokens=3, learning_rate=1e-2, checkpoint_every=2, rollouts_every=1
+)
+
+
+def prompts(step: int):
+    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
+
+
+def says_three(examples, completions):
+    return [text.count("3") / 3 for text in completions]
+
+
+TASK = Task(prompts, says_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return make_programs(POLICY, TASK, CONFIG)
+
+
+def open_run(path, config=CONFIG) -> RunFolder:
+    return RunFolder(path, dataclasses.asdict(config))
+
+
+# ---- learning and logging
+
+
+def test_training_raises_the_reward_and_logs_every_step(tmp_path, programs):
+    run = open_run(tmp_path)
+    config = dataclasses.replace(CONFIG, steps=30)
+    train(POLICY, PARAMS, TASK, config, run, programs=programs)
+    lines = run.lines()
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    first, last = (np.mean([line["reward"] for line in part]) for part in (lines[:5], lines[-5:]))
+    assert last > first + 0.3
+    assert lines[0]["first_ratio_deviation"] < 1e-5
+    assert lines[0]["sampler_mismatch"] == pytest.approx(1, abs=1e-5)
+    assert run.lines("times.jsonl")[-1]["compilations"] == run.lines("times.jsonl")[1]["compilations"]
+    group = run.lines("rollouts.jsonl")[0]
+    assert len(group["completions"]) == len(group["rewards"]) == len(group["advantages"]) == 4
+
+
+def test_a_random_reward_depends_on_the_completions_alone():
+    examples, texts = [{"prompt": "a"}] * 64, [str(i) for i in range(64)]
+    draws = random_reward(0)(examples, texts)
+    assert draws == random_reward(0)(examples, texts)
+    assert draws != random_reward(1)(examples, texts)
+    assert set(draws) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epochs": 2, "minibatches": 2},
+        {"preset": "rloo", "temperature": 0.8, "top_k": 4},
+        {"preset": "seed_000", "old_logprobs": "sampler", "microbatches": 2},
+    ],
+)
+def test_first_ratio_is_one_whatever_the_sampling(tmp_path, changes):
+    config = dataclasses.replace(CONFIG, steps=2, **changes)
+    run = open_run(tmp_path, config)
+    state = train(POLICY, PARAMS, TASK, config, run)
+    assert [line["first_ratio_deviation"] < 1e-5 for line in run.lines()] == [True, True]
+    updates = 2 * config.epochs * config.minibatches
+    counts = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state) if "count" in str(path)]
+    assert counts
+    assert all(int(count) == updates for count in counts)
+    assert params_sha256(state.params) != params_sha256(PARAMS)
+
+
+def test_kl_in_the_reward_lowers_advantages_of_unlikely_rows(tmp_path):
+    # With a zero reward, only the penalty tells completions apart, once the policy has left the reference.
+    config = dataclasses.replace(CONFIG, steps=4, preset="rloo", kl_coef=1.0)
+    run = open_run(tmp_path, config)
+
+    def first_steps_only(examples, texts, calls=iter(range(99))):  # noqa: B008
+        return says_three(examples, texts) if next(calls) < 3 else [0.0] * len(texts)
+
+    train(POLICY, PARAMS, TASK, config, run, reward=first_steps_only)
+    advantages = [group["advantages"] for group in run.lines("rollouts.jsonl") if group["step"] == 4]
+    assert np.abs(advantages).max() > 1e-3
+
+
+# ---- what the policy is held near
+
+
+def test_a_reference_that_moves_is_the_mean_of_policies(tmp_path, programs):
+    half = dataclasses.replace(CONFIG, steps=2, ref_sync_steps=2, ref_mixup_alpha=0.25)
+    state = train(POLICY, PARAMS, TASK, half, open_run(tmp_path / "half"), programs=programs)
+    expected = jax.tree.map(lambda new, old: 0.25 * new + 0.75 * old, state.params, PARAMS)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), state.reference, expected)
+
+    # The policy of before each update: the gradient of the KL is then 0, and so is its value.
+    kl = {}
+    for every in (0, 1):
+        config, run = dataclasses.replace(CONFIG, ref_sync_steps=every), open_run(tmp_path / f"every_{every}")
+        train(POLICY, PARAMS, TASK, config, run, programs=programs)
+        kl[every] = [line["kl"] for line in run.lines()]
+    assert kl[0][-1] > 1e-3
+    assert kl[1] == pytest.approx([0] * 6, abs=1e-6)
+
+
+def test_kl_coef_is_steered_to_a_target(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=4, preset="rloo", kl_coef=0.5, kl_target=0.05, kl_horizon=64)
+    run = open_run(tmp_path, config)
+    state = train(POLICY, PARAMS, TASK, config, run)
+    lines = run.lines()
+    coef = 0.5
+    for line in lines:
+        assert line["kl_coef"] == pytest.approx(coef, rel=1e-5)
+        coef *= 1 + np.clip(line["kl_completion"] / 0.05 - 1, -0.2, 0.2) * 32 / 64
+    assert float(state.kl_coef) == pytest.approx(coef, rel=1e-5)
+    assert lines[1]["kl_coef"] == pytest.approx(0.45, rel=1e-5)  # nothing to hold back at first
+    assert lines[3]["kl_coef"] > lines[2]["kl_coef"]  # KL above the target
+
+
+# ---- resume
+
+
+class Stop(Exception):
+    pass
+
+
+def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
+    whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
+    expected = train(POLICY, PARAMS, TASK, CONFIG, whole, programs=programs)
+
+    def stopping_reward(examples, texts, calls=iter(range(99))):  # noqa: B008
+        if next(calls) == 5:
+            raise Stop
+        return says_three(examples, texts)
+
+    with pytest.raises(Stop):
+        train(POLICY, PARAMS, TASK, CONFIG, cut, programs=programs, reward=stopping_reward)
+    with (cut.path / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "grpo", "st')  # a line that a crash cut off
+    assert cut.lines("times.jsonl")[-1]["step"] == 5  # one step further than the last checkpoint
+    resumed = train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "cut"), programs=programs)
+
+    assert params_sha256(resumed) == params_sha256(expected)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (cut.path / name).read_text() == (whole.path / name).read_text()
+    again = train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "cut"), programs=programs)
+    assert params_sha256(again) == params_sha256(expected)
+
+
+def test_a_checkpoint_is_what_was_saved_though_its_buffers_are_donated(tmp_path):
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = TrainState({"w": jnp.zeros((512, 1024))}, (), jnp.int32(0))
+    with Checkpoints(tmp_path, keep=3) as checkpoints:
+        for number in range(3):
+            checkpoints.save(state, number)
+            state = step(step(state))
+    with Checkpoints(tmp_path) as checkpoints:
+        restored, number = checkpoints.restore(lambda: state)
+    assert number == 2
+    np.testing.assert_array_equal(restored.params["w"], np.full((512, 1024), 4.0))
+
+
+def test_a_checkpoint_does_not_know_how_many_devices_wrote_it(tmp_path, programs):
+    many = dataclasses.replace(CONFIG, steps=2, devices=8)
+    train(POLICY, PARAMS, TASK, many, open_run(tmp_path / "run"))
+    train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "run"), programs=programs)
+    train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "one"), programs=programs)
+    many_lines, one_lines = (open_run(tmp_path / name).lines() for name in ("run", "one"))
+    # Eight devices sample the same tokens, so the rewards are the same numbers.
+    assert [line["reward"] for line in many_lines[:2]] == [line["reward"] for line in one_lines[:2]]
+    np.testing.assert_allclose(many_lines[0]["grad_norm"], one_lines[0]["grad_norm"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_nothing_compiles_after_the_first_step_also_when_resumed(tmp_path, devices):
+    config = dataclasses.replace(CONFIG, steps=3, devices=devices, checkpoint_every=1)
+    programs = make_programs(POLICY, TASK, config)
+    train(POLICY, PARAMS, TASK, config, open_run(tmp_path), programs=programs)
+    longer, run = dataclasses.replace(config, steps=6), open_run(tmp_path)
+    train(POLICY, PARAMS, TASK, longer, run, programs=make_programs(POLICY, TASK, config))
+    counts = [line["compilations"] for line in run.lines("times.jsonl")]
+    assert counts[0] > 0
+    assert counts[3] > 0
+    assert counts == [counts[0]] * 3 + [counts[3]] * 3
+
+
+# ---- metrics
+
+
+def test_metrics_of_tokens_do_not_depend_on_minibatches(tmp_path):
+    # Without learning, and completions of 1 to 3 tokens.
+    logged = []
+    for minibatches in (1, 4):
+        config = dataclasses.replace(CONFIG, steps=1, learning_rate=1e-12, minibatches=minibatches)
+        run = open_run(tmp_path / str(minibatches), config)
+        train(POLICY, PARAMS, TASK, config, run)
+        logged.append(run.lines()[-1])
+    one, four = logged
+    assert one["length_min"] < one["length_max"]
+    assert four["entropy"] == pytest.approx(one["entropy"], rel=1e-5)
+
+
+# ---- corrections
+
+
+def an_outcome(old_logprobs, sampler_logprobs, truncated_logprobs=None):
+    """One prompt, two completions of two tokens; the second has one token and no end."""
+    mask = np.array([[[True, True], [True, False]]])
+    completions = Completions(
+        np.zeros((1, 2, 2), np.int32), mask, sampler_logprobs, truncated_logprobs, np.array([[False, True]])
+    )
+    rollout = Rollout(
+        prompts(0),
+        completions,
+        [],
+        np.zeros((1, 2)),
+        np.ones((1, 2), bool),
+        {"reward": np.zeros((1, 2))},
+        {"reward": 1.0},
+    )
+    batch = Batch(
+        None, None, None, mask, None, advantages=np.array([[2.0, -1.0]], np.float32), old_logprobs=old_logprobs
+    )
+    return batch, outcome_of(rollout)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected", "mean"),
+    [
+        ("none", [[2.0, -1.0]], None),
+        ("token", [[[4.0, 1.6], [-0.25, -1.0]]], 3.05 / 3),  # w = 4 and 0.8; ¼
+        ("sequence", [[[6.0, 6.0], [-0.25, -1.0]]], 6.25 / 3),  # 4 · 0.8 = 3.2
+        ("icepop", [[[8.0, 1.6], [0.0, -1.0]]], 4.8 / 3),  # ¼ is below 0.5
+        ("geometric", [[[0.0, 0.0], [0.0, -1.0]]], 0.0),
+    ],
+)
+def test_corrections_by_hand(correction, expected, mean):
+    old_logprobs = np.log(np.array([[[0.8, 0.2], [0.1, 0.9]]], np.float32))
+    sampler_logprobs = np.log(np.array([[[0.2, 0.25], [0.4, 0.1]]], np.float32))
+    config = dataclasses.replace(CONFIG, correction=correction)
+    batch, logs = corrected(*an_outcome(old_logprobs, sampler_logprobs), config)
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
+    assert logs == ({} if mean is None else {"correction": pytest.approx(mean, rel=1e-5)})
+    # What was sampled from, where that was less than the whole softmax.
+    batch, _ = corrected(*an_outcome(old_logprobs, old_logprobs, sampler_logprobs), config)
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
+
+
+def test_truncated_completions_leave_the_loss_but_not_the_baseline():
+    batch, outcome = an_outcome(*np.zeros((2, 1, 2, 2), np.float32))
+    kept, _ = corrected(batch, outcome, dataclasses.replace(CONFIG, mask_truncated=True))
+    np.testing.assert_array_equal(kept.completion_mask, [[[True, True], [False, False]]])
+    np.testing.assert_array_equal(kept.advantages, batch.advantages)
+
+
+def test_a_mask_that_would_leave_nothing_is_refused():
+    with pytest.raises(ValueError, match="mask_truncated"):
+        make_programs(POLICY, TASK._replace(open_ended=True), dataclasses.replace(CONFIG, mask_truncated=True))
+
+
+def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
+    config = dataclasses.replace(CONFIG, correction="icepop", mask_truncated=True, entropy_coef=1e-3, preset="sapo")
+    run = open_run(tmp_path, config)
+    train(POLICY, PARAMS, TASK, config, run)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["reward"] > lines[0]["reward"]
+    assert all(line["correction"] == pytest.approx(1, abs=1e-4) for line in lines)
+
+
+# ---- several rewards
+
+
+def hundreds_of_tokens(examples, completions):
+    """A reward of another scale, which does not apply to empty completions."""
+    return [100.0 * len(text) if text else None for text in completions]
+
+
+COMPONENTS = {
+    "threes": Component(says_three, 0.7),
+    "length": Component(hundreds_of_tokens, 0.3),
+    "watched": Component(lambda examples, texts: [9.0 * text.count("1") for text in texts], 0.0),
+}
+BY_COMPONENT = dataclasses.replace(CONFIG, advantages_of="components")
+
+
+def judged_steps(path, programs, rewards, config=BY_COMPONENT, **functions):
+    """Outcomes and advantages of two steps, by the programs of a run that compares components or by those given."""
+    task, config, seen = TASK._replace(reward=COMPONENTS), dataclasses.replace(config, steps=2), []
+    programs = programs._replace(advantages=make_programs(POLICY, task, config).advantages)._replace(**functions)
+
+    def recorded(*args):
+        result = programs.advantages(*args)
+        seen.append((args[0], result[1]))
+        return result
+
+    run = open_run(path, config)
+    train(POLICY, PARAMS, task, config, run, programs=programs._replace(advantages=recorded), reward=rewards)
+    return seen, run
+
+
+def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_all(tmp_path, programs):
+    seen, run = judged_steps(tmp_path, programs, COMPONENTS)
+    for outcome, advantages in seen:
+        np.testing.assert_array_equal(outcome.weights, np.array([0.7, 0.3, 0], np.float32))
+        expected = gdpo_advantages(outcome.components[:2], weights=jnp.array([0.7, 0.3]))
+        np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+    # What was compared is what the functions said of the completions.
+    group, (outcome, advantages) = run.lines("rollouts.jsonl")[0], seen[0]
+    texts = group["completions"]
+    np.testing.assert_allclose(outcome.components[0, 0], says_three([], texts), rtol=1e-6)
+    np.testing.assert_array_equal(outcome.components[1, 0], np.array(hundreds_of_tokens([], texts), np.float32))
+    np.testing.assert_allclose(group["advantages"], advantages[0], atol=1e-4)
+    assert np.isnan(np.concatenate([outcome.components[1] for outcome, _ in seen])).any()  # of empty completions
+
+
+def test_in_place_of_several_rewards_one_alone_is_standardised_and_whitened(tmp_path, programs):
+    for outcome, advantages in judged_steps(tmp_path, programs, says_three)[0]:
+        expected = whiten(group_advantages(outcome.rewards), eps=1e-6)
+        np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_of_ones_own_takes_the_components_and_their_weights(tmp_path, programs):
+    def best_of_both(outcome, batch, kl_coef):
+        by_row = jnp.nanmax(outcome.components * outcome.weights[:, None, None], axis=0)
+        return batch._replace(advantages=by_row), by_row, {}
+
+    for outcome, advantages in judged_steps(tmp_path, programs, COMPONENTS, advantages=best_of_both)[0]:
+        parts = np.nan_to_num(outcome.components[:2])
+        np.testing.assert_allclose(advantages, np.maximum(0.7 * parts[0], 0.3 * parts[1]), rtol=1e-6)
+
+
+def test_a_component_that_is_nan_stops_the_run(tmp_path, programs):
+    broken = COMPONENTS | {"threes": Component(lambda examples, texts: [float("nan")] * len(texts))}
+    with pytest.raises(FloatingPointError):
+        judged_steps(tmp_path, programs, broken, config=dataclasses.replace(BY_COMPONENT, max_skipped=1))
+
+
+@pytest.mark.parametrize("reward", [says_three, {"a": Component(says_three), "b": Component(says_three, 0.0)}])
+def test_one_reward_has_no_components_to_compare(reward):
+    with pytest.raises(ValueError, match="fewer than two of this task have a weight"):
+        make_programs(POLICY, TASK._replace(reward=reward), BY_COMPONENT)
+
+
+# ---- guards
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"group_size": 1}, "group_size"),
+        ({"num_prompts": 6, "microbatches": 4}, "num_prompts"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": 0.5, "temperature_spread": -0.6}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"kl_coef": -0.1}, "kl_coef"),
+        ({"epsilon_low": -0.1}, "epsilon_low"),
+        ({"old_logprobs": "sampler", "epochs": 2}, "old_logprobs"),
+        ({"old_logprobs": "sampler", "correction": "token"}, "correction"),
+        ({"preset": "sapo", "epsilon_low": 0.1}, "sapo has no such constant"),
+        ({"correction": "geometric", "top_k": 3}, "geometric"),
+        ({"preset": "gpg", "epochs": 2}, "gpg has no ratio"),
+        ({"entropy_coef": float("nan")}, "entropy_coef"),
+        ({"preset": "dppo"}, "old_logprobs"),
+        ({"preset": "pass_at_k", "group_size": 2}, "k is 4"),
+        ({"advantages_of": "components", "max_rollouts": 2}, "dynamic sampling"),
+        ({"advantages_of": "components", "preset": "rloo"}, "KL off the sum"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"steps": 0}, "steps"),
+        ({"seed": -1}, "seed"),
+        ({"eval_every": -1}, "eval_every"),
+        ({"eval_samples": 0}, "eval_samples"),
+        ({"kl_target": 6.0}, "kl_target"),
+        ({"preset": "rloo", "kl_target": 0.0}, "kl_target"),
+        ({"preset": "rloo", "kl_target": 6.0, "kl_horizon": 16}, "kl_horizon"),
+        ({"ref_sync_steps": 99}, "ref_sync_steps"),
+        ({"kl_coef": 0.0, "ref_sync_steps": 1}, "ref_sync_steps"),
+        ({"ref_mixup_alpha": 0.5}, "ref_mixup_alpha"),
+        ({"ref_sync_steps": 1, "ref_mixup_alpha": 0.0}, "ref_mixup_alpha"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(changes, word):
+    with pytest.raises(ValueError, match=word) as error:
+        validate(dataclasses.replace(CONFIG, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_the_presets_that_the_command_line_offers_are_those_that_there_are():
+    assert set(get_args(Preset)) == set(PRESETS)
+
+
+def test_options_replace_constants_of_the_preset_and_none_keeps_them():
+    algorithm = GRPOConfig(preset="seed_001", kl_coef=0.0, temperature=0.9).algorithm
+    assert (algorithm.kl_coef, algorithm.temperature, algorithm.group_size) == (0.0, 0.9, 12)
+    assert (algorithm.epsilon_low, algorithm.epsilon_high) == (0.15, 0.15)
+
+
+def test_more_devices_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="devices is 99"):
+        make_programs(POLICY, TASK, dataclasses.replace(CONFIG, devices=99))
+
+
+@pytest.mark.parametrize("changes", [{"eos_ids": ()}, {"vocab_size": 5}])
+def test_a_task_whose_completions_cannot_end_is_refused(changes):
+    with pytest.raises(ValueError, match=r"EOS"):
+        guards.check_task(TASK._replace(**changes))
+
+
+def test_texts_longer_than_the_model_was_trained_on_are_warned_of(tmp_path, capsys):
+    run = open_run(tmp_path)  # prompts of up to 3 tokens
+    guards.check_length(run, TASK, 5, 8)
+    guards.check_length(run, TASK, 5, None)
+    assert not capsys.readouterr().out
+    guards.check_length(run, TASK, 6, 8)
+    assert "longer than the 8" in " ".join(capsys.readouterr().out.split())
+
+
+def test_prompts_padded_on_the_right_are_refused(tmp_path, programs):
+    task = TASK._replace(prompts=lambda step: prompts(step)._replace(mask=prompts(step).mask[:, ::-1]))
+    with pytest.raises(ValueError, match="padded on the left"):
+        train(POLICY, PARAMS, task, CONFIG, open_run(tmp_path), programs=programs)
+
+
+def test_a_kl_without_reference_is_refused():
+    batch = Batch(*jnp.zeros((5, 1, 1, 1)))
+    with pytest.raises(ValueError, match="no ref_logprobs"):
+        grpo_loss_fn(POLICY, PRESETS["grpo"])(PARAMS, batch)
+
+
+def test_rollouts_that_teach_nothing_are_warned_of_once(tmp_path, programs, capsys):
+    config = dataclasses.replace(CONFIG, steps=3)
+    train(POLICY, PARAMS, TASK, config, open_run(tmp_path), programs=programs, reward=lambda e, t: [1.0] * len(t))
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("all rewards are equal") == 1
+    assert "ratio" not in said
+
+
+def test_completions_that_never_end_are_warned_of(tmp_path, capsys):
+    task = TASK._replace(eos_ids=(PAD,), pad_id=0)
+    config = dataclasses.replace(CONFIG, steps=1, max_tokens=1, top_k=1)
+    train(POLICY, PARAMS, task, config, open_run(tmp_path), reward=says_three)
+    assert "no completion ended" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("far", [{"ratio_deviation": 2.0}, {"sampler_mismatch": 1.1}])
+def test_a_ratio_off_one_is_warned_of(tmp_path, capsys, far):
+    run, close = open_run(tmp_path), {"ratio_deviation": 0.3, "sampler_mismatch": 1.01}
+    guards.check_first_ratio(run, close)
+    assert not capsys.readouterr().out
+    guards.check_first_ratio(run, close | far)
+    guards.check_first_ratio(run, close | far)
+    assert capsys.readouterr().out.count("ratio is off 1") == 1
+
+
+def test_gradients_that_are_not_finite_are_skipped_dumped_and_stop_the_run(tmp_path, programs):
+    config = dataclasses.replace(CONFIG, max_skipped=2)
+    run = open_run(tmp_path)
+    with pytest.raises(FloatingPointError, match="2 times in a row"):
+        train(POLICY, PARAMS, TASK, config, run, programs=programs, reward=lambda e, t: [float("nan")] * len(t))
+    dumped = np.load(tmp_path / "skipped_grpo_000000_1.npz")
+    assert np.isnan(dumped["advantages"]).all()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["skipped"] == 1
+
+
+def test_a_reward_of_the_wrong_length_is_refused(tmp_path, programs):
+    with pytest.raises(ValueError, match="returned 1 rewards for 32 completions"):
+        train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path), programs=programs, reward=lambda e, t: [1.0])

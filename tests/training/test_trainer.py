@@ -1,0 +1,182 @@
+"""The trainer in five lines: as the post that announced GRPO writes them, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax import GRPOTrainer
+from grpo_jax.data.types import Component
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.export import Options, export
+from grpo_jax.tasks import arithmetic
+
+STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
+PROMPTS = ["1+1=", "2+2=", "12+3="]
+LINES = """
+from grpo_jax import GRPOTrainer
+
+trainer = GRPOTrainer(
+    model=model,
+    reward_model=reward_model,
+    group_size=12,
+    clip_epsilon=0.15,
+)
+
+trainer.train(prompts)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random model with a tokenizer of characters."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    config = ModelConfig(arithmetic.VOCAB_SIZE, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
+    save_pretrained(folder, jax.jit(decoder_policy(config).init)(jax.random.key(0)), config)
+    arithmetic.TEXT.save_tokenizer(folder)
+    return str(folder)
+
+
+class Threes:
+    """A reward model that is an object, and remembers the rows that it saw."""
+
+    def __init__(self):
+        self.rows = []
+
+    def __call__(self, rows, completions):
+        self.rows += rows
+        return [text.count("3") for text in completions]
+
+
+def test_the_five_lines_as_they_are_written(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope = {"model": folder, "reward_model": Threes(), "prompts": PROMPTS}
+    exec(LINES, scope)
+    run = scope["trainer"].run
+    assert run.path == Path("runs/grpo_trainer")
+    options = json.loads((run.path / "config.json").read_text())
+    assert (options["group_size"], options["num_prompts"], options["steps"]) == (12, 3, 100)
+    assert (options["epsilon_low"], options["epsilon_high"]) == (0.15, 0.15)
+    assert [line["step"] for line in run.lines()] == list(range(1, 101))
+    group = run.lines("rollouts.jsonl")[0]
+    assert group["prompt"] in PROMPTS  # each of them, at every step
+    assert {row["prompt"] for row in scope["reward_model"].rows[:36]} == set(PROMPTS)
+    assert len(group["completions"]) == 12
+
+
+def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
+    loaded, reward = load_pretrained(folder), Threes()
+    before = params_sha256(loaded.params)
+    trainer = GRPOTrainer(
+        loaded, reward, run_dir=tmp_path / "run", steps=1, max_tokens=2, lora_rank=2, learning_rate=0.1, minibatches=2
+    )
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "3"}) + "\n" for p in PROMPTS))
+    trained = trainer.train(tmp_path / "rows.jsonl")
+    assert {row["answer"] for row in reward.rows} == {"3"}
+    assert len(reward.rows) == 2 * 8  # of three prompts as many as two minibatches take
+    assert params_sha256(loaded.params) == before
+    assert params_sha256(trained.params) != before
+
+    saved = load_pretrained(save_pretrained(tmp_path / "out", trained.params, trained.config, source=trained.folder))
+    export(Options(tmp_path / "run", tmp_path / "exported"))
+    for params in (saved.params, load_pretrained(tmp_path / "exported").params):
+        assert params_sha256(params) == params_sha256(trained.params)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": 3}, "model is of type int: give a folder"),
+        ({"model": "nowhere"}, "there is no folder nowhere"),
+        ({"clip_epsilon": 0.1, "epsilon_low": 0.2}, "give it or them"),
+        ({"learnin_rate": 1e-3}, "no option learnin_rate: is it learning_rate?"),
+        ({"zzz": 1}, "no option zzz: they are dtype, "),
+        ({"eval_every": 1}, "no option eval_every"),
+        ({"eval_samples": 1}, "no option eval_samples"),
+        ({"steps": "2"}, "steps is '2': it must be a whole number"),
+        ({"steps": True}, "steps is True: it must be a whole number"),
+        ({"num_prompts": None}, "num_prompts is None: it must be a whole number"),
+        ({"clip_epsilon": "0.2"}, "clip_epsilon is '0.2': it must be a number"),
+        ({"mask_truncated": 1}, "mask_truncated is 1: it must be True or False"),
+        ({"lora_targets": "q_proj"}, "lora_targets is 'q_proj': give a list"),
+        ({"preset": "gppo"}, "preset is 'gppo': choose among grpo, rank"),
+        ({"reward_model": 1.0}, r"reward_model must be called as reward\(rows, completions\)"),
+        ({"reward_model": lambda completions: 0}, "reward_model must be called"),
+        ({"reward_model": {}}, "reward_model is empty"),
+        ({"reward_model": {"a": 1.0}}, "reward_model must be called"),
+        ({"reward_model": {"a": Component(Threes(), None)}}, "the weight of reward a is None"),
+        ({"filter_metric": "b", "max_rollouts": 2, "prompts": PROMPTS}, 'filter_metric "b" is no reward'),
+        ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"group_size": 1, "prompts": PROMPTS}, "group_size is 1"),
+        ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
+        ({"prompts": "1+1="}, "prompts is one text: put it into brackets"),
+        ({"prompts": 3}, "prompts must be a list"),
+        ({"prompts": []}, "prompts is empty"),
+        ({"prompts": [*PROMPTS, 4]}, "row 3: column prompt holds a number"),
+        ({"prompts": [{"question": "1+1="}]}, "row 0 has no column prompt"),
+        ({"prompts": PROMPTS, "num_prompts": 4}, "num_prompts is 4, but there are 3"),
+        ({"prompts": PROMPTS, "minibatches": 4}, "there are 3 prompts for 4 pieces of a step"),
+        ({"prompts": "nowhere.jsonl"}, "there is no nowhere.jsonl"),
+        ({"prompts": [[{"role": "user", "content": "1+1"}]]}, "no chat template"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(folder, tmp_path, options, message):
+    given = {"model": folder, "reward_model": Threes(), "run_dir": tmp_path / "run"} | options
+    prompts = given.pop("prompts", None)
+    with pytest.raises(UsageError, match=message) as error:
+        GRPOTrainer(**given).train(prompts)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_rewards_add_up_over_the_prompts_that_are_left(folder, tmp_path):
+    """Of 42 prompts 40 can be sampled, and 3 minibatches take 30 of the 32 that a step has by default."""
+    prompts = [f"{i}+{i}=" for i in range(10, 50)] + ["", "1+1+1+1+1="]
+    rewards = {"threes": Threes(), "length": Component(lambda rows, completions: list(map(len, completions)), 0.5)}
+    given = {"max_tokens": 2, "max_prompt_tokens": 6, "steps": np.int64(1), "minibatches": 3}
+    trainer = GRPOTrainer(folder, rewards, run_dir=tmp_path / "run", **given)
+    trainer.train(iter(prompts))
+    options = json.loads((trainer.run.path / "config.json").read_text())
+    assert (options["num_prompts"], options["steps"]) == (30, 1)
+    line = trainer.run.lines()[0]
+    assert line["reward"] == pytest.approx(line["reward_threes"] + 0.5 * line["reward_length"])
+    assert len(rewards["threes"].rows) == 30 * 8
+
+
+def test_a_loaded_model_is_shown_without_its_arrays(folder):
+    shown = repr(load_pretrained(folder))
+    count = sum(np.prod(x.shape, dtype=int) for x in jax.tree.leaves(load_pretrained(folder).params))
+    assert shown == f"Pretrained('{folder}', {count:,} parameters)"
+
+
+def test_what_a_loaded_model_brings_along_is_not_asked_for_again(folder, tmp_path):
+    loaded = load_pretrained(folder)
+    with pytest.raises(UsageError, match="give remat to load_pretrained"):
+        GRPOTrainer(loaded, Threes(), remat="layer")
+    half = loaded._replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), loaded.params))
+    with pytest.raises(UsageError, match="param_dtype bfloat16 would lose"):
+        GRPOTrainer(half, Threes())
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="is no run"):
+        GRPOTrainer(loaded, Threes(), run_dir=tmp_path).train(PROMPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")
+def test_stories_become_happier(tmp_path):
+    def happy(rows, completions):
+        return ["happy" in text for text in completions]
+
+    options = {"steps": 15, "max_tokens": 32, "learning_rate": 5e-4, "run_dir": tmp_path / "run"}
+    trainer = GRPOTrainer(model=str(STORIES), reward_model=happy, group_size=12, clip_epsilon=0.15, **options)
+    trainer.train(["Once upon a time", "Lily had a cat", "Tom found a box", "One day, Ben", "It was a sunny day"])
+    rewards = [line["reward"] for line in trainer.run.lines()]
+    print(np.round(rewards, 2))
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.3
