@@ -97,6 +97,7 @@ class RunFolder:
         tokens: Mapping[str, int] | None = None,
         update_flops: float = 0.0,
         peak_flops: float | None = None,
+        numbers: Mapping[str, float] | None = None,
     ) -> None:
         """One line of times.jsonl: seconds of each part since the last line, and what was done in them.
 
@@ -106,6 +107,7 @@ class RunFolder:
           tokens: part -> tokens that it worked on.
           update_flops: operations of the part "update", for how many a second.
           peak_flops: what the devices can do a second, if that is known; `mfu` is the share of it.
+          numbers: others to log.
         """
         seconds = dict(self._seconds)
         line = {"s": round(time.perf_counter() - self._started, 3)}
@@ -116,7 +118,7 @@ class RunFolder:
             done = update_flops / seconds["update"]
             line["update_tflops"] = float(f"{done / 1e12:.4g}")
             line |= {"mfu": float(f"{done / peak_flops:.4g}")} if peak_flops else {}
-        line |= {"peak_memory_mb": peak_memory_mb(), "compilations": self.compilations()}
+        line |= {"peak_memory_mb": peak_memory_mb(), "compilations": self.compilations(), **(numbers or {})}
         self._log("times.jsonl", {"phase": phase, "step": step, **line})
         self._seconds.clear()
 

@@ -13,9 +13,10 @@ from grpo_jax.rewards.reward import Scores, score_completions
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.statistics import best_of, bootstrap, majority
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.rollout import EVALUATION, Sampler, decode_groups, sample_prompts, step_key
+from grpo_jax.training.learn import EVALUATION
+from grpo_jax.training.rollout import Sampler, decode_groups, noise_of
 
-# Row numbers are 32 bits: 12 of them count the completions of a prompt.
+# Numbers of completions are 32 bits: 12 of them count the completions of a prompt.
 _MAX_SAMPLES = 2**12 - 1
 _MAX_PROMPTS = 2**19
 _BLOCK = 256  # completions in a call of the reward, as in a step of 32 prompts and groups of 8
@@ -77,10 +78,9 @@ def sample_heldout(
     Raises:
       UsageError: there are no prompts, too many, or an impossible n.
     """
-    key = step_key(seed, EVALUATION, 0)
     for call in heldout_calls(task.heldout, num_prompts=num_prompts, group_size=group_size, samples=samples):
         temperatures = np.where(call.greedy, 0, temperature).astype(np.float32)
-        completions = sample_prompts(sampler, params, call.prompts, call.rows, temperatures, key)
+        completions = sampler.complete(params, call.prompts, call.numbers, temperatures, noise_of(seed, EVALUATION, 0))
         yield Samples(call.prompts, completions, temperatures, call.counted)
 
 
@@ -88,7 +88,7 @@ class Call(NamedTuple):
     """N groups of G completions to sample in an evaluation."""
 
     prompts: Prompts  # N
-    rows: np.ndarray  # int32 [N, G], that key the noise
+    numbers: np.ndarray  # int32 [N, G], of completions, that key their noise
     greedy: np.ndarray  # bool [N, G]
     counted: np.ndarray  # bool [N, G], false for what only fills the shape
 
@@ -111,8 +111,8 @@ def heldout_calls(heldout: Prompts, *, num_prompts: int, group_size: int, sample
         chosen = prompt[:, 0]
         examples = [heldout.examples[i] for i in chosen]
         prompts = Prompts(heldout.ids[chosen], heldout.mask[chosen], examples)
-        rows = (prompt * (_MAX_SAMPLES + 1) + sample).astype(np.int32)
-        yield Call(prompts, rows, sample == samples, counted)
+        numbers = (prompt * (_MAX_SAMPLES + 1) + sample).astype(np.int32)
+        yield Call(prompts, numbers, sample == samples, counted)
 
 
 def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: int = _BLOCK) -> Evaluation:

@@ -1,4 +1,4 @@
-"""GRPO: rewards are compared within groups. What makes it a method of the loop (`loop.train`)."""
+"""GRPO: rewards are compared within groups. What makes it a method (`learn.Method`) of the loop (`loop.train`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.config import Divergence, GRPOConfig, validate
-from grpo_jax.data.types import Reward, Rewards
+from grpo_jax.config import GRPOConfig, LossConfig, validate
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     gdpo_advantages,
@@ -17,32 +16,33 @@ from grpo_jax.functional import (
     kl_penalized_rewards,
     masked_sum,
     masked_weights,
+    on_policy_rows,
     per_token,
     rejection_weights,
     sequence_log_ratio,
     sequence_mean_log_ratio,
     token_kl,
     token_log_ratio,
+    top_entropy_tokens,
     truncated_weights,
     weighted_sum,
 )
-from grpo_jax.functional.presets import Algorithm
+from grpo_jax.functional.numerics import maybe_psum
+from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.models.lora import join
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
-from grpo_jax.training.loop import Method, Programs, check_task, compile_programs
+from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
+from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import num_devices
-from grpo_jax.training.rollout import (
-    Outcome,
-    hidden_states,
-    score_hidden,
-)
+from grpo_jax.training.rollout import hidden_states, score_completion_tokens, score_hidden
 from grpo_jax.training.state import (
     Array,
     Batch,
+    RewardArrays,
     TrainState,
     learning_rate_schedule,
     make_optimizer,
@@ -104,65 +104,102 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
     """GRPO, or what the preset makes of it: rewards are compared within groups."""
-    algorithm, schedule = config.algorithm, schedule_of(config, config.learning_rate)
-    policy_loss_fn = grpo_loss_fn(policy, algorithm, config.divergence)
+    objective, schedule = config.loss.objective, schedule_of(config, config.optimizer.learning_rate)
+    policy_loss_fn = grpo_loss_fn(policy, config.loss)
 
-    def advantages(outcome: Outcome, batch: Batch, kl_coef: Array):
-        rewards, penalty, batch = penalised_rewards(outcome.rewards, batch, algorithm, kl_coef)
-        if config.advantages_of == "components":
-            by_row = gdpo_advantages(outcome.components, weights=outcome.weights)
-            by_row = jnp.where(jnp.isnan(rewards), jnp.nan, by_row)  # a reward that is NaN stays visible
+    def score(trained: Params, frozen: Any, batch: Batch) -> Scores:
+        return Scores(*score_completion_tokens(policy, join(trained, frozen), batch))
+
+    def advantages(rewards: RewardArrays, batch: Batch, kl_coef: Array, axis_name: AxisName) -> Advantages:
+        total, logs, batch = penalized_rewards(rewards.rewards, batch, config.loss, kl_coef, axis_name)
+        if config.loss.advantages_of == "components":
+            components = jnp.moveaxis(rewards.components, -1, 0)
+            by_completion = gdpo_advantages(components, weights=rewards.weights, axis_name=axis_name)
+            by_completion = jnp.where(jnp.isnan(total), jnp.nan, by_completion)  # a reward that is NaN stays visible
         else:
             lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
-            by_row = algorithm.advantages(rewards, lengths, where=outcome.applicable)
-        batch, correction = corrected(batch._replace(advantages=by_row), outcome, config)
-        return batch, by_row, penalty | correction
+            by_completion = objective.advantages(total, lengths, where=rewards.applicable, axis_name=axis_name)
+        batch = masked(batch._replace(advantages=by_completion), config.loss, axis_name)
+        return Advantages(batch, by_completion, logs)
 
-    def loss_fn(trained: Params, frozen: Any, reference: Params | None, batch: Batch):
+    def loss_fn(trained: Params, frozen: Any, batch: Batch, reference: Params | None):
         return policy_loss_fn(join(trained, frozen), batch, reference)
 
-    optimizer = make_optimizer(schedule, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
-    return Method(advantages, loss_fn, optimizer, schedule)
+    return Method(score, advantages, loss_fn, optimizer_of(config, schedule), schedule)
 
 
 def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
     """The rates of a run's optimizer steps, with this peak."""
+    optimizer = config.optimizer
     return learning_rate_schedule(
         learning_rate,
-        warmup_steps=config.warmup_steps,
-        total_steps=config.steps * config.epochs * config.minibatches,
-        decay=config.decay,
+        warmup_steps=optimizer.warmup_steps,
+        total_steps=config.steps * optimizer.epochs * optimizer.minibatches,
+        decay=optimizer.decay,
     )
 
 
-def penalised_rewards(
-    rewards: Array, batch: Batch, algorithm: Algorithm, kl_coef: Array
+def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """The optimizer of a run."""
+    return make_optimizer(
+        schedule, weight_decay=config.optimizer.weight_decay, max_grad_norm=config.optimizer.max_grad_norm
+    )
+
+
+# ---- advantages
+
+
+def penalized_rewards(
+    rewards: Array, batch: Batch, config: LossConfig, kl_coef: Array, axis_name: AxisName
 ) -> tuple[Array, dict[str, jax.Array], Batch]:
-    """rᵢ − β Σₜ k1, where the algorithm has its KL in the reward; the loss then needs no reference.
+    """rᵢ − β Σₜ k1, where the method has its KL in the reward; the loss then needs no reference.
 
     Args:
       rewards: `[N, G]`.
       batch: with old and reference log-probabilities.
-      algorithm: the run's.
+      config: the run's.
       kl_coef: β of the step.
+      axis_name: the mapped axis over which prompts are spread, or None.
 
     Returns:
       Rewards for the advantages, numbers to log of the KL, and the batch for the loss.
     """
-    if not (algorithm.kl_in_reward and algorithm.has_reference):
+    if not (config.kl_in_reward and config.objective.has_reference):
         return rewards, {}, batch
-    penalised = kl_penalized_rewards(
+    penalized = kl_penalized_rewards(
         rewards, batch.old_logprobs, batch.ref_logprobs, batch.completion_mask, kl_coef=kl_coef
     )
-    return penalised, kl_logs(batch, kl_coef), batch._replace(ref_logprobs=None)
+    return penalized, kl_logs(batch, kl_coef, axis_name), batch._replace(ref_logprobs=None)
 
 
-def kl_logs(batch: Batch, kl_coef: Array) -> dict[str, jax.Array]:
+def kl_logs(batch: Batch, kl_coef: Array, axis_name: AxisName) -> dict[str, jax.Array]:
     """Of a KL in the reward: k1 a token and a completion, in nats, and its coefficient."""
     mask = batch.completion_mask
     total = jnp.sum(jnp.where(mask, batch.old_logprobs - batch.ref_logprobs, 0))
     counts = {"kl": jnp.sum(mask), "kl_completion": jnp.sum(jnp.any(mask, axis=-1))}
+    total, counts = maybe_psum((total, counts), axis_name)
     return {name: total / jnp.maximum(count, 1) for name, count in counts.items()} | {"kl_coef": jnp.asarray(kl_coef)}
+
+
+def masked(batch: Batch, config: LossConfig, axis_name: AxisName) -> Batch:
+    """The batch without what the configuration leaves out: truncated completions, and tokens of low entropy.
+
+    A truncated completion leaves the mask, and so the KL too. A token of low entropy loses its advantage alone (2506.01939).
+
+    Args:
+      batch: with advantages, and entropies where they are needed.
+      config: the run's.
+      axis_name: the mapped axis over which prompts are spread, or None.
+    """
+    if config.top_entropy < 1:
+        keep = top_entropy_tokens(batch.old_entropy, batch.completion_mask, share=config.top_entropy, axis_name=axis_name)
+        batch = batch._replace(advantages=jnp.where(keep, per_token(batch.advantages, batch.old_entropy), 0))
+    if config.mask_truncated:
+        batch = batch._replace(completion_mask=keep_rows(batch.completion_mask, ~batch.truncated))
+    return batch
+
+
+# ---- the loss
 
 
 # What a correction compares, and what it makes of the ratio.
@@ -174,80 +211,93 @@ _CORRECTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]
 }
 
 
-def corrected(batch: Batch, outcome: Outcome, config: GRPOConfig) -> tuple[Batch, dict[str, jax.Array]]:
-    """Advantages by tokens, weighted for what sampler and trainer disagree on, and the mask without truncated rows.
+def corrected_advantages(
+    batch: Batch, logprobs: jax.Array, old_logprobs: jax.Array, config: LossConfig
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Advantages weighted for what sampler and trainer disagree on, and without completions that left the policy.
 
     Args:
-      batch: with advantages `[N, G]` and recomputed log-probabilities.
-      outcome: of the rollout.
+      batch: with advantages and the sampler's log-probabilities.
+      logprobs: `[N, G, T]`, of the policy.
+      old_logprobs: `[N, G, T]`, of the policy that sampled, as the trainer computes them.
       config: the run's.
 
     Returns:
-      The batch, and the mean weight to log as `correction`.
+      Advantages `[N, G]` or `[N, G, T]`, and metrics.
     """
-    mask, logs = batch.completion_mask, {}
+    advantages, mask, metrics = batch.advantages, batch.completion_mask, {}
     if config.correction != "none":
         log_ratio, weights_of = _CORRECTIONS[config.correction]
-        weights = weights_of(log_ratio(batch.old_logprobs, outcome.sampled_logprobs, mask))
-        batch = batch._replace(advantages=per_token(batch.advantages, weights) * weights)
-        logs = {"correction": jnp.mean(weights, where=mask)}
-    if config.mask_truncated:
-        batch = batch._replace(completion_mask=keep_rows(mask, ~outcome.truncated))
-    return batch, logs
+        sampled = batch.sampler_logprobs if batch.truncated_logprobs is None else batch.truncated_logprobs
+        weights = weights_of(log_ratio(old_logprobs, sampled, mask))
+        advantages = per_token(advantages, weights) * weights
+        metrics["correction"] = masked_sum(weights, mask)
+    if config.off_policy_threshold is not None:
+        # Against the sampler: against old_logprobs it would change nothing in the first optimizer step.
+        drift = token_log_ratio(logprobs, batch.sampler_logprobs, mask)
+        keep = on_policy_rows(drift, batch.advantages, mask, threshold=config.off_policy_threshold)
+        advantages = jnp.where(keep, per_token(advantages, logprobs), 0)
+        metrics["on_policy_share"] = masked_sum(keep, mask)
+    return advantages, metrics
 
 
-def grpo_loss_fn(
-    policy: Policy, algorithm: Algorithm, divergence: Divergence = "preset"
-) -> Callable[..., tuple[jax.Array, Logs]]:
-    """(params, batch with weights, parameters of the reference or None) -> the algorithm's loss and what to log of it.
+def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.Array, Logs]]:
+    """(params, batch with weights, parameters of the reference or None) -> the method's loss and what to log of it.
 
     Args:
       policy: the model's functions.
-      algorithm: the run's.
-      divergence: as in GRPOConfig; but for "preset" the loss needs a reference's parameters.
+      config: the run's. But for divergence "preset" the loss needs a reference's parameters.
 
     Returns:
       The loss function, which can be given hidden states `[N, G, T, D]` that are known.
     """
-    in_full = divergence != "preset"
-    by_tokens = algorithm._replace(kl_coef=0.0) if in_full else algorithm
+    in_full = config.divergence != "preset"
+    objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective
 
     def loss_fn(
         params: Params, batch: Batch, reference: Params | None = None, *, hidden: jax.Array | None = None
     ) -> tuple[jax.Array, Logs]:
-        if by_tokens.has_reference and not by_tokens.kl_in_reward and batch.ref_logprobs is None:
+        if objective.has_reference and not objective.kl_in_reward and batch.ref_logprobs is None:
             raise UsageError(
                 "kl_coef is above 0, but the batch has no ref_logprobs: score it under a reference, or set 0"
             )
         if in_full and reference is None:
-            raise UsageError(f"divergence {divergence} needs the parameters of a reference: give them to the loss")
+            raise UsageError(f"divergence {config.divergence} needs the parameters of a reference: give them to the loss")
         hidden = hidden_states(policy, params, batch) if hidden is None else hidden
         scores, mask = score_hidden(policy, params, hidden, batch), batch.completion_mask
-        loss, metrics = by_tokens.loss(
+        fresh = jax.lax.stop_gradient(scores.logprobs)
+        old_logprobs = fresh if batch.old_logprobs is None else batch.old_logprobs
+        advantages, more = corrected_advantages(batch, fresh, old_logprobs, config)
+        loss, metrics = objective.loss(
             scores.logprobs,
-            batch.old_logprobs,
-            batch.advantages,
+            old_logprobs,
+            advantages,
             mask,
             ref_logprobs=batch.ref_logprobs,
             entropy=scores.entropy,
             weights=batch.weights,
         )
         if in_full:
-            kl = token_kl(
-                hidden,
-                policy.unembedding(params),
-                hidden_states(policy, reference, batch),
-                policy.unembedding(reference),
-                temperature=batch.temperature[..., None],
-                reverse=divergence == "reverse",
-            )
-            loss += algorithm.kl_coef * weighted_sum(kl, batch.weights, mask)
+            kl = _full_kl(policy, params, hidden, batch, reference, reverse=config.divergence == "reverse")
+            loss += config.kl_coef * weighted_sum(kl, batch.weights, mask)
             metrics["kl"] = masked_sum(kl, mask)
         # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
-        sampled = batch.old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
-        mismatch = jax.lax.stop_gradient(jnp.where(mask, scores.logprobs - sampled, 0))
+        sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
+        mismatch = jnp.where(mask, fresh - sampled, 0)
         metrics["entropy"] = masked_sum(scores.entropy, mask)
         metrics["sampler_mismatch"] = masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
-        return loss, Logs(metrics, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
+        return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
 
     return loss_fn
+
+
+def _full_kl(policy, params, hidden, batch, reference, *, reverse):
+    """The KL divergence over the whole vocabulary, `[N, G, T]`."""
+    return token_kl(
+        hidden,
+        policy.unembedding(params),
+        hidden_states(policy, reference, batch),
+        policy.unembedding(reference),
+        temperature=batch.temperature[..., None],
+        reverse=reverse,
+    )

@@ -1,6 +1,8 @@
 """What goes wrong in such runs without a word, put into words."""
 
-import jax
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from grpo_jax.data.types import Reward, Rewards
@@ -9,7 +11,6 @@ from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.rollout import Rollout, zero_spread
-from grpo_jax.training.state import Batch
 
 # In float32 every token's ratio is 1 to about 1e-5. In bfloat16 one was seen off by 0.33, and their mean by 0.013.
 RATIO_TOLERANCE = 1.0
@@ -101,10 +102,10 @@ def check_first_ratio(run: RunFolder, metrics: dict[str, float]) -> None:
 
     Args:
       run: says it.
-      metrics: of the first minibatch, when nothing was updated yet: `ratio_deviation`, the largest |ratio − 1|
-        against the sampler, and `sampler_mismatch`, the mean of exp |Δ log-probability|.
+      metrics: of the first minibatch, when nothing was updated yet: `first_ratio_deviation`, the largest |ratio − 1|
+        against the sampler, and `first_sampler_mismatch`, the mean of exp |Δ log-probability|.
     """
-    deviation, mismatch = metrics["ratio_deviation"], metrics["sampler_mismatch"]
+    deviation, mismatch = metrics["first_ratio_deviation"], metrics["first_sampler_mismatch"]
     if deviation > RATIO_TOLERANCE or mismatch > MISMATCH_TOLERANCE:
         run.warn_once(
             "ratio",
@@ -114,26 +115,25 @@ def check_first_ratio(run: RunFolder, metrics: dict[str, float]) -> None:
         )
 
 
-def check_gradients(run: RunFolder, name: str, metrics: dict[str, float], batch: Batch, max_skipped: int) -> None:
+def check_gradients(run: RunFolder, name: str, skipped: int, max_skipped: int, dump: Callable[[], Any]) -> None:
     """Dumps the batch of a skipped step, and stops after `max_skipped` in a row.
 
     Args:
       run: says it, and keeps the dump.
       name: of the phase and optimizer step.
-      metrics: of the step.
-      batch: of the step.
+      skipped: steps in a row whose gradients were not finite, up to this one.
       max_skipped: how many in a row are borne.
+      dump: makes the arrays to keep, by name.
 
     Raises:
       FloatingPointError: too many in a row.
     """
-    if not metrics["skipped"]:
+    if not skipped:
         return
     file = run.path / f"skipped_{name}.npz"
-    arrays = {name: value for name, value in batch._asdict().items() if value is not None}
-    np.savez_compressed(file, **jax.tree.map(np.asarray, arrays))
+    np.savez_compressed(file, **{name: np.asarray(value) for name, value in dump().items() if value is not None})
     run.warn_once("skipped", f"gradients of {name} are not finite: the step is skipped, its batch is in {file}")
-    if metrics["skipped"] >= max_skipped:
+    if skipped >= max_skipped:
         raise FloatingPointError(
             f"gradients were not finite {max_skipped} times in a row: lower the learning rate, or look at {file}"
         )

@@ -1,60 +1,122 @@
-"""The loop of methods that learn from rollouts, read from top to bottom."""
+"""The loop of methods that learn from rollouts, read from top to bottom.
+
+An iteration is three programs: `sample`, `score`, `learn`. The host is needed between the first and the last, for
+prompts, text and rewards. It hands work to the devices as early as it can, and it reads an iteration's numbers while
+the devices sample the next one.
+"""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import Reward, Rewards, fingerprint
+from grpo_jax.data.types import Prompts, Reward, Rewards, fingerprint
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import (
-    adaptive_kl_coef,
-)
-from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import new_counts, ungraded_counts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.throughput import peak_flops, update_flops
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import guards
-from grpo_jax.training.dynamic_sampling import sample_with_spread
-from grpo_jax.training.parallel import data_parallel, num_devices, replicate
+from grpo_jax.training import guards, learn
+from grpo_jax.training.dynamic_sampling import Sampled, sample_with_spread
+from grpo_jax.training.learn import SAMPLING, Learned, Method, Scored
+from grpo_jax.training.parallel import bytes_moved, data_parallel, replicate, to_devices, to_host
 from grpo_jax.training.readable import readable
 from grpo_jax.training.rollout import (
-    SAMPLING,
-    SHUFFLING,
-    Outcome,
     Rollout,
     Sampler,
-    Scorer,
-    by_pieces,
+    completion_numbers,
+    grade,
     group_temperatures,
     make_sampler,
-    make_scorer,
-    outcome_of,
-    roll_out,
+    noise_of,
+    read_completions,
+    reward_arrays,
     rollout_metrics,
-    shuffled_minibatches,
-    step_key,
-    to_batch,
+    score_completion_tokens,
     zero_spread,
 )
-from grpo_jax.training.state import (
-    Array,
-    Batch,
-    TrainState,
-    init_state,
-    steps_taken,
-)
-from grpo_jax.training.step import Logs, train_step
+from grpo_jax.training.state import REWARD_AXES, Array, Batch, RewardArrays, TrainState
 
-# Metrics of optimizer steps, not of tokens.
-_OF_STEPS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate"})
+
+class Programs(NamedTuple):
+    """The functions of a method and a run, compiled at their first call. Phases that differ in the reward alone share
+    them."""
+
+    method: Method
+    sampler: Sampler
+    # (trained parameters, frozen ones, the reference's or None, batch) -> scores; None: the update needs none
+    score: Callable[[Params, Any, Params | None, Batch], Scored] | None
+    # (state, frozen parameters, the reference's that the loss runs or None, scored batch, rewards, uint32 [2] of seed
+    # and step) -> state, what to log. The state is donated
+    learn: Callable[[TrainState, Any, Params | None, Batch, RewardArrays, Array], tuple[TrainState, Learned]]
+    # trained parameters -> the first state, a copy
+    init_state: Callable[[Params], TrainState]
+
+
+def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOConfig) -> Programs:
+    """The functions of a method, compiled at their first call.
+
+    Args:
+      method: of the run.
+      policy: the model's functions.
+      task: its tokens.
+      config: the run, checked.
+    """
+    sampler = make_sampler(policy, task, config.sampling, devices=config.devices)
+
+    def reference_logprobs(params: Params, batch: Batch) -> jax.Array:
+        return score_completion_tokens(policy, params, batch).logprobs
+
+    def score(trained, frozen, reference, batch, *, axis_name):
+        del axis_name  # completions do not depend on each other
+        return learn.score(method, reference_logprobs, config, trained, frozen, reference, batch)
+
+    def update(state, frozen, reference, batch, rewards, clock, *, axis_name):
+        return learn.learn(method, config, state, frozen, reference, batch, rewards, *clock, axis_name=axis_name)
+
+    over_devices = partial(data_parallel, devices=sampler.devices)
+    return Programs(
+        method,
+        sampler,
+        over_devices(score, (None, None, None, 0), 0) if any(learn.needed(method, config)) else None,
+        over_devices(
+            update, (None, None, None, 0, REWARD_AXES, None), (None, Learned(None, 0, None)), donate_argnums=(0,)
+        ),
+        jax.jit(lambda trained: learn.begin(method, jax.tree.map(jnp.copy, trained), config)),
+    )
+
+
+class Phase(NamedTuple):
+    """What the iterations of a phase have in common."""
+
+    name: str
+    programs: Programs
+    task: Task
+    reward: Reward | Rewards
+    config: GRPOConfig
+    run: RunFolder
+    frozen: Any  # parameters that are not trained
+    first: Params  # those of the policy at the start
+    numbers: Array  # int32 [N, G], of completions, on the devices
+    temperature: Array  # float32 [N, G], on the devices
+    update_flops: float  # of an update, a token
+
+
+class Iteration(NamedTuple):
+    """What is left to read of an iteration whose work is with the devices."""
+
+    step: int  # from 0
+    rollout: Rollout  # that was learned from
+    batch: Batch
+    learned: Learned
+    sampled: dict[str, Any]  # metrics of the rollout
 
 
 def train(
@@ -62,7 +124,7 @@ def train(
     task: Task,
     config: GRPOConfig,
     run: RunFolder,
-    programs: "Programs",
+    programs: Programs,
     *,
     phase: str,
     reward: Reward | Rewards | None = None,
@@ -79,8 +141,8 @@ def train(
       programs: of the method; phases that differ in the reward alone may share them.
       phase: names lines and checkpoints.
       reward: in place of the task's.
-      evaluate: (params of the policy, step) -> numbers to log, called at step 0, every `config.eval_every` steps, and
-        at the end.
+      evaluate: (params of the policy, step) -> numbers to log, called at step 0, every `eval_every` steps, and at the
+        end.
       until: the step to stop at for now, from which a later call goes on, perhaps with another reward; None: the last.
 
     Returns:
@@ -90,233 +152,199 @@ def train(
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    method = programs.method
-    algorithm, reward = config.algorithm, reward or task.reward
+    method, end, logging = programs.method, config.steps if until is None else until, config.logging
     for note in task.notes:
         run.warn_once(note, note)
     run.keep_prompts(phase, heldout=fingerprint(task.heldout), first_step=fingerprint(task.prompts(0)))
-    devices, end = num_devices(config.devices), config.steps if until is None else until
-    start, frozen = method.split(replicate(params, devices))
-    first = method.actor(start, frozen)
-    held_to = first if config.divergence != "preset" else None  # what the loss runs; mostly it has log-probabilities
-    temperature = np.asarray(
-        group_temperatures(
-            config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
-        )
+    start, frozen = method.split(replicate(params, programs.sampler.devices))
+    common = Phase(
+        phase,
+        programs,
+        task,
+        reward or task.reward,
+        config,
+        run,
+        frozen,
+        method.actor(start, frozen),
+        *to_devices((completion_numbers(config.sampling), group_temperatures(config.sampling)), programs.sampler.devices),
+        update_flops(start, frozen, 1),
     )
-    with run.checkpoints(phase, keep=config.keep_checkpoints) as checkpoints:
-        state, done = checkpoints.restore(lambda: begin(programs.init_state, method, start, config))
-        state = replicate(state, devices)
+    with run.checkpoints(phase, keep=logging.keep_checkpoints) as checkpoints:
+        state, done = checkpoints.restore(lambda: programs.init_state(start))
+        state = replicate(state, programs.sampler.devices)
         run.rewind(phase, done)
-        if evaluate and config.eval_every and done == 0:
-            run.log(phase, 0, evaluate(first, 0))
+        if evaluate and logging.eval_every and done == 0:
+            run.log(phase, 0, evaluate(common.first, 0))
+        unread: Iteration | None = None
         with run.progress(phase, config.steps, done) as show:
             for step in range(done, end):
-                # ---- rollout: a group of completions for each prompt, and their rewards
-                with run.timed("rollout"):
-                    current = method.actor(state.params, frozen)
-                    reference = first if state.reference is None else method.actor(state.reference, frozen)
-                    rollout, sampled = sample_step(programs, current, task, reward, temperature, step, config, run)
-
-                # ---- score: log-probabilities under the policy that sampled and under the reference, a critic's values
-                with run.timed("score"):
-                    batch, sampler_logprobs = to_batch(rollout, temperature), rollout.completions.sampler_logprobs
-                    batch = scored(programs.scorer, current, reference, batch, sampler_logprobs, config)
-                    if programs.values:
-                        batch = batch._replace(old_values=programs.values(state.params, frozen, batch))
-                    batch = jax.block_until_ready(batch)  # so that its time is counted here
-
-                # ---- advantages: rewards against those of the same group, or against a critic
-                with run.timed("advantages"):
-                    found = programs.advantages(outcome_of(rollout), batch, kl_coef_of(state, config))
-                    batch, advantages, judged = jax.device_get(found)
-                    judged = {name: float(value) for name, value in judged.items()}
-
-                # ---- update: every prompt once an epoch, in shuffled minibatches
-                with run.timed("update"):
-                    state, metrics = update(programs, state, frozen, held_to, batch, step, config, run, phase)
-                    state = after_step(method, state, step, judged, config)
-
-                # ---- log
-                evaluated: dict[str, float] = {}
+                state, unread = iterate(common, state, step, unread, show)
                 is_last = step + 1 == end
-                if evaluate and config.eval_every and ((step + 1) % config.eval_every == 0 or is_last):
+                evaluated: dict[str, float] = {}
+                if evaluate and logging.eval_every and ((step + 1) % logging.eval_every == 0 or is_last):
                     with run.timed("evaluate"):
                         evaluated = evaluate(method.actor(state.params, frozen), step + 1)
-                run.log(phase, step + 1, sampled | judged | metrics | evaluated)
-                if config.rollouts_every and (step % config.rollouts_every == 0 or is_last):
-                    run.log_rollout(phase, step + 1, readable(rollout, advantages, task))
-                trained = config.epochs * int(batch.prompt_mask.sum() + batch.completion_mask.sum())
-                run.log_times(
-                    phase,
-                    step + 1,
-                    tokens={"rollout": sampled["tokens"], "update": trained},
-                    update_flops=update_flops(state.params, frozen, trained),
-                    peak_flops=peak_flops(devices),
-                )
-                show(step + 1, "no reward" if sampled["reward"] is None else f"reward {sampled['reward']:.3f}")
-                if is_last or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
+                save = is_last or (logging.checkpoint_every and (step + 1) % logging.checkpoint_every == 0)
+                if evaluated or save:
+                    unread = read(common, unread, show, evaluated)
+                if save:  # after the lines that it covers
                     checkpoints.save(state, step + 1)
     return state
 
 
-class Method(NamedTuple):
-    """What tells one method that learns from rollouts from another, as pure functions that any loop may compile."""
-
-    # (outcome, scored batch, β) -> batch with advantages, advantages [N, G] to show, logs
-    advantages: Callable[[Outcome, Batch, Array], tuple[Batch, jax.Array, dict[str, jax.Array]]]
-    # (trained parameters, frozen ones, those of a policy that the loss compares with or None, batch with weights)
-    # -> loss, logs
-    loss_fn: Callable[[Params, Any, Params | None, Batch], tuple[jax.Array, Logs]]
-    optimizer: optax.GradientTransformation
-    learning_rate: optax.Schedule  # of the policy, to log
-    # (trained parameters, frozen ones, batch) -> values [N, G, T + 1] of a critic, if there is one
-    values: Callable[[Params, Any, Batch], jax.Array] | None = None
-    # parameters -> those that are trained, and those that are not
-    split: Callable[[Params], tuple[Params, Any]] = split
-    # (trained parameters, frozen ones) -> those of the policy, which samples
-    actor: Callable[[Params, Any], Params] = join
-    # trained parameters -> what `actor` reads of them, which is all that a reference is
-    of_policy: Callable[[Params], Params] = lambda trained: trained
-
-
-class Programs(NamedTuple):
-    """The functions of a method and a run, compiled. Phases that differ in the reward alone share them."""
-
-    method: Method
-    sampler: Sampler
-    scorer: Scorer
-    values: Callable[[Params, Any, Batch], jax.Array] | None
-    advantages: Callable[[Outcome, Batch, Array], tuple[Batch, jax.Array, dict[str, jax.Array]]]
-    # (state, batch, frozen parameters or None, those that `Method.loss_fn` compares with unless the state has a
-    # reference, or None) -> state, metrics
-    train_step: Callable[[TrainState, Batch, Any, Params | None], tuple[TrainState, dict[str, jax.Array]]]
-    # trained parameters -> state; a copy: the step donates its state, and the start stays
-    init_state: Callable[[Params], TrainState]
-
-
-def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOConfig) -> Programs:
-    """The functions of a method, compiled at their first call.
+def iterate(
+    phase: Phase, state: TrainState, step: int, unread: Iteration | None, show: Callable[..., None]
+) -> tuple[TrainState, Iteration]:
+    """One iteration, handed to the devices; what it comes to is read later.
 
     Args:
-      method: of the run.
-      policy: the model's functions.
-      task: its tokens.
-      config: the run, checked.
-    """
-    devices, pieces = num_devices(config.devices), config.microbatches * config.minibatches
-
-    def step(state: TrainState, batch: Batch, frozen: Any, reference: Params | None, *, axis_name):
-        return optimizer_step(method, state, batch, frozen, reference, config, axis_name=axis_name)
-
-    return Programs(
-        method,
-        make_sampler(policy, task, config, devices=devices),
-        make_scorer(policy, num_microbatches=pieces, devices=devices),
-        _by_pieces_of_both(method.values, pieces, devices) if method.values else None,
-        jax.jit(method.advantages),
-        data_parallel(step, (None, 0, None, None), (None, None), devices=devices, donate_argnums=(0,)),
-        jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), method.optimizer)),
-    )
-
-
-def _by_pieces_of_both(
-    values: Callable[[Params, Any, Batch], jax.Array], pieces: int, devices: int
-) -> Callable[[Params, Any, Batch], jax.Array]:
-    """`by_pieces` of a function that takes trained and frozen parameters."""
-
-    def of_both(both: Any, batch: Batch) -> jax.Array:
-        trained, frozen = both
-        return values(trained, frozen, batch)
-
-    compiled = by_pieces(of_both, num_microbatches=pieces, devices=devices)
-    return lambda trained, frozen, batch: compiled((trained, frozen), batch)
-
-
-def optimizer_step(
-    method: Method,
-    state: TrainState,
-    batch: Batch,
-    frozen: Any,
-    reference: Params | None,
-    config: GRPOConfig,
-    *,
-    axis_name: Any = None,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`step.train_step` of a method, with its learning rate in the logs."""
-    rate = method.learning_rate(steps_taken(state))
-    # One that moves is in the state, whose memory may be given away: it could not be an argument as well.
-    held_to = reference if state.reference is None else method.actor(state.reference, frozen)
-    state, metrics = train_step(
-        state,
-        batch,
-        loss_fn=lambda trained, batch: method.loss_fn(trained, frozen, held_to, batch),
-        aggregation=config.algorithm.aggregation,
-        optimizer=method.optimizer,
-        num_microbatches=config.microbatches,
-        axis_name=axis_name,
-    )
-    return state, metrics | {"learning_rate": jnp.asarray(rate)}
-
-
-def begin(init_state: Callable[[Params], TrainState], method: Method, start: Params, config: GRPOConfig) -> TrainState:
-    """The state before the first step of a run, with what moves besides the parameters.
-
-    Args:
-      init_state: trained parameters -> state.
-      method: of the run.
-      start: trained parameters.
-      config: the run.
-    """
-    state = init_state(start)
-    if config.ref_sync_steps:
-        # A copy, for the step donates its state.
-        policy = method.of_policy(start)
-        state = state._replace(reference=_mixed(policy, policy, 1.0))
-    if config.kl_target is not None:
-        state = state._replace(kl_coef=jnp.float32(config.algorithm.kl_coef))
-    return state
-
-
-def after_step(
-    method: Method, state: TrainState, step: Array, logs: Mapping[str, Array], config: GRPOConfig
-) -> TrainState:
-    """The state after a step, with a reference that has moved and a kl_coef that was steered, if they do.
-
-    Args:
-      method: of the run.
-      state: after the updates of the step.
+      phase: of the iteration.
+      state: before it; donated.
       step: its number, from 0.
-      logs: of the step's advantages, with "kl_completion" where kl_coef is steered.
-      config: the run.
+      unread: the iteration before, to be read while the devices sample.
+      show: of the progress bar.
     """
-    if config.ref_sync_steps:
-        due = (step + 1) % config.ref_sync_steps == 0
-        if due is not False:  # a traced step may be
-            alpha = jnp.where(due, config.ref_mixup_alpha, 0.0)
-            state = state._replace(reference=_mixed(method.of_policy(state.params), state.reference, alpha))
-    if config.kl_target is not None:
-        completions = config.num_prompts * config.algorithm.group_size
-        kl_coef = adaptive_kl_coef(
-            state.kl_coef,
-            logs["kl_completion"],
-            target=config.kl_target,
-            num_samples=completions,
-            horizon=config.kl_horizon,
+    programs, config, run = phase.programs, phase.config, phase.run
+    method, objective = programs.method, config.loss.objective
+    policy = method.actor(state.params, phase.frozen)
+    reference = phase.first if state.reference is None else method.actor(state.reference, phase.frozen)
+
+    # ---- sample: a group of completions for each prompt
+    with run.timed("rollout"):
+        first = start_draw(phase, policy, step, 0)
+    read(phase, unread, show)
+
+    # ---- score: while graders work, where no groups are dropped for their rewards
+    def scored(batch: Batch) -> Batch:
+        found = Scored()
+        if programs.score is not None:
+            found = programs.score(
+                state.params, phase.frozen, reference if objective.has_reference else None, batch
+            )
+        return learn.with_scores(batch, found, config)
+
+    # ---- rewards: completions to text to numbers
+    one_draw = config.sampling.max_rollouts == 1
+
+    def draw(number: int) -> tuple[Rollout, Batch]:
+        prompts, batch, completions = first if number == 0 else start_draw(phase, policy, step, number)
+        with run.timed("rollout"):
+            sampled = read_completions(completions)
+        batch = scored(batch) if one_draw else batch
+        with run.timed("reward"):
+            return grade(prompts, sampled, phase.task, phase.reward), batch
+
+    found, metrics = sample_groups_of_step(phase, draw, step)
+    batch = found.batch if one_draw else scored(found.batch)
+
+    # ---- learn: advantages, then every prompt once an epoch, in shuffled minibatches
+    with run.timed("update"):
+        rewards = reward_arrays(found.rollout, with_components=config.loss.advantages_of == "components")
+        devices = programs.sampler.devices
+        loss_reference = phase.first if config.loss.divergence != "preset" and state.reference is None else None
+        clock = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
+        state, learned = programs.learn(
+            state, phase.frozen, loss_reference, batch, to_devices(rewards, devices, axes=REWARD_AXES), clock
         )
-        state = state._replace(kl_coef=kl_coef)
-    return state
+    return state, Iteration(step, found.rollout, batch, learned, metrics)
 
 
-@jax.jit
-def _mixed(params: Params, reference: Params, alpha: float) -> Params:
-    """α θ + (1 − α) θ_ref."""
-    return jax.tree.map(lambda new, old: (alpha * new + (1 - alpha) * old).astype(old.dtype), params, reference)
+def start_draw(phase: Phase, policy: Params, step: int, number: int) -> tuple[Prompts, Batch, Completions]:
+    """Starts to sample the groups of a draw of a step, and does not wait."""
+    config = phase.config
+    # The first draw of each step is that of a run without further ones, so that every epoch has all its prompts. The
+    # others are further on in the same order.
+    index = step if number == 0 else config.steps + step * (config.sampling.max_rollouts - 1) + number - 1
+    prompts = phase.task.prompts(index)
+    if len(prompts.examples) != config.sampling.num_prompts:
+        raise UsageError(
+            f"the task gave {len(prompts.examples)} prompts for {config.sampling.num_prompts}: set its num_prompts"
+        )
+    noise = noise_of(config.seed, SAMPLING, index)
+    batch, completions = phase.programs.sampler.sample(policy, prompts, phase.numbers, phase.temperature, noise)
+    return prompts, batch, completions
 
 
-def kl_coef_of(state: TrainState, config: GRPOConfig) -> Array:
-    """β of a step, for advantages."""
-    return jnp.float32(config.algorithm.kl_coef) if state.kl_coef is None else state.kl_coef
+def sample_groups_of_step(
+    phase: Phase, draw: Callable[[int], tuple[Rollout, Batch]], step: int
+) -> tuple[Sampled, dict[str, Any]]:
+    """The groups that a step learns from, and metrics of all that it sampled for them."""
+    run, sampling, reward = phase.run, phase.config.sampling, phase.reward
+    # In place of the task's rewards there may be one that is a single number.
+    metric = sampling.filter_metric if isinstance(reward, Mapping) else ""
+    ungraded = ungraded_counts(reward)
+    sampled = sample_with_spread(
+        draw, max_rollouts=sampling.max_rollouts, metric=metric, devices=phase.programs.sampler.devices
+    )
+    metrics = rollout_metrics(sampled.everything) | new_counts(ungraded, ungraded_counts(reward))
+    guards.check_rollout(run, sampled.everything, phase.task, step + 1)
+    guards.check_graders(run, reward)
+    if sampling.max_rollouts > 1:
+        share = float(zero_spread(sampled.rollout).mean())
+        guards.check_filled(run, sampled.draws, share)
+        metrics |= {"rollouts": sampled.draws, "update_zero_spread_share": share}
+    return sampled, metrics
+
+
+def read(
+    phase: Phase,
+    iteration: Iteration | None,
+    show: Callable[..., None],
+    evaluated: Mapping[str, float] | None = None,
+) -> None:
+    """Waits for the numbers of an iteration, checks them, and writes its lines.
+
+    Args:
+      phase: of the iteration.
+      iteration: to read; None: there is none.
+      show: of the progress bar.
+      evaluated: numbers of an evaluation after it.
+
+    Raises:
+      FloatingPointError: gradients were not finite too many times in a row.
+    """
+    if iteration is None:
+        return
+    run, config, step = phase.run, phase.config, iteration.step
+    with run.timed("update"):
+        metrics = {name: value.item() for name, value in to_host(iteration.learned.metrics).items()}
+    guards.check_first_ratio(run, metrics)
+    update = metrics.pop("skipped_update")
+    guards.check_gradients(
+        run,
+        f"{phase.name}_{step:06d}_{update + 1}",
+        metrics["skipped"],
+        config.optimizer.max_skipped,
+        lambda: to_host(
+            iteration.batch._asdict()
+            | {"advantages": iteration.learned.advantages, "prompts": iteration.learned.order[update]}
+        ),
+    )
+    run.log(phase.name, step + 1, iteration.sampled | metrics | (evaluated or {}))
+    every = config.logging.rollouts_every
+    if every and (step % every == 0 or step + 1 == config.steps):
+        logprobs, advantages = to_host((iteration.batch.sampler_logprobs, iteration.learned.advantages))
+        run.log_rollout(phase.name, step + 1, readable(iteration.rollout, logprobs, advantages, phase.task))
+    log_times(phase, iteration)
+    reward = iteration.sampled["reward"]
+    show(step + 1, "no reward" if reward is None else f"reward {reward:.3f}")
+
+
+def log_times(phase: Phase, iteration: Iteration) -> None:
+    """Seconds, tokens and bytes of an iteration."""
+    rollout, devices = iteration.rollout, phase.programs.sampler.devices
+    tokens = int(rollout.prompts.mask.sum() + rollout.completions.completion_mask.sum())
+    trained = phase.config.optimizer.epochs * tokens
+    moved = {f"{way}_bytes": count for way, count in bytes_moved.items()}
+    bytes_moved.update(dict.fromkeys(bytes_moved, 0))
+    phase.run.log_times(
+        phase.name,
+        iteration.step + 1,
+        tokens={"rollout": iteration.sampled["tokens"], "update": trained},
+        update_flops=phase.update_flops * trained,
+        peak_flops=peak_flops(devices),
+        numbers=moved,
+    )
 
 
 def check_task(task: Task, config: GRPOConfig) -> None:
@@ -326,113 +354,20 @@ def check_task(task: Task, config: GRPOConfig) -> None:
       UsageError: one sentence that says what to change.
     """
     guards.check_task(task)
-    if config.mask_truncated and task.open_ended:
+    loss, sampling = config.loss, config.sampling
+    if loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
         )
     rewards = task.reward if isinstance(task.reward, Mapping) else {}
     counting = [name for name, component in rewards.items() if component.weight]
-    if config.advantages_of == "components" and len(counting) < 2:
+    if loss.advantages_of == "components" and len(counting) < 2:
         raise UsageError(
             'advantages_of "components" compares several rewards, but fewer than two of this task have a weight: give '
             'more of them, or take "sum"'
         )
-    if config.filter_metric and config.filter_metric not in counting:
+    if sampling.filter_metric and sampling.filter_metric not in counting:
         raise UsageError(
-            f'filter_metric "{config.filter_metric}" is no reward with a weight; such are: '
+            f'filter_metric "{sampling.filter_metric}" is no reward with a weight; such are: '
             f"{', '.join(counting) or 'none, for the reward has no parts'}"
         )
-
-
-def sample_step(
-    programs: Programs,
-    params: Params,
-    task: Task,
-    reward: Reward | Rewards,
-    temperature: np.ndarray,
-    step: int,
-    config: GRPOConfig,
-    run: RunFolder,
-) -> tuple[Rollout, dict[str, Any]]:
-    """The groups that a step learns from, and metrics of all that it sampled for them."""
-
-    def draw(number: int) -> Rollout:
-        # The first of each step are those of a run without further ones, so that every epoch has all its prompts. The
-        # others are further on in the same order.
-        index = step if number == 0 else config.steps + step * (config.max_rollouts - 1) + number - 1
-        key = step_key(config.seed, SAMPLING, index)
-        return roll_out(programs.sampler, params, task.prompts(index), task, reward, temperature, key)
-
-    # In place of the task's rewards there may be one that is a single number.
-    metric = config.filter_metric if isinstance(reward, Mapping) else ""
-    ungraded = ungraded_counts(reward)
-    rollout, everything, rollouts = sample_with_spread(draw, max_rollouts=config.max_rollouts, metric=metric)
-    metrics = rollout_metrics(everything) | new_counts(ungraded, ungraded_counts(reward))
-    guards.check_rollout(run, everything, task, step + 1)
-    guards.check_graders(run, reward)
-    if config.max_rollouts > 1:
-        share = float(zero_spread(rollout).mean())
-        guards.check_filled(run, rollouts, share)
-        metrics |= {"rollouts": rollouts, "update_zero_spread_share": share}
-    return rollout, metrics
-
-
-def scored(
-    scorer: Scorer, params: Params, reference: Params, batch: Batch, sampler_logprobs: Array, config: GRPOConfig
-) -> Batch:
-    """A batch with its old log-probabilities, and those of the reference if the algorithm has one."""
-    old_logprobs: Array = sampler_logprobs
-    if config.old_logprobs == "recompute":
-        old_logprobs = scorer(params, batch).logprobs
-    ref_logprobs: Array = None
-    if config.algorithm.has_reference and config.divergence == "preset":
-        ref_logprobs = scorer(reference, batch).logprobs
-    return batch._replace(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, sampler_logprobs=sampler_logprobs)
-
-
-def update(
-    programs: Programs,
-    state: TrainState,
-    frozen: Any,
-    reference: Params | None,
-    batch: Batch,
-    step: int,
-    config: GRPOConfig,
-    run: RunFolder,
-    phase: str,
-) -> tuple[TrainState, dict[str, float]]:
-    """All optimizer steps on one rollout, and the means of their metrics.
-
-    The state is donated. `first_ratio_deviation` is that of the first optimizer step, when the
-    policy is still the one that sampled; `ratio_deviation` is the largest.
-    """
-    history, tokens = [], []
-    for epoch in range(config.epochs):
-        key = step_key(config.seed, SHUFFLING, step * config.epochs + epoch)
-        for minibatch in shuffled_minibatches(batch, key, config.minibatches):
-            state, metrics = programs.train_step(state, minibatch, frozen, reference)
-            history.append(jax.tree.map(float, jax.device_get(metrics)))
-            tokens.append(int(minibatch.completion_mask.sum()))
-            name = f"{phase}_{step:06d}_{len(history)}"
-            guards.check_gradients(run, name, history[-1], minibatch, config.max_skipped)
-    guards.check_first_ratio(run, history[0])
-    means = over_updates(
-        {name: np.array([metrics[name] for metrics in history]) for name in history[0]}, np.array(tokens)
-    )
-    return state, {name: float(value) for name, value in means.items()} | {
-        "first_ratio_deviation": history[0]["ratio_deviation"],
-    }
-
-
-def over_updates(metrics: Mapping[str, Array], tokens: Array) -> dict[str, Array]:
-    """Means over the optimizer steps on one rollout, and the largest ratio_deviation.
-
-    Those of tokens count by the tokens that they are of: a mean of minibatch means would weigh short minibatches up.
-
-    Args:
-      metrics: name -> `[U]`, of U optimizer steps.
-      tokens: `[U]`, that each learned from.
-    """
-    weights = tokens / (tokens.sum() + (tokens.sum() == 0))
-    means = {name: values.mean() if name in _OF_STEPS else (values * weights).sum() for name, values in metrics.items()}
-    return means | {"ratio_deviation": metrics["ratio_deviation"].max()}

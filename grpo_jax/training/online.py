@@ -32,7 +32,8 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.loop import Programs, train
 from grpo_jax.training.reward_model import make_reward_model_programs, pair_batches, train_reward_model
-from grpo_jax.training.rollout import LABELLING, decode_groups, group_temperatures, sample_prompts, step_key
+from grpo_jax.training.learn import LABELLING
+from grpo_jax.training.rollout import completion_numbers, decode_groups, group_temperatures, noise_of
 from grpo_jax.training.state import TrainState
 from grpo_jax.training.supervised import FitPrograms, SupervisedConfig
 
@@ -163,14 +164,11 @@ def sample_pairs(
     Raises:
       UsageError: four times as many rollouts as should do hold no such number.
     """
-    algorithm = config.algorithm
-    shape = config.num_prompts, algorithm.group_size
-    temperature = np.asarray(group_temperatures(*shape, algorithm.temperature, algorithm.temperature_spread))
-    rows = np.arange(temperature.size, dtype=np.int32).reshape(shape)
+    numbers, temperature = completion_numbers(config.sampling), group_temperatures(config.sampling)
     found: list[tuple[Example, Completion, Completion]] = []
     for index in range(first, first + _rollouts(number, config)):
-        prompts, key = task.prompts(index), step_key(config.seed, LABELLING, index)
-        completions = sample_prompts(programs.sampler, params, prompts, rows, temperature, key)
+        prompts, noise = task.prompts(index), noise_of(config.seed, LABELLING, index)
+        completions = programs.sampler.complete(params, prompts, numbers, temperature, noise)
         for row, group in zip(prompts.examples, decode_groups(completions, task), strict=True):
             pairs = zip(group[::2], group[1::2], strict=False)
             found += [

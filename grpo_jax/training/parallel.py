@@ -1,4 +1,4 @@
-"""One device or many: the same pure function, wrapped."""
+"""One device or many: the same pure function, wrapped; and the one place where arrays move between host and devices."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from grpo_jax.errors import UsageError
 
 AXIS = "data"
+
+# Bytes moved by `to_devices` and `to_host` since the process began.
+bytes_moved = {"to_devices": 0, "to_host": 0}
 
 
 def num_devices(requested: int) -> int:
@@ -27,21 +30,22 @@ def num_devices(requested: int) -> int:
 
 def data_parallel(
     fn: Callable[..., Any],
-    in_axes: Sequence[int | None],
+    in_axes: Sequence[Any],
     out_axes: Any,
     *,
     devices: int = 1,
     donate_argnums: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """Compiles `fn(*args, axis_name)` for one device with `jax.jit`, for more with `jax.pmap`.
+    """Compiles `fn(*args, axis_name)`: with `jax.jit` for one device, with `jax.pmap` inside it for more.
 
-    Callers pass and receive arrays `[N, ...]` either way, from many devices as NumPy arrays. The
-    state stays unreplicated in shape, so that a checkpoint does not know how many devices wrote it.
+    Arrays are `[N, ...]` for the caller either way. With several devices each gets N / devices of them, and the
+    caller's arrays are spread over the devices, so that one program's results are the next one's arguments without a
+    copy. Parameters are the same on every device.
 
     Args:
       fn: pure; its keyword `axis_name` is None on one device.
-      in_axes: for each argument 0 (spread its leading axis over devices) or None (same on all).
-      out_axes: likewise for the result, or a tuple for a tuple of results.
+      in_axes: for each argument 0 (spread its leading axis over devices) or None (the same on all), or a tree of these.
+      out_axes: likewise for the result.
       devices: how many; divides N.
       donate_argnums: arguments whose memory may be reused.
 
@@ -56,30 +60,49 @@ def data_parallel(
         in_axes=tuple(in_axes),
         out_axes=out_axes,
         devices=jax.devices()[:devices],
-        donate_argnums=donate_argnums,
     )
 
-    def place(tree, axis):
-        """Arguments always arrive where pmap wants them: a second placement would be a second compilation."""
-        if axis is None:
-            return replicate(tree, devices)
-        pieces = jax.tree.map(lambda x: np.asarray(x).reshape(devices, -1, *x.shape[1:]), tree)
-        return jax.device_put(pieces, NamedSharding(_mesh(devices), PartitionSpec(AXIS)))
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(devices, -1, *x.shape[1:])
 
-    def merge(tree, axis):
-        return tree if axis is None else jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), tree)
+    def merge(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[2:])
 
-    def call(*args):
-        out = mapped(*(place(tree, axis) for tree, axis in zip(args, in_axes, strict=True)))
-        if isinstance(out_axes, tuple):
-            return tuple(merge(tree, axis) for tree, axis in zip(out, out_axes, strict=True))
-        return merge(out, out_axes)
+    def call(*args: Any) -> Any:
+        return _where_spread(merge, out_axes, mapped(*_where_spread(split, tuple(in_axes), args)))
 
-    return call
+    return jax.jit(call, donate_argnums=donate_argnums)
+
+
+def to_devices(tree: Any, devices: int = 1, *, axes: Any = 0) -> Any:
+    """Arrays of the host on the devices. What is there already is not moved.
+
+    Args:
+      tree: of NumPy arrays `[N, ...]`.
+      devices: how many; divides N.
+      axes: 0: each device gets N / devices. None: every device gets all. Or a tree of these.
+    """
+
+    def put(spec: PartitionSpec, x: Any) -> Any:
+        if getattr(x, "committed", False):
+            return x
+        bytes_moved["to_devices"] += x.nbytes
+        return jax.device_put(x, NamedSharding(_mesh(devices), spec) if devices > 1 else jax.devices()[0])
+
+    def place(axis: int | None, part: Any) -> Any:
+        return jax.tree.map(partial(put, PartitionSpec() if axis is None else PartitionSpec(AXIS)), part)
+
+    return jax.tree.map(place, axes, tree, is_leaf=_is_none)
+
+
+def to_host(tree: Any) -> Any:
+    """Arrays of the devices as NumPy arrays."""
+    bytes_moved["to_host"] += sum(x.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    return jax.tree.map(np.asarray, jax.device_get(tree))
 
 
 def replicate(tree: Any, devices: int) -> Any:
-    """The tree on the first `devices` devices; what is there already is not moved.
+    """The tree on each of the first `devices` devices; what is there already is not moved.
 
     On one device, what JAX was free to place gets committed: results of a step are, and a program whose arguments
     become so is compiled again.
@@ -88,6 +111,19 @@ def replicate(tree: Any, devices: int) -> Any:
         return jax.device_put(tree, NamedSharding(_mesh(devices), PartitionSpec()))
     first = jax.devices()[0]
     return jax.tree.map(lambda x: x if getattr(x, "committed", False) else jax.device_put(x, first), tree)
+
+
+def _where_spread(fn: Callable[[jax.Array], jax.Array], axes: Any, tree: Any) -> Any:
+    """`fn` of the leaves whose axis is 0; the others stay."""
+
+    def apply(axis: int | None, part: Any) -> Any:
+        return part if axis is None else jax.tree.map(fn, part)
+
+    return jax.tree.map(apply, axes, tree, is_leaf=_is_none)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _mesh(devices: int) -> jax.sharding.Mesh:

@@ -1,7 +1,7 @@
 """PPO (1707.06347) with a critic: GRPO's loop, with other advantages and one term more in the loss.
 
 A completion is an episode: the state is what was written so far, the action a token, the reward stands on the last one.
-The critic is a decoder of its own with a scalar head, which takes as much memory again as the policy, or but a head on
+The critic is a decoder of its own with a scalar head, which takes as much memory again as the policy, or only a head on
 the policy's decoder.
 """
 
@@ -25,6 +25,7 @@ from grpo_jax.functional import (
     weighted_sum,
     whiten,
 )
+from grpo_jax.functional.numerics import maybe_psum
 from grpo_jax.models import heads, lora
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import Headed
@@ -33,11 +34,12 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
-from grpo_jax.training.grpo import corrected, grpo_loss_fn, kl_logs, schedule_of
-from grpo_jax.training.loop import Method, Programs, check_task, compile_programs
+from grpo_jax.training.grpo import grpo_loss_fn, kl_logs, masked, optimizer_of, schedule_of
+from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
+from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import num_devices
-from grpo_jax.training.rollout import Outcome, hidden_states
-from grpo_jax.training.state import Array, Batch, TrainState, make_optimizer
+from grpo_jax.training.rollout import hidden_states, score_completion_tokens, score_hidden
+from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState
 from grpo_jax.training.step import Logs
 
 
@@ -93,7 +95,8 @@ def train_ppo(
       critic: those of the critic's decoder; where it is the policy's they are not read.
       params: where training starts, of `add_critic` or with a critic of one's own, such as a reward model. The
         policy's are also the reference, when there is one.
-      task, config, run, phase, reward, evaluate: as in `loop.train`.
+      task, run, phase, reward, evaluate: as in `loop.train`.
+      config: the run.
       programs: of `make_ppo_programs`; made here if None.
 
     Returns:
@@ -104,7 +107,7 @@ def train_ppo(
       FloatingPointError: gradients were not finite too many times in a row.
     """
     programs = programs or make_ppo_programs(policy, critic, task, config)
-    return loop.train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=evaluate)
+    return loop.train(params, task, config.run, run, programs, phase=phase, reward=reward, evaluate=evaluate)
 
 
 def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOConfig) -> Programs:
@@ -122,109 +125,115 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
     Raises:
       UsageError: one sentence that says what to change.
     """
-    validate_ppo(config, num_devices=num_devices(config.devices))
-    check_task(task, config)
-    if config.bootstrap_truncated and task.open_ended:
+    validate_ppo(config, num_devices=num_devices(config.run.devices))
+    check_task(task, config.run)
+    if config.critic.bootstrap_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off, and end there: leave bootstrap_truncated out"
         )
-    return compile_programs(ppo_method(policy, critic, config), policy, task, config)
+    return compile_programs(ppo_method(policy, critic, config), policy, task, config.run)
 
 
 def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
     """PPO: rewards are held against a critic, which is trained along."""
-    loss_fn = ppo_loss_fn(policy, critic, config)
-
-    def values(trained: ActorCritic, frozen: ActorCritic, batch: Batch) -> jax.Array:
-        joined = join(trained, frozen)
-        if is_shared(joined):
-            return heads.values(policy, joined.critic._replace(decoder=joined.policy), *batch[:4])
-        return heads.values(critic, joined.critic, *batch[:4])
+    loss_fn, loss = ppo_loss_fn(policy, critic, config), config.run.loss
 
     def split_as_told(params: ActorCritic) -> tuple[ActorCritic, ActorCritic]:
-        if is_shared(params) != (config.critic == "shared"):
+        if is_shared(params) != (config.critic.critic == "shared"):
             raise UsageError(
-                f"the critic is to be {config.critic}, but the parameters have the other kind: make them with "
-                f'add_critic(..., "{config.critic}")'
+                f"the critic is to be {config.critic.critic}, but the parameters have the other kind: make them with "
+                f'add_critic(..., "{config.critic.critic}")'
             )
         return split(params)
 
-    def advantages(outcome: Outcome, batch: Batch, kl_coef: Array):
+    def advantages(rewards: RewardArrays, batch: Batch, kl_coef: Array, axis_name: AxisName) -> Advantages:
         # What no reward applies to teaches neither policy nor critic.
-        mask = keep_rows(batch.completion_mask, outcome.applicable)
-        batch, logs = batch._replace(completion_mask=mask), dict[str, jax.Array]()
-        goes_on = outcome.truncated & config.bootstrap_truncated
-        by_token, returns = token_advantages(outcome.rewards, batch.old_values, goes_on, batch, kl_coef, config=config)
-        if config.kl_in_reward and batch.ref_logprobs is not None:
-            logs |= kl_logs(batch, kl_coef)
+        batch = batch._replace(completion_mask=keep_rows(batch.completion_mask, rewards.applicable))
+        by_token, returns = token_advantages(rewards.rewards, batch, kl_coef, config=config, axis_name=axis_name)
+        mask, logs = batch.completion_mask, value_logs(batch, returns, axis_name)
+        if loss.kl_in_reward and batch.ref_logprobs is not None:
+            logs |= kl_logs(batch, kl_coef, axis_name)
             batch = batch._replace(ref_logprobs=None)  # the loss needs none
-        values = batch.old_values[..., :-1]
-        logs |= {
-            "value_mean": _mean(values, mask),
-            "returns_mean": _mean(returns, mask),
-            "explained_variance": explained_variance(values, returns, mask),
-        }
-        batch, correction = corrected(batch._replace(advantages=by_token, returns=returns), outcome, config)
-        return batch, _mean(by_token, mask, axis=-1), logs | correction
+        batch = masked(batch._replace(advantages=by_token, returns=returns), loss, axis_name)
+        return Advantages(batch, masked_mean(by_token, mask, axis=-1), logs)
 
-    def optimizer_of(schedule: optax.Schedule) -> optax.GradientTransformation:
-        return make_optimizer(schedule, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
-
-    schedule, critic_schedule = (schedule_of(config, r) for r in (config.learning_rate, config.critic_learning_rate))
+    schedule = schedule_of(config.run, config.run.optimizer.learning_rate)
+    critic_schedule = schedule_of(config.run, config.critic.critic_learning_rate)
     # One step of both, but each gradient is clipped by its own norm.
     labels: Any = ActorCritic._make(ActorCritic._fields)
     optimizer = optax.multi_transform(
-        {"policy": optimizer_of(schedule), "critic": optimizer_of(critic_schedule)}, labels
+        {"policy": optimizer_of(config.run, schedule), "critic": optimizer_of(config.run, critic_schedule)}, labels
     )
     return Method(
+        lambda trained, frozen, batch: score(policy, critic, join(trained, frozen), batch),
         advantages,
-        lambda trained, frozen, reference, batch: loss_fn(join(trained, frozen), batch, reference),
+        lambda trained, frozen, batch, reference: loss_fn(join(trained, frozen), batch, reference),
         optimizer,
         schedule,
-        values=values,
+        has_critic=True,
         split=split_as_told,
         actor=lambda trained, frozen: lora.join(trained.policy, frozen.policy),
         of_policy=lambda trained: trained._replace(critic=None),
     )
 
 
+def score(policy: Policy, critic: Policy, params: ActorCritic, batch: Batch) -> Scores:
+    """What policy and critic say of completions; one forward pass where they share a decoder.
+
+    Args:
+      policy: the model's functions.
+      critic: those of the critic's decoder.
+      params: of both.
+      batch: as sampled.
+    """
+    if not is_shared(params):
+        values = heads.values(critic, params.critic, *batch[:4])
+        return Scores(*score_completion_tokens(policy, params.policy, batch), values)
+    # Hidden state t predicts token t, and the value of the end is read from one more.
+    longer = jnp.pad(batch.completion_ids, [(0, 0), (0, 0), (0, 1)])
+    hidden = policy.hidden(params.policy, batch.prompt_ids, batch.prompt_mask, longer)
+    scores = score_hidden(policy, params.policy, hidden[..., :-1, :], batch)
+    return Scores(*scores, heads.read(hidden, params.critic.head))
+
+
 def token_advantages(
-    rewards: jax.Array, values: jax.Array, goes_on: jax.Array, batch: Batch, kl_coef: jax.Array, *, config: PPOConfig
+    rewards: jax.Array, batch: Batch, kl_coef: Array, *, config: PPOConfig, axis_name: AxisName = None
 ) -> tuple[jax.Array, jax.Array]:
-    """GAE of a rollout: rₜ = 1[last] r − β k1ₜ, the second where the KL is in the reward.
+    """GAE of a rollout: rₜ = 1[last] r − β k1ₜ, the second where the KL is in the reward. 1506.02438.
 
     Args:
       rewards: `[N, G]`.
-      values: `[N, G, T + 1]`, of `heads.values` when the completions were sampled.
-      goes_on: bool `[N, G]`, whether the value after the last token counts: after an EOS it is 0.
-      batch: with a mask, and with old and reference log-probabilities if there is a KL in the reward.
+      batch: with a mask, old values, which completions were cut off, and with old and reference log-probabilities if
+        there is a KL in the reward.
       kl_coef: β of the step.
       config: the run.
+      axis_name: the mapped axis over which prompts are spread, or None.
 
     Returns:
       Advantages, whitened if the run says so, and returns A + V of those before whitening, both `[N, G, T]`.
     """
-    algorithm, mask = config.algorithm, batch.completion_mask
+    critic, loss, mask = config.critic, config.run.loss, batch.completion_mask
     by_token = rewards_at_end(rewards, mask)
-    if algorithm.kl_in_reward and algorithm.has_reference:
+    if loss.kl_in_reward and loss.objective.has_reference:
         by_token -= kl_coef * jnp.where(mask, kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
     length = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
-    after = jnp.take_along_axis(values, length, axis=-1)[..., 0]
-    values = jnp.where(mask, values[..., :-1], 0)
+    after = jnp.take_along_axis(batch.old_values, length, axis=-1)[..., 0]
+    values = jnp.where(mask, batch.old_values[..., :-1], 0)
     advantages = generalized_advantages(
         by_token,
         values,
         mask,
-        gamma=config.gamma,
-        lam=config.gae_lambda,
-        bootstrap=jnp.where(goes_on, after, 0),
-        num_steps=config.gae_steps,
+        gamma=critic.gamma,
+        lam=critic.gae_lambda,
+        # After an end-of-text token the value is 0.
+        bootstrap=jnp.where(batch.truncated & critic.bootstrap_truncated, after, 0),
+        num_steps=critic.gae_steps,
     )
     returns = advantages + values
-    if config.whiten:
-        # A reward that is NaN stays visible in its own row, and spoils no other.
+    if critic.whiten:
+        # A reward that is NaN stays visible in its own completion, and spoils no other.
         finite = jnp.isfinite(advantages)
-        whitened = whiten(jnp.where(finite, advantages, 0), mask & finite)
+        whitened = whiten(jnp.where(finite, advantages, 0), mask & finite, axis_name=axis_name)
         advantages = jnp.where(finite, whitened, advantages)
     return advantages, returns
 
@@ -240,7 +249,7 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[.
     Returns:
       The loss function; its batch has advantages, old values and returns.
     """
-    policy_loss_fn = grpo_loss_fn(policy, config.algorithm, config.divergence)
+    policy_loss_fn, options = grpo_loss_fn(policy, config.run.loss), config.critic
 
     def loss_fn(params: ActorCritic, batch: Batch, reference: Params | None = None) -> tuple[jax.Array, Logs]:
         hidden, mask = hidden_states(policy, params.policy, batch), batch.completion_mask
@@ -251,14 +260,14 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[.
             values = heads.values(critic, params.critic, *batch[:4])[..., :-1]
         returns = jnp.where(mask, batch.returns, 0)  # rubbish there would make the gradient NaN
         error = critic_loss(values, returns)
-        if config.value_clip is not None:
+        if options.value_clip is not None:
             old_values = jnp.where(mask, batch.old_values[..., :-1], 0)
-            error = critic_loss(values, returns, old_values=old_values, clip=config.value_clip)
-            held_back = jnp.abs(values - old_values) > config.value_clip
+            error = critic_loss(values, returns, old_values=old_values, clip=options.value_clip)
+            held_back = jnp.abs(values - old_values) > options.value_clip
             held_back &= error > critic_loss(values, returns)
             logs.means["value_clip"] = masked_sum(held_back, mask)
         logs.means["critic_loss"] = masked_sum(error, mask)
-        return loss + config.value_coef * weighted_sum(error, batch.weights, mask), logs
+        return loss + options.value_coef * weighted_sum(error, batch.weights, mask), logs
 
     return loss_fn
 
@@ -274,21 +283,47 @@ def join(trained: ActorCritic, frozen: ActorCritic) -> ActorCritic:
     return ActorCritic(lora.join(trained.policy, frozen.policy), heads.join(trained.critic, frozen.critic))
 
 
-def explained_variance(values: jax.Array, returns: jax.Array, mask: jax.Array) -> jax.Array:
+# ---- what to log of a critic
+
+
+def value_logs(batch: Batch, returns: jax.Array, axis_name: AxisName = None) -> dict[str, jax.Array]:
+    """Means of values and returns over tokens, and how much of the returns the values foresaw.
+
+    Args:
+      batch: with a mask and old values.
+      returns: `[N, G, T]`.
+      axis_name: the mapped axis over which prompts are spread, or None.
+    """
+    values, mask = batch.old_values[..., :-1], batch.completion_mask
+    return {
+        "value_mean": masked_mean(values, mask, axis_name=axis_name),
+        "returns_mean": masked_mean(returns, mask, axis_name=axis_name),
+        "explained_variance": explained_variance(values, returns, mask, axis_name=axis_name),
+    }
+
+
+def explained_variance(
+    values: jax.Array, returns: jax.Array, mask: jax.Array, *, axis_name: AxisName = None
+) -> jax.Array:
     """1 − Var(R − V) / Var(R): 1 foresees all, 0 as much as a constant; below 0 it misleads. NaN: nothing varies.
 
     Args:
       values: `[...]`, of tokens when they were sampled.
       returns: `[...]`.
       mask: bool `[...]`, which count.
+      axis_name: mapped axes over which tokens are spread, or None.
     """
 
     def variance(x: jax.Array) -> jax.Array:
-        return _mean((x - _mean(x, mask)) ** 2, mask)
+        return masked_mean((x - masked_mean(x, mask, axis_name=axis_name)) ** 2, mask, axis_name=axis_name)
 
     total = variance(returns)
     return jnp.where(total > 0, 1 - variance(returns - values) / total, jnp.nan)
 
 
-def _mean(values: jax.Array, mask: jax.Array, axis: int | None = None) -> jax.Array:
-    return jnp.sum(jnp.where(mask, values, 0), axis=axis) / jnp.maximum(jnp.sum(mask, axis=axis), 1)
+def masked_mean(
+    values: jax.Array, mask: jax.Array, *, axis: int | None = None, axis_name: AxisName = None
+) -> jax.Array:
+    """The mean over the mask, 0 where it is empty."""
+    total = maybe_psum(jnp.sum(jnp.where(mask, values, 0), axis=axis), axis_name)
+    return total / jnp.maximum(maybe_psum(jnp.sum(mask, axis=axis), axis_name), 1)

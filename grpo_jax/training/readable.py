@@ -10,11 +10,14 @@ from grpo_jax.training.rollout import (
 )
 
 
-def readable(rollout: Rollout, advantages: np.ndarray, task: Task, num_groups: int = 2) -> list[dict[str, Any]]:
+def readable(
+    rollout: Rollout, logprobs: np.ndarray, advantages: np.ndarray, task: Task, num_groups: int = 2
+) -> list[dict[str, Any]]:
     """A few groups of a rollout as JSON can hold them.
 
     Args:
       rollout: N groups.
+      logprobs: `[N, G, T]`, of the sampler.
       advantages: `[N, G]`.
       task: for the texts of tokens.
       num_groups: at most.
@@ -31,7 +34,7 @@ def readable(rollout: Rollout, advantages: np.ndarray, task: Task, num_groups: i
     def group(i: int) -> dict[str, Any]:
         example = rollout.prompts.examples[i]
         sampled = [ids[:length] for ids, length in zip(completions.completion_ids[i], lengths[i], strict=True)]
-        logprobs = zip(completions.sampler_logprobs[i], lengths[i], strict=True)
+        of_tokens = zip(logprobs[i], lengths[i], strict=True)
         return {
             "prompt": example["prompt"],
             "columns": {name: _short(value) for name, value in example.items() if name != "prompt"},
@@ -44,7 +47,7 @@ def readable(rollout: Rollout, advantages: np.ndarray, task: Task, num_groups: i
             "tokens": [
                 token_texts(ids.tolist(), text, task) for ids, text in zip(sampled, rollout.texts[i], strict=True)
             ],
-            "logprobs": [rounded(values[:length], 3) for values, length in logprobs],
+            "logprobs": [rounded(values[:length], 3) for values, length in of_tokens],
         }
 
     return [group(i) for i in range(min(num_groups, len(rollout.texts)))]

@@ -1,4 +1,4 @@
-"""Prompts to completions to text to rewards: what a step learns from."""
+"""Prompts to completions to text to rewards: what an iteration learns from."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, SamplingConfig
 from grpo_jax.data.types import Completion, Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
@@ -18,24 +18,16 @@ from grpo_jax.rewards.reward import named_components, score_completions
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.parallel import data_parallel
-from grpo_jax.training.state import Array, Batch
-from grpo_jax.training.step import split_leading
-
-# Streams of keys: the second number of `step_key`.
-SAMPLING, SHUFFLING, EVALUATION, LABELLING, REWARD = range(5)
-
-# (params, prompt_ids, prompt_mask, rows, temperature, key) -> Completions
-Sampler = Callable[..., Completions]
-# (params, batch) -> TokenLogprobs
-Scorer = Callable[[Params, Batch], TokenLogprobs]
+from grpo_jax.training.learn import step_key
+from grpo_jax.training.parallel import data_parallel, num_devices, to_devices, to_host
+from grpo_jax.training.state import Batch, RewardArrays
 
 
 class Rollout(NamedTuple):
     """N prompts with G completions each, and what they earned, on the host."""
 
     prompts: Prompts
-    completions: Completions  # NumPy arrays
+    completions: Completions  # NumPy arrays; log-probabilities are None, for they stay on the device
     texts: list[list[Completion]]  # [N][G]
     rewards: np.ndarray  # float32 [N, G], the weighted sum
     applicable: np.ndarray  # bool [N, G], whether any reward applies
@@ -43,84 +35,130 @@ class Rollout(NamedTuple):
     weights: dict[str, float]  # name -> its weight in the sum, 0 where it is only watched
 
 
-class Outcome(NamedTuple):
-    """What a rollout came to, as the arrays that advantages are made of."""
+class Sampler(NamedTuple):
+    """The compiled sampler of a run: one program, for training and evaluation alike."""
 
-    rewards: Array  # float32 [N, G]
-    applicable: Array  # bool [N, G]
-    truncated: Array  # bool [N, G], no token ended the completion
-    sampled_logprobs: Array  # [N, G, T], of what was sampled from: after top-k, top-p and min-p
-    # In the order in which rewards were given:
-    components: Array = None  # float32 [K, N, G], NaN where one does not apply or is only watched
-    weights: Array = None  # float32 [K]
+    # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions
+    program: Callable[..., Completions]
+    devices: int
+
+    def sample(
+        self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
+    ) -> tuple[Batch, Completions]:
+        """Starts to sample a group for each prompt, and does not wait.
+
+        Args:
+          params: the policy's.
+          prompts: N, padded on the left.
+          numbers: int32 `[N, G]`, of the completions, that key their noise.
+          temperature: float32 `[N, G]`.
+          noise: uint32 `[3]`, (seed, stream, index) of `step_key`.
+
+        Returns:
+          The batch, and the completions that it holds, both on the devices.
+
+        Raises:
+          UsageError: prompts are not padded on the left.
+        """
+        if not prompts.mask[:, -1].all():
+            raise UsageError("prompts must be padded on the left: data.types.pad_prompts does it")
+        given = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
+        completions = self.program(params, *given, to_devices(noise, self.devices, axes=None))
+        return to_batch(*given[:2], given[3], completions), completions
+
+    def complete(self, *args: Any) -> Completions:
+        """`sample`, as NumPy arrays."""
+        return to_host(self.sample(*args)[1])
 
 
-def outcome_of(rollout: "Rollout") -> Outcome:
-    """The outcome of a rollout."""
-    completions = rollout.completions
-    sampled = candidates(completions)
-    weights = np.array(list(rollout.weights.values()), np.float32)
-    components = np.stack([rollout.components[name] for name in rollout.weights])
-    components = np.where(weights[:, None, None] != 0, components, np.nan)
-    return Outcome(rollout.rewards, rollout.applicable, completions.truncated, sampled, components, weights)
-
-
-def candidates(completions: Completions) -> Array:
-    """Log-probabilities of completions among what they were sampled from, `[N, G, T]`."""
-    return completions.sampler_logprobs if completions.truncated_logprobs is None else completions.truncated_logprobs
-
-
-def truncation_of(config: GRPOConfig) -> Truncation:
+def truncation_of(sampling: SamplingConfig) -> Truncation:
     """The limits of a run's sampling."""
     return Truncation(
-        top_k=config.top_k or None,
-        top_p=config.top_p if config.top_p < 1 else None,
-        min_p=config.min_p or None,
+        top_k=sampling.top_k or None,
+        top_p=sampling.top_p if sampling.top_p < 1 else None,
+        min_p=sampling.min_p or None,
     )
 
 
-def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int = 1) -> Sampler:
-    """The compiled sampler of a run: one program, for training and evaluation alike."""
-    limits = truncation_of(config)
+def sample(
+    policy: Policy,
+    task: Task,
+    sampling: SamplingConfig,
+    params: Params,
+    prompt_ids: jax.Array,
+    prompt_mask: jax.Array,
+    numbers: jax.Array,
+    temperature: jax.Array,
+    key: jax.Array,
+) -> Completions:
+    """Completions of prompts, as a run samples them.
 
-    def sample(params, prompt_ids, prompt_mask, rows, temperature, key, *, axis_name) -> Completions:
-        del axis_name  # rows do not depend on each other
-        return sample_groups(
-            policy,
-            params,
-            prompt_ids,
-            prompt_mask,
-            rows,
-            key,
-            max_tokens=config.max_tokens,
-            eos_ids=task.eos_ids,
-            temperature=temperature,
-            truncation=limits,
-            pad_id=task.pad_id,
+    Args:
+      policy, params: of the model.
+      task, sampling: of the run.
+      prompt_ids, prompt_mask: `[N, P]`.
+      numbers: int32 `[N, G]`, of the completions, that key their noise.
+      temperature: `[N, G]`.
+      key: consumed.
+    """
+    return sample_groups(
+        policy,
+        params,
+        prompt_ids,
+        prompt_mask,
+        numbers,
+        key,
+        max_tokens=sampling.max_tokens,
+        eos_ids=task.eos_ids,
+        temperature=temperature,
+        truncation=truncation_of(sampling),
+        pad_id=task.pad_id,
+    )
+
+
+def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, devices: int = 1) -> Sampler:
+    """The sampler of a run, compiled at its first call.
+
+    Args:
+      policy: the model's functions.
+      task: its tokens.
+      sampling: of the run.
+      devices: as in the configuration, 0 for all.
+    """
+    devices = num_devices(devices)
+
+    def program(params, prompt_ids, prompt_mask, numbers, temperature, noise, *, axis_name) -> Completions:
+        del axis_name  # completions do not depend on each other
+        return sample(
+            policy, task, sampling, params, prompt_ids, prompt_mask, numbers, temperature, step_key(*noise)
         )
 
-    return data_parallel(sample, (None, 0, 0, 0, 0, None), 0, devices=devices)
+    return Sampler(data_parallel(program, (None, 0, 0, 0, 0, None), 0, devices=devices), devices)
 
 
-def make_scorer(policy: Policy, *, num_microbatches: int = 1, devices: int = 1) -> Scorer:
-    """The compiled scorer of a run: log-probabilities of completions under any parameters."""
-    return by_pieces(partial(score, policy), num_microbatches=num_microbatches, devices=devices)
+def noise_of(seed: int, stream: int, index: int) -> np.ndarray:
+    """(seed, stream, index) as programs take them."""
+    return np.array([seed, stream, index], np.uint32)
 
 
-def by_pieces(fn: Callable[[Params, Batch], Any], *, num_microbatches: int = 1, devices: int = 1) -> Callable[..., Any]:
-    """Compiles a function of parameters and a batch, whose rows do not depend on each other, to run on pieces of it."""
+def to_batch(prompt_ids: Any, prompt_mask: Any, temperature: Any, completions: Completions) -> Batch:
+    """What was sampled, as the batch that is scored and learned from."""
+    return Batch(
+        prompt_ids,
+        prompt_mask,
+        completions.completion_ids,
+        completions.completion_mask,
+        temperature,
+        completions.sampler_logprobs,
+        completions.truncated_logprobs,
+        completions.truncated,
+    )
 
-    def whole(params, batch, *, axis_name):
-        del axis_name
-        if num_microbatches == 1:
-            return fn(params, batch)
-        out = jax.lax.map(lambda piece: fn(params, piece), split_leading(batch, num_microbatches))
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
-    return data_parallel(whole, (None, 0), 0, devices=devices)
+# ---- log-probabilities of completions
 
 
-def score(policy: Policy, params: Params, batch: Batch) -> TokenLogprobs:
+def score_completion_tokens(policy: Policy, params: Params, batch: Batch) -> TokenLogprobs:
     """Log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`."""
     return score_hidden(policy, params, hidden_states(policy, params, batch), batch)
 
@@ -131,71 +169,55 @@ def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
 
 
 def score_hidden(policy: Policy, params: Params, hidden: jax.Array, batch: Batch) -> TokenLogprobs:
-    """`score` of hidden states that are known."""
+    """`score_completion_tokens` of hidden states that are known."""
     return token_logprobs(
         hidden, policy.unembedding(params), batch.completion_ids, temperature=batch.temperature[..., None]
     )
 
 
-def roll_out(
-    sampler: Sampler,
-    params: Params,
-    prompts: Prompts,
-    task: Task,
-    reward: Reward | Rewards,
-    temperature: np.ndarray,
-    key: jax.Array,
-) -> Rollout:
-    """Samples a group for each prompt and rewards it.
+# ---- text and rewards
+
+
+def read_completions(completions: Completions) -> Completions:
+    """What the host needs of completions on the devices: ids, masks, and which were cut off."""
+    few = (completions.completion_ids, completions.completion_mask, completions.truncated)
+    ids, mask, truncated = to_host(few)
+    return Completions(ids, mask, None, None, truncated)  # type: ignore[arg-type]
+
+
+def grade(prompts: Prompts, completions: Completions, task: Task, reward: Reward | Rewards) -> Rollout:
+    """Decodes completions and rewards them.
 
     Args:
-      sampler: from `make_sampler`.
-      params: the policy's.
       prompts: N.
+      completions: of `read_completions`.
       task: for its decoder.
       reward: one function, or several with weights.
-      temperature: float32 `[N, G]`.
-      key: consumed.
-
-    Returns:
-      The rollout.
 
     Raises:
-      UsageError: the task or its reward function returned another number than asked.
+      UsageError: a reward function returned another number than asked.
     """
-    if prompts.ids.shape[0] != temperature.shape[0]:
-        raise UsageError(
-            f"the task gave {prompts.ids.shape[0]} prompts for {temperature.shape[0]}: set its num_prompts"
-        )
-    rows = np.arange(temperature.size, dtype=np.int32).reshape(temperature.shape)
-    completions = sample_prompts(sampler, params, prompts, rows, temperature, key)
     texts = decode_groups(completions, task)
-    group_size = temperature.shape[1]
-    examples = [example for example in prompts.examples for _ in range(group_size)]
+    shape = completions.truncated.shape
+    examples = [example for example in prompts.examples for _ in range(shape[1])]
     scores = score_completions(reward, examples, [text for group in texts for text in group])
-    scores = jax.tree.map(lambda x: x.reshape(temperature.shape), scores)
+    scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     weights = {name: float(component.weight) for name, component in named_components(reward).items()}
     return Rollout(prompts, completions, texts, scores.rewards, scores.applicable, scores.components, weights)
 
 
-def sample_prompts(
-    sampler: Sampler, params: Params, prompts: Prompts, rows: np.ndarray, temperature: np.ndarray, key: jax.Array
-) -> Completions:
-    """Samples a group for each prompt.
+def reward_arrays(rollout: Rollout, *, with_components: bool) -> RewardArrays:
+    """The rewards of a rollout, as advantages are made of them.
 
     Args:
-      sampler, params, prompts, temperature, key: as in `roll_out`.
-      rows: int32 `[N, G]`, numbers of the completions, that key their noise.
-
-    Returns:
-      The completions, as NumPy arrays.
-
-    Raises:
-      UsageError: prompts are not padded on the left.
+      rollout: graded.
+      with_components: whether each reward is compared by itself.
     """
-    if not prompts.mask[:, -1].all():
-        raise UsageError("prompts must be padded on the left: tasks.task.pad_prompts does it")
-    return jax.tree.map(np.asarray, sampler(params, prompts.ids, prompts.mask, rows, temperature, key))
+    if not with_components:
+        return RewardArrays(rollout.rewards, rollout.applicable)
+    weights = np.array(list(rollout.weights.values()), np.float32)
+    components = np.stack([rollout.components[name] for name in rollout.weights], axis=-1)
+    return RewardArrays(rollout.rewards, rollout.applicable, np.where(weights != 0, components, np.nan), weights)
 
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
@@ -210,21 +232,18 @@ def decode_groups(completions: Completions, task: Task) -> list[list[Completion]
     return [[decode((i, j)) for j in range(group_size)] for i in range(num_prompts)]
 
 
-def group_temperatures(num_prompts: int, group_size: int, temperature: Array, spread: Array) -> jax.Array:
-    """τᵢ = temperature + spread · i / G for i = 0 … G − 1, float32 `[N, G]`."""
-    row = temperature + spread * jnp.arange(group_size) / group_size
-    return jnp.tile(row.astype(jnp.float32), (num_prompts, 1))
+def group_temperatures(sampling: SamplingConfig) -> Any:
+    """τᵢ = temperature + spread · i / G for i = 0 … G − 1, float32 `[N, G]`; of NumPy unless a setting is traced."""
+    numpy: Any = jnp if isinstance(sampling.temperature, jax.Array) else np
+    places = numpy.arange(sampling.group_size, dtype=numpy.float32) / sampling.group_size
+    group = sampling.temperature + sampling.temperature_spread * places
+    return numpy.tile(group.astype(numpy.float32), (sampling.num_prompts, 1))
 
 
-def to_batch(rollout: Rollout, temperature: np.ndarray) -> Batch:
-    """The arrays of a rollout that a scorer needs."""
-    return Batch(
-        rollout.prompts.ids,
-        rollout.prompts.mask,
-        rollout.completions.completion_ids,
-        rollout.completions.completion_mask,
-        temperature,
-    )
+def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
+    """Numbers of the completions of a step, int32 `[N, G]`."""
+    shape = sampling.num_prompts, sampling.group_size
+    return np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
@@ -281,22 +300,3 @@ def _distinct(group: Sequence[Completion]) -> float:
 
 def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if values.size else None
-
-
-def step_key(seed: Array, stream: int, step: Array) -> jax.Array:
-    """The key of a step: a pure function of (seed, stream, step), each below 2³²."""
-    return _step_key(*(jnp.asarray(number, jnp.uint32) for number in (seed, stream, step)))
-
-
-@jax.jit
-def _step_key(seed, stream, step):
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)
-
-
-def shuffled_minibatches(batch: Batch, key: jax.Array, num_minibatches: int) -> list[Batch]:
-    """Splits a batch by prompts, in an order that depends on the key. Groups stay whole."""
-    if num_minibatches == 1:
-        return [batch]
-    order = np.asarray(jax.random.permutation(key, batch.prompt_ids.shape[0]))
-    pieces = np.split(order, num_minibatches)
-    return [jax.tree.map(lambda x, piece=piece: x[piece], batch) for piece in pieces]

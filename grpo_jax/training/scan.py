@@ -7,7 +7,6 @@ Several runs that differ in seeds and numbers are one call, `compile_row`.
 Letters: R runs, S steps, N prompts of a step, C calls of a held-out evaluation, E evaluations, G completions.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,29 +15,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, validate
+from grpo_jax.config import GRPOConfig, options_of, validate, with_options
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.sampling.sampler import Completions, sample_groups
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
+from grpo_jax.training import learn as learning
 from grpo_jax.training.evaluate import heldout_calls
 from grpo_jax.training.grpo import grpo_method
-from grpo_jax.training.loop import Method, after_step, begin, kl_coef_of, optimizer_step, over_updates, scored
+from grpo_jax.training.learn import EVALUATION, REWARD, SAMPLING, Method, step_key
 from grpo_jax.training.rollout import (
-    EVALUATION,
-    REWARD,
-    SAMPLING,
-    SHUFFLING,
-    Outcome,
-    candidates,
+    completion_numbers,
     group_temperatures,
-    score,
-    step_key,
-    truncation_of,
+    sample,
+    score_completion_tokens,
+    to_batch,
 )
-from grpo_jax.training.state import Array, Batch, TrainState, init_state
+from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState
 
 # Metrics of what a step sampled, before its updates.
 OF_SAMPLING = (
@@ -77,7 +72,7 @@ class Heldout(NamedTuple):
     """The calls of a held-out evaluation, as `evaluate.sample_heldout` makes them."""
 
     prompts: Prompts  # [C, N, ...]
-    rows: Array  # int32 [C, N, G]
+    numbers: Array  # int32 [C, N, G], of completions, that key their noise
     greedy: Array  # bool [C, N, G]
     counted: Array  # bool [C, N, G], false for what only fills the shape
 
@@ -99,9 +94,9 @@ def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
     """What an evaluation of a run with this configuration samples."""
     calls = heldout_calls(
         task.task.heldout,
-        num_prompts=config.num_prompts,
-        group_size=config.algorithm.group_size,
-        samples=config.eval_samples,
+        num_prompts=config.sampling.num_prompts,
+        group_size=config.sampling.group_size,
+        samples=config.logging.eval_samples,
     )
     return stacked([Heldout(_encoded(task, call.prompts), *call[1:]) for call in calls])
 
@@ -139,41 +134,42 @@ def whole_run(
       place; the reward gets the others.
     """
     validate(config, compares_groups=make_method is grpo_method)
-    every = config.eval_every or config.steps
+    every = config.logging.eval_every or config.steps
     if config.steps % every:
         raise UsageError(f"eval_every ({every}) must divide steps ({config.steps})")
-    if config.max_rollouts > 1 or config.advantages_of != "sum":
+    if config.sampling.max_rollouts > 1 or config.loss.advantages_of != "sum":
         raise UsageError("a run as one program has one reward and one rollout a step: leave out what needs more")
-    fields = {field.name for field in dataclasses.fields(config)}
+    fields = options_of(config).keys()
 
     def run(params: Params, prompts: Prompts, heldout: Heldout, seed: Array, options: Mapping[str, Array]) -> History:
-        if prompts.ids.shape[:2] != (config.steps, config.num_prompts):
+        if prompts.ids.shape[:2] != (config.steps, config.sampling.num_prompts):
             raise UsageError(
                 f"prompts are {prompts.ids.shape[1]} of {prompts.ids.shape[0]} steps, but the run has "
-                f"{config.num_prompts} of {config.steps}: make both by prompts_of and the task's num_prompts"
+                f"{config.sampling.num_prompts} of {config.steps}: make both by prompts_of and the task's num_prompts"
             )
-        settings = dataclasses.replace(config, **{name: value for name, value in options.items() if name in fields})
+        settings = with_options(config, **{name: value for name, value in options.items() if name in fields})
         rewarded = partial(task.reward, **{name: value for name, value in options.items() if name not in fields})
         method = make_method(policy, settings)
         start, frozen = method.split(params)
 
         def learn(state: TrainState, inputs: tuple[Array, Prompts]) -> tuple[TrainState, dict[str, jax.Array]]:
             step, given = inputs
-            return _step(method, policy, task.task, rewarded, settings, state, start, frozen, given, seed, step)
+            return _iteration(method, policy, task.task, rewarded, settings, state, start, frozen, given, seed, step)
 
         def judge(state: TrainState) -> jax.Array:
             actor = method.actor(state.params, frozen)
             key = step_key(seed, EVALUATION, 0)
-            temperature = settings.algorithm.temperature if heldout_temperature is None else heldout_temperature
+            temperature = settings.sampling.temperature if heldout_temperature is None else heldout_temperature
 
             def call(given: Heldout) -> jax.Array:
                 completions = sample(
                     policy,
-                    actor,
                     task.task,
-                    settings,
-                    given.prompts,
-                    given.rows,
+                    settings.sampling,
+                    actor,
+                    given.prompts.ids,
+                    given.prompts.mask,
+                    given.numbers,
                     jnp.where(given.greedy, 0.0, temperature),
                     key,
                 )
@@ -187,7 +183,7 @@ def whole_run(
 
         steps = jnp.arange(config.steps, dtype=jnp.uint32)
         pieces = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), (steps, prompts))
-        state = begin(lambda params: init_state(params, method.optimizer), method, start, settings)
+        state = learning.begin(method, start, settings)
         before = judge(state)
         state, (metrics, after) = jax.lax.scan(block, state, pieces)
         metrics = jax.tree.map(lambda x: x.reshape(-1), metrics)
@@ -230,49 +226,48 @@ def compile_row(
     return row
 
 
-def _step(method, policy, task, reward, config, state, start, frozen, given, seed, step):
-    """One step of the loop: rollout, score, advantages, update."""
-    algorithm = config.algorithm
-    shape = given.ids.shape[0], algorithm.group_size
+def _iteration(method, policy, task, reward, config, state, start, frozen, given, seed, step):
+    """One iteration of the loop: sample, reward, score, learn."""
     current = method.actor(state.params, frozen)
     reference = method.actor(start if state.reference is None else state.reference, frozen)
-    temperature = group_temperatures(*shape, algorithm.temperature, algorithm.temperature_spread)
+    temperature, numbers = jnp.asarray(group_temperatures(config.sampling)), completion_numbers(config.sampling)
 
-    # ---- rollout
-    rows = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
-    completions = sample(policy, current, task, config, given, rows, temperature, step_key(seed, SAMPLING, step))
+    # ---- sample, and reward
+    completions = sample(
+        policy,
+        task,
+        config.sampling,
+        current,
+        given.ids,
+        given.mask,
+        jnp.asarray(numbers),
+        temperature,
+        step_key(seed, SAMPLING, step),
+    )
     rewards = reward(given.targets, completions, step_key(seed, REWARD, step))
 
     # ---- score
-    batch = Batch(given.ids, given.mask, completions.completion_ids, completions.completion_mask, temperature)
-    batch = scored(partial(score, policy), current, reference, batch, completions.sampler_logprobs, config)
-    if method.values:
-        batch = batch._replace(old_values=method.values(state.params, frozen, batch))
+    def reference_logprobs(params: Params, batch: Batch) -> jax.Array:
+        return score_completion_tokens(policy, params, batch).logprobs
 
-    # ---- advantages
-    outcome = Outcome(rewards, jnp.ones(shape, bool), completions.truncated, candidates(completions))
-    batch, _, logs = method.advantages(outcome, batch, kl_coef_of(state, config))
+    batch = to_batch(given.ids, given.mask, temperature, completions)
+    scored = learning.score(method, reference_logprobs, config, state.params, frozen, reference, batch)
+    batch = learning.with_scores(batch, scored, config)
 
-    # ---- update
-    held_to = reference if config.divergence != "preset" else None
+    # ---- learn
+    loss_reference = reference if config.loss.divergence != "preset" else None
+    graded = RewardArrays(rewards, jnp.ones(rewards.shape, bool))
+    state, learned = learning.learn(method, config, state, frozen, loss_reference, batch, graded, seed, step)
+    return state, _sampling_metrics(completions, rewards) | learned.metrics
 
-    def minibatch_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
-        state, metrics = optimizer_step(method, state, batch, frozen, held_to, config)
-        return state, (metrics, jnp.sum(batch.completion_mask))
 
-    def epoch(state: TrainState, number: jax.Array) -> tuple[TrainState, Any]:
-        key = step_key(seed, SHUFFLING, step * config.epochs + number)
-        order = jax.random.permutation(key, shape[0]) if config.minibatches > 1 else jnp.arange(shape[0])
-        pieces = jax.tree.map(lambda x: x[order].reshape(config.minibatches, -1, *x.shape[1:]), batch)
-        return jax.lax.scan(minibatch_step, state, pieces)
-
-    state, updates = jax.lax.scan(epoch, state, jnp.arange(config.epochs, dtype=jnp.uint32))
-    metrics, tokens = jax.tree.map(lambda x: x.reshape(-1), updates)
+def _sampling_metrics(completions: Completions, rewards: jax.Array) -> dict[str, jax.Array]:
+    """Of what an iteration sampled, before its updates."""
     lengths = jnp.sum(completions.completion_mask, axis=-1)
     spread = jnp.max(rewards, axis=-1) > jnp.min(rewards, axis=-1)
     ids = jnp.where(completions.completion_mask, completions.completion_ids, -1)
     same = jnp.all(ids[:, :, None] == ids[:, None], axis=-1)
-    sampled = {
+    return {
         "distinct_share": jnp.mean(1 / jnp.sum(same, axis=-1)),
         "reward": jnp.mean(rewards),
         "reward_std": jnp.std(rewards),
@@ -281,43 +276,6 @@ def _step(method, policy, task, reward, config, state, start, frozen, given, see
         "truncated_share": jnp.mean(completions.truncated),
         "tokens": jnp.sum(lengths),
     }
-    of_updates = over_updates(metrics, tokens) | {"skipped": jnp.max(metrics["skipped"])}  # in a row, so far
-    return after_step(method, state, step, logs, config), sampled | logs | of_updates
-
-
-def sample(
-    policy: Policy,
-    params: Params,
-    task: Task,
-    config: GRPOConfig,
-    given: Prompts,
-    rows: Array,
-    temperature: Array,
-    key: jax.Array,
-) -> Completions:
-    """Completions of prompts, as a run samples them.
-
-    Args:
-      policy, params: of the model.
-      task, config: of the run.
-      given: N prompts.
-      rows: int32 `[N, G]`, numbers of the completions, that key their noise.
-      temperature: `[N, G]`.
-      key: consumed.
-    """
-    return sample_groups(
-        policy,
-        params,
-        given.ids,
-        given.mask,
-        rows,
-        key,
-        max_tokens=config.max_tokens,
-        eos_ids=task.eos_ids,
-        temperature=temperature,
-        truncation=truncation_of(config),
-        pad_id=task.pad_id,
-    )
 
 
 def _encoded(task: DeviceTask, prompts: Any) -> Prompts:

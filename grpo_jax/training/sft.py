@@ -15,7 +15,7 @@ from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training.rollout import score
+from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Batch, TrainState
 from grpo_jax.training.step import Logs, LossFn
 from grpo_jax.training.supervised import SupervisedConfig, fit
@@ -76,7 +76,7 @@ def sft_loss_fn(policy: Policy) -> LossFn:
     """L = −Σ w log π(oₜ): next-token loss on the completion, none on the prompt."""
 
     def loss_fn(params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:
-        scores = score_packed(policy, params, batch) if isinstance(batch, Packed) else score(policy, params, batch)
+        scores = score_packed(policy, params, batch) if isinstance(batch, Packed) else score_completion_tokens(policy, params, batch)
         # Where nothing is learned, packed rows have scores of one text's token after another's.
         loss = -jnp.sum(jnp.where(batch.completion_mask, batch.weights * scores.logprobs, 0))
         return loss, Logs({"entropy": masked_sum(scores.entropy, batch.completion_mask)}, {})

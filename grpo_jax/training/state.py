@@ -1,4 +1,4 @@
-"""What an optimizer step reads and writes."""
+"""What programs of training read and write. Letters: N prompts of P tokens, G completions of T tokens, K rewards."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -25,20 +25,39 @@ class TrainState(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Completions to learn from. N prompts of P tokens, G completions of T tokens."""
+    """Completions to learn from."""
 
     prompt_ids: Array  # int32 [N, P], padded on the left
     prompt_mask: Array  # bool [N, P]
     completion_ids: Array  # int32 [N, G, T]
-    completion_mask: Array  # bool [N, G, T]
+    completion_mask: Array  # bool [N, G, T], the tokens that are learned from
     temperature: Array  # [N, G], that of the sampler
-    advantages: Array = None  # [N, G]; [N, G, T] when corrected, or of a critic
-    old_logprobs: Array = None  # [N, G, T]
-    ref_logprobs: Array = None  # [N, G, T]; None without a reference
-    sampler_logprobs: Array = None  # [N, G, T]
-    old_values: Array = None  # [N, G, T + 1], of a critic when the completions were sampled; None without one
+    # ---- from the sampler
+    sampler_logprobs: Array = None  # [N, G, T], of the softmax after temperature
+    truncated_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
+    truncated: Array = None  # bool [N, G], no token ended the completion
+    # ---- from the scoring pass; None where the update does not need it
+    old_logprobs: Array = None  # [N, G, T]; None: those of the policy that is differentiated, without gradient
+    ref_logprobs: Array = None  # [N, G, T]
+    old_entropy: Array = None  # [N, G, T], in nats
+    old_values: Array = None  # [N, G, T + 1], of a critic when the completions were sampled
+    # ---- from the rewards
+    advantages: Array = None  # [N, G], or [N, G, T]
     returns: Array = None  # [N, G, T], what a critic learns
-    weights: Array = None  # [N, G, T], made from the mask of a whole optimizer batch
+    # ---- from the masks of a whole optimizer batch
+    weights: Array = None  # [N, G, T]
+
+
+class RewardArrays(NamedTuple):
+    """What completions earned, as arrays."""
+
+    rewards: Array  # float32 [N, G], the weighted sum
+    applicable: Array  # bool [N, G], whether any reward applies
+    components: Array = None  # float32 [N, G, K], NaN where one does not apply or is only watched
+    weights: Array = None  # float32 [K]
+
+
+REWARD_AXES = RewardArrays(0, 0, 0, None)  # what devices share out; the weights are the same on all
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -83,17 +102,27 @@ def learning_rate_schedule(
 def make_optimizer(
     learning_rate: float | optax.Schedule, *, weight_decay: float = 0.0, max_grad_norm: float = 1.0
 ) -> optax.GradientTransformation:
-    """AdamW after scaling down long gradients.
+    """AdamW (1711.05101) after scaling down long gradients.
 
     Args:
       learning_rate: a rate, or a schedule.
-      weight_decay: of AdamW, 0.
+      weight_decay: of matrices, 0. Norms and biases have none, as in transformers and TRL.
       max_grad_norm: norm above which a gradient is scaled down, 1.
 
     Returns:
       An optax transformation.
     """
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.adamw(learning_rate, weight_decay=weight_decay))
+    adamw = optax.adamw(learning_rate, weight_decay=weight_decay, mask=has_weight_decay)
+    return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
+
+
+def has_weight_decay(params: Params) -> Any:
+    """For each parameter whether it is neither a norm's scale nor a bias."""
+
+    def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
+        return getattr(path[-1], "key", None) not in ("scale", "bias")
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
 def steps_taken(state: TrainState) -> jax.Array:

@@ -6,7 +6,7 @@ that of the unsplit batch.
 """
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def train_step(
       state: donated by callers that jit this.
       batch: leading axis N, of this device.
       loss_fn: as in `accumulate_grads`.
-      aggregation: mask -> weights, one of `functional.aggregation`.
+      aggregation: (mask, *, axis_name) -> weights, as those of `functional.aggregation`.
       optimizer: an optax transformation.
       num_microbatches: divides N.
       axis_name: the mapped axis over which the minibatch is spread, or None.
@@ -102,6 +102,37 @@ def train_step(
     metrics = {name: total / jnp.maximum(weight, 1e-9) for name, (total, weight) in logs.means.items()}
     metrics |= logs.maxima | {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
     return state._replace(params=params, opt_state=opt_state, skipped=skipped), metrics
+
+
+def microbatched(fn: Callable[[Batch], Any], num_microbatches: int) -> Callable[[Batch], Any]:
+    """A function of a batch, whose prompts do not depend on each other, computed in pieces one after another."""
+    if num_microbatches == 1:
+        return fn
+
+    def in_pieces(batch: Batch) -> Any:
+        out = jax.lax.map(fn, split_leading(batch, num_microbatches))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+
+    return in_pieces
+
+
+def choose_microbatches(num_prompts: int, tokens: int) -> int:
+    """How many pieces a minibatch is computed in by default.
+
+    Small pieces stay in a CPU's cache and need less memory; too small ones leave an accelerator idle. So a piece has
+    about 2,048 tokens on a CPU and 32,768 elsewhere (measured, see BUILD_NOTES.md), or one prompt with its completions
+    if that is more.
+
+    Args:
+      num_prompts: of the minibatch on one device.
+      tokens: of one prompt with its completions, padding included.
+
+    Returns:
+      A divisor of num_prompts.
+    """
+    limit = 2_048 if jax.default_backend() == "cpu" else 32_768
+    divisors = (n for n in range(1, num_prompts + 1) if num_prompts % n == 0)
+    return next((n for n in divisors if num_prompts // n * tokens <= limit), num_prompts)
 
 
 def split_leading(tree, pieces: int):

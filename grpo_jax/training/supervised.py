@@ -10,7 +10,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.training.guards import check_gradients
-from grpo_jax.training.parallel import data_parallel, num_devices, replicate
+from grpo_jax.training.parallel import data_parallel, num_devices, replicate, to_devices
 from grpo_jax.training.state import (
     TrainState,
     init_state,
@@ -138,7 +138,7 @@ def fit(
                 rows, pieces = jax.tree.leaves(batch)[0].shape[0], config.microbatches * devices
                 if rows % pieces:
                     raise UsageError(f"a batch of {rows} must be a multiple of microbatches x devices ({pieces})")
-                state, metrics = programs.train_step(state, batch, frozen)
+                state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
                 evaluated = {}
                 if evaluate and config.eval_every and number % config.eval_every == 0:
                     evaluated = evaluate(state.params, frozen)
@@ -148,7 +148,9 @@ def fit(
                     metrics["skipped"] = max(jax.device_get(skipped))
                     skipped.clear()
                     metrics = jax.tree.map(float, jax.device_get(metrics))
-                    check_gradients(run, f"{phase}_{number:06d}", metrics, batch, _MAX_SKIPPED)
+                    check_gradients(
+                        run, f"{phase}_{number:06d}", metrics["skipped"], _MAX_SKIPPED, batch._asdict
+                    )
                     run.log(phase, number, metrics | evaluated)
                     run.log_times(phase, number)
                     show(number, f"loss {metrics['loss']:.3f}")

@@ -119,8 +119,8 @@ def test_pieces_of_packed_rows_are_all_rows_and_nothing_learned_beside_them():
 
 
 def parse(**options):
-    flags = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-    args = [[name] if value is True else [name, str(value)] for name, value in flags.items()]
+    named = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    args = [[name] if value is True else [name, str(value)] for name, value in named.items()]
     return flags.parse(experiment.Config, None, [part for pair in args for part in pair])
 
 

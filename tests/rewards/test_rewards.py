@@ -442,7 +442,7 @@ def test_no_process_is_left_when_the_parent_ends(file, ending):
     program = f"""
 import os, sys, time
 from grpo_jax.rewards.grading import Grader
-from grpo_jax.tasks.task import Completion
+from grpo_jax.data.types import Completion
 grader = Grader({f"{file}:act"!r}, chunk=1, workers=1, deadline=100.0, budget=100.0)
 print(*map(int, grader([{{}}] * 2, [Completion("its number"), Completion("a child's number")])), flush=True)
 if "fork" in sys.argv[1] and os.fork() == 0:

@@ -411,4 +411,4 @@ def test_groups_that_cannot_be_cut_enough_are_left_out(tmp_path, monkeypatch):
 
 def test_the_page_is_packaged():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert "*.html" in project["tool"]["setuptools"]["package-data"]["grpo_jax"]
+    assert "*.html" in project["tool"]["setuptools"]["package-data"]["grpo_jax.runs"]

@@ -20,22 +20,12 @@ at least as well with himself as with others, as the published figures do not. T
 import numpy as np
 
 from experiments.claims.ablation import COIN, START, Bench
-from experiments.claims.annotators import (
-    Kind,
-    agreement,
-    as_given,
-    calibration_errors,
-    draw,
-    fit,
-    ranks,
-    scored,
-    standardised,
-)
+from experiments.claims import annotators as A
 from experiments.claims.columns import by_seed, minus
 from experiments.claims.findings import Claim, Finding, main
 
 SPREADS, NOISE = {"small": 0.25, "medium": 0.5, "large": 1.0}, 0.5
-VIEWS = {"scores": as_given, "ranks": ranks, "advantages": standardised}
+VIEWS = {"scores": A.as_given, "ranks": A.ranks, "advantages": A.standardised}
 
 
 def measure(bench: Bench) -> Finding:
@@ -66,18 +56,18 @@ def measure(bench: Bench) -> Finding:
     return Finding(rows, claims, drawn, note)
 
 
-def of_seed(seed: int) -> tuple[dict[str, dict[str, float]], Kind]:
+def of_seed(seed: int) -> tuple[dict[str, dict[str, float]], A.Kind]:
     """All rows, with the draws of one seed, and the kind of annotators that fits."""
-    draws = draw(seed)
-    kinds = {START: Kind(0.0, NOISE), COIN: Kind(0.0, 1.0, sees=0.0), "fitted": fit(draws, scores=0.61, ranks_=0.83)}
-    kinds |= {f"{name}, noise": Kind(spread, NOISE) for name, spread in SPREADS.items()}
-    kinds |= {f"{name}, no noise": Kind(spread, 0.0) for name, spread in SPREADS.items()}
+    draws = A.draw(seed)
+    kinds = {START: A.Kind(0.0, NOISE), COIN: A.Kind(0.0, 1.0, sees=0.0), "fitted": A.fit(draws, scores=0.61, ranks_=0.83)}
+    kinds |= {f"{name}, noise": A.Kind(spread, NOISE) for name, spread in SPREADS.items()}
+    kinds |= {f"{name}, no noise": A.Kind(spread, 0.0) for name, spread in SPREADS.items()}
 
-    def row(kind: Kind) -> dict[str, float]:
-        scores = scored(draws, kind)
-        columns = {name: agreement(scores, view) for name, view in VIEWS.items()}
-        columns |= {f"{name} again": agreement(scores, VIEWS[name], again=True) for name in ("scores", "ranks")}
-        within, across = calibration_errors(draws, kind)
+    def row(kind: A.Kind) -> dict[str, float]:
+        scores = A.scored(draws, kind)
+        columns = {name: A.agreement(scores, view) for name, view in VIEWS.items()}
+        columns |= {f"{name} again": A.agreement(scores, VIEWS[name], again=True) for name in ("scores", "ranks")}
+        within, across = A.calibration_errors(draws, kind)
         return columns | {"error within": within, "error across": across}
 
     return {name: row(kind) for name, kind in kinds.items()}, kinds["fitted"]

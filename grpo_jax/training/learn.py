@@ -1,0 +1,369 @@
+"""What an iteration computes after sampling, as pure functions: `score`, then `learn`.
+
+`score` needs no rewards, so a device can run it while graders work. `learn` turns rewards into advantages and takes all
+optimizer steps on the rollout. The host loop (`loop`), the whole run as one program (`scan`) and every method call
+these two. A `Method` says what tells one method from another.
+
+Letters as in `state`; U optimizer steps on a rollout, epochs × minibatches.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.config import GRPOConfig
+from grpo_jax.functional import adaptive_kl_coef
+from grpo_jax.functional.numerics import maybe_psum
+from grpo_jax.models.lora import join, split
+from grpo_jax.models.transformer import Params
+from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState, init_state, steps_taken
+from grpo_jax.training.step import Logs, choose_microbatches, microbatched, train_step
+
+AxisName = Hashable | None
+
+# Streams of keys: the second number of `step_key`.
+SAMPLING, SHUFFLING, EVALUATION, LABELLING, REWARD = range(5)
+
+# Metrics of optimizer steps, not of tokens.
+_OF_STEPS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate"})
+
+
+class Scores(NamedTuple):
+    """What one forward pass tells of completion tokens."""
+
+    logprobs: jax.Array  # [N, G, T], after the sampler's temperature
+    entropy: jax.Array  # [N, G, T], in nats
+    values: jax.Array | None = None  # [N, G, T + 1], of a critic
+
+
+class Advantages(NamedTuple):
+    """What rewards come to."""
+
+    batch: Batch  # with advantages
+    by_completion: jax.Array  # [N, G], to show
+    logs: dict[str, jax.Array]  # scalars, the same on all devices
+
+
+class Method(NamedTuple):
+    """What tells one method that learns from rollouts from another."""
+
+    # (trained parameters, frozen ones, batch) -> what the policy, and its critic, say of completions
+    score: Callable[[Params, Any, Batch], Scores]
+    # (rewards, scored batch, β, axis_name) -> advantages
+    advantages: Callable[[RewardArrays, Batch, Array, AxisName], Advantages]
+    # (trained parameters, frozen ones, batch with weights, parameters of the reference or None) -> loss, logs
+    loss_fn: Callable[[Params, Any, Batch, Params | None], tuple[jax.Array, Logs]]
+    optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule  # of the policy, to log
+    has_critic: bool = False
+    # parameters -> those that are trained, and those that are not
+    split: Callable[[Params], tuple[Params, Any]] = split
+    # (trained parameters, frozen ones) -> those of the policy, which samples
+    actor: Callable[[Params, Any], Params] = join
+    # trained parameters -> what `actor` reads of them, which is all that a reference is
+    of_policy: Callable[[Params], Params] = lambda trained: trained
+
+
+class Learned(NamedTuple):
+    """What `learn` leaves to log."""
+
+    metrics: dict[str, jax.Array]  # scalars
+    advantages: jax.Array  # [N, G]
+    order: jax.Array  # int32 [U, n], the prompts of each optimizer step
+
+
+class Scored(NamedTuple):
+    """Fields of a `Batch` from the scoring pass; None where the update does not need one."""
+
+    old_logprobs: Array = None
+    ref_logprobs: Array = None
+    old_entropy: Array = None
+    old_values: Array = None
+
+
+# ---- score
+
+
+def needed(method: Method, config: GRPOConfig) -> Scored:
+    """Which scores an update needs to be told, as bools.
+
+    Old log-probabilities are those of the policy that sampled. Where a rollout is used for one optimizer step that is
+    the policy that is differentiated, and its own numbers without gradient take their place. Several steps need them
+    told, and so does a KL that is taken off the rewards. A method whose ratio is defined against the sampler takes the
+    sampler's numbers for both.
+    """
+    objective = config.loss.objective
+    has_penalty = objective.has_reference and objective.kl_in_reward
+    several = config.optimizer.epochs * config.optimizer.minibatches > 1
+    return Scored(
+        old_logprobs=(several or has_penalty) and not objective.ratio_to_sampler,
+        ref_logprobs=objective.has_reference and config.loss.divergence == "preset",
+        old_entropy=config.loss.top_entropy < 1,
+        old_values=method.has_critic,
+    )
+
+
+def score(
+    method: Method,
+    reference_logprobs: Callable[[Params, Batch], jax.Array],
+    config: GRPOConfig,
+    trained: Params,
+    frozen: Any,
+    reference: Params | None,
+    batch: Batch,
+) -> Scored:
+    """The scoring pass over a rollout: what the update needs to be told, and no more.
+
+    Args:
+      method: of the run.
+      reference_logprobs: (parameters, batch) -> log-probabilities `[N, G, T]` of the policy's model.
+      config: the run.
+      trained: parameters that sampled, those that are trained.
+      frozen: the others.
+      reference: parameters of the reference's policy, or None.
+      batch: as sampled.
+    """
+    wanted = needed(method, config)
+
+    def of_piece(batch: Batch) -> Scored:
+        own = None
+        if wanted.old_logprobs or wanted.old_entropy or wanted.old_values:
+            own = method.score(trained, frozen, batch)
+        return Scored(
+            old_logprobs=own.logprobs if own and wanted.old_logprobs else None,
+            ref_logprobs=reference_logprobs(reference, batch) if wanted.ref_logprobs else None,
+            old_entropy=own.entropy if own and wanted.old_entropy else None,
+            old_values=own.values if own and wanted.old_values else None,
+        )
+
+    return microbatched(of_piece, num_microbatches(config, batch))(batch)
+
+
+def with_scores(batch: Batch, scored: Scored, config: GRPOConfig) -> Batch:
+    """The batch that `learn` takes."""
+    if config.loss.objective.ratio_to_sampler:
+        scored = scored._replace(old_logprobs=batch.sampler_logprobs)
+    return batch._replace(**scored._asdict())
+
+
+def num_microbatches(config: GRPOConfig, batch: Batch) -> int:
+    """Pieces that the prompts of a batch on one device are computed in."""
+    prompts, group_size, width = batch.completion_ids.shape
+    tokens = batch.prompt_ids.shape[-1] + group_size * width
+    return config.optimizer.microbatches or choose_microbatches(prompts, tokens)
+
+
+# ---- learn
+
+
+def begin(method: Method, trained: Params, config: GRPOConfig) -> TrainState:
+    """The state before the first iteration of a run, with what moves besides the parameters.
+
+    Args:
+      method: of the run.
+      trained: parameters.
+      config: the run.
+    """
+    state = init_state(trained, method.optimizer)
+    if config.reference.ref_sync_steps:
+        # A copy, for `learn` donates its state.
+        state = state._replace(reference=jax.tree.map(jnp.copy, method.of_policy(trained)))
+    if config.reference.kl_target is not None:
+        state = state._replace(kl_coef=jnp.float32(config.loss.kl_coef))
+    return state
+
+
+def learn(
+    method: Method,
+    config: GRPOConfig,
+    state: TrainState,
+    frozen: Any,
+    reference: Params | None,
+    batch: Batch,
+    rewards: RewardArrays,
+    seed: Array,
+    step: Array,
+    *,
+    axis_name: AxisName = None,
+) -> tuple[TrainState, Learned]:
+    """One iteration's learning: advantages, all optimizer steps on the rollout, and what moves besides.
+
+    Args:
+      method: of the run.
+      config: the run.
+      state: donated by callers that compile this.
+      frozen: parameters that are not trained.
+      reference: those of the reference's policy, where the loss runs it and it does not move; else None.
+      batch: as sampled and scored, N prompts of this device.
+      rewards: of its completions.
+      seed: of the run.
+      step: number of the iteration, from 0.
+      axis_name: the mapped axis over which prompts are spread, or None.
+
+    Returns:
+      The next state, and what to log.
+    """
+    kl_coef = jnp.float32(config.loss.kl_coef) if state.kl_coef is None else state.kl_coef
+    advantages = method.advantages(rewards, batch, kl_coef, axis_name)
+    state, metrics, order = _update(
+        method, config, state, frozen, reference, advantages.batch, seed, step, axis_name=axis_name
+    )
+    state = sync_reference(method, state, step, config)
+    state = update_kl_coef(state, advantages.logs, config)
+    return state, Learned(advantages.logs | metrics, advantages.by_completion, order)
+
+
+def _update(method, config, state, frozen, reference, batch, seed, step, *, axis_name):
+    """Epochs of shuffled minibatches: state, metrics over them, and the prompts of each optimizer step `[U, n]`."""
+    epochs, minibatches = config.optimizer.epochs, config.optimizer.minibatches
+    completions = batch.completion_ids.shape[0] * batch.completion_ids.shape[1] // minibatches
+    completions *= 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    aggregation = partial(config.loss.objective.aggregation, num_completions=completions)
+
+    def optimizer_step(state: TrainState, minibatch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        rate = method.learning_rate(steps_taken(state))
+        # A reference that moves is in the state, whose memory is given away: it cannot be an argument as well.
+        moving = None if state.reference is None else method.actor(state.reference, frozen)
+        state, metrics = train_step(
+            state,
+            minibatch,
+            loss_fn=lambda trained, piece: method.loss_fn(
+                trained, frozen, piece, reference if moving is None else moving
+            ),
+            aggregation=aggregation,
+            optimizer=method.optimizer,
+            num_microbatches=num_microbatches(config, minibatch),
+            axis_name=axis_name,
+        )
+        tokens = maybe_psum(jnp.sum(minibatch.completion_mask), axis_name)
+        return state, metrics | {"learning_rate": jnp.asarray(rate), "_tokens": tokens}
+
+    if minibatches == 1:
+        everything = gather(jnp.arange(batch.prompt_ids.shape[0], dtype=jnp.int32), axis_name, numbered=True)
+        order = jnp.tile(everything, (epochs, 1))
+        if epochs == 1:
+            state, history = optimizer_step(state, batch)
+            history = jax.tree.map(lambda x: x[None], history)
+        else:
+            state, history = jax.lax.scan(lambda state, _: optimizer_step(state, batch), state, None, length=epochs)
+    else:
+        # Minibatches are those of one device, so a device needs prompts that others sampled.
+        whole = jax.tree.map(partial(gather, axis_name=axis_name), batch)
+        order = minibatch_order(seed, step, whole.prompt_ids.shape[0], epochs=epochs, minibatches=minibatches)
+        state, history = jax.lax.scan(
+            lambda state, prompts: optimizer_step(state, jax.tree.map(lambda x: x[prompts], whole)),
+            state,
+            own_part(order, axis_name),
+        )
+    tokens = history.pop("_tokens")
+    return state, over_updates(history, tokens), order
+
+
+def minibatch_order(seed: Array, step: Array, num_prompts: int, *, epochs: int, minibatches: int) -> jax.Array:
+    """The prompts of each optimizer step, int32 `[epochs · minibatches, N / minibatches]`: every epoch has its own
+    permutation of all N, a function of (seed, step)."""
+
+    def of_epoch(epoch: jax.Array) -> jax.Array:
+        key = step_key(seed, SHUFFLING, jnp.asarray(step, jnp.uint32) * epochs + epoch)
+        return jax.random.permutation(key, num_prompts)
+
+    orders = jax.vmap(of_epoch)(jnp.arange(epochs, dtype=jnp.uint32))
+    return orders.reshape(epochs * minibatches, -1).astype(jnp.int32)
+
+
+def gather(x: jax.Array, axis_name: AxisName, *, numbered: bool = False) -> jax.Array:
+    """`[n, ...]` of every device as `[N, ...]` on each; of numbers of prompts, counted over all devices."""
+    if axis_name is None:
+        return x
+    if numbered:
+        x = x + jax.lax.axis_index(axis_name).astype(x.dtype) * x.shape[0]
+    return jax.lax.all_gather(x, axis_name, tiled=True)
+
+
+def own_part(order: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Of the prompts of each minibatch `[U, n]` those that this device computes."""
+    if axis_name is None:
+        return order
+    parts = order.reshape(order.shape[0], jax.lax.axis_size(axis_name), -1)
+    return jax.lax.dynamic_index_in_dim(parts, jax.lax.axis_index(axis_name), axis=1, keepdims=False)
+
+
+def over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
+    """Metrics of the optimizer steps on one rollout, as those of the iteration.
+
+    Means, of which those of tokens count by the tokens that they are of: a mean of minibatch means would weigh short
+    minibatches up. `ratio_deviation` is the largest, `first_ratio_deviation` and `first_sampler_mismatch` are of the
+    first step, when the policy is still the one that sampled. `skipped` is the largest number of steps skipped in a row
+    and `skipped_update` the first step that was, counted from 0, or −1.
+
+    Args:
+      metrics: name -> `[U]`.
+      tokens: `[U]`, that each learned from.
+    """
+    weights = tokens / (tokens.sum() + (tokens.sum() == 0))
+    means = {name: values.mean() if name in _OF_STEPS else (values * weights).sum() for name, values in metrics.items()}
+    skipped = metrics["skipped"] > 0
+    return means | {
+        "ratio_deviation": metrics["ratio_deviation"].max(),
+        "first_ratio_deviation": metrics["ratio_deviation"][0],
+        "first_sampler_mismatch": metrics["sampler_mismatch"][0],
+        "skipped": metrics["skipped"].max(),
+        "skipped_update": jnp.where(skipped.any(), jnp.argmax(skipped), -1),
+    }
+
+
+# ---- what moves besides
+
+
+def sync_reference(method: Method, state: TrainState, step: Array, config: GRPOConfig) -> TrainState:
+    """θ_ref ← α θ + (1 − α) θ_ref every `ref_sync_steps` iterations. TR-DPO (2404.09656).
+
+    Args:
+      method: of the run.
+      state: after the updates of the iteration.
+      step: its number, from 0.
+      config: the run.
+    """
+    if not config.reference.ref_sync_steps:
+        return state
+    due = (step + 1) % config.reference.ref_sync_steps == 0
+    alpha = jnp.where(due, config.reference.ref_mixup_alpha, 0.0)
+    reference = jax.tree.map(
+        lambda new, old: (alpha * new + (1 - alpha) * old).astype(old.dtype),
+        method.of_policy(state.params),
+        state.reference,
+    )
+    return state._replace(reference=reference)
+
+
+def update_kl_coef(state: TrainState, logs: Mapping[str, Array], config: GRPOConfig) -> TrainState:
+    """β moved towards `kl_target`. 1909.08593.
+
+    Args:
+      state: after the updates of the iteration.
+      logs: of its advantages, with "kl_completion".
+      config: the run.
+    """
+    if config.reference.kl_target is None:
+        return state
+    kl_coef = adaptive_kl_coef(
+        state.kl_coef,
+        logs["kl_completion"],
+        target=config.reference.kl_target,
+        num_samples=config.sampling.num_prompts * config.sampling.group_size,
+        horizon=config.reference.kl_horizon,
+    )
+    return state._replace(kl_coef=kl_coef)
+
+
+# ---- keys and temperatures
+
+
+def step_key(seed: Array, stream: Array, index: Array) -> jax.Array:
+    """The key of a step: a pure function of (seed, stream, index), each below 2³²."""
+    seed, stream, index = (jnp.asarray(number, jnp.uint32) for number in (seed, stream, index))
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), index)
