@@ -104,24 +104,26 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
     """GRPO, or what the preset makes of it: rewards are compared within groups."""
-    algorithm, schedule = config.algorithm, schedule_of(config, config.learning_rate)
-    policy_loss_fn = grpo_loss_fn(policy, algorithm, config.divergence)
+    objective, schedule = config.loss.objective, schedule_of(config, config.optimizer.learning_rate)
+    policy_loss_fn = grpo_loss_fn(policy, objective, config.loss.divergence)
 
     def advantages(outcome: Outcome, batch: Batch, kl_coef: Array):
-        rewards, penalty, batch = penalised_rewards(outcome.rewards, batch, algorithm, kl_coef)
-        if config.advantages_of == "components":
+        rewards, penalty, batch = penalised_rewards(outcome.rewards, batch, objective, kl_coef)
+        if config.loss.advantages_of == "components":
             by_row = gdpo_advantages(outcome.components, weights=outcome.weights)
             by_row = jnp.where(jnp.isnan(rewards), jnp.nan, by_row)  # a reward that is NaN stays visible
         else:
             lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
-            by_row = algorithm.advantages(rewards, lengths, where=outcome.applicable)
+            by_row = objective.advantages(rewards, lengths, where=outcome.applicable)
         batch, correction = corrected(batch._replace(advantages=by_row), outcome, config)
         return batch, by_row, penalty | correction
 
     def loss_fn(trained: Params, frozen: Any, reference: Params | None, batch: Batch):
         return policy_loss_fn(join(trained, frozen), batch, reference)
 
-    optimizer = make_optimizer(schedule, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
+    optimizer = make_optimizer(
+        schedule, weight_decay=config.optimizer.weight_decay, max_grad_norm=config.optimizer.max_grad_norm
+    )
     return Method(advantages, loss_fn, optimizer, schedule)
 
 
@@ -129,27 +131,27 @@ def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
     """The rates of a run's optimizer steps, with this peak."""
     return learning_rate_schedule(
         learning_rate,
-        warmup_steps=config.warmup_steps,
-        total_steps=config.steps * config.epochs * config.minibatches,
-        decay=config.decay,
+        warmup_steps=config.optimizer.warmup_steps,
+        total_steps=config.steps * config.optimizer.epochs * config.optimizer.minibatches,
+        decay=config.optimizer.decay,
     )
 
 
 def penalised_rewards(
-    rewards: Array, batch: Batch, algorithm: Algorithm, kl_coef: Array
+    rewards: Array, batch: Batch, objective: Algorithm, kl_coef: Array
 ) -> tuple[Array, dict[str, jax.Array], Batch]:
-    """rᵢ − β Σₜ k1, where the algorithm has its KL in the reward; the loss then needs no reference.
+    """rᵢ − β Σₜ k1, where the objective has its KL in the reward; the loss then needs no reference.
 
     Args:
       rewards: `[N, G]`.
       batch: with old and reference log-probabilities.
-      algorithm: the run's.
+      objective: the run's.
       kl_coef: β of the step.
 
     Returns:
       Rewards for the advantages, numbers to log of the KL, and the batch for the loss.
     """
-    if not (algorithm.kl_in_reward and algorithm.has_reference):
+    if not (objective.kl_in_reward and objective.has_reference):
         return rewards, {}, batch
     penalised = kl_penalized_rewards(
         rewards, batch.old_logprobs, batch.ref_logprobs, batch.completion_mask, kl_coef=kl_coef
@@ -186,31 +188,31 @@ def corrected(batch: Batch, outcome: Outcome, config: GRPOConfig) -> tuple[Batch
       The batch, and the mean weight to log as `correction`.
     """
     mask, logs = batch.completion_mask, {}
-    if config.correction != "none":
-        log_ratio, weights_of = _CORRECTIONS[config.correction]
+    if config.loss.correction != "none":
+        log_ratio, weights_of = _CORRECTIONS[config.loss.correction]
         weights = weights_of(log_ratio(batch.old_logprobs, outcome.sampled_logprobs, mask))
         batch = batch._replace(advantages=per_token(batch.advantages, weights) * weights)
         logs = {"correction": jnp.mean(weights, where=mask)}
-    if config.mask_truncated:
+    if config.loss.mask_truncated:
         batch = batch._replace(completion_mask=keep_rows(mask, ~outcome.truncated))
     return batch, logs
 
 
 def grpo_loss_fn(
-    policy: Policy, algorithm: Algorithm, divergence: Divergence = "preset"
+    policy: Policy, objective: Algorithm, divergence: Divergence = "preset"
 ) -> Callable[..., tuple[jax.Array, Logs]]:
-    """(params, batch with weights, parameters of the reference or None) -> the algorithm's loss and what to log of it.
+    """(params, batch with weights, parameters of the reference or None) -> the objective's loss and what to log of it.
 
     Args:
       policy: the model's functions.
-      algorithm: the run's.
+      objective: the run's.
       divergence: as in GRPOConfig; but for "preset" the loss needs a reference's parameters.
 
     Returns:
       The loss function, which can be given hidden states `[N, G, T, D]` that are known.
     """
     in_full = divergence != "preset"
-    by_tokens = algorithm._replace(kl_coef=0.0) if in_full else algorithm
+    by_tokens = objective._replace(kl_coef=0.0) if in_full else objective
 
     def loss_fn(
         params: Params, batch: Batch, reference: Params | None = None, *, hidden: jax.Array | None = None
@@ -241,7 +243,7 @@ def grpo_loss_fn(
                 temperature=batch.temperature[..., None],
                 reverse=divergence == "reverse",
             )
-            loss += algorithm.kl_coef * weighted_sum(kl, batch.weights, mask)
+            loss += objective.kl_coef * weighted_sum(kl, batch.weights, mask)
             metrics["kl"] = masked_sum(kl, mask)
         # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
         sampled = batch.old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs

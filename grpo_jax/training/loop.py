@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, num_microbatches
 from grpo_jax.data.types import Reward, Rewards, fingerprint
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
@@ -79,8 +79,8 @@ def train(
       programs: of the method; phases that differ in the reward alone may share them.
       phase: names lines and checkpoints.
       reward: in place of the task's.
-      evaluate: (params of the policy, step) -> numbers to log, called at step 0, every `config.eval_every` steps, and
-        at the end.
+      evaluate: (params of the policy, step) -> numbers to log, called at step 0, every `eval_every` steps, and at the
+        end.
       until: the step to stop at for now, from which a later call goes on, perhaps with another reward; None: the last.
 
     Returns:
@@ -91,24 +91,24 @@ def train(
       FloatingPointError: gradients were not finite too many times in a row.
     """
     method = programs.method
-    algorithm, reward = config.algorithm, reward or task.reward
+    sampling, reward = config.sampling, reward or task.reward
     for note in task.notes:
         run.warn_once(note, note)
     run.keep_prompts(phase, heldout=fingerprint(task.heldout), first_step=fingerprint(task.prompts(0)))
     devices, end = num_devices(config.devices), config.steps if until is None else until
     start, frozen = method.split(replicate(params, devices))
     first = method.actor(start, frozen)
-    held_to = first if config.divergence != "preset" else None  # what the loss runs; mostly it has log-probabilities
+    held_to = (
+        first if config.loss.divergence != "preset" else None
+    )  # what the loss runs; mostly it has log-probabilities
     temperature = np.asarray(
-        group_temperatures(
-            config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
-        )
+        group_temperatures(sampling.num_prompts, sampling.group_size, sampling.temperature, sampling.temperature_spread)
     )
-    with run.checkpoints(phase, keep=config.keep_checkpoints) as checkpoints:
+    with run.checkpoints(phase, keep=config.logging.keep_checkpoints) as checkpoints:
         state, done = checkpoints.restore(lambda: begin(programs.init_state, method, start, config))
         state = replicate(state, devices)
         run.rewind(phase, done)
-        if evaluate and config.eval_every and done == 0:
+        if evaluate and config.logging.eval_every and done == 0:
             run.log(phase, 0, evaluate(first, 0))
         with run.progress(phase, config.steps, done) as show:
             for step in range(done, end):
@@ -140,13 +140,13 @@ def train(
                 # ---- log
                 evaluated: dict[str, float] = {}
                 is_last = step + 1 == end
-                if evaluate and config.eval_every and ((step + 1) % config.eval_every == 0 or is_last):
+                if evaluate and config.logging.eval_every and ((step + 1) % config.logging.eval_every == 0 or is_last):
                     with run.timed("evaluate"):
                         evaluated = evaluate(method.actor(state.params, frozen), step + 1)
                 run.log(phase, step + 1, sampled | judged | metrics | evaluated)
-                if config.rollouts_every and (step % config.rollouts_every == 0 or is_last):
+                if config.logging.rollouts_every and (step % config.logging.rollouts_every == 0 or is_last):
                     run.log_rollout(phase, step + 1, readable(rollout, advantages, task))
-                trained = config.epochs * int(batch.prompt_mask.sum() + batch.completion_mask.sum())
+                trained = config.optimizer.epochs * int(batch.prompt_mask.sum() + batch.completion_mask.sum())
                 run.log_times(
                     phase,
                     step + 1,
@@ -155,7 +155,7 @@ def train(
                     peak_flops=peak_flops(devices),
                 )
                 show(step + 1, "no reward" if sampled["reward"] is None else f"reward {sampled['reward']:.3f}")
-                if is_last or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
+                if is_last or (config.logging.checkpoint_every and (step + 1) % config.logging.checkpoint_every == 0):
                     checkpoints.save(state, step + 1)
     return state
 
@@ -204,7 +204,7 @@ def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOCon
       task: its tokens.
       config: the run, checked.
     """
-    devices, pieces = num_devices(config.devices), config.microbatches * config.minibatches
+    devices, pieces = num_devices(config.devices), num_microbatches(config) * config.optimizer.minibatches
 
     def step(state: TrainState, batch: Batch, frozen: Any, reference: Params | None, *, axis_name):
         return optimizer_step(method, state, batch, frozen, reference, config, axis_name=axis_name)
@@ -251,9 +251,9 @@ def optimizer_step(
         state,
         batch,
         loss_fn=lambda trained, batch: method.loss_fn(trained, frozen, held_to, batch),
-        aggregation=config.algorithm.aggregation,
+        aggregation=config.loss.objective.aggregation,
         optimizer=method.optimizer,
-        num_microbatches=config.microbatches,
+        num_microbatches=num_microbatches(config),
         axis_name=axis_name,
     )
     return state, metrics | {"learning_rate": jnp.asarray(rate)}
@@ -269,12 +269,12 @@ def begin(init_state: Callable[[Params], TrainState], method: Method, start: Par
       config: the run.
     """
     state = init_state(start)
-    if config.ref_sync_steps:
+    if config.reference.ref_sync_steps:
         # A copy, for the step donates its state.
         policy = method.of_policy(start)
         state = state._replace(reference=_mixed(policy, policy, 1.0))
-    if config.kl_target is not None:
-        state = state._replace(kl_coef=jnp.float32(config.algorithm.kl_coef))
+    if config.reference.kl_target is not None:
+        state = state._replace(kl_coef=jnp.float32(config.loss.kl_coef))
     return state
 
 
@@ -290,19 +290,19 @@ def after_step(
       logs: of the step's advantages, with "kl_completion" where kl_coef is steered.
       config: the run.
     """
-    if config.ref_sync_steps:
-        due = (step + 1) % config.ref_sync_steps == 0
+    if config.reference.ref_sync_steps:
+        due = (step + 1) % config.reference.ref_sync_steps == 0
         if due is not False:  # a traced step may be
-            alpha = jnp.where(due, config.ref_mixup_alpha, 0.0)
+            alpha = jnp.where(due, config.reference.ref_mixup_alpha, 0.0)
             state = state._replace(reference=_mixed(method.of_policy(state.params), state.reference, alpha))
-    if config.kl_target is not None:
-        completions = config.num_prompts * config.algorithm.group_size
+    if config.reference.kl_target is not None:
+        completions = config.sampling.num_prompts * config.sampling.group_size
         kl_coef = adaptive_kl_coef(
             state.kl_coef,
             logs["kl_completion"],
-            target=config.kl_target,
+            target=config.reference.kl_target,
             num_samples=completions,
-            horizon=config.kl_horizon,
+            horizon=config.reference.kl_horizon,
         )
         state = state._replace(kl_coef=kl_coef)
     return state
@@ -316,7 +316,7 @@ def _mixed(params: Params, reference: Params, alpha: float) -> Params:
 
 def kl_coef_of(state: TrainState, config: GRPOConfig) -> Array:
     """β of a step, for advantages."""
-    return jnp.float32(config.algorithm.kl_coef) if state.kl_coef is None else state.kl_coef
+    return jnp.float32(config.loss.kl_coef) if state.kl_coef is None else state.kl_coef
 
 
 def check_task(task: Task, config: GRPOConfig) -> None:
@@ -326,20 +326,20 @@ def check_task(task: Task, config: GRPOConfig) -> None:
       UsageError: one sentence that says what to change.
     """
     guards.check_task(task)
-    if config.mask_truncated and task.open_ended:
+    if config.loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
         )
     rewards = task.reward if isinstance(task.reward, Mapping) else {}
     counting = [name for name, component in rewards.items() if component.weight]
-    if config.advantages_of == "components" and len(counting) < 2:
+    if config.loss.advantages_of == "components" and len(counting) < 2:
         raise UsageError(
             'advantages_of "components" compares several rewards, but fewer than two of this task have a weight: give '
             'more of them, or take "sum"'
         )
-    if config.filter_metric and config.filter_metric not in counting:
+    if config.sampling.filter_metric and config.sampling.filter_metric not in counting:
         raise UsageError(
-            f'filter_metric "{config.filter_metric}" is no reward with a weight; such are: '
+            f'filter_metric "{config.sampling.filter_metric}" is no reward with a weight; such are: '
             f"{', '.join(counting) or 'none, for the reward has no parts'}"
         )
 
@@ -359,18 +359,18 @@ def sample_step(
     def draw(number: int) -> Rollout:
         # The first of each step are those of a run without further ones, so that every epoch has all its prompts. The
         # others are further on in the same order.
-        index = step if number == 0 else config.steps + step * (config.max_rollouts - 1) + number - 1
+        index = step if number == 0 else config.steps + step * (config.sampling.max_rollouts - 1) + number - 1
         key = step_key(config.seed, SAMPLING, index)
         return roll_out(programs.sampler, params, task.prompts(index), task, reward, temperature, key)
 
     # In place of the task's rewards there may be one that is a single number.
-    metric = config.filter_metric if isinstance(reward, Mapping) else ""
+    metric = config.sampling.filter_metric if isinstance(reward, Mapping) else ""
     ungraded = ungraded_counts(reward)
-    rollout, everything, rollouts = sample_with_spread(draw, max_rollouts=config.max_rollouts, metric=metric)
+    rollout, everything, rollouts = sample_with_spread(draw, max_rollouts=config.sampling.max_rollouts, metric=metric)
     metrics = rollout_metrics(everything) | new_counts(ungraded, ungraded_counts(reward))
     guards.check_rollout(run, everything, task, step + 1)
     guards.check_graders(run, reward)
-    if config.max_rollouts > 1:
+    if config.sampling.max_rollouts > 1:
         share = float(zero_spread(rollout).mean())
         guards.check_filled(run, rollouts, share)
         metrics |= {"rollouts": rollouts, "update_zero_spread_share": share}
@@ -380,12 +380,12 @@ def sample_step(
 def scored(
     scorer: Scorer, params: Params, reference: Params, batch: Batch, sampler_logprobs: Array, config: GRPOConfig
 ) -> Batch:
-    """A batch with its old log-probabilities, and those of the reference if the algorithm has one."""
+    """A batch with its old log-probabilities, and those of the reference if the objective has one."""
     old_logprobs: Array = sampler_logprobs
-    if config.old_logprobs == "recompute":
+    if config.optimizer.old_logprobs == "recompute":
         old_logprobs = scorer(params, batch).logprobs
     ref_logprobs: Array = None
-    if config.algorithm.has_reference and config.divergence == "preset":
+    if config.loss.objective.has_reference and config.loss.divergence == "preset":
         ref_logprobs = scorer(reference, batch).logprobs
     return batch._replace(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, sampler_logprobs=sampler_logprobs)
 
@@ -407,14 +407,14 @@ def update(
     policy is still the one that sampled; `ratio_deviation` is the largest.
     """
     history, tokens = [], []
-    for epoch in range(config.epochs):
-        key = step_key(config.seed, SHUFFLING, step * config.epochs + epoch)
-        for minibatch in shuffled_minibatches(batch, key, config.minibatches):
+    for epoch in range(config.optimizer.epochs):
+        key = step_key(config.seed, SHUFFLING, step * config.optimizer.epochs + epoch)
+        for minibatch in shuffled_minibatches(batch, key, config.optimizer.minibatches):
             state, metrics = programs.train_step(state, minibatch, frozen, reference)
             history.append(jax.tree.map(float, jax.device_get(metrics)))
             tokens.append(int(minibatch.completion_mask.sum()))
             name = f"{phase}_{step:06d}_{len(history)}"
-            guards.check_gradients(run, name, history[-1], minibatch, config.max_skipped)
+            guards.check_gradients(run, name, history[-1], minibatch, config.optimizer.max_skipped)
     guards.check_first_ratio(run, history[0])
     means = over_updates(
         {name: np.array([metrics[name] for metrics in history]) for name in history[0]}, np.array(tokens)

@@ -104,7 +104,7 @@ def train_ppo(
       FloatingPointError: gradients were not finite too many times in a row.
     """
     programs = programs or make_ppo_programs(policy, critic, task, config)
-    return loop.train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=evaluate)
+    return loop.train(params, task, config.run, run, programs, phase=phase, reward=reward, evaluate=evaluate)
 
 
 def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOConfig) -> Programs:
@@ -122,18 +122,18 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
     Raises:
       UsageError: one sentence that says what to change.
     """
-    validate_ppo(config, num_devices=num_devices(config.devices))
-    check_task(task, config)
-    if config.bootstrap_truncated and task.open_ended:
+    validate_ppo(config, num_devices=num_devices(config.run.devices))
+    check_task(task, config.run)
+    if config.critic.bootstrap_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off, and end there: leave bootstrap_truncated out"
         )
-    return compile_programs(ppo_method(policy, critic, config), policy, task, config)
+    return compile_programs(ppo_method(policy, critic, config), policy, task, config.run)
 
 
 def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
     """PPO: rewards are held against a critic, which is trained along."""
-    loss_fn = ppo_loss_fn(policy, critic, config)
+    loss_fn, run = ppo_loss_fn(policy, critic, config), config.run
 
     def values(trained: ActorCritic, frozen: ActorCritic, batch: Batch) -> jax.Array:
         joined = join(trained, frozen)
@@ -142,10 +142,10 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         return heads.values(critic, joined.critic, *batch[:4])
 
     def split_as_told(params: ActorCritic) -> tuple[ActorCritic, ActorCritic]:
-        if is_shared(params) != (config.critic == "shared"):
+        if is_shared(params) != (config.critic.critic == "shared"):
             raise UsageError(
-                f"the critic is to be {config.critic}, but the parameters have the other kind: make them with "
-                f'add_critic(..., "{config.critic}")'
+                f"the critic is to be {config.critic.critic}, but the parameters have the other kind: make them with "
+                f'add_critic(..., "{config.critic.critic}")'
             )
         return split(params)
 
@@ -153,9 +153,9 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         # What no reward applies to teaches neither policy nor critic.
         mask = keep_rows(batch.completion_mask, outcome.applicable)
         batch, logs = batch._replace(completion_mask=mask), dict[str, jax.Array]()
-        goes_on = outcome.truncated & config.bootstrap_truncated
+        goes_on = outcome.truncated & config.critic.bootstrap_truncated
         by_token, returns = token_advantages(outcome.rewards, batch.old_values, goes_on, batch, kl_coef, config=config)
-        if config.kl_in_reward and batch.ref_logprobs is not None:
+        if run.loss.kl_in_reward and batch.ref_logprobs is not None:
             logs |= kl_logs(batch, kl_coef)
             batch = batch._replace(ref_logprobs=None)  # the loss needs none
         values = batch.old_values[..., :-1]
@@ -164,13 +164,16 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
             "returns_mean": _mean(returns, mask),
             "explained_variance": explained_variance(values, returns, mask),
         }
-        batch, correction = corrected(batch._replace(advantages=by_token, returns=returns), outcome, config)
+        batch, correction = corrected(batch._replace(advantages=by_token, returns=returns), outcome, run)
         return batch, _mean(by_token, mask, axis=-1), logs | correction
 
     def optimizer_of(schedule: optax.Schedule) -> optax.GradientTransformation:
-        return make_optimizer(schedule, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
+        return make_optimizer(
+            schedule, weight_decay=run.optimizer.weight_decay, max_grad_norm=run.optimizer.max_grad_norm
+        )
 
-    schedule, critic_schedule = (schedule_of(config, r) for r in (config.learning_rate, config.critic_learning_rate))
+    rates = run.optimizer.learning_rate, config.critic.critic_learning_rate
+    schedule, critic_schedule = (schedule_of(run, rate) for rate in rates)
     # One step of both, but each gradient is clipped by its own norm.
     labels: Any = ActorCritic._make(ActorCritic._fields)
     optimizer = optax.multi_transform(
@@ -204,9 +207,9 @@ def token_advantages(
     Returns:
       Advantages, whitened if the run says so, and returns A + V of those before whitening, both `[N, G, T]`.
     """
-    algorithm, mask = config.algorithm, batch.completion_mask
+    objective, mask = config.run.loss.objective, batch.completion_mask
     by_token = rewards_at_end(rewards, mask)
-    if algorithm.kl_in_reward and algorithm.has_reference:
+    if objective.kl_in_reward and objective.has_reference:
         by_token -= kl_coef * jnp.where(mask, kl_k1(batch.old_logprobs, batch.ref_logprobs), 0)
     length = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
     after = jnp.take_along_axis(values, length, axis=-1)[..., 0]
@@ -215,13 +218,13 @@ def token_advantages(
         by_token,
         values,
         mask,
-        gamma=config.gamma,
-        lam=config.gae_lambda,
+        gamma=config.critic.gamma,
+        lam=config.critic.gae_lambda,
         bootstrap=jnp.where(goes_on, after, 0),
-        num_steps=config.gae_steps,
+        num_steps=config.critic.gae_steps,
     )
     returns = advantages + values
-    if config.whiten:
+    if config.critic.whiten:
         # A reward that is NaN stays visible in its own row, and spoils no other.
         finite = jnp.isfinite(advantages)
         whitened = whiten(jnp.where(finite, advantages, 0), mask & finite)
@@ -240,7 +243,7 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[.
     Returns:
       The loss function; its batch has advantages, old values and returns.
     """
-    policy_loss_fn = grpo_loss_fn(policy, config.algorithm, config.divergence)
+    policy_loss_fn = grpo_loss_fn(policy, config.run.loss.objective, config.run.loss.divergence)
 
     def loss_fn(params: ActorCritic, batch: Batch, reference: Params | None = None) -> tuple[jax.Array, Logs]:
         hidden, mask = hidden_states(policy, params.policy, batch), batch.completion_mask
@@ -251,14 +254,14 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[.
             values = heads.values(critic, params.critic, *batch[:4])[..., :-1]
         returns = jnp.where(mask, batch.returns, 0)  # rubbish there would make the gradient NaN
         error = critic_loss(values, returns)
-        if config.value_clip is not None:
+        if config.critic.value_clip is not None:
             old_values = jnp.where(mask, batch.old_values[..., :-1], 0)
-            error = critic_loss(values, returns, old_values=old_values, clip=config.value_clip)
-            held_back = jnp.abs(values - old_values) > config.value_clip
+            error = critic_loss(values, returns, old_values=old_values, clip=config.critic.value_clip)
+            held_back = jnp.abs(values - old_values) > config.critic.value_clip
             held_back &= error > critic_loss(values, returns)
             logs.means["value_clip"] = masked_sum(held_back, mask)
         logs.means["critic_loss"] = masked_sum(error, mask)
-        return loss + config.value_coef * weighted_sum(error, batch.weights, mask), logs
+        return loss + config.critic.value_coef * weighted_sum(error, batch.weights, mask), logs
 
     return loss_fn
 

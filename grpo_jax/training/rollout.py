@@ -73,9 +73,9 @@ def candidates(completions: Completions) -> Array:
 def truncation_of(config: GRPOConfig) -> Truncation:
     """The limits of a run's sampling."""
     return Truncation(
-        top_k=config.top_k or None,
-        top_p=config.top_p if config.top_p < 1 else None,
-        min_p=config.min_p or None,
+        top_k=config.sampling.top_k or None,
+        top_p=config.sampling.top_p if config.sampling.top_p < 1 else None,
+        min_p=config.sampling.min_p or None,
     )
 
 
@@ -92,7 +92,7 @@ def make_sampler(policy: Policy, task: Task, config: GRPOConfig, *, devices: int
             prompt_mask,
             rows,
             key,
-            max_tokens=config.max_tokens,
+            max_tokens=config.sampling.max_tokens,
             eos_ids=task.eos_ids,
             temperature=temperature,
             truncation=limits,

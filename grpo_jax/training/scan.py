@@ -7,7 +7,6 @@ Several runs that differ in seeds and numbers are one call, `compile_row`.
 Letters: R runs, S steps, N prompts of a step, C calls of a held-out evaluation, E evaluations, G completions.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, validate
+from grpo_jax.config import GRPOConfig, PPOConfig, options_of, run_of, validate, with_options
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
@@ -99,9 +98,9 @@ def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
     """What an evaluation of a run with this configuration samples."""
     calls = heldout_calls(
         task.task.heldout,
-        num_prompts=config.num_prompts,
-        group_size=config.algorithm.group_size,
-        samples=config.eval_samples,
+        num_prompts=config.sampling.num_prompts,
+        group_size=config.sampling.group_size,
+        samples=config.logging.eval_samples,
     )
     return stacked([Heldout(_encoded(task, call.prompts), *call[1:]) for call in calls])
 
@@ -116,8 +115,8 @@ def by_prompt(heldout: Heldout, scores: np.ndarray) -> np.ndarray:
 def whole_run(
     policy: Policy,
     task: DeviceTask,
-    config: GRPOConfig,
-    make_method: Callable[[Policy, GRPOConfig], Method] = grpo_method,
+    config: GRPOConfig | PPOConfig,
+    make_method: Callable[[Policy, Any], Method] = grpo_method,
     *,
     heldout_temperature: float | None = None,
 ) -> Callable[..., History]:
@@ -138,23 +137,24 @@ def whole_run(
       options those that are fields of the configuration, such as learning_rate, kl_coef and epsilon_high, take their
       place; the reward gets the others.
     """
+    told, config = config, run_of(config)
     validate(config, compares_groups=make_method is grpo_method)
-    every = config.eval_every or config.steps
+    every = config.logging.eval_every or config.steps
     if config.steps % every:
         raise UsageError(f"eval_every ({every}) must divide steps ({config.steps})")
-    if config.max_rollouts > 1 or config.advantages_of != "sum":
+    if config.sampling.max_rollouts > 1 or config.loss.advantages_of != "sum":
         raise UsageError("a run as one program has one reward and one rollout a step: leave out what needs more")
-    fields = {field.name for field in dataclasses.fields(config)}
+    fields = options_of(told)
 
     def run(params: Params, prompts: Prompts, heldout: Heldout, seed: Array, options: Mapping[str, Array]) -> History:
-        if prompts.ids.shape[:2] != (config.steps, config.num_prompts):
+        if prompts.ids.shape[:2] != (config.steps, config.sampling.num_prompts):
             raise UsageError(
                 f"prompts are {prompts.ids.shape[1]} of {prompts.ids.shape[0]} steps, but the run has "
-                f"{config.num_prompts} of {config.steps}: make both by prompts_of and the task's num_prompts"
+                f"{config.sampling.num_prompts} of {config.steps}: make both by prompts_of and the task's num_prompts"
             )
-        settings = dataclasses.replace(config, **{name: value for name, value in options.items() if name in fields})
+        changed = with_options(told, **{name: value for name, value in options.items() if name in fields})
         rewarded = partial(task.reward, **{name: value for name, value in options.items() if name not in fields})
-        method = make_method(policy, settings)
+        method, settings = make_method(policy, changed), run_of(changed)
         start, frozen = method.split(params)
 
         def learn(state: TrainState, inputs: tuple[Array, Prompts]) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -164,7 +164,7 @@ def whole_run(
         def judge(state: TrainState) -> jax.Array:
             actor = method.actor(state.params, frozen)
             key = step_key(seed, EVALUATION, 0)
-            temperature = settings.algorithm.temperature if heldout_temperature is None else heldout_temperature
+            temperature = settings.sampling.temperature if heldout_temperature is None else heldout_temperature
 
             def call(given: Heldout) -> jax.Array:
                 completions = sample(
@@ -232,11 +232,11 @@ def compile_row(
 
 def _step(method, policy, task, reward, config, state, start, frozen, given, seed, step):
     """One step of the loop: rollout, score, advantages, update."""
-    algorithm = config.algorithm
-    shape = given.ids.shape[0], algorithm.group_size
+    sampling = config.sampling
+    shape = given.ids.shape[0], sampling.group_size
     current = method.actor(state.params, frozen)
     reference = method.actor(start if state.reference is None else state.reference, frozen)
-    temperature = group_temperatures(*shape, algorithm.temperature, algorithm.temperature_spread)
+    temperature = group_temperatures(*shape, sampling.temperature, sampling.temperature_spread)
 
     # ---- rollout
     rows = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
@@ -254,19 +254,19 @@ def _step(method, policy, task, reward, config, state, start, frozen, given, see
     batch, _, logs = method.advantages(outcome, batch, kl_coef_of(state, config))
 
     # ---- update
-    held_to = reference if config.divergence != "preset" else None
+    held_to = reference if config.loss.divergence != "preset" else None
 
     def minibatch_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
         state, metrics = optimizer_step(method, state, batch, frozen, held_to, config)
         return state, (metrics, jnp.sum(batch.completion_mask))
 
     def epoch(state: TrainState, number: jax.Array) -> tuple[TrainState, Any]:
-        key = step_key(seed, SHUFFLING, step * config.epochs + number)
-        order = jax.random.permutation(key, shape[0]) if config.minibatches > 1 else jnp.arange(shape[0])
-        pieces = jax.tree.map(lambda x: x[order].reshape(config.minibatches, -1, *x.shape[1:]), batch)
+        key = step_key(seed, SHUFFLING, step * config.optimizer.epochs + number)
+        order = jax.random.permutation(key, shape[0]) if config.optimizer.minibatches > 1 else jnp.arange(shape[0])
+        pieces = jax.tree.map(lambda x: x[order].reshape(config.optimizer.minibatches, -1, *x.shape[1:]), batch)
         return jax.lax.scan(minibatch_step, state, pieces)
 
-    state, updates = jax.lax.scan(epoch, state, jnp.arange(config.epochs, dtype=jnp.uint32))
+    state, updates = jax.lax.scan(epoch, state, jnp.arange(config.optimizer.epochs, dtype=jnp.uint32))
     metrics, tokens = jax.tree.map(lambda x: x.reshape(-1), updates)
     lengths = jnp.sum(completions.completion_mask, axis=-1)
     spread = jnp.max(rewards, axis=-1) > jnp.min(rewards, axis=-1)
@@ -312,7 +312,7 @@ def sample(
         given.mask,
         rows,
         key,
-        max_tokens=config.max_tokens,
+        max_tokens=config.sampling.max_tokens,
         eos_ids=task.eos_ids,
         temperature=temperature,
         truncation=truncation_of(config),
