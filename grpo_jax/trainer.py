@@ -64,10 +64,10 @@ class GRPOTrainer:
             gives one another weight than 1.
           clip_epsilon: epsilon_low and epsilon_high in one; None: the preset's.
           run_dir: folder of the run; a number is added if it holds one.
-          **options: of the groups of `GRPOConfig`, as for `config.recipe`, and of `ModelOptions`, with their defaults: steps 100, learning_rate 1e-6,
-            group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … But num_prompts (32) is lowered to
-            the prompts that there are and what minibatches, microbatches and devices divide, and there is no eval_every
-            and no eval_samples, for nothing is held out.
+          **options: as for `config.recipe`, and fields of `ModelOptions`, with their defaults: steps 100, learning_rate
+            1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … But num_prompts (32) is
+            lowered to the prompts that there are and what minibatches, microbatches and devices divide, and there is no
+            eval_every and no eval_samples, for nothing is held out.
 
         Raises:
           UsageError: one sentence that says what to change.

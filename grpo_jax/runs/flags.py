@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import tyro
 from rich.console import Console
@@ -34,7 +34,9 @@ class RunConfig:
 
 
 class HasOutput(Protocol):
-    """Options of an experiment, in groups."""
+    """A dataclass of an experiment's options, in groups."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     @property
     def output(self) -> RunConfig:
@@ -88,7 +90,7 @@ def _read(config_class: type[Config], default: Config, args: list[str], prog: st
 
 
 def _with_preset(default: Config, args: list[str]) -> Config:
-    """The defaults, with the numbers of a preset that the command line names; one that there is not is refused later."""
+    """The defaults, with the numbers of a preset that the command line names; an unknown one is refused later."""
     preset = ""
     for arg, following in zip(args, [*args[1:], ""], strict=True):
         if arg == "--preset":
