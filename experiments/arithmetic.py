@@ -13,13 +13,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import jax
 import numpy as np
 
 from experiments.common import against_control, cell, finish
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
@@ -52,28 +51,31 @@ class WarmStart:
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, WarmStart, flags.RunConfig):
-    """Options of the run; those of the algorithm come from the preset unless given."""
+class Config:
+    """Options of the run."""
 
-    steps: int = 250
-    num_prompts: int = 32
-    max_tokens: int = arithmetic.MAX_TOKENS
-    learning_rate: float = 4e-4
-    old_logprobs: Literal["recompute", "sampler"] = "sampler"
-    eval_every: int = 25
-    run_dir: Path = Path("runs/arithmetic")
+    train: GRPOConfig = recipe(
+        steps=250,
+        num_prompts=32,
+        max_tokens=arithmetic.MAX_TOKENS,
+        learning_rate=4e-4,
+        old_logprobs="sampler",
+        eval_every=25,
+    )
+    warm: WarmStart = WarmStart()
+    output: flags.RunConfig = flags.RunConfig(Path("runs/arithmetic"))
 
 
 def main(config: Config) -> None:
     """Warm start, GRPO, control; a table, a few groups, curves, a page, and the checksum of the result."""
     started = time.perf_counter()
-    check_warm_start(config)
-    task = arithmetic.arithmetic_task(num_prompts=config.num_prompts, seed=config.seed)
+    check_warm_start(config.warm)
+    task = arithmetic.arithmetic_task(num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
     policy = decoder_policy(MODEL)
-    programs = make_programs(policy, task, config)  # refuses bad options before anything is compiled
+    programs = make_programs(policy, task, config.train)  # refuses bad options before anything is compiled
     run = flags.open_run(config)
-    params = warm_start(policy, config, config.seed, run)
-    rows, checksum = against_control(params, task, config, run, programs)
+    params = warm_start(policy, config.warm, config.train.seed, run)
+    rows, checksum = against_control(params, task, config.train, run, programs)
     show(run, rows, "grpo")
     finish(run, rows, checksum, CURVES, started)
 

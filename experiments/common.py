@@ -27,16 +27,15 @@ PHASES = ("grpo", "control")
 
 def heldout_samples(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> Iterator[Samples]:
     """Held-out completions of a policy, at the shapes of training."""
-    algorithm = config.algorithm
     return sample_heldout(
         programs.sampler,
         params,
         task,
-        num_prompts=config.num_prompts,
-        group_size=algorithm.group_size,
-        temperature=algorithm.temperature,
+        num_prompts=config.sampling.num_prompts,
+        group_size=config.sampling.group_size,
+        temperature=config.sampling.temperature,
         seed=config.seed,
-        samples=config.eval_samples,
+        samples=config.logging.eval_samples,
     )
 
 
@@ -50,7 +49,7 @@ class Held(NamedTuple):
 def evaluate_heldout(programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder) -> Held:
     """Held-out completions of a policy, and what the task's reward says of them."""
     calls = list(heldout_samples(programs, params, task, config))
-    evaluation = evaluate(calls, task, block=config.num_prompts * config.algorithm.group_size)
+    evaluation = evaluate(calls, task, block=config.sampling.num_prompts * config.sampling.group_size)
     check_graders(run, task.reward)
     return Held(evaluation, calls)
 
@@ -143,15 +142,15 @@ class Seeds:
     """Runs of each method, with seeds from `seed` on."""
 
 
-def seeds_of(config: Any) -> range:
-    """The seeds of an experiment whose options have `seed` and `num_seeds`.
+def seeds_of(first: int, seeds: Seeds) -> range:
+    """The seeds of an experiment, from the first on.
 
     Raises:
       UsageError: there are none.
     """
-    if config.num_seeds < 1:
-        raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1")
-    return range(config.seed, config.seed + config.num_seeds)
+    if seeds.num_seeds < 1:
+        raise UsageError(f"num_seeds is {seeds.num_seeds}: it must be at least 1")
+    return range(first, first + seeds.num_seeds)
 
 
 def collect(runs: dict[str, dict[str, list[float]]], found: Mapping[str, Mapping[str, float]]) -> None:

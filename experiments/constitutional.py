@@ -17,18 +17,16 @@ never saw any, and does not mind.
   python -m experiments.constitutional
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import jax
 import numpy as np
 
 from experiments.common import Held, Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
 from grpo_jax.data.types import Completion, Component, Reward, Rewards, rng
 from grpo_jax.errors import UsageError
@@ -67,15 +65,19 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, Seeds, flags.RunConfig):
-    """Options of the run; those of the algorithm come from the preset unless given."""
+class Config:
+    """Options of the run."""
 
-    steps: int = 60
-    num_prompts: int = 32
-    max_tokens: int = letters.MAX_TOKENS
-    learning_rate: float = 4e-4
-    old_logprobs: Literal["recompute", "sampler"] = "sampler"
-    eval_every: int = 20
+    train: GRPOConfig = recipe(
+        steps=60,
+        num_prompts=32,
+        max_tokens=letters.MAX_TOKENS,
+        learning_rate=4e-4,
+        old_logprobs="sampler",
+        eval_every=20,
+    )
+    seeds: Seeds = Seeds()
+    output: flags.RunConfig = flags.RunConfig(Path("runs/constitutional"))
     warm_steps: int = 600
     """Supervised steps of writing and judging."""
     warm_rows: int = 16
@@ -84,7 +86,6 @@ class Config(GRPOConfig, Seeds, flags.RunConfig):
     """Peak of the supervised steps."""
     log_odds: bool = False
     """The judge's log-odds in place of its probabilities."""
-    run_dir: Path = Path("runs/constitutional")
 
 
 def main(config: Config) -> None:
@@ -94,19 +95,21 @@ def main(config: Config) -> None:
         raise UsageError("warm_steps and warm_rows must be at least 1")
     if PRINCIPLES.keys() != GOLD.keys():
         raise UsageError(f"the principles must be {', '.join(GOLD)}: GOLD says which words keep to each")
-    seeds = seeds_of(config)
+    seeds = seeds_of(config.train.seed, config.seeds)
     policy = decoder_policy(MODEL)
-    programs = make_programs(policy, words_task(config), config)  # refuses bad options before anything is compiled
+    programs = make_programs(
+        policy, words_task(config), config.train
+    )  # refuses bad options before anything is compiled
     run = flags.open_run(config)
     save_description(run.path / "model", MODEL)
     TEXT.save_tokenizer(run.path / "model")
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
-        settings = dataclasses.replace(config, seed=seed)
+        settings = with_options(config, seed=seed)
         task, untrained = words_task(settings), jax.jit(policy.init)(jax.random.key(seed))
         start = warm_start(untrained, settings, run)
         judge = judge_of(start, run)
-        held = evaluate_heldout(programs, start, task, settings, run)
+        held = evaluate_heldout(programs, start, task, settings.train, run)
         found = {"start": numbers(held) | judgement(judge, held, task)}
         rewards: dict[str, Reward | Rewards] = {
             "control": random_reward(seed),
@@ -116,7 +119,7 @@ def main(config: Config) -> None:
         }
         for name, reward in rewards.items():
             phase = f"{name}_{seed}"
-            _, end = learn(start, task, settings, run, programs, phase=phase, reward=reward, start=held)
+            _, end = learn(start, task, settings.train, run, programs, phase=phase, reward=reward, start=held)
             found[name] = numbers(end) | judgement(judge, end, task)
         collect(runs, found)
     show(run, runs, seeds)
@@ -136,16 +139,16 @@ def words_task(config: Config) -> Task:
 
     gold = {name: Component(one(name), 1 / len(GOLD)) for name in GOLD}
     gold["all"] = Component(lambda rows, words: [float(all(keeps(name, word) for name in GOLD)) for word in words], 0.0)
-    task = letters.letters_task(gold, num_prompts=config.num_prompts, seed=config.seed)
+    task = letters.letters_task(gold, num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
     # The letters' ids are the same in both alphabets, and prompts have no padding.
     return task._replace(decode=TEXT.decode, eos_ids=(TEXT.eos_id,), pad_id=TEXT.pad_id, vocab_size=TEXT.vocab_size)
 
 
 def warm_start(params: Params, config: Config, run: RunFolder) -> Params:
     """Parameters that write random words and know what the principles mean."""
-    rows = packed_batches(labelled_words(8000, config.seed), config.warm_rows, config.seed)
+    rows = packed_batches(labelled_words(8000, config.train.seed), config.warm_rows, config.train.seed)
     warm = SupervisedConfig(config.warm_steps, config.warm_learning_rate, warmup_steps=50, decay="cosine")
-    return train_sft(decoder_policy(MODEL), params, rows, warm, run, phase=f"warm_{config.seed}").params
+    return train_sft(decoder_policy(MODEL), params, rows, warm, run, phase=f"warm_{config.train.seed}").params
 
 
 def labelled_words(number: int, seed: int) -> Packed:

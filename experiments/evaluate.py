@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from experiments.common import cell
-from grpo_jax.config import GRPOConfig, validate
+from grpo_jax.config import GRPOConfig, flattened, recipe, validate
 from grpo_jax.data.text import Overlong
 from grpo_jax.data.types import fingerprint
 from grpo_jax.errors import UsageError
@@ -100,13 +100,10 @@ def parse(args: list[str] | None = None) -> Options:
 
 
 def saved_options(model: str) -> dict[str, Any]:
-    """Options of the run in this folder, with the temperature and group size that its preset gave; of another, none."""
+    """Options of the run in this folder, by name; of another, none."""
     if not (Path(model) / "checkpoints").is_dir():
         return {}
-    saved = read_json(Path(model) / "config.json")
-    known = {field.name for field in dataclasses.fields(GRPOConfig)}
-    algorithm = GRPOConfig(**{name: value for name, value in saved.items() if name in known}).algorithm
-    return saved | {"temperature": algorithm.temperature, "group_size": algorithm.group_size}
+    return flattened(read_json(Path(model) / "config.json"))
 
 
 def main(options: Options) -> None:
@@ -158,7 +155,7 @@ def main(options: Options) -> None:
 def sampling_of(options: Options) -> GRPOConfig:
     """What the sampler reads: as few groups a prompt as memory should hold, of one size."""
     groups = -(-(options.samples + 1) // _MAX_GROUP)
-    return GRPOConfig(
+    return recipe(
         num_prompts=options.num_prompts,
         group_size=max(2, -(-(options.samples + 1) // groups)),
         max_tokens=options.max_tokens,
@@ -173,18 +170,18 @@ def sample_and_score(
     options: Options, pretrained: Pretrained, sampling: GRPOConfig, task: Task, console: Console, block: int
 ) -> Evaluation:
     """The evaluation, with a progress bar; `block` as in `evaluate`."""
-    group_size, prompts = sampling.algorithm.group_size, len(task.heldout.examples)
+    group_size, prompts = sampling.sampling.group_size, len(task.heldout.examples)
     calls = sample_heldout(
         make_sampler(decoder_policy(pretrained.config), task, sampling),
         pretrained.params,
         task,
-        num_prompts=sampling.num_prompts,
+        num_prompts=sampling.sampling.num_prompts,
         group_size=group_size,
-        temperature=sampling.algorithm.temperature,
+        temperature=sampling.sampling.temperature,
         seed=options.seed,
         samples=options.samples,
     )
-    total = -(-(-(-(options.samples + 1) // group_size) * prompts) // sampling.num_prompts)
+    total = -(-(-(-(options.samples + 1) // group_size) * prompts) // sampling.sampling.num_prompts)
     shown = track(calls, "sampling", total=total, console=console, transient=True)
     return evaluate(shown, task, metric=options.metric, block=block)
 

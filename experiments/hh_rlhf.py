@@ -31,7 +31,6 @@ At another scale (not run here) the same with other options, such as --chat --lo
 --reward-model-learning-rate 1e-5 --learning-rate 1e-5 --critic-learning-rate 1e-5.
 """
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ from experiments.judging import (
     step_seconds,
     supervised_cost,
 )
-from grpo_jax.config import ModelOptions, PPOConfig, Preset
+from grpo_jax.config import ModelOptions, PPOConfig, num_microbatches, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
 from grpo_jax.data.preferences import (
     EncodedPairs,
@@ -96,9 +95,26 @@ WARMUP_STEPS = 10  # of SFT and reward models
 
 
 @dataclass(frozen=True)
-class Config(PPOConfig, ModelOptions, Seeds, flags.RunConfig):
-    """Options of the run; PPO and GRPO take theirs from the same fields."""
+class Config:
+    """Options of the run; GRPO takes what PPO and it have in common."""
 
+    ppo: PPOConfig = with_options(
+        PPOConfig(),
+        preset="grpo",
+        steps=60,
+        num_prompts=8,
+        group_size=8,
+        max_tokens=48,
+        kl_coef=0.05,
+        learning_rate=1e-4,
+        decay="linear",
+        critic_learning_rate=1e-3,
+        old_logprobs="sampler",
+        checkpoint_every=20,
+    )
+    model: ModelOptions = ModelOptions(max_prompt_tokens=64, overlong="truncate")
+    seeds: Seeds = Seeds()
+    output: flags.RunConfig = flags.RunConfig(Path("runs/hh_rlhf"))
     data: str = ""
     """File, folder or hub id of preferences."""
     chat: bool = False
@@ -119,21 +135,6 @@ class Config(PPOConfig, ModelOptions, Seeds, flags.RunConfig):
     """Peak learning rate of either reward model."""
     critic_start: Literal["reward_model", "policy"] = "reward_model"
     """What a critic of its own starts from: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
-    preset: Preset = "grpo"
-    steps: int = 60
-    num_prompts: int = 8
-    group_size: int | None = 8
-    max_tokens: int = 48
-    max_prompt_tokens: int | None = 64
-    overlong: Literal["drop", "truncate"] = "truncate"
-    kl_coef: float | None = 0.05
-    kl_in_reward: bool = False
-    learning_rate: float = 1e-4
-    decay: Literal["none", "linear", "cosine"] = "linear"
-    critic_learning_rate: float = 1e-3
-    old_logprobs: Literal["recompute", "sampler"] = "sampler"
-    checkpoint_every: int = 20
-    run_dir: Path = Path("runs/hh_rlhf")
 
 
 class Thirds(NamedTuple):
@@ -168,18 +169,18 @@ def main(config: Config) -> None:
     """Judge, and for each seed SFT, reward model, PPO, GRPO and control; tables, answers to read, curves."""
     started = time.perf_counter()
     check(config)
-    seeds = seeds_of(config)
-    model = load_model(config, seed=config.seed)
+    seeds = seeds_of(config.ppo.run.seed, config.seeds)
+    model = load_model(config.model, seed=config.ppo.run.seed)
     thirds = split_and_encode(read_preferences(config.data, chat=config.chat)[0], model, config)
-    configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
+    configs = [with_options(config, seed=seed) for seed in seeds]
     tasks = [dialogue_task(thirds, model, one) for one in configs]
-    grpo = make_programs(model.policy, tasks[0], config)
-    ppo = make_ppo_programs(model.policy, critic_policy(model.pretrained.config), tasks[0], config)
+    grpo = make_programs(model.policy, tasks[0], config.ppo.run)
+    ppo = make_ppo_programs(model.policy, critic_policy(model.pretrained.config), tasks[0], config.ppo)
     # PPO samples and scores as GRPO does: what is compiled for one serves both.
     programs = {"ppo": ppo._replace(sampler=grpo.sampler, scorer=grpo.scorer), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
-    keep_description(run, model, config)
-    start = replicate(model.params, num_devices(config.devices))
+    keep_description(run, model, config.model)
+    start = replicate(model.params, num_devices(config.ppo.run.devices))
     judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, start, thirds, judge, programs, run)
     found = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]
@@ -207,7 +208,7 @@ def check(config: Config) -> None:
         if getattr(config, name) < 1:
             raise UsageError(f"{name} is {getattr(config, name)}: it must be at least 1")
     for name in ("sft_rows", "num_pairs"):
-        if getattr(config, name) % config.microbatches:
+        if getattr(config, name) % num_microbatches(config.ppo.run):
             raise UsageError(f"{name} ({getattr(config, name)}) must be a multiple of microbatches")
 
 
@@ -223,13 +224,15 @@ def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: C
             loaded.tokenizer,
             part,
             eos_ids=loaded.eos_ids,
-            max_prompt_tokens=config.max_prompt_tokens,
-            max_tokens=config.max_tokens,
-            overlong=config.overlong,
+            max_prompt_tokens=config.model.max_prompt_tokens,
+            max_tokens=config.ppo.run.sampling.max_tokens,
+            overlong=config.model.overlong,
         )
 
     pairs = [encode(part) for part in parts]
-    return Thirds(parts, pairs, [pack_chosen(part, loaded.eos_ids[-1], config.max_tokens) for part in pairs])
+    return Thirds(
+        parts, pairs, [pack_chosen(part, loaded.eos_ids[-1], config.ppo.run.sampling.max_tokens) for part in pairs]
+    )
 
 
 def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
@@ -239,13 +242,13 @@ def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
         model.pretrained.eos_ids,
         dialogue_rows(thirds.preferences[0]),
         vocab_size=model.pretrained.config.vocab_size,
-        num_prompts=config.num_prompts,
-        seed=config.seed,
+        num_prompts=config.ppo.run.sampling.num_prompts,
+        seed=config.ppo.run.seed,
         reward=taken_up,
         heldout_rows=dialogue_rows(thirds.preferences[2]),
         num_heldout=config.num_heldout,
-        max_prompt_tokens=config.max_prompt_tokens,
-        overlong=config.overlong,
+        max_prompt_tokens=config.model.max_prompt_tokens,
+        overlong=config.model.overlong,
     )
 
 
@@ -254,7 +257,7 @@ def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
 
 def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     """Everything that is trained with one seed, and answers to the held-out prompts before and after."""
-    start, thirds, run, seed = shared.start, shared.thirds, shared.run, config.seed
+    start, thirds, run, seed = shared.start, shared.thirds, shared.run, config.ppo.run.seed
     model, costs, answers = shared.model, dict[str, dict[str, float]](), dict[str, Evaluation]()
     sft, costs[SFT] = fit_sft(start, thirds.rows[0], model, config, run)
     nll = {
@@ -266,16 +269,18 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     rules: dict[str, Reward] = {"taken_up": taken_up, "candid": candid}
     task = task._replace(reward={name: Component(reward) for name, reward in (scorers | rules).items()})
     with run.console.status("answering held-out prompts"):
-        before = evaluate_heldout(shared.programs["grpo"], sft, task, config, run)
+        before = evaluate_heldout(shared.programs["grpo"], sft, task, config.ppo.run, run)
     answers[SFT] = before.evaluation
     for name, title in METHODS.items():
         programs, phase = shared.programs[name], f"{name}_{seed}"
         params = with_critic(sft, learned, model, config) if name == "ppo" else sft
         rewards = training_rewards(name, scorers, seed, run)
-        state, held = learn(params, task, config, run, programs, phase=phase, reward=rewards, start=before)
+        state, held = learn(params, task, config.ppo.run, run, programs, phase=phase, reward=rewards, start=before)
         answers[title] = held.evaluation
         learned_from = [] if name == "control" else [learned.params]
-        costs[title] = cost_of_phase(run, phase, state, params, programs.method.split(params)[1], learned_from, config)
+        costs[title] = cost_of_phase(
+            run, phase, state, params, programs.method.split(params)[1], learned_from, config.ppo.run
+        )
     return Seed(answers, nll, learned, costs)
 
 
@@ -290,25 +295,25 @@ def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int, run: R
 
 def with_critic(sft: Params, learned: RewardModel, model: Loaded, config: Config) -> ActorCritic:
     """The SFT policy with the critic that PPO starts from."""
-    if config.critic == "own" and config.critic_start == "reward_model":
+    if config.ppo.critic.critic == "own" and config.critic_start == "reward_model":
         return ActorCritic(sft, learned.params)
-    return add_critic(model.pretrained.config, sft, config.critic)
+    return add_critic(model.pretrained.config, sft, config.ppo.critic.critic)
 
 
 def fit_sft(
     start: Params, rows: Packed, model: Loaded, config: Config, run: RunFolder
 ) -> tuple[Params, dict[str, float]]:
     """The policy after SFT on chosen answers, and what that cost."""
-    batches = packed_batches(rows, config.sft_rows, config.seed)
+    batches = packed_batches(rows, config.sft_rows, config.ppo.run.seed)
     phase = SupervisedConfig(
         config.sft_steps,
         config.sft_learning_rate,
         warmup_steps=WARMUP_STEPS,
         decay="linear",
-        microbatches=config.microbatches,
-        devices=config.devices,
+        microbatches=num_microbatches(config.ppo.run),
+        devices=config.ppo.run.devices,
     )
-    state = train_sft(model.policy, start, batches, phase, run, phase=f"sft_{config.seed}")
+    state = train_sft(model.policy, start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
     frozen = lora.split(start)[1]
     tokens = sum(int((batches(step).texts > 0).sum()) for step in range(config.sft_steps))
     return lora.join(state.params, frozen), supervised_cost(state, frozen, tokens)
@@ -320,15 +325,15 @@ def fit_reward_model(
     """A reward model that starts from these parameters, and what it cost."""
     loaded = model.pretrained
     shape, params = add_head(loaded.config, start)
-    batches = pair_batches(pairs, config.num_pairs, config.seed)
+    batches = pair_batches(pairs, config.num_pairs, config.ppo.run.seed)
     options = SupervisedConfig(
         config.reward_model_steps,
         config.reward_model_learning_rate,
         warmup_steps=WARMUP_STEPS,
         decay="linear",
         weight_decay=0.1,
-        microbatches=config.microbatches,
-        devices=config.devices,
+        microbatches=num_microbatches(config.ppo.run),
+        devices=config.ppo.run.devices,
     )
     state = train_reward_model(decoder_policy(shape), params, batches, options, run, phase=phase)
     frozen = heads.split(params)[1]
@@ -342,9 +347,9 @@ def as_reward(model: RewardModel, config: Config) -> Reward:
     """The model as a reward, at the shape of a rollout."""
     return reward_function(
         model,
-        batch_size=config.num_prompts * config.algorithm.group_size,
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_tokens=config.max_tokens,
+        batch_size=config.ppo.run.sampling.num_prompts * config.ppo.run.sampling.group_size,
+        max_prompt_tokens=config.model.max_prompt_tokens,
+        max_tokens=config.ppo.run.sampling.max_tokens,
     )
 
 

@@ -197,13 +197,13 @@ def cost_of_phase(
       config: of the phase.
     """
     sampled_tokens, trained_tokens = phase_tokens(run, phase)
-    once = trained_tokens // config.epochs  # each completion, and a prompt for each group
+    once = trained_tokens // config.optimizer.epochs  # each completion, and a prompt for each group
     policy = params.policy if isinstance(params, ActorCritic) else params
-    passes = 1 + (config.old_logprobs == "recompute") + (config.algorithm.kl_coef > 0)
+    passes = 1 + (config.optimizer.old_logprobs == "recompute") + (config.loss.kl_coef > 0)
     flops = passes * forward_flops(policy, once) + update_flops(state.params, frozen, trained_tokens)
     flops += forward_flops(params.critic, once) if isinstance(params, ActorCritic) else 0
     flops += sum(forward_flops(model, once) for model in rewards)
-    references = [policy] if config.algorithm.has_reference else []
+    references = [policy] if config.loss.objective.has_reference else []
     held = held_bytes(state, frozen, *references, *rewards)
     return {"sampled_tokens": sampled_tokens, "trained_tokens": trained_tokens, "flops": flops, "held_bytes": held}
 

@@ -20,19 +20,17 @@ middle at equal weights (0.59). A better weight does much of the same: with 0.85
   python -m experiments.multi_objective
 """
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import jax
 import numpy as np
 
 from experiments.common import Held, Seeds, cell, evaluate_heldout, learn, over_seeds, say_end, seeds_of
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Rewards, pad_completions, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -62,21 +60,24 @@ WARM_BATCH = 128
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, Seeds, flags.RunConfig):
-    """Options of the run; those of the algorithm come from the preset unless given."""
+class Config:
+    """Options of the run."""
 
-    steps: int = 100
-    num_prompts: int = 32
-    max_tokens: int = LONGEST
-    kl_coef: float | None = 0.0
-    learning_rate: float = 1e-3
-    old_logprobs: Literal["recompute", "sampler"] = "sampler"
-    rollouts_every: int = 50
+    train: GRPOConfig = recipe(
+        steps=100,
+        num_prompts=32,
+        max_tokens=LONGEST,
+        kl_coef=0.0,
+        learning_rate=1e-3,
+        old_logprobs="sampler",
+        rollouts_every=50,
+    )
+    seeds: Seeds = Seeds()
+    output: flags.RunConfig = flags.RunConfig(Path("runs/multi_objective"))
     weights: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     """Of `own` in the sweep; `order` has what is left to 1."""
     warm_steps: int = 300
     """Supervised steps on words at random, before training on rewards."""
-    run_dir: Path = Path("runs/multi_objective")
 
 
 # ---- rewards
@@ -129,13 +130,13 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     if config.warm_steps < 1 or not all(0 <= weight <= 1 for weight in config.weights):
         raise UsageError("warm_steps must be at least 1, and weights between 0 and 1")
-    seeds = seeds_of(config)
-    if config.max_tokens > LONGEST:
-        raise UsageError(f"max_tokens is {config.max_tokens}: words have up to {LONGEST} letters")
+    seeds = seeds_of(config.train.seed, config.seeds)
+    if config.train.sampling.max_tokens > LONGEST:
+        raise UsageError(f"max_tokens is {config.train.sampling.max_tokens}: words have up to {LONGEST} letters")
     policy, task = decoder_policy(MODEL), task_of(config)
     # Methods share all programs but for the advantages, and weights are data: everything is compiled once.
     of_sum, of_components = (
-        make_programs(policy, task, dataclasses.replace(config, advantages_of=kind)) for kind in ("sum", "components")
+        make_programs(policy, task, with_options(config.train, advantages_of=kind)) for kind in ("sum", "components")
     )
     programs = {"sum": of_sum, "scaled": of_sum, "gdpo": of_sum._replace(advantages=of_components.advantages)}
     run = flags.open_run(config)
@@ -143,25 +144,25 @@ def main(config: Config) -> None:
     letters.TEXT.save_tokenizer(run.path / "model")
     scores: dict[str, dict[str, float]] = {}  # run -> held-out means of SCORES
     for seed in seeds:
-        seeded = dataclasses.replace(config, seed=seed)
+        seeded = with_options(config, seed=seed)
         start, task = warm_start(policy, seeded, run), task_of(seeded)
         coin = {"coin": Component(random_reward(seed)), "own": Component(own, 0.0)} | WATCHED
         rewards: dict[tuple[str, float], Rewards] = {("coin", EQUAL): coin}
-        scales = deviations(of_sum, start, task, seeded)
-        for weight in sorted({EQUAL, *(config.weights if seed == config.seed else ())}):
+        scales = deviations(of_sum, start, task, seeded.train)
+        for weight in sorted({EQUAL, *(config.weights if seed == config.train.seed else ())}):
             for method in METHODS:
                 rewards[method, weight] = weighted(weight, scales if method == "scaled" else (1.0, 1.0))
-        scores[phase_of("start", EQUAL, seed)] = means(evaluate_heldout(of_sum, start, task, seeded, run))
+        scores[phase_of("start", EQUAL, seed)] = means(evaluate_heldout(of_sum, start, task, seeded.train, run))
         for (method, weight), reward in rewards.items():
             phase, chosen = phase_of(method, weight, seed), programs.get(method, of_sum)
-            scores[phase] = means(learn(start, task, seeded, run, chosen, phase=phase, reward=reward)[1])
+            scores[phase] = means(learn(start, task, seeded.train, run, chosen, phase=phase, reward=reward)[1])
     show(run, config, scores)
     say_end(run, started)
 
 
 def task_of(config: Config) -> Task:
     """Words that are cut off at max_tokens; held-out ones are scored by both rewards."""
-    task = letters.letters_task(weighted(EQUAL), num_prompts=config.num_prompts, seed=config.seed)
+    task = letters.letters_task(weighted(EQUAL), num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
     return task._replace(open_ended=True)
 
 
@@ -179,17 +180,19 @@ def warm_start(
     phase: str = "warm",
 ) -> Params:
     """Parameters that write words with some letters of the prompt and some in order, of a length between these two."""
-    prompts_of = letters.letters_task(own, num_prompts=WARM_BATCH, seed=config.seed).prompts
+    prompts_of = letters.letters_task(own, num_prompts=WARM_BATCH, seed=config.train.seed).prompts
 
     def words(step: int) -> Batch:
-        prompts, generator = prompts_of(step), rng(config.seed, 1, step)
-        tokens = [[word(row["letters"], generator, *lengths)[: config.max_tokens]] for row in prompts.examples]
-        ids, mask = pad_completions(tokens, config.max_tokens)
+        prompts, generator = prompts_of(step), rng(config.train.seed, 1, step)
+        tokens = [
+            [word(row["letters"], generator, *lengths)[: config.train.sampling.max_tokens]] for row in prompts.examples
+        ]
+        ids, mask = pad_completions(tokens, config.train.sampling.max_tokens)
         return Batch(prompts.ids, prompts.mask, ids, mask, np.ones((WARM_BATCH, 1), np.float32))
 
     warm = SupervisedConfig(config.warm_steps, learning_rate=2e-3)
-    params = jax.jit(policy.init)(jax.random.key(config.seed))
-    return train_sft(policy, params, words, warm, run, phase=f"{phase}_{config.seed}").params
+    params = jax.jit(policy.init)(jax.random.key(config.train.seed))
+    return train_sft(policy, params, words, warm, run, phase=f"{phase}_{config.train.seed}").params
 
 
 def word(given: str, generator: np.random.Generator, shortest: int = 1, longest: int = LONGEST) -> list[int]:
@@ -202,9 +205,9 @@ def word(given: str, generator: np.random.Generator, shortest: int = 1, longest:
     return [*ids, letters.TEXT.eos_id]
 
 
-def deviations(programs: Programs, params: Params, task: Task, config: Config) -> tuple[float, ...]:
+def deviations(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> tuple[float, ...]:
     """Standard deviations of both rewards within a group, of one rollout of training prompts: their scales."""
-    temperature = np.asarray(group_temperatures(config.num_prompts, config.algorithm.group_size, 1.0, 0.0))
+    temperature = np.asarray(group_temperatures(config.sampling.num_prompts, config.sampling.group_size, 1.0, 0.0))
     key = step_key(config.seed, 3, 0)
     rollout = roll_out(programs.sampler, params, task.prompts(0), task, task.reward, temperature, key)
     return tuple(float(rollout.components[name].std(-1).mean()) or 1.0 for name in ("own", "order"))
@@ -221,7 +224,7 @@ def means(held: Held) -> dict[str, float]:
 
 def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float]]) -> None:
     """Tables of equal weights and of the sweep; curves.png, front.png, results.json, report.html."""
-    seeds = seeds_of(config)
+    seeds = seeds_of(config.train.seed, config.seeds)
     phases = {method: [phase_of(method, EQUAL, seed) for seed in seeds] for method in (*METHODS, "coin", "start")}
     runs = {method: {name: [scores[phase][name] for phase in phases[method]] for name in SCORES} for method in phases}
     rows = over_seeds(runs, first="gold", control="sum")
@@ -230,7 +233,7 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     terminal.print_table(run, title, (*SCORES, "gold above the sum's"), table)
 
     def point(method: str, weight: float) -> tuple[float, float]:
-        found = scores[phase_of(method, weight, config.seed)]
+        found = scores[phase_of(method, weight, config.train.seed)]
         return found["own"], found["order_score"]
 
     weights = sorted(config.weights)

@@ -21,18 +21,17 @@ reward models, ensembles.
   python -m experiments.online_preference
 """
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from experiments.common import Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.preferences import bradley_terry_judge
 from grpo_jax.data.types import Component, Example, pad_completions, rng
 from grpo_jax.errors import UsageError
@@ -65,16 +64,20 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, Seeds, flags.RunConfig):
+class Config:
     """Options of the run."""
 
-    steps: int = 240
-    num_prompts: int = 32
-    max_tokens: int = letters.MAX_TOKENS
-    learning_rate: float = 4e-4
-    kl_coef: float | None = 0.0
-    old_logprobs: Literal["recompute", "sampler"] = "sampler"
-    eval_every: int = 30
+    train: GRPOConfig = recipe(
+        steps=240,
+        num_prompts=32,
+        max_tokens=letters.MAX_TOKENS,
+        learning_rate=4e-4,
+        kl_coef=0.0,
+        old_logprobs="sampler",
+        eval_every=30,
+    )
+    seeds: Seeds = Seeds()
+    output: flags.RunConfig = flags.RunConfig(Path("runs/online_preference"))
     warm_steps: int = 1000
     """Supervised steps on words, before everything else."""
     labels: int = 8192
@@ -83,7 +86,6 @@ class Config(GRPOConfig, Seeds, flags.RunConfig):
     """Of the online method; labels and steps are spread evenly over them."""
     replay_share: float = OnlineConfig._field_defaults["replay_share"]
     """Share of the pairs of earlier rounds that the reward model is trained on again."""
-    run_dir: Path = Path("runs/online_preference")
 
 
 def gold(rows: Sequence[Example], words: Sequence[str]) -> list[float]:
@@ -103,8 +105,9 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     if not 1 <= config.rounds <= config.labels or config.warm_steps < 1:
         raise UsageError("rounds must be 1 to labels, and warm_steps at least 1")
-    policy, task = decoder_policy(MODEL), letters.letters_task(gold, num_prompts=config.num_prompts, seed=config.seed)
-    programs = make_programs(policy, task, config)
+    policy, num_prompts = decoder_policy(MODEL), config.train.sampling.num_prompts
+    task = letters.letters_task(gold, num_prompts=num_prompts, seed=config.train.seed)
+    programs = make_programs(policy, task, config.train)
     run = flags.open_run(config)
     folder = run.path / "model"
     save_description(folder, MODEL)
@@ -112,10 +115,10 @@ def main(config: Config) -> None:
     start = warm_start(policy, config, run)
     shape, headed = add_head(MODEL, start)
     untrained = RewardModel(shape, headed, load_tokenizer(folder), (letters.TEXT.eos_id,), folder)
-    seeds = seeds_of(config)
+    seeds = seeds_of(config.train.seed, config.seeds)
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
-        found = of_seed(policy, start, untrained, dataclasses.replace(config, seed=seed), run, programs)
+        found = of_seed(policy, start, untrained, with_options(config, seed=seed), run, programs)
         collect(runs, found)
     show(run, runs, seeds)
     say_end(run, started)
@@ -126,12 +129,12 @@ def of_seed(
 ) -> dict[str, dict[str, float]]:
     """Method -> number -> value."""
     watched = {"gold": Component(gold, weight=0.0)}
-    task = letters.letters_task(gold, num_prompts=config.num_prompts, seed=config.seed)
+    task = letters.letters_task(gold, num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
 
     def held(params: Params) -> Evaluation:
-        return evaluate_heldout(programs, params, task, config, run).evaluation
+        return evaluate_heldout(programs, params, task, config.train, run).evaluation
 
-    before = evaluate_heldout(programs, start, task, config, run)
+    before = evaluate_heldout(programs, start, task, config.train, run)
     found, models = {"start": before.evaluation}, {}
     for method, rounds in zip(LEARNED, (1, config.rounds), strict=True):
 
@@ -150,23 +153,23 @@ def of_seed(
             start,
             untrained,
             task._replace(reward=watched),
-            bradley_terry_judge(gold, seed=config.seed),
-            config,
+            bradley_terry_judge(gold, seed=config.train.seed),
+            config.train,
             online,
             run,
-            phase=f"{method}_{config.seed}",
+            phase=f"{method}_{config.train.seed}",
             programs=programs,
             evaluate=heldout,
         )
         found[method] = held(state.params)
-    for method, reward in (("coin", random_reward(config.seed)), ("gold", gold)):
+    for method, reward in (("coin", random_reward(config.train.seed)), ("gold", gold)):
         rewards = {method: Component(reward), **({} if method == "gold" else watched)}
-        phase = f"{method}_{config.seed}"
-        _, end = learn(start, task, config, run, programs, phase=phase, reward=rewards, start=before)
+        phase = f"{method}_{config.train.seed}"
+        _, end = learn(start, task, config.train, run, programs, phase=phase, reward=rewards, start=before)
         found[method] = end.evaluation
     rows = {method: of_words(evaluation) for method, evaluation in found.items()}
     for method in found.keys() - {"start"}:
-        lines = [line for line in run.lines() if line["phase"] == f"{method}_{config.seed}"]
+        lines = [line for line in run.lines() if line["phase"] == f"{method}_{config.train.seed}"]
         rows[method]["best"] = max(line["heldout_avg"] for line in lines if "heldout_avg" in line)
     for method, model in models.items():
         for other in ("start", *LEARNED):
@@ -203,7 +206,7 @@ def pair_accuracy(scores: np.ndarray, worth: np.ndarray) -> float:
 
 def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
     """A policy that writes words of two to eight different letters, those of the prompt three times as often."""
-    prompts = letters.letters_task(gold, num_prompts=128, seed=config.seed).prompts
+    prompts = letters.letters_task(gold, num_prompts=128, seed=config.train.seed).prompts
 
     def word(row: Example, generator: np.random.Generator) -> list[int]:
         often = np.array([3.0 if letter in row["letters"] else 1.0 for letter in letters.LETTERS])
@@ -211,11 +214,11 @@ def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
         return [*chosen.tolist(), letters.TEXT.eos_id]
 
     def batch(step: int) -> Batch:
-        rows, generator = prompts(step), rng(config.seed, 1, step)
+        rows, generator = prompts(step), rng(config.train.seed, 1, step)
         words = [[word(row, generator)] for row in rows.examples]
         return Batch(rows.ids, rows.mask, *pad_completions(words, letters.MAX_TOKENS), np.ones((128, 1), np.float32))
 
-    params = jax.jit(policy.init)(jax.random.key(config.seed))
+    params = jax.jit(policy.init)(jax.random.key(config.train.seed))
     return train_sft(policy, params, batch, SupervisedConfig(config.warm_steps, 2e-3), run, phase="warm").params
 
 

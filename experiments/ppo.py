@@ -9,18 +9,16 @@ critic on the policy's own trunk, `--group-size 1 --num-prompts 256` prompts tha
   python -m experiments.ppo
 """
 
-import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
 from experiments.common import Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
-from grpo_jax.config import GRPOConfig, PPOConfig
+from grpo_jax.config import GRPOConfig, PPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
@@ -39,42 +37,47 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Config(PPOConfig, WarmStart, Seeds, flags.RunConfig):
-    """Options of PPO and of the run; what both methods have is as in `experiments.arithmetic`."""
+class Config:
+    """Options of the run; what both methods have is as in `experiments.arithmetic`."""
 
-    steps: int = 250
-    num_prompts: int = 32
-    group_size: int | None = 8
-    max_tokens: int = arithmetic.MAX_TOKENS
-    learning_rate: float = 4e-4
-    critic_learning_rate: float = 1e-3
-    old_logprobs: Literal["recompute", "sampler"] = "sampler"
-    eval_every: int = 25
-    eval_samples: int | None = 7
-    run_dir: Path = Path("runs/ppo")
+    ppo: PPOConfig = with_options(
+        PPOConfig(),
+        steps=250,
+        num_prompts=32,
+        group_size=8,
+        max_tokens=arithmetic.MAX_TOKENS,
+        learning_rate=4e-4,
+        critic_learning_rate=1e-3,
+        old_logprobs="sampler",
+        eval_every=25,
+        eval_samples=7,
+    )
+    warm: WarmStart = WarmStart()
+    seeds: Seeds = Seeds()
+    output: flags.RunConfig = flags.RunConfig(Path("runs/ppo"))
 
 
 def main(config: Config) -> None:
     """For each seed a warm start, PPO, GRPO and the control; a table, curves, and all numbers."""
     started = time.perf_counter()
-    check_warm_start(config)
-    seeds = seeds_of(config)
+    check_warm_start(config.warm)
+    seeds = seeds_of(config.ppo.run.seed, config.seeds)
     policy = decoder_policy(MODEL)
-    task = arithmetic.arithmetic_task(num_prompts=config.num_prompts, seed=config.seed)
-    of_grpo = grpo_config(config)
-    ppo = config, make_ppo_programs(policy, critic_policy(MODEL), task, config)
+    task = arithmetic.arithmetic_task(num_prompts=config.ppo.run.sampling.num_prompts, seed=config.ppo.run.seed)
+    of_grpo = grpo_config(config.ppo)
+    ppo = config.ppo.run, make_ppo_programs(policy, critic_policy(MODEL), task, config.ppo)
     methods = {"ppo": ppo, "grpo": (of_grpo, make_programs(policy, task, of_grpo)), "control": ppo}
     run = flags.open_run(config)
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
-        policy_start = warm_start(policy, config, seed, run, phase=f"warm_{seed}")
-        task = arithmetic.arithmetic_task(num_prompts=of_grpo.num_prompts, seed=seed)
-        seeded = dataclasses.replace(of_grpo, seed=seed)
+        policy_start = warm_start(policy, config.warm, seed, run, phase=f"warm_{seed}")
+        task = arithmetic.arithmetic_task(num_prompts=of_grpo.sampling.num_prompts, seed=seed)
+        seeded = with_options(of_grpo, seed=seed)
         before = evaluate_heldout(methods["grpo"][1], policy_start, task, seeded, run)
         for method, (settings, programs) in methods.items():
-            settings, phase = dataclasses.replace(settings, seed=seed), f"{method}_{seed}"
-            task = arithmetic.arithmetic_task(num_prompts=settings.num_prompts, seed=seed)
-            start = policy_start if method == "grpo" else add_critic(MODEL, policy_start, config.critic)
+            settings, phase = with_options(settings, seed=seed), f"{method}_{seed}"
+            task = arithmetic.arithmetic_task(num_prompts=settings.sampling.num_prompts, seed=seed)
+            start = policy_start if method == "grpo" else add_critic(MODEL, policy_start, config.ppo.critic.critic)
             reward = random_reward(seed) if method == "control" else None
             state, held = learn(start, task, settings, run, programs, phase=phase, reward=reward, start=before)
             found = summary(held.evaluation)
@@ -86,18 +89,12 @@ def main(config: Config) -> None:
     say_end(run, started)
 
 
-# Options of PPO that GRPO has as well; of the algorithm it has its own.
-_SHARED = frozenset(field.name for field in dataclasses.fields(GRPOConfig)) - {
-    *("preset", "learning_rate", "kl_coef", "kl_target", "divergence", "entropy_coef", "epsilon_low", "epsilon_high"),
-}
-
-
-def grpo_config(config: Config) -> GRPOConfig:
+def grpo_config(config: PPOConfig) -> GRPOConfig:
     """GRPO with its own settings on as many completions; where PPO has no groups, in groups of 8."""
-    shared: dict[str, Any] = {name: getattr(config, name) for name in _SHARED}
-    if config.algorithm.group_size == 1:
-        shared |= {"group_size": 8, "num_prompts": config.num_prompts // 8}
-    return GRPOConfig(**shared, learning_rate=4e-4, kl_coef=0.01)
+    run = with_options(config.run, preset="grpo", kl_coef=0.01, kl_target=None, divergence="preset", learning_rate=4e-4)
+    if run.sampling.group_size == 1:
+        return with_options(run, group_size=8, num_prompts=run.sampling.num_prompts // 8)
+    return with_options(run, group_size=config.run.sampling.group_size)
 
 
 def steps_to(run: RunFolder, phase: str, accuracy: float = 0.9) -> float:

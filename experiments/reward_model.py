@@ -44,21 +44,20 @@ CURVES = (("loss", "loss of a batch"), ("heldout_nll", "held-out NLL"), ("heldou
 
 
 @dataclass(frozen=True)
-class Config(ModelOptions, flags.RunConfig):
+class Config:
     """Options of the run."""
 
+    model: ModelOptions = ModelOptions(max_prompt_tokens=32, overlong="truncate")
+    output: flags.RunConfig = flags.RunConfig(Path("runs/reward_model"))
     data: str = ""
     """File, folder or hub id of preferences."""
     chat: bool = False
     """Transcripts become chat messages, for the tokenizer's chat template."""
     heldout_share: float = 0.25
     """Share of the pairs that is evaluated and not trained on."""
-    max_prompt_tokens: int | None = 32
-    """Longest prompt, in tokens (P); None: as long as they come."""
     max_tokens: int | None = 64
-    """Longest answer, in tokens (T); None: as long as they come."""
-    overlong: Literal["drop", "truncate"] = "truncate"
-    """What happens to pairs with more: dropped, or a prompt loses its beginning and an answer its end."""
+    """Longest answer, in tokens (T); None: as long as they come. Of longer ones, what `overlong` says:
+    dropped, or an answer loses its end."""
     steps: int = 108
     """Optimizer steps."""
     num_pairs: int = 16
@@ -85,7 +84,6 @@ class Config(ModelOptions, flags.RunConfig):
     """Devices to spread pairs over; 0 for all."""
     seed: int = 0
     """Of the order of pairs."""
-    run_dir: Path = Path("runs/reward_model")
 
 
 def main(config: Config) -> None:
@@ -95,7 +93,7 @@ def main(config: Config) -> None:
         raise UsageError("--data is needed: name a file of preferences")
     preferences, dropped = read_preferences(config.data, chat=config.chat)
     training, heldout = split_preferences(preferences, config.heldout_share)
-    model = load_model(config, seed=config.seed)
+    model = load_model(config.model, seed=config.seed)
     loaded = model.pretrained
     shape, params = add_head(loaded.config, model.params)
 
@@ -104,9 +102,9 @@ def main(config: Config) -> None:
             loaded.tokenizer,
             part,
             eos_ids=loaded.eos_ids,
-            max_prompt_tokens=config.max_prompt_tokens,
+            max_prompt_tokens=config.model.max_prompt_tokens,
             max_tokens=config.max_tokens,
-            overlong=config.overlong,
+            overlong=config.model.overlong,
         )
 
     train_pairs, heldout_pairs = encode(training), encode(heldout)

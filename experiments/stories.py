@@ -2,8 +2,8 @@
 
 The reward is the share of sentences that say something happy (grpo_jax/tasks/stories.py). The control gets a
 coin toss and must stay near the start. About a minute on two CPU cores with the 260-thousand-parameter
-TinyStories model; expect held-out reward to rise from about 0.2 to 0.8. Group size and KL are this experiment's,
-also under other presets, unless you give your own. Left out of the paper: a learned reward model, and a
+TinyStories model; expect held-out reward to rise from about 0.2 to 0.8. The KL is this experiment's;
+another --preset brings its own. Left out of the paper: a learned reward model, and a
 reference that is refreshed.
 
   python -m experiments.stories --model DIR
@@ -13,12 +13,11 @@ reference that is refreshed.
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from experiments.common import against_control, cell, finish
-from grpo_jax.config import GRPOConfig, ModelOptions
+from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.pretrained import keep_description, load_model
 from grpo_jax.tasks.stories import repeated_share, stories_task
@@ -31,40 +30,43 @@ CURVES = (("reward", "reward (control's: a coin)"), ("kl", "KL to the start, nat
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, ModelOptions, flags.RunConfig):
-    """Options of the run; those of the algorithm come from the preset unless given."""
+class Config:
+    """Options of the run."""
 
-    steps: int = 30
-    num_prompts: int = 8
-    group_size: int | None = 8
-    max_tokens: int = 96
-    kl_coef: float | None = 0.1
-    learning_rate: float = 4e-4
-    decay: Literal["none", "linear", "cosine"] = "linear"
-    microbatches: int = 4
-    eval_every: int = 10
-    checkpoint_every: int = 10
-    run_dir: Path = Path("runs/stories")
+    train: GRPOConfig = recipe(
+        steps=30,
+        num_prompts=8,
+        group_size=8,
+        max_tokens=96,
+        kl_coef=0.1,
+        learning_rate=4e-4,
+        decay="linear",
+        microbatches=4,
+        eval_every=10,
+        checkpoint_every=10,
+    )
+    model: ModelOptions = ModelOptions()
+    output: flags.RunConfig = flags.RunConfig(Path("runs/stories"))
 
 
 def main(config: Config) -> None:
     """GRPO and control; a table, two stories before and after, curves, a page, and the checksum of the result."""
     started = time.perf_counter()
-    model = load_model(config, seed=config.seed)
+    model = load_model(config.model, seed=config.train.seed)
     task = stories_task(
         model.pretrained.tokenizer,
         model.pretrained.eos_ids,
         vocab_size=model.pretrained.config.vocab_size,
-        num_prompts=config.num_prompts,
-        seed=config.seed,
-        max_prompt_tokens=config.max_prompt_tokens,
-        overlong=config.overlong,
+        num_prompts=config.train.sampling.num_prompts,
+        seed=config.train.seed,
+        max_prompt_tokens=config.model.max_prompt_tokens,
+        overlong=config.model.overlong,
     )
-    programs = make_programs(model.policy, task, config)  # refuses bad options before anything is compiled
-    start = replicate(model.params, num_devices(config.devices))
+    programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
+    start = replicate(model.params, num_devices(config.train.devices))
     run = flags.open_run(config)
-    keep_description(run, model, config)
-    check_length(run, task, config.max_tokens, model.pretrained.config.max_position_embeddings)
+    keep_description(run, model, config.model)
+    check_length(run, task, config.train.sampling.max_tokens, model.pretrained.config.max_position_embeddings)
     stories: list[str] = []
 
     def examine(evaluation, calls) -> dict[str, float]:
@@ -75,7 +77,7 @@ def main(config: Config) -> None:
             chosen = call.counted & (call.temperature > 0)
             sampled = mask & chosen[..., None]
             # Both at the sampler's temperature.
-            temperature = np.full(chosen.shape, config.algorithm.temperature, np.float32)
+            temperature = np.full(chosen.shape, config.train.sampling.temperature, np.float32)
             scores = programs.scorer(start, Batch(call.prompts.ids, call.prompts.mask, ids, mask, temperature))
             start_logprob += float(np.asarray(scores.logprobs)[sampled].sum())
             logprob += float(call.completions.sampler_logprobs[sampled].sum())
@@ -88,7 +90,7 @@ def main(config: Config) -> None:
             "repeated": float(np.mean([repeated_share(text) for group in evaluation.texts for text in group[:-1]])),
         }
 
-    rows, checksum = against_control(start, task, config, run, programs, examine)
+    rows, checksum = against_control(start, task, config.train, run, programs, examine)
     for title, story in zip(("before", "after"), stories, strict=False):
         run.console.print(f"\n[bold]{title}:[/] ", end="")
         run.console.print(story, markup=False, highlight=False)

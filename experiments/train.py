@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.common import PHASES, against_control, cell, finish
-from grpo_jax.config import GRPOConfig, ModelOptions, validate
+from grpo_jax.config import GRPOConfig, ModelOptions, recipe, validate
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
@@ -28,28 +28,30 @@ CURVES = (("reward", "reward"), ("heldout_avg", "held-out avg@n"), ("entropy", "
 
 
 @dataclass(frozen=True)
-class Config(GRPOConfig, ModelOptions, TaskOptions, flags.RunConfig):
-    """Options of the run; those of the algorithm come from the preset unless given."""
+class Config:
+    """Options of the run."""
 
-    eval_every: int = 20
+    train: GRPOConfig = recipe(eval_every=20)
+    model: ModelOptions = ModelOptions()
+    task: TaskOptions = TaskOptions()
+    output: flags.RunConfig = flags.RunConfig(Path("runs/train"))
     control: bool = False
     """Train on a coin toss as well, from the same start."""
-    run_dir: Path = Path("runs/train")
 
 
 def main(config: Config) -> None:
     """Loads model and task, then trains."""
-    validate(config, num_devices=num_devices(config.devices))  # before a checkpoint is read
-    check_task_options(config)
-    model = load_model(config, seed=config.seed)
+    validate(config.train, num_devices=num_devices(config.train.devices))  # before a checkpoint is read
+    check_task_options(config.task)
+    model = load_model(config.model, seed=config.train.seed)
     with open_task(
-        config,
+        config.task,
         model.pretrained,
-        num_prompts=config.num_prompts,
-        group_size=config.algorithm.group_size,
-        seed=config.seed,
-        max_prompt_tokens=config.max_prompt_tokens,
-        overlong=config.overlong,
+        num_prompts=config.train.sampling.num_prompts,
+        group_size=config.train.sampling.group_size,
+        seed=config.train.seed,
+        max_prompt_tokens=config.model.max_prompt_tokens,
+        overlong=config.model.overlong,
     ) as task:
         run_task(config, model, task)
 
@@ -57,13 +59,13 @@ def main(config: Config) -> None:
 def run_task(config: Config, model: Loaded, task: Task) -> None:
     """GRPO, and the control if it is asked for; a group, a table, curves, a page, and the checksum."""
     started = time.perf_counter()
-    programs = make_programs(model.policy, task, config)  # refuses bad options before anything is compiled
-    start = replicate(model.params, num_devices(config.devices))
+    programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
+    start = replicate(model.params, num_devices(config.train.devices))
     run = flags.open_run(config)
-    keep_description(run, model, config)
-    check_length(run, task, config.max_tokens, model.pretrained.config.max_position_embeddings)
+    keep_description(run, model, config.model)
+    check_length(run, task, config.train.sampling.max_tokens, model.pretrained.config.max_position_embeddings)
     phases = PHASES if config.control else PHASES[:1]
-    rows, checksum = against_control(start, task, config, run, programs, phases=phases)
+    rows, checksum = against_control(start, task, config.train, run, programs, phases=phases)
 
     groups = [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"]
     telling = [group for group in groups if len(set(group["rewards"])) > 1]  # the others teach nothing
@@ -84,7 +86,7 @@ def print_ungraded(run: RunFolder, config: Config) -> None:
             if name.startswith("ungraded_"):
                 counts[name] = counts.get(name, 0) + count
     sampled = sum(line.get("rollouts", 1) for line in lines if line["step"])
-    total = sampled * config.num_prompts * config.algorithm.group_size
+    total = sampled * config.train.sampling.num_prompts * config.train.sampling.group_size
     if counts:
         rows = {name: (count, f"{count / total:.1%}") for name, count in counts.items()}
         terminal.print_table(run, f"without a number, of {total} completions in training", ("count", "share"), rows)

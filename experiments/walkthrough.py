@@ -12,7 +12,7 @@ model.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from rich.table import Table
 from experiments import chapter
 from experiments.chapter import shown
 from grpo_jax import functional as F
-from grpo_jax.config import GRPOConfig, ModelOptions
+from grpo_jax.config import ModelOptions, options_of, recipe
 from grpo_jax.data.text import encode_prompts
 from grpo_jax.data.types import Completion, Example, pad_prompts
 from grpo_jax.errors import UsageError
@@ -133,12 +133,12 @@ def main(config: Config) -> Walk:
         raise UsageError(f"there are {len(config.prompts)} prompts and {len(config.answers)} answers: give one each")
     policy, params, pretrained = load_model(ModelOptions(model=config.model, dtype=config.dtype), seed=config.seed)
     task = task_of(config, pretrained)
-    same = {field.name: getattr(config, field.name) for field in fields(GRPOConfig) if hasattr(config, field.name)}
-    options = GRPOConfig(num_prompts=len(task.heldout.examples), **same)
-    algorithm = options.algorithm
+    same = {name: value for name, value in vars(config).items() if name in options_of(recipe())}
+    options = recipe(num_prompts=len(task.heldout.examples), **same)
+    algorithm = options.loss.objective
     programs = make_programs(policy, task, options)  # what the loop calls in turn
     prompts = task.heldout
-    temperature = np.asarray(group_temperatures(options.num_prompts, config.group_size, config.temperature, 0.0))
+    temperature = np.asarray(group_temperatures(len(prompts.examples), config.group_size, config.temperature, 0.0))
     say(f"{chapter.TITLE}, with numbers of a model. The chapter is at {chapter.ADDRESS}")
 
     # ---- rollout

@@ -1,7 +1,12 @@
 """What a training run is told."""
 
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+
+import jax.numpy as jnp
 
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
@@ -34,6 +39,15 @@ Preset = Literal[
 ]
 
 Divergence = Literal["preset", "full", "reverse"]
+AdvantagesOf = Literal["sum", "components"]
+Correction = Literal["none", "token", "sequence", "icepop", "geometric"]
+Decay = Literal["none", "linear", "cosine"]
+OldLogprobs = Literal["recompute", "sampler"]
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Config = TypeVar("Config", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -64,99 +78,135 @@ class ModelOptions:
     """What happens to longer prompts: dropped, or their beginning is cut off. Either is counted."""
 
 
-# Constants of a preset that a run may replace.
-_OVERRIDES = (
-    "kl_coef",
-    "epsilon_low",
-    "epsilon_high",
-    "entropy_coef",
-    "group_size",
-    "temperature",
-    "temperature_spread",
-)
-
-
 @dataclass(frozen=True)
-class GRPOConfig:
-    """A GRPO run. A field that is None takes the preset's constant."""
+class SamplingConfig:
+    """What a step samples."""
 
-    preset: Preset = "grpo"
-    """Published variant: advantage, ratio, surrogate, aggregation, KL and their constants."""
-    steps: int = 100
-    """Rollouts, each followed by its updates."""
     num_prompts: int = 32
     """Prompts of a rollout."""
-    group_size: int | None = None
-    """Completions of each prompt (G); None: the preset's."""
+    group_size: int = 8
+    """Completions of each prompt (G)."""
     max_tokens: int = 64
     """Longest completion, in tokens, its ending token included (T)."""
-    temperature: float | None = None
-    """Sampling temperature; log-probabilities are those after it. None: the preset's."""
-    temperature_spread: float | None = None
-    """Completion i of G is sampled at temperature + spread * i / G; None: the preset's."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probabilities are those after it."""
+    temperature_spread: float = 0.0
+    """Completion i of G is sampled at temperature + spread * i / G."""
     top_k: int = 0
     """Sample among the k likeliest tokens; 0 for all."""
     top_p: float = 1.0
     """Sample among the fewest likeliest tokens of this mass; 1 for all."""
     min_p: float = 0.0
     """Sample among tokens of at least this share of the largest probability; 0 for all."""
-    kl_coef: float | None = None
-    """Weight of the KL divergence from the start; 0 does without a reference model. None: the preset's."""
-    divergence: Divergence = "preset"
-    """KL divergence in the loss: the preset's, of sampled tokens; or of the whole vocabulary, KL(π ‖ π_ref) (full) or
-    KL(π_ref ‖ π) (reverse, elsewhere called forward), for which the reference runs again in every update."""
-    kl_target: float | None = None
-    """KL divergence of a completion, in nats, that kl_coef is steered to (1909.08593, which had 6); for a KL in the
-    reward. None: kl_coef stays what it is."""
-    kl_horizon: int = 10_000
-    """Completions over which kl_coef changes by a fifth at most, if it is steered; as in TRL and verl."""
-    ref_sync_steps: int = 0
-    """Steps after which the reference moves to the policy, again and again, as in the iterations of GRPO's paper; 0: it
-    stays the start."""
-    ref_mixup_alpha: float = 1.0
-    """How far it moves: 1 makes it the policy, less a moving average (TR-DPO, 2404.09656, has 0.6)."""
-    advantages_of: Literal["sum", "components"] = "sum"
-    """What is compared within a group: the weighted sum of the rewards, by the preset's advantage; or each reward by
-    itself, whose standardised values are then added with the weights and whitened over the rollout (GDPO,
-    2601.05242), so that none is drowned by another's scale. The preset's own advantage is then not used."""
-    epsilon_low: float | None = None
-    """How far below 1 the ratio may go; None: the preset's."""
-    epsilon_high: float | None = None
-    """How far above 1 the ratio may go; None: the preset's."""
-    entropy_coef: float | None = None
-    """Weight of the entropy bonus; None: the preset's, 0 in all of them."""
-    correction: Literal["none", "token", "sequence", "icepop", "geometric"] = "none"
-    """Weights of advantages, by w, recomputed over sampled probability: min(w, 2) of tokens, min(w, 3) of completions,
-    w within [0.5, 5] of tokens, or completions kept whose mean log w is within 0.001. With top-k, top-p or min-p, w is
-    against what was sampled from."""
     max_rollouts: int = 1
     """Rollouts that a step may take until num_prompts groups have rewards that differ (DAPO's dynamic sampling, which
     allows 10); groups without a difference then fill up. 1: takes the groups as they come."""
     filter_metric: str = ""
     """Component of the rewards whose differences count there; none: the weighted sum."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What is learned from a rollout: a published method, and its numbers."""
+
+    preset: Preset = "grpo"
+    """Published variant: advantage, ratio, surrogate, aggregation and KL. Naming it brings its numbers as well, which
+    other options then replace."""
+    kl_coef: float = 0.04
+    """Weight of the KL divergence from the start; 0 does without a reference model."""
+    epsilon_low: float | None = 0.2
+    """How far below 1 the ratio may go; None: the preset has no such constant."""
+    epsilon_high: float | None = 0.2
+    """How far above 1 the ratio may go; None: the preset has no such constant."""
+    delta: float | None = None
+    """Largest ratio of a negative advantage, above 1 + epsilon_high (INTELLECT-2, 2505.07291, has 4); None: without
+    bound."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    kl_in_reward: bool = False
+    """Take the KL off the reward (1909.08593, InstructGPT), or add the preset's divergence, k3 in all of them, to the
+    loss."""
+    kl_bias_correction: bool = False
+    """Weigh the KL in the loss by the ratio, so that its gradient is unbiased after the first update of a rollout
+    (DeepSeek-V3.2, 2512.02556)."""
+    divergence: Divergence = "preset"
+    """KL divergence in the loss: the preset's, of sampled tokens; or of the whole vocabulary, KL(π ‖ π_ref) (full) or
+    KL(π_ref ‖ π) (reverse, elsewhere called forward), for which the reference runs again in every update."""
+    advantages_of: AdvantagesOf = "sum"
+    """What is compared within a group: the weighted sum of the rewards, by the preset's advantage; or each reward by
+    itself, whose standardised values are then added with the weights and whitened over the rollout (GDPO,
+    2601.05242), so that none is drowned by another's scale. The preset's own advantage is then not used."""
+    correction: Correction = "none"
+    """Weights of advantages, by w, recomputed over sampled probability: min(w, 2) of tokens, min(w, 3) of completions,
+    w within [0.5, 5] of tokens, or completions kept whose mean log w is within 0.001. With top-k, top-p or min-p, w is
+    against what was sampled from."""
+    off_policy_threshold: float | None = None
+    """Completions of a negative advantage are left out where the mean of old over new log-probability is above this
+    (DeepSeek-V3.2, 2512.02556); None: none is."""
+    top_entropy: float = 1.0
+    """Share of tokens that are learned from, those of the highest entropy (2506.01939, which has 0.2); 1: all."""
     mask_truncated: bool = False
     """Leave completions without an end out of the loss; they count in their group's advantages all the same."""
-    epochs: int = 1
-    """Passes over each rollout (mu)."""
-    minibatches: int = 1
-    """Optimizer steps of a pass; prompts are shuffled among them."""
-    microbatches: int = 1
-    """Pieces that a minibatch is computed in, to save memory. The result does not depend on it."""
-    old_logprobs: Literal["recompute", "sampler"] = "recompute"
-    """Denominator of the ratio: computed again by the trainer, or as the sampler reported them
-    (cheaper; only when a rollout is used for one optimizer step)."""
+
+    @property
+    def objective(self) -> Algorithm:
+        """The preset, with these numbers in place of its own."""
+        return PRESETS[self.preset]._replace(
+            kl_coef=self.kl_coef,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            entropy_coef=self.entropy_coef,
+            kl_in_reward=self.kl_in_reward,
+        )
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """How the reference of the KL moves, and how the weight of the KL is steered."""
+
+    ref_sync_steps: int = 0
+    """Steps after which the reference moves to the policy, again and again, as in the iterations of GRPO's paper; 0: it
+    stays the start."""
+    ref_mixup_alpha: float = 1.0
+    """How far it moves: 1 makes it the policy, less a moving average (TR-DPO, 2404.09656, has 0.6)."""
+    kl_target: float | None = None
+    """KL divergence of a completion, in nats, that kl_coef is steered to (1909.08593, which had 6); for a KL in the
+    reward. None: kl_coef stays what it is."""
+    kl_horizon: int = 10_000
+    """Completions over which kl_coef changes by a fifth at most, if it is steered; as in TRL and verl."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How the parameters are updated."""
+
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
-    decay: Literal["none", "linear", "cosine"] = "none"
+    decay: Decay = "none"
     """How the learning rate falls to 0 between warm-up and end."""
     weight_decay: float = 0.0
     """Of AdamW."""
     max_grad_norm: float = 1.0
     """Longer gradients are scaled down to this norm."""
+    epochs: int = 1
+    """Passes over each rollout (mu)."""
+    minibatches: int = 1
+    """Optimizer steps of a pass; prompts are shuffled among them."""
+    microbatches: int = 0
+    """Pieces that a minibatch is computed in, to save memory. The result does not depend on it. 0: chosen by a rule."""
     max_skipped: int = 5
     """Stop after this many steps in a row with gradients that are not finite; each is skipped and dumped."""
+    old_logprobs: OldLogprobs = "recompute"
+    """Denominator of the ratio: computed again by the trainer, or as the sampler reported them
+    (cheaper; only when a rollout is used for one optimizer step)."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What a run writes, and how often it is evaluated."""
+
     eval_every: int = 0
     """Steps between held-out evaluations; 0 for only before and after."""
     eval_samples: int | None = None
@@ -167,34 +217,167 @@ class GRPOConfig:
     """Checkpoints kept of each phase."""
     rollouts_every: int = 10
     """Steps between rollouts written to rollouts.jsonl; 0 for none."""
-    devices: int = 1
-    """Devices to spread prompts over, with jax.pmap; 0 for all."""
-    seed: int = 0
-    """Of prompts, sampling and shuffling."""
-
-    @property
-    def algorithm(self) -> Algorithm:
-        """The preset, with the fields given here in place of its own."""
-        preset = PRESETS[self.preset]
-        given = {name: getattr(self, name) for name in _OVERRIDES}
-        return preset._replace(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)
-class PPOConfig(GRPOConfig):
-    """A PPO run: the loss of a preset, with a critic's advantages of tokens in place of those of groups."""
+class GRPOConfig:
+    """A GRPO run. `recipe` makes one of a preset; `with_options` changes fields of any group by their names."""
 
-    preset: Preset = "lite_ppo"
-    """Whose surrogate, aggregation and constants are taken; its advantages are not. Lite PPO's are those of PPO:
-    ratios of tokens clipped at 0.2 (1707.06347), and the mean over tokens."""
-    group_size: int | None = 1
-    """Completions of each prompt (G). A critic needs no second one."""
-    kl_coef: float | None = 0.02
-    """Weight of the KL divergence from the start, 0.02 as in InstructGPT (2203.02155); 0 does without a reference
-    model."""
-    kl_in_reward: bool = True
-    """Take the KL off the reward of each token (1909.08593, InstructGPT), or add the preset's divergence, k3 in all of
-    them, to the loss."""
+    steps: int = 100
+    """Rollouts, each followed by its updates."""
+    seed: int = 0
+    """Of prompts, sampling and shuffling."""
+    devices: int = 1
+    """Devices to spread prompts over, with jax.pmap; 0 for all."""
+    sampling: SamplingConfig = SamplingConfig()
+    loss: LossConfig = LossConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+
+# ---- options by their flat names
+
+
+def with_options(config: Config, **options: Any) -> Config:
+    """A config with some of its fields replaced, in whichever group they are.
+
+    Args:
+      config: a dataclass whose fields are options or dataclasses of options.
+      options: name -> value, which may be traced. `preset` brings the numbers of its recipe, which the others then
+        replace.
+
+    Raises:
+      UsageError: there is no such option or preset.
+
+    Examples:
+      >>> with_options(GRPOConfig(), preset="dapo", group_size=16).loss.epsilon_high
+      0.28
+    """
+    _check_known(options, options_of(config))
+    if "preset" in options:
+        options = _preset_numbers(options["preset"]) | options
+    return _replaced(config, options)
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """The options of a config, of all its groups, by name.
+
+    Examples:
+      >>> options_of(CriticConfig())["gamma"]
+      1.0
+    """
+    options: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        options |= options_of(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return options
+
+
+def option_types(config_class: type) -> dict[str, Any]:
+    """The types of a config's options, by name."""
+    types: dict[str, Any] = {}
+    for name, hint in get_type_hints(config_class).items():
+        types |= option_types(hint) if isinstance(hint, type) and dataclasses.is_dataclass(hint) else {name: hint}
+    return types
+
+
+def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
+    """The config of which `dataclasses.asdict` was written as JSON.
+
+    Args:
+      default: of the same class; what is not there is taken from it.
+      saved: as JSON is read.
+
+    Raises:
+      UsageError: it holds an option that the class has not.
+    """
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in flattened(saved).items()}
+    _check_known(options, options_of(default))
+    return _replaced(default, options)
+
+
+def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of all groups of a config.json, by name."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= flattened(value) if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What somebody who wrote `name` may have meant."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 3)
+    return f"is it {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
+
+
+def recipe(preset: str = "grpo", **options: Any) -> GRPOConfig:
+    """A published recipe: the numbers of a preset and of how its authors sampled, with some replaced.
+
+    Args:
+      preset: of `functional.presets`.
+      options: as for `with_options`.
+
+    Raises:
+      UsageError: there is no such option or preset.
+
+    Examples:
+      >>> recipe("seed_000", steps=10).sampling.temperature
+      0.7
+    """
+    return with_options(GRPOConfig(), preset=preset, **options)
+
+
+# How a preset's authors sampled, where that is part of the method.
+RECIPES: dict[str, dict[str, Any]] = {
+    "seed_000": {"temperature": 0.7, "temperature_spread": 0.3},
+    "seed_001": {"group_size": 12},
+    "seed_001_rank": {"group_size": 12},
+}
+
+
+def _preset_numbers(preset: str) -> dict[str, Any]:
+    """The options that naming a preset sets, by name."""
+    if preset not in PRESETS:
+        raise UsageError(f"there is no preset {preset}: {suggestion(preset, PRESETS)}")
+    published = PRESETS[preset]
+    numbers = {
+        "kl_coef": published.kl_coef,
+        "epsilon_low": published.epsilon_low,
+        "epsilon_high": published.epsilon_high,
+        "delta": None,
+        "entropy_coef": published.entropy_coef,
+        "kl_in_reward": published.kl_in_reward,
+        "kl_bias_correction": False,
+    }
+    return numbers | RECIPES.get(preset, {})
+
+
+def _check_known(options: Iterable[str], known: Iterable[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise UsageError(f"there is no option {name}: {suggestion(name, known)}")
+
+
+def _replaced(config: Config, options: Mapping[str, Any]) -> Config:
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = _replaced(value, options)  # type: ignore[type-var]
+        elif field.name in options:
+            changes[field.name] = options[field.name]
+    return dataclasses.replace(config, **changes)
+
+
+# ---- PPO
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """What PPO has besides a GRPO run: a critic, and advantages of tokens."""
+
     critic: Literal["own", "shared"] = "own"
     """A critic of its own, as large as the policy; or a head on the policy's decoder: one forward pass then serves
     both, and value_coef weighs what the decoder learns of values."""
@@ -220,10 +403,45 @@ class PPOConfig(GRPOConfig):
     """Peak learning rate of the critic's AdamW, ten times the policy's as in verl; warm-up, decay, weight decay and the
     gradient's longest norm are the policy's."""
 
-    @property
-    def algorithm(self) -> Algorithm:
-        """The preset, with the fields given here in place of its own."""
-        return super().algorithm._replace(kl_in_reward=self.kl_in_reward)
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """A PPO run: the loss of a preset, with a critic's advantages of tokens in place of those of groups.
+
+    Lite PPO's loss is that of PPO: ratios of tokens clipped at 0.2 (1707.06347), and the mean over tokens. A critic
+    needs no second completion of a prompt. The KL is in the reward, at the 0.02 of InstructGPT (2203.02155).
+    """
+
+    run: GRPOConfig = recipe("lite_ppo", group_size=1, kl_coef=0.02, kl_in_reward=True)
+    critic: CriticConfig = CriticConfig()
+
+
+def run_of(config: GRPOConfig | PPOConfig) -> GRPOConfig:
+    """What a run of either method has."""
+    return config.run if isinstance(config, PPOConfig) else config
+
+
+# ---- refusals
+
+
+def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool = True) -> None:
+    """Refuses what cannot work, before anything is compiled.
+
+    Args:
+      config: the run.
+      num_devices: devices that prompts are spread over.
+      compares_groups: whether a group of one teaches nothing.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    _require_at_least(config, 1, "steps")
+    _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
+    validate_logging(config.logging)
+    validate_sampling(config.sampling, compares_groups=compares_groups)
+    validate_loss(config)
+    validate_reference(config)
+    validate_optimizer(config, num_devices=num_devices)
 
 
 def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
@@ -236,12 +454,212 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
     Raises:
       UsageError: one sentence that says what to change.
     """
+    run = config.run
     _require(
-        config.advantages_of == "sum",
+        run.loss.advantages_of == "sum",
         'advantages_of "components" compares completions of a group, but PPO has a critic of the sum: take "sum"',
     )
-    validate(config, num_devices=num_devices, compares_groups=False)
-    group_size = config.algorithm.group_size
+    validate(run, num_devices=num_devices, compares_groups=False)
+    validate_critic(config.critic)
+    _require(
+        run.sampling.max_rollouts == 1 or run.sampling.group_size >= 2,
+        f"max_rollouts is {run.sampling.max_rollouts}, but dynamic sampling compares completions of one prompt: set it "
+        "to 1, or group_size to at least 2",
+    )
+    _require(
+        not is_one_number_a_row(run.loss.objective),
+        f"preset {run.loss.preset} has one ratio a completion, but a critic's advantages are of tokens: take lite_ppo, "
+        "dapo or another with ratios of tokens",
+    )
+
+
+def validate_logging(config: LoggingConfig) -> None:
+    """Refuses what cannot be logged so, as `validate` does."""
+    _require_at_least(config, 0, "eval_every", "checkpoint_every", "rollouts_every")
+    _require_at_least(config, 1, "keep_checkpoints")
+    _require(
+        config.eval_samples is None or config.eval_samples >= 1,
+        f"eval_samples is {config.eval_samples}: it must be at least 1",
+    )
+
+
+def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -> None:
+    """Refuses what cannot be sampled so, as `validate` does."""
+    _require_at_least(config, 1, "num_prompts", "max_tokens", "max_rollouts")
+    _require_at_least(config, 0, "top_k")
+    _require(
+        config.group_size >= 2 or not compares_groups,
+        f"group_size is {config.group_size}: advantages compare completions of one prompt, so set it to at least 2",
+    )
+    _require_at_least(config, 1, "group_size")
+    _require(
+        config.temperature > 0 and config.temperature + config.temperature_spread > 0,
+        f"temperature is {config.temperature}, spread {config.temperature_spread}: sampling for training needs "
+        "temperatures above 0",
+    )
+    _require(0 < config.top_p <= 1, f"top_p is {config.top_p}: it must be above 0 and at most 1")
+    _require(0 <= config.min_p <= 1, f"min_p is {config.min_p}: it must be between 0 and 1")
+    _require(
+        not config.filter_metric or config.max_rollouts > 1,
+        f'filter_metric "{config.filter_metric}" needs dynamic sampling: set max_rollouts above 1, or leave it out',
+    )
+
+
+def validate_loss(config: GRPOConfig) -> None:
+    """Refuses a loss that cannot be of this run, as `validate` does."""
+    loss = config.loss
+    _require(loss.preset in PRESETS, f"there is no preset {loss.preset}: {suggestion(loss.preset, PRESETS)}")
+    _validate_constants(loss)
+    _validate_kl(loss)
+    _validate_advantages(config)
+    _require(
+        loss.off_policy_threshold is None or 0 < loss.off_policy_threshold < float("inf"),
+        f"off_policy_threshold is {loss.off_policy_threshold}: it must be above 0, or left out",
+    )
+    _require(
+        0 < loss.top_entropy <= 1, f"top_entropy is {loss.top_entropy}: it must be above 0 and at most 1, which is all"
+    )
+    try:
+        check(loss.objective._replace(group_size=config.sampling.group_size))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _validate_constants(loss: LossConfig) -> None:
+    """Of the preset's term."""
+    published = _preset_numbers(loss.preset)
+    for name in ("epsilon_low", "epsilon_high"):
+        value, own = getattr(loss, name), published[name]
+        _require(
+            value is None or own is not None,
+            f"{name} is {value}, but preset {loss.preset} has no such constant: leave it out",
+        )
+        _require(
+            value is not None or own is None, f"{name} is None, but preset {loss.preset} needs it: {own} is its own"
+        )
+    _require(
+        loss.delta is None or _takes_delta(loss.preset),
+        f"delta is {loss.delta}, but preset {loss.preset} has no such constant: leave it out",
+    )
+    _require(
+        loss.delta is None or loss.epsilon_high is None or 1 + loss.epsilon_high < loss.delta < float("inf"),
+        f"delta is {loss.delta}: it must be above 1 + epsilon_high ({loss.epsilon_high}), or it is the clip",
+    )
+
+
+def _takes_delta(preset: str) -> bool:
+    """Whether the term of a preset bounds the ratio of negative advantages, if it is told how far."""
+    published, row = PRESETS[preset], jnp.ones((1, 1))
+    try:
+        published.term(row, row, row[0], row > 0, **(published.constants | {"delta": 1e6}))
+    except TypeError:
+        return False
+    return True
+
+
+def _validate_kl(loss: LossConfig) -> None:
+    """Of the loss or of the reward."""
+    in_loss = loss.kl_coef > 0 and not loss.kl_in_reward
+    _require(
+        loss.divergence == "preset" or in_loss,
+        f"divergence {loss.divergence} is a term of the loss: set kl_coef above 0 and kl_in_reward to False",
+    )
+    _require(
+        not loss.kl_bias_correction or (in_loss and loss.divergence == "preset"),
+        "kl_bias_correction weighs a KL in the loss that is of sampled tokens: set kl_coef above 0, kl_in_reward to "
+        'False and divergence to "preset"',
+    )
+    _require(
+        loss.advantages_of == "sum" or not (loss.kl_in_reward and loss.kl_coef > 0),
+        f"preset {loss.preset} takes its KL off the sum of the rewards, but advantages_of is components: set kl_coef "
+        "to 0, or kl_in_reward to False",
+    )
+
+
+def _validate_advantages(config: GRPOConfig) -> None:
+    """What they are of, and what they are corrected for."""
+    loss, sampling = config.loss, config.sampling
+    _require(
+        loss.advantages_of == "sum" or sampling.max_rollouts == 1,
+        f"max_rollouts is {sampling.max_rollouts}, but dynamic sampling drops groups by one number, which with "
+        'advantages_of "components" may teach by another: set it to 1, or advantages_of to "sum"',
+    )
+    _require(
+        loss.correction == "none" or config.optimizer.old_logprobs == "recompute",
+        f'correction {loss.correction} compares the sampler with the trainer: set old_logprobs to "recompute"',
+    )
+    _require(
+        loss.correction != "geometric" or (sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0),
+        "correction geometric drops all completions under top_k, top_p or min_p, which change every probability: "
+        "leave them out, or take another correction",
+    )
+
+
+def validate_reference(config: GRPOConfig) -> None:
+    """Refuses a reference that cannot be of this run, as `validate` does."""
+    reference, loss = config.reference, config.loss
+    _require_at_least(reference, 0, "ref_sync_steps")
+    _require(
+        reference.kl_target is None or (reference.kl_target > 0 and loss.kl_in_reward and loss.kl_coef > 0),
+        f"kl_target is {reference.kl_target}: it must be above 0, and steers the kl_coef of a KL in the reward: set "
+        "kl_in_reward, as preset rloo does, and a kl_coef above 0 to begin with",
+    )
+    completions = config.sampling.num_prompts * config.sampling.group_size
+    _require(
+        reference.kl_target is None or reference.kl_horizon >= completions,
+        f"kl_horizon is {reference.kl_horizon}: it must be at least the completions of a step ({completions})",
+    )
+    _require(
+        reference.ref_sync_steps == 0 or (loss.kl_coef > 0 and reference.ref_sync_steps < config.steps),
+        f"ref_sync_steps is {reference.ref_sync_steps}: it must be below steps ({config.steps}), and there is a "
+        "reference only with a kl_coef above 0",
+    )
+    alpha = reference.ref_mixup_alpha
+    _require(
+        0 < alpha <= 1 and (alpha == 1 or reference.ref_sync_steps > 0),
+        f"ref_mixup_alpha is {alpha}: it must be above 0 and at most 1, and needs ref_sync_steps",
+    )
+
+
+def validate_optimizer(config: GRPOConfig, *, num_devices: int = 1) -> None:
+    """Refuses updates that cannot be of this run, as `validate` does."""
+    optimizer, loss = config.optimizer, config.loss
+    _require_at_least(optimizer, 1, "epochs", "minibatches", "max_skipped")
+    _require_at_least(optimizer, 0, "microbatches", "warmup_steps")
+    pieces = optimizer.minibatches * num_microbatches(config) * num_devices
+    _require(
+        config.sampling.num_prompts % pieces == 0,
+        f"num_prompts ({config.sampling.num_prompts}) must be a multiple of minibatches x microbatches x devices "
+        f"({pieces})",
+    )
+    _require(optimizer.weight_decay >= 0, f"weight_decay is {optimizer.weight_decay}: it must be at least 0")
+    for name in ("learning_rate", "max_grad_norm"):
+        value = getattr(optimizer, name)
+        _require(
+            value > 0 and (value < float("inf") or name == "max_grad_norm"), f"{name} is {value}: it must be above 0"
+        )
+    updates, of_sampler = optimizer.epochs * optimizer.minibatches, loss.objective.ratio_to_sampler
+    _require(
+        loss.objective.term is not reinforce_term or updates == 1,
+        f"preset {loss.preset} has no ratio, so it can use a rollout once: set epochs and minibatches to 1",
+    )
+    _require(
+        optimizer.old_logprobs == "sampler" or not of_sampler,
+        f'preset {loss.preset} takes its ratio against the sampler: set old_logprobs to "sampler"',
+    )
+    _require(
+        optimizer.old_logprobs == "recompute" or updates == 1 or of_sampler,
+        'old_logprobs "sampler" needs epochs and minibatches of 1: set it to "recompute"',
+    )
+
+
+def num_microbatches(config: GRPOConfig) -> int:
+    """Pieces that a minibatch is computed in: those asked for, or one."""
+    return config.optimizer.microbatches or 1
+
+
+def validate_critic(config: CriticConfig) -> None:
+    """Refuses a critic that cannot be, as `validate` does."""
     for name in ("gamma", "gae_lambda"):
         value = getattr(config, name)
         _require(0 <= value <= 1, f"{name} is {value}: it must be between 0 and 1")
@@ -260,139 +678,11 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
         0 < config.critic_learning_rate < float("inf"),
         f"critic_learning_rate is {config.critic_learning_rate}: it must be above 0",
     )
-    _require(
-        config.max_rollouts == 1 or group_size >= 2,
-        f"max_rollouts is {config.max_rollouts}, but dynamic sampling compares completions of one prompt: set it to 1, "
-        "or group_size to at least 2",
-    )
-    _require(
-        not is_one_number_a_row(config.algorithm),
-        f"preset {config.preset} has one ratio a completion, but a critic's advantages are of tokens: take lite_ppo, "
-        "dapo or another with ratios of tokens",
-    )
 
 
-def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool = True) -> None:
-    """Refuses what cannot work, before anything is compiled.
-
-    Args:
-      config: the run.
-      num_devices: devices that prompts are spread over.
-      compares_groups: whether a group of one teaches nothing.
-
-    Raises:
-      UsageError: one sentence that says what to change.
-    """
-    algorithm = config.algorithm
-    group_size = algorithm.group_size
-    for name in (
-        "steps",
-        "num_prompts",
-        "max_tokens",
-        "epochs",
-        "minibatches",
-        "microbatches",
-        "keep_checkpoints",
-        "max_skipped",
-        "max_rollouts",
-    ):
-        _require(getattr(config, name) >= 1, f"{name} is {getattr(config, name)}: it must be at least 1")
-    for name in ("eval_every", "checkpoint_every", "rollouts_every", "warmup_steps", "top_k", "ref_sync_steps"):
-        _require(getattr(config, name) >= 0, f"{name} is {getattr(config, name)}: it must be at least 0")
-    _require(
-        group_size >= 2 or not compares_groups,
-        f"group_size is {group_size}: advantages compare completions of one prompt, so set it to at least 2",
-    )
-    _require(group_size >= 1, f"group_size is {group_size}: it must be at least 1")
-    _require(
-        config.eval_samples is None or config.eval_samples >= 1,
-        f"eval_samples is {config.eval_samples}: it must be at least 1",
-    )
-    pieces = config.minibatches * config.microbatches * num_devices
-    _require(
-        config.num_prompts % pieces == 0,
-        f"num_prompts ({config.num_prompts}) must be a multiple of minibatches x microbatches x devices ({pieces})",
-    )
-    _require(
-        algorithm.temperature > 0 and algorithm.temperature + algorithm.temperature_spread > 0,
-        f"temperature is {algorithm.temperature}, spread {algorithm.temperature_spread}: sampling for training "
-        "needs temperatures above 0",
-    )
-    _require(
-        not config.filter_metric or config.max_rollouts > 1,
-        f'filter_metric "{config.filter_metric}" needs dynamic sampling: set max_rollouts above 1, or leave it out',
-    )
-    _require(
-        config.divergence == "preset" or (algorithm.kl_coef > 0 and not algorithm.kl_in_reward),
-        f"divergence {config.divergence} is a term of the loss: set kl_coef above 0, and take a preset whose KL is not "
-        "in the reward, or for PPO kl_in_reward False",
-    )
-    _require(
-        config.advantages_of == "sum" or config.max_rollouts == 1,
-        f"max_rollouts is {config.max_rollouts}, but dynamic sampling drops groups by one number, which with "
-        'advantages_of "components" may teach by another: set it to 1, or advantages_of to "sum"',
-    )
-    _require(
-        config.advantages_of == "sum" or not (algorithm.kl_in_reward and algorithm.kl_coef > 0),
-        f"preset {config.preset} takes its KL off the sum of the rewards, but advantages_of is components: set kl_coef "
-        "to 0, or take a preset with the KL in its loss",
-    )
-    _require(
-        config.kl_target is None or (config.kl_target > 0 and algorithm.kl_in_reward and algorithm.kl_coef > 0),
-        f"kl_target is {config.kl_target}: it must be above 0, and steers the kl_coef of a KL in the reward: take a "
-        "preset such as rloo, or PPO with kl_in_reward, and a kl_coef above 0 to begin with",
-    )
-    completions = config.num_prompts * group_size
-    _require(
-        config.kl_target is None or config.kl_horizon >= completions,
-        f"kl_horizon is {config.kl_horizon}: it must be at least the completions of a step ({completions})",
-    )
-    _require(
-        config.ref_sync_steps == 0 or (algorithm.kl_coef > 0 and config.ref_sync_steps < config.steps),
-        f"ref_sync_steps is {config.ref_sync_steps}: it must be below steps ({config.steps}), and there is a reference "
-        "only with a kl_coef above 0",
-    )
-    _require(
-        0 < config.ref_mixup_alpha <= 1 and (config.ref_mixup_alpha == 1 or config.ref_sync_steps > 0),
-        f"ref_mixup_alpha is {config.ref_mixup_alpha}: it must be above 0 and at most 1, and needs ref_sync_steps",
-    )
-    _require(0 < config.top_p <= 1, f"top_p is {config.top_p}: it must be above 0 and at most 1")
-    _require(0 <= config.min_p <= 1, f"min_p is {config.min_p}: it must be between 0 and 1")
-    for name in ("epsilon_low", "epsilon_high"):
-        value = getattr(algorithm, name)
-        _require(
-            getattr(config, name) is None or getattr(PRESETS[config.preset], name) is not None,
-            f"{name} is {value}, but preset {config.preset} has no such constant: leave it out",
-        )
-    _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
-    _require(config.weight_decay >= 0, f"weight_decay is {config.weight_decay}: it must be at least 0")
-    _require(0 < config.learning_rate < float("inf"), f"learning_rate is {config.learning_rate}: it must be above 0")
-    _require(config.max_grad_norm > 0, f"max_grad_norm is {config.max_grad_norm}: it must be above 0")
-    _require(
-        config.correction == "none" or config.old_logprobs == "recompute",
-        f'correction {config.correction} compares the sampler with the trainer: set old_logprobs to "recompute"',
-    )
-    _require(
-        config.correction != "geometric" or (config.top_k == 0 and config.top_p == 1 and config.min_p == 0),
-        "correction geometric drops all completions under top_k, top_p or min_p, which change every probability: "
-        "leave them out, or take another correction",
-    )
-    _require(
-        algorithm.term is not reinforce_term or config.epochs * config.minibatches == 1,
-        f"preset {config.preset} has no ratio, so it can use a rollout once: set epochs and minibatches to 1",
-    )
-    _require(
-        config.old_logprobs == "sampler" or not algorithm.ratio_to_sampler,
-        f'preset {config.preset} takes its ratio against the sampler: set old_logprobs to "sampler"',
-    )
-    _require(
-        config.old_logprobs == "recompute" or config.epochs * config.minibatches == 1 or algorithm.ratio_to_sampler,
-        'old_logprobs "sampler" needs epochs and minibatches of 1: set it to "recompute"',
-    )
-    try:
-        check(algorithm)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+def _require_at_least(config: Any, least: int, *names: str) -> None:
+    for name in names:
+        _require(getattr(config, name) >= least, f"{name} is {getattr(config, name)}: it must be at least {least}")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from grpo_jax.config import GRPOConfig, ModelOptions
+from grpo_jax.config import GRPOConfig, ModelOptions, num_microbatches, option_types, suggestion, with_options
 from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message
 from grpo_jax.data.types import Component, Reward, Rewards
@@ -26,8 +25,11 @@ from grpo_jax.training.parallel import num_devices
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options(GRPOConfig, ModelOptions):
+class _Options:
     """What a trainer may be told."""
+
+    train: GRPOConfig = GRPOConfig()
+    model: ModelOptions = ModelOptions()
 
 
 # Of options, by their types; True and False are no numbers.
@@ -60,12 +62,12 @@ class GRPOTrainer:
           reward_model: (rows, completions) -> a number each, or None where it does not apply; may be async. A row is
             a dict: "prompt", and the other columns. Or several by name, which are added up; `tasks.task.Component`
             gives one another weight than 1.
-          clip_epsilon: epsilon_low and epsilon_high in one; None: the preset's, 0.2.
+          clip_epsilon: epsilon_low and epsilon_high in one; None: the preset's.
           run_dir: folder of the run; a number is added if it holds one.
-          **options: fields of `GRPOConfig` and `ModelOptions`, with their defaults: steps 100, learning_rate 1e-6,
-            group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … But num_prompts (32) is lowered to
-            the prompts that there are and what minibatches, microbatches and devices divide, and there is no eval_every
-            and no eval_samples, for nothing is held out.
+          **options: as for `config.recipe`, and fields of `ModelOptions`, with their defaults: steps 100, learning_rate
+            1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … But num_prompts (32) is
+            lowered to the prompts that there are and what minibatches, microbatches and devices divide, and there is no
+            eval_every and no eval_samples, for nothing is held out.
 
         Raises:
           UsageError: one sentence that says what to change.
@@ -86,9 +88,9 @@ class GRPOTrainer:
         else:
             kind = type(model).__name__
             raise UsageError(f"model is of type {kind}: give a folder, an id on the hub, or load_pretrained of either")
-        self._options, self._lower_num_prompts = _Options(**options), "num_prompts" not in options
+        self._options, self._lower_num_prompts = with_options(_Options(), **options), "num_prompts" not in options
         self._reward, self._run_dir = _checked_reward(reward_model), Path(run_dir).expanduser()
-        self._loaded = load_model(self._options, seed=self._options.seed, pretrained=pretrained)
+        self._loaded = load_model(self._options.model, seed=self._options.train.seed, pretrained=pretrained)
 
     def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:
         """Trains from the model given, in a new run; a second call begins there again.
@@ -106,6 +108,7 @@ class GRPOTrainer:
           FloatingPointError: gradients were not finite too many times in a row.
         """
         (policy, params, pretrained), options, rows = self._loaded, self._options, _rows(prompts)
+        config, model = options.train, options.model
 
         def task_of(num_prompts: int) -> Task:
             return text_task(
@@ -114,35 +117,34 @@ class GRPOTrainer:
                 rows,
                 vocab_size=pretrained.config.vocab_size,
                 num_prompts=num_prompts,
-                seed=options.seed,
+                seed=config.seed,
                 reward=self._reward,
                 heldout_share=0.0,
-                max_prompt_tokens=options.max_prompt_tokens,
-                overlong=options.overlong,
+                max_prompt_tokens=model.max_prompt_tokens,
+                overlong=model.overlong,
             )
 
         if self._lower_num_prompts:
             left = len(task_of(1).heldout.examples)  # without the empty and overlong ones
-            options = dataclasses.replace(options, num_prompts=_fitting_num_prompts(options, left))
-        task = task_of(options.num_prompts)
-        programs = make_programs(policy, task, options)
+            options = with_options(options, num_prompts=_fitting_num_prompts(config, left))
+            config = options.train
+        task = task_of(config.sampling.num_prompts)
+        programs = make_programs(policy, task, config)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(options))
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
-        keep_description(self.run, self._loaded, options)
-        check_length(self.run, task, options.max_tokens, pretrained.config.max_position_embeddings)
-        state = train(policy, params, task, options, self.run, programs=programs)
+        keep_description(self.run, self._loaded, model)
+        check_length(self.run, task, config.sampling.max_tokens, pretrained.config.max_position_embeddings)
+        state = train(policy, params, task, config, self.run, programs=programs)
         trained = join(state.params, split(params)[1])
         return pretrained._replace(params=merge(trained) if isinstance(trained, Adapted) else trained)
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    hints = get_type_hints(_Options)
+    hints = option_types(_Options)
     known = [name for name in hints if name not in ("model", "eval_every", "eval_samples")]
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            what = f"is it {close[0]}?" if close else f"they are {', '.join(known)}"
-            raise UsageError(f"there is no option {name}: {what}")
+            raise UsageError(f"there is no option {name}: {suggestion(name, known)}")
     return {name: _checked(name, value, hints[name]) for name, value in options.items()}
 
 
@@ -165,15 +167,15 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     return kinds[0](value)
 
 
-def _fitting_num_prompts(options: _Options, left: int) -> int:
+def _fitting_num_prompts(config: GRPOConfig, left: int) -> int:
     """As many prompts of a step as asked for by default, or as there are, in pieces of one size."""
-    pieces = max(options.minibatches * options.microbatches * num_devices(options.devices), 1)
+    pieces = max(config.optimizer.minibatches * num_microbatches(config) * num_devices(config.devices), 1)
     if left < pieces:
         raise UsageError(
             f"there are {left} prompts for {pieces} pieces of a step (minibatches x microbatches x devices): lower "
             "these, or give more prompts"
         )
-    return max(min(options.num_prompts, left) // pieces, 1) * pieces
+    return max(min(config.sampling.num_prompts, left) // pieces, 1) * pieces
 
 
 def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward | Rewards:

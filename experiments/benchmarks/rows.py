@@ -10,7 +10,6 @@ minutes.
   python -m experiments.benchmarks.rows
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -35,7 +34,7 @@ from rich.table import Table
 from experiments.claims.ablation import cores
 from experiments.claims.testbeds import ARITHMETIC
 from experiments.common import learn
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks import arithmetic
@@ -113,7 +112,7 @@ def child(steps: int, way: Way, runs: list[int], folder: str) -> None:
 
 def config_of(steps: int) -> GRPOConfig:
     """What all runs have in common."""
-    return GRPOConfig(
+    return recipe(
         steps=steps,
         num_prompts=32,
         max_tokens=arithmetic.MAX_TOKENS,
@@ -136,8 +135,8 @@ def by_loop(runs: list[int], config: GRPOConfig, folder: Path) -> np.ndarray:
     """The ordinary loop; a learning rate is part of its programs."""
     accuracies = []
     for rate, seed in (RUNS[run] for run in runs):
-        own = dataclasses.replace(config, learning_rate=rate, seed=seed)
-        task = ARITHMETIC.task(num_prompts=own.num_prompts, seed=seed, heldout=HELDOUT).task
+        own = with_options(config, learning_rate=rate, seed=seed)
+        task = ARITHMETIC.task(num_prompts=own.sampling.num_prompts, seed=seed, heldout=HELDOUT).task
         with tempfile.TemporaryDirectory() as place:
             run = RunFolder(Path(place) / "run", {}, console=Console(quiet=True))
             programs = make_programs(POLICY, task, own)
@@ -150,7 +149,9 @@ def by_row(
     runs: list[int], config: GRPOConfig, folder: Path, *, side_by_side: bool = False, together: bool = True
 ) -> np.ndarray:
     """Whole runs: all in one call, or each in a call."""
-    tasks = {seed: ARITHMETIC.task(num_prompts=config.num_prompts, seed=seed, heldout=HELDOUT) for _, seed in RUNS}
+    tasks = {
+        seed: ARITHMETIC.task(num_prompts=config.sampling.num_prompts, seed=seed, heldout=HELDOUT) for _, seed in RUNS
+    }
     run, heldout = whole_run(POLICY, tasks[0], config), heldout_of(tasks[0], config)
     devices = math.gcd(len(runs), jax.local_device_count()) if together else 1
     row = compile_row(run, side_by_side=side_by_side, devices=devices)

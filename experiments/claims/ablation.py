@@ -23,7 +23,7 @@ from rich.console import Console
 import grpo_jax
 from experiments.claims import testbeds
 from experiments.claims.testbeds import ARITHMETIC, Bed
-from grpo_jax.config import GRPOConfig, PPOConfig, validate
+from grpo_jax.config import GRPOConfig, PPOConfig, options_of, recipe, run_of, validate, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.policy import Policy, decoder_policy
@@ -93,7 +93,7 @@ class Setting(NamedTuple):
 
     def but(self, **changes: Any) -> "Setting":
         """The same with other fields or options of the reward."""
-        known = {field.name for field in dataclasses.fields(PPOConfig)} | set(self.bed.options)
+        known = options_of(PPOConfig()).keys() | self.bed.options.keys()
         if changes.keys() - known:
             unknown = ", ".join(sorted(changes.keys() - known))
             raise UsageError(f"{unknown}: no option of GRPOConfig or PPOConfig, nor of the reward of {self.bed.name}")
@@ -204,9 +204,9 @@ class Bench:
     def check(self, setting: Setting) -> None:
         """Refuses numbers that cannot be, but for a critic's learning rate: 0 keeps it as it is."""
         config = self.config(setting)
-        fields = {field.name for field in dataclasses.fields(config)} - {"critic_learning_rate"}
-        given: dict[str, Any] = {name: value for name, value in setting.numbers.items() if name in fields}
-        validate(dataclasses.replace(config, **given), compares_groups=setting.method == "grpo")
+        known = options_of(config)
+        given: dict[str, Any] = {name: value for name, value in setting.numbers.items() if name in known}
+        validate(run_of(with_options(config, **given)), compares_groups=setting.method == "grpo")
 
     def trained(self, setting: Setting) -> list[Any]:
         """The parameters that runs end with, one a seed. They are not kept."""
@@ -226,7 +226,7 @@ class Bench:
             self._starts[bed.name, seed] = jax.device_get(params)
         return self._starts[bed.name, seed]
 
-    def config(self, setting: Setting) -> GRPOConfig:
+    def config(self, setting: Setting) -> GRPOConfig | PPOConfig:
         """The configuration of a setting's runs, but for what is traced."""
         shape: dict[str, Any] = {
             "steps": self.size.steps,
@@ -237,11 +237,11 @@ class Bench:
             "learning_rate": setting.bed.learning_rate,
         } | dict(setting.shape)
         shape.setdefault("eval_every", max(1, shape["steps"] // self.size.evaluations))
-        return PPOConfig(**shape) if setting.method == "ppo" else GRPOConfig(**shape)
+        return with_options(PPOConfig(), **shape) if setting.method == "ppo" else recipe(**shape)
 
     def task(self, setting: Setting, seed: int) -> DeviceTask:
         """The task of a setting's runs with a seed."""
-        num_prompts = self.config(setting).num_prompts
+        num_prompts = run_of(self.config(setting)).sampling.num_prompts
         return setting.bed.task(num_prompts=num_prompts, seed=seed, heldout=self.size.heldout)
 
     def histories(self, jobs: Sequence[tuple[Setting, int]], width: int) -> tuple[History, Heldout]:
@@ -251,7 +251,7 @@ class Bench:
         if key not in self._programs:
             self._programs[key] = self._make(jobs[0][0], width)
         program, filled = self._programs[key], [*jobs, *[jobs[-1]] * (width - len(jobs))]
-        setting, steps = jobs[0][0], self.config(jobs[0][0]).steps
+        setting, steps = jobs[0][0], run_of(self.config(jobs[0][0])).steps
         starts = [self.start(setting.bed, seed) for _, seed in filled]
         if setting.method == "ppo":
             starts = [add_critic(setting.bed.model, params) for params in starts]
@@ -268,8 +268,7 @@ class Bench:
 
     def program(self, setting: Setting) -> str:
         """What settings have in common that are runs of one program."""
-        config = self.config(setting)
-        shape = dataclasses.asdict(config) | {"group_size": config.algorithm.group_size}
+        shape = options_of(self.config(setting))
         model = dataclasses.asdict(setting.bed.model)
         return json.dumps([setting.bed.name, model, setting.method, shape, sorted(setting.numbers)])
 
@@ -287,7 +286,9 @@ class Bench:
             file = self.file(setting, seed)
             numbers: dict[str, Any] = {name: values[i] for name, values in history.metrics.items()}
             scores = by_prompt(heldout, np.asarray(history.heldout[i]))
-            if numbers["skipped"].max() >= self.config(setting).max_skipped:  # where the ordinary loop would stop
+            if (
+                numbers["skipped"].max() >= run_of(self.config(setting)).optimizer.max_skipped
+            ):  # where the ordinary loop would stop
                 self.run.console.print(
                     f"seed {seed} of {setting.method} on {setting.bed.name} diverged: it has no score"
                 )
@@ -307,7 +308,7 @@ class Bench:
         run = whole_run(decoder_policy(model), task, config, method, heldout_temperature=1.0)
         on_cpu = jax.default_backend() == "cpu"
         return Program(
-            compile_row(run, side_by_side=not on_cpu, devices=width if on_cpu else 1), heldout_of(task, config)
+            compile_row(run, side_by_side=not on_cpu, devices=width if on_cpu else 1), heldout_of(task, run_of(config))
         )
 
 

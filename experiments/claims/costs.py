@@ -5,7 +5,7 @@ from functools import partial
 import jax
 
 from experiments.claims.ablation import Bench, Setting
-from grpo_jax.config import PPOConfig
+from grpo_jax.config import PPOConfig, run_of
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.throughput import forward_flops, update_flops
 from grpo_jax.training.grpo import grpo_method
@@ -24,7 +24,8 @@ def operations(bench: Bench, setting: Setting) -> float:
     """
     config, policy = bench.config(setting), bench.start(setting.bed, bench.seeds[0])
     prompt = bench.task(setting, bench.seeds[0]).task.prompts(0).ids.shape[1]
-    tokens = config.num_prompts * (prompt + config.algorithm.group_size * config.max_tokens)
+    sampling = run_of(config).sampling
+    tokens = sampling.num_prompts * (prompt + sampling.group_size * sampling.max_tokens)
     if setting.method == "grpo":
         return 2 * forward_flops(policy, tokens) + update_flops(policy, None, tokens)
     both = add_critic(setting.bed.model, policy)

@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 
 from experiments.claims.ablation import COIN, START, Bench
 from experiments.claims.testbeds import ARITHMETIC
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import Example
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
@@ -88,7 +88,7 @@ def make_teacher(policy: Policy, config: GRPOConfig) -> Callable[..., Lesson]:
         )
         outcome = Outcome(rewards, ones > 0, completions.truncated, logprobs)
         batch, advantages, _ = method.advantages(outcome, batch, jnp.float32(0))
-        batch = batch._replace(weights=config.algorithm.aggregation(batch.completion_mask))
+        batch = batch._replace(weights=config.loss.objective.aggregation(batch.completion_mask))
         trained, frozen = method.split(params)
         gradient = jax.grad(lambda trained: method.loss_fn(trained, frozen, None, batch)[0])(trained)
         return advantages[0], ravel_pytree(gradient)[0]
@@ -218,4 +218,4 @@ def _sampled(params: Params, ids: jax.Array, mask: jax.Array, key: jax.Array, po
 
 @cache
 def _teacher(preset: Literal["grpo", "dr_grpo"]) -> Callable[..., Lesson]:
-    return make_teacher(decoder_policy(ARITHMETIC.model), GRPOConfig(preset=preset, kl_coef=0.0))
+    return make_teacher(decoder_policy(ARITHMETIC.model), recipe(preset, kl_coef=0.0))

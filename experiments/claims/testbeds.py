@@ -13,6 +13,7 @@ import numpy as np
 
 from experiments import arithmetic as additions
 from experiments import multi_objective as words
+from grpo_jax.config import with_options
 from grpo_jax.data.types import Prompts, pad_completions
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
@@ -182,7 +183,7 @@ def _words(*, num_prompts: int, seed: int, heldout: int) -> DeviceTask:
 
 
 def _start_of_words(seed: int, steps: int, run: RunFolder) -> Params:
-    config = words.Config(seed=seed, warm_steps=max(1, steps * 3 // 7), max_tokens=letters.MAX_TOKENS)
+    config = with_options(words.Config(), seed=seed, warm_steps=max(1, steps * 3 // 7), max_tokens=letters.MAX_TOKENS)
     return words.warm_start(decoder_policy(WRITER), config, run, lengths=(3, LONG_ENOUGH), phase="words")
 
 

@@ -8,13 +8,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from grpo_jax.config import flattened, from_json, options_of, with_options
 from grpo_jax.errors import UsageError
+from grpo_jax.functional.presets import PRESETS
 from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs
 from grpo_jax.runs.trackers import weights_and_biases
 
@@ -31,44 +33,76 @@ class RunConfig:
     """Project of Weights & Biases to log to as well; needs the package wandb. TensorBoard's files are there anyway."""
 
 
-Config = TypeVar("Config", bound=RunConfig)
+class HasOutput(Protocol):
+    """A dataclass of an experiment's options, in groups."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def output(self) -> RunConfig:
+        """Where it is kept."""
+
+
+Config = TypeVar("Config", bound=HasOutput)
 
 
 def parse(config_class: type[Config], description: str | None, args: list[str] | None = None) -> Config:
     """Reads the command line into a dataclass.
 
-    With --resume the defaults are those of the run that is continued, so that no other
-    option need be repeated; one that differs is refused.
+    Options of all groups are flags by their own names. --preset brings the numbers of its recipe, wherever it stands;
+    other flags replace them. With --resume the defaults are those of the run that is continued, so that no other option
+    need be repeated; one that differs is refused.
 
     Args:
-      config_class: a dataclass of options; its field docstrings become the help.
+      config_class: a dataclass whose fields are options or groups of options, all with defaults; field docstrings
+        become the help.
       description: the top of the help.
       args: in place of sys.argv.
 
     Returns:
-      The options. `run_dir` is the folder of the run, which exists exactly when resuming.
+      The options. `output.run_dir` is the folder of the run, which exists exactly when resuming.
     """
+    args = sys.argv[1:] if args is None else args
     prog = f"python -m experiments.{Path(sys.argv[0]).stem}"
-    config = tyro.cli(config_class, prog=prog, args=args, description=description)
-    folder = config.run_dir.expanduser()
-    config = dataclasses.replace(config, run_dir=folder if folder.name else folder.absolute())
-    if not config.resume:
+    config = _read(config_class, _with_preset(config_class(), args), args, prog, description)
+    folder = config.output.run_dir.expanduser()
+    folder = folder if folder.name else folder.absolute()
+    if not config.output.resume:
         try:
-            return dataclasses.replace(config, run_dir=fresh_folder(config.run_dir))
+            return _in_folder(config, fresh_folder(folder))
         except UsageError as error:
             refuse(str(error))
-    runs = numbered_runs(config.run_dir)
+    runs = numbered_runs(folder)
     if not runs:
-        refuse(f"there is no run to resume at {config.run_dir}: leave out --resume, or name its --run-dir")
+        refuse(f"there is no run to resume at {folder}: leave out --resume, or name its --run-dir")
     newest = runs[max(runs)]
     try:
-        saved = json.loads((newest / "config.json").read_text())
-        saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
-        default = config_class(**saved, run_dir=config.run_dir, resume=True)
-    except (ValueError, TypeError) as error:
+        default = from_json(config_class(), json.loads((newest / "config.json").read_text()))
+    except (ValueError, AttributeError, UsageError) as error:
         refuse(f"{newest}/config.json is not of this experiment and version ({error}): start a new run")
-    config = tyro.cli(config_class, prog=prog, args=args, description=description, default=default)
-    return dataclasses.replace(config, run_dir=newest)
+    return _in_folder(_read(config_class, default, args, prog, description), newest)
+
+
+def _read(config_class: type[Config], default: Config, args: list[str], prog: str, description: str | None) -> Config:
+    """The command line, over these defaults."""
+    flat = (tyro.conf.OmitArgPrefixes,)
+    return tyro.cli(config_class, prog=prog, args=args, description=description, default=default, config=flat)
+
+
+def _with_preset(default: Config, args: list[str]) -> Config:
+    """The defaults, with the numbers of a preset that the command line names; an unknown one is refused later."""
+    preset = ""
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        if arg == "--preset":
+            preset = following
+        elif arg.startswith("--preset="):
+            preset = arg.removeprefix("--preset=")
+    has_one = preset in PRESETS and "preset" in options_of(default)
+    return with_options(default, preset=preset) if has_one else default
+
+
+def _in_folder(config: Config, folder: Path) -> Config:
+    return with_options(config, run_dir=folder)
 
 
 def main(config_class: type[Config], run: Callable[[Config], None], description: str | None) -> None:
@@ -85,26 +119,26 @@ def main(config_class: type[Config], run: Callable[[Config], None], description:
     except (UsageError, FloatingPointError) as error:
         refuse(str(error))
     except KeyboardInterrupt:
-        say_refusal(f"stopped; add --resume to continue the run in {config.run_dir}")
+        say_refusal(f"stopped; add --resume to continue the run in {config.output.run_dir}")
         sys.stdout.flush()
         # Not by an exception: a compilation that goes on in a thread would crash the interpreter on its way out.
         os._exit(128 + signal.SIGINT)
 
 
-def open_run(config: RunConfig) -> RunFolder:
+def open_run(config: HasOutput) -> RunFolder:
     """The run folder of parsed options.
 
     Raises:
       UsageError: the folder holds a run with other options.
     """
-    values = dataclasses.asdict(config)
-    del values["run_dir"], values["resume"]
-    if not config.resume and (config.run_dir / "config.json").exists():
-        raise UsageError(f"another run has just started in {config.run_dir}: try again, or name a --run-dir")
-    run = RunFolder(config.run_dir, values)
-    if config.wandb:
-        run.trackers.append(weights_and_biases(config.wandb, config.run_dir, values))
-    run.console.print(f"run folder: {config.run_dir}", markup=False, highlight=False, soft_wrap=True)
+    output, values = config.output, dataclasses.asdict(config)
+    del values["output"]["run_dir"], values["output"]["resume"]
+    if not output.resume and (output.run_dir / "config.json").exists():
+        raise UsageError(f"another run has just started in {output.run_dir}: try again, or name a --run-dir")
+    run = RunFolder(output.run_dir, values)
+    if output.wandb:
+        run.trackers.append(weights_and_biases(output.wandb, output.run_dir, flattened(values)))
+    run.console.print(f"run folder: {output.run_dir}", markup=False, highlight=False, soft_wrap=True)
     return run
 
 

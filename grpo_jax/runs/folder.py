@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.throughput import peak_memory_mb
@@ -234,7 +235,7 @@ def fresh_folder(folder: Path) -> Path:
 
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Options that change what a run computes and are not the same in both."""
-    given = json.loads(json.dumps(config))  # as the file holds them
+    saved, given = flattened(saved), flattened(json.loads(json.dumps(config)))  # as the file holds them
     names = saved.keys() | given.keys()
     return sorted(name for name in names - _FREE_OPTIONS if saved.get(name) != given.get(name))
 

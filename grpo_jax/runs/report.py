@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 from rich.console import Console
 
+from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.flags import refuse
 from grpo_jax.runs.folder import write_text
@@ -216,7 +217,7 @@ def _folded(title: str, html: str) -> str:
 
 
 def _options_html(file: Path) -> str:
-    config = _parse(file.read_bytes(), file)
+    config = flattened(_parse(file.read_bytes(), file))
     main = {name: config[name] for name in _MAIN if config.get(name) is not None}
     return _pairs(main) + _folded("All options", _pairs(config))
 

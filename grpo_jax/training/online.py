@@ -73,8 +73,8 @@ def train_online(
 
     Args:
       policy: the model's functions.
-      params: where its training starts, and the reference, if there is one; `config.ref_sync_steps` at the steps of a
-        round moves it to the policy of each round, as in 2402.03300.
+      params: where its training starts, and the reference, if there is one; `ref_sync_steps` at the steps of a round
+        moves it to the policy of each round, as in 2402.03300.
       reward_model: where its training starts, with `heads.add_head`; its tokenizer is that of the policy.
       task: prompts; its reward holds, by name, what counts or is watched (weight 0) besides "reward_model".
       judge: of pairs.
@@ -102,7 +102,9 @@ def train_online(
         file = run.path / "preferences" / f"{name}.jsonl"
         if not file.exists():
             current = programs.method.actor(state.params if state else trained, frozen)
-            first = config.steps * config.max_rollouts + sum(_rollouts(n, config) for n in online.labels[:number])
+            first = config.steps * config.sampling.max_rollouts + sum(
+                _rollouts(n, config) for n in online.labels[:number]
+            )
             pairs = sample_pairs(programs, current, task, config, labels, first=first)
             write_preferences(file, judged(*pairs, judge))
         new, _ = read_preferences(file)
@@ -138,8 +140,8 @@ def train_online(
 def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> Rewards:
     """The task's rewards and "reward_model", with shapes that do not change."""
     assert isinstance(task.reward, Mapping)
-    shapes = {"max_prompt_tokens": task.heldout.ids.shape[1], "max_tokens": config.max_tokens}
-    size = config.num_prompts * config.algorithm.group_size
+    shapes = {"max_prompt_tokens": task.heldout.ids.shape[1], "max_tokens": config.sampling.max_tokens}
+    size = config.sampling.num_prompts * config.sampling.group_size
     return {"reward_model": Component(reward_function(model, batch_size=size, **shapes)), **task.reward}
 
 
@@ -202,7 +204,7 @@ def _fitted(
     phase: str,
 ) -> RewardModel:
     """The reward model, trained on with these pairs."""
-    widths = task.heldout.ids.shape[1], config.max_tokens
+    widths = task.heldout.ids.shape[1], config.sampling.max_tokens
     pairs = encode_preferences(
         model.tokenizer,
         preferences,
@@ -227,7 +229,7 @@ def _reward_model_programs(shape: ModelConfig, fit: SupervisedConfig) -> FitProg
 
 def _rollouts(pairs: int, config: GRPOConfig) -> int:
     """That are sampled for so many pairs, at most."""
-    return _PATIENCE * -(-pairs // (config.num_prompts * (config.algorithm.group_size // 2)))
+    return _PATIENCE * -(-pairs // (config.sampling.num_prompts * (config.sampling.group_size // 2)))
 
 
 def _check(config: GRPOConfig, online: OnlineConfig, task: Task) -> None:
