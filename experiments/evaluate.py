@@ -172,7 +172,7 @@ def sample_and_score(
     """The evaluation, with a progress bar; `block` as in `evaluate`."""
     group_size, prompts = sampling.sampling.group_size, len(task.heldout.examples)
     calls = sample_heldout(
-        make_sampler(decoder_policy(pretrained.config), task, sampling),
+        make_sampler(decoder_policy(pretrained.config), task, sampling.sampling),
         pretrained.params,
         task,
         num_prompts=sampling.sampling.num_prompts,

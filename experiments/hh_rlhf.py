@@ -176,8 +176,8 @@ def main(config: Config) -> None:
     tasks = [dialogue_task(thirds, model, one) for one in configs]
     grpo = make_programs(model.policy, tasks[0], config.ppo.run)
     ppo = make_ppo_programs(model.policy, critic_policy(model.pretrained.config), tasks[0], config.ppo)
-    # PPO samples and scores as GRPO does: what is compiled for one serves both.
-    programs = {"ppo": ppo._replace(sampler=grpo.sampler, scorer=grpo.scorer), "grpo": grpo, "control": grpo}
+    # PPO samples as GRPO does: what is compiled for one serves both.
+    programs = {"ppo": ppo._replace(sampler=grpo.sampler), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
     keep_description(run, model, config.model)
     start = replicate(model.params, num_devices(config.ppo.run.devices))

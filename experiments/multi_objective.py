@@ -43,8 +43,9 @@ from grpo_jax.statistics import hypervolume
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.learn import LABELLING
 from grpo_jax.training.loop import Programs
-from grpo_jax.training.rollout import group_temperatures, roll_out, step_key
+from grpo_jax.training.rollout import completion_numbers, grade, group_temperatures, noise_of
 from grpo_jax.training.sft import train_sft
 from grpo_jax.training.state import Batch
 from grpo_jax.training.supervised import SupervisedConfig
@@ -134,11 +135,12 @@ def main(config: Config) -> None:
     if config.train.sampling.max_tokens > LONGEST:
         raise UsageError(f"max_tokens is {config.train.sampling.max_tokens}: words have up to {LONGEST} letters")
     policy, task = decoder_policy(MODEL), task_of(config)
-    # Methods share all programs but for the advantages, and weights are data: everything is compiled once.
+    # Methods share the programs that sample and score, and weights are data: everything is compiled once.
     of_sum, of_components = (
         make_programs(policy, task, with_options(config.train, advantages_of=kind)) for kind in ("sum", "components")
     )
-    programs = {"sum": of_sum, "scaled": of_sum, "gdpo": of_sum._replace(advantages=of_components.advantages)}
+    gdpo = of_components._replace(sampler=of_sum.sampler, score=of_sum.score)
+    programs = {"sum": of_sum, "scaled": of_sum, "gdpo": gdpo}
     run = flags.open_run(config)
     save_description(run.path / "model", MODEL)
     letters.TEXT.save_tokenizer(run.path / "model")
@@ -207,9 +209,10 @@ def word(given: str, generator: np.random.Generator, shortest: int = 1, longest:
 
 def deviations(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> tuple[float, ...]:
     """Standard deviations of both rewards within a group, of one rollout of training prompts: their scales."""
-    temperature = np.asarray(group_temperatures(config.sampling.num_prompts, config.sampling.group_size, 1.0, 0.0))
-    key = step_key(config.seed, 3, 0)
-    rollout = roll_out(programs.sampler, params, task.prompts(0), task, task.reward, temperature, key)
+    numbers, temperature = completion_numbers(config.sampling), np.ones_like(group_temperatures(config.sampling))
+    prompts, noise = task.prompts(0), noise_of(config.seed, LABELLING, 0)
+    completions = programs.sampler.complete(params, prompts, numbers, temperature, noise)
+    rollout = grade(prompts, completions, task, task.reward)
     return tuple(float(rollout.components[name].std(-1).mean()) or 1.0 for name in ("own", "order"))
 
 

@@ -12,8 +12,10 @@ reference that is refreshed.
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from experiments.common import against_control, cell, finish
@@ -24,6 +26,7 @@ from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import num_devices, replicate
+from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Batch
 
 CURVES = (("reward", "reward (control's: a coin)"), ("kl", "KL to the start, nats a token"), ("entropy", "entropy"))
@@ -68,6 +71,7 @@ def main(config: Config) -> None:
     keep_description(run, model, config.model)
     check_length(run, task, config.train.sampling.max_tokens, model.pretrained.config.max_position_embeddings)
     stories: list[str] = []
+    score = jax.jit(partial(score_completion_tokens, model.policy))
 
     def examine(evaluation, calls) -> dict[str, float]:
         """Of sampled stories: nats a token under the start and to it, and the share of repeated sentences."""
@@ -78,7 +82,7 @@ def main(config: Config) -> None:
             sampled = mask & chosen[..., None]
             # Both at the sampler's temperature.
             temperature = np.full(chosen.shape, config.train.sampling.temperature, np.float32)
-            scores = programs.scorer(start, Batch(call.prompts.ids, call.prompts.mask, ids, mask, temperature))
+            scores = score(start, Batch(call.prompts.ids, call.prompts.mask, ids, mask, temperature))
             start_logprob += float(np.asarray(scores.logprobs)[sampled].sum())
             logprob += float(call.completions.sampler_logprobs[sampled].sum())
             tokens += sampled.sum()

@@ -42,8 +42,18 @@ from grpo_jax.runs import flags
 from grpo_jax.runs.pretrained import load_model
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.rollout import group_temperatures, roll_out, step_key, to_batch, zero_spread
-from grpo_jax.training.state import Array, Batch
+from grpo_jax.training.learn import SAMPLING
+from grpo_jax.training.rollout import (
+    completion_numbers,
+    grade,
+    group_temperatures,
+    noise_of,
+    score_completion_tokens,
+    to_batch,
+    zero_spread,
+)
+from grpo_jax.training.state import Array, Batch, TrainState
+from grpo_jax.training.step import train_step
 
 CONSOLE = Console(highlight=False)
 
@@ -137,15 +147,17 @@ def main(config: Config) -> Walk:
     options = recipe(num_prompts=len(task.heldout.examples), **same)
     algorithm = options.loss.objective
     programs = make_programs(policy, task, options)  # what the loop calls in turn
+    score = jax.jit(partial(score_completion_tokens, policy))
     prompts = task.heldout
-    temperature = np.asarray(group_temperatures(len(prompts.examples), config.group_size, config.temperature, 0.0))
+    numbers, temperature = completion_numbers(options.sampling), group_temperatures(options.sampling)
     say(f"{chapter.TITLE}, with numbers of a model. The chapter is at {chapter.ADDRESS}")
 
     # ---- rollout
     names = list(RULES) if config.reward == "auto" else [config.reward]
     for name in names:
-        key = step_key(config.seed, 0, 0)  # the same completions under each rule
-        rollout = roll_out(programs.sampler, params, prompts, task, RULES[name], temperature, key)
+        noise = noise_of(config.seed, SAMPLING, 0)  # the same completions under each rule
+        completions = programs.sampler.complete(params, prompts, numbers, temperature, noise)
+        rollout = grade(prompts, completions, task, RULES[name])
         lengths = rollout.completions.completion_mask.sum(-1)
         advantages = np.asarray(algorithm.advantages(rollout.rewards, lengths, where=rollout.applicable))
         if name == names[0]:
@@ -172,10 +184,13 @@ def main(config: Config) -> Walk:
     correct(*chapter.about_advantages())
 
     # ---- score
-    heading("4. Log-probabilities of the sampled tokens", "training.rollout.score, functional.token_logprobs")
-    batch = to_batch(rollout, temperature)
-    start = np.asarray(programs.scorer(params, batch).logprobs)
-    plain = np.asarray(programs.scorer(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
+    heading(
+        "4. Log-probabilities of the sampled tokens",
+        "training.rollout.score_completion_tokens",
+    )
+    batch = to_batch(prompts.ids, prompts.mask, temperature, rollout.completions)
+    start = np.asarray(score(params, batch).logprobs)
+    plain = np.asarray(score(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
     # The policy that samples and the reference are both the start.
     batch = batch._replace(advantages=advantages, old_logprobs=start, ref_logprobs=start)
     mask, sampled = batch.completion_mask, rollout.completions
@@ -208,9 +223,19 @@ def main(config: Config) -> Walk:
     # ---- update
     heading("7. One optimizer step", "training.step.train_step")
 
+    @jax.jit
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return train_step(
+            state,
+            batch,
+            loss_fn=lambda trained, batch: programs.method.loss_fn(trained, None, batch, None),
+            aggregation=options.loss.objective.aggregation,
+            optimizer=programs.method.optimizer,
+        )
+
     def update(advantages: np.ndarray) -> tuple[Params, dict[str, float]]:
         new = batch._replace(advantages=advantages)
-        state, metrics = programs.train_step(programs.init_state(params), new, None, None)
+        state, metrics = step(programs.init_state(params), new)
         moves = jax.tree.map(lambda new, old: np.abs(np.asarray(new) - old).max(), state.params, params)
         metrics = jax.tree.map(float, metrics) | {"change": float(max(jax.tree.leaves(moves)))}
         say(f"  gradient norm {metrics['grad_norm']:.4f}, largest change of a weight {metrics['change']:.2e}")
@@ -230,8 +255,8 @@ def main(config: Config) -> Walk:
         )
 
     # ---- what has changed
-    heading("8. The same completions after the update", "training.rollout.score")
-    after = terms(np.asarray(programs.scorer(updated, batch).logprobs), batch, algorithm)
+    heading("8. The same completions after the update", "training.rollout.score_completion_tokens")
+    after = terms(np.asarray(score(updated, batch).logprobs), batch, algorithm)
     show_terms(tokens, after, mask)
     say(f"loss of a second pass over this rollout: {after.loss:.4f}")
     probability = [np.exp(np.where(mask, logprobs, 0).sum(-1)).ravel() for logprobs in (start, after.logprobs)]

@@ -21,8 +21,9 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.tasks.arithmetic import EOS_ID, PAD_ID
 from grpo_jax.training.grpo import grpo_method
-from grpo_jax.training.rollout import REWARD, SAMPLING, Outcome, step_key
-from grpo_jax.training.state import Batch
+from grpo_jax.training.learn import REWARD, SAMPLING, step_key
+from grpo_jax.training.rollout import to_batch
+from grpo_jax.training.state import RewardArrays
 
 CARRIES = ("no carry", "one carry", "two carries")
 
@@ -76,21 +77,13 @@ def make_teacher(policy: Policy, config: GRPOConfig) -> Callable[..., Lesson]:
 
     def of_group(params: Params, group: tuple) -> tuple[jax.Array, jax.Array]:
         ids, mask, completions, rewards = jax.tree.map(lambda x: x[None], group)
-        logprobs, ones = completions.sampler_logprobs, jnp.ones(rewards.shape)
-        batch = Batch(
-            ids,
-            mask,
-            completions.completion_ids,
-            completions.completion_mask,
-            ones,
-            old_logprobs=logprobs,
-            sampler_logprobs=logprobs,
-        )
-        outcome = Outcome(rewards, ones > 0, completions.truncated, logprobs)
-        batch, advantages, _ = method.advantages(outcome, batch, jnp.float32(0))
+        ones = jnp.ones(rewards.shape)
+        batch = to_batch(ids, mask, ones, completions)
+        graded = RewardArrays(rewards, ones > 0)
+        batch, advantages, _ = method.advantages(graded, batch, jnp.float32(0), None)
         batch = batch._replace(weights=config.loss.objective.aggregation(batch.completion_mask))
         trained, frozen = method.split(params)
-        gradient = jax.grad(lambda trained: method.loss_fn(trained, frozen, None, batch)[0])(trained)
+        gradient = jax.grad(lambda trained: method.loss_fn(trained, frozen, batch, None)[0])(trained)
         return advantages[0], ravel_pytree(gradient)[0]
 
     @jax.jit

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config import GRPOConfig, LossConfig, validate
+from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     gdpo_advantages,
@@ -28,7 +29,6 @@ from grpo_jax.functional import (
     weighted_sum,
 )
 from grpo_jax.functional.numerics import maybe_psum
-from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.models.lora import join
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -184,7 +184,8 @@ def kl_logs(batch: Batch, kl_coef: Array, axis_name: AxisName) -> dict[str, jax.
 def masked(batch: Batch, config: LossConfig, axis_name: AxisName) -> Batch:
     """The batch without what the configuration leaves out: truncated completions, and tokens of low entropy.
 
-    A truncated completion leaves the mask, and so the KL too. A token of low entropy loses its advantage alone (2506.01939).
+    A truncated completion leaves the mask, and so the KL too. A token of low entropy loses its advantage alone
+    (2506.01939).
 
     Args:
       batch: with advantages, and entropies where they are needed.
@@ -192,8 +193,9 @@ def masked(batch: Batch, config: LossConfig, axis_name: AxisName) -> Batch:
       axis_name: the mapped axis over which prompts are spread, or None.
     """
     if config.top_entropy < 1:
-        keep = top_entropy_tokens(batch.old_entropy, batch.completion_mask, share=config.top_entropy, axis_name=axis_name)
-        batch = batch._replace(advantages=jnp.where(keep, per_token(batch.advantages, batch.old_entropy), 0))
+        entropy, mask = batch.old_entropy, batch.completion_mask
+        keep = top_entropy_tokens(entropy, mask, share=config.top_entropy, axis_name=axis_name)
+        batch = batch._replace(advantages=jnp.where(keep, per_token(batch.advantages, entropy), 0))
     if config.mask_truncated:
         batch = batch._replace(completion_mask=keep_rows(batch.completion_mask, ~batch.truncated))
     return batch
@@ -262,7 +264,9 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
                 "kl_coef is above 0, but the batch has no ref_logprobs: score it under a reference, or set 0"
             )
         if in_full and reference is None:
-            raise UsageError(f"divergence {config.divergence} needs the parameters of a reference: give them to the loss")
+            raise UsageError(
+                f"divergence {config.divergence} needs the parameters of a reference: give them to the loss"
+            )
         hidden = hidden_states(policy, params, batch) if hidden is None else hidden
         scores, mask = score_hidden(policy, params, hidden, batch), batch.completion_mask
         fresh = jax.lax.stop_gradient(scores.logprobs)

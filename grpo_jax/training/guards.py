@@ -131,7 +131,8 @@ def check_gradients(run: RunFolder, name: str, skipped: int, max_skipped: int, d
     if not skipped:
         return
     file = run.path / f"skipped_{name}.npz"
-    np.savez_compressed(file, **{name: np.asarray(value) for name, value in dump().items() if value is not None})
+    arrays: Any = {name: np.asarray(value) for name, value in dump().items() if value is not None}
+    np.savez_compressed(file, **arrays)
     run.warn_once("skipped", f"gradients of {name} are not finite: the step is skipped, its batch is in {file}")
     if skipped >= max_skipped:
         raise FloatingPointError(

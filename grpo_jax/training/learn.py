@@ -76,6 +76,9 @@ class Learned(NamedTuple):
     order: jax.Array  # int32 [U, n], the prompts of each optimizer step
 
 
+LEARNED_AXES: Any = Learned(None, 0, None)  # type: ignore[arg-type]  # what devices have parts of
+
+
 class Scored(NamedTuple):
     """Fields of a `Batch` from the scoring pass; None where the update does not need one."""
 

@@ -25,7 +25,7 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 from grpo_jax.training import guards, learn
 from grpo_jax.training.dynamic_sampling import Sampled, sample_with_spread
-from grpo_jax.training.learn import SAMPLING, Learned, Method, Scored
+from grpo_jax.training.learn import LEARNED_AXES, SAMPLING, Learned, Method, Scored
 from grpo_jax.training.parallel import bytes_moved, data_parallel, replicate, to_devices, to_host
 from grpo_jax.training.readable import readable
 from grpo_jax.training.rollout import (
@@ -86,9 +86,7 @@ def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOCon
         method,
         sampler,
         over_devices(score, (None, None, None, 0), 0) if any(learn.needed(method, config)) else None,
-        over_devices(
-            update, (None, None, None, 0, REWARD_AXES, None), (None, Learned(None, 0, None)), donate_argnums=(0,)
-        ),
+        over_devices(update, (None, None, None, 0, REWARD_AXES, None), (None, LEARNED_AXES), donate_argnums=(0,)),
         jax.jit(lambda trained: learn.begin(method, jax.tree.map(jnp.copy, trained), config)),
     )
 
@@ -157,17 +155,19 @@ def train(
         run.warn_once(note, note)
     run.keep_prompts(phase, heldout=fingerprint(task.heldout), first_step=fingerprint(task.prompts(0)))
     start, frozen = method.split(replicate(params, programs.sampler.devices))
+    numbers, temperature = completion_numbers(config.sampling), group_temperatures(config.sampling)
     common = Phase(
-        phase,
-        programs,
-        task,
-        reward or task.reward,
-        config,
-        run,
-        frozen,
-        method.actor(start, frozen),
-        *to_devices((completion_numbers(config.sampling), group_temperatures(config.sampling)), programs.sampler.devices),
-        update_flops(start, frozen, 1),
+        name=phase,
+        programs=programs,
+        task=task,
+        reward=reward or task.reward,
+        config=config,
+        run=run,
+        frozen=frozen,
+        first=method.actor(start, frozen),
+        numbers=to_devices(numbers, programs.sampler.devices),
+        temperature=to_devices(temperature, programs.sampler.devices),
+        update_flops=update_flops(start, frozen, 1),
     )
     with run.checkpoints(phase, keep=logging.keep_checkpoints) as checkpoints:
         state, done = checkpoints.restore(lambda: programs.init_state(start))
@@ -186,7 +186,8 @@ def train(
                         evaluated = evaluate(method.actor(state.params, frozen), step + 1)
                 save = is_last or (logging.checkpoint_every and (step + 1) % logging.checkpoint_every == 0)
                 if evaluated or save:
-                    unread = read(common, unread, show, evaluated)
+                    read(common, unread, show, evaluated)
+                    unread = None
                 if save:  # after the lines that it covers
                     checkpoints.save(state, step + 1)
     return state
@@ -218,9 +219,7 @@ def iterate(
     def scored(batch: Batch) -> Batch:
         found = Scored()
         if programs.score is not None:
-            found = programs.score(
-                state.params, phase.frozen, reference if objective.has_reference else None, batch
-            )
+            found = programs.score(state.params, phase.frozen, reference if objective.has_reference else None, batch)
         return learn.with_scores(batch, found, config)
 
     # ---- rewards: completions to text to numbers
@@ -290,7 +289,7 @@ def read(
     phase: Phase,
     iteration: Iteration | None,
     show: Callable[..., None],
-    evaluated: Mapping[str, float] | None = None,
+    evaluated: dict[str, float] | None = None,
 ) -> None:
     """Waits for the numbers of an iteration, checks them, and writes its lines.
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-import numpy as np
-
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import (
     PairJudge,
@@ -30,9 +28,9 @@ from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.learn import LABELLING
 from grpo_jax.training.loop import Programs, train
 from grpo_jax.training.reward_model import make_reward_model_programs, pair_batches, train_reward_model
-from grpo_jax.training.learn import LABELLING
 from grpo_jax.training.rollout import completion_numbers, decode_groups, group_temperatures, noise_of
 from grpo_jax.training.state import TrainState
 from grpo_jax.training.supervised import FitPrograms, SupervisedConfig

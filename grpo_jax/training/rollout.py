@@ -1,14 +1,13 @@
 """Prompts to completions to text to rewards: what an iteration learns from."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, SamplingConfig
+from grpo_jax.config import SamplingConfig
 from grpo_jax.data.types import Completion, Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
@@ -64,7 +63,8 @@ class Sampler(NamedTuple):
             raise UsageError("prompts must be padded on the left: data.types.pad_prompts does it")
         given = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
         completions = self.program(params, *given, to_devices(noise, self.devices, axes=None))
-        return to_batch(*given[:2], given[3], completions), completions
+        ids, mask, _, temperature = given
+        return to_batch(ids, mask, temperature, completions), completions
 
     def complete(self, *args: Any) -> Completions:
         """`sample`, as NumPy arrays."""
@@ -129,9 +129,7 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
 
     def program(params, prompt_ids, prompt_mask, numbers, temperature, noise, *, axis_name) -> Completions:
         del axis_name  # completions do not depend on each other
-        return sample(
-            policy, task, sampling, params, prompt_ids, prompt_mask, numbers, temperature, step_key(*noise)
-        )
+        return sample(policy, task, sampling, params, prompt_ids, prompt_mask, numbers, temperature, step_key(*noise))
 
     return Sampler(data_parallel(program, (None, 0, 0, 0, 0, None), 0, devices=devices), devices)
 

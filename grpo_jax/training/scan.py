@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, options_of, validate, with_options
+from grpo_jax.config import GRPOConfig, PPOConfig, options_of, run_of, validate, with_options
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
@@ -111,8 +111,8 @@ def by_prompt(heldout: Heldout, scores: np.ndarray) -> np.ndarray:
 def whole_run(
     policy: Policy,
     task: DeviceTask,
-    config: GRPOConfig,
-    make_method: Callable[[Policy, GRPOConfig], Method] = grpo_method,
+    config: GRPOConfig | PPOConfig,
+    make_method: Callable[[Policy, Any], Method] = grpo_method,
     *,
     heldout_temperature: float | None = None,
 ) -> Callable[..., History]:
@@ -133,39 +133,40 @@ def whole_run(
       options those that are fields of the configuration, such as learning_rate, kl_coef and epsilon_high, take their
       place; the reward gets the others.
     """
-    validate(config, compares_groups=make_method is grpo_method)
-    every = config.logging.eval_every or config.steps
-    if config.steps % every:
-        raise UsageError(f"eval_every ({every}) must divide steps ({config.steps})")
-    if config.sampling.max_rollouts > 1 or config.loss.advantages_of != "sum":
+    loop = run_of(config)
+    validate(loop, compares_groups=make_method is grpo_method)
+    every = loop.logging.eval_every or loop.steps
+    if loop.steps % every:
+        raise UsageError(f"eval_every ({every}) must divide steps ({loop.steps})")
+    if loop.sampling.max_rollouts > 1 or loop.loss.advantages_of != "sum":
         raise UsageError("a run as one program has one reward and one rollout a step: leave out what needs more")
     fields = options_of(config).keys()
 
     def run(params: Params, prompts: Prompts, heldout: Heldout, seed: Array, options: Mapping[str, Array]) -> History:
-        if prompts.ids.shape[:2] != (config.steps, config.sampling.num_prompts):
+        if prompts.ids.shape[:2] != (loop.steps, loop.sampling.num_prompts):
             raise UsageError(
                 f"prompts are {prompts.ids.shape[1]} of {prompts.ids.shape[0]} steps, but the run has "
-                f"{config.sampling.num_prompts} of {config.steps}: make both by prompts_of and the task's num_prompts"
+                f"{loop.sampling.num_prompts} of {loop.steps}: make both by prompts_of and the task's num_prompts"
             )
         settings = with_options(config, **{name: value for name, value in options.items() if name in fields})
         rewarded = partial(task.reward, **{name: value for name, value in options.items() if name not in fields})
-        method = make_method(policy, settings)
+        method, chosen = make_method(policy, settings), run_of(settings)
         start, frozen = method.split(params)
 
         def learn(state: TrainState, inputs: tuple[Array, Prompts]) -> tuple[TrainState, dict[str, jax.Array]]:
             step, given = inputs
-            return _iteration(method, policy, task.task, rewarded, settings, state, start, frozen, given, seed, step)
+            return _iteration(method, policy, task.task, rewarded, chosen, state, start, frozen, given, seed, step)
 
         def judge(state: TrainState) -> jax.Array:
             actor = method.actor(state.params, frozen)
             key = step_key(seed, EVALUATION, 0)
-            temperature = settings.sampling.temperature if heldout_temperature is None else heldout_temperature
+            temperature = chosen.sampling.temperature if heldout_temperature is None else heldout_temperature
 
             def call(given: Heldout) -> jax.Array:
                 completions = sample(
                     policy,
                     task.task,
-                    settings.sampling,
+                    chosen.sampling,
                     actor,
                     given.prompts.ids,
                     given.prompts.mask,
@@ -181,9 +182,9 @@ def whole_run(
             state, metrics = jax.lax.scan(learn, state, inputs)
             return state, (metrics, judge(state))
 
-        steps = jnp.arange(config.steps, dtype=jnp.uint32)
+        steps = jnp.arange(loop.steps, dtype=jnp.uint32)
         pieces = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), (steps, prompts))
-        state = learning.begin(method, start, settings)
+        state = learning.begin(method, start, chosen)
         before = judge(state)
         state, (metrics, after) = jax.lax.scan(block, state, pieces)
         metrics = jax.tree.map(lambda x: x.reshape(-1), metrics)

@@ -76,7 +76,8 @@ def sft_loss_fn(policy: Policy) -> LossFn:
     """L = −Σ w log π(oₜ): next-token loss on the completion, none on the prompt."""
 
     def loss_fn(params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:
-        scores = score_packed(policy, params, batch) if isinstance(batch, Packed) else score_completion_tokens(policy, params, batch)
+        score: Any = score_packed if isinstance(batch, Packed) else score_completion_tokens
+        scores = score(policy, params, batch)
         # Where nothing is learned, packed rows have scores of one text's token after another's.
         loss = -jnp.sum(jnp.where(batch.completion_mask, batch.weights * scores.logprobs, 0))
         return loss, Logs({"entropy": masked_sum(scores.entropy, batch.completion_mask)}, {})

@@ -19,8 +19,8 @@ at least as well with himself as with others, as the published figures do not. T
 
 import numpy as np
 
-from experiments.claims.ablation import COIN, START, Bench
 from experiments.claims import annotators as A
+from experiments.claims.ablation import COIN, START, Bench
 from experiments.claims.columns import by_seed, minus
 from experiments.claims.findings import Claim, Finding, main
 
@@ -59,7 +59,8 @@ def measure(bench: Bench) -> Finding:
 def of_seed(seed: int) -> tuple[dict[str, dict[str, float]], A.Kind]:
     """All rows, with the draws of one seed, and the kind of annotators that fits."""
     draws = A.draw(seed)
-    kinds = {START: A.Kind(0.0, NOISE), COIN: A.Kind(0.0, 1.0, sees=0.0), "fitted": A.fit(draws, scores=0.61, ranks_=0.83)}
+    kinds = {START: A.Kind(0.0, NOISE), COIN: A.Kind(0.0, 1.0, sees=0.0)}
+    kinds["fitted"] = A.fit(draws, scores=0.61, ranks_=0.83)
     kinds |= {f"{name}, noise": A.Kind(spread, NOISE) for name, spread in SPREADS.items()}
     kinds |= {f"{name}, no noise": A.Kind(spread, 0.0) for name, spread in SPREADS.items()}
 
