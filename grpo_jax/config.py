@@ -221,7 +221,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """A GRPO run. `recipe` makes one of a preset; `with_options` changes fields of any group by their names."""
+    """A GRPO run. `recipe` makes one, and `with_options` changes fields of any group."""
 
     steps: int = 100
     """Rollouts, each followed by its updates."""
