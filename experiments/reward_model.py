@@ -56,8 +56,8 @@ class Config:
     heldout_share: float = 0.25
     """Share of the pairs that is evaluated and not trained on."""
     max_tokens: int | None = 64
-    """Longest answer, in tokens (T); None: as long as they come. Of longer ones, what `overlong` says:
-    dropped, or an answer loses its end."""
+    """Longest answer, in tokens (T); None: as long as they come. `overlong` says what happens to pairs with more: they
+    are dropped, or an answer loses its end."""
     steps: int = 108
     """Optimizer steps."""
     num_pairs: int = 16

@@ -221,7 +221,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """A GRPO run. `recipe` makes one of a preset; `with_options` changes fields of any group by their names."""
+    """A GRPO run. `recipe` makes one, and `with_options` changes fields of any group."""
 
     steps: int = 100
     """Rollouts, each followed by its updates."""
@@ -409,7 +409,8 @@ class PPOConfig:
     """A PPO run: the loss of a preset, with a critic's advantages of tokens in place of those of groups.
 
     Lite PPO's loss is that of PPO: ratios of tokens clipped at 0.2 (1707.06347), and the mean over tokens. A critic
-    needs no second completion of a prompt. The KL is in the reward, at the 0.02 of InstructGPT (2203.02155).
+    needs no second completion of a prompt. The KL is in the reward, at the 0.02 of InstructGPT (2203.02155). Another
+    preset brings its own KL, or none.
     """
 
     run: GRPOConfig = recipe("lite_ppo", group_size=1, kl_coef=0.02, kl_in_reward=True)

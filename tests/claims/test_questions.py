@@ -9,7 +9,7 @@ import pytest
 
 from experiments.claims import annotators, groups
 from experiments.claims.enumeration import grow, quality
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import recipe
 from grpo_jax.data.types import pad_prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.config import ModelConfig
@@ -121,7 +121,7 @@ def test_groups_are_put_together_and_teach():
     mixed = groups.with_right(numbered, right, 2, 4)
     np.testing.assert_array_equal(mixed.completion_ids[..., 0], [[1, 3, 0, 2], [0, 1, 2, 3]])
 
-    teach = groups.make_teacher(POLICY, GRPOConfig(kl_coef=0.0))
+    teach = groups.make_teacher(POLICY, recipe(kl_coef=0.0))
     mixed, rewards = groups.with_right(drawn, right, 2, 4), np.array([[1.0, 1, 0, 0], [0.5] * 4], np.float32)
     lesson = teach(PARAMS, PROMPTS.ids, PROMPTS.mask, mixed, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32))
     np.testing.assert_allclose(lesson.advantages, [[0.866, 0.866, -0.866, -0.866], [0] * 4], atol=1e-3)

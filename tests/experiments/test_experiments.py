@@ -70,7 +70,7 @@ def test_arithmetic_from_start_to_table_and_again_resumed(arithmetic_run, capsys
     assert evaluated[-1]["heldout_avg"] == results["after"]["avg"]  # the same completions
 
     config = parse("--resume", "--run-dir", run)
-    assert (config.steps, config.num_prompts) == (2, 8)  # those of the run, not the defaults
+    assert (config.train.steps, config.train.sampling.num_prompts) == (2, 8)  # those of the run, not the defaults
     arithmetic.main(config)
     assert json.loads((run / "results.json").read_text()) == results
     assert results["params_sha256"] in capsys.readouterr().out
@@ -93,9 +93,9 @@ def test_ppo_beside_grpo_and_a_coin_over_seeds(tmp_path):
 
 def test_a_second_run_gets_a_folder_of_its_own_and_resume_takes_the_newest(tmp_path):
     for name in ("run", "run-2"):
-        assert parse("--run-dir", tmp_path / "run").run_dir == tmp_path / name
+        assert parse("--run-dir", tmp_path / "run").output.run_dir == tmp_path / name
         flags.open_run(parse("--run-dir", tmp_path / "run"))
-    assert parse("--run-dir", tmp_path / "run", "--resume").run_dir == tmp_path / "run-2"
+    assert parse("--run-dir", tmp_path / "run", "--resume").output.run_dir == tmp_path / "run-2"
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_numbers_of_runs_go_on_after_a_gap(tmp_path):
         flags.open_run(parse("--run-dir", tmp_path / "run"))
         assert (tmp_path / name / "config.json").exists()
     shutil.rmtree(tmp_path / "run-2")
-    assert parse("--run-dir", tmp_path / "run").run_dir.name == "run-4"
-    assert parse("--run-dir", tmp_path / "run", "--resume").run_dir.name == "run-3"
+    assert parse("--run-dir", tmp_path / "run").output.run_dir.name == "run-4"
+    assert parse("--run-dir", tmp_path / "run", "--resume").output.run_dir.name == "run-3"
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -201,15 +201,15 @@ def lora_run(tmp_path_factory):
     args += ["--lora-rank", "2", "--lora-alpha", "6", "--lora-targets", "q_proj", "o_proj", "down_proj"]
     args += ["--param-dtype", "bfloat16", "--remat", "dots", "--attention", "xla"]
     config = parse("--model", folder / "base", *args, "--run-dir", folder / "run", config=stories.Config)
-    loaded = load_model(config, seed=0)
+    loaded = load_model(config.model, seed=0)
     assert (loaded.pretrained.config.remat, loaded.pretrained.config.attention) == ("dots", "xla")
     assert {x.dtype for x in jax.tree.leaves(loaded.params.base)} == {jnp.dtype("bfloat16")}
     assert loaded.params.scale == 3
     model = loaded.pretrained
     task = stories_task(model.tokenizer, model.eos_ids, vocab_size=512, num_prompts=4, seed=0)
     run = flags.open_run(config)
-    keep_description(run, loaded, config)
-    state = train(loaded.policy, loaded.params, task, config, run, reward=random_reward(0))
+    keep_description(run, loaded, config.model)
+    state = train(loaded.policy, loaded.params, task, config.train, run, reward=random_reward(0))
     return folder, state, join(state.params, split(loaded.params)[1]), run
 
 
@@ -273,18 +273,18 @@ def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(lo
 def test_models_that_cannot_be_trained_as_asked(tmp_path, options, message):
     config = parse("--model", STORIES_MODEL, *options, "--run-dir", tmp_path / "run", config=stories.Config)
     with pytest.raises(ValueError, match=message):
-        load_model(config, seed=0)
+        load_model(config.model, seed=0)
 
 
 @needs_stories
 def test_a_run_does_not_go_on_with_another_base(lora_run):
     folder, _, trained, run = lora_run
     config = parse("--resume", "--run-dir", folder / "run", config=stories.Config)
-    loaded = load_model(config, seed=0)
-    keep_description(run, loaded, config)
+    loaded = load_model(config.model, seed=0)
+    keep_description(run, loaded, config.model)
     other = loaded.pretrained._replace(params=jax.tree.map(lambda x: x * 0.5, trained.base))
     with pytest.raises(ValueError, match="no longer those that this run began with"):
-        keep_description(run, loaded._replace(pretrained=other), config)
+        keep_description(run, loaded._replace(pretrained=other), config.model)
 
 
 @pytest.mark.parametrize(

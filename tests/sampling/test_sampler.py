@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import recipe
 from grpo_jax.functional import token_logprobs
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
@@ -516,7 +516,7 @@ def test_eight_devices_give_what_one_gives(prompts):
     policy = decoder_policy(replace(CONFIG, num_hidden_layers=1))  # compiles sooner
     params = random_params(policy)
     task = Task(None, None, None, None, EOS_IDS, PAD_ID, CONFIG.vocab_size)
-    config = GRPOConfig(max_tokens=TOKENS, top_p=0.95)
+    config = recipe(max_tokens=TOKENS, top_p=0.95)
     # Two prompts a device.
     inputs = *(np.tile(x, (2, 1)) for x in prompts), row_numbers(16, GROUP), np.tile(MIXED, (2, 1))
     one, eight = (

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Completion, Component, Prompts, pad_prompts, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -23,7 +23,7 @@ from grpo_jax.training.rollout import Rollout
 VOCAB, EOS, PAD = 8, 6, 7
 POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
 PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
-CONFIG = GRPOConfig(
+CONFIG = recipe(
     steps=6, num_prompts=4, group_size=4, max_tokens=3, learning_rate=1e-2, checkpoint_every=2, max_rollouts=5
 )
 
@@ -115,7 +115,7 @@ def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_p
     lines = whole.lines()
     assert max(line["rollouts"] for line in lines) > 1
     for line in lines:
-        assert line["update_zero_spread_share"] == 0 or line["rollouts"] == CONFIG.max_rollouts
+        assert line["update_zero_spread_share"] == 0 or line["rollouts"] == CONFIG.sampling.max_rollouts
         assert line["tokens"] >= line["rollouts"] * 16  # the cost: all that was sampled counts
     assert any(line["zero_spread_share"] > 0 and line["update_zero_spread_share"] == 0 for line in lines)
     times = whole.lines("times.jsonl")
@@ -126,7 +126,7 @@ def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_p
         pass
 
     def stopping(number):
-        if number >= 4 * CONFIG.max_rollouts:
+        if number >= 4 * CONFIG.sampling.max_rollouts:
             raise Stop
         return prompts(number)
 
@@ -139,7 +139,7 @@ def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_p
 
 
 def test_a_cap_that_was_hit_is_said(tmp_path, capsys):
-    config = dataclasses.replace(CONFIG, steps=1, max_rollouts=2)
+    config = with_options(CONFIG, steps=1, max_rollouts=2)
     run = RunFolder(tmp_path, dataclasses.asdict(config))
     train(POLICY, PARAMS, TASK._replace(reward=lambda examples, texts: [1.0] * len(texts)), config, run)
     line = run.lines()[0]
@@ -158,7 +158,7 @@ def test_a_cap_that_was_hit_is_said(tmp_path, capsys):
 def test_what_cannot_be_filtered_is_refused(changes, sentence):
     rewards = {"answer": Component(begins_with_three), "length": Component(begins_with_three, 0.1)}
     with pytest.raises(UsageError, match=sentence):
-        make_programs(POLICY, TASK._replace(reward=rewards), dataclasses.replace(CONFIG, **changes))
+        make_programs(POLICY, TASK._replace(reward=rewards), with_options(CONFIG, **changes))
 
 
 # ---- tokens for people

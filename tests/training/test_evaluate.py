@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy import stats
 
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import recipe
 from grpo_jax.data.types import Completion, Component, pad_prompts, rng
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
@@ -227,7 +227,7 @@ TASK = Task(
     vocab_size=VOCAB,
     answer=lambda example, completion: str(completion)[:1] or None,
 )
-SAMPLER = make_sampler(POLICY, TASK, GRPOConfig(max_tokens=3))
+SAMPLER = make_sampler(POLICY, TASK, recipe(max_tokens=3))
 SHAPE = {"num_prompts": 4, "group_size": 4}
 
 

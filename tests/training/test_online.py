@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import online_preference as experiment
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import recipe
 from grpo_jax.data.preferences import Preference, bradley_terry_judge, judged, read_preferences, write_preferences
 from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
@@ -27,9 +27,7 @@ from grpo_jax.training.online import OnlineConfig, replayed, sample_pairs, train
 MODEL = ModelConfig(letters.TEXT.vocab_size, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
 POLICY = decoder_policy(MODEL)
 PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
-CONFIG = GRPOConfig(
-    steps=4, num_prompts=4, group_size=4, max_tokens=6, learning_rate=1e-2, kl_coef=0.0, checkpoint_every=1
-)
+CONFIG = recipe(steps=4, num_prompts=4, group_size=4, max_tokens=6, learning_rate=1e-2, kl_coef=0.0, checkpoint_every=1)
 ONLINE = OnlineConfig((8, 16), replay_share=0.5, epochs=2, num_pairs=8, learning_rate=1e-2, warmup_steps=1)
 TASK = letters.letters_task({}, num_prompts=4, seed=0)
 PROGRAMS = make_programs(POLICY, TASK, CONFIG)

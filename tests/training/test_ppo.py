@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config import PPOConfig, validate_ppo
+from grpo_jax.config import PPOConfig, validate_ppo, with_options
 from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
 from grpo_jax.functional.presets import PRESETS
@@ -42,7 +42,14 @@ VOCAB, EOS, PAD = 8, 6, 7
 MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
 POLICY = decoder_policy(MODEL)
 CRITIC, PARAMS = critic_policy(MODEL), add_critic(MODEL, jax.jit(POLICY.init)(jax.random.key(0)))
-CONFIG = PPOConfig(
+
+
+def of_ppo(**options) -> PPOConfig:
+    """The defaults, but for these options."""
+    return with_options(PPOConfig(), **options)
+
+
+CONFIG = of_ppo(
     steps=6,
     num_prompts=32,
     max_tokens=3,
@@ -105,7 +112,7 @@ def a_batch(num_prompts=4, group_size=2, width=3) -> Batch:
 
 def test_without_a_critic_and_discount_every_token_gets_the_reward():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
-    config = PPOConfig(gae_lambda=1.0, kl_coef=0.0, whiten=False)
+    config = of_ppo(gae_lambda=1.0, kl_coef=0.0, whiten=False)
     goes_on = np.zeros((4, 2), bool)
     advantages, returns = token_advantages(rewards, np.zeros((4, 2, 4), np.float32), goes_on, batch, 0.0, config=config)
     expected = np.where(batch.completion_mask, rewards[..., None], 0)
@@ -121,7 +128,7 @@ def test_advantages_are_those_of_a_loop(steps):
     goes_on = noise.random((4, 2)) < 0.5
     assert goes_on.any()
     assert not goes_on.all()
-    config = PPOConfig(gamma=0.9, gae_lambda=0.8, gae_steps=steps, kl_coef=0.3, whiten=False)
+    config = of_ppo(gamma=0.9, gae_lambda=0.8, gae_steps=steps, kl_coef=0.3, whiten=False)
     found, returns = token_advantages(
         rewards.astype(np.float32), values.astype(np.float32), goes_on, batch, 0.3, config=config
     )
@@ -148,7 +155,7 @@ def test_advantages_of_the_seeds_example():
     batch = Batch(None, None, None, np.ones((1, 1, 5), bool), None)
 
     def first(num_steps, lam, reward, goes_on):
-        config = PPOConfig(kl_coef=0.0, whiten=False, gae_lambda=lam, gae_steps=num_steps)
+        config = of_ppo(kl_coef=0.0, whiten=False, gae_lambda=lam, gae_steps=num_steps)
         rewards, goes_on = np.full((1, 1), reward, np.float32), np.full((1, 1), goes_on)
         return token_advantages(rewards, values, goes_on, batch, 0.0, config=config)[0][0, 0, 0]
 
@@ -172,7 +179,7 @@ def test_advantages_are_whitened_over_the_tokens_of_the_batch():
     batch = a_batch()
     rewards, values = np.arange(8, dtype=np.float32).reshape(4, 2), np.zeros((4, 2, 4), np.float32)
     goes_on = np.zeros((4, 2), bool)
-    found, returns = token_advantages(rewards, values, goes_on, batch, 0.0, config=PPOConfig(kl_coef=0.0))
+    found, returns = token_advantages(rewards, values, goes_on, batch, 0.0, config=of_ppo(kl_coef=0.0))
     of_tokens = np.asarray(found)[batch.completion_mask]
     assert of_tokens.mean() == pytest.approx(0, abs=1e-5)
     assert of_tokens.std(ddof=1) == pytest.approx(1, abs=1e-3)
@@ -189,7 +196,11 @@ def test_explained_variance():
 
 def test_a_reward_that_is_nan_spoils_its_own_row_alone():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
-    values, goes_on, config = np.zeros((4, 2, 4), np.float32), np.zeros((4, 2), bool), PPOConfig(kl_coef=0.0)
+    values, goes_on, config = (
+        np.zeros((4, 2, 4), np.float32),
+        np.zeros((4, 2), bool),
+        of_ppo(kl_coef=0.0),
+    )
     rewards[1, 0] = np.nan
     found, _ = token_advantages(rewards, values, goes_on, batch, 0.0, config=config)
     mask = batch.completion_mask
@@ -212,7 +223,7 @@ def test_a_reward_that_is_nan_spoils_its_own_row_alone():
 )
 def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, kl_coef):
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2) ** 2
-    config = PPOConfig(preset=preset, kl_coef=kl_coef, kl_in_reward=False, gae_lambda=1.0, whiten=False)
+    config = of_ppo(preset=preset, kl_coef=kl_coef, kl_in_reward=False, gae_lambda=1.0, whiten=False)
     algorithm = PRESETS[preset]._replace(kl_coef=kl_coef)
     centered = np.asarray(centered_advantages(jnp.asarray(rewards)))
     by_token, returns = token_advantages(
@@ -221,14 +232,14 @@ def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, 
     weights = algorithm.aggregation(batch.completion_mask)
     if not kl_coef:
         batch = batch._replace(ref_logprobs=None)
-    of_ppo = batch._replace(
+    for_ppo = batch._replace(
         advantages=by_token, returns=returns, old_values=np.zeros_like(batch.old_values), weights=weights
     )
     of_grpo = batch._replace(advantages=centered, weights=weights)
 
     @jax.jit
     def gradients(params):
-        of_both = jax.grad(lambda params: ppo_loss_fn(POLICY, CRITIC, config)(params, of_ppo)[0])(params)
+        of_both = jax.grad(lambda params: ppo_loss_fn(POLICY, CRITIC, config)(params, for_ppo)[0])(params)
         alone = jax.grad(lambda params: grpo_loss_fn(POLICY, algorithm)(params, of_grpo)[0])(params.policy)
         return of_both, alone, POLICY.hidden(params.policy, *batch[:3])
 
@@ -236,13 +247,13 @@ def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, 
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), found.policy, expected)
     # The critic feels its own part of the loss alone, here ½ (0 − R)², and below a head of 0 nothing.
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(found.critic.decoder))
-    slope = -config.value_coef * np.einsum("ngt,ngtd->d", weights * returns, hidden)
+    slope = -config.critic.value_coef * np.einsum("ngt,ngtd->d", weights * returns, hidden)
     np.testing.assert_allclose(found.critic.head, slope, rtol=1e-3, atol=1e-5)
 
 
 def test_the_critics_gradient_is_that_of_its_clipped_square():
     batch = a_batch()
-    config = PPOConfig(kl_coef=0.0, value_coef=2.0)
+    config = of_ppo(kl_coef=0.0, value_coef=2.0)
     weights = np.asarray(PRESETS["lite_ppo"].aggregation(batch.completion_mask))
     head = jnp.linspace(-1, 1, 16)
     params = PARAMS._replace(critic=PARAMS.critic._replace(head=head))
@@ -266,25 +277,28 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
 
 
 def test_a_shared_decoder_has_the_sum_of_both_gradients():
-    params, config = add_critic(MODEL, PARAMS.policy, "shared"), PPOConfig(critic="shared", kl_coef=0.0, value_coef=2.0)
+    params, config = (
+        add_critic(MODEL, PARAMS.policy, "shared"),
+        of_ppo(critic="shared", kl_coef=0.0, value_coef=2.0),
+    )
     params = params._replace(critic=params.critic._replace(head=jnp.linspace(-1, 1, 16)))
     batch = a_batch()._replace(ref_logprobs=None)
-    batch = batch._replace(weights=config.algorithm.aggregation(batch.completion_mask))
+    batch = batch._replace(weights=config.run.loss.objective.aggregation(batch.completion_mask))
 
     def critic_alone(params):
         values = heads.values(POLICY, Headed(params.policy, params.critic.head), *batch[:4])[..., :-1]
-        error = critic_loss(values, batch.returns, old_values=batch.old_values[..., :-1], clip=config.value_clip)
+        error = critic_loss(values, batch.returns, old_values=batch.old_values[..., :-1], clip=config.critic.value_clip)
         return weighted_sum(error, batch.weights, batch.completion_mask)
 
     def policy_alone(params):
-        return grpo_loss_fn(POLICY, config.algorithm)(params.policy, batch)[0]
+        return grpo_loss_fn(POLICY, config.run.loss.objective)(params.policy, batch)[0]
 
     def of_both(params, config):
         return ppo_loss_fn(POLICY, CRITIC, config)(params, batch)[0]
 
     @jax.jit
     def gradients(params):
-        little = partial(of_both, config=dataclasses.replace(config, value_coef=1e-9))
+        little = partial(of_both, config=with_options(config, value_coef=1e-9))
         losses = partial(of_both, config=config), policy_alone, critic_alone, little
         return [jax.grad(loss)(params) for loss in losses]
 
@@ -300,7 +314,7 @@ def test_a_shared_decoder_has_the_sum_of_both_gradients():
 
 def test_training_raises_the_reward_and_the_critic_foresees_it(tmp_path, programs, capsys):
     run = open_run(tmp_path)
-    train(dataclasses.replace(CONFIG, steps=20), run, programs)
+    train(with_options(CONFIG, steps=20), run, programs)
     lines = run.lines()
     assert np.mean([line["reward"] for line in lines[-5:]]) > lines[0]["reward"] + 0.3
     assert lines[0]["value_mean"] == 0
@@ -330,7 +344,7 @@ def stopping(step):
 
 def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
     whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
-    config = dataclasses.replace(CONFIG, ref_sync_steps=2, ref_mixup_alpha=0.5, kl_target=0.1)
+    config = with_options(CONFIG, ref_sync_steps=2, ref_mixup_alpha=0.5, kl_target=0.1)
     expected = train(config, whole, programs)
     assert expected.reference.critic is None
     assert params_sha256(expected.params.critic) != params_sha256(PARAMS.critic)
@@ -345,7 +359,7 @@ def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
 
 def test_a_shared_decoder_held_by_the_whole_vocabulary_learns_and_resumes_and_is_exported(tmp_path):
     changes = {"critic": "shared", "kl_in_reward": False, "divergence": "reverse", "steps": 20}
-    config, params = dataclasses.replace(CONFIG, **changes), add_critic(MODEL, PARAMS.policy, "shared")
+    config, params = with_options(CONFIG, **changes), add_critic(MODEL, PARAMS.policy, "shared")
     programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
     with pytest.raises(ValueError, match="critic is to be shared"):
         programs.method.split(PARAMS)
@@ -370,7 +384,7 @@ def test_a_shared_decoder_held_by_the_whole_vocabulary_learns_and_resumes_and_is
     policy = restore(tmp_path / "whole", None, None).params
     jax.tree.map(np.testing.assert_array_equal, policy, expected.params.policy)
     # The reference of the loss is the one that moves, here to where each step begins.
-    _, lines = train("moving", dataclasses.replace(config, steps=3, ref_sync_steps=1))
+    _, lines = train("moving", with_options(config, steps=3, ref_sync_steps=1))
     assert [line["kl"] for line in lines] == pytest.approx([0] * 3, abs=1e-6)
 
 
@@ -378,7 +392,7 @@ def test_a_shared_decoder_held_by_the_whole_vocabulary_learns_and_resumes_and_is
 def test_pieces_and_devices_do_not_change_gradients(tmp_path, programs):
     logged = []
     for name, changes in (("one", {}), ("micro", {"microbatches": 4}), ("many", {"devices": 4})):
-        config = dataclasses.replace(CONFIG, steps=2, **changes)
+        config = with_options(CONFIG, steps=2, **changes)
         run = open_run(tmp_path / name, config)
         train(config, run, programs if name == "one" else None)
         logged.append([[line[key] for key in ("grad_norm", "loss", "critic_loss")] for line in run.lines()])
@@ -387,7 +401,7 @@ def test_pieces_and_devices_do_not_change_gradients(tmp_path, programs):
 
 @pytest.mark.slow
 def test_policy_and_critic_have_their_own_rates(tmp_path):
-    config = dataclasses.replace(CONFIG, steps=1, critic_learning_rate=1e-12)
+    config = with_options(CONFIG, steps=1, critic_learning_rate=1e-12)
     programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
     params = train(config, open_run(tmp_path, config), programs).params
     np.testing.assert_allclose(params.critic.head, PARAMS.critic.head, atol=1e-10)
@@ -407,7 +421,7 @@ def test_policy_and_critic_have_their_own_rates(tmp_path):
         ({"critic_learning_rate": 0.0}, "critic_learning_rate"),
         ({"max_rollouts": 2}, "max_rollouts"),
         ({"preset": "rloo"}, "one ratio a completion"),
-        ({"divergence": "full"}, "kl_in_reward False"),
+        ({"divergence": "full"}, "kl_in_reward to False"),
         ({"divergence": "full", "kl_in_reward": False, "kl_coef": 0.0}, "divergence full"),
         ({"advantages_of": "components"}, "advantages_of"),
         ({"num_prompts": 6, "microbatches": 4}, "num_prompts"),
@@ -415,19 +429,19 @@ def test_policy_and_critic_have_their_own_rates(tmp_path):
 )
 def test_what_cannot_work_is_refused_in_a_sentence(changes, word):
     with pytest.raises(ValueError, match=word) as error:
-        validate_ppo(dataclasses.replace(CONFIG, **changes))
+        validate_ppo(with_options(CONFIG, **changes))
     assert "\n" not in str(error.value)
 
 
 def test_a_value_beyond_an_end_that_is_meant_is_refused():
     with pytest.raises(ValueError, match="bootstrap_truncated"):
         make_ppo_programs(
-            POLICY, CRITIC, TASK._replace(open_ended=True), dataclasses.replace(CONFIG, bootstrap_truncated=True)
+            POLICY, CRITIC, TASK._replace(open_ended=True), with_options(CONFIG, bootstrap_truncated=True)
         )
 
 
 def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_value_after_it():
-    config = dataclasses.replace(CONFIG, num_prompts=4, gae_lambda=1.0, kl_coef=0.0, bootstrap_truncated=True)
+    config = with_options(CONFIG, num_prompts=4, gae_lambda=1.0, kl_coef=0.0, bootstrap_truncated=True)
     programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
     params = PARAMS._replace(critic=PARAMS.critic._replace(head=jnp.linspace(-1, 1, 16)))
     batch = a_batch()._replace(ref_logprobs=None)

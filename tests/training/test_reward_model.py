@@ -13,7 +13,7 @@ from scipy import special
 
 from experiments import reward_model as experiment
 from grpo_jax import GRPOTrainer
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import recipe
 from grpo_jax.data.preferences import (
     Preference,
     encode_preferences,
@@ -435,7 +435,7 @@ def test_stories_become_happier_by_a_reward_that_was_learned_from_pairs(tmp_path
     start = load_pretrained(STORIES)
     options = {"group_size": 2, "num_prompts": 32, "max_tokens": 48}
     task = stories_task(start.tokenizer, start.eos_ids, vocab_size=start.config.vocab_size, num_prompts=32, seed=0)
-    config = GRPOConfig(**options)
+    config = recipe(**options)
     sampler = make_sampler(decoder_policy(start.config), task, config)
     temperature, pairs = np.ones((32, 2), np.float32), []
     for step in range(24):

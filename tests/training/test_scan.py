@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config import GRPOConfig, PPOConfig
+from grpo_jax.config import PPOConfig, recipe, run_of, with_options
 from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
@@ -24,8 +24,8 @@ MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
 POLICY = decoder_policy(MODEL)
 PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
 OPTIONS = {"steps": 4, "num_prompts": 8, "group_size": 4, "max_tokens": 3, "learning_rate": 1e-2, "eval_every": 2}
-GRPO = GRPOConfig(**OPTIONS, temperature_spread=0.3, epochs=2, minibatches=2, ref_sync_steps=2, ref_mixup_alpha=0.5)
-PPO = PPOConfig(**OPTIONS, critic_learning_rate=1e-2, kl_target=0.1)
+GRPO = recipe(**OPTIONS, temperature_spread=0.3, epochs=2, minibatches=2, ref_sync_steps=2, ref_mixup_alpha=0.5)
+PPO = with_options(PPOConfig(), **OPTIONS, critic_learning_rate=1e-2, kl_target=0.1)
 
 
 def prompts(step: int, count: int = 8):
@@ -58,20 +58,21 @@ def of_ppo(policy, config):
     ],
 )
 def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, params, make_method):
-    programs, judged = compile_programs(make_method(POLICY, config), POLICY, TASK, config), []
+    shared = run_of(config)
+    programs, judged = compile_programs(make_method(POLICY, config), POLICY, TASK, shared), []
 
     def judge(actor, step):
         calls = sample_heldout(
-            programs.sampler, actor, TASK, num_prompts=8, group_size=4, temperature=1.0, seed=config.seed
+            programs.sampler, actor, TASK, num_prompts=8, group_size=4, temperature=1.0, seed=shared.seed
         )
         judged.append(evaluate(calls, TASK).scores.mean())
         return {}
 
     run = RunFolder(tmp_path, dataclasses.asdict(config))
-    state = train(params, TASK, config, run, programs, phase="it", evaluate=judge)
+    state = train(params, TASK, shared, run, programs, phase="it", evaluate=judge)
     whole = jax.jit(whole_run(POLICY, ON_DEVICE, config, make_method))
-    heldout = heldout_of(ON_DEVICE, config)
-    history = whole(params, prompts_of(ON_DEVICE, config.steps), heldout, config.seed, {})
+    heldout = heldout_of(ON_DEVICE, shared)
+    history = whole(params, prompts_of(ON_DEVICE, shared.steps), heldout, shared.seed, {})
 
     for name in ("reward", "length_mean", "zero_spread_share", "distinct_share", "loss", "kl", "grad_norm", "entropy"):
         logged = [line[name] for line in run.lines() if line["step"]]
@@ -86,7 +87,7 @@ def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, params, make_
     ("side_by_side", "devices"), [(False, 2), *(pytest.param(x, 1, marks=pytest.mark.slow) for x in (False, True))]
 )
 def test_a_row_is_its_runs(side_by_side, devices):
-    config = dataclasses.replace(GRPO, epochs=1, minibatches=1, ref_sync_steps=0, ref_mixup_alpha=1.0)
+    config = with_options(GRPO, epochs=1, minibatches=1, ref_sync_steps=0, ref_mixup_alpha=1.0)
     run, heldout = whole_run(POLICY, ON_DEVICE, config), heldout_of(ON_DEVICE, config)
     options = {"learning_rate": np.array([1e-2, 1e-3]), "kl_coef": np.array([0.0, 0.1]), "scale": np.array([1.0, 5.0])}
     given = prompts_of(ON_DEVICE, config.steps)

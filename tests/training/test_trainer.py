@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_jax import GRPOTrainer
+from grpo_jax.config import flattened
 from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -61,7 +62,7 @@ def test_the_five_lines_as_they_are_written(folder, tmp_path, monkeypatch):
     exec(LINES, scope)
     run = scope["trainer"].run
     assert run.path == Path("runs/grpo_trainer")
-    options = json.loads((run.path / "config.json").read_text())
+    options = flattened(json.loads((run.path / "config.json").read_text()))
     assert (options["group_size"], options["num_prompts"], options["steps"]) == (12, 3, 100)
     assert (options["epsilon_low"], options["epsilon_high"]) == (0.15, 0.15)
     assert [line["step"] for line in run.lines()] == list(range(1, 101))
@@ -143,7 +144,7 @@ def test_several_rewards_add_up_over_the_prompts_that_are_left(folder, tmp_path)
     given = {"max_tokens": 2, "max_prompt_tokens": 6, "steps": np.int64(1), "minibatches": 3}
     trainer = GRPOTrainer(folder, rewards, run_dir=tmp_path / "run", **given)
     trainer.train(iter(prompts))
-    options = json.loads((trainer.run.path / "config.json").read_text())
+    options = flattened(json.loads((trainer.run.path / "config.json").read_text()))
     assert (options["num_prompts"], options["steps"]) == (30, 1)
     line = trainer.run.lines()[0]
     assert line["reward"] == pytest.approx(line["reward_threes"] + 0.5 * line["reward_length"])

@@ -1,0 +1,263 @@
+"""Recipes, options by their flat names, and what command lines and files make of them."""
+
+import dataclasses
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import jax
+import pytest
+
+from grpo_jax.config import (
+    RECIPES,
+    CriticConfig,
+    GRPOConfig,
+    ModelOptions,
+    PPOConfig,
+    Preset,
+    from_json,
+    option_types,
+    options_of,
+    recipe,
+    run_of,
+    validate,
+    validate_ppo,
+    with_options,
+)
+from grpo_jax.errors import UsageError
+from grpo_jax.functional.presets import PRESETS
+from grpo_jax.runs import flags
+from grpo_jax.runs.folder import differing_options
+from grpo_jax.tasks.options import TaskOptions
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All groups that a command line has."""
+
+    train: GRPOConfig = recipe(steps=7, kl_coef=0.5)
+    model: ModelOptions = ModelOptions()
+    task: TaskOptions = TaskOptions()
+    output: flags.RunConfig = flags.RunConfig(Path("runs/experiment"))
+    number: int = 3
+    """Of its own."""
+
+
+@dataclass(frozen=True)
+class WithCritic:
+    """The same of PPO."""
+
+    ppo: PPOConfig = PPOConfig()
+    output: flags.RunConfig = flags.RunConfig(Path("runs/experiment"))
+
+
+def parse(*args, config=Experiment):
+    return flags.parse(config, None, [str(arg) for arg in args])
+
+
+# ---- recipes
+
+# kl_coef, epsilon_low, epsilon_high, kl_in_reward, group_size, temperature, temperature_spread, as published.
+PUBLISHED = {
+    "grpo": (0.04, 0.2, 0.2, False, 8, 1.0, 0.0),
+    "rank": (0.04, 0.2, 0.2, False, 8, 1.0, 0.0),
+    "dr_grpo": (0.0, 0.2, 0.2, False, 8, 1.0, 0.0),
+    "dapo": (0.0, 0.2, 0.28, False, 8, 1.0, 0.0),
+    "gspo": (0.0, 3e-4, 4e-4, False, 8, 1.0, 0.0),
+    "cispo": (0.0, 1.0, 4.0, False, 8, 1.0, 0.0),
+    "rloo": (0.05, 0.2, 0.2, True, 8, 1.0, 0.0),
+    "seed_000": (0.01, 0.2, 0.2, False, 8, 0.7, 0.3),
+    "seed_001": (0.01, 0.15, 0.15, False, 12, 1.0, 0.0),
+    "seed_001_rank": (0.01, 0.15, 0.15, False, 12, 1.0, 0.0),
+    "gmpo": (0.0, 0.4, 0.4, False, 8, 1.0, 0.0),
+    "sapo": (0.0, None, None, False, 8, 1.0, 0.0),
+    "dppo": (0.0, None, None, False, 8, 1.0, 0.0),
+    "luspo": (0.0, 3e-4, 4e-4, False, 8, 1.0, 0.0),
+    "vespo": (0.0, None, None, False, 8, 1.0, 0.0),
+    "opo": (0.0, None, None, False, 8, 1.0, 0.0),
+    "gpg": (0.0, None, None, False, 8, 1.0, 0.0),
+    "max_rl": (0.0, 0.2, 0.2, False, 8, 1.0, 0.0),
+    "lite_ppo": (0.0, 0.2, 0.2, False, 8, 1.0, 0.0),
+    "pass_at_k": (0.0, 0.2, 0.2, False, 8, 1.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_recipe_has_the_published_numbers(preset):
+    config = recipe(preset)
+    loss, sampling = config.loss, config.sampling
+    found = (loss.kl_coef, loss.epsilon_low, loss.epsilon_high, loss.kl_in_reward)
+    assert (*found, sampling.group_size, sampling.temperature, sampling.temperature_spread) == PUBLISHED[preset]
+    assert (loss.entropy_coef, loss.delta, loss.kl_bias_correction) == (0.0, None, False)
+    old_logprobs = "sampler" if preset == "dppo" else "recompute"
+    validate(with_options(config, old_logprobs=old_logprobs))
+
+
+def test_the_presets_that_there_are_are_those_of_the_command_line_and_of_the_table():
+    assert set(get_args(Preset)) == PRESETS.keys() == PUBLISHED.keys()
+    assert RECIPES.keys() <= PRESETS.keys()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_objective_of_a_recipe_is_the_preset(preset):
+    """With the sampling settings of the presets aside, which are no part of a loss."""
+    own = {"group_size": 8, "temperature": 1.0, "temperature_spread": 0.0}
+    assert recipe(preset).loss.objective._replace(**own) == PRESETS[preset]._replace(**own)
+
+
+def test_the_objective_has_the_numbers_of_the_config():
+    objective = recipe("dapo", kl_coef=0.1, epsilon_high=0.3, entropy_coef=0.01, kl_in_reward=True).loss.objective
+    assert (objective.kl_coef, objective.entropy_coef, objective.kl_in_reward) == (0.1, 0.01, True)
+    assert objective.constants == {"epsilon_low": 0.2, "epsilon_high": 0.3}
+    assert recipe("sapo").loss.objective.constants == {}
+
+
+def test_defaults_are_the_recipe_of_grpo_and_ppo_has_its_own():
+    assert recipe() == GRPOConfig()
+    run = PPOConfig().run
+    assert (run.loss.preset, run.loss.kl_coef, run.loss.kl_in_reward) == ("lite_ppo", 0.02, True)
+    assert run.sampling.group_size == 1
+    validate_ppo(PPOConfig())
+    assert run_of(PPOConfig()) is run_of(run)
+
+
+# ---- options by name
+
+
+@pytest.mark.parametrize("config", [Experiment(), WithCritic(), PPOConfig(), GRPOConfig()])
+def test_names_of_options_are_unique(config):
+    def names(config):
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            yield from names(value) if dataclasses.is_dataclass(value) else [field.name]
+
+    counts = Counter(names(config))
+    assert set(counts.values()) == {1}, counts.most_common(3)
+    assert counts.keys() == options_of(config).keys() == option_types(type(config)).keys()
+
+
+def test_options_are_replaced_in_whichever_group_they_are():
+    config = with_options(PPOConfig(), steps=3, top_k=5, kl_target=6.0, epochs=2, eval_every=1, critic="shared")
+    assert (config.run.steps, config.run.sampling.top_k, config.run.reference.kl_target) == (3, 5, 6.0)
+    assert (config.run.optimizer.epochs, config.run.logging.eval_every) == (2, 1)
+    assert config.critic == CriticConfig(critic="shared")
+    assert with_options(config) == config
+    assert PPOConfig().run.steps == 100  # the old one stays
+
+
+def test_a_preset_brings_its_numbers_and_other_options_replace_them():
+    config = with_options(recipe(kl_coef=0.5, learning_rate=1e-3, top_k=2), preset="seed_000", epsilon_low=0.1)
+    assert (config.loss.preset, config.loss.kl_coef, config.loss.epsilon_low) == ("seed_000", 0.01, 0.1)
+    assert (config.sampling.temperature, config.sampling.temperature_spread) == (0.7, 0.3)
+    assert (config.optimizer.learning_rate, config.sampling.top_k) == (1e-3, 2)  # no numbers of a preset
+    assert with_options(config, epsilon_low=0.1, preset="seed_000") == config
+    assert with_options(PPOConfig(), preset="cispo").run.loss == recipe("cispo").loss
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"epsilon": 0.1}, "no option epsilon: is it .*epsilon_low"),
+        ({"gamma": 0.9}, "no option gamma"),
+        ({"xyzzy": 1}, "no option xyzzy: they are steps, "),
+        ({"loss": None}, "no option loss"),
+        ({"preset": "dappo"}, "no preset dappo: is it dapo"),
+    ],
+)
+def test_an_unknown_option_is_refused_in_a_sentence(options, words):
+    with pytest.raises(UsageError, match=words) as error:
+        with_options(GRPOConfig(), **options)
+    assert "\n" not in str(error.value)
+
+
+def test_options_round_trip():
+    config = with_options(PPOConfig(), preset="dapo", steps=3, gamma=0.5, group_size=4)
+    assert with_options(PPOConfig(), **options_of(config)) == config
+
+
+def test_values_may_be_traced():
+    @jax.jit
+    def scaled(kl_coef, epsilon_high):
+        objective = recipe(kl_coef=kl_coef, epsilon_high=epsilon_high).loss.objective
+        assert objective.has_reference
+        return objective.kl_coef * objective.constants["epsilon_high"]
+
+    assert scaled(2.0, 3.0) == 6
+
+
+# ---- command lines
+
+
+def test_flags_are_flat_and_reach_every_group(tmp_path):
+    config = parse(
+        "--steps", 5, "--top-p", 0.9, "--model", "m", "--task", "t", "--number", 4, "--run-dir", tmp_path / "r"
+    )
+    assert (config.train.steps, config.train.sampling.top_p, config.number) == (5, 0.9, 4)
+    assert (config.model.model, config.task.task, config.output.run_dir) == ("m", "t", tmp_path / "r")
+    assert config.train.loss.kl_coef == 0.5  # the experiment's
+
+
+@pytest.mark.parametrize("named", [["--preset", "dapo"], ["--preset=dapo"], ["--preset", "grpo", "--preset", "dapo"]])
+def test_a_preset_on_a_command_line_brings_its_numbers_in_any_order(tmp_path, named):
+    where = ["--run-dir", tmp_path / "run"]
+    config = parse(*named, *where)
+    assert config.train.loss == recipe("dapo").loss
+    assert config.train.steps == 7
+    first, second = parse(*named, "--kl-coef", 0.1, *where), parse("--kl-coef", 0.1, *named, *where)
+    assert first == second == with_options(config, kl_coef=0.1)
+
+
+def test_a_preset_reaches_the_groups_of_ppo(tmp_path):
+    config = parse("--preset", "cispo", "--critic", "shared", "--run-dir", tmp_path / "run", config=WithCritic)
+    assert config.ppo.run.loss == recipe("cispo").loss
+    assert config.ppo.critic.critic == "shared"
+
+
+def test_help_shows_the_numbers_of_a_preset(capsys):
+    def default(*args):
+        with pytest.raises(SystemExit):
+            parse("--help", *args)
+        page = " ".join(word for word in capsys.readouterr().out.split() if word != "│")
+        return page.split("--epsilon-high")[1].split("(default: ")[1].split(")")[0]
+
+    assert default() == "0.2"
+    assert default("--preset", "dapo") == "0.28"
+
+
+def test_an_unknown_preset_is_refused_by_the_command_line(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse("--preset", "nonsense", "--run-dir", tmp_path / "run")
+    assert "nonsense" in capsys.readouterr().err
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("config", [Experiment(), WithCritic()])
+def test_json_round_trips(config):
+    changed = with_options(config, preset="sapo", seed=3)
+    saved = json.loads(json.dumps(dataclasses.asdict(changed), default=str))
+    del saved["output"]["run_dir"]
+    assert from_json(config, saved) == changed
+    with pytest.raises(UsageError, match="no option no_such_option"):
+        from_json(config, {"output": {"no_such_option": 1}})
+
+
+def test_options_that_differ_from_a_run_are_named_without_their_groups():
+    one, other = recipe(), recipe("dapo", learning_rate=1e-3, keep_checkpoints=9)
+    differing = differing_options(json.loads(json.dumps(dataclasses.asdict(one))), dataclasses.asdict(other))
+    assert differing == ["epsilon_high", "kl_coef", "learning_rate", "preset"]
+
+
+def test_a_run_is_resumed_with_the_options_that_it_had(tmp_path):
+    config = parse("--preset", "dapo", "--kl-coef", 0.1, "--lora-targets", "q_proj", "--run-dir", tmp_path / "run")
+    folder = flags.open_run(config).path
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["train"]["loss"]["kl_coef"] == 0.1
+    again = parse("--resume", "--run-dir", tmp_path / "run")
+    assert with_options(again, resume=False) == config
+    flags.open_run(parse("--resume", "--preset", "dapo", "--run-dir", tmp_path / "run"))  # what it had
+    with pytest.raises(UsageError, match=r"^kl_coef, preset differ from the run"):
+        flags.open_run(parse("--resume", "--preset", "grpo", "--kl-coef", 0.2, "--run-dir", tmp_path / "run"))
