@@ -27,14 +27,13 @@ PHASES = ("grpo", "control")
 
 def heldout_samples(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> Iterator[Samples]:
     """Held-out completions of a policy, at the shapes of training."""
-    algorithm = config.algorithm
     return sample_heldout(
         programs.sampler,
         params,
         task,
         num_prompts=config.num_prompts,
-        group_size=algorithm.group_size,
-        temperature=algorithm.temperature,
+        group_size=config.sampling.group_size,
+        temperature=config.sampling.temperature,
         seed=config.seed,
         samples=config.eval_samples,
     )
@@ -50,7 +49,7 @@ class Held(NamedTuple):
 def evaluate_heldout(programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder) -> Held:
     """Held-out completions of a policy, and what the task's reward says of them."""
     calls = list(heldout_samples(programs, params, task, config))
-    evaluation = evaluate(calls, task, block=config.num_prompts * config.algorithm.group_size)
+    evaluation = evaluate(calls, task, block=config.num_prompts * config.sampling.group_size)
     check_graders(run, task.reward)
     return Held(evaluation, calls)
 

@@ -105,8 +105,8 @@ def saved_options(model: str) -> dict[str, Any]:
         return {}
     saved = read_json(Path(model) / "config.json")
     known = {field.name for field in dataclasses.fields(GRPOConfig)}
-    algorithm = GRPOConfig(**{name: value for name, value in saved.items() if name in known}).algorithm
-    return saved | {"temperature": algorithm.temperature, "group_size": algorithm.group_size}
+    sampling = GRPOConfig(**{name: value for name, value in saved.items() if name in known}).sampling
+    return saved | {"temperature": sampling.temperature, "group_size": sampling.group_size}
 
 
 def main(options: Options) -> None:
@@ -173,14 +173,14 @@ def sample_and_score(
     options: Options, pretrained: Pretrained, sampling: GRPOConfig, task: Task, console: Console, block: int
 ) -> Evaluation:
     """The evaluation, with a progress bar; `block` as in `evaluate`."""
-    group_size, prompts = sampling.algorithm.group_size, len(task.heldout.examples)
+    group_size, prompts = sampling.sampling.group_size, len(task.heldout.examples)
     calls = sample_heldout(
         make_sampler(decoder_policy(pretrained.config), task, sampling),
         pretrained.params,
         task,
         num_prompts=sampling.num_prompts,
         group_size=group_size,
-        temperature=sampling.algorithm.temperature,
+        temperature=sampling.sampling.temperature,
         seed=options.seed,
         samples=options.samples,
     )

@@ -342,7 +342,7 @@ def as_reward(model: RewardModel, config: Config) -> Reward:
     """The model as a reward, at the shape of a rollout."""
     return reward_function(
         model,
-        batch_size=config.num_prompts * config.algorithm.group_size,
+        batch_size=config.num_prompts * config.sampling.group_size,
         max_prompt_tokens=config.max_prompt_tokens,
         max_tokens=config.max_tokens,
     )

@@ -204,7 +204,7 @@ def word(given: str, generator: np.random.Generator, shortest: int = 1, longest:
 
 def deviations(programs: Programs, params: Params, task: Task, config: Config) -> tuple[float, ...]:
     """Standard deviations of both rewards within a group, of one rollout of training prompts: their scales."""
-    temperature = np.asarray(group_temperatures(config.num_prompts, config.algorithm.group_size, 1.0, 0.0))
+    temperature = np.asarray(group_temperatures(config.num_prompts, config.sampling.group_size, 1.0, 0.0))
     key = step_key(config.seed, 3, 0)
     rollout = roll_out(programs.sampler, params, task.prompts(0), task, task.reward, temperature, key)
     return tuple(float(rollout.components[name].std(-1).mean()) or 1.0 for name in ("own", "order"))

@@ -95,7 +95,7 @@ _SHARED = frozenset(field.name for field in dataclasses.fields(GRPOConfig)) - {
 def grpo_config(config: Config) -> GRPOConfig:
     """GRPO with its own settings on as many completions; where PPO has no groups, in groups of 8."""
     shared: dict[str, Any] = {name: getattr(config, name) for name in _SHARED}
-    if config.algorithm.group_size == 1:
+    if config.sampling.group_size == 1:
         shared |= {"group_size": 8, "num_prompts": config.num_prompts // 8}
     return GRPOConfig(**shared, learning_rate=4e-4, kl_coef=0.01)
 

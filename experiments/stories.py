@@ -75,7 +75,7 @@ def main(config: Config) -> None:
             chosen = call.counted & (call.temperature > 0)
             sampled = mask & chosen[..., None]
             # Both at the sampler's temperature.
-            temperature = np.full(chosen.shape, config.algorithm.temperature, np.float32)
+            temperature = np.full(chosen.shape, config.sampling.temperature, np.float32)
             scores = programs.scorer(start, Batch(call.prompts.ids, call.prompts.mask, ids, mask, temperature))
             start_logprob += float(np.asarray(scores.logprobs)[sampled].sum())
             logprob += float(call.completions.sampler_logprobs[sampled].sum())

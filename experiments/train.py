@@ -46,7 +46,7 @@ def main(config: Config) -> None:
         config,
         model.pretrained,
         num_prompts=config.num_prompts,
-        group_size=config.algorithm.group_size,
+        group_size=config.sampling.group_size,
         seed=config.seed,
         max_prompt_tokens=config.max_prompt_tokens,
         overlong=config.overlong,
@@ -84,7 +84,7 @@ def print_ungraded(run: RunFolder, config: Config) -> None:
             if name.startswith("ungraded_"):
                 counts[name] = counts.get(name, 0) + count
     sampled = sum(line.get("rollouts", 1) for line in lines if line["step"])
-    total = sampled * config.num_prompts * config.algorithm.group_size
+    total = sampled * config.num_prompts * config.sampling.group_size
     if counts:
         rows = {name: (count, f"{count / total:.1%}") for name, count in counts.items()}
         terminal.print_table(run, f"without a number, of {total} completions in training", ("count", "share"), rows)

@@ -1,12 +1,12 @@
 """What a training run is told."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.policy_gradient import reinforce_term
-from grpo_jax.functional.presets import PRESETS, Algorithm, check, is_one_number_a_row
+from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.lora import TARGETS, Target
 
@@ -14,6 +14,7 @@ Preset = Literal[
     "grpo",
     "rank",
     "dr_grpo",
+    "bnpo",
     "dapo",
     "gspo",
     "cispo",
@@ -64,16 +65,24 @@ class ModelOptions:
     """What happens to longer prompts: dropped, or their beginning is cut off. Either is counted."""
 
 
-# Constants of a preset that a run may replace.
-_OVERRIDES = (
-    "kl_coef",
-    "epsilon_low",
-    "epsilon_high",
-    "entropy_coef",
-    "group_size",
-    "temperature",
-    "temperature_spread",
-)
+# Constants of a preset that a run may replace: its own, and those of its term.
+_COEFFICIENTS = ("kl_coef", "entropy_coef")
+_EPSILONS = ("epsilon_low", "epsilon_high")
+
+
+class Sampling(NamedTuple):
+    """How a run samples."""
+
+    group_size: int = 8
+    temperature: float = 1.0
+    temperature_spread: float = 0.0
+
+
+_SAMPLING = {
+    "seed_000": Sampling(8, 0.7, 0.3),
+    "seed_001": Sampling(12),
+    "seed_001_rank": Sampling(12),
+}
 
 
 @dataclass(frozen=True)
@@ -173,11 +182,19 @@ class GRPOConfig:
     """Of prompts, sampling and shuffling."""
 
     @property
-    def algorithm(self) -> Algorithm:
+    def algorithm(self) -> Objective:
         """The preset, with the fields given here in place of its own."""
-        preset = PRESETS[self.preset]
-        given = {name: getattr(self, name) for name in _OVERRIDES}
-        return preset._replace(**{name: value for name, value in given.items() if value is not None})
+        objective = PRESETS[self.preset]._replace(**self._given(_COEFFICIENTS))
+        return objective.with_constants(**self._given(_EPSILONS))
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the preset samples, with the fields given here in place of its own."""
+        return _SAMPLING.get(self.preset, Sampling())._replace(**self._given(Sampling._fields))
+
+    def _given(self, names: tuple[str, ...]) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -221,7 +238,7 @@ class PPOConfig(GRPOConfig):
     gradient's longest norm are the policy's."""
 
     @property
-    def algorithm(self) -> Algorithm:
+    def algorithm(self) -> Objective:
         """The preset, with the fields given here in place of its own."""
         return super().algorithm._replace(kl_in_reward=self.kl_in_reward)
 
@@ -241,7 +258,7 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
         'advantages_of "components" compares completions of a group, but PPO has a critic of the sum: take "sum"',
     )
     validate(config, num_devices=num_devices, compares_groups=False)
-    group_size = config.algorithm.group_size
+    group_size = config.sampling.group_size
     for name in ("gamma", "gae_lambda"):
         value = getattr(config, name)
         _require(0 <= value <= 1, f"{name} is {value}: it must be between 0 and 1")
@@ -266,7 +283,7 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
         "or group_size to at least 2",
     )
     _require(
-        not is_one_number_a_row(config.algorithm),
+        not is_sequence_level(config.algorithm),
         f"preset {config.preset} has one ratio a completion, but a critic's advantages are of tokens: take lite_ppo, "
         "dapo or another with ratios of tokens",
     )
@@ -283,8 +300,8 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     Raises:
       UsageError: one sentence that says what to change.
     """
-    algorithm = config.algorithm
-    group_size = algorithm.group_size
+    algorithm, sampling = config.algorithm, config.sampling
+    group_size = sampling.group_size
     for name in (
         "steps",
         "num_prompts",
@@ -314,8 +331,8 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
         f"num_prompts ({config.num_prompts}) must be a multiple of minibatches x microbatches x devices ({pieces})",
     )
     _require(
-        algorithm.temperature > 0 and algorithm.temperature + algorithm.temperature_spread > 0,
-        f"temperature is {algorithm.temperature}, spread {algorithm.temperature_spread}: sampling for training "
+        sampling.temperature > 0 and sampling.temperature + sampling.temperature_spread > 0,
+        f"temperature is {sampling.temperature}, spread {sampling.temperature_spread}: sampling for training "
         "needs temperatures above 0",
     )
     _require(
@@ -358,10 +375,10 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     )
     _require(0 < config.top_p <= 1, f"top_p is {config.top_p}: it must be above 0 and at most 1")
     _require(0 <= config.min_p <= 1, f"min_p is {config.min_p}: it must be between 0 and 1")
-    for name in ("epsilon_low", "epsilon_high"):
-        value = getattr(algorithm, name)
+    for name in _EPSILONS:
+        value = getattr(config, name)
         _require(
-            getattr(config, name) is None or getattr(PRESETS[config.preset], name) is not None,
+            value is None or name in PRESETS[config.preset].constants,
             f"{name} is {value}, but preset {config.preset} has no such constant: leave it out",
         )
     _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
@@ -390,7 +407,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
         'old_logprobs "sampler" needs epochs and minibatches of 1: set it to "recompute"',
     )
     try:
-        check(algorithm)
+        check(algorithm, group_size=group_size)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

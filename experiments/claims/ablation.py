@@ -111,7 +111,7 @@ def grpo(bed: Bed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting
       changes: as for `Setting.but`.
     """
     published = PRESETS[preset]
-    constants = {"kl_coef": 0.01 if preset in ("grpo", "rank") else published.kl_coef} | published.constants
+    constants = {"kl_coef": 0.01 if preset in ("grpo", "rank") else published.kl_coef} | dict(published.constants)
     if not published.kl_coef:
         del constants["kl_coef"]  # a traced one would need a reference
     numbers = {"learning_rate": bed.learning_rate, "temperature": 1.0, "temperature_spread": 0.0} | constants
@@ -269,7 +269,7 @@ class Bench:
     def program(self, setting: Setting) -> str:
         """What settings have in common that are runs of one program."""
         config = self.config(setting)
-        shape = dataclasses.asdict(config) | {"group_size": config.algorithm.group_size}
+        shape = dataclasses.asdict(config) | {"group_size": config.sampling.group_size}
         model = dataclasses.asdict(setting.bed.model)
         return json.dumps([setting.bed.name, model, setting.method, shape, sorted(setting.numbers)])
 

@@ -24,7 +24,7 @@ def operations(bench: Bench, setting: Setting) -> float:
     """
     config, policy = bench.config(setting), bench.start(setting.bed, bench.seeds[0])
     prompt = bench.task(setting, bench.seeds[0]).task.prompts(0).ids.shape[1]
-    tokens = config.num_prompts * (prompt + config.algorithm.group_size * config.max_tokens)
+    tokens = config.num_prompts * (prompt + config.sampling.group_size * config.max_tokens)
     if setting.method == "grpo":
         return 2 * forward_flops(policy, tokens) + update_flops(policy, None, tokens)
     both = add_critic(setting.bed.model, policy)

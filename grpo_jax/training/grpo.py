@@ -13,7 +13,7 @@ from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     gdpo_advantages,
-    keep_rows,
+    keep_completions,
     kl_penalized_rewards,
     masked_sum,
     masked_weights,
@@ -26,7 +26,7 @@ from grpo_jax.functional import (
     truncated_weights,
     weighted_sum,
 )
-from grpo_jax.functional.presets import Algorithm
+from grpo_jax.functional.presets import Objective
 from grpo_jax.models.lora import join
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -136,7 +136,7 @@ def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
 
 
 def penalised_rewards(
-    rewards: Array, batch: Batch, algorithm: Algorithm, kl_coef: Array
+    rewards: Array, batch: Batch, algorithm: Objective, kl_coef: Array
 ) -> tuple[Array, dict[str, jax.Array], Batch]:
     """rᵢ − β Σₜ k1, where the algorithm has its KL in the reward; the loss then needs no reference.
 
@@ -192,12 +192,12 @@ def corrected(batch: Batch, outcome: Outcome, config: GRPOConfig) -> tuple[Batch
         batch = batch._replace(advantages=per_token(batch.advantages, weights) * weights)
         logs = {"correction": jnp.mean(weights, where=mask)}
     if config.mask_truncated:
-        batch = batch._replace(completion_mask=keep_rows(mask, ~outcome.truncated))
+        batch = batch._replace(completion_mask=keep_completions(mask, ~outcome.truncated))
     return batch, logs
 
 
 def grpo_loss_fn(
-    policy: Policy, algorithm: Algorithm, divergence: Divergence = "preset"
+    policy: Policy, algorithm: Objective, divergence: Divergence = "preset"
 ) -> Callable[..., tuple[jax.Array, Logs]]:
     """(params, batch with weights, parameters of the reference or None) -> the algorithm's loss and what to log of it.
 

@@ -91,7 +91,7 @@ def train(
       FloatingPointError: gradients were not finite too many times in a row.
     """
     method = programs.method
-    algorithm, reward = config.algorithm, reward or task.reward
+    sampling, reward = config.sampling, reward or task.reward
     for note in task.notes:
         run.warn_once(note, note)
     run.keep_prompts(phase, heldout=fingerprint(task.heldout), first_step=fingerprint(task.prompts(0)))
@@ -100,9 +100,7 @@ def train(
     first = method.actor(start, frozen)
     held_to = first if config.divergence != "preset" else None  # what the loss runs; mostly it has log-probabilities
     temperature = np.asarray(
-        group_temperatures(
-            config.num_prompts, algorithm.group_size, algorithm.temperature, algorithm.temperature_spread
-        )
+        group_temperatures(config.num_prompts, sampling.group_size, sampling.temperature, sampling.temperature_spread)
     )
     with run.checkpoints(phase, keep=config.keep_checkpoints) as checkpoints:
         state, done = checkpoints.restore(lambda: begin(programs.init_state, method, start, config))
@@ -296,7 +294,7 @@ def after_step(
             alpha = jnp.where(due, config.ref_mixup_alpha, 0.0)
             state = state._replace(reference=_mixed(method.of_policy(state.params), state.reference, alpha))
     if config.kl_target is not None:
-        completions = config.num_prompts * config.algorithm.group_size
+        completions = config.num_prompts * config.sampling.group_size
         kl_coef = adaptive_kl_coef(
             state.kl_coef,
             logs["kl_completion"],

@@ -138,7 +138,7 @@ def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> Rew
     """The task's rewards and "reward_model", with shapes that do not change."""
     assert isinstance(task.reward, Mapping)
     shapes = {"max_prompt_tokens": task.heldout.ids.shape[1], "max_tokens": config.max_tokens}
-    size = config.num_prompts * config.algorithm.group_size
+    size = config.num_prompts * config.sampling.group_size
     return {"reward_model": Component(reward_function(model, batch_size=size, **shapes)), **task.reward}
 
 
@@ -163,9 +163,9 @@ def sample_pairs(
     Raises:
       UsageError: four times as many rollouts as should do hold no such number.
     """
-    algorithm = config.algorithm
-    shape = config.num_prompts, algorithm.group_size
-    temperature = np.asarray(group_temperatures(*shape, algorithm.temperature, algorithm.temperature_spread))
+    sampling = config.sampling
+    shape = config.num_prompts, sampling.group_size
+    temperature = np.asarray(group_temperatures(*shape, sampling.temperature, sampling.temperature_spread))
     rows = np.arange(temperature.size, dtype=np.int32).reshape(shape)
     found: list[tuple[Example, Completion, Completion]] = []
     for index in range(first, first + _rollouts(number, config)):
@@ -229,7 +229,7 @@ def _reward_model_programs(shape: ModelConfig, fit: SupervisedConfig) -> FitProg
 
 def _rollouts(pairs: int, config: GRPOConfig) -> int:
     """That are sampled for so many pairs, at most."""
-    return _PATIENCE * -(-pairs // (config.num_prompts * (config.algorithm.group_size // 2)))
+    return _PATIENCE * -(-pairs // (config.num_prompts * (config.sampling.group_size // 2)))
 
 
 def _check(config: GRPOConfig, online: OnlineConfig, task: Task) -> None:

@@ -18,7 +18,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     critic_loss,
     generalized_advantages,
-    keep_rows,
+    keep_completions,
     kl_k1,
     masked_sum,
     rewards_at_end,
@@ -151,7 +151,7 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
 
     def advantages(outcome: Outcome, batch: Batch, kl_coef: Array):
         # What no reward applies to teaches neither policy nor critic.
-        mask = keep_rows(batch.completion_mask, outcome.applicable)
+        mask = keep_completions(batch.completion_mask, outcome.applicable)
         batch, logs = batch._replace(completion_mask=mask), dict[str, jax.Array]()
         goes_on = outcome.truncated & config.bootstrap_truncated
         by_token, returns = token_advantages(outcome.rewards, batch.old_values, goes_on, batch, kl_coef, config=config)

@@ -100,7 +100,7 @@ def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
     calls = heldout_calls(
         task.task.heldout,
         num_prompts=config.num_prompts,
-        group_size=config.algorithm.group_size,
+        group_size=config.sampling.group_size,
         samples=config.eval_samples,
     )
     return stacked([Heldout(_encoded(task, call.prompts), *call[1:]) for call in calls])
@@ -164,7 +164,7 @@ def whole_run(
         def judge(state: TrainState) -> jax.Array:
             actor = method.actor(state.params, frozen)
             key = step_key(seed, EVALUATION, 0)
-            temperature = settings.algorithm.temperature if heldout_temperature is None else heldout_temperature
+            temperature = settings.sampling.temperature if heldout_temperature is None else heldout_temperature
 
             def call(given: Heldout) -> jax.Array:
                 completions = sample(
@@ -232,11 +232,11 @@ def compile_row(
 
 def _step(method, policy, task, reward, config, state, start, frozen, given, seed, step):
     """One step of the loop: rollout, score, advantages, update."""
-    algorithm = config.algorithm
-    shape = given.ids.shape[0], algorithm.group_size
+    sampling = config.sampling
+    shape = given.ids.shape[0], sampling.group_size
     current = method.actor(state.params, frozen)
     reference = method.actor(start if state.reference is None else state.reference, frozen)
-    temperature = group_temperatures(*shape, algorithm.temperature, algorithm.temperature_spread)
+    temperature = group_temperatures(*shape, sampling.temperature, sampling.temperature_spread)
 
     # ---- rollout
     rows = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)

@@ -420,9 +420,9 @@ def test_the_presets_that_the_command_line_offers_are_those_that_there_are():
 
 
 def test_options_replace_constants_of_the_preset_and_none_keeps_them():
-    algorithm = GRPOConfig(preset="seed_001", kl_coef=0.0, temperature=0.9).algorithm
-    assert (algorithm.kl_coef, algorithm.temperature, algorithm.group_size) == (0.0, 0.9, 12)
-    assert (algorithm.epsilon_low, algorithm.epsilon_high) == (0.15, 0.15)
+    config = GRPOConfig(preset="seed_001", kl_coef=0.0, temperature=0.9)
+    assert (config.algorithm.kl_coef, *config.sampling) == (0.0, 12, 0.9, 0.0)
+    assert config.algorithm.constants == {"epsilon_low": 0.15, "epsilon_high": 0.15}
 
 
 def test_more_devices_than_there_are_is_refused():
