@@ -33,7 +33,7 @@ from grpo_jax.config import ModelOptions, options_of, recipe
 from grpo_jax.data.text import encode_prompts
 from grpo_jax.data.types import Completion, Example, pad_prompts
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.presets import Algorithm
+from grpo_jax.functional.presets import Objective
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import Policy
@@ -301,7 +301,7 @@ def task_of(config: Config, pretrained: Pretrained) -> Task:
 
 
 @partial(jax.jit, static_argnums=2)
-def _terms(logprobs: jax.Array, batch: Batch, algorithm: Algorithm) -> Terms:
+def _terms(logprobs: jax.Array, batch: Batch, algorithm: Objective) -> Terms:
     arrays = batch.old_logprobs, batch.advantages, batch.completion_mask
 
     def term(logprobs):
@@ -314,7 +314,7 @@ def _terms(logprobs: jax.Array, batch: Batch, algorithm: Algorithm) -> Terms:
     return Terms(logprobs, ratio, term(logprobs), slope, F.kl_k3(logprobs, batch.ref_logprobs), loss)
 
 
-def terms(logprobs: np.ndarray, batch: Batch, algorithm: Algorithm) -> Terms:
+def terms(logprobs: np.ndarray, batch: Batch, algorithm: Objective) -> Terms:
     """The loss of a batch at these log-probabilities, and what it is made of."""
     return jax.tree.map(np.asarray, _terms(logprobs, batch, algorithm))
 

@@ -64,11 +64,6 @@ def two_sided(d, rho, a, *_):
     return -jnp.minimum(jnp.minimum(rho, 4.0) * a, jnp.clip(rho, 0.8, 1.2) * a)
 
 
-def dual_clip(d, rho, a, *_):
-    loss = -jnp.minimum(rho * a, jnp.clip(rho, 0.8, 1.2) * a)
-    return jnp.where(a < 0, jnp.minimum(loss, -3 * a), loss)
-
-
 def cispo(d, rho, a, logprobs, *_):
     return -jax.lax.stop_gradient(jnp.minimum(rho, 5.0)) * a * logprobs
 
@@ -150,8 +145,7 @@ def of_ratio(surrogate: Loss, log_ratio: Loss = F.token_log_ratio) -> Loss:
 PAIRS: dict[str, tuple[Loss, Loss]] = {
     "grpo_loss, KL and metrics": (grpo, grpo_by_hand),
     "clipped_surrogate": (of_ratio(F.clipped_surrogate), by_hand(clip)),
-    "two_sided_clipped_surrogate": (of_ratio(F.two_sided_clipped_surrogate), by_hand(two_sided)),
-    "dual_clipped_surrogate": (of_ratio(F.dual_clipped_surrogate), by_hand(dual_clip)),
+    "clipped_surrogate, δ 4": (of_ratio(partial(F.clipped_surrogate, delta=4.0)), by_hand(two_sided)),
     "unclipped_surrogate": (of_ratio(F.unclipped_surrogate), by_hand(lambda d, rho, a, *_: -rho * a)),
     "cispo_surrogate": (of_ratio(F.cispo_surrogate), by_hand(cispo)),
     "sapo_surrogate": (of_ratio(F.sapo_surrogate), by_hand(sapo)),
@@ -172,12 +166,6 @@ PAIRS: dict[str, tuple[Loss, Loss]] = {
     "kl_unbiased": (
         divergence(F.kl_unbiased),
         divergence(lambda p, q: (p - q) ** 2 / 2 + jax.lax.stop_gradient(jnp.expm1(q - p) + p - q - (p - q) ** 2 / 2)),
-    ),
-    "kl_off_policy": (
-        lambda p, old, ref, a, mask, weights: jnp.sum(F.kl_off_policy(p, ref, F.token_log_ratio(p, old, mask))),
-        lambda p, old, ref, a, mask, weights: jnp.sum(
-            jnp.exp(jnp.where(mask, p - old, 0)) * (jnp.expm1(ref - p) + p - ref)
-        ),
     ),
     "critic_loss": (
         lambda v, old, r, a, mask, weights: jnp.sum(F.critic_loss(v, r, old_values=old)),

@@ -1,10 +1,9 @@
 """Losses on arrays: pure functions that import jax and chex, and nothing of the rest of this library.
 
-Arrays keep any leading axes: per-token arrays are `[..., T]`, rewards and advantages
-of groups `[..., G]`, masks bool. Everything works under jit, grad, vmap, `jax.pmap` and
-`shard_map`. Hyperparameters are keyword-only; those that are floats may be traced, but for `share`.
-Advantages, and what looks at the whole batch (`whiten`, `gdpo_advantages`, `clip_cov_term`, `kl_cov_term`,
-`top_entropy_tokens`), want the whole optimizer batch; all else may be computed in pieces.
+Arrays keep any leading axes: per-token arrays are `[..., T]`, rewards and advantages of groups `[..., G]`, masks bool.
+Everything works under jit, grad, vmap, `jax.pmap` and `shard_map`. Hyperparameters are keyword-only; floats may be
+traced, but for `share`. What looks at the whole batch takes `axis_name`, the mapped axes over which the batch is
+spread; all else may be computed in pieces.
 
 .. include:: ../../docs/examples.md
 .. include:: ../../docs/methods.md
@@ -15,7 +14,6 @@ from grpo_jax.functional.advantages import (
     best_of_group_advantages,
     centered_advantages,
     gdpo_advantages,
-    generalized_advantages,
     gpg_advantages,
     group_advantages,
     group_ranks,
@@ -25,10 +23,7 @@ from grpo_jax.functional.advantages import (
     opo_advantages,
     pass_at_k_advantages,
     rank_advantages,
-    reinforce_pp_advantages,
-    reinforce_pp_baseline_advantages,
     remax_advantages,
-    rewards_at_end,
     whiten,
 )
 from grpo_jax.functional.aggregation import (
@@ -38,9 +33,9 @@ from grpo_jax.functional.aggregation import (
     token_mean_weights,
 )
 from grpo_jax.functional.correction import (
-    keep_rows,
+    keep_completions,
     masked_weights,
-    on_policy_rows,
+    on_policy_completions,
     rejection_weights,
     top_entropy_tokens,
     truncated_weights,
@@ -54,7 +49,6 @@ from grpo_jax.functional.divergence import (
     kl_k1,
     kl_k2,
     kl_k3,
-    kl_off_policy,
     kl_unbiased,
 )
 from grpo_jax.functional.logprobs import TokenLogprobs, token_kl, token_logprobs
@@ -73,7 +67,6 @@ from grpo_jax.functional.policy_gradient import (
     clip_cov_term,
     clipped_surrogate,
     dppo_term,
-    dual_clipped_surrogate,
     gmpo_term,
     gspo_log_ratio,
     kl_cov_term,
@@ -85,20 +78,26 @@ from grpo_jax.functional.policy_gradient import (
     sequence_mean_log_ratio,
     token_covariance,
     token_log_ratio,
-    two_sided_clipped_surrogate,
     unclipped_surrogate,
     vespo_term,
 )
 from grpo_jax.functional.preference import bradley_terry_loss, critic_loss
-from grpo_jax.functional.presets import PRESETS, Algorithm, check, of_rewards
+from grpo_jax.functional.presets import PRESETS, Objective, check, ignore_lengths, is_sequence_level
+from grpo_jax.functional.returns import (
+    generalized_advantages,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    rewards_at_end,
+)
 from grpo_jax.functional.shaping import CombinedRewards, combine_rewards, kl_penalized_rewards, overlong_penalty
 
 # In the order of the documentation.
 __all__ = [  # noqa: RUF022
     "PRESETS",
-    "Algorithm",
+    "Objective",
     "check",
-    "of_rewards",
+    "ignore_lengths",
+    "is_sequence_level",
     "grpo_loss",
     "grpo_objective",
     "weighted_sum",
@@ -130,8 +129,6 @@ __all__ = [  # noqa: RUF022
     "sequence_mean_log_ratio",
     "gspo_log_ratio",
     "clipped_surrogate",
-    "two_sided_clipped_surrogate",
-    "dual_clipped_surrogate",
     "cispo_surrogate",
     "sapo_surrogate",
     "unclipped_surrogate",
@@ -148,9 +145,9 @@ __all__ = [  # noqa: RUF022
     "truncated_weights",
     "masked_weights",
     "rejection_weights",
-    "on_policy_rows",
+    "on_policy_completions",
     "top_entropy_tokens",
-    "keep_rows",
+    "keep_completions",
     "token_mean_weights",
     "sequence_mean_weights",
     "sequence_sum_weights",
@@ -160,7 +157,6 @@ __all__ = [  # noqa: RUF022
     "kl_k2",
     "kl_k3",
     "kl_unbiased",
-    "kl_off_policy",
     "kl_full",
     "adaptive_kl_coef",
     "entropy",

@@ -1,30 +1,31 @@
 """Advantages of completions that answer the same prompt.
 
-Rewards are `[..., G]`: the last axis is the group, the G completions of one
-prompt. Functions return advantages of the same shape, treat leading axes as
-independent groups, and know no parameters. Those that look at the whole batch say so.
+Rewards are `[..., G]`: the last axis is the group, the G completions of one prompt. Leading axes are independent
+groups, and advantages have the shape of the rewards. What looks at the whole batch takes `axis_name`, the mapped axes
+(of `jax.pmap`, `shard_map`, `vmap`) over which the batch is spread, for statistics of all devices. A group is on one
+device, so that functions of groups alone need none.
 
-Where a function takes `where`, bool `[..., G]`, it leaves completions out, as `jnp.mean` does:
-they do not count in any baseline and get exactly 0, whatever their reward. None: all count.
+`where`, bool `[..., G]`, leaves completions out: they are in no baseline and get exactly 0, whatever their reward.
+None: all count.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import wraps
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import exact, over_devices
+from grpo_jax.functional.numerics import AxisName, maybe_pmax, maybe_psum, upcast
 
 
 def _in_float32(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Computes in at least float32 and returns the rewards' dtype: in 16 bits a mean falls on the rewards' grid."""
 
     @wraps(advantages)
-    def exactly(rewards: jax.Array, *arguments, **options) -> jax.Array:
-        return advantages(exact(rewards), *arguments, **options).astype(_float(rewards))
+    def upcasted(rewards: jax.Array, *arguments, **options) -> jax.Array:
+        return advantages(upcast(rewards), *arguments, **options).astype(_float(rewards))
 
-    return exactly
+    return upcasted
 
 
 @_in_float32
@@ -33,16 +34,13 @@ def group_advantages(
 ) -> jax.Array:
     """Standardised rewards: Aᵢ = (rᵢ − μ) / (s + ε).
 
-    DeepSeekMath (2402.03300), equation after (3). μ and s are the mean and
-    standard deviation of the group.
+    DeepSeekMath (2402.03300), section 4.1.2. μ and s are the mean and standard deviation of the group.
 
     Args:
       rewards: `[..., G]`.
-      ddof: what is subtracted from G in the variance. 1 (sample deviation) is
-        what published systems and the worked example ±0.8660 use; 0 is the
-        population deviation.
-      eps: added to s. Default from verl (1e-6); TRL takes 1e-4, the original
-        listings 1e-8.
+      ddof: what is subtracted from G in the variance. 1, the sample deviation, as in TRL and verl; 0 is the population
+        deviation.
+      eps: added to s. 1e-6 from verl; TRL takes 1e-4, the post that announced GRPO 1e-8.
       where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
 
     Returns:
@@ -53,10 +51,10 @@ def group_advantages(
       [ 0.866 -0.866 -0.866  0.866]
     """
     centered = centered_advantages(rewards, where=where)
-    # Equal rewards have a deviation of rounding noise, not of 0, which ε does
-    # not drown: eight times 0.7 in float32 would give 0.86. Compare the rewards.
+    # The deviation of equal rewards is rounding noise rather than 0, and larger than ε: eight times 0.7 in float32
+    # would give 0.86. So compare the rewards.
     has_spread = _has_spread(rewards, where)
-    # Squares of rewards between 0 and 1: larger ones could overflow, and all advantages be 0 without a word.
+    # Divided by the largest first: squares of large rewards overflow, and all advantages would be 0.
     scale = jax.lax.stop_gradient(jnp.max(jnp.abs(jnp.where(has_spread, centered, 1)), axis=-1, keepdims=True))
     variance = jnp.sum(jnp.square(centered / scale), axis=-1, keepdims=True) / _at_least_1(
         _count(rewards, where) - ddof
@@ -94,7 +92,7 @@ def leave_one_out_advantages(rewards: jax.Array, *, where: jax.Array | None = No
       where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
 
     Returns:
-      `[..., G]`; a group of one has nobody to compare with and gets 0.
+      `[..., G]`; a group of one gets 0.
 
     Examples:
       >>> print(leave_one_out_advantages(jnp.array([3.0, 0.0, 0.0])))
@@ -128,10 +126,9 @@ def rank_advantages(
 ) -> jax.Array:
     """Standardised ranks: A = standardise(−rank̄), rank̄ᵢ = ½ (#{j : rⱼ > rᵢ} + #{j : rⱼ ≥ rᵢ} + 1).
 
-    rank̄ gives equal rewards the mean of the ranks they occupy. Unchanged by any
-    increasing map of the rewards: only their order counts. For 0/1 rewards this
-    equals `group_advantages`. The post that announced GRPO proposes ranks; ties and
-    scale are this library's choice.
+    rank̄ gives equal rewards the mean of the ranks they occupy. Only the order of the rewards counts. For 0/1 rewards
+    this equals `group_advantages`. The post that announced GRPO proposes ranks; how ties and scale are treated is this
+    library's choice.
 
     Args:
       rewards: `[..., G]`.
@@ -176,7 +173,7 @@ def batch_std_advantages(
     ddof: int = 1,
     eps: float = 1e-6,
     where: jax.Array | None = None,
-    axis_name: Hashable | None = None,
+    axis_name: AxisName = None,
 ) -> jax.Array:
     """Centred in the group, scaled by the batch: Aᵢ = (rᵢ − μ_group) / (s_batch + ε). Lite PPO (2508.08221).
 
@@ -201,15 +198,18 @@ def batch_std_advantages(
 
 
 @_in_float32
-def opo_advantages(rewards: jax.Array, lengths: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
-    """Against the mean weighted by length: Aᵢ = rᵢ − Σⱼ |oⱼ| rⱼ / Σⱼ |oⱼ|. OPO (2505.23585).
+def opo_advantages(
+    rewards: jax.Array, lengths: jax.Array, *, where: jax.Array | None = None, axis_name: AxisName = None
+) -> jax.Array:
+    """Reward against the mean weighted by length: Aᵢ = rᵢ − Σⱼ |oⱼ| rⱼ / Σⱼ |oⱼ|. OPO (2505.23585).
 
-    The baseline of least variance, if gradients of tokens are independent and alike.
+    The baseline of least variance if the gradients of tokens are independent and equally distributed.
 
     Args:
       rewards: `[..., G]`.
       lengths: `[..., G]`, |o| in tokens.
       where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+      axis_name: not read, since a group is on one device; `Objective.advantages` is called with it.
 
     Returns:
       `[..., G]`. A group whose rewards are all equal gets exactly 0.
@@ -218,6 +218,7 @@ def opo_advantages(rewards: jax.Array, lengths: jax.Array, *, where: jax.Array |
       >>> print(opo_advantages(jnp.array([1.0, 0.0]), jnp.array([30, 10])))
       [ 0.25 -0.75]
     """
+    del axis_name
     kept, lengths = _fill(rewards, where), lengths.astype(rewards.dtype)
     weights = lengths if where is None else jnp.where(where, lengths, 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -227,7 +228,7 @@ def opo_advantages(rewards: jax.Array, lengths: jax.Array, *, where: jax.Array |
 
 @_in_float32
 def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array:
-    """Against the greedy completion of the same prompt: Aᵢ = rᵢ − r(greedy). ReMax (2310.10505).
+    """Reward against that of the greedy completion of the prompt: Aᵢ = rᵢ − r(greedy). ReMax (2310.10505).
 
     Args:
       rewards: `[..., G]`, of sampled completions; G may be 1.
@@ -240,36 +241,34 @@ def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array
       >>> print(remax_advantages(jnp.array([[1.0, 0.0]]), jnp.array([0.25])))
       [[ 0.75 -0.25]]
     """
-    return rewards - exact(greedy_rewards)[..., None]
+    return rewards - upcast(greedy_rewards)[..., None]
 
 
 @_in_float32
-def gpg_advantages(
-    rewards: jax.Array, *, where: jax.Array | None = None, axis_name: Hashable | None = None
-) -> jax.Array:
-    """Aᵢ = α (rᵢ − μ), α = B / #{rows of groups whose rewards differ}. GPG (2504.02546).
+def gpg_advantages(rewards: jax.Array, *, where: jax.Array | None = None, axis_name: AxisName = None) -> jax.Array:
+    """Aᵢ = α (rᵢ − μ), α = B / #{completions of groups whose rewards differ}. GPG (2504.02546).
 
-    α keeps the gradient's scale when groups without signal shrink it. Goes with `reinforce_term`.
+    Groups of equal rewards have no gradient; α makes up for the scale that they take from the mean. Goes with
+    `reinforce_term`.
 
     Args:
       rewards: `[..., G]`; all axes together are the batch.
       where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
-        B counts what it leaves.
+        B counts those that do.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
       `[..., G]`; all 0 where no group has signal.
 
     Examples:
-      >>> print(gpg_advantages(jnp.array([[1.0, 0.0], [1.0, 1.0]])))  # half of the rows have signal
+      >>> print(gpg_advantages(jnp.array([[1.0, 0.0], [1.0, 1.0]])))  # half of the groups have signal
       [[ 1. -1.]
        [ 0.  0.]]
     """
     counted = jnp.ones_like(rewards, bool) if where is None else where
     with_signal = counted & _has_spread(rewards, where)
-    rows, signals = (over_devices(jnp.sum(x, dtype=jnp.float32), axis_name) for x in (counted, with_signal))
-    centered = centered_advantages(rewards, where=where)
-    return centered * (rows / jnp.maximum(signals, 1))
+    total, signals = (maybe_psum(jnp.sum(x, dtype=jnp.float32), axis_name) for x in (counted, with_signal))
+    return centered_advantages(rewards, where=where) * (total / jnp.maximum(signals, 1))
 
 
 @_in_float32
@@ -295,9 +294,9 @@ def max_rl_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> 
 
 @_in_float32
 def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
-    """Only the best counts, by how much it beats the second: A₍₁₎ = r₍₁₎ − r₍₂₎, others 0.
+    """The best gets its lead over the second, A₍₁₎ = r₍₁₎ − r₍₂₎, and all others 0. 2503.19595.
 
-    The group's maximum against that of a group without its best (2503.19595).
+    The lead is what the group's maximum would lose without its best completion.
 
     Args:
       rewards: `[..., G]`.
@@ -311,7 +310,8 @@ def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = No
       [0.  0.4 0. ]
     """
     eligible = rewards if where is None else jnp.where(where, rewards, -jnp.inf)
-    is_best = _positions(rewards) == jnp.argmax(eligible, axis=-1, keepdims=True)
+    position = jax.lax.broadcasted_iota(jnp.int32, rewards.shape, rewards.ndim - 1)
+    is_best = position == jnp.argmax(eligible, axis=-1, keepdims=True)
     best = jnp.max(eligible, axis=-1, keepdims=True)
     second = jnp.max(jnp.where(is_best, -jnp.inf, eligible), axis=-1, keepdims=True)
     has_second = _count(rewards, where) > 1
@@ -323,8 +323,8 @@ def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = No
 def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: jax.Array | None = None) -> jax.Array:
     """A⁺ = (1 − R̄)/σ, A⁻ = (1 − R̄ − C(q−1, k−1)/C(n−1, k−1))/σ, R̄ = 1 − C(q, k)/C(n, k), σ = √(R̄ (1 − R̄)).
 
-    2508.10751: what a completion adds to pass@k, averaged over all subsets of k that hold
-    it; n completions, q of them wrong. With k = 1 this is `group_advantages` of population deviation.
+    2508.10751: the standardised reward of a subset of k completions, 1 if one of them is right, averaged over the
+    subsets that hold a completion. n completions, q of them wrong. With k = 1 this is `group_advantages` with ddof 0.
 
     Args:
       rewards: `[..., G]`; right is what is above 0.
@@ -347,7 +347,7 @@ def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: jax.Array | None 
     right = counted & (rewards > 0)
     n, wrong = (jnp.sum(x, axis=-1, keepdims=True, dtype=jnp.float32) for x in (counted, counted & ~right))
     all_wrong = _choose_ratio(wrong, n, k)
-    others_wrong = _choose_ratio(wrong - 1, n - 1, k - 1)  # of the subsets around one wrong row
+    others_wrong = _choose_ratio(wrong - 1, n - 1, k - 1)  # of the subsets that hold a given wrong one
     variance = all_wrong * (1 - all_wrong)
     above = jnp.where(right, all_wrong, all_wrong - others_wrong)
     informative = (variance > 0) & counted & (n >= k)
@@ -361,11 +361,11 @@ def gdpo_advantages(
     weights: jax.Array | None = None,
     ddof: int = 1,
     eps: float = 1e-6,
-    axis_name: Hashable | None = None,
+    axis_name: AxisName = None,
 ) -> jax.Array:
     """A = whiten_batch(Σₖ wₖ standardise_group(rᵏ)), for several rewards. GDPO (2601.05242).
 
-    Each reward has its group statistic of its own, so that none is drowned by another's scale.
+    Each reward is standardised by itself, so that the scale of one does not hide another.
 
     Args:
       rewards: `[K, ..., G]`; NaN where a reward does not apply to a completion.
@@ -387,7 +387,7 @@ def gdpo_advantages(
     if weights is not None:
         by_reward = by_reward * weights.reshape(-1, *[1] * (rewards.ndim - 1))
     total, size = jnp.sum(by_reward, axis=0), jnp.sum(jnp.abs(by_reward), axis=0)
-    # What rounding leaves where rewards cancel, whitening would blow up.
+    # Where rewards cancel, whitening would magnify what rounding leaves.
     total = jnp.where(jnp.abs(total) <= 1e-6 * size, 0, total)
     return whiten(total, jnp.any(applies, axis=0), ddof=ddof, eps=eps, axis_name=axis_name)
 
@@ -398,7 +398,7 @@ def whiten(
     *,
     ddof: int = 1,
     eps: float = 1e-4,
-    axis_name: Hashable | None = None,
+    axis_name: AxisName = None,
 ) -> jax.Array:
     """(x − mean) / (s + ε), over the whole batch.
 
@@ -406,7 +406,7 @@ def whiten(
       values: any shape; all axes together are the batch.
       mask: bool, of the same shape, what counts. None: all.
       ddof: as in `group_advantages`, of the batch. 1 as in published systems.
-      eps: added to s. 1e-4: verl has √(s² + 1e-8), the same floor. Less would blow up rounding noise.
+      eps: added to s. 1e-4: verl has √(s² + 1e-8), the same floor. Less would magnify rounding noise.
       axis_name: mapped axes over which the batch is spread.
 
     Returns:
@@ -418,157 +418,14 @@ def whiten(
        [ 1.  0.]]
     """
     mask = jnp.ones_like(values, bool) if mask is None else mask
-    kept = jnp.where(mask, exact(values), 0)
+    kept = jnp.where(mask, upcast(values), 0)
     mean, deviation = _batch_moments(values, mask, ddof, axis_name)
-    # Of equal values the deviation is rounding noise; see group_advantages.
+    # The deviation of equal values is rounding noise; see group_advantages.
     constant = jax.lax.stop_gradient(kept)
-    lowest = over_devices(jnp.min(jnp.where(mask, constant, jnp.inf)), axis_name, jax.lax.pmin)
-    highest = over_devices(jnp.max(jnp.where(mask, constant, -jnp.inf)), axis_name, jax.lax.pmax)
+    highest = maybe_pmax(jnp.max(jnp.where(mask, constant, -jnp.inf)), axis_name)
+    lowest = -maybe_pmax(jnp.max(jnp.where(mask, -constant, -jnp.inf)), axis_name)
     whitened = jnp.where(mask & (lowest != highest), (kept - mean) / (deviation + eps), 0)
     return whitened.astype(_float(values))
-
-
-def reinforce_pp_advantages(
-    rewards: jax.Array,
-    mask: jax.Array,
-    *,
-    token_penalty: jax.Array | None = None,
-    gamma: float = 1.0,
-    eps: float = 1e-4,
-    axis_name: Hashable | None = None,
-) -> jax.Array:
-    """A = whiten(R), Rₜ = r̂ₜ + γ Rₜ₊₁, r̂ₜ = 1[last] r − βk1ₜ. REINFORCE++ (2501.03262).
-
-    Args:
-      rewards: `[...]`, one a completion.
-      mask: bool `[..., T]`.
-      token_penalty: `[..., T]`, β · `kl_k1`. None: no KL in the reward.
-      gamma: discount a token, 1 as in the paper.
-      eps: as in `whiten`.
-      axis_name: mapped axes over which the batch is spread.
-
-    Returns:
-      `[..., T]`, 0 where masked.
-
-    Examples:
-      >>> print(reinforce_pp_advantages(jnp.array([1.0, 0.0]), jnp.array([[True, True], [True, True]])))
-      [[ 0.866  0.866]
-       [-0.866 -0.866]]
-    """
-    token_rewards = rewards_at_end(rewards, mask)
-    if token_penalty is not None:
-        token_rewards = token_rewards - jnp.where(mask, token_penalty, 0)
-    # Without a critic and with λ = 1 an advantage is the discounted return.
-    returns = generalized_advantages(token_rewards, jnp.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)
-    return whiten(returns, mask, eps=eps, axis_name=axis_name)
-
-
-def reinforce_pp_baseline_advantages(
-    rewards: jax.Array, mask: jax.Array, *, eps: float = 1e-4, axis_name: Hashable | None = None
-) -> jax.Array:
-    """A = whiten(r − μ), μ of the group, whitened over all tokens of the batch. REINFORCE++ with baseline (2501.03262).
-
-    Args:
-      rewards: `[..., G]`.
-      mask: bool `[..., G, T]`; a long completion counts more often in the batch's moments, as in verl.
-      eps: as in `whiten`.
-      axis_name: mapped axes over which the batch is spread.
-
-    Returns:
-      `[..., G, T]`, 0 where masked.
-
-    Examples:
-      >>> print(reinforce_pp_baseline_advantages(jnp.array([[3.0, 1.0]]), jnp.array([[[True], [True]]])))
-      [[[ 0.707]
-        [-0.707]]]
-    """
-    centered = jnp.broadcast_to(centered_advantages(rewards)[..., None], mask.shape)
-    return whiten(centered, mask, eps=eps, axis_name=axis_name)
-
-
-def rewards_at_end(rewards: jax.Array, mask: jax.Array) -> jax.Array:
-    """A completion's reward on its last token, 0 elsewhere.
-
-    Args:
-      rewards: `[...]`.
-      mask: bool `[..., T]`.
-
-    Returns:
-      `[..., T]`; all 0 in a row without tokens.
-
-    Examples:
-      >>> print(rewards_at_end(jnp.array([5.0]), jnp.array([[True, True, False]])))
-      [[0. 5. 0.]]
-    """
-    position = _positions(mask)
-    last = jnp.max(jnp.where(mask, position, -1), axis=-1, keepdims=True)
-    return jnp.where(position == last, rewards[..., None], 0)
-
-
-def generalized_advantages(
-    rewards: jax.Array,
-    values: jax.Array,
-    mask: jax.Array,
-    *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    bootstrap: jax.Array | None = None,
-    num_steps: int | None = None,
-) -> jax.Array:
-    """Aₜ = Σ (γλ)ˡ δₜ₊ₗ over l = 0 … K − 1, δₜ = rₜ + γVₜ₊₁ − Vₜ. GAE (1506.02438), equation 16.
-
-    K is infinite by default: Aₜ = δₜ + γλ Aₜ₊₁. Masked tokens are stepped over, so that the token
-    after a gap counts as the next one. Returns, the critic's target, are A + V.
-
-    Args:
-      rewards: `[..., T]`, a token's; see `rewards_at_end`.
-      values: `[..., T]`, V before the token is sampled.
-      mask: bool `[..., T]`.
-      gamma: discount a token. 1: an answer is worth the same however long it took.
-      lam: λ; 0.95 from PPO (1707.06347). 1 trusts rewards alone, 0 the critic alone.
-      bootstrap: `[...]`, V after the last token of a row that was truncated. None: 0, right after an EOS.
-      num_steps: K, static; None: to the end.
-
-    Returns:
-      `[..., T]`, at least float32; 0 where masked.
-
-    Raises:
-      ValueError: num_steps is below 1.
-
-    Examples:
-      >>> rewards, values = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.5, 0.25, 0.5])
-      >>> print(generalized_advantages(rewards, values, jnp.ones(3, bool), lam=0.5))  # δ = -0.25, 0.25, 0.5
-      [0.  0.5 0.5]
-    """
-    if num_steps is not None and num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps}: it must be at least 1, or None for all")
-    # In 16 bits a sum over a long completion would stop growing.
-    dtype = jnp.promote_types(exact(rewards).dtype, exact(values).dtype)
-    rewards, values = (jnp.where(mask, x.astype(dtype), 0) for x in (rewards, values))
-    end = jnp.zeros_like(values[..., 0]) if bootstrap is None else bootstrap.astype(dtype)
-
-    def backward(carry, token):
-        next_value, following = carry  # following: A of the next token, or δ of the next K
-        reward, value, is_token = token
-        delta = reward + gamma * next_value - value
-        if num_steps is None:
-            current = advantage = delta + gamma * lam * following
-        else:
-            current = jnp.concatenate([delta[None], following[:-1]])
-            decay = (gamma * lam) ** jnp.arange(num_steps, dtype=delta.dtype)
-            advantage = jnp.tensordot(decay, current, axes=1)
-        carry = jnp.where(is_token, value, next_value), jnp.where(is_token, current, following)
-        return carry, jnp.where(is_token, advantage, 0)
-
-    following = jnp.zeros_like(end) if num_steps is None else jnp.zeros_like(end, shape=(num_steps, *end.shape))
-    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), (rewards, values, mask))
-    advantages = jax.lax.scan(backward, (end, following), by_token, reverse=True)[1]
-    return jnp.moveaxis(advantages, 0, -1)
-
-
-def _positions(like: jax.Array) -> jax.Array:
-    """0, 1, … along the last axis, with the rank of `like`."""
-    return jnp.arange(like.shape[-1]).reshape(*[1] * (like.ndim - 1), -1)
 
 
 def _mean_ranks(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
@@ -576,7 +433,7 @@ def _mean_ranks(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
     larger = _larger(rewards, where)
     better, worse = (jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (larger, jnp.swapaxes(larger, -1, -2)))
     ranks = ((better - worse).astype(_float(rewards)) + _count(rewards, where) + 1) / 2
-    return jnp.where(jnp.isnan(rewards), jnp.nan, ranks)  # NaN is larger than nothing; it must not pass for average
+    return jnp.where(jnp.isnan(rewards), jnp.nan, ranks)  # no comparison holds for NaN: its rank would be the middle
 
 
 def _larger(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
@@ -595,7 +452,7 @@ def _at_least_1(count):
 
 
 def _fill(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
-    """In place of rewards that do not count, the group's largest that does, or 0: the spread is that of the rest."""
+    """Rewards that do not count become the group's largest that does, or 0: so they add nothing to its spread."""
     if where is None:
         return rewards
     largest = jnp.max(jnp.where(where, rewards, -jnp.inf), axis=-1, keepdims=True)
@@ -614,28 +471,28 @@ def _against(rewards: jax.Array, baseline: jax.Array, where: jax.Array | None) -
 
 
 def _differs(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
-    """What counts, in groups whose rewards are not all equal: everything else gets exactly 0."""
+    """bool `[..., G]`: what counts, in groups whose rewards are not all equal. Everything else gets exactly 0."""
     return _has_spread(rewards, where) if where is None else _has_spread(rewards, where) & where
 
 
 def _has_spread(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
     rewards = _fill(rewards, where)
-    # Not equal rather than greater: a NaN must stay visible, and not pass for "all equal".
+    # "!=" rather than ">": a NaN must stay visible, and not pass for "all equal".
     return jnp.max(rewards, axis=-1, keepdims=True) != jnp.min(rewards, axis=-1, keepdims=True)
 
 
-def _batch_moments(values: jax.Array, mask: jax.Array | None, ddof: int, axis_name: Hashable | None):
+def _batch_moments(values: jax.Array, mask: jax.Array | None, ddof: int, axis_name: AxisName):
     """Mean and standard deviation over all axes and `axis_name`, of what the mask keeps."""
     mask = jnp.ones_like(values, bool) if mask is None else mask
-    kept = jnp.where(mask, exact(values), 0)
-    count, total = (over_devices(jnp.sum(x, dtype=kept.dtype), axis_name) for x in (mask, kept))
+    kept = jnp.where(mask, upcast(values), 0)
+    count, total = (maybe_psum(jnp.sum(x, dtype=kept.dtype), axis_name) for x in (mask, kept))
     mean = total / jnp.maximum(count, 1)
     centered = jnp.where(mask, kept - mean, 0)
-    # Squares between 0 and 1, as in group_advantages.
-    largest = over_devices(jnp.max(jnp.abs(jax.lax.stop_gradient(centered)), initial=0), axis_name, jax.lax.pmax)
+    # Divided by the largest before squaring, as in group_advantages.
+    largest = maybe_pmax(jnp.max(jnp.abs(jax.lax.stop_gradient(centered)), initial=0), axis_name)
     scale = jnp.where(largest > 0, largest, 1)
-    squares = over_devices(jnp.sum(jnp.square(centered / scale)), axis_name)
-    # Of constant values the gradient of a square root at 0 would be infinite.
+    squares = maybe_psum(jnp.sum(jnp.square(centered / scale)), axis_name)
+    # The gradient of a square root is infinite at 0, where all values are equal.
     variance = squares / jnp.maximum(count - ddof, 1)
     return mean, scale * jnp.where(variance > 0, jnp.sqrt(jnp.where(variance > 0, variance, 1)), variance)
 

@@ -1,32 +1,31 @@
 """From a mask to one weight per token: loss = Σ weights · per_token.
 
-Weights are computed once for a whole optimizer batch, outside the loss. However
-that batch is then split into microbatches or over devices, the pieces of the
-weighted sum add up to the same number. (A mean of microbatch means does not.)
+Weights are computed once for a whole optimizer batch, outside the loss. However that batch is then split into
+microbatches or over devices, the pieces of the weighted sum add up to the same number. (A mean of microbatch means
+does not.)
 
-Masks are bool `[..., T]`: true on every sampled token, including the one that
-ended the row. Leading axes are rows. A row without any token is no row: it has
-weight 0 and is not counted.
+Masks are bool `[..., T]`: true on every sampled token, including the one that ended the completion. Leading axes are
+completions. B is the number of completions in the optimizer batch. By default it counts those that have a token. Give
+`num_completions` where completions were masked out, such as truncated ones, and are still to count in the mean: TRL
+always counts them, and it is what Dr.GRPO's constant divisor means.
 
-`axis_name` names the mapped axes (of `jax.pmap`, `shard_map`, `vmap`) over which
-the optimizer batch is spread; totals are then global. Default: not spread.
+`axis_name` names the mapped axes (of `jax.pmap`, `shard_map`, `vmap`) over which the optimizer batch is spread; totals
+are then global. `num_completions` is global already.
 """
-
-from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import over_devices
-
-AxisName = Hashable | None
+from grpo_jax.functional.numerics import AxisName, maybe_psum
 
 
-def token_mean_weights(mask: jax.Array, *, axis_name: AxisName = None) -> jax.Array:
+def token_mean_weights(mask: jax.Array, *, num_completions: int | None = None, axis_name: AxisName = None) -> jax.Array:
     """Every token the same: w = m / Σ m. DAPO (2503.14476).
 
     Args:
       mask: bool `[..., T]`.
+      num_completions: not read: the divisor is the number of tokens. To count the tokens of masked completions, take
+        the weights of the mask that still has them.
       axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
@@ -37,54 +36,75 @@ def token_mean_weights(mask: jax.Array, *, axis_name: AxisName = None) -> jax.Ar
       [[0.25 0.25 0.25]
        [0.25 0.   0.  ]]
     """
-    total = over_devices(jnp.sum(mask, dtype=jnp.float32), axis_name)
+    del num_completions
+    total = maybe_psum(jnp.sum(mask, dtype=jnp.float32), axis_name)
     return mask.astype(jnp.float32) / jnp.maximum(total, 1)
 
 
-def sequence_mean_weights(mask: jax.Array, *, axis_name: AxisName = None) -> jax.Array:
-    """Every row the same, the tokens of a row share: w = m / (|oᵢ| · B). DeepSeekMath (2402.03300).
+def sequence_mean_weights(
+    mask: jax.Array, *, num_completions: int | None = None, axis_name: AxisName = None
+) -> jax.Array:
+    """Every completion the same, shared by its tokens: w = m / (|oᵢ| · B). DeepSeekMath (2402.03300).
 
     Args:
       mask: bool `[..., T]`.
+      num_completions: B of the whole optimizer batch. None: the completions that have a token.
       axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
-      float32 `[..., T]`, summing to 1 over the optimizer batch (to 0 if it is empty).
+      float32 `[..., T]`, summing to 1 over the optimizer batch (to 0 if it is empty, to less than 1 if
+      `num_completions` counts completions without tokens).
 
     Examples:
-      >>> print(sequence_mean_weights(jnp.array([[True, True], [True, False]])))
+      >>> mask = jnp.array([[True, True], [True, False], [False, False]])
+      >>> print(sequence_mean_weights(mask))
       [[0.25 0.25]
-       [0.5  0.  ]]
+       [0.5  0.  ]
+       [0.   0.  ]]
+      >>> print(sequence_mean_weights(mask, num_completions=3))
+      [[0.167 0.167]
+       [0.333 0.   ]
+       [0.    0.   ]]
     """
     lengths = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.float32)
-    return mask.astype(jnp.float32) / (jnp.maximum(lengths, 1) * _num_rows(mask, axis_name))
+    return mask.astype(jnp.float32) / (jnp.maximum(lengths, 1) * _count(mask, num_completions, axis_name))
 
 
-def sequence_sum_weights(mask: jax.Array, *, axis_name: AxisName = None) -> jax.Array:
-    """The mean over rows of sums over tokens: w = m / B.
+def sequence_sum_weights(
+    mask: jax.Array, *, num_completions: int | None = None, axis_name: AxisName = None
+) -> jax.Array:
+    """The mean over completions of sums over their tokens: w = m / B. LUSPO (2602.05261).
 
     Args:
       mask: bool `[..., T]`.
+      num_completions: B of the whole optimizer batch. None: the completions that have a token.
       axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
-      float32 `[..., T]`, summing to the mean length of a row.
+      float32 `[..., T]`, summing to the mean length of a completion.
 
     Examples:
       >>> print(sequence_sum_weights(jnp.array([[True, True], [True, False]])))
       [[0.5 0.5]
        [0.5 0. ]]
     """
-    return mask.astype(jnp.float32) / _num_rows(mask, axis_name)
+    return mask.astype(jnp.float32) / _count(mask, num_completions, axis_name)
 
 
-def constant_length_weights(mask: jax.Array, *, max_length: int | None = None, axis_name: AxisName = None) -> jax.Array:
+def constant_length_weights(
+    mask: jax.Array,
+    *,
+    max_length: int | None = None,
+    num_completions: int | None = None,
+    axis_name: AxisName = None,
+) -> jax.Array:
     """Sums over tokens by a constant: w = m / (B · L_max). Dr.GRPO (2503.20783).
 
     Args:
       mask: bool `[..., T]`.
       max_length: L_max in tokens, the sampler's limit. None: the width T of the mask, which
         is right only where the mask is as wide as that limit.
+      num_completions: B of the whole optimizer batch. None: the completions that have a token.
       axis_name: mapped axes over which the optimizer batch is spread.
 
     Returns:
@@ -96,9 +116,13 @@ def constant_length_weights(mask: jax.Array, *, max_length: int | None = None, a
        [0.125 0.   ]]
     """
     max_length = mask.shape[-1] if max_length is None else max_length
-    return mask.astype(jnp.float32) / (max_length * _num_rows(mask, axis_name))
+    return mask.astype(jnp.float32) / (max_length * _count(mask, num_completions, axis_name))
 
 
-def _num_rows(mask: jax.Array, axis_name: AxisName) -> jax.Array:
-    """B, the number of rows that have a token; at least 1."""
-    return jnp.maximum(over_devices(jnp.sum(jnp.any(mask, axis=-1), dtype=jnp.float32), axis_name), 1)
+def _count(mask: jax.Array, num_completions: int | None, axis_name: AxisName) -> jax.Array:
+    """B, at least 1: as given, or the completions that have a token."""
+    if num_completions is None:
+        given = maybe_psum(jnp.sum(jnp.any(mask, axis=-1), dtype=jnp.float32), axis_name)
+    else:
+        given = jnp.asarray(num_completions, jnp.float32)
+    return jnp.maximum(given, 1)

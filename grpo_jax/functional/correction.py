@@ -1,17 +1,19 @@
-"""Weights for what the trainer's policy and the sampler's disagree on, and masks for tokens better left out.
+"""Corrections for a sampler that rounds differently or a policy that has moved on, and masks for what to leave out.
 
-Both are constants of the loss: a weight multiplies the advantages, a mask takes the place
-of the completion mask. Where a term is one number a row (sequence ratios, GSPO, GMPO, VESPO), a mask of
-tokens would change that number: weigh tokens, or drop rows.
+Weights, and the masks `on_policy_completions` and `top_entropy_tokens`, **multiply the advantages**:
+`per_token(advantages, mask) * weights`. The policy term is weighed or gone; KL, entropy bonus, sequence ratios and the
+loss's weights stay what they were, as in TRL. `keep_completions` takes the place of the completion mask instead: what
+it drops has no loss at all, and counts in the mean if `num_completions` says so. All are constants, without gradient.
 
-Weights are of a log-ratio log w = log π_old − log π_s, which the functions of `policy_gradient`
-make: `token_log_ratio(old_logprobs, sampler_logprobs, mask)` for tokens, `sequence_log_ratio` for rows,
-`sequence_mean_log_ratio` for rows by length.
+Weights are of a log-ratio log w = log π_old − log π_s, π_s the sampler's own numbers, which the functions of
+`policy_gradient` make: `token_log_ratio(old_logprobs, sampler_logprobs, mask)` of tokens, `sequence_log_ratio` of
+completions, `sequence_mean_log_ratio` of completions by length.
 """
 
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.functional.numerics import AxisName, maybe_all_gather, maybe_psum
 from grpo_jax.functional.policy_gradient import per_token
 
 
@@ -19,7 +21,7 @@ def truncated_weights(log_ratio: jax.Array, *, cap: float = 2.0) -> jax.Array:
     """min(w, C), truncated importance sampling. https://fengyao.notion.site/off-policy-rl
 
     Args:
-      log_ratio: `[..., T]`, log w of tokens, or of rows (C = 3 is then usual).
+      log_ratio: `[..., T]`, log w of tokens, or of completions (C = 3 is then usual).
       cap: C; 2 from the source, for tokens.
 
     Returns:
@@ -33,12 +35,12 @@ def truncated_weights(log_ratio: jax.Array, *, cap: float = 2.0) -> jax.Array:
 
 
 def masked_weights(log_ratio: jax.Array, *, low: float = 0.5, high: float = 5.0) -> jax.Array:
-    """w where low ≤ w ≤ high, else 0. On tokens IcePop (2510.18855).
+    """w where low ≤ w ≤ high, else 0. Of tokens this is IcePop (2510.18855).
 
-    On rows, with low 0 and high 3, masked importance sampling of sequences.
+    Of completions, with low 0 and high 3, it is TRL's masked importance sampling of sequences.
 
     Args:
-      log_ratio: `[..., T]`, log w of tokens or rows.
+      log_ratio: `[..., T]`, log w of tokens or completions.
       low: 0.5 from IcePop.
       high: 5 from IcePop.
 
@@ -54,9 +56,7 @@ def masked_weights(log_ratio: jax.Array, *, low: float = 0.5, high: float = 5.0)
 
 
 def rejection_weights(log_ratio: jax.Array, *, low: float = 0.999, high: float = 1.001) -> jax.Array:
-    """1 where low ≤ w ≤ high, else 0: rejection.
-
-    With `sequence_mean_log_ratio`, by the geometric mean of a row's ratios.
+    """1 where low ≤ w ≤ high, else 0. With `sequence_mean_log_ratio`, verl's geometric rejection of completions.
 
     Args:
       log_ratio: `[..., T]`, log w.
@@ -74,14 +74,16 @@ def rejection_weights(log_ratio: jax.Array, *, low: float = 0.999, high: float =
     return jnp.where((weight < low) | (weight > high), 0, jnp.where(jnp.isnan(weight), weight, 1))
 
 
-def on_policy_rows(log_ratio: jax.Array, advantages: jax.Array, mask: jax.Array, *, threshold: float) -> jax.Array:
-    """The mask without rows whose A < 0 and meanₜ(−d) > threshold. DeepSeek-V3.2 (2512.02556), equation 9.
+def on_policy_completions(
+    log_ratio: jax.Array, advantages: jax.Array, mask: jax.Array, *, threshold: float
+) -> jax.Array:
+    """m without completions of A < 0 and meanₜ(−d) > threshold. Off-policy masking, DeepSeek-V3.2 (2512.02556), eq. 9.
 
-    What the policy has moved away from since it was sampled teaches it nothing by being punished.
+    A completion that the policy has become unlikely to write is not pushed down further. Multiplies the advantages.
 
     Args:
       log_ratio: `[..., T]`, `token_log_ratio` against the policy that sampled.
-      advantages: `[...]`; or `[..., T]`, dropping only the tokens with A < 0 of such rows.
+      advantages: `[...]`; or `[..., T]`, which drops only the tokens of A < 0.
       mask: bool `[..., T]`.
       threshold: in nats a token. The paper names none, so there is no default.
 
@@ -90,7 +92,7 @@ def on_policy_rows(log_ratio: jax.Array, advantages: jax.Array, mask: jax.Array,
 
     Examples:
       >>> log_ratio, mask = jnp.array([[-2.0, -1.0], [-2.0, -1.0]]), jnp.array([[True, True], [True, True]])
-      >>> print(on_policy_rows(log_ratio, jnp.array([1.0, -1.0]), mask, threshold=0.5))
+      >>> print(on_policy_completions(log_ratio, jnp.array([1.0, -1.0]), mask, threshold=0.5))
       [[ True  True]
        [False False]]
     """
@@ -99,35 +101,40 @@ def on_policy_rows(log_ratio: jax.Array, advantages: jax.Array, mask: jax.Array,
     return mask & ~((per_token(advantages, log_ratio) < 0) & (drift > threshold))
 
 
-def top_entropy_tokens(entropy: jax.Array, mask: jax.Array, *, share: float = 0.2) -> jax.Array:
-    """The mask of the tokens whose entropy is not below the quantile 1 − share. 2506.01939.
+def top_entropy_tokens(
+    entropy: jax.Array, mask: jax.Array, *, share: float = 0.2, axis_name: AxisName = None
+) -> jax.Array:
+    """m where H ≥ its quantile 1 − share. 2506.01939.
 
-    Quantile over all the tokens given: give it the whole optimizer batch. Sorts.
+    The quantile is of the tokens of the whole batch: give all of it in one piece, or spread over devices with
+    `axis_name`, which gathers a number a token from all of them. Sorts. Multiplies the advantages.
 
     Args:
       entropy: `[..., T]` in nats.
       mask: bool `[..., T]`.
       share: of tokens to keep; 0.2 from the paper.
+      axis_name: mapped axes over which the batch is spread.
 
     Returns:
-      bool `[..., T]`; of n tokens, 1 + ⌊share (n − 1)⌋ are kept, and ties with the last of them.
+      bool `[..., T]`; of n tokens the 1 + ⌊share (n − 1)⌋ of largest entropy, and those that tie with the last.
 
     Examples:
       >>> entropy, mask = jnp.array([[0.1, 2.0, 0.3, 9.0]]), jnp.array([[True, True, True, False]])
       >>> print(top_entropy_tokens(entropy, mask, share=0.5))
       [[False  True  True False]]
     """
-    descending = -jnp.sort(jnp.where(mask, -entropy, jnp.inf).ravel())
-    count = jnp.sum(mask, dtype=jnp.float32)
+    descending = -jnp.sort(maybe_all_gather(jnp.where(mask, -entropy, jnp.inf).ravel(), axis_name))
+    count = maybe_psum(jnp.sum(mask, dtype=jnp.float32), axis_name)
     # A little more than the product: 0.2 · 10 must not be rounded down to 1.
     last = jnp.floor(share * (count - 1) * (1 + 1e-6)).astype(jnp.int32)
     return mask & (entropy >= descending[jnp.maximum(last, 0)])
 
 
-def keep_rows(mask: jax.Array, keep: jax.Array) -> jax.Array:
-    """The mask without the rows that are not kept. DAPO (2503.14476) leaves truncated rows out of the loss so.
+def keep_completions(mask: jax.Array, keep: jax.Array) -> jax.Array:
+    """m · keep, without the completions that are not kept. DAPO (2503.14476) leaves truncated ones out of the loss.
 
-    Rewards of such rows may still count in their group's baseline.
+    Takes the place of the completion mask. The rewards of what is dropped may still count in the group's baseline, and
+    the completion in the mean over completions: give the weights `num_completions`.
 
     Args:
       mask: bool `[..., T]`.
@@ -137,7 +144,7 @@ def keep_rows(mask: jax.Array, keep: jax.Array) -> jax.Array:
       bool `[..., T]`.
 
     Examples:
-      >>> print(keep_rows(jnp.array([[True, True], [True, False]]), jnp.array([False, True])))
+      >>> print(keep_completions(jnp.array([[True, True], [True, False]]), jnp.array([False, True])))
       [[False False]
        [ True False]]
     """

@@ -1,22 +1,21 @@
 """How far the policy is from the reference, per token.
 
-The k-estimators need the log-probabilities of the sampled tokens only; with
-x = log π − log π_ref, their expectation under π is taken by the samples. See
-http://joschu.net/blog/kl-approx.html for k1, k2 and k3.
-V is the vocabulary.
+k1, k2 and k3 estimate KL(π ‖ π_ref) from the log-probabilities of sampled tokens, x = log π − log π_ref, as means over
+samples of π: http://joschu.net/blog/kl-approx.html. Where the samples are of an older policy, `grpo_loss` corrects them
+(`kl_bias_correction`). V is the vocabulary.
 """
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import exact
+from grpo_jax.functional.numerics import upcast
 
 
 def kl_k1(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """k1 = x, x = log π − log π_ref.
 
-    Unbiased in value. Used as a penalty in the reward. In the loss it does not
-    regularise: its expected on-policy gradient is zero.
+    Unbiased in value, for the reward. In the loss its expected on-policy gradient is zero, so that it does not hold the
+    policy.
 
     Args:
       logprobs: `[..., T]` in nats.
@@ -68,15 +67,14 @@ def kl_k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
       [0.1065]
     """
     difference = logprobs - ref_logprobs
-    # exp(−x) − 1 loses all digits for small x and then goes negative; and where a backend's
-    # expm1 is a unit off, so does the sum.
+    # exp(−x) − 1 loses its digits at small x. Where expm1 is a last digit off, the sum would still be below 0.
     return jnp.maximum(jnp.expm1(-difference) + difference, 0)
 
 
 def kl_abs(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """|x|, x = log π − log π_ref.
 
-    No estimate of the KL divergence, but a distance that pulls with the same force everywhere.
+    No estimate of the KL divergence: a distance whose gradient is as large near the reference as far from it.
 
     Args:
       logprobs: `[..., T]` in nats.
@@ -90,15 +88,15 @@ def kl_abs(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
       [0.5]
     """
     difference = logprobs - ref_logprobs
-    # jnp.abs has a slope of 1 at 0, which would push a policy that is the reference.
+    # jnp.abs has a slope of 1 at 0, which would move a policy that equals the reference.
     return difference * jax.lax.stop_gradient(jnp.sign(difference))
 
 
 def kl_unbiased(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """sg(k3) + k2 − sg(k2): the value of k3 and the gradient of k2.
 
-    On samples of the current policy both the value and the gradient have the expectation that those
-    of the KL divergence have; no estimator alone does (k3's gradient is biased, k2's value).
+    On samples of the current policy it is unbiased in value and in gradient. No estimator alone is: the gradient of k3
+    is biased, and so is the value of k2.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
@@ -112,28 +110,8 @@ def kl_unbiased(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
       0.5
     """
     k2 = kl_k2(logprobs, ref_logprobs)
-    # In this order the value is exactly k3, and never negative; k2 + (k3 − k2) rounds to the digits of k2.
+    # In this order the value is exactly that of k3; k2 + (k3 − k2) would be rounded to the digits of k2.
     return jax.lax.stop_gradient(kl_k3(logprobs, ref_logprobs)) + (k2 - jax.lax.stop_gradient(k2))
-
-
-def kl_off_policy(logprobs: jax.Array, ref_logprobs: jax.Array, log_ratio: jax.Array) -> jax.Array:
-    """ρ k3, gradient through ρ too. DeepSeek-V3.2 (2512.02556).
-
-    Unbiased in value and gradient where the samples come from the old policy.
-
-    Args:
-      logprobs: `[..., T]` in nats, with gradient.
-      ref_logprobs: `[..., T]` in nats.
-      log_ratio: `[..., T]`, `token_log_ratio`, with gradient.
-
-    Returns:
-      `[..., T]`, never negative.
-
-    Examples:
-      >>> print(kl_off_policy(jnp.log(0.5), jnp.log(0.25), jnp.log(2.0)))  # 2 (½ − 1 + log 2)
-      0.3863
-    """
-    return jnp.exp(log_ratio) * kl_k3(logprobs, ref_logprobs)
 
 
 def adaptive_kl_coef(
@@ -144,9 +122,9 @@ def adaptive_kl_coef(
     Args:
       kl_coef: β, a scalar.
       kl: measured KL divergence, a scalar, in the unit of `target`.
-      target: where it should be, such as 6 nats a response; a metric `kl` of `grpo_loss` is by token.
+      target: where it should be, such as 6 nats a completion; the metric `kl` of `grpo_loss` is a token's.
       num_samples: n, completions since the last call.
-      horizon: over as many completions β changes by a fifth at most, and so at least n; 10 000 as in TRL and verl.
+      horizon: completions over which β changes by a fifth at most, n or more; 10 000 as in TRL and verl.
 
     Returns:
       The next β, a scalar.
@@ -163,7 +141,7 @@ def adaptive_entropy_coef(
 ) -> jax.Array:
     """c ← c + Δ where H ≤ target, else c − Δ; within [0, largest]. Skywork-OR1 (2505.22312).
 
-    The paper applies the bonus only while H ≤ target: multiply by that where you use c.
+    The paper adds the bonus only while H ≤ target: use c · (H ≤ target).
 
     Args:
       entropy_coef: c, a scalar.
@@ -185,8 +163,7 @@ def adaptive_entropy_coef(
 def kl_full(logits: jax.Array, ref_logits: jax.Array, *, reverse: bool = False) -> jax.Array:
     """KL(π ‖ π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)), or with `reverse` KL(π_ref ‖ π).
 
-    The direction π ‖ π_ref is the one of GRPO's objective; reverse is the penalty
-    that some PPO descriptions write.
+    GRPO's objective has KL(π ‖ π_ref); some descriptions of PPO have the reverse.
 
     Args:
       logits: `[..., V]`, unnormalised, of the policy.
@@ -200,7 +177,7 @@ def kl_full(logits: jax.Array, ref_logits: jax.Array, *, reverse: bool = False) 
       >>> print(kl_full(jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.25, 0.75]))))  # ½ log 4/3
       0.1438
     """
-    log_p, log_q = jax.nn.log_softmax(exact(logits)), jax.nn.log_softmax(exact(ref_logits))
+    log_p, log_q = jax.nn.log_softmax(upcast(logits)), jax.nn.log_softmax(upcast(ref_logits))
     if reverse:
         log_p, log_q = log_q, log_p
     return jnp.sum(_expectation_terms(log_p, log_q), axis=-1)
@@ -209,8 +186,7 @@ def kl_full(logits: jax.Array, ref_logits: jax.Array, *, reverse: bool = False) 
 def entropy(logits: jax.Array) -> jax.Array:
     """H(π) = −Σ_v π(v) log π(v).
 
-    For the entropy of a language model's tokens without logits in memory, see
-    `token_logprobs`.
+    `token_logprobs` gives that of a language model's tokens without holding their logits.
 
     Args:
       logits: `[..., V]`, unnormalised; −inf excludes a token.
@@ -222,7 +198,7 @@ def entropy(logits: jax.Array) -> jax.Array:
       >>> print(entropy(jnp.zeros(4)))  # log 4
       1.386
     """
-    log_p = jax.nn.log_softmax(exact(logits))
+    log_p = jax.nn.log_softmax(upcast(logits))
     return -jnp.sum(_expectation_terms(log_p, jnp.zeros_like(log_p)), axis=-1)
 
 

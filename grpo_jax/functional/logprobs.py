@@ -1,9 +1,8 @@
 """Log-probabilities of given tokens, entropies and divergences, from hidden states.
 
-Logits over a vocabulary of 150 thousand are the largest array of a training step by
-far. Here they exist one slice of the vocabulary at a time, in the forward and in the
-backward pass. Letters: T tokens (with any leading axes), D features, V vocabulary,
-R rows (all tokens, flat), C width of a slice of the vocabulary, K slices.
+Logits over a vocabulary of 150 thousand are by far the largest array of a training step. Here they exist one slice of
+the vocabulary at a time, in the forward and in the backward pass. Letters: T tokens (with any leading axes), D
+features, V vocabulary, R tokens of all leading axes in one, C width of a slice of the vocabulary, K slices.
 """
 
 from functools import partial
@@ -13,8 +12,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-# Elements of one [R, C] slice of the logits: 32 MiB in float32. A backward pass holds
-# about three such arrays; smaller ones no longer fill the matrix units.
+# Elements of one [R, C] slice of the logits: 32 MiB in float32. A backward pass holds about three such arrays. Smaller
+# slices would leave matrix units idle.
 _SLICE_ELEMENTS = 2**23
 _MIN_SLICE_WIDTH = 128
 
@@ -75,22 +74,22 @@ def token_kl(
     temperature: jax.Array | float = 1.0,
     reverse: bool = False,
 ) -> jax.Array:
-    """KL(π ‖ π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)), or with `reverse` KL(π_ref ‖ π); each is ∝ exp(W h / τ).
+    """KL(π ‖ π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)), or with `reverse` KL(π_ref ‖ π); π ∝ exp(W h / τ), so π_ref.
 
-    `kl_full` of the logits, without ever holding `[..., T, V]`: slice by slice as in `token_logprobs`. Differentiable
-    in `hidden`, `unembedding` and `temperature`, and not in the reference's two. The direction π ‖ π_ref is the one of
-    GRPO's objective; reverse is the penalty that some PPO descriptions write.
+    `kl_full` of the logits without holding `[..., T, V]`: slice by slice, as in `token_logprobs`. Differentiable in
+    `hidden`, `unembedding` and `temperature`; the reference gets no gradient. GRPO's objective has KL(π ‖ π_ref); some
+    descriptions of PPO have the reverse.
 
     Args:
       hidden: `[..., T, D]`, of the policy's decoder after its last norm.
       unembedding: `[V, D]`.
-      ref_hidden: `[..., T, D']`, of the reference's, which may be of another width.
+      ref_hidden: `[..., T, D']`, of the reference's decoder, which may have another width.
       ref_unembedding: `[V, D']`.
       temperature: τ > 0 of both, broadcasts against `[..., T]`; that of the sampler. Default 1.
       reverse: take the expectation under the reference instead.
 
     Returns:
-      float32 `[..., T]` in nats, never negative; rounding adds about 1e-6, which is what close distributions have.
+      float32 `[..., T]` in nats, never negative; up to about 1e-6 by rounding where the distributions are equal.
 
     Raises:
       AssertionError: shapes disagree (at trace time).
@@ -118,19 +117,20 @@ class _Logits(NamedTuple):
 
 
 def _logits_of(*models: tuple[jax.Array, jax.Array], temperature: jax.Array | float) -> list[_Logits]:
-    """Those of pairs (hidden, unembedding).
+    """One `_Logits` for each pair (hidden, unembedding).
 
-    Under shard_map hidden states differ between devices while a matrix may not. Adding a zero that differs too gives
-    all arrays one type, and JAX adds the gradient of the matrix up over devices by itself; XLA removes the addition.
+    Under shard_map hidden states vary over devices, while a replicated matrix does not, and a custom gradient must have
+    the type of its input. Adding a zero that varies gives all arrays one type, and JAX sums the gradient of the matrix
+    over devices. XLA removes the addition.
     """
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
     zeros = (jnp.zeros_like(x, shape=(), dtype=jnp.float32) for x in jax.tree.leaves((models, scale)))
     zero = sum(zeros, start=jnp.float32(0))
 
     def logits(hidden: jax.Array, unembedding: jax.Array) -> _Logits:
-        rows = hidden.reshape(-1, hidden.shape[-1])
+        flat = hidden.reshape(-1, hidden.shape[-1])
         scales = jnp.broadcast_to(scale, hidden.shape[:-1]).ravel()
-        return _Logits(*(x + zero.astype(x.dtype) for x in (rows, unembedding, scales)))
+        return _Logits(*(x + zero.astype(x.dtype) for x in (flat, unembedding, scales)))
 
     return [logits(*model) for model in models]
 
@@ -189,12 +189,12 @@ def _kl_forward(first, second):
     def reduce_slice(index):
         z, is_new, _ = _slice_logits(first, index)
         other, _, _ = _slice_logits(second, index)
-        # The difference is taken before anything is added up: of like distributions little else would be left.
+        # The difference is taken before the sum: between close distributions two sums would cancel to rounding noise.
         return _moments(z, z - other, is_new), _moments(other, other, is_new)
 
     of_first, of_second = jax.lax.map(reduce_slice, jnp.arange(_num_slices(first)))  # each [K, R]
     (log_normalizer, mean_difference), (other_normalizer, _) = _combine(*of_first), _combine(*of_second)
-    # Where the distributions are the same, rounding may leave less than nothing.
+    # Rounding may leave a little less than 0 where the distributions are equal.
     kl = jnp.maximum(mean_difference - (log_normalizer - other_normalizer), 0)
     return kl, (first, second, log_normalizer, other_normalizer, kl)
 
@@ -202,7 +202,7 @@ def _kl_forward(first, second):
 def _kl_backward(residuals, d_kl):
     """∂KL/∂z_P[v] = P(v) (log P(v) − log Q(v) − KL), ∂KL/∂z_Q[v] = Q(v) − P(v).
 
-    One pass for each, since mostly only one is asked for: XLA drops the other.
+    One pass for each: mostly one is asked for, and XLA drops the other.
     """
     first, second, log_normalizer, other_normalizer, kl = residuals
 
@@ -257,7 +257,7 @@ def _gradients(logits: _Logits, d_logits) -> _Logits:
 
     zeros = jnp.zeros_like(hidden, dtype=jnp.float32), jnp.zeros_like(unembedding)
     (d_hidden, d_unembedding), _ = jax.lax.scan(accumulate, zeros, jnp.arange(_num_slices(logits)))
-    # Σ_v ∂L/∂z[v] · (W h)[v] is h · ∂L/∂h over the scale, which spares a pass over the logits.
+    # Σ_v ∂L/∂z[v] · (W h)[v] = h · ∂L/∂h / scale, which saves a pass over the logits.
     d_scale = jnp.sum(d_hidden * hidden.astype(jnp.float32), axis=-1) / scale
     return _Logits(d_hidden.astype(hidden.dtype), d_unembedding, d_scale)
 
@@ -268,10 +268,10 @@ def _num_slices(logits: _Logits) -> int:
 
 
 def _slice_weight(logits: _Logits, index):
-    """Rows of the matrix for slice `index`, `[C, D]`, and where they start.
+    """The part of the matrix for slice `index`, `[C, D]`, and where it starts.
 
-    All slices are equally wide. When V is no multiple of C the last one starts early and
-    overlaps the one before it: a padded copy of the matrix would cost more than all slices.
+    All slices are equally wide. Where V is no multiple of C, the last one starts early and overlaps the one before it:
+    padding would copy the whole matrix.
     """
     size = logits.unembedding.shape[0]
     width = -(-size // _num_slices(logits))
@@ -280,7 +280,7 @@ def _slice_weight(logits: _Logits, index):
 
 
 def _slice_logits(logits: _Logits, index):
-    """z `[R, C]`, which columns `[1, C]` no earlier slice had, and their ids `[1, C]`."""
+    """z `[R, C]`, bool `[1, C]` whether no earlier slice had a column, and the columns' ids `[1, C]`."""
     weight, start = _slice_weight(logits, index)
     column = (start + jnp.arange(weight.shape[0]))[None, :]
     z = _einsum("rd,cd->rc", logits.hidden, weight) * logits.scale[:, None]

@@ -1,18 +1,19 @@
-"""Complete objectives: the functions of the other modules, composed.
+"""Complete losses: the functions of the other modules, composed.
 
 A loss is Σ weights · per_token, so that it may be computed in pieces and added up.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.aggregation import token_mean_weights
+from grpo_jax.functional.aggregation import sequence_mean_weights
 from grpo_jax.functional.divergence import kl_k3
-from grpo_jax.functional.numerics import exact, is_zero
+from grpo_jax.functional.numerics import is_zero, upcast
 from grpo_jax.functional.policy_gradient import Term, clipped_surrogate, per_token, ratio_term, token_log_ratio
 
 # name -> (weighted sum, weight): the value is their quotient, and both add up over
@@ -32,6 +33,7 @@ def grpo_loss(
     ref_logprobs: jax.Array | None = None,
     kl_coef: float = 0.04,
     divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3,
+    kl_bias_correction: bool = False,
     entropy: jax.Array | None = None,
     entropy_coef: float = 0.0,
     weights: jax.Array | None = None,
@@ -39,29 +41,30 @@ def grpo_loss(
 ) -> tuple[jax.Array, Metrics]:
     """L = Σ w · [term(π, π_old, A) + β D(π, π_ref) − c H]. DeepSeekMath (2402.03300), equation 3, as a loss.
 
-    Any published relative is this sum with another term, weights or divergence; `presets` has them.
+    Its variants have another term, other weights or another divergence; `presets` has the published ones.
 
     Args:
       logprobs: `[..., T]` in nats, of the completion under the policy, with gradient.
       old_logprobs: `[..., T]` in nats, under the policy that sampled.
       advantages: `[...]`, one a completion, or `[..., T]`, one a token.
       completion_mask: bool `[..., T]`, true on sampled tokens including the ending one.
-      term: (logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`. Default: ratio of
-        tokens, PPO's clip; others by `ratio_term`, or those named `*_term`.
+      term: (logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`. Default: PPO's clip of token ratios.
+        `ratio_term` makes others, and functions named `*_term` are others.
       ref_logprobs: `[..., T]` in nats, under the reference. None: no KL term.
       kl_coef: β, read where there is a reference. 0.04 from DeepSeekMath.
       divergence: (logprobs, ref_logprobs) -> `[..., T]`.
+      kl_bias_correction: ρ D in place of D, ρ the ratio of the token and with gradient. With k3 it is unbiased in value
+        and gradient for samples of the old policy. DeepSeek-V3.2 (2512.02556); off in DeepSeekMath.
       entropy: `[..., T]` in nats, with gradient. None: no bonus.
       entropy_coef: c, read where there is an entropy. Default 0: GRPO has no bonus.
-      weights: `[..., T]`, one of `aggregation`'s, computed on the whole optimizer batch.
-        None: the mean over the tokens given here, `token_mean_weights`; the paper's own are
-        `sequence_mean_weights`.
+      weights: `[..., T]`, of one of the functions `*_weights`, computed on the whole optimizer batch.
+        None: `sequence_mean_weights` of the mask given here, DeepSeekMath's mean.
       **constants: of the term, by name, such as epsilon_low and epsilon_high (0.2 each) of the default.
 
     Returns:
       The loss, a scalar, and metrics, each a pair (sum over tokens, number of tokens): add pairs up over
       microbatches and devices, and divide at the end. `ratio`: ρ; `clip_low` and `clip_high`: whether a token has an
-      advantage below (above) 0 but no gradient from it; `kl` if there is a reference.
+      advantage below (above) 0 but no gradient from it; `kl`, where there is a reference: D, or ρ D.
 
     Raises:
       AssertionError: shapes disagree (at trace time).
@@ -75,30 +78,33 @@ def grpo_loss(
       -2.28
     """
     if weights is None:
-        weights = token_mean_weights(completion_mask)
-    given = [logprobs, old_logprobs, completion_mask, weights]
+        weights = sequence_mean_weights(completion_mask)
+    _check_arrays(logprobs, old_logprobs, advantages, completion_mask, weights, ref_logprobs, entropy)
+    arrays = logprobs, old_logprobs, advantages, completion_mask
+    loss = term(*arrays, **constants)
+    metrics = policy_metrics(*arrays, term=partial(term, **constants))
+    if ref_logprobs is not None:
+        # Both sides are replaced where masked, since padding may hold anything.
+        kl = divergence(*(jnp.where(completion_mask, upcast(x), 0) for x in (logprobs, ref_logprobs)))
+        if kl_bias_correction:
+            kl = jnp.exp(token_log_ratio(logprobs, old_logprobs, completion_mask)) * kl
+        loss = loss if is_zero(kl_coef) else loss + kl_coef * kl
+        metrics["kl"] = masked_sum(kl, completion_mask)
+    if entropy is not None and not is_zero(entropy_coef):
+        loss = loss - entropy_coef * upcast(entropy)
+    return weighted_sum(loss, weights, completion_mask), metrics
+
+
+def _check_arrays(logprobs, old_logprobs, advantages, completion_mask, weights, ref_logprobs, entropy) -> None:
     chex.assert_type(completion_mask, bool, custom_message="completion_mask must be bool, such as mask > 0:")
+    given = [logprobs, old_logprobs, completion_mask, weights]
     chex.assert_equal_shape(
         [*given, *(x for x in (ref_logprobs, entropy) if x is not None)],
         custom_message="logprobs, old_logprobs, completion_mask, weights (and ref_logprobs, entropy) are all [..., T]:",
     )
-    of_advantages = {"custom_message": f"advantages are one a row or one a token of logprobs {logprobs.shape}:"}
-    chex.assert_rank(advantages, {logprobs.ndim - 1, logprobs.ndim}, **of_advantages)
-    chex.assert_shape(advantages, logprobs.shape[: advantages.ndim], **of_advantages)
-
-    def policy_term(logprobs, advantages):
-        return term(logprobs, old_logprobs, advantages, completion_mask, **constants)
-
-    loss = policy_term(logprobs, advantages)
-    metrics = policy_metrics(policy_term, logprobs, old_logprobs, advantages, completion_mask)
-    if ref_logprobs is not None:
-        # Both sides are replaced where masked, so that rubbish there stays finite.
-        kl = divergence(*(jnp.where(completion_mask, exact(x), 0) for x in (logprobs, ref_logprobs)))
-        loss = loss if is_zero(kl_coef) else loss + kl_coef * kl
-        metrics["kl"] = masked_sum(kl, completion_mask)
-    if entropy is not None and not is_zero(entropy_coef):
-        loss = loss - entropy_coef * exact(entropy)
-    return weighted_sum(loss, weights, completion_mask), metrics
+    message = f"advantages are one a completion or one a token of logprobs {logprobs.shape}:"
+    chex.assert_rank(advantages, {logprobs.ndim - 1, logprobs.ndim}, custom_message=message)
+    chex.assert_shape(advantages, logprobs.shape[: advantages.ndim], custom_message=message)
 
 
 def weighted_sum(values: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.Array:
@@ -106,38 +112,40 @@ def weighted_sum(values: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.
 
     Args:
       values: `[..., T]`.
-      weights: `[..., T]`, one of `aggregation`'s.
+      weights: `[..., T]`, of one of the functions `*_weights`.
       mask: bool `[..., T]`.
 
     Returns:
-      A scalar. Masked values may be anything; for their gradients what they were made of must be finite.
+      A scalar. Masked values may be anything, and get a gradient of 0. If they come from an exp that may overflow, mask
+      before it too, as `token_log_ratio` does.
 
     Examples:
       >>> print(weighted_sum(jnp.array([1.0, jnp.nan]), jnp.array([0.5, 0.0]), jnp.array([True, False])))
       0.5
     """
-    # A weight of 0 does not silence NaN: advantages of wholly masked rows may hold anything.
+    # 0 · NaN is NaN, and the advantage of a completion that is masked out may be anything.
     return jnp.sum(weights * jnp.where(mask, values, 0))
 
 
 def policy_metrics(
-    policy_term: Callable[[jax.Array, jax.Array], jax.Array],
     logprobs: jax.Array,
     old_logprobs: jax.Array,
     advantages: jax.Array,
     mask: jax.Array,
+    *,
+    term: Term = clipped_term,
 ) -> Metrics:
-    """Ratio of tokens, and how many the term holds back: A ≠ 0, and yet no gradient from A.
+    """Ratio of tokens, and how many tokens have A ≠ 0, and yet no gradient from A.
 
-    The same for every term, whether its bound is on ratios, on probabilities or on rows. A gradient that is
-    there without advantages too, as DPPO's square is, does not count.
+    The same for every term, whether it bounds ratios, probabilities or completions. A gradient that is there without
+    advantages too, as that of DPPO's square, does not count.
 
     Args:
-      policy_term: (logprobs, advantages) -> `[..., T]`.
       logprobs: `[..., T]` in nats.
       old_logprobs: `[..., T]` in nats.
       advantages: `[...]` or `[..., T]`.
       mask: bool `[..., T]`.
+      term: (logprobs, old_logprobs, advantages, mask) -> `[..., T]`; bind its constants by `functools.partial`.
 
     Returns:
       Pairs (sum over tokens, number of tokens) as of `masked_sum`: `ratio`; `clip_low`, where A < 0; `clip_high`,
@@ -146,15 +154,12 @@ def policy_metrics(
     Examples:
       >>> old_logprobs, mask = jnp.log(jnp.array([[0.4, 0.5]])), jnp.array([[True, True]])
       >>> logprobs, advantages = jnp.log(jnp.array([[0.6, 0.5]])), jnp.array([1.0])
-      >>> def policy_term(logprobs, advantages):
-      ...     return clipped_term(logprobs, old_logprobs, advantages, mask)
-      >>> metrics = policy_metrics(policy_term, logprobs, old_logprobs, advantages, mask)
-      >>> print(metrics["clip_high"])  # one of two tokens
+      >>> print(policy_metrics(logprobs, old_logprobs, advantages, mask)["clip_high"])  # one of two tokens
       (Array(1., dtype=float32), Array(2., dtype=float32))
     """
     logprobs = jax.lax.stop_gradient(logprobs)
     ratio = jnp.exp(token_log_ratio(logprobs, old_logprobs, mask))
-    gradient = jax.grad(lambda *arguments: jnp.sum(policy_term(*arguments)))
+    gradient = jax.grad(lambda logprobs, advantages: jnp.sum(term(logprobs, old_logprobs, advantages, mask)))
     pair = jnp.stack([advantages, jnp.zeros_like(advantages)])
     with_advantages, without = jax.vmap(gradient, (None, 0))(logprobs, pair)
     held_back = with_advantages == without
@@ -188,9 +193,9 @@ def masked_sum(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array
 def grpo_objective(rhos, A, pi_theta_old, pi_theta_ref, epsilon=0.2, beta=0.01) -> jax.Array:
     """J = mean(min(ρA, clip(ρ, 1 − ε, 1 + ε) A)) − β Σ π_θ log(π_θ/π_ref + 1e-10), to be maximised.
 
-    The objective on probabilities of the responses of one group, as the exercise
-    "GRPO objective" states it: π_θ ∝ ρ · π_old, and π_θ and π_ref are normalised over
-    the group. Names and order of the arguments are the exercise's.
+    The objective on probabilities of the completions of one group, as the exercise "GRPO objective" states it:
+    π_θ ∝ ρ · π_old, and π_θ and π_ref are normalised over the group. Names and order of the arguments are the
+    exercise's.
 
     Args:
       rhos: `[G]`, likelihood ratios π_θ(oᵢ)/π_old(oᵢ).
@@ -207,7 +212,7 @@ def grpo_objective(rhos, A, pi_theta_old, pi_theta_ref, epsilon=0.2, beta=0.01) 
       ValueError: the lengths differ.
 
     Examples:
-      >>> print(grpo_objective([1.2], [1.0], [0.9], [1.0], beta=0.01))  # one response: no KL is possible
+      >>> print(grpo_objective([1.2], [1.0], [0.9], [1.0], beta=0.01))  # π_θ = π_ref = 1: no KL
       1.2
     """
     rhos, A, old, ref = (jnp.asarray(x, dtype=float) for x in (rhos, A, pi_theta_old, pi_theta_ref))

@@ -1,27 +1,26 @@
-"""Policy-gradient terms per token: log-ratios, surrogates of them, and terms.
+"""Policy-gradient terms: log-ratios, surrogates of them, and what a loss takes, a loss per token.
 
-A *log-ratio* is `[..., T]`: d = log π − log π_old, per token or of the row, written
-on each of its tokens. A *surrogate* maps (log_ratio, advantages) to a loss per token,
-elementwise. A *term* is what `grpo_loss` takes: it maps (logprobs, old_logprobs,
-advantages, mask) to a loss per token. `ratio_term` makes one of a log-ratio and a
-surrogate; methods that look at more than a ratio are terms themselves.
+A *log-ratio* is `[..., T]`: d = log π − log π_old, of each token, or of the completion and repeated on its tokens.
+A *surrogate* maps (log_ratio, advantages) to a loss per token, elementwise.
+A *term* maps (logprobs, old_logprobs, advantages, mask) to a loss per token: `grpo_loss` takes one. `ratio_term` makes
+a term of a log-ratio and a surrogate; methods that look at more than a ratio are terms themselves.
 
-All are to be minimised; the caller weighs and sums. Constants are keywords.
-T tokens; advantages are `[...]`, one a row, or `[..., T]`, one a token.
+All are to be minimised, and leave weights and the sum to the caller. Constants are keywords.
+T tokens; advantages are `[...]`, one a completion, or `[..., T]`, one a token.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from numbers import Real
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import exact, over_devices
+from grpo_jax.functional.numerics import AxisName, device_index, maybe_all_gather, maybe_psum, upcast
 
 # (logprobs, old_logprobs, advantages, mask, **constants) -> loss per token
 Term = Callable[..., jax.Array]
 
-# Keeps exp and its squares finite in float32; 0 · inf is NaN. Beyond e⁴⁰ a ratio means nothing.
+# Keeps exp and its square finite in float32, since 0 · inf is NaN. Every clip acts long before e⁴⁰.
 MAX_LOG_RATIO = 40.0
 
 
@@ -34,28 +33,28 @@ def token_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Arra
       mask: bool `[..., T]`.
 
     Returns:
-      `[..., T]`, 0 where masked, whatever stands there.
+      `[..., T]`, 0 where masked, whatever the inputs are there.
 
     Examples:
       >>> print(token_log_ratio(jnp.array([-1.0, -9.0]), jnp.array([-1.5, 0.0]), jnp.array([True, False])))
       [0.5 0. ]
     """
-    # Masked before any exp: what exp makes of rubbish in a padded slot (inf) has a
-    # gradient of NaN even when it is multiplied by 0 later.
-    difference = exact(logprobs) - jax.lax.stop_gradient(exact(old_logprobs))
+    # Masked before any exp: padding may hold anything, and an exp that overflows there has a gradient of NaN even if
+    # it is multiplied by 0 later.
+    difference = upcast(logprobs) - jax.lax.stop_gradient(upcast(old_logprobs))
     return jnp.where(mask, _bounded(difference), 0)
 
 
 def _bounded(log_ratio: jax.Array) -> jax.Array:
-    # Not jnp.clip, whose gradient at ties costs several arrays.
+    # Not jnp.clip, whose gradient takes several arrays more.
     bound = jnp.asarray(MAX_LOG_RATIO, log_ratio.dtype)
     return jax.lax.clamp(-bound, log_ratio, bound)
 
 
 def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """d = Σₜ mₜ (log π(oₜ) − log π_old(oₜ)) = log π(o)/π_old(o), the ratio of whole responses.
+    """d = Σₜ mₜ (log π(oₜ) − log π_old(oₜ)) = log π(o)/π_old(o), of the whole completion.
 
-    With a weight per row (`sequence_mean_weights`) the loss is one number a row.
+    With `sequence_mean_weights` the loss is the mean over completions.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
@@ -63,7 +62,7 @@ def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.A
       mask: bool `[..., T]`.
 
     Returns:
-      `[..., T]`, the row's number on every one of its tokens, 0 where masked.
+      `[..., T]`, one number a completion, repeated on its tokens; 0 where masked.
 
     Examples:
       >>> logprobs, old_logprobs = jnp.array([-1.0, -2.0, -9.0]), jnp.array([-1.5, -3.0, -1.0])
@@ -75,7 +74,7 @@ def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.A
 
 
 def sequence_mean_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """d = Σₜ mₜ (log π(oₜ) − log π_old(oₜ)) / |o|, a response's ratio by length. GSPO (2507.18071), equation 7.
+    """d = Σₜ mₜ (log π(oₜ) − log π_old(oₜ)) / |o|, of the completion, by length. GSPO (2507.18071), equation 7.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
@@ -83,21 +82,21 @@ def sequence_mean_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: 
       mask: bool `[..., T]`.
 
     Returns:
-      `[..., T]`, the row's number on every one of its tokens, 0 where masked.
+      `[..., T]`, one number a completion, repeated on its tokens; 0 where masked.
 
     Examples:
       >>> logprobs, old_logprobs = jnp.array([-1.0, -2.0, -9.0]), jnp.array([-1.5, -3.0, -1.0])
       >>> print(sequence_mean_log_ratio(logprobs, old_logprobs, jnp.array([True, True, False])))
       [0.75 0.75 0.  ]
     """
-    mean = _row_mean(token_log_ratio(logprobs, old_logprobs, mask), mask)
+    mean = _completion_mean(token_log_ratio(logprobs, old_logprobs, mask), mask)
     return jnp.where(mask, mean, 0)
 
 
 def gspo_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
     """log sₜ = sg(mean d) + log π(oₜ) − sg(log π(oₜ)). GSPO-token (2507.18071), equation 14.
 
-    In value the length-normalised ratio of the row, in gradient that of the token.
+    Its value is `sequence_mean_log_ratio`, its gradient that of `token_log_ratio`.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
@@ -113,100 +112,58 @@ def gspo_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array
       [0.75 0.75 0.  ]
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
-    return jnp.where(mask, jax.lax.stop_gradient(_row_mean(log_ratio, mask) - log_ratio) + log_ratio, 0)
+    return jnp.where(mask, jax.lax.stop_gradient(_completion_mean(log_ratio, mask) - log_ratio) + log_ratio, 0)
 
 
 def clipped_surrogate(
-    log_ratio: jax.Array, advantages: jax.Array, *, epsilon_low: float = 0.2, epsilon_high: float = 0.2
+    log_ratio: jax.Array,
+    advantages: jax.Array,
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float = float("inf"),
 ) -> jax.Array:
-    """−min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high) A), ρ = exp(d). PPO (1707.06347), equation 7.
+    """−min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high) A), at most −δA where A < 0; ρ = exp(d). PPO (1707.06347), equation 7.
+
+    Where A < 0 the clip leaves −ρA without bound as ρ grows; a finite δ is that bound. Dual-clip PPO (1912.09729,
+    equation 5) calls it c = 3, INTELLECT-2's two-sided clip (2505.07291) δ = 4.
 
     Args:
       log_ratio: `[..., T]`.
       advantages: `[...]` or `[..., T]`.
       epsilon_low: 0.2 from PPO. Under sequence ratios GSPO takes 3e-4.
       epsilon_high: 0.2 from PPO; DAPO's clip-higher is 0.28.
-
-    Returns:
-      `[..., T]`.
-
-    Examples:
-      >>> print(clipped_surrogate(jnp.log(jnp.array([1.5, 0.5])), jnp.array(1.0)))  # gains no more above 1.2
-      [-1.2 -0.5]
-    """
-    return _capped_surrogate(log_ratio, advantages, epsilon_low, epsilon_high, jnp.inf)
-
-
-def two_sided_clipped_surrogate(
-    log_ratio: jax.Array,
-    advantages: jax.Array,
-    *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    delta: float = 4.0,
-) -> jax.Array:
-    """−min(min(ρ, δ) A, clip(ρ, 1 − ε_low, 1 + ε_high) A). INTELLECT-2 (2505.07291).
-
-    The clip alone leaves −ρA without bound where A < 0 and ρ is large.
-
-    Args:
-      log_ratio: `[..., T]`.
-      advantages: `[...]` or `[..., T]`.
-      epsilon_low: 0.2 from PPO.
-      epsilon_high: 0.2 from PPO.
-      delta: δ, above 1 + epsilon_high; 4 from INTELLECT-2.
+      delta: bound of ρ where A < 0, above 1. Infinite from PPO: no bound.
 
     Returns:
       `[..., T]`.
 
     Raises:
-      ValueError: delta is not above 1 + epsilon_high (traced values are not checked).
+      ValueError: delta is not above 1 (a traced value is not checked).
 
     Examples:
-      >>> print(two_sided_clipped_surrogate(jnp.log(jnp.array([3.0, 100.0])), jnp.array(-1.0)))
-      [3. 4.]
+      >>> log_ratio = jnp.log(jnp.array([1.5, 0.5, 9.0]))
+      >>> print(clipped_surrogate(log_ratio, jnp.array(1.0)))  # gains no more above 1.2
+      [-1.2 -0.5 -1.2]
+      >>> print(clipped_surrogate(log_ratio, jnp.array(-1.0), delta=4.0))
+      [1.5 0.8 4. ]
     """
-    if _known(delta, epsilon_high) and not delta > 1 + epsilon_high:
-        raise ValueError(f"delta is {delta}: it must be above 1 + epsilon_high ({1 + epsilon_high}), or it is the clip")
-    return _capped_surrogate(log_ratio, advantages, epsilon_low, epsilon_high, delta)
-
-
-def dual_clipped_surrogate(
-    log_ratio: jax.Array,
-    advantages: jax.Array,
-    *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    dual_clip: float = 3.0,
-) -> jax.Array:
-    """`clipped_surrogate`, and where A < 0 no more than −cA. Dual-clip PPO (1912.09729), equation 5.
-
-    The two-sided clip of δ = c, found earlier.
-
-    Args:
-      log_ratio: `[..., T]`.
-      advantages: `[...]` or `[..., T]`.
-      epsilon_low: 0.2 from PPO.
-      epsilon_high: 0.2 from PPO.
-      dual_clip: c, above 1; 3 from the paper.
-
-    Returns:
-      `[..., T]`.
-
-    Raises:
-      ValueError: dual_clip is not above 1 (a traced value is not checked).
-
-    Examples:
-      >>> print(dual_clipped_surrogate(jnp.log(jnp.array([2.0, 100.0])), jnp.array(-1.0)))
-      [2. 3.]
-    """
-    if _known(dual_clip) and not dual_clip > 1:
-        raise ValueError(f"dual_clip is {dual_clip}: it must be above 1")
-    return _capped_surrogate(log_ratio, advantages, epsilon_low, epsilon_high, dual_clip)
+    if _known(delta) and not delta > 1:
+        raise ValueError(f"delta is {delta}: it must be above 1, or it would bound a policy that has not moved")
+    # Comparisons rather than minimum and clip: their gradients are halved at ties, so that a ratio at exactly its bound
+    # would lose gradient, and take several arrays more.
+    advantages, ratio = per_token(advantages, log_ratio), jnp.exp(log_ratio)
+    good = advantages > 0
+    bound = jnp.where(good, 1 + epsilon_high, 1 - epsilon_low)
+    beyond = jnp.where(good, ratio > bound, ratio < bound)
+    bounded = jnp.where(beyond, bound, ratio)
+    if not (_known(delta) and delta == float("inf")):  # one comparison less for the common case
+        bounded = jnp.where((ratio > delta) & ~good, delta, bounded)
+    return -advantages * bounded
 
 
 def unclipped_surrogate(log_ratio: jax.Array, advantages: jax.Array) -> jax.Array:
-    """−ρA: the policy gradient with importance weights, without a clip. CPI, PPO (1707.06347), equation 6.
+    """−ρA, without a clip. Conservative policy iteration; PPO (1707.06347), equation 6.
 
     Args:
       log_ratio: `[..., T]`.
@@ -227,15 +184,14 @@ def cispo_surrogate(
 ) -> jax.Array:
     """−sg(clip(ρ, 1 − ε_low, 1 + ε_high)) · A · d. CISPO (2506.13585), equation 4.
 
-    The clip bounds the weight of a token but never its gradient. The paper writes
-    log π for d: the gradient is the same, since log π_old is constant.
+    The clip bounds the weight of a token and leaves it its gradient. The paper has log π for d, which has the same
+    gradient, since log π_old is constant.
 
     Args:
       log_ratio: `[..., T]`, per token.
       advantages: `[...]` or `[..., T]`.
       epsilon_low: 1.0, no lower bound, as in the paper.
-      epsilon_high: 4.0, a cap of 5 on ρ, as published systems use. Negative would cap
-        below 1, and is an error.
+      epsilon_high: 4.0, a cap of 5 on ρ (2510.13786). Below 0 the cap would be below 1, which is refused.
 
     Returns:
       `[..., T]`.
@@ -256,15 +212,15 @@ def cispo_surrogate(
 def sapo_surrogate(
     log_ratio: jax.Array, advantages: jax.Array, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> jax.Array:
-    """−A (4/τ) σ(τ (ρ − 1)), a soft clip; τ by the sign of A. SAPO (2511.20347).
+    """−A (4/τ) σ(τ (ρ − 1)), a soft clip with one τ for A > 0 and one for A ≤ 0. SAPO (2511.20347).
 
-    At ρ = 1 its slope is that of −ρA, and falls smoothly to both sides.
+    Its slope in ρ is −A at ρ = 1, as without a clip, and falls smoothly on both sides.
 
     Args:
       log_ratio: `[..., T]`, per token.
       advantages: `[...]` or `[..., T]`.
       tau_positive: τ where A > 0; 1.0 from the paper.
-      tau_negative: τ elsewhere; 1.05 from the paper, a tighter clip.
+      tau_negative: τ where A ≤ 0; 1.05 from the paper, a tighter clip.
 
     Returns:
       `[..., T]`.
@@ -312,7 +268,7 @@ def reinforce_term(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
-      old_logprobs: `[..., T]`, not read: it has no ratio, and is for samples of the current policy.
+      old_logprobs: `[..., T]`, not read: without a ratio, samples must be of the current policy.
       advantages: `[...]` or `[..., T]`.
       mask: bool `[..., T]`.
 
@@ -325,7 +281,7 @@ def reinforce_term(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax
       [[ 0.5 -0. ]]
     """
     del old_logprobs
-    logprobs = jnp.where(mask, exact(logprobs), 0)
+    logprobs = jnp.where(mask, upcast(logprobs), 0)
     return -jnp.where(mask, per_token(advantages, logprobs), 0) * logprobs
 
 
@@ -340,19 +296,19 @@ def gmpo_term(
 ) -> jax.Array:
     """−A exp(meanₜ d′), d′ = σ min(σd, σ clip(d, −ε_low, ε_high)), σ = sign A. GMPO (2507.20673).
 
-    The geometric mean of the row's ratios, each clipped against the advantage in log space.
-    One number a row: weigh rows equally (`sequence_mean_weights`).
+    The geometric mean of the ratios of a completion, each clipped in log space on the side to which A pushes it.
+    One number a completion: goes with `sequence_mean_weights`.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
       old_logprobs: `[..., T]` in nats.
-      advantages: `[...]`; or `[..., T]`, of one sign in a row.
+      advantages: `[...]`; or `[..., T]`, of one sign in a completion.
       mask: bool `[..., T]`.
       epsilon_low: of the log-ratio, not of the ratio; 0.4 from the paper.
       epsilon_high: of the log-ratio, not of the ratio; 0.4 from the paper.
 
     Returns:
-      `[..., T]`, the row's number on every one of its tokens, 0 where masked.
+      `[..., T]`, one number a completion, repeated on its tokens; 0 where masked.
 
     Examples:
       >>> logprobs, old_logprobs, mask = jnp.array([-1.0, -1.0]), jnp.array([-2.0, -1.0]), jnp.array([True, True])
@@ -360,13 +316,13 @@ def gmpo_term(
       [-1.221 -1.221]
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
-    # All tokens share one exp, whose gradient rubbish in a masked advantage would spoil.
+    # All tokens share one exp, so that a masked advantage of NaN would reach the gradient of every token.
     advantages = jnp.where(mask, per_token(advantages, log_ratio), 0)
-    # The sign of the row: a token whose advantage a correction has set to 0 is clipped like the others.
+    # The sign of the completion: a token whose advantage a correction has set to 0 is clipped like the others.
     good = jnp.sum(advantages, axis=-1, keepdims=True) > 0
     beyond = jnp.where(good, log_ratio > epsilon_high, log_ratio < -epsilon_low)
     clipped = jnp.where(beyond, jnp.where(good, epsilon_high, -epsilon_low), log_ratio)
-    return jnp.where(mask, -advantages * jnp.exp(_row_mean(jnp.where(mask, clipped, 0), mask)), 0)
+    return jnp.where(mask, -advantages * jnp.exp(_completion_mean(jnp.where(mask, clipped, 0), mask)), 0)
 
 
 def dppo_term(
@@ -380,12 +336,12 @@ def dppo_term(
 ) -> jax.Array:
     """−keep · ρA + c (log ρ)², keep = 0 where A > 0 and π − π_s > th, or A < 0 and π − π_s < −th. DPPO-TV (2602.04879).
 
-    A token is dropped by how much probability has moved, not by its ratio, so that rare tokens may
-    still move. The square stays on every token.
+    A token is dropped if its probability has moved by more than th, whatever its ratio, so that rare tokens may still
+    change. The square stays on every token.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
-      old_logprobs: `[..., T]` in nats, **as the sampler reported them** (π_s), in place of recomputed ones.
+      old_logprobs: `[..., T]` in nats, **as the sampler reported them** (π_s), not recomputed.
       advantages: `[...]` or `[..., T]`.
       mask: bool `[..., T]`.
       threshold: th, in probability; 0.2 from the paper.
@@ -400,7 +356,7 @@ def dppo_term(
       [ 0. -2.]
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
-    moved = jax.lax.stop_gradient(jnp.exp(exact(logprobs)) - jnp.exp(exact(old_logprobs)))
+    moved = jax.lax.stop_gradient(jnp.exp(upcast(logprobs)) - jnp.exp(upcast(old_logprobs)))
     advantages = per_token(advantages, log_ratio)
     dropped = ((advantages > 0) & (moved > threshold)) | ((advantages < 0) & (moved < -threshold))
     loss = jnp.where(dropped, 0, unclipped_surrogate(log_ratio, advantages)) + penalty * jnp.square(log_ratio)
@@ -420,13 +376,13 @@ def vespo_term(
 ) -> jax.Array:
     """−φ A log π, φ = sg exp(λ + k log W − λW), W = Πₜ ρₜ. VESPO (2602.10693).
 
-    A gamma-shaped weight of the whole row's ratio, 1 at W = 1. log W is kept in [log 1e-8, 20], each of
-    its terms within ±20, as in published systems.
+    φ is a weight of the completion's ratio in the shape of a gamma density, 1 at W = 1. log W is bounded to
+    [log 1e-8, 20] and each of its terms to ±20, as in TRL.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
       old_logprobs: `[..., T]` in nats.
-      advantages: `[...]`; or `[..., T]`, of one sign in a row.
+      advantages: `[...]`; or `[..., T]`, of one sign in a completion.
       mask: bool `[..., T]`.
       k_positive: k where A ≥ 0; 2 in TRL.
       lambda_positive: λ where A ≥ 0; 3 in TRL.
@@ -450,11 +406,11 @@ def vespo_term(
 
 
 def token_covariance(
-    logprobs: jax.Array, advantages: jax.Array, mask: jax.Array, *, axis_name: Hashable | None = None
+    logprobs: jax.Array, advantages: jax.Array, mask: jax.Array, *, axis_name: AxisName = None
 ) -> jax.Array:
     """covₜ = (A − Ā)(log π − mean log π), means over the tokens of the batch. 2505.22617, equation 10.
 
-    The tokens whose covariance is large are those that make the entropy fall.
+    An update on tokens of large covariance lowers the entropy.
 
     Args:
       logprobs: `[..., T]` in nats.
@@ -471,10 +427,10 @@ def token_covariance(
       [[1.]
        [1.]]
     """
-    logprobs = jax.lax.stop_gradient(jnp.where(mask, exact(logprobs), 0))
+    logprobs = jax.lax.stop_gradient(jnp.where(mask, upcast(logprobs), 0))
     advantages = jax.lax.stop_gradient(jnp.where(mask, per_token(advantages, logprobs), 0))
     sums = [jnp.sum(x, dtype=logprobs.dtype) for x in (mask, advantages, logprobs)]
-    count, *totals = (over_devices(total, axis_name) for total in sums)
+    count, *totals = (maybe_psum(total, axis_name) for total in sums)
     mean_advantage, mean_logprob = (total / jnp.maximum(count, 1) for total in totals)
     return jnp.where(mask, (advantages - mean_advantage) * (logprobs - mean_logprob), 0)
 
@@ -491,22 +447,27 @@ def clip_cov_term(
     covariance_high: float = 5.0,
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
+    axis_name: AxisName = None,
 ) -> jax.Array:
-    """`clipped_surrogate`, but 0 on a random few tokens of a band of `token_covariance`. Clip-Cov (2505.22617).
+    """`clipped_surrogate`, but 0 on a few random tokens among those with low < cov < high. Clip-Cov (2505.22617).
 
-    Tokens are chosen among the arrays given: give it the whole optimizer batch.
+    cov is `token_covariance`.
+
+    Tokens are chosen among those of the whole batch: give all of it in one piece, or spread over devices with
+    `axis_name`, which gathers a number a token from all of them. Microbatches would each choose their own.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
       old_logprobs: `[..., T]` in nats.
       advantages: `[...]` or `[..., T]`.
       mask: bool `[..., T]`.
-      key: consumed; a new one each step.
+      key: consumed; a new one each step, the same on all devices.
       share: of all tokens, how many are chosen, at least one; 2e-4 from the paper. Static.
-      covariance_low: chosen above it; 1 from the paper.
-      covariance_high: chosen below it; 5 from the paper.
+      covariance_low: 1 from the paper.
+      covariance_high: 5 from the paper.
       epsilon_low: 0.2 from PPO.
       epsilon_high: 0.2 from PPO.
+      axis_name: mapped axes over which the batch is spread.
 
     Returns:
       `[..., T]`, 0 where masked.
@@ -519,11 +480,14 @@ def clip_cov_term(
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
     loss = clipped_surrogate(log_ratio, advantages, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    covariance = token_covariance(logprobs, advantages, mask)
-    # A token that the clip holds already is not chosen once more.
+    covariance = token_covariance(logprobs, advantages, mask, axis_name=axis_name)
+    # Tokens that the clip holds already have no gradient to lose.
     free = mask & (loss <= unclipped_surrogate(log_ratio, advantages))
     candidates = free & (covariance > covariance_low) & (covariance < covariance_high)
-    chosen = _largest(jax.random.uniform(key, mask.shape), candidates, mask, share)
+    # Drawn for all devices on each of them: the choice does not depend on how many there are.
+    index, count = device_index(axis_name)
+    scores = jax.random.uniform(key, (count, *mask.shape))[index]
+    chosen = _largest(scores, candidates, mask, share, axis_name)
     return jnp.where(mask & ~chosen, loss, 0)
 
 
@@ -535,10 +499,12 @@ def kl_cov_term(
     *,
     share: float = 2e-4,
     penalty: float = 1.0,
+    axis_name: AxisName = None,
 ) -> jax.Array:
     """−ρA, and + c |d| on the tokens of largest `token_covariance`. KL-Cov (2505.22617).
 
-    Tokens are chosen among the arrays given: give it the whole optimizer batch.
+    Tokens are chosen among those of the whole batch: give all of it in one piece, or spread over devices with
+    `axis_name`, which gathers a number a token from all of them. Microbatches would each choose their own.
 
     Args:
       logprobs: `[..., T]` in nats, with gradient.
@@ -547,6 +513,7 @@ def kl_cov_term(
       mask: bool `[..., T]`.
       share: of all tokens, how many are chosen, at least one; 2e-4 from the paper. Static.
       penalty: c; 1 from the paper (0.1 in verl's configuration).
+      axis_name: mapped axes over which the batch is spread.
 
     Returns:
       `[..., T]`, 0 where masked.
@@ -558,7 +525,8 @@ def kl_cov_term(
       [[-1.149  0.   ]]
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
-    chosen = _largest(token_covariance(logprobs, advantages, mask), mask, mask, share)
+    covariance = token_covariance(logprobs, advantages, mask, axis_name=axis_name)
+    chosen = _largest(covariance, mask, mask, share, axis_name)
     # Not jnp.abs: on policy, at d = 0, its slope is 1.
     distance = log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
     loss = unclipped_surrogate(log_ratio, advantages) + jnp.where(chosen, penalty * distance, 0)
@@ -566,41 +534,30 @@ def kl_cov_term(
 
 
 def per_token(advantages: jax.Array, like: jax.Array) -> jax.Array:
-    """Advantages of rows `[...]` or of tokens `[..., T]`, with the rank of `like` `[..., T]`."""
+    """Advantages of completions `[...]` or of tokens `[..., T]`, with the rank of `like` `[..., T]`."""
     advantages = jnp.asarray(advantages)  # a plain number has no shape
     return advantages[..., None] if advantages.ndim == like.ndim - 1 else advantages
 
 
-def _capped_surrogate(log_ratio, advantages, epsilon_low, epsilon_high, cap) -> jax.Array:
-    """−A times the ratio bounded on the side where A pushes it, and by `cap` where A < 0.
-
-    By comparisons rather than minimum and clip, whose gradients at ties are halved (a clip at exactly its bound
-    would lose gradient) and take several arrays more.
-    """
-    advantages, ratio = per_token(advantages, log_ratio), jnp.exp(log_ratio)
-    good = advantages > 0
-    bound = jnp.where(good, 1 + epsilon_high, 1 - epsilon_low)
-    beyond = jnp.where(good, ratio > bound, ratio < bound)
-    bounded = jnp.where(beyond, bound, ratio)
-    return -advantages * jnp.where((ratio > cap) & ~good, cap, bounded)
-
-
-def _row_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Mean over the tokens of a row, `[..., 1]`; values are 0 where masked."""
+def _completion_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean over the tokens of a completion, `[..., 1]`; values are 0 where masked."""
     return jnp.sum(values, axis=-1, keepdims=True) / jnp.maximum(
         jnp.sum(mask, axis=-1, keepdims=True, dtype=values.dtype), 1
     )
 
 
-def _largest(scores: jax.Array, candidates: jax.Array, mask: jax.Array, share: float) -> jax.Array:
+def _largest(scores: jax.Array, candidates: jax.Array, mask: jax.Array, share: float, axis_name: AxisName) -> jax.Array:
     """bool, which candidates have the largest scores; as many as `share` of the tokens, at least one."""
-    most = max(int(share * mask.size), 1)  # static: no mask has more tokens than places
-    wanted = jnp.maximum((share * jnp.sum(mask, dtype=jnp.float32)).astype(jnp.int32), 1)
-    values, places = jax.lax.top_k(jnp.where(candidates, scores, -jnp.inf).ravel(), most)
+    scores = maybe_all_gather(jnp.where(candidates, scores, -jnp.inf).ravel(), axis_name)
+    most = max(int(share * scores.size), 1)  # static: no mask has more tokens than places
+    num_tokens = maybe_psum(jnp.sum(mask, dtype=jnp.float32), axis_name)
+    wanted = jnp.maximum((share * num_tokens).astype(jnp.int32), 1)
+    values, places = jax.lax.top_k(scores, most)
     chosen = (jnp.arange(most) < wanted) & (values > -jnp.inf)
-    return jnp.zeros(mask.size, bool).at[places].set(chosen).reshape(mask.shape)
+    of_all_devices = jnp.zeros(scores.size, bool).at[places].set(chosen)
+    return of_all_devices.reshape(-1, *mask.shape)[device_index(axis_name)[0]]
 
 
-def _known(*constants) -> bool:
-    """Whether these are numbers now, rather than traced."""
-    return all(isinstance(constant, Real) for constant in constants)
+def _known(constant) -> bool:
+    """Whether it is a number now, rather than traced."""
+    return isinstance(constant, Real)

@@ -1,4 +1,4 @@
-"""Losses of models that judge: the reward model and the critic."""
+"""Losses of the reward model and of the critic."""
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,9 @@ def bradley_terry_loss(
 def critic_loss(
     values: jax.Array, returns: jax.Array, *, old_values: jax.Array | None = None, clip: float = 0.2
 ) -> jax.Array:
-    """½ (V − sg R)², or with old values ½ max((V − R)², (clip(V, V_old ± ε) − R)²). The
-    squared error of PPO (1707.06347), equation 9; ½ and clipping are those of OpenAI's baselines.
+    """½ (V − sg R)², or with old values ½ max((V − R)², (clip(V, V_old ± ε) − R)²). PPO (1707.06347), equation 9.
+
+    ½ and the clipping are those of OpenAI's baselines.
 
     Args:
       values: `[..., T]`, V with gradient.

@@ -1,11 +1,13 @@
 """Published methods as compositions: which functions, with which constants.
 
-A preset is data. `PRESETS["dapo"].loss(...)` is its loss on arrays; a variant is
-`PRESETS["dapo"]._replace(...)`, and `check` refuses compositions that make no sense.
+A preset is data. `PRESETS["dapo"].loss(...)` is its loss on arrays. A variant is `PRESETS["dapo"]._replace(...)`, or
+`.with_constants(epsilon_high=0.3)`; `check` refuses compositions that make no sense.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ from grpo_jax.functional.aggregation import (
 )
 from grpo_jax.functional.divergence import kl_k3
 from grpo_jax.functional.losses import Metrics, clipped_term, grpo_loss
-from grpo_jax.functional.numerics import is_zero
+from grpo_jax.functional.numerics import AxisName, is_zero
 from grpo_jax.functional.policy_gradient import (
     Term,
     cispo_surrogate,
@@ -46,57 +48,79 @@ from grpo_jax.functional.policy_gradient import (
     vespo_term,
 )
 
+# Read-only, since they are shared.
+_CLIP: Mapping[str, float] = MappingProxyType({"epsilon_low": 0.2, "epsilon_high": 0.2})
+_NONE: Mapping[str, float] = MappingProxyType({})
 
-def of_rewards(advantages: Callable[..., jax.Array], **constants) -> Callable[..., jax.Array]:
-    """An advantage function that looks at rewards alone, as the (rewards, lengths, *, where) of an `Algorithm`.
+
+def ignore_lengths(advantages: Callable[..., jax.Array], **constants) -> Callable[..., jax.Array]:
+    """An advantage function of rewards alone, with the arguments of `Objective.advantages`.
+
+    Args:
+      advantages: (rewards `[..., G]`, *, where, **constants) -> `[..., G]`. One that looks at the whole batch takes
+        `axis_name` too, and is then given it.
+      **constants: of the function, by name.
+
+    Returns:
+      (rewards, lengths, *, where, axis_name) -> `[..., G]`, which does not read the lengths.
 
     Examples:
-      >>> print(of_rewards(group_advantages, ddof=0)(jnp.array([1.0, 0.0]), jnp.array([3, 4])))
+      >>> print(ignore_lengths(group_advantages, ddof=0)(jnp.array([1.0, 0.0]), jnp.array([3, 4])))
       [ 1. -1.]
     """
-    return lambda rewards, lengths, *, where=None: advantages(rewards, where=where, **constants)
+    takes_axis_name = "axis_name" in inspect.signature(advantages).parameters
+
+    def of_rewards(rewards, lengths, *, where=None, axis_name: AxisName = None):
+        axis = {"axis_name": axis_name} if takes_axis_name else {}
+        return advantages(rewards, where=where, **axis, **constants)
+
+    return of_rewards
 
 
-class Algorithm(NamedTuple):
+class Objective(NamedTuple):
     """One published method: which functions, with which constants."""
 
     advantages: Callable[..., jax.Array]
-    """(rewards `[..., G]`, lengths `[..., G]` in tokens, *, where `[..., G]`) -> `[..., G]`."""
+    """(rewards `[..., G]`, lengths `[..., G]` in tokens, *, where `[..., G]`, axis_name) -> `[..., G]`."""
     term: Term = clipped_term
     """(logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`."""
+    constants: Mapping[str, float] = _CLIP
+    """Of the term, by name; those of the clip by default."""
     aggregation: Callable[..., jax.Array] = sequence_mean_weights
-    """(mask, *, axis_name) -> weights `[..., T]`."""
+    """(mask, *, num_completions, axis_name) -> weights `[..., T]`."""
     divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3
     """(logprobs, ref_logprobs) -> `[..., T]`."""
     kl_coef: float = 0.0
     """β; 0: no reference model."""
     kl_in_reward: bool = False
-    """−β Σ k1 in the reward of a row, instead of +β D in the loss."""
-    epsilon_low: float | None = 0.2
-    """Constant of the term; None: it has none, and neither epsilon_high."""
-    epsilon_high: float | None = 0.2
-    """Constant of the term."""
+    """−β Σ k1 in the reward of a completion, instead of +β D in the loss."""
+    kl_bias_correction: bool = False
+    """ρ D in the loss instead of D, as in `grpo_loss`."""
     entropy_coef: float = 0.0
     """c of the entropy bonus −c H."""
     ratio_to_sampler: bool = False
-    """The term is defined against the sampler's own log-probabilities, not recomputed ones."""
-    group_size: int = 8
-    """G."""
-    temperature: float = 1.0
-    """Of sampling."""
-    temperature_spread: float = 0.0
-    """Completion i of G is sampled at temperature + spread · i/G."""
+    """The ratio is against the log-probabilities that the sampler reported, not recomputed ones."""
+
+    def __hash__(self) -> int:
+        # A mapping has no hash.
+        return hash((*(self._asdict() | {"constants": frozenset(self.constants.items())}).values(),))
 
     @property
     def has_reference(self) -> bool:
         """Whether there is a KL term. One whose coefficient is traced is there."""
         return not is_zero(self.kl_coef)
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Of the term, by name."""
-        given = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
-        return {name: value for name, value in given.items() if value is not None}
+    def with_constants(self, **constants: float) -> "Objective":
+        """The same method with these constants of the term in place of its own.
+
+        Args:
+          **constants: by name, such as epsilon_high.
+
+        Examples:
+          >>> dict(PRESETS["grpo"].with_constants(epsilon_high=0.28).constants)
+          {'epsilon_low': 0.2, 'epsilon_high': 0.28}
+        """
+        return self._replace(constants=MappingProxyType({**self.constants, **constants}))
 
     def loss(
         self,
@@ -109,7 +133,7 @@ class Algorithm(NamedTuple):
         entropy: jax.Array | None = None,
         weights: jax.Array | None = None,
     ) -> tuple[jax.Array, Metrics]:
-        """`grpo_loss` of this method: takes its arrays, while constants are changed by `_replace`.
+        """`grpo_loss` of this method, with its functions and constants.
 
         Args:
           logprobs: `[..., T]` in nats, with gradient.
@@ -118,7 +142,7 @@ class Algorithm(NamedTuple):
           completion_mask: bool `[..., T]`.
           ref_logprobs: `[..., T]` in nats; needed where the method has a KL term.
           entropy: `[..., T]` in nats, read where there is an `entropy_coef`.
-          weights: `[..., T]`; None: those of the mask given.
+          weights: `[..., T]`; None: the method's `aggregation` of the mask given here.
 
         Raises:
           ValueError: ref_logprobs are missing, or given to a method that has its KL in the reward
@@ -127,7 +151,7 @@ class Algorithm(NamedTuple):
         Examples:
           >>> logprobs, mask = jnp.array([[-1.0, -2.0], [-3.0, -9.0]]), jnp.array([[True, True], [True, False]])
           >>> loss, _ = PRESETS["dr_grpo"].loss(logprobs, logprobs, jnp.array([1.0, -2.0]), mask)
-          >>> print(loss)  # (−1 − 1 + 2) / (2 rows · 2 places)
+          >>> print(loss)  # (−1 − 1 + 2) / (2 completions · 2 places)
           0.0
         """
         if self.has_reference and not self.kl_in_reward and ref_logprobs is None:
@@ -143,6 +167,7 @@ class Algorithm(NamedTuple):
             ref_logprobs=ref_logprobs,
             kl_coef=self.kl_coef,
             divergence=self.divergence,
+            kl_bias_correction=self.kl_bias_correction,
             entropy=entropy,
             entropy_coef=self.entropy_coef,
             weights=self.aggregation(completion_mask) if weights is None else weights,
@@ -150,70 +175,72 @@ class Algorithm(NamedTuple):
         )
 
 
-_GRPO = Algorithm(of_rewards(group_advantages), kl_coef=0.04)
-_WITHOUT_KL = Algorithm(of_rewards(group_advantages))
-_BY_TOKEN = _WITHOUT_KL._replace(aggregation=token_mean_weights)
+_GROUP = ignore_lengths(group_advantages)
+_BY_SEQUENCE = Objective(_GROUP)
+_BY_TOKEN = Objective(_GROUP, aggregation=token_mean_weights)
+_GRPO = Objective(_GROUP, kl_coef=0.04)
 _SEQUENCE_TERM = ratio_term(sequence_log_ratio, clipped_surrogate)
-_SEED = Algorithm(of_rewards(group_advantages, ddof=0, eps=1e-8), term=_SEQUENCE_TERM, kl_coef=0.01)
+_SEED = Objective(ignore_lengths(group_advantages, ddof=0, eps=1e-8), term=_SEQUENCE_TERM, kl_coef=0.01)
 
-PRESETS: dict[str, Algorithm] = {
-    # DeepSeekMath (2402.03300); its group of 64 is 8 here.
+PRESETS: dict[str, Objective] = {
+    # DeepSeekMath (2402.03300)
     "grpo": _GRPO,
-    "rank": _GRPO._replace(advantages=of_rewards(rank_advantages)),
+    "rank": _GRPO._replace(advantages=ignore_lengths(rank_advantages)),
     # 2503.20783
-    "dr_grpo": Algorithm(of_rewards(centered_advantages), aggregation=constant_length_weights),
+    "dr_grpo": Objective(ignore_lengths(centered_advantages), aggregation=constant_length_weights),
+    # TRL's loss_type "bnpo", with the mean over the whole optimizer batch. TRL's mean is over the local batch, so that
+    # its value depends on how the batch is split over devices and gradient accumulation.
+    "bnpo": _BY_TOKEN,
     # 2503.14476: clip-higher and the token mean.
-    "dapo": _BY_TOKEN._replace(epsilon_high=0.28),
+    "dapo": _BY_TOKEN.with_constants(epsilon_high=0.28),
     # 2507.18071
-    "gspo": _WITHOUT_KL._replace(
-        term=ratio_term(gspo_log_ratio, clipped_surrogate), epsilon_low=3e-4, epsilon_high=4e-4
+    "gspo": _BY_SEQUENCE._replace(term=ratio_term(gspo_log_ratio, clipped_surrogate)).with_constants(
+        epsilon_low=3e-4, epsilon_high=4e-4
     ),
     # 2506.13585: a cap of 5 and no lower bound.
-    "cispo": _BY_TOKEN._replace(term=ratio_term(token_log_ratio, cispo_surrogate), epsilon_low=1.0, epsilon_high=4.0),
+    "cispo": _BY_TOKEN._replace(term=ratio_term(token_log_ratio, cispo_surrogate)).with_constants(
+        epsilon_low=1.0, epsilon_high=4.0
+    ),
     # 2402.14740
-    "rloo": Algorithm(of_rewards(leave_one_out_advantages), term=_SEQUENCE_TERM, kl_coef=0.05, kl_in_reward=True),
-    # The two posts that announced GRPO, with ratios of whole responses.
-    "seed_000": _SEED._replace(temperature=0.7, temperature_spread=0.3),
-    "seed_001": _SEED._replace(epsilon_low=0.15, epsilon_high=0.15, group_size=12),
-    # The second post ranks a group, and then writes its advantage of rewards: this one takes the ranks.
-    "seed_001_rank": _SEED._replace(
-        advantages=of_rewards(rank_advantages, ddof=0, eps=1e-8), epsilon_low=0.15, epsilon_high=0.15, group_size=12
+    "rloo": Objective(ignore_lengths(leave_one_out_advantages), term=_SEQUENCE_TERM, kl_coef=0.05, kl_in_reward=True),
+    # The two posts that announced GRPO, with ratios of whole completions.
+    "seed_000": _SEED,
+    "seed_001": _SEED.with_constants(epsilon_low=0.15, epsilon_high=0.15),
+    # The second post ranks the completions of a group, and then writes its advantage of rewards: here of the ranks.
+    "seed_001_rank": _SEED._replace(advantages=ignore_lengths(rank_advantages, ddof=0, eps=1e-8)).with_constants(
+        epsilon_low=0.15, epsilon_high=0.15
     ),
     # 2507.20673; epsilons are of the log-ratio.
-    "gmpo": _WITHOUT_KL._replace(term=gmpo_term, epsilon_low=0.4, epsilon_high=0.4),
+    "gmpo": _BY_SEQUENCE._replace(term=gmpo_term).with_constants(epsilon_low=0.4, epsilon_high=0.4),
     # 2511.20347
-    "sapo": _WITHOUT_KL._replace(term=ratio_term(token_log_ratio, sapo_surrogate), epsilon_low=None, epsilon_high=None),
+    "sapo": _BY_SEQUENCE._replace(term=ratio_term(token_log_ratio, sapo_surrogate), constants=_NONE),
     # 2602.04879
-    "dppo": _BY_TOKEN._replace(term=dppo_term, epsilon_low=None, epsilon_high=None, ratio_to_sampler=True),
-    # 2602.05261: a row counts |o| times, by sums over the tokens that its number stands on; epsilons as in GSPO.
-    "luspo": _WITHOUT_KL._replace(
-        term=ratio_term(sequence_mean_log_ratio, clipped_surrogate),
-        aggregation=sequence_sum_weights,
-        epsilon_low=3e-4,
-        epsilon_high=4e-4,
-    ),
+    "dppo": _BY_TOKEN._replace(term=dppo_term, constants=_NONE, ratio_to_sampler=True),
+    # 2602.05261: the sum over |o| tokens weighs a completion by its length; epsilons as in GSPO.
+    "luspo": _BY_SEQUENCE._replace(
+        term=ratio_term(sequence_mean_log_ratio, clipped_surrogate), aggregation=sequence_sum_weights
+    ).with_constants(epsilon_low=3e-4, epsilon_high=4e-4),
     # 2602.10693
-    "vespo": _BY_TOKEN._replace(term=vespo_term, epsilon_low=None, epsilon_high=None),
+    "vespo": _BY_TOKEN._replace(term=vespo_term, constants=_NONE),
     # 2505.23585: exactly on-policy.
-    "opo": _BY_TOKEN._replace(advantages=opo_advantages, term=reinforce_term, epsilon_low=None, epsilon_high=None),
+    "opo": _BY_TOKEN._replace(advantages=opo_advantages, term=reinforce_term, constants=_NONE),
     # 2504.02546
-    "gpg": _BY_TOKEN._replace(
-        advantages=of_rewards(gpg_advantages), term=reinforce_term, epsilon_low=None, epsilon_high=None
-    ),
+    "gpg": _BY_TOKEN._replace(advantages=ignore_lengths(gpg_advantages), term=reinforce_term, constants=_NONE),
     # 2602.02710
-    "max_rl": _BY_TOKEN._replace(advantages=of_rewards(max_rl_advantages)),
+    "max_rl": _BY_TOKEN._replace(advantages=ignore_lengths(max_rl_advantages)),
     # 2508.08221
-    "lite_ppo": _BY_TOKEN._replace(advantages=of_rewards(batch_std_advantages)),
+    "lite_ppo": _BY_TOKEN._replace(advantages=ignore_lengths(batch_std_advantages)),
     # 2508.10751, k = 4 of 8.
-    "pass_at_k": _BY_TOKEN._replace(advantages=of_rewards(pass_at_k_advantages, k=4)),
+    "pass_at_k": _BY_TOKEN._replace(advantages=ignore_lengths(pass_at_k_advantages, k=4)),
 }
 
 
-def check(algorithm: Algorithm) -> None:
-    """Refuses compositions that make no sense, by calling their functions on shapes of two completions of two tokens.
+def check(objective: Objective, *, group_size: int = 8) -> None:
+    """Refuses compositions that make no sense, by calling their functions on small arrays.
 
     Args:
-      algorithm: of any functions and constants.
+      objective: of any functions and constants.
+      group_size: G of the groups that its advantages will see. Default 8.
 
     Raises:
       ValueError: one sentence that says what to change.
@@ -221,59 +248,78 @@ def check(algorithm: Algorithm) -> None:
     Examples:
       >>> check(PRESETS["gmpo"]._replace(aggregation=token_mean_weights))
       Traceback (most recent call last):
-      ValueError: the term is one number a row, but these weights count it once a token: take sequence_mean_weights
+      ValueError: the term is one number a completion, but these weights count its tokens: take sequence_mean_weights
     """
-    _check_constants(algorithm)
-    _check_functions(algorithm)
-    if algorithm.kl_coef and not algorithm.kl_in_reward and _has_constant_gradient(algorithm.divergence):
-        raise ValueError("kl_k1 in the loss has no expected gradient: take kl_unbiased, or set kl_in_reward")
-    by_row = getattr(algorithm.aggregation, "func", algorithm.aggregation) in (
+    _check_numbers(objective)
+    _check_functions(objective, group_size)
+    if objective.kl_in_reward and objective.kl_bias_correction:
+        raise ValueError("kl_bias_correction is of a KL in the loss: set it to False, or kl_in_reward")
+    uncorrected = objective.kl_coef and not objective.kl_in_reward and not objective.kl_bias_correction
+    if uncorrected and _has_constant_gradient(objective.divergence):
+        raise ValueError(
+            "kl_k1 in the loss has no expected gradient: take kl_unbiased, or set kl_in_reward or kl_bias_correction"
+        )
+    by_sequence = getattr(objective.aggregation, "func", objective.aggregation) in (
         sequence_mean_weights,
         sequence_sum_weights,
     )
-    if not by_row and is_one_number_a_row(algorithm):
+    if not by_sequence and is_sequence_level(objective):
         raise ValueError(
-            "the term is one number a row, but these weights count it once a token: take sequence_mean_weights"
+            "the term is one number a completion, but these weights count its tokens: take sequence_mean_weights"
         )
 
 
-def _check_constants(algorithm: Algorithm) -> None:
-    if (algorithm.epsilon_low is None) != (algorithm.epsilon_high is None):
-        raise ValueError(
-            f"epsilon_low is {algorithm.epsilon_low} and epsilon_high {algorithm.epsilon_high}: give both or neither"
-        )
-    for name in ("epsilon_low", "epsilon_high", "kl_coef", "entropy_coef"):
-        value = getattr(algorithm, name)
-        if value is not None and not 0 <= value < float("inf"):
+def is_sequence_level(objective: Objective) -> bool:
+    """Whether the term is one number a completion: that of a token has a gradient in other tokens, at a ratio of 1.
+
+    Args:
+      objective: of any functions and constants.
+
+    Examples:
+      >>> is_sequence_level(PRESETS["gmpo"]), is_sequence_level(PRESETS["gspo"])  # GSPO has the gradients of tokens
+      (True, False)
+    """
+    logprobs, mask = -jnp.ones((1, 2)), jnp.ones((1, 2), bool)
+
+    def of_first_token(logprobs):
+        return objective.term(logprobs, -jnp.ones((1, 2)), jnp.ones(1), mask, **objective.constants)[0, 0]
+
+    return bool(jax.grad(of_first_token)(logprobs)[0, 1] != 0)
+
+
+def _check_numbers(objective: Objective) -> None:
+    epsilons = {name: value for name, value in objective.constants.items() if name.startswith("epsilon")}
+    for name, value in (epsilons | {"kl_coef": objective.kl_coef, "entropy_coef": objective.entropy_coef}).items():
+        if not 0 <= value < float("inf"):
             raise ValueError(f"{name} is {value}: it must be at least 0, and finite")
 
 
-def _check_functions(algorithm: Algorithm) -> None:
-    group = jax.ShapeDtypeStruct((1, algorithm.group_size), jnp.float32)
+def _check_functions(objective: Objective, group_size: int) -> None:
+    group = jax.ShapeDtypeStruct((1, group_size), jnp.float32)
     counted = jax.ShapeDtypeStruct(group.shape, bool)
     tokens, mask = jax.ShapeDtypeStruct((1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 2), bool)
-    row = jax.ShapeDtypeStruct((1,), jnp.float32)
-    term, constants = algorithm.term, algorithm.constants
+    advantage = jax.ShapeDtypeStruct((1,), jnp.float32)
+    term, constants = objective.term, objective.constants
     _check_call(
-        lambda *arrays: algorithm.advantages(*arrays[:2], where=arrays[2]),
+        lambda *arrays: objective.advantages(*arrays[:2], where=arrays[2], axis_name=None),
         (group, group, counted),
-        "advantages must map (rewards, lengths, *, where) to the rewards' shape; of_rewards makes that of a function "
-        "of rewards alone",
+        "advantages must map (rewards, lengths, *, where, axis_name) to the rewards' shape; ignore_lengths makes that "
+        "of a function of rewards alone",
     )
     _check_call(
         lambda *arrays: term(*arrays, **constants),
-        (tokens, tokens, row, mask),
+        (tokens, tokens, advantage, mask),
         f"the term must map (logprobs, old_logprobs, advantages, mask{''.join(f', {name}' for name in constants)}) to "
-        "a number a token; ratio_term makes that of a surrogate, functools.partial binds a key or a constant, and "
-        "epsilons of None are not passed",
+        "a number a token; ratio_term makes that of a surrogate, functools.partial binds a key, and constants are "
+        "those of the term alone",
     )
     _check_call(
-        algorithm.divergence, (tokens, tokens), "divergence must map (logprobs, ref_logprobs) to a number a token"
+        objective.divergence, (tokens, tokens), "divergence must map (logprobs, ref_logprobs) to a number a token"
     )
     _check_call(
-        lambda mask: algorithm.aggregation(mask, axis_name=None),
+        lambda mask: objective.aggregation(mask, num_completions=None, axis_name=None),
         (mask,),
-        "aggregation must map a mask to weights a token",
+        "aggregation must map (mask, *, num_completions, axis_name) to weights a token",
     )
 
 
@@ -291,13 +337,3 @@ def _has_constant_gradient(divergence: Callable[[jax.Array, jax.Array], jax.Arra
     """Whether it is k1, by whatever name: a slope of 1 everywhere."""
     slope = jax.grad(lambda logprobs: jnp.sum(divergence(logprobs, -jnp.ones((1, 2)))))
     return bool(jnp.all(slope(jnp.array([[-0.5, -3.0]])) == 1))
-
-
-def is_one_number_a_row(algorithm: Algorithm) -> bool:
-    """Whether the term of one token has a gradient in the log-probability of another, at a ratio of 1."""
-    logprobs, mask = -jnp.ones((1, 2)), jnp.ones((1, 2), bool)
-
-    def of_first_token(logprobs):
-        return algorithm.term(logprobs, -jnp.ones((1, 2)), jnp.ones(1), mask, **algorithm.constants)[0, 0]
-
-    return bool(jax.grad(of_first_token)(logprobs)[0, 1] != 0)

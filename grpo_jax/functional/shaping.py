@@ -1,11 +1,11 @@
-"""What becomes of rewards before they are compared."""
+"""Rewards before they become advantages: length penalty, several rewards, KL."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import exact
+from grpo_jax.functional.numerics import upcast
 
 
 def overlong_penalty(lengths: jax.Array, *, max_length: int, buffer: int) -> jax.Array:
@@ -35,7 +35,7 @@ def overlong_penalty(lengths: jax.Array, *, max_length: int, buffer: int) -> jax
 
 
 class CombinedRewards(NamedTuple):
-    """Both `[...]`. What no reward applies to has 0 and False."""
+    """Both `[...]`; 0 and False for a completion to which no reward applies."""
 
     rewards: jax.Array
     applicable: jax.Array
@@ -44,9 +44,9 @@ class CombinedRewards(NamedTuple):
 def combine_rewards(rewards: jax.Array, *, weights: jax.Array | None = None) -> CombinedRewards:
     """Σₖ wₖ rᵏ over the rewards that apply.
 
-    Hand `applicable` on as `where` of an advantage function: what nothing applies to then stays out of its
-    group's baseline and gets 0. A completion that escapes a penalty is compared with sums of other terms;
-    `gdpo_advantages` compares each reward among those that it applies to.
+    Give `applicable` as `where` to the advantage function: a completion without any reward is then in no baseline and
+    gets 0. Sums of different rewards are compared with each other; `gdpo_advantages` compares each reward by itself,
+    among the completions that it applies to.
 
     Args:
       rewards: `[K, ...]`, one array a reward, NaN where it does not apply.
@@ -61,10 +61,10 @@ def combine_rewards(rewards: jax.Array, *, weights: jax.Array | None = None) -> 
       >>> print(combined.rewards, combined.applicable)
       [2. 1. 0.] [ True  True False]
     """
-    rewards = exact(rewards)
+    rewards = upcast(rewards)
     weights = jnp.ones(rewards.shape[0], rewards.dtype) if weights is None else weights
     weights = weights.reshape(-1, *[1] * (rewards.ndim - 1))
-    # A weight of 0 is for rewards that are only watched.
+    # A weight of 0 is for rewards that are only logged.
     applies = ~jnp.isnan(rewards) & (weights != 0)
     return CombinedRewards(jnp.sum(weights * jnp.where(applies, rewards, 0), axis=0), jnp.any(applies, axis=0))
 
@@ -72,14 +72,14 @@ def combine_rewards(rewards: jax.Array, *, weights: jax.Array | None = None) -> 
 def kl_penalized_rewards(
     rewards: jax.Array, logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, *, kl_coef: float
 ) -> jax.Array:
-    """r − β Σₜ k1, the KL divergence in the reward. 1909.08593, section 2; RLOO (2402.14740) and PPO place it there.
+    """r − β Σₜ k1, the KL divergence in the reward. 1909.08593, section 2, as in RLOO (2402.14740) and PPO.
 
     Args:
       rewards: `[...]`, one a completion.
       logprobs: `[..., T]` in nats, under the policy that sampled.
       ref_logprobs: `[..., T]` in nats.
       mask: bool `[..., T]`.
-      kl_coef: β; 0.05 in RLOO's paper, 0.1 in the older ones.
+      kl_coef: β; 0.05 in RLOO's paper, 0.1 in 1909.08593.
 
     Returns:
       `[...]`, for an advantage function; without gradient.
@@ -89,5 +89,5 @@ def kl_penalized_rewards(
       >>> print(kl_penalized_rewards(jnp.array([1.0]), logprobs, ref_logprobs, jnp.array([[True, True]]), kl_coef=0.1))
       [0.9]
     """
-    kl = jnp.where(mask, exact(logprobs) - exact(ref_logprobs), 0)
-    return exact(rewards) - kl_coef * jax.lax.stop_gradient(jnp.sum(kl, axis=-1))
+    kl = jnp.where(mask, upcast(logprobs) - upcast(ref_logprobs), 0)
+    return upcast(rewards) - kl_coef * jax.lax.stop_gradient(jnp.sum(kl, axis=-1))

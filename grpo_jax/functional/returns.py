@@ -1,0 +1,149 @@
+"""Rewards and advantages of tokens: GAE, and REINFORCE++, which needs no critic.
+
+Rewards of completions are `[...]`, everything of tokens is `[..., T]`.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.functional.advantages import centered_advantages, whiten
+from grpo_jax.functional.numerics import AxisName, upcast
+
+
+def reinforce_pp_advantages(
+    rewards: jax.Array,
+    mask: jax.Array,
+    *,
+    token_penalty: jax.Array | None = None,
+    gamma: float = 1.0,
+    eps: float = 1e-4,
+    axis_name: AxisName = None,
+) -> jax.Array:
+    """A = whiten(R), Rₜ = r̂ₜ + γ Rₜ₊₁, r̂ₜ = 1[last] r − βk1ₜ. REINFORCE++ (2501.03262).
+
+    Args:
+      rewards: `[...]`, one a completion.
+      mask: bool `[..., T]`.
+      token_penalty: `[..., T]`, β · `kl_k1`. None: no KL in the reward.
+      gamma: discount a token, 1 as in the paper.
+      eps: as in `whiten`.
+      axis_name: mapped axes over which the batch is spread.
+
+    Returns:
+      `[..., T]`, 0 where masked.
+
+    Examples:
+      >>> print(reinforce_pp_advantages(jnp.array([1.0, 0.0]), jnp.array([[True, True], [True, True]])))
+      [[ 0.866  0.866]
+       [-0.866 -0.866]]
+    """
+    token_rewards = rewards_at_end(rewards, mask)
+    if token_penalty is not None:
+        token_rewards = token_rewards - jnp.where(mask, token_penalty, 0)
+    # Without a critic and with λ = 1 an advantage is the discounted return.
+    returns = generalized_advantages(token_rewards, jnp.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)
+    return whiten(returns, mask, eps=eps, axis_name=axis_name)
+
+
+def reinforce_pp_baseline_advantages(
+    rewards: jax.Array, mask: jax.Array, *, eps: float = 1e-4, axis_name: AxisName = None
+) -> jax.Array:
+    """A = whiten(r − μ), μ of the group, over all tokens of the batch. REINFORCE++ with baseline (2501.03262).
+
+    Args:
+      rewards: `[..., G]`.
+      mask: bool `[..., G, T]`. A completion counts as many times as it has tokens in the batch's mean and deviation,
+        as in verl.
+      eps: as in `whiten`.
+      axis_name: mapped axes over which the batch is spread.
+
+    Returns:
+      `[..., G, T]`, 0 where masked.
+
+    Examples:
+      >>> print(reinforce_pp_baseline_advantages(jnp.array([[3.0, 1.0]]), jnp.array([[[True], [True]]])))
+      [[[ 0.707]
+        [-0.707]]]
+    """
+    centered = jnp.broadcast_to(centered_advantages(rewards)[..., None], mask.shape)
+    return whiten(centered, mask, eps=eps, axis_name=axis_name)
+
+
+def rewards_at_end(rewards: jax.Array, mask: jax.Array) -> jax.Array:
+    """A completion's reward on its last token, 0 elsewhere.
+
+    Args:
+      rewards: `[...]`.
+      mask: bool `[..., T]`.
+
+    Returns:
+      `[..., T]`; all 0 in a completion without tokens.
+
+    Examples:
+      >>> print(rewards_at_end(jnp.array([5.0]), jnp.array([[True, True, False]])))
+      [[0. 5. 0.]]
+    """
+    position = jax.lax.broadcasted_iota(jnp.int32, mask.shape, mask.ndim - 1)
+    last = jnp.max(jnp.where(mask, position, -1), axis=-1, keepdims=True)
+    return jnp.where(position == last, rewards[..., None], 0)
+
+
+def generalized_advantages(
+    rewards: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap: jax.Array | None = None,
+    num_steps: int | None = None,
+) -> jax.Array:
+    """Aₜ = Σ (γλ)ˡ δₜ₊ₗ over l = 0 … K − 1, δₜ = rₜ + γVₜ₊₁ − Vₜ. GAE (1506.02438), equation 16.
+
+    K is infinite by default: Aₜ = δₜ + γλ Aₜ₊₁. Masked tokens are skipped: the one after a gap is the next token.
+    Returns, the critic's target, are A + V.
+
+    Args:
+      rewards: `[..., T]`, one a token; see `rewards_at_end`.
+      values: `[..., T]`, V before the token is sampled.
+      mask: bool `[..., T]`.
+      gamma: discount a token. 1: the length of an answer does not change its value.
+      lam: λ; 0.95 from PPO (1707.06347). 1 trusts rewards alone, 0 the critic alone.
+      bootstrap: `[...]`, V after the last token of a completion that was truncated. None: 0, right after an EOS.
+      num_steps: K, static; None: to the end.
+
+    Returns:
+      `[..., T]`, at least float32; 0 where masked.
+
+    Raises:
+      ValueError: num_steps is below 1.
+
+    Examples:
+      >>> rewards, values = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.5, 0.25, 0.5])
+      >>> print(generalized_advantages(rewards, values, jnp.ones(3, bool), lam=0.5))  # δ = -0.25, 0.25, 0.5
+      [0.  0.5 0.5]
+    """
+    if num_steps is not None and num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps}: it must be at least 1, or None for all")
+    # In 16 bits the sum over a long completion stops growing.
+    dtype = jnp.promote_types(upcast(rewards).dtype, upcast(values).dtype)
+    rewards, values = (jnp.where(mask, x.astype(dtype), 0) for x in (rewards, values))
+    end = jnp.zeros_like(values[..., 0]) if bootstrap is None else bootstrap.astype(dtype)
+
+    def backward(carry, token):
+        next_value, following = carry  # following: A of the next token, or δ of the next K
+        reward, value, is_token = token
+        delta = reward + gamma * next_value - value
+        if num_steps is None:
+            current = advantage = delta + gamma * lam * following
+        else:
+            current = jnp.concatenate([delta[None], following[:-1]])
+            decay = (gamma * lam) ** jnp.arange(num_steps, dtype=delta.dtype)
+            advantage = jnp.tensordot(decay, current, axes=1)
+        carry = jnp.where(is_token, value, next_value), jnp.where(is_token, current, following)
+        return carry, jnp.where(is_token, advantage, 0)
+
+    following = jnp.zeros_like(end) if num_steps is None else jnp.zeros_like(end, shape=(num_steps, *end.shape))
+    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), (rewards, values, mask))
+    advantages = jax.lax.scan(backward, (end, following), by_token, reverse=True)[1]
+    return jnp.moveaxis(advantages, 0, -1)
