@@ -59,7 +59,6 @@ class Config:
         num_prompts=32,
         max_tokens=arithmetic.MAX_TOKENS,
         learning_rate=4e-4,
-        old_logprobs="sampler",
         eval_every=25,
     )
     warm: WarmStart = WarmStart()

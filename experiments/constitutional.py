@@ -73,7 +73,6 @@ class Config:
         num_prompts=32,
         max_tokens=letters.MAX_TOKENS,
         learning_rate=4e-4,
-        old_logprobs="sampler",
         eval_every=20,
     )
     seeds: Seeds = Seeds()

@@ -51,7 +51,7 @@ from experiments.judging import (
     step_seconds,
     supervised_cost,
 )
-from grpo_jax.config import ModelOptions, PPOConfig, num_microbatches, with_options
+from grpo_jax.config import ModelOptions, PPOConfig, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
 from grpo_jax.data.preferences import (
     EncodedPairs,
@@ -109,7 +109,6 @@ class Config:
         learning_rate=1e-4,
         decay="linear",
         critic_learning_rate=1e-3,
-        old_logprobs="sampler",
         checkpoint_every=20,
     )
     model: ModelOptions = ModelOptions(max_prompt_tokens=64, overlong="truncate")
@@ -208,7 +207,7 @@ def check(config: Config) -> None:
         if getattr(config, name) < 1:
             raise UsageError(f"{name} is {getattr(config, name)}: it must be at least 1")
     for name in ("sft_rows", "num_pairs"):
-        if getattr(config, name) % num_microbatches(config.ppo.run):
+        if getattr(config, name) % (config.ppo.run.optimizer.microbatches or 1):
             raise UsageError(f"{name} ({getattr(config, name)}) must be a multiple of microbatches")
 
 
@@ -310,7 +309,7 @@ def fit_sft(
         config.sft_learning_rate,
         warmup_steps=WARMUP_STEPS,
         decay="linear",
-        microbatches=num_microbatches(config.ppo.run),
+        microbatches=config.ppo.run.optimizer.microbatches or 1,
         devices=config.ppo.run.devices,
     )
     state = train_sft(model.policy, start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
@@ -332,7 +331,7 @@ def fit_reward_model(
         warmup_steps=WARMUP_STEPS,
         decay="linear",
         weight_decay=0.1,
-        microbatches=num_microbatches(config.ppo.run),
+        microbatches=config.ppo.run.optimizer.microbatches or 1,
         devices=config.ppo.run.devices,
     )
     state = train_reward_model(decoder_policy(shape), params, batches, options, run, phase=phase)

@@ -16,6 +16,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.throughput import forward_flops, held_bytes, update_flops
 from grpo_jax.statistics import bootstrap
 from grpo_jax.training.evaluate import Evaluation
+from grpo_jax.training.learn import needs_old_logprobs
 from grpo_jax.training.ppo import ActorCritic
 from grpo_jax.training.reward_model import evaluate_pairs
 from grpo_jax.training.state import TrainState
@@ -199,7 +200,7 @@ def cost_of_phase(
     sampled_tokens, trained_tokens = phase_tokens(run, phase)
     once = trained_tokens // config.optimizer.epochs  # each completion, and a prompt for each group
     policy = params.policy if isinstance(params, ActorCritic) else params
-    passes = 1 + (config.optimizer.old_logprobs == "recompute") + (config.loss.kl_coef > 0)
+    passes = 1 + needs_old_logprobs(config) + (config.loss.kl_coef > 0)
     flops = passes * forward_flops(policy, once) + update_flops(state.params, frozen, trained_tokens)
     flops += forward_flops(params.critic, once) if isinstance(params, ActorCritic) else 0
     flops += sum(forward_flops(model, once) for model in rewards)

@@ -70,7 +70,6 @@ class Config:
         max_tokens=LONGEST,
         kl_coef=0.0,
         learning_rate=1e-3,
-        old_logprobs="sampler",
         rollouts_every=50,
     )
     seeds: Seeds = Seeds()

@@ -73,7 +73,6 @@ class Config:
         max_tokens=letters.MAX_TOKENS,
         learning_rate=4e-4,
         kl_coef=0.0,
-        old_logprobs="sampler",
         eval_every=30,
     )
     seeds: Seeds = Seeds()

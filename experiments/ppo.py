@@ -48,7 +48,6 @@ class Config:
         max_tokens=arithmetic.MAX_TOKENS,
         learning_rate=4e-4,
         critic_learning_rate=1e-3,
-        old_logprobs="sampler",
         eval_every=25,
         eval_samples=7,
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.policy_gradient import reinforce_term
-from grpo_jax.functional.presets import PRESETS, Algorithm, check, is_one_number_a_row
+from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.lora import TARGETS, Target
 
@@ -36,13 +36,13 @@ Preset = Literal[
     "max_rl",
     "lite_ppo",
     "pass_at_k",
+    "bnpo",
 ]
 
 Divergence = Literal["preset", "full", "reverse"]
 AdvantagesOf = Literal["sum", "components"]
 Correction = Literal["none", "token", "sequence", "icepop", "geometric"]
 Decay = Literal["none", "linear", "cosine"]
-OldLogprobs = Literal["recompute", "sampler"]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -149,15 +149,21 @@ class LossConfig:
     """Leave completions without an end out of the loss; they count in their group's advantages all the same."""
 
     @property
-    def objective(self) -> Algorithm:
+    def objective(self) -> Objective:
         """The preset, with these numbers in place of its own."""
         return PRESETS[self.preset]._replace(
+            constants=self.constants,
             kl_coef=self.kl_coef,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
             entropy_coef=self.entropy_coef,
             kl_in_reward=self.kl_in_reward,
+            kl_bias_correction=self.kl_bias_correction,
         )
+
+    @property
+    def constants(self) -> Mapping[str, float]:
+        """Those of the preset's term, by name, with these numbers in place of its own."""
+        own = {name: getattr(self, name) for name in ("epsilon_low", "epsilon_high", "delta")}
+        return {**PRESETS[self.preset].constants} | {name: value for name, value in own.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -198,9 +204,6 @@ class OptimizerConfig:
     """Pieces that a minibatch is computed in, to save memory. The result does not depend on it. 0: chosen by a rule."""
     max_skipped: int = 5
     """Stop after this many steps in a row with gradients that are not finite; each is skipped and dumped."""
-    old_logprobs: OldLogprobs = "recompute"
-    """Denominator of the ratio: computed again by the trainer, or as the sampler reported them
-    (cheaper; only when a rollout is used for one optimizer step)."""
 
 
 @dataclass(frozen=True)
@@ -344,12 +347,10 @@ def _preset_numbers(preset: str) -> dict[str, Any]:
     published = PRESETS[preset]
     numbers = {
         "kl_coef": published.kl_coef,
-        "epsilon_low": published.epsilon_low,
-        "epsilon_high": published.epsilon_high,
-        "delta": None,
+        **{name: published.constants.get(name) for name in ("epsilon_low", "epsilon_high", "delta")},
         "entropy_coef": published.entropy_coef,
         "kl_in_reward": published.kl_in_reward,
-        "kl_bias_correction": False,
+        "kl_bias_correction": published.kl_bias_correction,
     }
     return numbers | RECIPES.get(preset, {})
 
@@ -468,7 +469,7 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
         "to 1, or group_size to at least 2",
     )
     _require(
-        not is_one_number_a_row(run.loss.objective),
+        not is_sequence_level(run.loss.objective),
         f"preset {run.loss.preset} has one ratio a completion, but a critic's advantages are of tokens: take lite_ppo, "
         "dapo or another with ratios of tokens",
     )
@@ -521,7 +522,7 @@ def validate_loss(config: GRPOConfig) -> None:
         0 < loss.top_entropy <= 1, f"top_entropy is {loss.top_entropy}: it must be above 0 and at most 1, which is all"
     )
     try:
-        check(loss.objective._replace(group_size=config.sampling.group_size))
+        check(loss.objective)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
@@ -552,7 +553,7 @@ def _takes_delta(preset: str) -> bool:
     """Whether the term of a preset bounds the ratio of negative advantages, if it is told how far."""
     published, row = PRESETS[preset], jnp.ones((1, 1))
     try:
-        published.term(row, row, row[0], row > 0, **(published.constants | {"delta": 1e6}))
+        published.term(row, row, row[0], row > 0, **{**published.constants, "delta": 1e6})
     except TypeError:
         return False
     return True
@@ -586,8 +587,9 @@ def _validate_advantages(config: GRPOConfig) -> None:
         'advantages_of "components" may teach by another: set it to 1, or advantages_of to "sum"',
     )
     _require(
-        loss.correction == "none" or config.optimizer.old_logprobs == "recompute",
-        f'correction {loss.correction} compares the sampler with the trainer: set old_logprobs to "recompute"',
+        loss.correction == "none" or not loss.objective.ratio_to_sampler,
+        f"correction {loss.correction} compares the sampler with the trainer, but preset {loss.preset} takes its ratio "
+        "against the sampler already: leave it out",
     )
     _require(
         loss.correction != "geometric" or (sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0),
@@ -627,7 +629,7 @@ def validate_optimizer(config: GRPOConfig, *, num_devices: int = 1) -> None:
     optimizer, loss = config.optimizer, config.loss
     _require_at_least(optimizer, 1, "epochs", "minibatches", "max_skipped")
     _require_at_least(optimizer, 0, "microbatches", "warmup_steps")
-    pieces = optimizer.minibatches * num_microbatches(config) * num_devices
+    pieces = optimizer.minibatches * (optimizer.microbatches or 1) * num_devices
     _require(
         config.sampling.num_prompts % pieces == 0,
         f"num_prompts ({config.sampling.num_prompts}) must be a multiple of minibatches x microbatches x devices "
@@ -639,24 +641,10 @@ def validate_optimizer(config: GRPOConfig, *, num_devices: int = 1) -> None:
         _require(
             value > 0 and (value < float("inf") or name == "max_grad_norm"), f"{name} is {value}: it must be above 0"
         )
-    updates, of_sampler = optimizer.epochs * optimizer.minibatches, loss.objective.ratio_to_sampler
     _require(
-        loss.objective.term is not reinforce_term or updates == 1,
+        loss.objective.term is not reinforce_term or optimizer.epochs * optimizer.minibatches == 1,
         f"preset {loss.preset} has no ratio, so it can use a rollout once: set epochs and minibatches to 1",
     )
-    _require(
-        optimizer.old_logprobs == "sampler" or not of_sampler,
-        f'preset {loss.preset} takes its ratio against the sampler: set old_logprobs to "sampler"',
-    )
-    _require(
-        optimizer.old_logprobs == "recompute" or updates == 1 or of_sampler,
-        'old_logprobs "sampler" needs epochs and minibatches of 1: set it to "recompute"',
-    )
-
-
-def num_microbatches(config: GRPOConfig) -> int:
-    """Pieces that a minibatch is computed in: those asked for, or one."""
-    return config.optimizer.microbatches or 1
 
 
 def validate_critic(config: CriticConfig) -> None:

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from grpo_jax.config import GRPOConfig, ModelOptions, num_microbatches, option_types, suggestion, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, option_types, suggestion, with_options
 from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message
 from grpo_jax.data.types import Component, Reward, Rewards
@@ -169,7 +169,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 def _fitting_num_prompts(config: GRPOConfig, left: int) -> int:
     """As many prompts of a step as asked for by default, or as there are, in pieces of one size."""
-    pieces = max(config.optimizer.minibatches * num_microbatches(config) * num_devices(config.devices), 1)
+    pieces = max(config.optimizer.minibatches * (config.optimizer.microbatches or 1) * num_devices(config.devices), 1)
     if left < pieces:
         raise UsageError(
             f"there are {left} prompts for {pieces} pieces of a step (minibatches x microbatches x devices): lower "

@@ -121,7 +121,6 @@ def config_of(steps: int) -> GRPOConfig:
         eval_samples=1,
         checkpoint_every=0,
         rollouts_every=0,
-        old_logprobs="sampler",
     )
 
 

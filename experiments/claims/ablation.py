@@ -64,7 +64,7 @@ SIZES = {
 Preset = Literal["smoke", "cpu", "gpu"]
 START, COIN = "no training", "coin toss"  # the controls of every table
 TUNED_ON = (10, 11, 12, 13, 14)  # seeds that settings were chosen by, or that pilots ran on: they answer no question
-REUSED: dict[str, Any] = {"epochs": 2, "minibatches": 4, "old_logprobs": "recompute"}  # eight updates a rollout
+REUSED: dict[str, Any] = {"epochs": 2, "minibatches": 4}  # eight updates a rollout
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def grpo(bed: Bed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting
       changes: as for `Setting.but`.
     """
     published = PRESETS[preset]
-    constants = {"kl_coef": 0.01 if preset in ("grpo", "rank") else published.kl_coef} | published.constants
+    constants = {"kl_coef": 0.01 if preset in ("grpo", "rank") else published.kl_coef} | dict(published.constants)
     if not published.kl_coef:
         del constants["kl_coef"]  # a traced one would need a reference
     numbers = {"learning_rate": bed.learning_rate, "temperature": 1.0, "temperature_spread": 0.0} | constants
@@ -233,7 +233,6 @@ class Bench:
             "num_prompts": self.size.num_prompts,
             "max_tokens": setting.bed.max_tokens,
             "eval_samples": 1,
-            "old_logprobs": "sampler",
             "learning_rate": setting.bed.learning_rate,
         } | dict(setting.shape)
         shape.setdefault("eval_every", max(1, shape["steps"] // self.size.evaluations))

@@ -13,11 +13,11 @@ from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     gdpo_advantages,
-    keep_rows,
+    keep_completions,
     kl_penalized_rewards,
     masked_sum,
     masked_weights,
-    on_policy_rows,
+    on_policy_completions,
     per_token,
     rejection_weights,
     sequence_log_ratio,
@@ -177,8 +177,9 @@ def kl_logs(batch: Batch, kl_coef: Array, axis_name: AxisName) -> dict[str, jax.
     mask = batch.completion_mask
     total = jnp.sum(jnp.where(mask, batch.old_logprobs - batch.ref_logprobs, 0))
     counts = {"kl": jnp.sum(mask), "kl_completion": jnp.sum(jnp.any(mask, axis=-1))}
-    total, counts = maybe_psum((total, counts), axis_name)
-    return {name: total / jnp.maximum(count, 1) for name, count in counts.items()} | {"kl_coef": jnp.asarray(kl_coef)}
+    total = maybe_psum(total, axis_name)
+    means = {name: total / jnp.maximum(maybe_psum(count, axis_name), 1) for name, count in counts.items()}
+    return means | {"kl_coef": jnp.asarray(kl_coef)}
 
 
 def masked(batch: Batch, config: LossConfig, axis_name: AxisName) -> Batch:
@@ -197,7 +198,7 @@ def masked(batch: Batch, config: LossConfig, axis_name: AxisName) -> Batch:
         keep = top_entropy_tokens(entropy, mask, share=config.top_entropy, axis_name=axis_name)
         batch = batch._replace(advantages=jnp.where(keep, per_token(batch.advantages, entropy), 0))
     if config.mask_truncated:
-        batch = batch._replace(completion_mask=keep_rows(batch.completion_mask, ~batch.truncated))
+        batch = batch._replace(completion_mask=keep_completions(batch.completion_mask, ~batch.truncated))
     return batch
 
 
@@ -237,7 +238,7 @@ def corrected_advantages(
     if config.off_policy_threshold is not None:
         # Against the sampler: against old_logprobs it would change nothing in the first optimizer step.
         drift = token_log_ratio(logprobs, batch.sampler_logprobs, mask)
-        keep = on_policy_rows(drift, batch.advantages, mask, threshold=config.off_policy_threshold)
+        keep = on_policy_completions(drift, batch.advantages, mask, threshold=config.off_policy_threshold)
         advantages = jnp.where(keep, per_token(advantages, logprobs), 0)
         metrics["on_policy_share"] = masked_sum(keep, mask)
     return advantages, metrics

@@ -92,22 +92,26 @@ class Scored(NamedTuple):
 
 
 def needed(method: Method, config: GRPOConfig) -> Scored:
-    """Which scores an update needs to be told, as bools.
-
-    Old log-probabilities are those of the policy that sampled. Where a rollout is used for one optimizer step that is
-    the policy that is differentiated, and its own numbers without gradient take their place. Several steps need them
-    told, and so does a KL that is taken off the rewards. A method whose ratio is defined against the sampler takes the
-    sampler's numbers for both.
-    """
-    objective = config.loss.objective
-    has_penalty = objective.has_reference and objective.kl_in_reward
-    several = config.optimizer.epochs * config.optimizer.minibatches > 1
+    """Which scores an update needs from the scoring pass, as bools."""
     return Scored(
-        old_logprobs=(several or has_penalty) and not objective.ratio_to_sampler,
-        ref_logprobs=objective.has_reference and config.loss.divergence == "preset",
+        old_logprobs=needs_old_logprobs(config),
+        ref_logprobs=config.loss.objective.has_reference and config.loss.divergence == "preset",
         old_entropy=config.loss.top_entropy < 1,
         old_values=method.has_critic,
     )
+
+
+def needs_old_logprobs(config: GRPOConfig) -> bool:
+    """Whether an update needs the log-probabilities of the policy that sampled from a pass of their own.
+
+    Where a rollout is used for one optimizer step, that policy is the one that is differentiated: its own numbers
+    without gradient take their place. Several steps need them from before the first, and so does a KL that is taken off
+    the rewards. A method whose ratio is defined against the sampler takes the sampler's numbers for both.
+    """
+    objective = config.loss.objective
+    has_penalty = objective.has_reference and objective.kl_in_reward
+    several_steps = config.optimizer.epochs * config.optimizer.minibatches > 1
+    return (several_steps or has_penalty) and not objective.ratio_to_sampler
 
 
 def score(

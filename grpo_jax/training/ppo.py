@@ -18,7 +18,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import (
     critic_loss,
     generalized_advantages,
-    keep_rows,
+    keep_completions,
     kl_k1,
     masked_sum,
     rewards_at_end,
@@ -148,7 +148,7 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
 
     def advantages(rewards: RewardArrays, batch: Batch, kl_coef: Array, axis_name: AxisName) -> Advantages:
         # What no reward applies to teaches neither policy nor critic.
-        batch = batch._replace(completion_mask=keep_rows(batch.completion_mask, rewards.applicable))
+        batch = batch._replace(completion_mask=keep_completions(batch.completion_mask, rewards.applicable))
         by_token, returns = token_advantages(rewards.rewards, batch, kl_coef, config=config, axis_name=axis_name)
         mask, logs = batch.completion_mask, value_logs(batch, returns, axis_name)
         if loss.kl_in_reward and batch.ref_logprobs is not None:

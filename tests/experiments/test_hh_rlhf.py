@@ -17,6 +17,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs import flags
 from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
