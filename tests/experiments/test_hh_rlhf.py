@@ -17,6 +17,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs import flags
 from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
@@ -119,8 +120,8 @@ def test_pieces_of_packed_rows_are_all_rows_and_nothing_learned_beside_them():
 
 
 def parse(**options):
-    flags = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
-    args = [[name] if value is True else [name, str(value)] for name, value in flags.items()]
+    named = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    args = [[name] if value is True else [name, str(value)] for name, value in named.items()]
     return flags.parse(experiment.Config, None, [part for pair in args for part in pair])
 
 
