@@ -285,9 +285,8 @@ class Bench:
             file = self.file(setting, seed)
             numbers: dict[str, Any] = {name: values[i] for name, values in history.metrics.items()}
             scores = by_prompt(heldout, np.asarray(history.heldout[i]))
-            if (
-                numbers["skipped"].max() >= run_of(self.config(setting)).optimizer.max_skipped
-            ):  # where the ordinary loop would stop
+            most = run_of(self.config(setting)).optimizer.max_skipped
+            if numbers["skipped"].max() >= most:  # where the ordinary loop would stop
                 self.run.console.print(
                     f"seed {seed} of {setting.method} on {setting.bed.name} diverged: it has no score"
                 )
