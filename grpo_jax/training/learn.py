@@ -192,8 +192,7 @@ def learn(
     reference: Params | None,
     batch: Batch,
     rewards: RewardArrays,
-    seed: Array,
-    step: Array,
+    clock: tuple[Array, Array],
     *,
     axis_name: AxisName = None,
 ) -> tuple[TrainState, Learned]:
@@ -207,8 +206,7 @@ def learn(
       reference: those of the reference's policy, where the loss runs it and it does not move; else None.
       batch: as sampled and scored, N prompts of this device.
       rewards: of its completions.
-      seed: of the run.
-      step: number of the iteration, from 0.
+      clock: the seed of the run, and the number of the iteration, from 0.
       axis_name: the mapped axis over which prompts are spread, or None.
 
     Returns:
@@ -217,14 +215,14 @@ def learn(
     kl_coef = jnp.float32(config.loss.kl_coef) if state.kl_coef is None else state.kl_coef
     advantages = method.advantages(rewards, batch, kl_coef, axis_name)
     state, metrics, order = _update(
-        method, config, state, frozen, reference, advantages.batch, seed, step, axis_name=axis_name
+        method, config, state, frozen, reference, advantages.batch, clock, axis_name=axis_name
     )
-    state = sync_reference(method, state, step, config)
+    state = sync_reference(method, state, clock[1], config)
     state = update_kl_coef(state, advantages.logs, config)
     return state, Learned(advantages.logs | metrics, advantages.by_completion, order)
 
 
-def _update(method, config, state, frozen, reference, batch, seed, step, *, axis_name):
+def _update(method, config, state, frozen, reference, batch, clock, *, axis_name):
     """Epochs of shuffled minibatches: state, metrics over them, and the prompts of each optimizer step `[U, n]`."""
     epochs, minibatches = config.optimizer.epochs, config.optimizer.minibatches
     completions = batch.completion_ids.shape[0] * batch.completion_ids.shape[1] // minibatches
@@ -260,7 +258,7 @@ def _update(method, config, state, frozen, reference, batch, seed, step, *, axis
     else:
         # Minibatches are those of one device, so a device needs prompts that others sampled.
         whole = jax.tree.map(partial(gather, axis_name=axis_name), batch)
-        order = minibatch_order(seed, step, whole.prompt_ids.shape[0], epochs=epochs, minibatches=minibatches)
+        order = minibatch_order(*clock, whole.prompt_ids.shape[0], epochs=epochs, minibatches=minibatches)
         state, history = jax.lax.scan(
             lambda state, prompts: optimizer_step(state, jax.tree.map(lambda x: x[prompts], whole)),
             state,

@@ -79,7 +79,9 @@ def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOCon
         return learn.score(method, reference_logprobs, config, trained, frozen, reference, batch)
 
     def update(state, frozen, reference, batch, rewards, clock, *, axis_name):
-        return learn.learn(method, config, state, frozen, reference, batch, rewards, *clock, axis_name=axis_name)
+        return learn.learn(
+            method, config, state, frozen, reference, batch, rewards, (clock[0], clock[1]), axis_name=axis_name
+        )
 
     over_devices = partial(data_parallel, devices=sampler.devices)
     return Programs(

@@ -85,8 +85,7 @@ def sample(
     task: Task,
     sampling: SamplingConfig,
     params: Params,
-    prompt_ids: jax.Array,
-    prompt_mask: jax.Array,
+    prompts: tuple[jax.Array, jax.Array],
     numbers: jax.Array,
     temperature: jax.Array,
     key: jax.Array,
@@ -96,7 +95,7 @@ def sample(
     Args:
       policy, params: of the model.
       task, sampling: of the run.
-      prompt_ids, prompt_mask: `[N, P]`.
+      prompts: ids int32 and mask bool, `[N, P]`.
       numbers: int32 `[N, G]`, of the completions, that key their noise.
       temperature: `[N, G]`.
       key: consumed.
@@ -104,8 +103,7 @@ def sample(
     return sample_groups(
         policy,
         params,
-        prompt_ids,
-        prompt_mask,
+        *prompts,
         numbers,
         key,
         max_tokens=sampling.max_tokens,
@@ -129,7 +127,8 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
 
     def program(params, prompt_ids, prompt_mask, numbers, temperature, noise, *, axis_name) -> Completions:
         del axis_name  # completions do not depend on each other
-        return sample(policy, task, sampling, params, prompt_ids, prompt_mask, numbers, temperature, step_key(*noise))
+        given = prompt_ids, prompt_mask
+        return sample(policy, task, sampling, params, given, numbers, temperature, step_key(*noise))
 
     return Sampler(data_parallel(program, (None, 0, 0, 0, 0, None), 0, devices=devices), devices)
 

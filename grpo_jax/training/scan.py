@@ -153,9 +153,7 @@ def whole_run(
         method, chosen = make_method(policy, settings), run_of(settings)
         start, frozen = method.split(params)
 
-        def learn(state: TrainState, inputs: tuple[Array, Prompts]) -> tuple[TrainState, dict[str, jax.Array]]:
-            step, given = inputs
-            return _iteration(method, policy, task.task, rewarded, chosen, state, start, frozen, given, seed, step)
+        common = _Run(policy, method, task.task, rewarded, chosen, start, frozen, seed)
 
         def judge(state: TrainState) -> jax.Array:
             actor = method.actor(state.params, frozen)
@@ -168,8 +166,7 @@ def whole_run(
                     task.task,
                     chosen.sampling,
                     actor,
-                    given.prompts.ids,
-                    given.prompts.mask,
+                    (given.prompts.ids, given.prompts.mask),
                     given.numbers,
                     jnp.where(given.greedy, 0.0, temperature),
                     key,
@@ -179,7 +176,7 @@ def whole_run(
             return jax.lax.map(call, heldout)
 
         def block(state: TrainState, inputs: Any) -> tuple[TrainState, Any]:
-            state, metrics = jax.lax.scan(learn, state, inputs)
+            state, metrics = jax.lax.scan(partial(_iteration, common), state, inputs)
             return state, (metrics, judge(state))
 
         steps = jnp.arange(loop.steps, dtype=jnp.uint32)
@@ -227,8 +224,23 @@ def compile_row(
     return row
 
 
-def _iteration(method, policy, task, reward, config, state, start, frozen, given, seed, step):
+class _Run(NamedTuple):
+    """What the iterations of a run have in common."""
+
+    policy: Policy
+    method: Method
+    task: Task
+    reward: DeviceReward
+    config: GRPOConfig
+    start: Params  # trained parameters
+    frozen: Any
+    seed: Array
+
+
+def _iteration(run: _Run, state: TrainState, inputs: tuple[Array, Prompts]) -> tuple[TrainState, dict[str, jax.Array]]:
     """One iteration of the loop: sample, reward, score, learn."""
+    policy, method, task, reward, config, start, frozen, seed = run
+    step, given = inputs
     current = method.actor(state.params, frozen)
     reference = method.actor(start if state.reference is None else state.reference, frozen)
     temperature, numbers = jnp.asarray(group_temperatures(config.sampling)), completion_numbers(config.sampling)
@@ -239,8 +251,7 @@ def _iteration(method, policy, task, reward, config, state, start, frozen, given
         task,
         config.sampling,
         current,
-        given.ids,
-        given.mask,
+        (given.ids, given.mask),
         jnp.asarray(numbers),
         temperature,
         step_key(seed, SAMPLING, step),
@@ -258,7 +269,7 @@ def _iteration(method, policy, task, reward, config, state, start, frozen, given
     # ---- learn
     loss_reference = reference if config.loss.divergence != "preset" else None
     graded = RewardArrays(rewards, jnp.ones(rewards.shape, bool))
-    state, learned = learning.learn(method, config, state, frozen, loss_reference, batch, graded, seed, step)
+    state, learned = learning.learn(method, config, state, frozen, loss_reference, batch, graded, (seed, step))
     return state, _sampling_metrics(completions, rewards) | learned.metrics
 
 

@@ -1,0 +1,150 @@
+"""How long does one iteration of GRPO take, and of what?
+
+A decoder with random weights, completions of full length, a separate reference, one optimizer step a rollout, float32:
+the work of TRL's and Tunix's trainers at the same shapes. Each line is one iteration as `loop.train` runs it, text and
+rewards included. The first line has the compilation in it. The last line has medians from the third iteration on, the
+peak memory of the process, and the speed of a matrix product beside them. Use `taskset -c 0` for one core.
+
+  python -m experiments.benchmarks.step --shape tiny
+"""
+
+import json
+import resource
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+
+from grpo_jax.config import recipe
+from grpo_jax.data.types import Completion, Example, Prompts, rng
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs import flags
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks.task import Task
+from grpo_jax.training import loop
+from grpo_jax.training.grpo import grpo_method
+
+_BEGAN = time.perf_counter() - time.process_time()  # about when the process did
+
+
+class Shape(NamedTuple):
+    """A decoder and a rollout."""
+
+    model: ModelConfig
+    num_prompts: int
+    prompt: int  # tokens
+    completion: int
+    group_size: int = 8
+
+
+TINY = ModelConfig(64, 128, 512, 4, 4, 2, 32)
+MID = ModelConfig(32_000, 512, 2048, 8, 8, 4, 64)
+SHAPES = {
+    "tiny": Shape(TINY, 16, 16, 32),
+    "tiny256": Shape(TINY, 16, 16, 256),
+    "mid": Shape(MID, 4, 16, 128),
+    "prompt": Shape(MID, 1, 512, 64),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    shape: Literal["tiny", "tiny256", "mid", "prompt"] = "tiny"
+    """tiny, tiny256: a million parameters and completions of 32 or 256 tokens. mid, prompt: 48 million, and completions
+    of 128 tokens or prompts of 512."""
+    steps: int = 9
+    """Iterations."""
+    microbatches: int = 0
+    """Pieces of an update; 0: chosen by the library."""
+    cache: bool = False
+    """Read compiled programs from the cache of the commands."""
+
+
+def main(config: Config) -> None:
+    """Prints a line of JSON an iteration, and one of medians."""
+    if config.cache:
+        flags.use_compilation_cache()
+    shape, marks = SHAPES[config.shape], list[tuple[float, float]]()
+    policy = decoder_policy(shape.model)
+    run_config = recipe(
+        steps=config.steps,
+        num_prompts=shape.num_prompts,
+        group_size=shape.group_size,
+        max_tokens=shape.completion,
+        microbatches=config.microbatches,
+        checkpoint_every=0,
+        rollouts_every=0,
+    )
+
+    def prompts(step: int) -> Prompts:
+        """The loop asks for them when an iteration begins."""
+        marks.append((time.perf_counter(), time.process_time()))
+        ids = rng(0, step).integers(0, shape.model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
+        return Prompts(ids, np.ones(ids.shape, bool), [{"prompt": str(row)} for row in ids])
+
+    def reward(examples: list[Example], completions: list[Completion]) -> list[float]:
+        return [sum(text.ids) % 97 / 97 for text in completions]
+
+    # No id ends a completion.
+    task = Task(prompts, reward, prompts(0), lambda ids: " ".join(map(str, ids)), (-1,), 0, shape.model.vocab_size)
+    params = jax.block_until_ready(jax.jit(policy.init)(jax.random.key(0)))
+    ready = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder(Path(folder) / "run", {}, console=Console(quiet=True))
+        programs = loop.compile_programs(grpo_method(policy, run_config), policy, task, run_config)
+        marks.clear()
+        jax.block_until_ready(loop.train(params, task, run_config, run, programs, phase="grpo"))
+        marks.append((time.perf_counter(), time.process_time()))
+        lines = iterations(run.lines("times.jsonl"), marks[1:])  # the first call asks for a fingerprint
+    for line in lines:
+        print(json.dumps(line), flush=True)
+    print(json.dumps(summary(lines, ready, marks[2][0])))
+
+
+def iterations(times: list[dict[str, Any]], marks: list[tuple[float, float]]) -> list[dict[str, Any]]:
+    """A line an iteration: seconds and seconds of the processor, from one request for prompts to the next."""
+    lines = []
+    for number, line in enumerate(times):
+        (start, cpu), (end, end_cpu) = marks[number : number + 2]
+        lines.append({"step": number + 1, "seconds": end - start, "cpu_seconds": end_cpu - cpu} | line)
+    return lines
+
+
+def summary(lines: list[dict[str, Any]], ready: float, first_end: float) -> dict[str, Any]:
+    """Medians from the third iteration on, and what the process took."""
+    warm = lines[2:] or lines[-1:]
+    names = ("seconds", "cpu_seconds", "rollout_s", "reward_s", "update_s")
+    medians = {name: round(statistics.median(line.get(name, 0.0) for line in warm), 4) for name in names}
+    return medians | {
+        "ready_to_first_step": round(first_end - ready, 2),
+        "start_to_first_step": round(first_end - _BEGAN, 2),
+        "compilations": lines[-1]["compilations"],
+        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "matmul_gflops": round(matmul_gflops(), 1),
+    }
+
+
+def matmul_gflops(size: int = 768) -> float:
+    """The speed of NumPy's float32 product, best of three."""
+    a = np.ones((size, size), np.float32)
+
+    def once() -> float:
+        began = time.perf_counter()
+        a @ a
+        return time.perf_counter() - began
+
+    return 2 * size**3 / min(once() for _ in range(3)) / 1e9
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, prog="python -m experiments.benchmarks.step", description=__doc__))
