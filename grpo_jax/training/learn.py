@@ -258,7 +258,8 @@ def _update(method, config, state, frozen, reference, batch, clock, *, axis_name
     else:
         # Minibatches are those of one device, so a device needs prompts that others sampled.
         whole = jax.tree.map(partial(gather, axis_name=axis_name), batch)
-        order = minibatch_order(*clock, whole.prompt_ids.shape[0], epochs=epochs, minibatches=minibatches)
+        seed, step = clock
+        order = minibatch_order(seed, step, whole.prompt_ids.shape[0], epochs=epochs, minibatches=minibatches)
         state, history = jax.lax.scan(
             lambda state, prompts: optimizer_step(state, jax.tree.map(lambda x: x[prompts], whole)),
             state,
