@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -747,19 +746,6 @@ def test_what_no_reward_applies_to_stays_out_of_gdpo():
 # --- a batch spread over devices ---
 
 
-def shard_map_over_devices(function):
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    spec = PartitionSpec("data")
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec))
-
-
-SPREAD = {
-    "vmap": lambda function: jax.jit(jax.vmap(function, axis_name="data")),
-    "pmap": lambda function: jax.pmap(function, axis_name="data"),
-    "shard_map": shard_map_over_devices,
-}
-
-
 def of_the_batch(rewards, where, axis_name=None):
     several = jnp.stack([jnp.where(where, rewards, jnp.nan), jnp.square(rewards)])
     return {
@@ -769,7 +755,6 @@ def of_the_batch(rewards, where, axis_name=None):
     }
 
 
-@pytest.mark.parametrize("spread", SPREAD)
 def test_moments_are_global_when_the_batch_is_spread(spread):
     rng = np.random.default_rng(0)
     # Another scale on each device: statistics of its own would differ.
@@ -778,7 +763,7 @@ def test_moments_are_global_when_the_batch_is_spread(spread):
     where = rng.random((8, 2, 4)) < 0.8
     where[2] = False  # and one with nothing to do
     expected = jax.jit(of_the_batch)(rewards, where)
-    for name, advantages in SPREAD[spread](partial(of_the_batch, axis_name="data"))(rewards, where).items():
+    for name, advantages in spread(partial(of_the_batch, axis_name="data"))(rewards, where).items():
         assert_allclose(advantages, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 

@@ -12,19 +12,20 @@ from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax.functional import (
+    PRESETS,
     cispo_surrogate,
     clip_cov_term,
     clipped_surrogate,
     clipped_term,
     constant_length_weights,
     dppo_term,
-    dual_clipped_surrogate,
     gmpo_term,
     grpo_loss,
     grpo_objective,
     gspo_log_ratio,
     kl_abs,
     kl_cov_term,
+    kl_full,
     kl_k1,
     kl_k2,
     kl_k3,
@@ -40,7 +41,6 @@ from grpo_jax.functional import (
     sequence_sum_weights,
     token_log_ratio,
     token_mean_weights,
-    two_sided_clipped_surrogate,
     unclipped_surrogate,
     vespo_term,
     weighted_sum,
@@ -149,12 +149,17 @@ def test_equals_a_plain_loop(log_ratio, surrogate, divergence):
     assert_allclose(loss, loop_loss(arrays, ADVANTAGES, MASK, WEIGHTS, *choices), rtol=1e-5)
 
 
-def test_without_weights_it_is_the_mean_over_tokens():
+def test_without_weights_it_is_the_mean_of_deepseekmath_over_completions():
     logprobs, old_logprobs, ref_logprobs = random_logprobs()
     arguments = logprobs, old_logprobs, ADVANTAGES, MASK, ref_logprobs
-    (loss, _), _ = default(*arguments)
-    (expected, _), _ = default(*arguments, token_mean_weights(jnp.asarray(MASK)))
-    assert_array_equal(loss, expected)
+    (loss, metrics), gradient = default(*arguments)
+    expected = default(*arguments, sequence_mean_weights(jnp.asarray(MASK)))
+    jax.tree.map(assert_array_equal, ((loss, metrics), gradient), expected)
+    preset = jax.jit(jax.value_and_grad(PRESETS["grpo"].loss, has_aux=True))
+    result = preset(*arguments[:4], ref_logprobs=ref_logprobs)
+    jax.tree.map(assert_array_equal, result, ((loss, metrics), gradient))
+    (of_tokens, _), _ = default(*arguments, token_mean_weights(jnp.asarray(MASK)))
+    assert abs(of_tokens - loss) > 1e-3
 
 
 def test_sequence_ratio_with_a_weight_per_row_is_one_number_a_row():
@@ -230,7 +235,62 @@ def test_a_switched_off_divergence_that_overflows_spoils_nothing():
     assert np.isinf(loss(logprobs, 0.1))
 
 
+# --- samples of an old policy ---
+
+
+@pytest.mark.parametrize("divergence", [kl_k1, kl_k3])
+def test_the_corrected_divergence_has_the_value_and_gradient_of_the_kl_of_the_policy(divergence):
+    # Tokens of probability π_old are weighed by it: Σ π_old ρ k = Σ π k = KL, and so in gradient, as ρ has one.
+    logits, ref_logits, old_logits = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 6)))
+    mask = jnp.ones((6, 1), bool)
+
+    def sampled(logits, correction):
+        logprobs, old_logprobs, ref_logprobs = (
+            jax.nn.log_softmax(x)[:, None] for x in (logits, old_logits, ref_logits)
+        )
+        options = {"kl_coef": 1.0, "divergence": divergence, "weights": jnp.exp(old_logprobs)}
+        loss, metrics = grpo_loss(
+            logprobs,
+            old_logprobs,
+            jnp.zeros(6),
+            mask,
+            ref_logprobs=ref_logprobs,
+            kl_bias_correction=correction,
+            **options,
+        )
+        return loss, metrics["kl"][0]
+
+    evaluated = jax.jit(jax.value_and_grad(sampled, has_aux=True), static_argnums=1)
+    expected, gradient = jax.jit(jax.value_and_grad(kl_full))(logits, ref_logits)
+    (value, metric), corrected = evaluated(logits, True)
+    assert_allclose(value, expected, rtol=1e-5)
+    assert_allclose(corrected, gradient, atol=1e-6)
+    ratio = jnp.exp(jax.nn.log_softmax(logits) - jax.nn.log_softmax(old_logits))
+    estimates = divergence(jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits))
+    assert_allclose(metric, jnp.sum(ratio * estimates), rtol=1e-5)
+    (value, _), uncorrected = evaluated(logits, False)
+    assert abs(value - expected) > 1e-2
+    assert np.max(np.abs(uncorrected - gradient)) > 1e-2
+
+
+def test_masked_slots_of_a_corrected_divergence_may_hold_anything():
+    arrays = random_logprobs()
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(logprobs, old_logprobs, ref_logprobs):
+        options = {"ref_logprobs": ref_logprobs, "kl_bias_correction": True, "weights": WEIGHTS}
+        return grpo_loss(logprobs, old_logprobs, ADVANTAGES, MASK, **options)[0]
+
+    expected = loss(*arrays)
+    for rubbish in RUBBISH:
+        dirty = (np.where(MASK, x, np.float32(rubbish)) for x in arrays)
+        jax.tree.map(assert_array_equal, loss(*dirty), expected)
+
+
 # --- masked tokens ---
+
+RUBBISH = [1e4, -1e4, np.inf, -np.inf, np.nan]
 
 
 @every_choice
@@ -271,9 +331,6 @@ def test_any_masked_is_physically_removed(logprobs, old_logprobs, ref_logprobs, 
         )
         total += row_loss
     assert_allclose(loss, total, rtol=1e-4, atol=1e-4)
-
-
-RUBBISH = [1e4, -1e4, np.inf, -np.inf, np.nan]
 
 
 @every_choice
@@ -495,7 +552,7 @@ def test_constants_are_the_term_s_by_name():
     # DPPO at a threshold that 0.9 − 0.5 does not exceed: −(1.8 + 0.2)/2.
     loss, _ = grpo_loss(*arguments, term=dppo_term, threshold=0.5, penalty=0.0)
     assert_allclose(loss, -1, rtol=1e-6)
-    for term, wrong in [(clipped_term, "delta"), (dppo_term, "epsilon_low"), (reinforce_term, "epsilon_high")]:
+    for term, wrong in [(clipped_term, "dual_clip"), (dppo_term, "epsilon_low"), (reinforce_term, "epsilon_high")]:
         with pytest.raises(TypeError, match=wrong):
             grpo_loss(*arguments, term=term, **{wrong: 0.2})
 
@@ -582,10 +639,8 @@ def test_policy_metrics_by_hand():
     mask = jnp.array([[True, True, True], [True, True, False]])
     arguments = old_logprobs, jnp.array([1.0, -1.0]), mask
 
-    def policy_term(logprobs, advantages):
-        return clipped_term(logprobs, old_logprobs, advantages, mask, epsilon_low=0.2, epsilon_high=0.28)
-
-    metrics = policy_metrics(policy_term, logprobs, *arguments)
+    term = partial(clipped_term, epsilon_low=0.2, epsilon_high=0.28)
+    metrics = policy_metrics(logprobs, *arguments, term=term)
     expected = {"ratio": (5.0, 5.0), "clip_low": (1.0, 5.0), "clip_high": (1.0, 5.0)}
     assert metrics.keys() == expected.keys()
     for name in expected:
@@ -596,8 +651,7 @@ def test_policy_metrics_by_hand():
 # a masked slot of rubbish on each. How many tokens of A < 0 and of A > 0 get no gradient from it:
 HELD_BACK = {
     "clipped": (clipped_term, 1, 1),  # 0.5 is below 0.8, 4 above 1.2
-    "two_sided": (ratio_term(token_log_ratio, partial(two_sided_clipped_surrogate, delta=2.0)), 2, 1),  # and 4 above 2
-    "dual": (ratio_term(token_log_ratio, dual_clipped_surrogate), 2, 1),  # and 4 above 3
+    "bounded": (partial(clipped_term, delta=2.0), 2, 1),  # and 4 above 2
     "unclipped": (ratio_term(token_log_ratio, unclipped_surrogate), 0, 0),
     "cispo": (ratio_term(token_log_ratio, partial(cispo_surrogate, epsilon_high=0.2)), 0, 0),
     "sapo": (ratio_term(token_log_ratio, sapo_surrogate), 0, 0),

@@ -453,19 +453,6 @@ def test_padding_changes_no_reinforce_pp():
 # --- a batch spread over devices ---
 
 
-def shard_map_over_devices(function):
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    spec = PartitionSpec("data")
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec))
-
-
-SPREAD = {
-    "vmap": lambda function: jax.jit(jax.vmap(function, axis_name="data")),
-    "pmap": lambda function: jax.pmap(function, axis_name="data"),
-    "shard_map": shard_map_over_devices,
-}
-
-
 def of_the_batch(rewards, penalty, mask, axis_name=None):
     return {
         "whiten": whiten(penalty, mask, axis_name=axis_name),
@@ -474,7 +461,6 @@ def of_the_batch(rewards, penalty, mask, axis_name=None):
     }
 
 
-@pytest.mark.parametrize("spread", SPREAD)
 def test_moments_are_global_when_the_batch_is_spread(spread):
     rng = np.random.default_rng(0)
     scale = np.arange(1, 9, dtype=np.float32)[:, None, None]  # statistics of a device would differ
@@ -484,6 +470,6 @@ def test_moments_are_global_when_the_batch_is_spread(spread):
     mask = rng.random((8, 1, 4, 3)) < 0.7
     mask[2] = False  # and one with nothing to do
     expected = jax.jit(of_the_batch)(rewards, penalty, mask)
-    spread_out = SPREAD[spread](partial(of_the_batch, axis_name="data"))(rewards, penalty, mask)
+    spread_out = spread(partial(of_the_batch, axis_name="data"))(rewards, penalty, mask)
     for name, advantages in spread_out.items():
         assert_allclose(advantages, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)

@@ -16,7 +16,6 @@ from grpo_jax.functional import (
     clip_cov_term,
     clipped_surrogate,
     dppo_term,
-    dual_clipped_surrogate,
     gmpo_term,
     gspo_log_ratio,
     kl_cov_term,
@@ -33,7 +32,6 @@ from grpo_jax.functional import (
     token_log_ratio,
     token_mean_weights,
     truncated_weights,
-    two_sided_clipped_surrogate,
     unclipped_surrogate,
     vespo_term,
 )
@@ -43,8 +41,7 @@ KEY = jax.random.key(0)
 clip_cov = partial(clip_cov_term, key=KEY, share=1.0, covariance_low=0.1, covariance_high=9.0)
 RATIO_TERMS = {
     "clipped": (token_log_ratio, clipped_surrogate),
-    "two_sided": (token_log_ratio, two_sided_clipped_surrogate),
-    "dual": (token_log_ratio, dual_clipped_surrogate),
+    "bounded": (token_log_ratio, partial(clipped_surrogate, delta=4.0)),
     "unclipped": (token_log_ratio, unclipped_surrogate),
     "cispo": (token_log_ratio, cispo_surrogate),
     "sapo": (token_log_ratio, sapo_surrogate),
@@ -591,6 +588,35 @@ def test_kl_cov_adds_its_penalty_to_the_largest_covariances(share, number):
         assert_allclose(gradient, plain + penalty * np.sign(d) * chosen, rtol=1e-4, atol=1e-6)
         covariances = np.where(COV_MASK, COV_LOGPROBS + 8, -np.inf) * np.where(COV_MASK, COV_ADVANTAGES, 1)
         assert covariances[chosen].min() >= np.sort(covariances[COV_MASK])[-number]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.4])
+@pytest.mark.parametrize("name", sorted(OF_THE_BATCH))
+def test_tokens_of_a_batch_over_devices_are_chosen_from_the_whole(name, share, spread):
+    rng = np.random.default_rng(0)
+    shape = 8, 3, 4
+    logprobs = -rng.exponential(size=shape).astype(np.float32)
+    old_logprobs = logprobs - rng.choice([-0.6, -0.1, 0.1, 0.6], size=shape).astype(np.float32)
+    # Another scale on each device: the largest of its own would differ.
+    advantages = (rng.normal(size=shape[:-1]) * np.arange(1, 9)[:, None]).astype(np.float32)
+    mask = rng.random(shape) < 0.8
+    mask[2] = False
+    options = {"clip_cov": {"key": KEY, "covariance_low": 0.1, "covariance_high": 9.0}, "kl_cov": {}}[name]
+    term = partial({"clip_cov": clip_cov_term, "kl_cov": kl_cov_term}[name], share=share, **options)
+
+    def with_gradient(term):
+        def total(logprobs, old_logprobs, advantages, mask):
+            loss = term(logprobs, old_logprobs, advantages, mask)
+            return jnp.sum(loss), loss
+
+        return lambda *arrays: jax.grad(total, has_aux=True)(*arrays)[::-1]
+
+    arrays = logprobs, old_logprobs, advantages, mask
+    expected = jax.jit(with_gradient(term))(*arrays)
+    result = spread(with_gradient(partial(term, axis_name="data")))(*arrays)
+    jax.tree.map(partial(assert_allclose, rtol=1e-5, atol=1e-6), result, expected)
+    of_each = jax.vmap(with_gradient(term))(*arrays)
+    assert not np.allclose(of_each[0], expected[0], atol=1e-3)
 
 
 def test_no_token_is_chosen_where_there_is_none():
