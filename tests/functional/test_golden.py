@@ -41,14 +41,18 @@ def dr_grpo(logprobs):
     return preset("dr_grpo", logprobs, weights=F.constant_length_weights(MASK, max_length=20))
 
 
+def of_kept(kept, logprobs):
+    return grpo(logprobs, advantages=jnp.where(kept, ADVANTAGES[..., None], 0))
+
+
 def top_entropy(logprobs):
-    return grpo(logprobs, advantages=ADVANTAGES[..., None] * F.top_entropy_tokens(D["entropies"], MASK, share=0.3))
+    return of_kept(F.top_entropy_tokens(D["entropies"], MASK, share=0.3), logprobs)
 
 
 def off_policy_mask(logprobs):
     drift = F.token_log_ratio(logprobs, D["sampler"], MASK)
     kept = F.on_policy_completions(drift, ADVANTAGES, MASK, threshold=0.2)
-    return grpo(logprobs, advantages=ADVANTAGES[..., None] * kept)
+    return of_kept(kept, logprobs)
 
 
 def corrected(logprobs):

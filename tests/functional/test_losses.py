@@ -245,19 +245,9 @@ def test_the_corrected_divergence_has_the_value_and_gradient_of_the_kl_of_the_po
     mask = jnp.ones((6, 1), bool)
 
     def sampled(logits, correction):
-        logprobs, old_logprobs, ref_logprobs = (
-            jax.nn.log_softmax(x)[:, None] for x in (logits, old_logits, ref_logits)
-        )
-        options = {"kl_coef": 1.0, "divergence": divergence, "weights": jnp.exp(old_logprobs)}
-        loss, metrics = grpo_loss(
-            logprobs,
-            old_logprobs,
-            jnp.zeros(6),
-            mask,
-            ref_logprobs=ref_logprobs,
-            kl_bias_correction=correction,
-            **options,
-        )
+        new, old, ref = (jax.nn.log_softmax(x)[:, None] for x in (logits, old_logits, ref_logits))
+        options = {"ref_logprobs": ref, "kl_coef": 1.0, "divergence": divergence, "weights": jnp.exp(old)}
+        loss, metrics = grpo_loss(new, old, jnp.zeros(6), mask, kl_bias_correction=correction, **options)
         return loss, metrics["kl"][0]
 
     evaluated = jax.jit(jax.value_and_grad(sampled, has_aux=True), static_argnums=1)

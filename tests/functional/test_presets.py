@@ -404,7 +404,7 @@ def test_k1_in_the_loss_is_refused():
 
 
 def test_pass_at_k_of_more_than_the_group_is_refused():
-    with pytest.raises(ValueError, match="k is 4.*3"):
+    with pytest.raises(ValueError, match=r"k is 4.*3"):
         check(PRESETS["pass_at_k"], group_size=3)
     check(PRESETS["pass_at_k"], group_size=4)
     refused(PRESETS["grpo"]._replace(advantages=ignore_lengths(pass_at_k_advantages, k=9)), "k is 9.*8")
