@@ -374,10 +374,10 @@ def test_remax_by_hand():
 
 
 def test_gpg_by_hand():
-    # Two of six rows are in a group whose rewards differ: α = 6/2 = 3, r − μ = ±½.
+    # Two of six completions are in a group whose rewards differ: α = 6/2 = 3, r − μ = ±½.
     advantages = gpg_advantages(jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]))
     assert_allclose(advantages, [[1.5, -1.5], [0, 0], [0, 0]])
-    # Without the last row B is 5, and its partner a group of one: α = 5/2.
+    # Without the last completion B is 5, and its partner a group of one: α = 5/2.
     where = jnp.array([[True, True], [True, True], [True, False]])
     advantages = gpg_advantages(jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 9.0]]), where=where)
     assert_allclose(advantages, [[1.25, -1.25], [0, 0], [0, 0]])
@@ -435,7 +435,7 @@ def loop_best_of_group(group):
 
 
 def loop_pass_at_k(group, k):
-    """A subset of k is worth 1 if one of it is right. A row gets the mean of its subsets, all standardised."""
+    """A subset of k is worth 1 if one of it is right. A completion gets the mean of its subsets, all standardised."""
     subsets = list(combinations(range(len(group)), k))
     worth = np.array([float(any(group[i] > 0 for i in subset)) for subset in subsets])
     if not subsets or worth.std() == 0:
@@ -663,7 +663,7 @@ jitted_best = jax.jit(best_of_group_advantages)
 @few
 @given(groups)
 def test_best_of_group_is_what_the_group_would_lose(rewards):
-    # The maximum with a row minus the maximum without it.
+    # The maximum with a completion minus the maximum without it.
     without = [max(np.delete(rewards, i)) for i in range(G)]
     assert_allclose(jitted_best(rewards), max(rewards) - np.array(without), rtol=1e-6)
 
@@ -777,7 +777,7 @@ def test_scaling_by_the_batch_does_not_overflow(scale):
 
 
 def test_verdicts_may_be_bool():
-    # Counted in bool, a hundred rows would be one.
+    # Counted in bool, a hundred completions would be one.
     verdicts = jnp.array([[True, False], [True, True], [False, False]])
     rewards, lengths = verdicts.astype(jnp.float32), jnp.array([[300, 100], [2, 3], [4, 5]])
     names = ("batch_std_advantages", "gpg_advantages", "max_rl_advantages", "best_of_group_advantages", "pass_at_2")

@@ -26,7 +26,7 @@ WEIGHTS = {
 every_weight = pytest.mark.parametrize("name", WEIGHTS)
 few = settings(max_examples=25, deadline=None, derandomize=True)
 
-# Rows of 3, 0, 5 and 1 tokens. B = 3: the second is no row. Nine tokens in all.
+# Rows of 3, 0, 5 and 1 tokens. B = 3: the second is not counted. Nine tokens in all.
 RAGGED = np.arange(5) < np.array([3, 0, 5, 1])[:, None]
 
 
@@ -79,7 +79,7 @@ def test_equals_a_plain_loop_for_any_mask(mask):
 
 
 @every_weight
-def test_leading_axes_are_all_rows(name):
+def test_leading_axes_are_all_completions(name):
     deep = jnp.asarray(RAGGED.reshape(2, 2, 5))
     assert_array_equal(WEIGHTS[name](deep), WEIGHTS[name](jnp.asarray(RAGGED)).reshape(2, 2, 5))
     assert WEIGHTS[name](deep).dtype == jnp.float32
@@ -90,7 +90,7 @@ def test_jit_equals_eager(name):
     assert_allclose(jitted[name](RAGGED), WEIGHTS[name](jnp.asarray(RAGGED)), rtol=1e-6)
 
 
-# --- sums, empty rows, padding ---
+# --- sums, empty completions, padding ---
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_jit_equals_eager(name):
     [
         ("token_mean", 1),
         ("sequence_mean", 1),
-        ("sequence_sum", 9 / 3),  # the mean length of a row
+        ("sequence_sum", 9 / 3),  # the mean length of a completion
         ("constant_length", 9 / 3 / 5),
         ("constant_length_given", 9 / 3 / 9),
     ],
@@ -108,7 +108,7 @@ def test_what_the_weights_sum_to(name, total):
 
 
 @every_weight
-def test_wholly_masked_rows_are_not_counted(name):
+def test_wholly_masked_completions_are_not_counted(name):
     kept = WEIGHTS[name](jnp.asarray(RAGGED[[0, 2, 3]]))
     assert_array_equal(WEIGHTS[name](jnp.asarray(RAGGED))[np.array([0, 2, 3])], kept)
 

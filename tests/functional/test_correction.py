@@ -105,7 +105,7 @@ def test_what_is_masked_weighs_one(function):
     assert_array_equal(np.asarray(weights)[~MASK], 1)
 
 
-def test_of_a_row_the_geometric_mean_decides():
+def test_of_a_completion_the_geometric_mean_decides():
     # Ratios of 1.1 and 1/1.1 have the geometric mean 1, of 1.1 and 1 more.
     logprobs = log(np.array([[1.1, 1 / 1.1, 9.0], [1.1, 1.0, 9.0]], np.float32))
     mask = jnp.array([[True, True, False], [True, True, False]])
@@ -113,7 +113,7 @@ def test_of_a_row_the_geometric_mean_decides():
     assert_array_equal(np.asarray(weights)[:, :2], [[1, 1], [0, 0]])
 
 
-# --- rows that the policy has left ---
+# --- completions that the policy has left ---
 
 
 def test_on_policy_completions_by_hand():
@@ -128,7 +128,7 @@ def test_on_policy_completions_by_hand():
     assert_array_equal(keep(threshold=-2.0), [[1, 1], [0, 0], [0, 0], [0, 0]])
     # What is worth nothing is not punished.
     assert_array_equal(on_policy_completions(log_ratio, jnp.zeros(4), mask, threshold=1.0), mask)
-    # One advantage a token: of a row that drifted the negative ones go.
+    # One advantage a token: of a completion that drifted the negative ones go.
     of_tokens = jnp.array([[-1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [0.0, -1.0]])
     kept = on_policy_completions(log_ratio, of_tokens, mask, threshold=1.0)
     assert_array_equal(kept, [[0, 1], [1, 0], [1, 1], [1, 0]])
@@ -156,7 +156,7 @@ def test_on_policy_completions_equal_a_plain_loop(log_ratio, advantages, mask):
     assert_array_equal(jitted[on_policy_completions](rubbish, advantages[:, 0], mask, threshold=0.26), expected)
 
 
-def test_on_policy_completions_by_row_under_vmap_and_eager():
+def test_on_policy_completions_by_completion_under_vmap_and_eager():
     log_ratio = np.random.default_rng(0).normal(size=MASK.shape).astype(np.float32)
     advantages = np.array([-1, 1, -1, -1], np.float32)
     expected = jitted[on_policy_completions](log_ratio, advantages, MASK, threshold=0.0)

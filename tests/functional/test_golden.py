@@ -175,7 +175,7 @@ def mismatch(log_ratio, weights, **options):
 
 
 def on_tokens(values):
-    """Numbers of rows or tokens, 0 where masked."""
+    """Numbers of completions or tokens, 0 where masked."""
     return jnp.where(MASK, F.per_token(values, MASK), 0)
 
 

@@ -63,7 +63,7 @@ few = settings(max_examples=25, deadline=None, derandomize=True)
 # Rows of 4, 2, 0 and 2 tokens; the last has its tokens in the middle.
 MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 0]], bool)
 ADVANTAGES = np.array([1.5, -0.7, 3.0, 0.2], np.float32)
-WEIGHTS = np.array(MASK / np.array([4, 2, 1, 2])[:, None] / 3, np.float32)  # each of 3 rows the same
+WEIGHTS = np.array(MASK / np.array([4, 2, 1, 2])[:, None] / 3, np.float32)  # each of 3 completions the same
 
 
 def random_logprobs(shape=(4, 4)):
@@ -95,7 +95,7 @@ default = compiled()
 
 
 def test_by_hand():
-    # One row, A = 2, ρ = (1.5, 1), then a masked slot; weights ½ and ½.
+    # One completion, A = 2, ρ = (1.5, 1), then a masked slot; weights ½ and ½.
     # Clip: −min(3, 1.2 · 2) = −2.4 and −2; their mean is −2.2.
     # KL: log π − log π_ref = log 2 on the first, k3 = ½ − 1 + log 2 = 0.1931; 0 on the second.
     # With β = 0.04: −2.2 + ½ · 0.04 · 0.1931 = −2.19614.
@@ -162,7 +162,7 @@ def test_without_weights_it_is_the_mean_of_deepseekmath_over_completions():
     assert abs(of_tokens - loss) > 1e-3
 
 
-def test_sequence_ratio_with_a_weight_per_row_is_one_number_a_row():
+def test_sequence_ratio_with_a_weight_per_completion_is_one_number_a_completion():
     logprobs, old_logprobs, _ = random_logprobs()
     (loss, _), _ = compiled(sequence_log_ratio)(logprobs, old_logprobs, ADVANTAGES, MASK, weights=WEIGHTS)
     rows = MASK.any(axis=1)
@@ -211,7 +211,7 @@ def test_on_policy_gradient_is_reinforce(log_ratio, surrogate):
         return grpo_loss(new, old, ADVANTAGES, MASK, weights=weights, term=ratio_term(log_ratio, surrogate))[0]
 
     def reinforce(logits, weights):
-        if log_ratio is sequence_log_ratio:  # the row's ratio stands on each of its tokens
+        if log_ratio is sequence_log_ratio:  # the completion's ratio stands on each of its tokens
             weights = jnp.where(MASK, jnp.sum(weights, axis=-1, keepdims=True), 0)
         return jnp.sum(weights * -ADVANTAGES[:, None] * logprobs(logits))
 
@@ -291,7 +291,7 @@ def test_masked_is_physically_removed(log_ratio, surrogate, divergence):
 
     total, totals = 0, dict.fromkeys(metrics, 0)
     for i in np.flatnonzero(MASK.any(axis=1)):
-        kept = np.ix_([i], MASK[i])  # one row, its tokens only
+        kept = np.ix_([i], MASK[i])  # one completion, its tokens only
         (row_loss, row_metrics), row_gradient = function(
             logprobs[kept], old_logprobs[kept], ADVANTAGES[[i]], MASK[kept], ref_logprobs[kept], WEIGHTS[kept]
         )
@@ -435,7 +435,7 @@ def test_vmap_over_batches_equals_one_at_a_time():
         assert_allclose(gradients[i], gradient, rtol=1e-5, atol=1e-7)
 
 
-def test_leading_axes_are_all_rows():
+def test_leading_axes_are_all_completions():
     flat = random_logprobs()
     deep = [x.reshape(2, 2, 4) for x in flat]
     (expected, _), _ = default(flat[0], flat[1], ADVANTAGES, MASK, flat[2])
@@ -443,7 +443,7 @@ def test_leading_axes_are_all_rows():
     assert_allclose(loss, expected, rtol=1e-6)
 
 
-def test_advantages_of_rows_equal_advantages_of_tokens():
+def test_advantages_of_completions_equal_advantages_of_tokens():
     logprobs, old_logprobs, ref_logprobs = random_logprobs()
     by_token = np.broadcast_to(ADVANTAGES[:, None], MASK.shape)
     by_row = default(logprobs, old_logprobs, ADVANTAGES, MASK, ref_logprobs)
@@ -477,7 +477,7 @@ def test_hyperparameters_may_be_traced():
 
 
 def shapes(**changes):
-    """Arguments of `grpo_loss` for two rows of three tokens, some of another shape."""
+    """Arguments of `grpo_loss` for two completions of three tokens, some of another shape."""
     right = {
         "logprobs": (2, 3),
         "old_logprobs": (2, 3),
@@ -548,7 +548,7 @@ def test_constants_are_the_term_s_by_name():
 
 
 def test_entropy_bonus():
-    # Weights ¼ on the row's two tokens: −0.1 (¼ · 1 + ¼ · 2) = −0.075, and −0.025 each of gradient.
+    # Weights ¼ on the completion's two tokens: −0.1 (¼ · 1 + ¼ · 2) = −0.075, and −0.025 each of gradient.
     logprobs, mask = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[True, True, False]])
     weights = jnp.array([[0.25, 0.25, 0.0]])
 
@@ -623,7 +623,7 @@ def test_vmap_over_keys_of_a_term_that_draws():
 
 
 def test_policy_metrics_by_hand():
-    # ρ = (0.5, 1, 2) in each row, the last token of the second masked. Below 0.8 the clip acts
+    # ρ = (0.5, 1, 2) in each completion, the last token of the second masked. Below 0.8 the clip acts
     # on A < 0 only, above 1.28 on A > 0 only.
     logprobs, old_logprobs = jnp.log(jnp.array([[0.5, 1, 2], [0.5, 1, 2]])) - 3, jnp.full((2, 3), -3.0)
     mask = jnp.array([[True, True, True], [True, True, False]])
@@ -637,7 +637,7 @@ def test_policy_metrics_by_hand():
         assert_allclose(metrics[name], expected[name], rtol=1e-6)
 
 
-# Two rows of π = (0.1, 0.2, 0.8) and π_old = 0.2, so that ρ = (0.5, 1, 4), with A = 1 and A = −1;
+# Two completions of π = (0.1, 0.2, 0.8) and π_old = 0.2, so that ρ = (0.5, 1, 4), with A = 1 and A = −1;
 # a masked slot of rubbish on each. How many tokens of A < 0 and of A > 0 get no gradient from it:
 HELD_BACK = {
     "clipped": (clipped_term, 1, 1),  # 0.5 is below 0.8, 4 above 1.2
@@ -645,7 +645,7 @@ HELD_BACK = {
     "unclipped": (ratio_term(token_log_ratio, unclipped_surrogate), 0, 0),
     "cispo": (ratio_term(token_log_ratio, partial(cispo_surrogate, epsilon_high=0.2)), 0, 0),
     "sapo": (ratio_term(token_log_ratio, sapo_surrogate), 0, 0),
-    "sequence": (ratio_term(sequence_log_ratio, clipped_surrogate), 0, 3),  # the row's 2 is above 1.2
+    "sequence": (ratio_term(sequence_log_ratio, clipped_surrogate), 0, 3),  # the completion's 2 is above 1.2
     "sequence_mean": (ratio_term(sequence_mean_log_ratio, clipped_surrogate), 0, 3),  # 2^⅓ = 1.26
     "gspo": (ratio_term(gspo_log_ratio, clipped_surrogate), 0, 3),
     "reinforce": (reinforce_term, 0, 0),

@@ -107,7 +107,7 @@ def test_gradient_of_log_ratio_equals_finite_differences(log_ratio):
 
 
 @every_log_ratio
-def test_gradient_of_log_ratio_is_that_of_token_or_row(log_ratio):
+def test_gradient_of_log_ratio_is_that_of_token_or_completion(log_ratio):
     logprobs, old_logprobs = random_logprobs()
     weights = np.arange(1.0, 17, dtype=np.float32).reshape(4, 4)
 
@@ -115,7 +115,7 @@ def test_gradient_of_log_ratio_is_that_of_token_or_row(log_ratio):
         return jnp.sum(weights * log_ratio(logprobs, old_logprobs, MASK))
 
     gradient, old_gradient = jax.jit(jax.grad(weighted, (0, 1)))(logprobs, old_logprobs)
-    # Of a row's ratio each token gets what all its tokens ask for, of their mean its share;
+    # Of a completion's ratio each token gets what all its tokens ask for, of their mean its share;
     # GSPO has the token's gradient by design.
     of_row = (weights * MASK).sum(axis=1, keepdims=True)
     share = of_row / np.maximum(MASK.sum(axis=1, keepdims=True), 1)
@@ -364,7 +364,7 @@ def test_gradient_of_cispo_equals_finite_differences_at_a_constant_weight():
 def test_on_policy_gradient_is_reinforce(surrogate):
     logprobs, _ = random_logprobs()
     advantages = np.array([1.5, -0.7, 3.0, 0.2], np.float32)
-    # A row's ratio stands on each token: one number a row is their mean, and REINFORCE's is −A Σ log π.
+    # A completion's ratio stands on each token: one number a completion is their mean, and REINFORCE's is −A Σ log π.
     of_row = np.asarray(MASK / np.maximum(MASK.sum(axis=1, keepdims=True), 1), np.float32)
 
     @jax.jit
@@ -428,14 +428,14 @@ def test_an_infinite_bound_costs_nothing():
     assert operations() == operations(delta=float("inf")) < operations(delta=4.0)
 
 
-# --- advantages of rows and of tokens ---
+# --- advantages of completions and of tokens ---
 
 
 @every_surrogate
-def test_advantages_of_rows_or_of_tokens(surrogate):
+def test_advantages_of_completions_or_of_tokens(surrogate):
     by_token = jnp.broadcast_to(ADVANTAGES[:, None], LOG_RATIO.shape)
     assert_array_equal(jitted[surrogate](LOG_RATIO, by_token), jitted[surrogate](LOG_RATIO, ADVANTAGES))
-    # And credit may differ within a row.
+    # And credit may differ within a completion.
     half = by_token.at[:, :2].set(0)
     assert_array_equal(jitted[surrogate](LOG_RATIO, half)[:, :2], np.zeros((2, 2)))
     assert_array_equal(jitted[surrogate](LOG_RATIO, half)[:, 2:], jitted[surrogate](LOG_RATIO, by_token)[:, 2:])

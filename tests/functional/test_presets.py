@@ -43,7 +43,7 @@ from grpo_jax.functional import (
 
 every_preset = pytest.mark.parametrize("name", PRESETS)
 
-# Two groups of two rows, of 4, 2, 0 and 3 tokens.
+# Two groups of two completions, of 4, 2, 0 and 3 tokens.
 MASK = np.array([[[1, 1, 1, 1], [1, 1, 0, 0]], [[0, 0, 0, 0], [0, 1, 1, 1]]], bool)
 ADVANTAGES = np.array([[1.5, -0.7], [3.0, -0.2]], np.float32)
 LENGTHS = MASK.sum(-1, keepdims=True)
@@ -166,7 +166,7 @@ def test_masked_slots_may_hold_anything(name):
 @every_preset
 def test_on_policy_gradient_is_reinforce(name):
     # At ρ = 1, and with the policy as reference, each paper's aggregation gives −A w.
-    # A ratio of whole responses, one number a row, has the gradient of Σ log π: rows weigh 1/B.
+    # A ratio of whole responses, one number a completion, has the gradient of Σ log π: completions weigh 1/B.
     logprobs, *_ = random_logprobs()
     _, gradient = compiled()(logprobs, logprobs, ADVANTAGES, MASK, logprobs)[name]
     weights = SEQUENCE_SUM if name in ("rloo", "seed_000", "seed_001", "seed_001_rank") else LOSSES[name][1]
@@ -362,7 +362,7 @@ def test_presets_make_sense(name):
 
 
 @pytest.mark.parametrize("name", [*SEQUENCE_TERMS, "sequence_sapo"])
-def test_one_number_a_row_is_not_weighed_by_tokens(name):
+def test_one_number_a_completion_is_not_weighed_by_tokens(name):
     objective = Objective(GROUP, term=(SEQUENCE_TERMS | TERMS_WITHOUT_EPSILON)[name])
     if name in TERMS_WITHOUT_EPSILON:
         objective = objective._replace(constants={})
@@ -451,7 +451,7 @@ def test_of_equal_lengths_all_per_token_weights_are_the_same():
         assert_allclose(gradient, results[0][1], rtol=1e-6)
 
 
-def test_luspo_is_the_row_s_clipped_ratio_times_its_length():
+def test_luspo_is_the_completion_s_clipped_ratio_times_its_length():
     arrays = random_logprobs()
     (loss, _), _ = compiled()(*arrays[:2], ADVANTAGES, MASK, arrays[2])["luspo"]
     of_row = clip(row_mean(D), 3e-4, 4e-4)
@@ -459,7 +459,7 @@ def test_luspo_is_the_row_s_clipped_ratio_times_its_length():
 
 
 @pytest.mark.parametrize("name", ["rloo", "gmpo"])
-def test_one_number_a_row_is_averaged_over_rows(name):
+def test_one_number_a_completion_is_averaged_over_completions(name):
     # RLOO: PPO's clip of π(o)/π_old(o); GMPO: −A times a geometric mean.
     arrays = random_logprobs()
     (loss, _), _ = compiled()(*arrays[:2], ADVANTAGES, MASK, arrays[2])[name]
@@ -496,7 +496,7 @@ def test_what_cannot_be_called_or_makes_no_sense_is_refused(changes, words):
     refused(PRESETS["grpo"]._replace(**changes), words)
 
 
-def test_a_key_may_be_bound_and_weights_by_row_too():
+def test_a_key_may_be_bound_and_weights_by_completion_too():
     key = jax.random.key(0)
     check(PRESETS["dapo"]._replace(term=partial(clip_cov_term, key=key)))
     check(PRESETS["gmpo"]._replace(aggregation=partial(sequence_mean_weights)))

@@ -39,7 +39,7 @@ jitted_baseline = jax.jit(reinforce_pp_baseline_advantages)
 
 
 def random_tokens(seed=0):
-    """Rewards and values of tokens, and a bootstrap value of each row."""
+    """Rewards and values of tokens, and a bootstrap value of each completion."""
     rng = np.random.default_rng(seed)
     return tuple(rng.normal(size=shape).astype(np.float32) for shape in (MASK.shape, MASK.shape, len(MASK)))
 
@@ -49,7 +49,7 @@ def random_tokens(seed=0):
 
 def test_rewards_at_end_by_hand():
     expected = [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 4, 0]]
-    rewards = jnp.array([1, 2, jnp.nan, 4])  # of the row without tokens it does not matter
+    rewards = jnp.array([1, 2, jnp.nan, 4])  # of the completion without tokens it does not matter
     assert_array_equal(rewards_at_end(rewards, jnp.asarray(MASK)), expected)
     assert_array_equal(jax.vmap(rewards_at_end)(rewards, jnp.asarray(MASK)), expected)
 
@@ -131,7 +131,7 @@ def test_generalized_advantages_under_jit_equal_eager():
         assert_allclose(eager, compiled, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_are_independent():
+def test_completions_are_independent():
     rewards, values, bootstrap = random_tokens()
     expected = jitted_gae(rewards, values, MASK, bootstrap=bootstrap)
     mapped = jax.jit(jax.vmap(lambda r, v, m, b: generalized_advantages(r, v, m, bootstrap=b)))
