@@ -44,9 +44,15 @@ def table(heading):
     return rows
 
 
+def constants_of(cell):
+    """The constants that a cell states, "name=value, …"."""
+    stated = dict(part.split("=") for part in cell.split(", ")) if cell else {}
+    return {name: float(value) if value == "inf" else literal_eval(value) for name, value in stated.items()}
+
+
 METHODS = [row for row in table("method") if row[2]]
-NOT_METHODS = {"Algorithm", "CombinedRewards", "Metrics", "PRESETS", "Term", "TokenLogprobs"}  # types and tables
-HELPERS = {"check", "clipped_term", "of_rewards", "per_token"}
+NOT_METHODS = {"CombinedRewards", "Metrics", "Objective", "PRESETS", "Term", "TokenLogprobs"}  # types and tables
+HELPERS = {"check", "clipped_term", "ignore_lengths", "is_sequence_level", "per_token"}
 
 
 def test_every_function_has_one_row():
@@ -61,8 +67,7 @@ def test_row_is_complete_and_its_defaults_are_the_functions(row):
     numbers = {
         name: parameter.default for name, parameter in parameters.items() if isinstance(parameter.default, (int, float))
     }
-    stated = dict(part.split("=") for part in defaults.split(", ")) if defaults else {}
-    stated = {name: literal_eval(value) for name, value in stated.items()}
+    stated = constants_of(defaults)
     assert {name: value for name, value in stated.items() if value is not None} == numbers
     assert all(parameters[name].default == value for name, value in stated.items())
     assert equation
@@ -91,13 +96,12 @@ def test_every_preset_has_a_row():
 
 @pytest.mark.parametrize("name", F.PRESETS)
 def test_row_of_preset_has_its_functions_and_constants(name):
-    algorithm = F.PRESETS[name]
-    _, _, _, weights, divergence, kl_coef, epsilon_low, epsilon_high = PRESET_ROWS[name]
-    assert weights == f"`{algorithm.aggregation.__name__}`"
-    assert float(kl_coef) == algorithm.kl_coef
-    for stated, constant in ((epsilon_low, algorithm.epsilon_low), (epsilon_high, algorithm.epsilon_high)):
-        assert (float(stated) if stated else None) == constant
-    if algorithm.kl_in_reward:
+    objective = F.PRESETS[name]
+    _, _, _, weights, divergence, kl_coef, constants = PRESET_ROWS[name]
+    assert weights == f"`{objective.aggregation.__name__}`"
+    assert float(kl_coef) == objective.kl_coef
+    assert constants_of(constants) == objective.constants
+    if objective.kl_in_reward:
         assert divergence == "k1 in the reward"
     else:
-        assert divergence == (f"`{algorithm.divergence.__name__}`" if algorithm.kl_coef else "")
+        assert divergence == (f"`{objective.divergence.__name__}`" if objective.kl_coef else "")

@@ -1,9 +1,9 @@
 """Corrections for a sampler that rounds differently or a policy that has moved on, and masks for what to leave out.
 
-Weights, and the masks `on_policy_completions` and `top_entropy_tokens`, **multiply the advantages**:
-`per_token(advantages, mask) * weights`. The policy term is weighed or gone; KL, entropy bonus, sequence ratios and the
-loss's weights stay what they were, as in TRL. `keep_completions` takes the place of the completion mask instead: what
-it drops has no loss at all, and counts in the mean if `num_completions` says so. All are constants, without gradient.
+Weights multiply the advantages, `per_token(advantages, mask) * weights`, and so do the masks `on_policy_completions`
+and `top_entropy_tokens`, `jnp.where(kept, per_token(advantages, kept), 0)`. That weighs the policy term alone, as in
+TRL: KL, entropy bonus, sequence ratios and the loss's weights stay the same. `keep_completions` takes the place of the
+completion mask: what it drops has no loss at all. All are constants, without gradient.
 
 Weights are of a log-ratio log w = log π_old − log π_s, π_s the sampler's own numbers, which the functions of
 `policy_gradient` make: `token_log_ratio(old_logprobs, sampler_logprobs, mask)` of tokens, `sequence_log_ratio` of

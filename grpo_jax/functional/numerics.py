@@ -37,6 +37,6 @@ def maybe_all_gather(values: jax.Array, axis_name: AxisName) -> jax.Array:
     return values if axis_name is None else jax.lax.all_gather(values, axis_name, tiled=True)
 
 
-def device_index(axis_name: AxisName) -> tuple[jax.Array | int, int]:
+def device_index_and_count(axis_name: AxisName) -> tuple[jax.Array | int, int]:
     """Which device of the mapped axes this is, and how many there are; (0, 1) if there are no mapped axes."""
     return (0, 1) if axis_name is None else (jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name))

@@ -15,7 +15,7 @@ from numbers import Real
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import AxisName, device_index, maybe_all_gather, maybe_psum, upcast
+from grpo_jax.functional.numerics import AxisName, device_index_and_count, maybe_all_gather, maybe_psum, upcast
 
 # (logprobs, old_logprobs, advantages, mask, **constants) -> loss per token
 Term = Callable[..., jax.Array]
@@ -485,7 +485,7 @@ def clip_cov_term(
     free = mask & (loss <= unclipped_surrogate(log_ratio, advantages))
     candidates = free & (covariance > covariance_low) & (covariance < covariance_high)
     # Drawn for all devices on each of them: the choice does not depend on how many there are.
-    index, count = device_index(axis_name)
+    index, count = device_index_and_count(axis_name)
     scores = jax.random.uniform(key, (count, *mask.shape))[index]
     chosen = _largest(scores, candidates, mask, share, axis_name)
     return jnp.where(mask & ~chosen, loss, 0)
@@ -555,7 +555,7 @@ def _largest(scores: jax.Array, candidates: jax.Array, mask: jax.Array, share: f
     values, places = jax.lax.top_k(scores, most)
     chosen = (jnp.arange(most) < wanted) & (values > -jnp.inf)
     of_all_devices = jnp.zeros(scores.size, bool).at[places].set(chosen)
-    return of_all_devices.reshape(-1, *mask.shape)[device_index(axis_name)[0]]
+    return of_all_devices.reshape(-1, *mask.shape)[device_index_and_count(axis_name)[0]]
 
 
 def _known(constant) -> bool:

@@ -270,7 +270,9 @@ def check(objective: Objective, *, group_size: int = 8) -> None:
 
 
 def is_sequence_level(objective: Objective) -> bool:
-    """Whether the term is one number a completion: that of a token has a gradient in other tokens, at a ratio of 1.
+    """Whether the term is one number a completion.
+
+    Found by its gradient: at a ratio of 1, the term of a token then depends on the other tokens.
 
     Args:
       objective: of any functions and constants.

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -375,10 +374,10 @@ def test_remax_by_hand():
 
 
 def test_gpg_by_hand():
-    # Two of six rows are in a group whose rewards differ: α = 6/2 = 3, r − μ = ±½.
+    # Two of six completions are in a group whose rewards differ: α = 6/2 = 3, r − μ = ±½.
     advantages = gpg_advantages(jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]))
     assert_allclose(advantages, [[1.5, -1.5], [0, 0], [0, 0]])
-    # Without the last row B is 5, and its partner a group of one: α = 5/2.
+    # Without the last completion B is 5, and its partner a group of one: α = 5/2.
     where = jnp.array([[True, True], [True, True], [True, False]])
     advantages = gpg_advantages(jnp.array([[1.0, 0.0], [1.0, 1.0], [0.0, 9.0]]), where=where)
     assert_allclose(advantages, [[1.25, -1.25], [0, 0], [0, 0]])
@@ -436,7 +435,7 @@ def loop_best_of_group(group):
 
 
 def loop_pass_at_k(group, k):
-    """A subset of k is worth 1 if one of it is right. A row gets the mean of its subsets, all standardised."""
+    """A subset of k is worth 1 if one of it is right. A completion gets the mean of its subsets, all standardised."""
     subsets = list(combinations(range(len(group)), k))
     worth = np.array([float(any(group[i] > 0 for i in subset)) for subset in subsets])
     if not subsets or worth.std() == 0:
@@ -664,7 +663,7 @@ jitted_best = jax.jit(best_of_group_advantages)
 @few
 @given(groups)
 def test_best_of_group_is_what_the_group_would_lose(rewards):
-    # The maximum with a row minus the maximum without it.
+    # The maximum with a completion minus the maximum without it.
     without = [max(np.delete(rewards, i)) for i in range(G)]
     assert_allclose(jitted_best(rewards), max(rewards) - np.array(without), rtol=1e-6)
 
@@ -747,19 +746,6 @@ def test_what_no_reward_applies_to_stays_out_of_gdpo():
 # --- a batch spread over devices ---
 
 
-def shard_map_over_devices(function):
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    spec = PartitionSpec("data")
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec))
-
-
-SPREAD = {
-    "vmap": lambda function: jax.jit(jax.vmap(function, axis_name="data")),
-    "pmap": lambda function: jax.pmap(function, axis_name="data"),
-    "shard_map": shard_map_over_devices,
-}
-
-
 def of_the_batch(rewards, where, axis_name=None):
     several = jnp.stack([jnp.where(where, rewards, jnp.nan), jnp.square(rewards)])
     return {
@@ -769,7 +755,6 @@ def of_the_batch(rewards, where, axis_name=None):
     }
 
 
-@pytest.mark.parametrize("spread", SPREAD)
 def test_moments_are_global_when_the_batch_is_spread(spread):
     rng = np.random.default_rng(0)
     # Another scale on each device: statistics of its own would differ.
@@ -778,7 +763,7 @@ def test_moments_are_global_when_the_batch_is_spread(spread):
     where = rng.random((8, 2, 4)) < 0.8
     where[2] = False  # and one with nothing to do
     expected = jax.jit(of_the_batch)(rewards, where)
-    for name, advantages in SPREAD[spread](partial(of_the_batch, axis_name="data"))(rewards, where).items():
+    for name, advantages in spread(partial(of_the_batch, axis_name="data"))(rewards, where).items():
         assert_allclose(advantages, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
@@ -792,7 +777,7 @@ def test_scaling_by_the_batch_does_not_overflow(scale):
 
 
 def test_verdicts_may_be_bool():
-    # Counted in bool, a hundred rows would be one.
+    # Counted in bool, a hundred completions would be one.
     verdicts = jnp.array([[True, False], [True, True], [False, False]])
     rewards, lengths = verdicts.astype(jnp.float32), jnp.array([[300, 100], [2, 3], [4, 5]])
     names = ("batch_std_advantages", "gpg_advantages", "max_rl_advantages", "best_of_group_advantages", "pass_at_2")

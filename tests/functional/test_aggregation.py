@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from jax.sharding import Mesh, PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax.functional import (
@@ -27,7 +26,7 @@ WEIGHTS = {
 every_weight = pytest.mark.parametrize("name", WEIGHTS)
 few = settings(max_examples=25, deadline=None, derandomize=True)
 
-# Rows of 3, 0, 5 and 1 tokens. B = 3: the second is no row. Nine tokens in all.
+# Rows of 3, 0, 5 and 1 tokens. B = 3: the second is not counted. Nine tokens in all.
 RAGGED = np.arange(5) < np.array([3, 0, 5, 1])[:, None]
 
 
@@ -80,7 +79,7 @@ def test_equals_a_plain_loop_for_any_mask(mask):
 
 
 @every_weight
-def test_leading_axes_are_all_rows(name):
+def test_leading_axes_are_all_completions(name):
     deep = jnp.asarray(RAGGED.reshape(2, 2, 5))
     assert_array_equal(WEIGHTS[name](deep), WEIGHTS[name](jnp.asarray(RAGGED)).reshape(2, 2, 5))
     assert WEIGHTS[name](deep).dtype == jnp.float32
@@ -91,7 +90,7 @@ def test_jit_equals_eager(name):
     assert_allclose(jitted[name](RAGGED), WEIGHTS[name](jnp.asarray(RAGGED)), rtol=1e-6)
 
 
-# --- sums, empty rows, padding ---
+# --- sums, empty completions, padding ---
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_jit_equals_eager(name):
     [
         ("token_mean", 1),
         ("sequence_mean", 1),
-        ("sequence_sum", 9 / 3),  # the mean length of a row
+        ("sequence_sum", 9 / 3),  # the mean length of a completion
         ("constant_length", 9 / 3 / 5),
         ("constant_length_given", 9 / 3 / 9),
     ],
@@ -109,7 +108,7 @@ def test_what_the_weights_sum_to(name, total):
 
 
 @every_weight
-def test_wholly_masked_rows_are_not_counted(name):
+def test_wholly_masked_completions_are_not_counted(name):
     kept = WEIGHTS[name](jnp.asarray(RAGGED[[0, 2, 3]]))
     assert_array_equal(WEIGHTS[name](jnp.asarray(RAGGED))[np.array([0, 2, 3])], kept)
 
@@ -156,6 +155,34 @@ def test_max_length_may_be_traced():
     assert_allclose(weights, jnp.stack(expected), rtol=1e-6)
 
 
+# --- completions that are masked out, and count ---
+
+
+@every_weight
+def test_num_completions_is_the_divisor(name):
+    # Of RAGGED's four completions three have a token.
+    weights = WEIGHTS[name](jnp.asarray(RAGGED))
+    given = WEIGHTS[name](jnp.asarray(RAGGED), num_completions=4)
+    assert_allclose(given, weights if name == "token_mean" else weights * (3 / 4), rtol=1e-6)
+    assert_array_equal(WEIGHTS[name](jnp.asarray(RAGGED), num_completions=3), weights)
+    assert_array_equal(WEIGHTS[name](jnp.zeros((4, 5), bool), num_completions=0), np.zeros((4, 5)))
+
+
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if name != "token_mean"])
+def test_a_completion_masked_out_leaves_the_others_what_they_had(name):
+    # As in TRL: a truncated completion adds nothing to the sum, and its place in the mean stays.
+    mask = RAGGED[[0, 2, 3]]
+    dropped = mask & (np.arange(3) != 1)[:, None]
+    expected = np.where(dropped, WEIGHTS[name](jnp.asarray(mask)), 0)
+    assert_allclose(WEIGHTS[name](jnp.asarray(dropped), num_completions=3), expected, rtol=1e-6)
+
+
+@every_weight
+def test_num_completions_may_be_traced(name):
+    result = jax.jit(lambda n: WEIGHTS[name](jnp.asarray(RAGGED), num_completions=n))(4)
+    assert_allclose(result, WEIGHTS[name](jnp.asarray(RAGGED), num_completions=4), rtol=1e-6)
+
+
 # --- split batches ---
 
 
@@ -177,23 +204,16 @@ def test_a_mean_of_microbatch_means_is_another_number():
     assert_allclose(sum(of_each) / 2, 2)
 
 
-def shard_map_over_devices(function):
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    spec = PartitionSpec("data")
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec))
-
-
-SPREAD = {
-    "vmap": lambda function: jax.vmap(function, axis_name="data"),
-    "pmap": lambda function: jax.pmap(function, axis_name="data"),
-    "shard_map": shard_map_over_devices,
-}
-
-
 @every_weight
-@pytest.mark.parametrize("spread", SPREAD)
 def test_totals_are_global_when_the_batch_is_spread(name, spread):
     mask = np.arange(5) < np.random.default_rng(0).integers(0, 6, (8, 3, 1))
     mask[2] = False  # one device has nothing to do
-    weights = SPREAD[spread](partial(WEIGHTS[name], axis_name="data"))(mask)
+    weights = spread(partial(WEIGHTS[name], axis_name="data"))(mask)
     assert_allclose(weights, WEIGHTS[name](jnp.asarray(mask)), rtol=1e-6)
+
+
+@every_weight
+def test_num_completions_is_of_all_devices(name, spread):
+    mask = np.arange(5) < np.random.default_rng(0).integers(0, 6, (8, 3, 1))
+    weights = spread(partial(WEIGHTS[name], num_completions=24, axis_name="data"))(mask)
+    assert_allclose(weights, WEIGHTS[name](jnp.asarray(mask), num_completions=24), rtol=1e-6)

@@ -11,9 +11,9 @@ from hypothesis.extra import numpy as hnp
 from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax.functional import (
-    keep_rows,
+    keep_completions,
     masked_weights,
-    on_policy_rows,
+    on_policy_completions,
     rejection_weights,
     sequence_mean_log_ratio,
     token_log_ratio,
@@ -24,7 +24,7 @@ from grpo_jax.functional import (
 few = settings(max_examples=25, deadline=None, derandomize=True)
 WEIGHTS = [truncated_weights, masked_weights, rejection_weights]
 every_weight = pytest.mark.parametrize("function", WEIGHTS)
-jitted = {function: jax.jit(function) for function in [*WEIGHTS, on_policy_rows, top_entropy_tokens]}
+jitted = {function: jax.jit(function) for function in [*WEIGHTS, on_policy_completions, top_entropy_tokens]}
 
 NAN = np.float32(np.nan)
 # Rows of 5, 2, 0 and 2 tokens; the last with a gap.
@@ -105,7 +105,7 @@ def test_what_is_masked_weighs_one(function):
     assert_array_equal(np.asarray(weights)[~MASK], 1)
 
 
-def test_of_a_row_the_geometric_mean_decides():
+def test_of_a_completion_the_geometric_mean_decides():
     # Ratios of 1.1 and 1/1.1 have the geometric mean 1, of 1.1 and 1 more.
     logprobs = log(np.array([[1.1, 1 / 1.1, 9.0], [1.1, 1.0, 9.0]], np.float32))
     mask = jnp.array([[True, True, False], [True, True, False]])
@@ -113,27 +113,28 @@ def test_of_a_row_the_geometric_mean_decides():
     assert_array_equal(np.asarray(weights)[:, :2], [[1, 1], [0, 0]])
 
 
-# --- rows that the policy has left ---
+# --- completions that the policy has left ---
 
 
-def test_on_policy_rows_by_hand():
+def test_on_policy_completions_by_hand():
     # Drifts: mean(2, 1) = 1.5, mean(−2, −1) = −1.5, mean(4, ·) = 4 where the second is masked.
     log_ratio = jnp.array([[-2.0, -1.0], [-2.0, -1.0], [2.0, 1.0], [-4.0, 99.0]])
     mask = jnp.array([[True, True], [True, True], [True, True], [True, False]])
     advantages = jnp.array([1.0, -1.0, -1.0, -1.0])
-    keep = partial(on_policy_rows, log_ratio, advantages, mask)
+    keep = partial(on_policy_completions, log_ratio, advantages, mask)
     assert_array_equal(keep(threshold=1.0), [[1, 1], [0, 0], [1, 1], [0, 0]])
     assert_array_equal(keep(threshold=1.5), [[1, 1], [1, 1], [1, 1], [0, 0]])  # 1.5 is not above 1.5
     assert_array_equal(keep(threshold=4.0), mask)
     assert_array_equal(keep(threshold=-2.0), [[1, 1], [0, 0], [0, 0], [0, 0]])
     # What is worth nothing is not punished.
-    assert_array_equal(on_policy_rows(log_ratio, jnp.zeros(4), mask, threshold=1.0), mask)
-    # One advantage a token: of a row that drifted the negative ones go.
+    assert_array_equal(on_policy_completions(log_ratio, jnp.zeros(4), mask, threshold=1.0), mask)
+    # One advantage a token: of a completion that drifted the negative ones go.
     of_tokens = jnp.array([[-1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [0.0, -1.0]])
-    assert_array_equal(on_policy_rows(log_ratio, of_tokens, mask, threshold=1.0), [[0, 1], [1, 0], [1, 1], [1, 0]])
+    kept = on_policy_completions(log_ratio, of_tokens, mask, threshold=1.0)
+    assert_array_equal(kept, [[0, 1], [1, 0], [1, 1], [1, 0]])
 
 
-def loop_on_policy_rows(log_ratio, advantages, mask, threshold):
+def loop_on_policy_completions(log_ratio, advantages, mask, threshold):
     kept = mask.copy()
     for i in range(len(mask)):
         drifts = [-float(log_ratio[i, t]) for t in range(mask.shape[1]) if mask[i, t]]
@@ -145,28 +146,28 @@ def loop_on_policy_rows(log_ratio, advantages, mask, threshold):
 
 @few
 @given(numbers, numbers, masks)
-def test_on_policy_rows_equal_a_plain_loop(log_ratio, advantages, mask):
+def test_on_policy_completions_equal_a_plain_loop(log_ratio, advantages, mask):
     # Means of quarters over up to five tokens never are 0.26.
-    expected = loop_on_policy_rows(log_ratio, advantages, mask, 0.26)
+    expected = loop_on_policy_completions(log_ratio, advantages, mask, 0.26)
     rubbish = np.where(mask, log_ratio, NAN)
-    assert_array_equal(jitted[on_policy_rows](rubbish, advantages, mask, threshold=0.26), expected)
+    assert_array_equal(jitted[on_policy_completions](rubbish, advantages, mask, threshold=0.26), expected)
     of_rows = np.broadcast_to(advantages[:, :1], mask.shape)
-    expected = loop_on_policy_rows(log_ratio, of_rows, mask, 0.26)
-    assert_array_equal(jitted[on_policy_rows](rubbish, advantages[:, 0], mask, threshold=0.26), expected)
+    expected = loop_on_policy_completions(log_ratio, of_rows, mask, 0.26)
+    assert_array_equal(jitted[on_policy_completions](rubbish, advantages[:, 0], mask, threshold=0.26), expected)
 
 
-def test_on_policy_rows_by_row_under_vmap_and_eager():
+def test_on_policy_completions_by_completion_under_vmap_and_eager():
     log_ratio = np.random.default_rng(0).normal(size=MASK.shape).astype(np.float32)
     advantages = np.array([-1, 1, -1, -1], np.float32)
-    expected = jitted[on_policy_rows](log_ratio, advantages, MASK, threshold=0.0)
+    expected = jitted[on_policy_completions](log_ratio, advantages, MASK, threshold=0.0)
     assert np.any(np.asarray(expected) != MASK)
     arrays = [jnp.asarray(x) for x in (log_ratio, advantages, MASK)]
-    assert_array_equal(on_policy_rows(*arrays, threshold=0.0), expected)
-    assert_array_equal(jax.jit(jax.vmap(partial(on_policy_rows, threshold=0.0)))(*arrays), expected)
-    deep = on_policy_rows(*(x.reshape(2, 2, *x.shape[1:]) for x in arrays), threshold=0.0)
+    assert_array_equal(on_policy_completions(*arrays, threshold=0.0), expected)
+    assert_array_equal(jax.jit(jax.vmap(partial(on_policy_completions, threshold=0.0)))(*arrays), expected)
+    deep = on_policy_completions(*(x.reshape(2, 2, *x.shape[1:]) for x in arrays), threshold=0.0)
     assert_array_equal(deep.reshape(MASK.shape), expected)
     wide = [jnp.pad(x, ((0, 0), (0, 3))) if x.ndim == 2 else x for x in arrays]
-    assert_array_equal(on_policy_rows(*wide, threshold=0.0)[:, :5], expected)
+    assert_array_equal(on_policy_completions(*wide, threshold=0.0)[:, :5], expected)
 
 
 # --- the tokens of largest entropy ---
@@ -241,14 +242,26 @@ def test_top_entropy_tokens_of_any_shape_and_padding():
     assert_array_equal(several(np.stack([entropy, 9 * entropy]), MASK), np.stack([expected, expected]))
 
 
-# --- rows ---
+def test_top_entropy_tokens_of_a_batch_over_devices_are_those_of_the_whole(spread):
+    rng = np.random.default_rng(0)
+    # Another scale on each device: quantiles of its own would differ. Ties, and one device without tokens.
+    entropy = (rng.integers(0, 5, (8, 3, 4)) * np.arange(1, 9)[:, None, None]).astype(np.float32)
+    mask = rng.random((8, 3, 4)) < 0.8
+    mask[2] = False
+    expected = jitted[top_entropy_tokens](entropy, mask, share=0.3)
+    over_devices = spread(partial(top_entropy_tokens, share=0.3, axis_name="data"))
+    assert_array_equal(over_devices(entropy, mask), expected)
+    assert np.any(np.asarray(jax.vmap(partial(top_entropy_tokens, share=0.3))(entropy, mask)) != expected)
+
+
+# --- completions ---
 
 
 @few
 @given(masks, hnp.arrays(np.bool_, len(MASK)))
-def test_keep_rows_equals_a_plain_loop(mask, keep):
+def test_keep_completions_equals_a_plain_loop(mask, keep):
     expected = [[bool(m) and bool(k) for m in row] for row, k in zip(mask, keep, strict=True)]
-    kept = keep_rows(jnp.asarray(mask), jnp.asarray(keep))
+    kept = keep_completions(jnp.asarray(mask), jnp.asarray(keep))
     assert kept.dtype == bool
     assert_array_equal(kept, expected)
-    assert_array_equal(keep_rows(jnp.asarray(mask[None]), jnp.asarray(keep[None]))[0], expected)
+    assert_array_equal(keep_completions(jnp.asarray(mask[None]), jnp.asarray(keep[None]))[0], expected)

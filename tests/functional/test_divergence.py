@@ -19,9 +19,7 @@ from grpo_jax.functional import (
     kl_k1,
     kl_k2,
     kl_k3,
-    kl_off_policy,
     kl_unbiased,
-    token_log_ratio,
 )
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -50,8 +48,6 @@ def test_estimators_by_hand():
     assert_allclose(kl_abs(logprobs, ref_logprobs), [0.6931], atol=5e-5)
     assert_allclose(kl_abs(ref_logprobs, logprobs), [0.6931], atol=5e-5)
     assert_allclose(kl_unbiased(logprobs, ref_logprobs), [0.1931], atol=5e-5)
-    # The policy doubled its probability since it sampled: twice 0.1931.
-    assert_allclose(kl_off_policy(logprobs, ref_logprobs, jnp.log(jnp.array([2.0]))), [0.3863], atol=5e-5)
 
 
 def test_weather_models():
@@ -115,28 +111,12 @@ def test_estimators_equal_a_plain_loop(estimator):
     assert_allclose(estimator(logprobs, ref_logprobs).ravel(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_off_policy_estimator_equals_a_plain_loop():
-    logprobs, ref_logprobs = random_logits(2, 3, 4)
-    log_ratio = jnp.flip(logprobs) / 2
-    expected = [
-        np.exp(d) * LOOPS[kl_k3](x)
-        for x, d in zip(np.ravel(logprobs - ref_logprobs).tolist(), np.ravel(log_ratio).tolist(), strict=True)
-    ]
-    assert_allclose(kl_off_policy(logprobs, ref_logprobs, log_ratio).ravel(), expected, rtol=1e-4, atol=1e-6)
-
-
 # --- transformations ---
 
 
 @pytest.mark.parametrize("function", [kl_k1, kl_k2, kl_k3, kl_abs, kl_full, kl_reverse])
 def test_gradients_equal_finite_differences(function):
     check_grads(jax.jit(function), random_logits(3, 5), order=1, modes=["rev"], eps=1e-2)
-
-
-def test_gradients_of_the_off_policy_estimator_equal_finite_differences():
-    logits, ref_logits = random_logits(3, 5)
-    arrays = logits, ref_logits, jnp.flip(logits) / 2
-    check_grads(jax.jit(kl_off_policy), arrays, order=1, modes=["rev"], eps=1e-2)
 
 
 def test_gradient_of_the_unbiased_estimator_is_that_of_k2():
@@ -254,29 +234,6 @@ def test_gradients_of_both_divergences_differ():
     logits, ref_logits = random_logits(6)
     of_full, of_reverse = (jax.grad(divergence)(logits, ref_logits) for divergence in (kl_full, kl_reverse))
     assert jnp.max(jnp.abs(of_full - of_reverse)) > 0.05
-
-
-def test_samples_of_the_old_policy_give_the_divergence_of_the_current_one():
-    # Σ π_old ρ k3 = Σ π k3 = KL, and so in gradient, as long as ρ has one.
-    logits, ref_logits = random_logits(6)
-    old_logits = jnp.flip(logits) / 2
-
-    def sampled_loss(logits):
-        logprobs, old_logprobs = jax.nn.log_softmax(logits), jax.nn.log_softmax(old_logits)
-        log_ratio = token_log_ratio(logprobs, old_logprobs, jnp.ones(6, bool))
-        estimates = kl_off_policy(logprobs, jax.nn.log_softmax(ref_logits), log_ratio)
-        return jnp.sum(jax.nn.softmax(old_logits) * estimates)
-
-    value, gradient = jax.jit(jax.value_and_grad(sampled_loss))(logits)
-    expected, expected_gradient = jax.jit(jax.value_and_grad(kl_full))(logits, ref_logits)
-    assert_allclose(value, expected, rtol=1e-5)
-    assert_allclose(gradient, expected_gradient, atol=1e-6)
-
-
-def test_on_policy_the_off_policy_estimator_has_the_value_of_k3():
-    logprobs, ref_logprobs = random_logits(3, 4)
-    expected = kl_k3(logprobs, ref_logprobs)
-    assert_array_equal(kl_off_policy(logprobs, ref_logprobs, jnp.zeros((3, 4))), expected)
 
 
 def test_reverse_swaps_the_arguments():

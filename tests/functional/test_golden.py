@@ -29,10 +29,8 @@ def assert_close(result, name):
 # --- losses, and their gradients in one input ---
 
 
-def grpo(logprobs, *, old="old", mask=MASK, kept=None, advantages=ADVANTAGES, weights=F.token_mean_weights, **options):
-    # Tokens that are not kept still count in the weights, as in TRL.
-    kept = mask if kept is None else kept
-    return F.grpo_loss(logprobs, D[old], advantages, kept, weights=weights(mask), **options)[0]
+def grpo(logprobs, *, old="old", mask=MASK, advantages=ADVANTAGES, weights=F.token_mean_weights, **options):
+    return F.grpo_loss(logprobs, D[old], advantages, mask, weights=weights(mask), **options)[0]
 
 
 def preset(name, logprobs, *, old="old", **options):
@@ -43,25 +41,18 @@ def dr_grpo(logprobs):
     return preset("dr_grpo", logprobs, weights=F.constant_length_weights(MASK, max_length=20))
 
 
-def two_sided(logprobs):
-    term = F.ratio_term(F.token_log_ratio, F.two_sided_clipped_surrogate)
-    return grpo(logprobs, term=term, delta=3.0)
-
-
-def with_kl_off_policy(logprobs):
-    def divergence(logprobs, ref_logprobs):
-        return F.kl_off_policy(logprobs, ref_logprobs, F.token_log_ratio(logprobs, D["old"], MASK))
-
-    return grpo(logprobs, ref_logprobs=D["ref"], kl_coef=0.5, divergence=divergence)
+def of_kept(kept, logprobs):
+    return grpo(logprobs, advantages=jnp.where(kept, ADVANTAGES[..., None], 0))
 
 
 def top_entropy(logprobs):
-    return grpo(logprobs, kept=F.top_entropy_tokens(D["entropies"], MASK, share=0.3))
+    return of_kept(F.top_entropy_tokens(D["entropies"], MASK, share=0.3), logprobs)
 
 
-def on_policy_rows(logprobs):
+def off_policy_mask(logprobs):
     drift = F.token_log_ratio(logprobs, D["sampler"], MASK)
-    return grpo(logprobs, kept=F.on_policy_rows(drift, ADVANTAGES, MASK, threshold=0.2))
+    kept = F.on_policy_completions(drift, ADVANTAGES, MASK, threshold=0.2)
+    return of_kept(kept, logprobs)
 
 
 def corrected(logprobs):
@@ -104,19 +95,18 @@ def critic(values):
 
 
 SEQUENCE_MEAN = F.ratio_term(F.sequence_mean_log_ratio, F.clipped_surrogate)
-DUAL_CLIP = F.ratio_term(F.token_log_ratio, F.dual_clipped_surrogate)
 CISPO = F.ratio_term(F.token_log_ratio, F.cispo_surrogate)
 SAPO = F.ratio_term(F.token_log_ratio, F.sapo_surrogate)
 
 LOSSES = {  # name -> function of log-probabilities
     "trl_grpo": partial(preset, "grpo", ref_logprobs=D["ref"]),
     "trl_dr_grpo": dr_grpo,
-    "trl_bnpo": grpo,
+    "trl_bnpo": partial(preset, "bnpo"),
     "trl_dapo": partial(preset, "dapo"),
-    "trl_two_sided": two_sided,
-    "trl_kl_off_policy": with_kl_off_policy,
+    "trl_two_sided": partial(grpo, delta=3.0),
+    "trl_kl_off_policy": partial(grpo, ref_logprobs=D["ref"], kl_coef=0.5, kl_bias_correction=True),
     "trl_top_entropy": top_entropy,
-    "trl_off_policy_mask": on_policy_rows,
+    "trl_off_policy_mask": off_policy_mask,
     "trl_corrected": corrected,
     "trl_sequence": partial(grpo, term=SEQUENCE_MEAN, weights=F.sequence_mean_weights),
     "trl_luspo": partial(grpo, term=SEQUENCE_MEAN, weights=F.sequence_sum_weights),
@@ -124,7 +114,7 @@ LOSSES = {  # name -> function of log-probabilities
     "trl_vespo": partial(preset, "vespo", old="near"),
     "trl_vespo_wide": vespo_wide,
     "trl_rloo": partial(preset, "rloo", old="near"),
-    "verl_dual_clip": partial(grpo, term=DUAL_CLIP, epsilon_high=0.28),
+    "verl_dual_clip": partial(grpo, delta=3.0, epsilon_high=0.28),
     "verl_gaps": partial(grpo, mask=D["gaps"], weights=F.sequence_mean_weights, epsilon_high=0.28),
     "verl_gspo": gspo_of_tokens,
     "verl_sapo": partial(grpo, term=SAPO, weights=F.sequence_mean_weights),
@@ -185,7 +175,7 @@ def mismatch(log_ratio, weights, **options):
 
 
 def on_tokens(values):
-    """Numbers of rows or tokens, 0 where masked."""
+    """Numbers of completions or tokens, 0 where masked."""
     return jnp.where(MASK, F.per_token(values, MASK), 0)
 
 
@@ -246,7 +236,7 @@ ARRAYS = {
     "trl_correction_token_mask": lambda: mismatch(TOKEN, F.masked_weights, low=0.5, high=1.5),
     "trl_correction_sequence_truncate": lambda: mismatch(SEQUENCE, F.truncated_weights, cap=1.5)[..., :1],
     "trl_correction_sequence_mask": lambda: mismatch(SEQUENCE, F.masked_weights, low=0.0, high=1.5)[..., :1],
-    "trl_kept_rows": lambda: F.keep_rows(MASK, ~D["truncated"]),
+    "trl_kept_rows": lambda: F.keep_completions(MASK, ~D["truncated"]),
     "trl_overlong": lambda: F.overlong_penalty(D["completion_lengths"], max_length=20, buffer=6),
     "trl_metrics": metrics,
     "trl_adaptive_entropy": next_entropy_coefs,

@@ -110,7 +110,7 @@ def test_equals_a_plain_loop(slice_width):
 @pytest.mark.parametrize(("vocabulary", "width"), SLICINGS)
 def test_values_and_gradients_equal_the_dense_ones(slice_width, vocabulary, width):
     slice_width(width)
-    temperature = np.array([[0.5], [1.5]], np.float32)  # one a row
+    temperature = np.array([[0.5], [1.5]], np.float32)  # one a completion
     arguments = *random_arguments(vocabulary), temperature
     (_, result), gradients = value_and_gradients(token_logprobs)(*arguments)
     (_, expected), expected_gradients = value_and_gradients(dense)(*arguments)
@@ -179,7 +179,7 @@ def test_temperature_may_be_mapped_over(slice_width):
         assert_trees_close(of_one, function(*arguments, temperature), rtol=1e-4, atol=1e-5)
 
 
-def test_rows_may_be_mapped_over(slice_width):
+def test_completions_may_be_mapped_over(slice_width):
     slice_width(4)
     hidden, unembedding, ids = random_arguments(11)
     expected = jax.jit(token_logprobs)(hidden, unembedding, ids)
@@ -426,7 +426,7 @@ def test_kl_equals_a_plain_loop(slice_width, reverse):
 @pytest.mark.parametrize(("vocabulary", "width"), SLICINGS)
 def test_kl_and_its_gradients_equal_the_dense_ones(slice_width, vocabulary, width, reverse):
     slice_width(width)
-    temperature = np.array([[0.5], [1.5]], np.float32)  # one a row
+    temperature = np.array([[0.5], [1.5]], np.float32)  # one a completion
     arguments = *kl_arguments(vocabulary), temperature
     (_, result), gradients = kl_and_gradients(token_kl, reverse)(*arguments)
     (_, expected), expected_gradients = kl_and_gradients(dense_kl, reverse)(*arguments)

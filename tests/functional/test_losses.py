@@ -12,19 +12,20 @@ from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax.functional import (
+    PRESETS,
     cispo_surrogate,
     clip_cov_term,
     clipped_surrogate,
     clipped_term,
     constant_length_weights,
     dppo_term,
-    dual_clipped_surrogate,
     gmpo_term,
     grpo_loss,
     grpo_objective,
     gspo_log_ratio,
     kl_abs,
     kl_cov_term,
+    kl_full,
     kl_k1,
     kl_k2,
     kl_k3,
@@ -40,7 +41,6 @@ from grpo_jax.functional import (
     sequence_sum_weights,
     token_log_ratio,
     token_mean_weights,
-    two_sided_clipped_surrogate,
     unclipped_surrogate,
     vespo_term,
     weighted_sum,
@@ -63,7 +63,7 @@ few = settings(max_examples=25, deadline=None, derandomize=True)
 # Rows of 4, 2, 0 and 2 tokens; the last has its tokens in the middle.
 MASK = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 0]], bool)
 ADVANTAGES = np.array([1.5, -0.7, 3.0, 0.2], np.float32)
-WEIGHTS = np.array(MASK / np.array([4, 2, 1, 2])[:, None] / 3, np.float32)  # each of 3 rows the same
+WEIGHTS = np.array(MASK / np.array([4, 2, 1, 2])[:, None] / 3, np.float32)  # each of 3 completions the same
 
 
 def random_logprobs(shape=(4, 4)):
@@ -95,7 +95,7 @@ default = compiled()
 
 
 def test_by_hand():
-    # One row, A = 2, ρ = (1.5, 1), then a masked slot; weights ½ and ½.
+    # One completion, A = 2, ρ = (1.5, 1), then a masked slot; weights ½ and ½.
     # Clip: −min(3, 1.2 · 2) = −2.4 and −2; their mean is −2.2.
     # KL: log π − log π_ref = log 2 on the first, k3 = ½ − 1 + log 2 = 0.1931; 0 on the second.
     # With β = 0.04: −2.2 + ½ · 0.04 · 0.1931 = −2.19614.
@@ -149,15 +149,20 @@ def test_equals_a_plain_loop(log_ratio, surrogate, divergence):
     assert_allclose(loss, loop_loss(arrays, ADVANTAGES, MASK, WEIGHTS, *choices), rtol=1e-5)
 
 
-def test_without_weights_it_is_the_mean_over_tokens():
+def test_without_weights_it_is_the_mean_of_deepseekmath_over_completions():
     logprobs, old_logprobs, ref_logprobs = random_logprobs()
     arguments = logprobs, old_logprobs, ADVANTAGES, MASK, ref_logprobs
-    (loss, _), _ = default(*arguments)
-    (expected, _), _ = default(*arguments, token_mean_weights(jnp.asarray(MASK)))
-    assert_array_equal(loss, expected)
+    (loss, metrics), gradient = default(*arguments)
+    expected = default(*arguments, sequence_mean_weights(jnp.asarray(MASK)))
+    jax.tree.map(assert_array_equal, ((loss, metrics), gradient), expected)
+    preset = jax.jit(jax.value_and_grad(PRESETS["grpo"].loss, has_aux=True))
+    result = preset(*arguments[:4], ref_logprobs=ref_logprobs)
+    jax.tree.map(assert_array_equal, result, ((loss, metrics), gradient))
+    (of_tokens, _), _ = default(*arguments, token_mean_weights(jnp.asarray(MASK)))
+    assert abs(of_tokens - loss) > 1e-3
 
 
-def test_sequence_ratio_with_a_weight_per_row_is_one_number_a_row():
+def test_sequence_ratio_with_a_weight_per_completion_is_one_number_a_completion():
     logprobs, old_logprobs, _ = random_logprobs()
     (loss, _), _ = compiled(sequence_log_ratio)(logprobs, old_logprobs, ADVANTAGES, MASK, weights=WEIGHTS)
     rows = MASK.any(axis=1)
@@ -206,7 +211,7 @@ def test_on_policy_gradient_is_reinforce(log_ratio, surrogate):
         return grpo_loss(new, old, ADVANTAGES, MASK, weights=weights, term=ratio_term(log_ratio, surrogate))[0]
 
     def reinforce(logits, weights):
-        if log_ratio is sequence_log_ratio:  # the row's ratio stands on each of its tokens
+        if log_ratio is sequence_log_ratio:  # the completion's ratio stands on each of its tokens
             weights = jnp.where(MASK, jnp.sum(weights, axis=-1, keepdims=True), 0)
         return jnp.sum(weights * -ADVANTAGES[:, None] * logprobs(logits))
 
@@ -230,7 +235,52 @@ def test_a_switched_off_divergence_that_overflows_spoils_nothing():
     assert np.isinf(loss(logprobs, 0.1))
 
 
+# --- samples of an old policy ---
+
+
+@pytest.mark.parametrize("divergence", [kl_k1, kl_k3])
+def test_the_corrected_divergence_has_the_value_and_gradient_of_the_kl_of_the_policy(divergence):
+    # Tokens of probability π_old are weighed by it: Σ π_old ρ k = Σ π k = KL, and so in gradient, as ρ has one.
+    logits, ref_logits, old_logits = (jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 6)))
+    mask = jnp.ones((6, 1), bool)
+
+    def sampled(logits, correction):
+        new, old, ref = (jax.nn.log_softmax(x)[:, None] for x in (logits, old_logits, ref_logits))
+        options = {"ref_logprobs": ref, "kl_coef": 1.0, "divergence": divergence, "weights": jnp.exp(old)}
+        loss, metrics = grpo_loss(new, old, jnp.zeros(6), mask, kl_bias_correction=correction, **options)
+        return loss, metrics["kl"][0]
+
+    evaluated = jax.jit(jax.value_and_grad(sampled, has_aux=True), static_argnums=1)
+    expected, gradient = jax.jit(jax.value_and_grad(kl_full))(logits, ref_logits)
+    (value, metric), corrected = evaluated(logits, True)
+    assert_allclose(value, expected, rtol=1e-5)
+    assert_allclose(corrected, gradient, atol=1e-6)
+    ratio = jnp.exp(jax.nn.log_softmax(logits) - jax.nn.log_softmax(old_logits))
+    estimates = divergence(jax.nn.log_softmax(logits), jax.nn.log_softmax(ref_logits))
+    assert_allclose(metric, jnp.sum(ratio * estimates), rtol=1e-5)
+    (value, _), uncorrected = evaluated(logits, False)
+    assert abs(value - expected) > 1e-2
+    assert np.max(np.abs(uncorrected - gradient)) > 1e-2
+
+
+def test_masked_slots_of_a_corrected_divergence_may_hold_anything():
+    arrays = random_logprobs()
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(logprobs, old_logprobs, ref_logprobs):
+        options = {"ref_logprobs": ref_logprobs, "kl_bias_correction": True, "weights": WEIGHTS}
+        return grpo_loss(logprobs, old_logprobs, ADVANTAGES, MASK, **options)[0]
+
+    expected = loss(*arrays)
+    for rubbish in RUBBISH:
+        dirty = (np.where(MASK, x, np.float32(rubbish)) for x in arrays)
+        jax.tree.map(assert_array_equal, loss(*dirty), expected)
+
+
 # --- masked tokens ---
+
+RUBBISH = [1e4, -1e4, np.inf, -np.inf, np.nan]
 
 
 @every_choice
@@ -241,7 +291,7 @@ def test_masked_is_physically_removed(log_ratio, surrogate, divergence):
 
     total, totals = 0, dict.fromkeys(metrics, 0)
     for i in np.flatnonzero(MASK.any(axis=1)):
-        kept = np.ix_([i], MASK[i])  # one row, its tokens only
+        kept = np.ix_([i], MASK[i])  # one completion, its tokens only
         (row_loss, row_metrics), row_gradient = function(
             logprobs[kept], old_logprobs[kept], ADVANTAGES[[i]], MASK[kept], ref_logprobs[kept], WEIGHTS[kept]
         )
@@ -271,9 +321,6 @@ def test_any_masked_is_physically_removed(logprobs, old_logprobs, ref_logprobs, 
         )
         total += row_loss
     assert_allclose(loss, total, rtol=1e-4, atol=1e-4)
-
-
-RUBBISH = [1e4, -1e4, np.inf, -np.inf, np.nan]
 
 
 @every_choice
@@ -388,7 +435,7 @@ def test_vmap_over_batches_equals_one_at_a_time():
         assert_allclose(gradients[i], gradient, rtol=1e-5, atol=1e-7)
 
 
-def test_leading_axes_are_all_rows():
+def test_leading_axes_are_all_completions():
     flat = random_logprobs()
     deep = [x.reshape(2, 2, 4) for x in flat]
     (expected, _), _ = default(flat[0], flat[1], ADVANTAGES, MASK, flat[2])
@@ -396,7 +443,7 @@ def test_leading_axes_are_all_rows():
     assert_allclose(loss, expected, rtol=1e-6)
 
 
-def test_advantages_of_rows_equal_advantages_of_tokens():
+def test_advantages_of_completions_equal_advantages_of_tokens():
     logprobs, old_logprobs, ref_logprobs = random_logprobs()
     by_token = np.broadcast_to(ADVANTAGES[:, None], MASK.shape)
     by_row = default(logprobs, old_logprobs, ADVANTAGES, MASK, ref_logprobs)
@@ -430,7 +477,7 @@ def test_hyperparameters_may_be_traced():
 
 
 def shapes(**changes):
-    """Arguments of `grpo_loss` for two rows of three tokens, some of another shape."""
+    """Arguments of `grpo_loss` for two completions of three tokens, some of another shape."""
     right = {
         "logprobs": (2, 3),
         "old_logprobs": (2, 3),
@@ -495,13 +542,13 @@ def test_constants_are_the_term_s_by_name():
     # DPPO at a threshold that 0.9 − 0.5 does not exceed: −(1.8 + 0.2)/2.
     loss, _ = grpo_loss(*arguments, term=dppo_term, threshold=0.5, penalty=0.0)
     assert_allclose(loss, -1, rtol=1e-6)
-    for term, wrong in [(clipped_term, "delta"), (dppo_term, "epsilon_low"), (reinforce_term, "epsilon_high")]:
+    for term, wrong in [(clipped_term, "dual_clip"), (dppo_term, "epsilon_low"), (reinforce_term, "epsilon_high")]:
         with pytest.raises(TypeError, match=wrong):
             grpo_loss(*arguments, term=term, **{wrong: 0.2})
 
 
 def test_entropy_bonus():
-    # Weights ¼ on the row's two tokens: −0.1 (¼ · 1 + ¼ · 2) = −0.075, and −0.025 each of gradient.
+    # Weights ¼ on the completion's two tokens: −0.1 (¼ · 1 + ¼ · 2) = −0.075, and −0.025 each of gradient.
     logprobs, mask = jnp.array([[-1.0, -2.0, -3.0]]), jnp.array([[True, True, False]])
     weights = jnp.array([[0.25, 0.25, 0.0]])
 
@@ -576,32 +623,29 @@ def test_vmap_over_keys_of_a_term_that_draws():
 
 
 def test_policy_metrics_by_hand():
-    # ρ = (0.5, 1, 2) in each row, the last token of the second masked. Below 0.8 the clip acts
+    # ρ = (0.5, 1, 2) in each completion, the last token of the second masked. Below 0.8 the clip acts
     # on A < 0 only, above 1.28 on A > 0 only.
     logprobs, old_logprobs = jnp.log(jnp.array([[0.5, 1, 2], [0.5, 1, 2]])) - 3, jnp.full((2, 3), -3.0)
     mask = jnp.array([[True, True, True], [True, True, False]])
     arguments = old_logprobs, jnp.array([1.0, -1.0]), mask
 
-    def policy_term(logprobs, advantages):
-        return clipped_term(logprobs, old_logprobs, advantages, mask, epsilon_low=0.2, epsilon_high=0.28)
-
-    metrics = policy_metrics(policy_term, logprobs, *arguments)
+    term = partial(clipped_term, epsilon_low=0.2, epsilon_high=0.28)
+    metrics = policy_metrics(logprobs, *arguments, term=term)
     expected = {"ratio": (5.0, 5.0), "clip_low": (1.0, 5.0), "clip_high": (1.0, 5.0)}
     assert metrics.keys() == expected.keys()
     for name in expected:
         assert_allclose(metrics[name], expected[name], rtol=1e-6)
 
 
-# Two rows of π = (0.1, 0.2, 0.8) and π_old = 0.2, so that ρ = (0.5, 1, 4), with A = 1 and A = −1;
+# Two completions of π = (0.1, 0.2, 0.8) and π_old = 0.2, so that ρ = (0.5, 1, 4), with A = 1 and A = −1;
 # a masked slot of rubbish on each. How many tokens of A < 0 and of A > 0 get no gradient from it:
 HELD_BACK = {
     "clipped": (clipped_term, 1, 1),  # 0.5 is below 0.8, 4 above 1.2
-    "two_sided": (ratio_term(token_log_ratio, partial(two_sided_clipped_surrogate, delta=2.0)), 2, 1),  # and 4 above 2
-    "dual": (ratio_term(token_log_ratio, dual_clipped_surrogate), 2, 1),  # and 4 above 3
+    "bounded": (partial(clipped_term, delta=2.0), 2, 1),  # and 4 above 2
     "unclipped": (ratio_term(token_log_ratio, unclipped_surrogate), 0, 0),
     "cispo": (ratio_term(token_log_ratio, partial(cispo_surrogate, epsilon_high=0.2)), 0, 0),
     "sapo": (ratio_term(token_log_ratio, sapo_surrogate), 0, 0),
-    "sequence": (ratio_term(sequence_log_ratio, clipped_surrogate), 0, 3),  # the row's 2 is above 1.2
+    "sequence": (ratio_term(sequence_log_ratio, clipped_surrogate), 0, 3),  # the completion's 2 is above 1.2
     "sequence_mean": (ratio_term(sequence_mean_log_ratio, clipped_surrogate), 0, 3),  # 2^⅓ = 1.26
     "gspo": (ratio_term(gspo_log_ratio, clipped_surrogate), 0, 3),
     "reinforce": (reinforce_term, 0, 0),

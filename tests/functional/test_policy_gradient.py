@@ -13,22 +13,20 @@ from numpy.testing import assert_allclose, assert_array_equal
 from grpo_jax.functional import (
     cispo_surrogate,
     clipped_surrogate,
-    dual_clipped_surrogate,
     gspo_log_ratio,
     per_token,
     sapo_surrogate,
     sequence_log_ratio,
     sequence_mean_log_ratio,
     token_log_ratio,
-    two_sided_clipped_surrogate,
     unclipped_surrogate,
 )
 
 LOG_RATIOS = [token_log_ratio, sequence_log_ratio, sequence_mean_log_ratio, gspo_log_ratio]
+bounded_surrogate = partial(clipped_surrogate, delta=4.0)
 SURROGATES = [
     clipped_surrogate,
-    two_sided_clipped_surrogate,
-    dual_clipped_surrogate,
+    bounded_surrogate,
     unclipped_surrogate,
     cispo_surrogate,
     sapo_surrogate,
@@ -109,7 +107,7 @@ def test_gradient_of_log_ratio_equals_finite_differences(log_ratio):
 
 
 @every_log_ratio
-def test_gradient_of_log_ratio_is_that_of_token_or_row(log_ratio):
+def test_gradient_of_log_ratio_is_that_of_token_or_completion(log_ratio):
     logprobs, old_logprobs = random_logprobs()
     weights = np.arange(1.0, 17, dtype=np.float32).reshape(4, 4)
 
@@ -117,7 +115,7 @@ def test_gradient_of_log_ratio_is_that_of_token_or_row(log_ratio):
         return jnp.sum(weights * log_ratio(logprobs, old_logprobs, MASK))
 
     gradient, old_gradient = jax.jit(jax.grad(weighted, (0, 1)))(logprobs, old_logprobs)
-    # Of a row's ratio each token gets what all its tokens ask for, of their mean its share;
+    # Of a completion's ratio each token gets what all its tokens ask for, of their mean its share;
     # GSPO has the token's gradient by design.
     of_row = (weights * MASK).sum(axis=1, keepdims=True)
     share = of_row / np.maximum(MASK.sum(axis=1, keepdims=True), 1)
@@ -176,10 +174,8 @@ CLIPPED = [
 ]
 BY_HAND = {
     clipped_surrogate: [*CLIPPED, (100.0, -2.0, 200.0, 200.0)],
-    # The first argument ends at δ = 4, on the side that the clip leaves open: −min(4 · −2, 1.2 · −2).
-    two_sided_clipped_surrogate: [*CLIPPED, (3.5, -2.0, 7.0, 7.0), (100.0, -2.0, 8.0, 0.0), (100.0, 1.0, -1.2, 0.0)],
-    # No more than −cA, c = 3, where A < 0 alone.
-    dual_clipped_surrogate: [*CLIPPED, (2.5, -2.0, 5.0, 5.0), (100.0, -2.0, 6.0, 0.0), (100.0, 1.0, -1.2, 0.0)],
+    # No more than −4A where A < 0, on the side that the clip leaves open.
+    bounded_surrogate: [*CLIPPED, (3.5, -2.0, 7.0, 7.0), (100.0, -2.0, 8.0, 0.0), (100.0, 1.0, -1.2, 0.0)],
     unclipped_surrogate: [(1.8, 1.0, -1.8, -1.8), (0.4, -1.0, 0.4, 0.4), (100.0, -2.0, 200.0, 200.0)],
     cispo_surrogate: [
         (2.0, 1.5, -2 * 1.5 * np.log(2), -3.0),  # −ρ A d; the gradient is −ρ A
@@ -230,8 +226,8 @@ def test_surrogate_by_hand(surrogate):
     [
         # Ratios 3 and 0.2, beyond both ends: 1 + 0.5 above, 1 − 0.1 below; A = 1 and A = −1.
         (clipped_surrogate, {}, [-1.5, -0.2], [3.0, 0.9]),
-        (two_sided_clipped_surrogate, {"delta": 2.0}, [-1.5, -0.2], [2.0, 0.9]),
-        (dual_clipped_surrogate, {"dual_clip": 1.25}, [-1.5, -0.2], [1.25, 0.9]),
+        (clipped_surrogate, {"delta": 2.0}, [-1.5, -0.2], [2.0, 0.9]),
+        (clipped_surrogate, {"delta": 1.25}, [-1.5, -0.2], [1.25, 0.9]),  # where A < 0, below 1 + 0.5 too
         (cispo_surrogate, {}, [-1.5 * np.log(3), -0.9 * np.log(0.2)], [1.5 * np.log(3), 0.9 * np.log(0.2)]),
     ],
 )
@@ -244,10 +240,9 @@ def test_each_clip_has_its_own_epsilon(surrogate, constants, good, bad):
 @pytest.mark.parametrize(
     ("surrogate", "constants", "name"),
     [
-        (two_sided_clipped_surrogate, {"delta": 1.2}, "delta"),  # 1 + ε_high, where it is the clip
-        (two_sided_clipped_surrogate, {"delta": 3, "epsilon_high": 2}, "delta"),
-        (dual_clipped_surrogate, {"dual_clip": 1.0}, "dual_clip"),
-        (dual_clipped_surrogate, {"dual_clip": -3}, "dual_clip"),
+        (clipped_surrogate, {"delta": 1.0}, "delta"),
+        (clipped_surrogate, {"delta": -3}, "delta"),
+        (clipped_surrogate, {"delta": float("nan")}, "delta"),
         (cispo_surrogate, {"epsilon_high": -0.5}, "epsilon_high"),
         (cispo_surrogate, {"epsilon_high": -1}, "epsilon_high"),
         (sapo_surrogate, {"tau_positive": 0}, "tau_positive"),
@@ -269,11 +264,13 @@ def loop_clipped(ratio, a, epsilon_low=0.2, epsilon_high=0.2):
 
 
 def loop_two_sided(ratio, a, delta=4.0, epsilon_low=0.2, epsilon_high=0.2):
+    """As INTELLECT-2 and TRL write it, for δ above 1 + ε_high."""
     return -min(min(ratio, delta) * a, min(max(ratio, 1 - epsilon_low), 1 + epsilon_high) * a)
 
 
-def loop_dual(ratio, a, dual_clip=3.0, **epsilons):
-    return min(loop_clipped(ratio, a, **epsilons), -dual_clip * a) if a < 0 else loop_clipped(ratio, a, **epsilons)
+def loop_dual(ratio, a, delta=4.0, **epsilons):
+    """As dual-clip PPO and verl write it, for c above 1."""
+    return min(loop_clipped(ratio, a, **epsilons), -delta * a) if a < 0 else loop_clipped(ratio, a, **epsilons)
 
 
 def loop_cispo(ratio, a, epsilon_low=1.0, epsilon_high=4.0):
@@ -287,8 +284,7 @@ def loop_sapo(ratio, a, tau_positive=1.0, tau_negative=1.05):
 
 LOOPS = {
     clipped_surrogate: loop_clipped,
-    two_sided_clipped_surrogate: loop_two_sided,
-    dual_clipped_surrogate: loop_dual,
+    bounded_surrogate: loop_dual,
     unclipped_surrogate: lambda ratio, a: -ratio * a,
     cispo_surrogate: loop_cispo,
     sapo_surrogate: loop_sapo,
@@ -296,8 +292,7 @@ LOOPS = {
 EPSILONS = [{"epsilon_low": low, "epsilon_high": high} for low, high in [(0.0, 0.28), (0.2, 0.0), (1.0, 4.0)]]
 CONSTANTS = {
     clipped_surrogate: EPSILONS,
-    two_sided_clipped_surrogate: [e | {"delta": d} for e, d in zip(EPSILONS, [1.5, 4.0, 8.0], strict=True)],
-    dual_clipped_surrogate: [e | {"dual_clip": c} for e, c in zip(EPSILONS, [1.5, 3.0, 8.0], strict=True)],
+    bounded_surrogate: [e | {"delta": d} for e, d in zip(EPSILONS, [1.5, 3.0, 8.0], strict=True)],
     unclipped_surrogate: [{}, {}, {}],
     cispo_surrogate: EPSILONS,
     sapo_surrogate: [{"tau_positive": p, "tau_negative": n} for p, n in [(1.0, 1.05), (0.5, 3.0), (4.0, 1.0)]],
@@ -324,9 +319,19 @@ def test_surrogate_equals_a_plain_loop(log_ratio, advantages, i):
         assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("epsilons", EPSILONS)
+def test_the_two_sided_clip_and_the_dual_clip_are_the_same_function(epsilons):
+    for delta in (1.01, 3.0, 8.0):
+        if delta > 1 + epsilons["epsilon_high"]:
+            for ratio in (0.1, 0.9, 1.1, 2.0, 4.0, 100.0):
+                for a in (-2.0, 0.0, 1.5):
+                    expected = loop_dual(ratio, a, delta, **epsilons)
+                    assert loop_two_sided(ratio, a, delta, **epsilons) == pytest.approx(expected)
+
+
 # --- surrogates: transformations and gradients ---
 
-# On both sides of all clips, and away from the kinks at log 0.8 = −0.22, log 1.2 = 0.18, log 3 = 1.10, log 4 = 1.39.
+# On both sides of all clips, and away from the kinks at log 0.8 = −0.22, log 1.2 = 0.18, log 4 = 1.39.
 LOG_RATIO = np.array([[-0.5, -0.1, 0.05, 0.4, 1.25], [-0.4, -0.15, 0.1, 0.9, 1.8]], np.float32)
 ADVANTAGES = np.array([1.5, -0.7], np.float32)
 
@@ -359,7 +364,7 @@ def test_gradient_of_cispo_equals_finite_differences_at_a_constant_weight():
 def test_on_policy_gradient_is_reinforce(surrogate):
     logprobs, _ = random_logprobs()
     advantages = np.array([1.5, -0.7, 3.0, 0.2], np.float32)
-    # A row's ratio stands on each token: one number a row is their mean, and REINFORCE's is −A Σ log π.
+    # A completion's ratio stands on each token: one number a completion is their mean, and REINFORCE's is −A Σ log π.
     of_row = np.asarray(MASK / np.maximum(MASK.sum(axis=1, keepdims=True), 1), np.float32)
 
     @jax.jit
@@ -407,26 +412,30 @@ def test_hyperparameters_may_be_traced(surrogate):
         assert_allclose(result, loop_surrogate(surrogate, LOG_RATIO, a, constants), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("surrogate", "constants"),
-    [(dual_clipped_surrogate, {"dual_clip": 1e9}), (two_sided_clipped_surrogate, {"delta": 1e30})],
-)
-def test_a_bound_that_is_never_reached_leaves_the_clip(surrogate, constants):
+@pytest.mark.parametrize("delta", [1e9, 1e30, float("inf"), np.float32(np.inf)])
+def test_a_bound_that_is_never_reached_leaves_the_clip(delta):
     expected = evaluated[clipped_surrogate](LOG_RATIO, ADVANTAGES)
-    for a, b in zip(evaluated[surrogate](LOG_RATIO, ADVANTAGES, **constants), expected, strict=True):
+    for a, b in zip(evaluated[clipped_surrogate](LOG_RATIO, ADVANTAGES, delta=delta), expected, strict=True):
         assert_allclose(a, b, rtol=1e-6)
-    # And the bound itself does hold here.
-    assert not np.allclose(evaluated[surrogate](LOG_RATIO, ADVANTAGES)[0], expected[0])
+    # And a bound of 4 does hold here.
+    assert not np.allclose(evaluated[bounded_surrogate](LOG_RATIO, ADVANTAGES)[0], expected[0])
 
 
-# --- advantages of rows and of tokens ---
+def test_an_infinite_bound_costs_nothing():
+    def operations(**constants):
+        return str(jax.make_jaxpr(partial(clipped_surrogate, **constants))(LOG_RATIO, ADVANTAGES)).count("\n")
+
+    assert operations() == operations(delta=float("inf")) < operations(delta=4.0)
+
+
+# --- advantages of completions and of tokens ---
 
 
 @every_surrogate
-def test_advantages_of_rows_or_of_tokens(surrogate):
+def test_advantages_of_completions_or_of_tokens(surrogate):
     by_token = jnp.broadcast_to(ADVANTAGES[:, None], LOG_RATIO.shape)
     assert_array_equal(jitted[surrogate](LOG_RATIO, by_token), jitted[surrogate](LOG_RATIO, ADVANTAGES))
-    # And credit may differ within a row.
+    # And credit may differ within a completion.
     half = by_token.at[:, :2].set(0)
     assert_array_equal(jitted[surrogate](LOG_RATIO, half)[:, :2], np.zeros((2, 2)))
     assert_array_equal(jitted[surrogate](LOG_RATIO, half)[:, 2:], jitted[surrogate](LOG_RATIO, by_token)[:, 2:])

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from grpo_jax.functional import (
     PRESETS,
-    Algorithm,
+    Objective,
     check,
     cispo_surrogate,
     clip_cov_term,
@@ -19,15 +19,15 @@ from grpo_jax.functional import (
     clipped_term,
     constant_length_weights,
     dppo_term,
-    dual_clipped_surrogate,
     gmpo_term,
     group_advantages,
     grpo_loss,
     gspo_log_ratio,
+    ignore_lengths,
+    is_sequence_level,
     kl_cov_term,
+    kl_full,
     kl_k1,
-    kl_off_policy,
-    of_rewards,
     pass_at_k_advantages,
     ratio_term,
     reinforce_term,
@@ -38,13 +38,12 @@ from grpo_jax.functional import (
     sequence_sum_weights,
     token_log_ratio,
     token_mean_weights,
-    two_sided_clipped_surrogate,
     vespo_term,
 )
 
 every_preset = pytest.mark.parametrize("name", PRESETS)
 
-# Two groups of two rows, of 4, 2, 0 and 3 tokens.
+# Two groups of two completions, of 4, 2, 0 and 3 tokens.
 MASK = np.array([[[1, 1, 1, 1], [1, 1, 0, 0]], [[0, 0, 0, 0], [0, 1, 1, 1]]], bool)
 ADVANTAGES = np.array([[1.5, -0.7], [3.0, -0.2]], np.float32)
 LENGTHS = MASK.sum(-1, keepdims=True)
@@ -121,6 +120,7 @@ LOSSES = {
     "grpo": (clip(D, 0.2, 0.2), SEQUENCE_MEAN, 0.04),
     "rank": (clip(D, 0.2, 0.2), SEQUENCE_MEAN, 0.04),
     "dr_grpo": (clip(D, 0.2, 0.2), CONSTANT_LENGTH, 0),
+    "bnpo": (clip(D, 0.2, 0.2), TOKEN_MEAN, 0),
     "dapo": (clip(D, 0.2, 0.28), TOKEN_MEAN, 0),
     "gspo": (clip(row_mean(D), 3e-4, 4e-4) * ONES, SEQUENCE_MEAN, 0),
     "cispo": (-np.minimum(np.exp(D), 5) * A * D, TOKEN_MEAN, 0),
@@ -166,7 +166,7 @@ def test_masked_slots_may_hold_anything(name):
 @every_preset
 def test_on_policy_gradient_is_reinforce(name):
     # At ρ = 1, and with the policy as reference, each paper's aggregation gives −A w.
-    # A ratio of whole responses, one number a row, has the gradient of Σ log π: rows weigh 1/B.
+    # A ratio of whole responses, one number a completion, has the gradient of Σ log π: completions weigh 1/B.
     logprobs, *_ = random_logprobs()
     _, gradient = compiled()(logprobs, logprobs, ADVANTAGES, MASK, logprobs)[name]
     weights = SEQUENCE_SUM if name in ("rloo", "seed_000", "seed_001", "seed_001_rank") else LOSSES[name][1]
@@ -240,10 +240,7 @@ def test_advantages_are_the_formula_written_out(name):
     assert_allclose(result, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_how_presets_sample():
-    sampling = {name: (a.group_size, a.temperature, a.temperature_spread) for name, a in PRESETS.items()}
-    others = {"seed_000": (8, 0.7, 0.3), "seed_001": (12, 1.0, 0.0), "seed_001_rank": (12, 1.0, 0.0)}
-    assert sampling == dict.fromkeys(PRESETS, (8, 1.0, 0.0)) | others
+def test_where_presets_have_their_kl_and_their_ratio():
     assert {name for name, a in PRESETS.items() if a.ratio_to_sampler} == {"dppo"}
     with_reference = {
         "grpo": 0.04,
@@ -255,12 +252,56 @@ def test_how_presets_sample():
     }
     assert {name: a.kl_coef for name, a in PRESETS.items() if a.kl_coef} == with_reference
     assert {name for name, a in PRESETS.items() if a.kl_in_reward} == {"rloo"}
+    assert not any(a.kl_bias_correction for a in PRESETS.values())
 
 
-def test_of_rewards_gives_constants_and_no_lengths():
+def test_ignore_lengths_gives_constants_and_no_lengths():
     rewards, rubbish = jnp.asarray(REWARDS), jnp.full((3, 8), jnp.nan)
     expected = group_advantages(rewards, ddof=0, eps=0.5)
-    assert_array_equal(of_rewards(group_advantages, ddof=0, eps=0.5)(rewards, rubbish), expected)
+    assert_array_equal(ignore_lengths(group_advantages, ddof=0, eps=0.5)(rewards, rubbish), expected)
+
+
+@every_preset
+def test_advantages_of_a_batch_over_devices_are_those_of_the_whole(name):
+    rng = np.random.default_rng(0)
+    rewards = (rng.integers(0, 3, (8, 2, 8)) * np.arange(1, 9)[:, None, None]).astype(np.float32)
+    lengths, where = rng.integers(1, 9, (8, 2, 8)), rng.random((8, 2, 8)) < 0.9
+    advantages = PRESETS[name].advantages
+    expected = jax.jit(lambda r, n, w: advantages(r, n, where=w))(rewards, lengths, where)
+    over_devices = jax.pmap(lambda r, n, w: advantages(r, n, where=w, axis_name="data"), axis_name="data")
+    assert_allclose(over_devices(rewards, lengths, where), expected, rtol=1e-5, atol=1e-6)
+
+
+# --- constants ---
+
+
+def test_constants_are_replaced_by_name_and_never_shared():
+    grpo = PRESETS["grpo"]
+    changed = grpo.with_constants(epsilon_high=0.3, delta=4.0)
+    assert changed.constants == {"epsilon_low": 0.2, "epsilon_high": 0.3, "delta": 4.0}
+    assert grpo.constants == Objective(GROUP).constants == {"epsilon_low": 0.2, "epsilon_high": 0.2}
+    for objective in (*PRESETS.values(), changed):
+        with pytest.raises(TypeError):
+            objective.constants["epsilon_high"] = 0.5
+
+
+def test_objectives_are_hashed_by_their_fields():
+    changed = PRESETS["grpo"].with_constants(epsilon_high=0.3)
+    again = PRESETS["grpo"]._replace(constants={"epsilon_high": 0.3, "epsilon_low": 0.2})
+    assert changed == again
+    assert hash(changed) == hash(again)
+    assert len({hash(objective) for objective in PRESETS.values()}) == len(PRESETS)
+    # So they may be static arguments.
+    loss = jax.jit(lambda x, objective: objective.loss(x, x, ADVANTAGES, MASK)[0], static_argnums=1)
+    assert loss(NEW.astype(np.float32), PRESETS["dapo"]).shape == ()
+
+
+def test_the_corrected_divergence_of_an_objective_is_that_of_the_loss():
+    logprobs, old_logprobs, ref_logprobs = random_logprobs()
+    arguments = logprobs, old_logprobs, ADVANTAGES, MASK
+    expected = grpo_loss(*arguments, ref_logprobs=ref_logprobs, kl_bias_correction=True)
+    result = PRESETS["grpo"]._replace(kl_bias_correction=True).loss(*arguments, ref_logprobs=ref_logprobs)
+    jax.tree.map(assert_array_equal, result, expected)
 
 
 def test_weights_and_reference_given_take_the_place_of_the_presets_own():
@@ -271,9 +312,9 @@ def test_weights_and_reference_given_take_the_place_of_the_presets_own():
         arguments = logprobs, old_logprobs, ADVANTAGES, MASK
         grpo = PRESETS["grpo"]
         without_kl = grpo._replace(kl_coef=0.0)
-        without = without_kl.loss(*arguments)[0], grpo_loss(*arguments, weights=sequence_mean_weights(MASK))[0]
+        without = without_kl.loss(*arguments)[0], grpo_loss(*arguments)[0]
         both = grpo.loss(*arguments, ref_logprobs=ref_logprobs, weights=weights)[0]
-        return *without, both, grpo_loss(*arguments, ref_logprobs=ref_logprobs)[0]
+        return *without, both, grpo_loss(*arguments, ref_logprobs=ref_logprobs, weights=weights)[0]
 
     a, b, c, d = losses(*arrays)
     assert_allclose(a, b, rtol=1e-6)
@@ -292,7 +333,7 @@ SEQUENCE_TERMS = {
 TOKEN_TERMS = {
     "clipped": clipped_term,
     "gspo": ratio_term(gspo_log_ratio, clipped_surrogate),
-    "dual": ratio_term(token_log_ratio, dual_clipped_surrogate),
+    "bounded": partial(clipped_term, delta=3.0),
     "cispo": ratio_term(token_log_ratio, cispo_surrogate),
     "clip_cov": partial(clip_cov_term, key=jax.random.key(0)),
 }
@@ -304,12 +345,14 @@ TERMS_WITHOUT_EPSILON = {
     "sapo": ratio_term(token_log_ratio, sapo_surrogate),
     "sequence_sapo": ratio_term(sequence_log_ratio, sapo_surrogate),
 }
-OF_REWARDS = of_rewards(group_advantages)
 
 
-def refused(algorithm, words):
+GROUP = ignore_lengths(group_advantages)
+
+
+def refused(objective, words):
     with pytest.raises(ValueError, match=words) as error:
-        check(algorithm)
+        check(objective)
     assert "\n" not in str(error.value)
 
 
@@ -319,76 +362,80 @@ def test_presets_make_sense(name):
 
 
 @pytest.mark.parametrize("name", [*SEQUENCE_TERMS, "sequence_sapo"])
-def test_one_number_a_row_is_not_weighed_by_tokens(name):
-    algorithm = Algorithm(OF_REWARDS, term=(SEQUENCE_TERMS | TERMS_WITHOUT_EPSILON)[name])
+def test_one_number_a_completion_is_not_weighed_by_tokens(name):
+    objective = Objective(GROUP, term=(SEQUENCE_TERMS | TERMS_WITHOUT_EPSILON)[name])
     if name in TERMS_WITHOUT_EPSILON:
-        algorithm = algorithm._replace(epsilon_low=None, epsilon_high=None)
+        objective = objective._replace(constants={})
     for aggregation in (token_mean_weights, constant_length_weights):
-        refused(algorithm._replace(aggregation=aggregation), "one number a row.*sequence_mean_weights")
+        refused(objective._replace(aggregation=aggregation), "one number a completion.*sequence_mean_weights")
     for aggregation in (sequence_mean_weights, sequence_sum_weights):
-        check(algorithm._replace(aggregation=aggregation))
+        check(objective._replace(aggregation=aggregation))
 
 
 @pytest.mark.parametrize("name", [*TOKEN_TERMS, *TERMS_WITHOUT_EPSILON])
 def test_one_number_a_token_goes_with_any_weights(name):
-    algorithm = Algorithm(OF_REWARDS, term=(TOKEN_TERMS | TERMS_WITHOUT_EPSILON)[name])
+    objective = Objective(GROUP, term=(TOKEN_TERMS | TERMS_WITHOUT_EPSILON)[name])
     if name in TERMS_WITHOUT_EPSILON:
-        algorithm = algorithm._replace(epsilon_low=None, epsilon_high=None)
+        objective = objective._replace(constants={})
     aggregations = [sequence_mean_weights, sequence_sum_weights]
     if name != "sequence_sapo":
         aggregations += [token_mean_weights, constant_length_weights]
     for aggregation in aggregations:
-        check(algorithm._replace(aggregation=aggregation))
+        check(objective._replace(aggregation=aggregation))
 
 
 @pytest.mark.parametrize("name", TERMS_WITHOUT_EPSILON)
 def test_constants_that_the_term_does_not_take_are_refused(name):
-    algorithm = Algorithm(OF_REWARDS, term=TERMS_WITHOUT_EPSILON[name], epsilon_low=None, epsilon_high=None)
-    check(algorithm)
-    refused(algorithm._replace(epsilon_low=0.2, epsilon_high=0.2), "epsilons of None are not passed.*epsilon")
+    objective = Objective(GROUP, term=TERMS_WITHOUT_EPSILON[name], constants={})
+    check(objective)
+    refused(objective.with_constants(epsilon_low=0.2, epsilon_high=0.2), "constants are those of the term.*epsilon")
 
 
-def test_one_epsilon_alone_is_refused():
-    refused(PRESETS["grpo"]._replace(epsilon_low=None), "both or neither")
-    refused(PRESETS["sapo"]._replace(epsilon_high=0.2), "both or neither")
+def test_what_is_one_number_a_completion():
+    of_completions = {"rloo", "seed_000", "seed_001", "seed_001_rank", "gmpo", "luspo"}
+    assert {name for name, objective in PRESETS.items() if is_sequence_level(objective)} == of_completions
 
 
 def test_k1_in_the_loss_is_refused():
     refused(PRESETS["grpo"]._replace(divergence=kl_k1), "kl_k1.*kl_in_reward")
+    check(PRESETS["grpo"]._replace(divergence=kl_k1, kl_bias_correction=True))
     check(PRESETS["grpo"]._replace(divergence=kl_k1, kl_in_reward=True))
     check(PRESETS["grpo"]._replace(divergence=kl_k1, kl_coef=0.0))
 
 
 def test_pass_at_k_of_more_than_the_group_is_refused():
-    refused(PRESETS["pass_at_k"]._replace(group_size=3), "k is 4.*3")
-    check(PRESETS["pass_at_k"]._replace(group_size=4))
-    refused(PRESETS["grpo"]._replace(advantages=of_rewards(pass_at_k_advantages, k=9)), "k is 9.*8")
+    with pytest.raises(ValueError, match=r"k is 4.*3"):
+        check(PRESETS["pass_at_k"], group_size=3)
+    check(PRESETS["pass_at_k"], group_size=4)
+    refused(PRESETS["grpo"]._replace(advantages=ignore_lengths(pass_at_k_advantages, k=9)), "k is 9.*8")
 
 
 @pytest.mark.parametrize(
-    ("surrogate", "word"),
-    [(cispo_surrogate, "epsilon_high"), (partial(two_sided_clipped_surrogate, delta=1.3), "delta")],
+    ("name", "constant", "bad", "good"),
+    [
+        ("cispo", "epsilon_high", -0.5, 0.5),
+        ("grpo", "delta", 1.0, 1.3),
+        ("sapo", "tau_negative", 0.0, 1.0),
+        ("gmpo", "epsilon_low", float("nan"), 0.0),
+    ],
 )
-def test_bad_constants_of_a_term_are_refused(surrogate, word):
-    # A cap of 1 − 0.5; a δ of 1.3, not above 1 + 0.4.
-    algorithm = PRESETS["grpo"]._replace(term=ratio_term(token_log_ratio, surrogate))
-    bad, good = (-0.5, 0.5) if word == "epsilon_high" else (0.4, 0.2)
-    refused(algorithm._replace(epsilon_high=bad), word)
-    check(algorithm._replace(epsilon_high=good))
+def test_bad_constants_of_a_term_are_refused(name, constant, bad, good):
+    refused(PRESETS[name].with_constants(**{constant: bad}), constant)
+    check(PRESETS[name].with_constants(**{constant: good}))
 
 
 # --- methods that are the same somewhere ---
 
 
-def loss_and_gradient(algorithm, mask, logprobs, old_logprobs):
-    without_kl = algorithm._replace(kl_coef=0.0)
+def loss_and_gradient(objective, mask, logprobs, old_logprobs):
+    without_kl = objective._replace(kl_coef=0.0)
     function = jax.jit(jax.value_and_grad(lambda x: without_kl.loss(x, old_logprobs, ADVANTAGES, mask)[0]))
     return function(logprobs)
 
 
 def test_gspo_of_one_token_is_grpo():
     logprobs, old_logprobs, _ = (x[..., :1] for x in random_logprobs())
-    one = PRESETS["gspo"]._replace(epsilon_low=0.2, epsilon_high=0.2), PRESETS["grpo"]
+    one = PRESETS["gspo"].with_constants(epsilon_low=0.2, epsilon_high=0.2), PRESETS["grpo"]
     (loss, gradient), expected = (loss_and_gradient(a, MASK[..., :1], logprobs, old_logprobs) for a in one)
     assert_allclose(loss, expected[0], rtol=1e-6)
     assert_allclose(gradient, expected[1], rtol=1e-6)
@@ -397,14 +444,14 @@ def test_gspo_of_one_token_is_grpo():
 def test_of_equal_lengths_all_per_token_weights_are_the_same():
     logprobs, old_logprobs, _ = random_logprobs()
     kinds = (token_mean_weights, constant_length_weights, sequence_mean_weights)
-    algorithms = [PRESETS["dapo"]._replace(aggregation=kind) for kind in kinds]
-    results = [loss_and_gradient(a, np.ones_like(MASK), logprobs, old_logprobs) for a in algorithms]
+    objectives = [PRESETS["dapo"]._replace(aggregation=kind) for kind in kinds]
+    results = [loss_and_gradient(a, np.ones_like(MASK), logprobs, old_logprobs) for a in objectives]
     for loss, gradient in results[1:]:
         assert_allclose(loss, results[0][0], rtol=1e-6)
         assert_allclose(gradient, results[0][1], rtol=1e-6)
 
 
-def test_luspo_is_the_row_s_clipped_ratio_times_its_length():
+def test_luspo_is_the_completion_s_clipped_ratio_times_its_length():
     arrays = random_logprobs()
     (loss, _), _ = compiled()(*arrays[:2], ADVANTAGES, MASK, arrays[2])["luspo"]
     of_row = clip(row_mean(D), 3e-4, 4e-4)
@@ -412,7 +459,7 @@ def test_luspo_is_the_row_s_clipped_ratio_times_its_length():
 
 
 @pytest.mark.parametrize("name", ["rloo", "gmpo"])
-def test_one_number_a_row_is_averaged_over_rows(name):
+def test_one_number_a_completion_is_averaged_over_completions(name):
     # RLOO: PPO's clip of π(o)/π_old(o); GMPO: −A times a geometric mean.
     arrays = random_logprobs()
     (loss, _), _ = compiled()(*arrays[:2], ADVANTAGES, MASK, arrays[2])[name]
@@ -432,22 +479,24 @@ def test_a_reference_is_asked_for_and_refused_by_methods_that_read_it_elsewhere(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"advantages": group_advantages}, "of_rewards"),
-        ({"advantages": lambda rewards, lengths, *, where: jnp.sum(rewards)}, "rewards' shape"),
+        ({"advantages": group_advantages}, "ignore_lengths"),
+        ({"advantages": lambda rewards, lengths, *, where, axis_name: jnp.sum(rewards)}, "rewards' shape"),
         ({"term": clipped_surrogate}, "ratio_term makes that of a surrogate"),
         ({"term": clip_cov_term}, "binds a key"),
-        ({"divergence": kl_off_policy}, "divergence must map"),
+        ({"divergence": kl_full}, "divergence must map"),
         ({"divergence": lambda p, q: kl_k1(p, q)}, "kl_unbiased"),
         ({"aggregation": "token_mean"}, "aggregation must map"),
         ({"kl_coef": -1.0}, "kl_coef is -1.0"),
-        ({"epsilon_low": float("nan")}, "epsilon_low is nan"),
+        ({"entropy_coef": float("inf")}, "entropy_coef is inf"),
+        ({"constants": {"epsilon_low": float("nan")}}, "epsilon_low is nan"),
+        ({"kl_in_reward": True, "kl_bias_correction": True}, "kl_bias_correction is of a KL in the loss"),
     ],
 )
 def test_what_cannot_be_called_or_makes_no_sense_is_refused(changes, words):
     refused(PRESETS["grpo"]._replace(**changes), words)
 
 
-def test_a_key_may_be_bound_and_weights_by_row_too():
+def test_a_key_may_be_bound_and_weights_by_completion_too():
     key = jax.random.key(0)
     check(PRESETS["dapo"]._replace(term=partial(clip_cov_term, key=key)))
     check(PRESETS["gmpo"]._replace(aggregation=partial(sequence_mean_weights)))
@@ -476,8 +525,8 @@ def test_vmap_over_epsilons_of_each_term_that_has_them():
     @jax.vmap
     def losses(low, high):
         def of(name):
-            algorithm = PRESETS[name]._replace(epsilon_low=low, epsilon_high=high)
-            return algorithm._replace(kl_coef=0.0).loss(logprobs, old_logprobs, ADVANTAGES, MASK)[0]
+            objective = PRESETS[name].with_constants(epsilon_low=low, epsilon_high=high)
+            return objective._replace(kl_coef=0.0).loss(logprobs, old_logprobs, ADVANTAGES, MASK)[0]
 
         return {name: of(name) for name in ("dapo", "gspo", "rloo")}
 

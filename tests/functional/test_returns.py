@@ -39,7 +39,7 @@ jitted_baseline = jax.jit(reinforce_pp_baseline_advantages)
 
 
 def random_tokens(seed=0):
-    """Rewards and values of tokens, and a bootstrap value of each row."""
+    """Rewards and values of tokens, and a bootstrap value of each completion."""
     rng = np.random.default_rng(seed)
     return tuple(rng.normal(size=shape).astype(np.float32) for shape in (MASK.shape, MASK.shape, len(MASK)))
 
@@ -49,7 +49,7 @@ def random_tokens(seed=0):
 
 def test_rewards_at_end_by_hand():
     expected = [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 4, 0]]
-    rewards = jnp.array([1, 2, jnp.nan, 4])  # of the row without tokens it does not matter
+    rewards = jnp.array([1, 2, jnp.nan, 4])  # of the completion without tokens it does not matter
     assert_array_equal(rewards_at_end(rewards, jnp.asarray(MASK)), expected)
     assert_array_equal(jax.vmap(rewards_at_end)(rewards, jnp.asarray(MASK)), expected)
 
@@ -131,7 +131,7 @@ def test_generalized_advantages_under_jit_equal_eager():
         assert_allclose(eager, compiled, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_are_independent():
+def test_completions_are_independent():
     rewards, values, bootstrap = random_tokens()
     expected = jitted_gae(rewards, values, MASK, bootstrap=bootstrap)
     mapped = jax.jit(jax.vmap(lambda r, v, m, b: generalized_advantages(r, v, m, bootstrap=b)))
@@ -453,19 +453,6 @@ def test_padding_changes_no_reinforce_pp():
 # --- a batch spread over devices ---
 
 
-def shard_map_over_devices(function):
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    spec = PartitionSpec("data")
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec))
-
-
-SPREAD = {
-    "vmap": lambda function: jax.jit(jax.vmap(function, axis_name="data")),
-    "pmap": lambda function: jax.pmap(function, axis_name="data"),
-    "shard_map": shard_map_over_devices,
-}
-
-
 def of_the_batch(rewards, penalty, mask, axis_name=None):
     return {
         "whiten": whiten(penalty, mask, axis_name=axis_name),
@@ -474,7 +461,6 @@ def of_the_batch(rewards, penalty, mask, axis_name=None):
     }
 
 
-@pytest.mark.parametrize("spread", SPREAD)
 def test_moments_are_global_when_the_batch_is_spread(spread):
     rng = np.random.default_rng(0)
     scale = np.arange(1, 9, dtype=np.float32)[:, None, None]  # statistics of a device would differ
@@ -484,6 +470,6 @@ def test_moments_are_global_when_the_batch_is_spread(spread):
     mask = rng.random((8, 1, 4, 3)) < 0.7
     mask[2] = False  # and one with nothing to do
     expected = jax.jit(of_the_batch)(rewards, penalty, mask)
-    spread_out = SPREAD[spread](partial(of_the_batch, axis_name="data"))(rewards, penalty, mask)
+    spread_out = spread(partial(of_the_batch, axis_name="data"))(rewards, penalty, mask)
     for name, advantages in spread_out.items():
         assert_allclose(advantages, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)

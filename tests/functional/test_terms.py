@@ -16,7 +16,6 @@ from grpo_jax.functional import (
     clip_cov_term,
     clipped_surrogate,
     dppo_term,
-    dual_clipped_surrogate,
     gmpo_term,
     gspo_log_ratio,
     kl_cov_term,
@@ -33,7 +32,6 @@ from grpo_jax.functional import (
     token_log_ratio,
     token_mean_weights,
     truncated_weights,
-    two_sided_clipped_surrogate,
     unclipped_surrogate,
     vespo_term,
 )
@@ -43,8 +41,7 @@ KEY = jax.random.key(0)
 clip_cov = partial(clip_cov_term, key=KEY, share=1.0, covariance_low=0.1, covariance_high=9.0)
 RATIO_TERMS = {
     "clipped": (token_log_ratio, clipped_surrogate),
-    "two_sided": (token_log_ratio, two_sided_clipped_surrogate),
-    "dual": (token_log_ratio, dual_clipped_surrogate),
+    "bounded": (token_log_ratio, partial(clipped_surrogate, delta=4.0)),
     "unclipped": (token_log_ratio, unclipped_surrogate),
     "cispo": (token_log_ratio, cispo_surrogate),
     "sapo": (token_log_ratio, sapo_surrogate),
@@ -61,7 +58,7 @@ OTHER_TERMS = {
     "kl_cov": kl_cov_term,
 }
 TERMS = {name: ratio_term(*pair) for name, pair in RATIO_TERMS.items()} | OTHER_TERMS
-ONE_NUMBER_A_ROW = {"sequence", "sequence_mean", "gmpo"}
+OF_COMPLETIONS = {"sequence", "sequence_mean", "gmpo"}
 OF_THE_BATCH = {"clip_cov", "kl_cov"}
 every_term = pytest.mark.parametrize("name", TERMS)
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -118,7 +115,7 @@ def test_jit_equals_eager(name):
 
 @every_term
 def test_leading_axes_and_vmap(name):
-    # Two batches at once, each of two groups of two rows.
+    # Two batches at once, each of two groups of two completions.
     batches = [np.stack(pair) for pair in zip(arguments(0), arguments(1), strict=True)]
     deep = [x.reshape(2, 2, 2, *x.shape[2:]) for x in batches]
     one_at_a_time = [evaluated(name)(*arguments(seed)) for seed in (0, 1)]
@@ -130,7 +127,7 @@ def test_leading_axes_and_vmap(name):
 def test_masked_is_physically_removed(name):
     loss, gradient, _ = evaluated(name)(*arguments())
     logprobs, old_logprobs, advantages, mask, weights = arguments()
-    if name in OF_THE_BATCH:  # one row of all tokens
+    if name in OF_THE_BATCH:  # one completion of all tokens
         by_token = np.broadcast_to(advantages[:, None], mask.shape)
         pieces = [[x[mask][None] for x in (logprobs, old_logprobs, by_token, mask, weights)]]
         kept = [mask]
@@ -167,7 +164,7 @@ def test_padding_and_rubbish_in_masked_slots_change_nothing(name):
 
 
 @every_term
-def test_advantages_of_rows_equal_advantages_of_tokens(name):
+def test_advantages_of_completions_equal_advantages_of_tokens(name):
     inputs = list(arguments())
     expected = evaluated(name)(*inputs)
     inputs[2] = np.broadcast_to(ADVANTAGES[:, None], MASK.shape)
@@ -188,7 +185,7 @@ def test_far_policies_stay_finite(name):
     for difference in (1e4, -1e4):
         for result in evaluated(name)(logprobs, logprobs + np.float32(difference), *rest):
             assert np.all(np.isfinite(result))
-    # A token that the policy can no longer say, and a row that it could not say before.
+    # A token that the policy can no longer say, and a completion that it could not say before.
     impossible = np.where(np.arange(4) == 1, np.float32(-1e30), logprobs)
     for pair in ((impossible, old_logprobs), (logprobs, impossible)):
         for result in evaluated(name)(*pair, *rest):
@@ -232,18 +229,18 @@ def test_on_policy_gradient_is_reinforce(name):
     for aggregation in AGGREGATIONS:
         weights = np.asarray(aggregation(jnp.asarray(MASK)))
         _, gradient, _ = evaluated(name)(logprobs, logprobs, ADVANTAGES, MASK, weights)
-        # Of one number a row, its ratio is on all tokens: the product of theirs, or their geometric mean.
+        # Of one number a completion, its ratio is on all tokens: the product of theirs, or their geometric mean.
         of_row = weights.sum(axis=1, keepdims=True)
-        if name in ONE_NUMBER_A_ROW:
+        if name in OF_COMPLETIONS:
             of_token = of_row if name == "sequence" else of_row / np.maximum(MASK.sum(axis=1, keepdims=True), 1)
             weights = np.where(MASK, of_token, 0)
         assert_allclose(gradient, -ADVANTAGES[:, None] * weights, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["sequence", "sequence_mean", "gspo", "gmpo"])
-def test_of_one_token_a_row_s_ratio_is_the_token_s(name):
+def test_of_one_token_a_completion_s_ratio_is_the_token_s(name):
     logprobs, old_logprobs, advantages, _, weights = arguments()
-    first = np.arange(4) == np.array([0, 1, 3, 2])[:, None]  # one token a row, anywhere
+    first = np.arange(4) == np.array([0, 1, 3, 2])[:, None]  # one token a completion, anywhere
     # GMPO clips in log space: from e^−0.4 to e^0.4.
     epsilons = {"epsilon_low": 1 - np.exp(-0.4), "epsilon_high": np.exp(0.4) - 1} if name == "gmpo" else {}
 
@@ -336,7 +333,7 @@ def test_dropped_tokens_of_dppo_keep_the_gradient_of_the_square_alone():
 
 
 def test_vespo_by_hand():
-    # W = 2 in both rows. A = 1: φ = exp(3 + 2 log 2 − 3 · 2) = 4 e⁻³; A = −1: exp(2 + 3 log 2 − 2 · 2) = 8 e⁻².
+    # W = 2 in both completions. A = 1: φ = exp(3 + 2 log 2 − 3 · 2) = 4 e⁻³; A = −1: exp(2 + 3 log 2 − 2 · 2) = 8 e⁻².
     logprobs = jnp.array([[-1.0, -2.0, 5.0]] * 2)
     old_logprobs = logprobs - jnp.log(jnp.array([[4.0, 0.5, 9.0]] * 2))
     mask = jnp.array([[True, True, False]] * 2)
@@ -356,8 +353,8 @@ def test_vespo_by_hand():
     assert_allclose(loss, signs * weights * np.array([[1, 2, 0]]), rtol=1e-5)
 
 
-def test_vespo_bounds_the_row_s_ratio():
-    # Tokens within ±20, so that (25, −5) is 15; rows from log 1e-8 to 20.
+def test_vespo_bounds_the_completion_s_ratio():
+    # Tokens within ±20, so that (25, −5) is 15; completions from log 1e-8 to 20.
     # φ is e^15, 1e-8 and e^20 each, with k = 1 and λ = 0.
     logprobs, mask = jnp.zeros((3, 2)) - 1, jnp.ones((3, 2), bool)
     old_logprobs = logprobs - jnp.array([[25.0, -5.0], [-30.0, 5.0], [15.0, 15.0]])
@@ -372,8 +369,8 @@ def test_vespo_bounds_the_row_s_ratio():
 # --- plain loops ---
 
 
-def loop_row(name, new, old, advantages):
-    """The term of a row's tokens, with default constants."""
+def loop_completion(name, new, old, advantages):
+    """The term of a completion's tokens, with default constants."""
     d = [a - b for a, b in zip(new, old, strict=True)]
     if name == "reinforce":
         return [-a * x for a, x in zip(advantages, new, strict=True)]
@@ -408,7 +405,7 @@ def test_term_equals_a_plain_loop(name, seed):
     expected = np.zeros((4, 4))
     for i in np.flatnonzero(mask.any(axis=1)):
         new, old = logprobs[i, mask[i]].astype(float), old_logprobs[i, mask[i]].astype(float)
-        expected[i, mask[i]] = loop_row(name, new, old, [float(advantages[i])] * len(new))
+        expected[i, mask[i]] = loop_completion(name, new, old, [float(advantages[i])] * len(new))
     assert_allclose(loss, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -556,7 +553,7 @@ def test_clip_cov_chooses_by_its_key_alone():
 
 
 def test_clip_cov_does_not_choose_what_the_clip_holds_already():
-    # The first three rows have ρ = e^0.5 on all tokens, beyond 1.2: where A > 0 the clip holds them, at −1.2.
+    # The first three completions have ρ = e^0.5 on all tokens, beyond 1.2: where A > 0 the clip holds them, at −1.2.
     old_logprobs = COV_LOGPROBS - np.float32(0.5) * (np.arange(5) < 3)[:, None]
     held = COV_MASK & (COV_ADVANTAGES > 0) & (np.arange(5) < 3)[:, None]
     loss, gradient = clip_cov_at(1.0)(KEY, old_logprobs)
@@ -593,6 +590,35 @@ def test_kl_cov_adds_its_penalty_to_the_largest_covariances(share, number):
         assert covariances[chosen].min() >= np.sort(covariances[COV_MASK])[-number]
 
 
+@pytest.mark.parametrize("share", [0.05, 0.4])
+@pytest.mark.parametrize("name", sorted(OF_THE_BATCH))
+def test_tokens_of_a_batch_over_devices_are_chosen_from_the_whole(name, share, spread):
+    rng = np.random.default_rng(0)
+    shape = 8, 3, 4
+    logprobs = -rng.exponential(size=shape).astype(np.float32)
+    old_logprobs = logprobs - rng.choice([-0.6, -0.1, 0.1, 0.6], size=shape).astype(np.float32)
+    # Another scale on each device: the largest of its own would differ.
+    advantages = (rng.normal(size=shape[:-1]) * np.arange(1, 9)[:, None]).astype(np.float32)
+    mask = rng.random(shape) < 0.8
+    mask[2] = False
+    options = {"clip_cov": {"key": KEY, "covariance_low": 0.1, "covariance_high": 9.0}, "kl_cov": {}}[name]
+    term = partial({"clip_cov": clip_cov_term, "kl_cov": kl_cov_term}[name], share=share, **options)
+
+    def with_gradient(term):
+        def total(logprobs, old_logprobs, advantages, mask):
+            loss = term(logprobs, old_logprobs, advantages, mask)
+            return jnp.sum(loss), loss
+
+        return lambda *arrays: jax.grad(total, has_aux=True)(*arrays)[::-1]
+
+    arrays = logprobs, old_logprobs, advantages, mask
+    expected = jax.jit(with_gradient(term))(*arrays)
+    result = spread(with_gradient(partial(term, axis_name="data")))(*arrays)
+    jax.tree.map(partial(assert_allclose, rtol=1e-5, atol=1e-6), result, expected)
+    of_each = jax.vmap(with_gradient(term))(*arrays)
+    assert not np.allclose(of_each[0], expected[0], atol=1e-3)
+
+
 def test_no_token_is_chosen_where_there_is_none():
     nothing = np.zeros_like(MASK)
     for name in OF_THE_BATCH:
@@ -614,7 +640,7 @@ def test_defaults_of_the_covariance_terms_are_the_paper_s():
 
 
 def test_a_token_that_a_correction_silences_is_clipped_in_gmpo_like_the_others():
-    # d = (1, 0.3) clipped to (0.4, 0.3): the row's ratio is exp(0.35), whatever weight a token has.
+    # d = (1, 0.3) clipped to (0.4, 0.3): the completion's ratio is exp(0.35), whatever weight a token has.
     logprobs, mask = jnp.array([1.0, 0.3]), jnp.ones(2, bool)
     assert_allclose(gmpo_term(logprobs, jnp.zeros(2), jnp.array([0.0, 1.0]), mask), [0, -np.exp(0.35)], rtol=1e-6)
 

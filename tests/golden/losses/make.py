@@ -16,10 +16,10 @@ Peers that differ from this library, and what is compared then:
 - TRL and verl write −sg(ρ) A log π for CISPO and DPPO, here log ρ and ρ stand in its place: gradients only.
 - verl's DPPO truncates ρ at c and has no square: compared at a c that no ratio reaches, and no penalty.
 - verl's GDPO whitens over tokens, TRL's and ours over completions.
-- verl's GPG counts rows whose reward is not 0, ours rows of groups with spread: here a batch where the two agree.
+- verl's GPG counts completions whose reward is not 0, ours those of groups whose rewards differ: here the two agree.
 - verl's rejection bounds hold for 1/w, ours for w: compared with 1/high and 1/low.
-- TRL counts wholly masked rows in B, verl and ours do not: rows without tokens are compared with verl only.
-- TRL keeps the loss's denominator when it masks tokens: `weights` of the full mask here.
+- TRL counts completions without tokens in B, verl does not, nor do we without `num_completions`: compared with verl.
+- TRL multiplies the policy term by its masks of entropy and of off-policy completions, we the advantages.
 """
 
 from collections import defaultdict
