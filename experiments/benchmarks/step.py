@@ -13,6 +13,7 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -92,7 +93,7 @@ def main(config: Config) -> None:
         ids = rng(0, step).integers(0, shape.model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
         return Prompts(ids, np.ones(ids.shape, bool), [{"prompt": str(row)} for row in ids])
 
-    def reward(examples: list[Example], completions: list[Completion]) -> list[float]:
+    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         return [sum(text.ids) % 97 / 97 for text in completions]
 
     # No id ends a completion.

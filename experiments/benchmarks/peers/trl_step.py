@@ -1,0 +1,209 @@
+# mypy: ignore-errors
+"""Seconds of GRPO steps of TRL's GRPOTrainer on a small Qwen2 decoder with random weights, on CPU.
+
+taskset -c 0 python experiments/benchmarks/peers/trl_step.py --shape tiny --steps 8
+"""
+
+import peer_common as common  # before torch: sets up threads
+
+ARGS = common.arguments(__doc__)
+SHAPE = common.SHAPES[ARGS.shape]
+
+import tempfile
+
+import torch
+
+torch.set_num_threads(common.CORES)
+
+import transformers
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers.utils import logging as transformers_logging
+from trl import GRPOConfig, GRPOTrainer
+
+transformers_logging.disable_progress_bar()
+UNKNOWN, PAD, EOS = SHAPE.vocabulary - 3, SHAPE.vocabulary - 2, SHAPE.vocabulary - 1
+SEEN: dict[str, object] = {}
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    words = {str(i): i for i in range(SHAPE.vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=str(UNKNOWN)))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=str(UNKNOWN), pad_token=str(PAD), eos_token=str(EOS), padding_side="left"
+    )
+
+
+def make_model(folder: str) -> Qwen2ForCausalLM:
+    config = Qwen2Config(
+        vocab_size=SHAPE.vocabulary,
+        hidden_size=SHAPE.hidden,
+        intermediate_size=SHAPE.ffn,
+        num_hidden_layers=SHAPE.layers,
+        num_attention_heads=SHAPE.heads,
+        num_key_value_heads=SHAPE.kv_heads,
+        max_position_embeddings=1024,
+        rms_norm_eps=common.NORM_EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": common.ROPE_THETA},
+        initializer_range=common.INIT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    # From the folder, because the trainer makes the reference from the path that the policy came from.
+    return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def reward(completions, completion_ids, **_):
+    SEEN["lengths"] = [len(ids) for ids in completion_ids]
+    return [common.reward_of(ids) for ids in completion_ids]
+
+
+class Timed(GRPOTrainer):
+    steps: common.Steps
+    prepared = (0.0, 0.0)
+
+    def _generate_single_turn(self, *args, **kwargs):
+        with self.steps.phase("generate"):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
+        which = "ref" if model is self.ref_model else "policy_forward" if torch.is_grad_enabled() else "old_policy"
+        SEEN.setdefault("forwards", []).append([which, list(input_ids.shape)])
+        with self.steps.phase(which):
+            return super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+
+    def _prepare_inputs(self, batch):
+        result = super()._prepare_inputs(batch)
+        self.prepared = self.steps.clock()
+        return result
+
+
+class StepEnds(TrainerCallback):
+    trainer: Timed
+
+    def on_step_end(self, args, state, control, **_):
+        self.trainer.steps.add("update", self.trainer.prepared)  # loss, backward pass, clipping, AdamW
+        self.trainer.steps.end(self.describe)
+
+    def describe(self):
+        metrics = self.trainer._metrics["train"]  # of this step: the trainer empties them when it logs
+
+        def last(name):
+            return float(metrics[name][-1]) if metrics.get(name) else None
+
+        return {
+            "completions": len(SEEN["lengths"]),
+            "lengths": sorted(set(SEEN["lengths"])),
+            "forwards": SEEN.pop("forwards"),
+            "reward_std": last("reward_std"),
+            "kl": last("kl"),
+            "entropy": last("entropy"),
+        }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model, tokenizer = make_model(folder), make_tokenizer()
+        texts = common.prompts(SHAPE, ARGS.steps)
+        config = GRPOConfig(
+            output_dir=folder + "/out",
+            use_cpu=True,
+            bf16=False,
+            max_steps=ARGS.steps,
+            per_device_train_batch_size=SHAPE.completions,
+            gradient_accumulation_steps=1,
+            gradient_checkpointing=False,
+            num_generations=SHAPE.group,
+            num_iterations=1,
+            max_completion_length=SHAPE.completion,
+            generation_kwargs={"min_new_tokens": SHAPE.completion},
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            beta=common.BETA,
+            epsilon=common.CLIP,
+            loss_type="grpo",
+            scale_rewards="group",
+            learning_rate=common.LEARNING_RATE,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=common.MAX_GRAD_NORM,
+            dataloader_pin_memory=False,
+            shuffle_dataset=False,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            seed=0,
+        )
+        trainer = Timed(
+            model=model,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": texts}),
+            processing_class=tokenizer,
+        )
+        trainer.remove_callback(PrinterCallback)
+        ends = StepEnds()
+        ends.trainer = trainer
+        trainer.add_callback(ends)
+        before = [p.detach().clone() for p in model.parameters()] if ARGS.check else None
+        if ARGS.check:  # shapes of what each of the decoder's calls reads, and how many there were
+            calls: dict[str, int] = {}
+
+            def count(_, args, kwargs):
+                shape = str(list((kwargs["input_ids"] if "input_ids" in kwargs else args[0]).shape))
+                calls[shape] = calls.get(shape, 0) + 1
+
+            model.model.register_forward_pre_hook(count, with_kwargs=True)
+        assert trainer.ref_model not in (None, model)
+        assert {len(ids) for ids in tokenizer(texts)["input_ids"]} == {SHAPE.prompt}
+        parameters = sum(p.numel() for p in model.parameters())
+        assert parameters == SHAPE.parameters, (parameters, SHAPE.parameters)
+        built = common.since_process_start()
+        say_setup = {
+            "peer": f"trl {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
+            "shape": ARGS.shape,
+            "cores": common.CORES,
+            "threads": torch.get_num_threads(),
+            "parameters": parameters,
+            "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
+            "ref_dtype": str(trainer.ref_model.dtype),
+            "attention": model.config._attn_implementation,
+            "optimizer": str(config.optim),
+        }
+        common.say("setup", **say_setup)
+        trainer.steps = common.Steps(SHAPE, built)
+        trainer.train()
+
+        history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        facts = {
+            "grad_norms": [float(entry["grad_norm"]) for entry in history],
+            "losses": [float(entry["loss"]) for entry in history],
+            "kls": [float(entry["kl"]) for entry in history],
+            "learning_rates": sorted({entry["learning_rate"] for entry in history}),
+            "min_length": min(entry["completions/min_length"] for entry in history),
+            "max_length": max(entry["completions/max_length"] for entry in history),
+        }
+        if before is not None:
+            facts["calls_of_policy_by_shape"] = calls
+            moved = [(p.detach() - b).abs() for p, b in zip(model.parameters(), before)]
+            facts["share_of_weights_moved"] = sum(int((m > 0).sum()) for m in moved) / parameters
+            facts["largest_move"] = max(float(m.max()) for m in moved)
+            reference = dict(trainer.ref_model.named_parameters())
+            facts["largest_move_of_reference"] = max(
+                float((reference[n].detach() - b).abs().max()) for (n, _), b in zip(model.named_parameters(), before)
+            )
+        trainer.steps.summary(**facts)
+
+
+if __name__ == "__main__":
+    main()

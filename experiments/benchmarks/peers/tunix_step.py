@@ -1,0 +1,236 @@
+# mypy: ignore-errors
+"""Seconds of GRPO steps of Tunix's GRPOLearner on a small Qwen2 decoder with random weights, on CPU.
+
+taskset -c 0 python experiments/benchmarks/peers/tunix_step.py --shape tiny --steps 8
+"""
+
+import peer_common as common  # before jax: sets up threads
+
+ARGS = common.arguments(__doc__)
+SHAPE = common.SHAPES[ARGS.shape]
+
+import importlib.metadata
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from tunix.models.qwen2.model import ModelConfig, Qwen2
+from tunix.rl import rl_cluster as clusters
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+PAD, EOS = SHAPE.vocabulary, SHAPE.vocabulary + 1  # outside of the vocabulary: never sampled, never in a prompt
+SEEN: dict[str, object] = {}
+COMPILED = {"programs": 0, "seconds": 0.0}
+
+
+def on_duration(event: str, seconds: float, **_) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":  # XLA's part: tracing and lowering are not in it
+        COMPILED["programs"] += 1
+        COMPILED["seconds"] += seconds
+
+
+jax.monitoring.register_event_duration_secs_listener(on_duration)
+
+
+class IdTokenizer:
+    """Decimal ids, separated by blanks."""
+
+    def encode(self, text, **_):
+        return [int(word) for word in str(text).split()]
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+    def bos_id(self):
+        return 0  # 0: the sampler then puts none before the prompt
+
+    def eos_id(self):
+        return EOS
+
+    def pad_id(self):
+        return PAD
+
+
+def make_model(mesh: Mesh) -> Qwen2:
+    """Tunix's own decoder; its constructor leaves the MLP at zero, so all matrices are drawn here."""
+    config = ModelConfig(
+        num_layers=SHAPE.layers,
+        vocab_size=SHAPE.vocabulary,
+        embed_dim=SHAPE.hidden,
+        hidden_dim=SHAPE.ffn,
+        num_heads=SHAPE.heads,
+        head_dim=SHAPE.head_dim,
+        num_kv_heads=SHAPE.kv_heads,
+        rope_theta=int(common.ROPE_THETA),
+        norm_eps=common.NORM_EPS,
+        use_tied_embedding=True,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+    )
+    with mesh:
+        model = Qwen2(config, rngs=nnx.Rngs(0))
+        draw = np.random.default_rng(0)
+        state = nnx.state(model, nnx.Param)
+        state = jax.tree.map(
+            lambda x: jnp.asarray(draw.standard_normal(x.shape, np.float32) * common.INIT) if x.ndim > 1 else x, state
+        )
+        nnx.update(model, state)
+    return model
+
+
+def reward(prompts, completions, **_):
+    return [common.reward_of([int(word) for word in text.split()]) for text in completions]
+
+
+class Timed(GRPOLearner):
+    steps: common.Steps
+
+    def _run_global_step(self, *args, **kwargs):
+        super()._run_global_step(*args, **kwargs)
+        if self.rl_cluster.actor_trainer.train_steps > self.steps.count:
+            jax.block_until_ready(nnx.state(self.rl_cluster.actor_trainer.model))
+            self.steps.end(self.describe)
+
+    def describe(self):
+        buffered = self.rl_cluster.actor_trainer._prev_buffered_train_metrics
+        fields = {
+            "completions": len(SEEN["lengths"]),
+            "lengths": sorted(set(SEEN["lengths"])),
+            "ref_shape": SEEN["ref_shape"],
+            "update_shapes": SEEN["update_shapes"],
+            "loss": float(buffered.loss),
+            "grad_norm": float(np.asarray(buffered.additional_metrics["grad_norm"][0][-1])),
+            "kl": float(np.asarray(buffered.additional_metrics["kl"][0][-1])),
+            "mean_abs_advantage": SEEN["advantage"],
+            "compiled_programs": COMPILED["programs"],
+            "compile_seconds": COMPILED["seconds"],
+        }
+        COMPILED.update(programs=0, seconds=0.0)
+        return fields
+
+
+def time_phases(cluster: clusters.RLCluster, learner: Timed) -> None:
+    """Wraps what a step is made of. Waiting for the reference's result is the one addition to what Tunix does."""
+    generate, reference, update = cluster.generate, cluster.get_ref_per_token_logps, cluster.update_actor
+
+    def timed_generate(*args, **kwargs):
+        with learner.steps.phase("generate"):
+            output = generate(*args, **kwargs)
+        SEEN["lengths"] = [len(tokens) for tokens in output.tokens]
+        SEEN["ids"] = [int(min(map(min, output.tokens))), int(max(map(max, output.tokens)))]
+        SEEN["tokens"] = output.tokens
+        return output
+
+    def timed_reference(*args, **kwargs):
+        with learner.steps.phase("ref"):
+            output = jax.block_until_ready(reference(*args, **kwargs))
+        SEEN["ref_shape"] = list(output.shape)
+        return output
+
+    def timed_update(examples, *args, **kwargs):
+        SEEN["update_shapes"] = [[list(e.prompt_ids.shape), list(e.completion_ids.shape)] for e in examples]
+        with learner.steps.phase("update"):
+            update(examples, *args, **kwargs)
+            jax.block_until_ready(nnx.state(cluster.actor_trainer.model))
+        SEEN["advantage"] = float(jnp.abs(examples[0].advantages).mean())
+
+    cluster.generate, cluster.get_ref_per_token_logps, cluster.update_actor = (
+        timed_generate,
+        timed_reference,
+        timed_update,
+    )
+
+
+def flat(model) -> list[np.ndarray]:
+    return [np.array(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+
+
+def main() -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    actor, reference = make_model(mesh), make_model(mesh)
+    texts = common.prompts(SHAPE, ARGS.steps)
+    n = SHAPE.prompts
+    data = [{"prompts": np.array(texts[i * n : (i + 1) * n])} for i in range(ARGS.steps)]
+    roles = clusters.Role
+    cluster = clusters.RLCluster(
+        actor=actor,
+        reference=reference,
+        tokenizer=IdTokenizer(),
+        cluster_config=clusters.ClusterConfig(
+            role_to_mesh={roles.ACTOR: mesh, roles.REFERENCE: mesh, roles.ROLLOUT: mesh},
+            rollout_engine="vanilla",
+            training_config=clusters.RLTrainingConfig(
+                actor_optimizer=optax.chain(
+                    optax.clip_by_global_norm(common.MAX_GRAD_NORM),
+                    optax.adamw(common.LEARNING_RATE, weight_decay=0.0),
+                ),
+                eval_every_n_steps=10**9,
+                max_steps=ARGS.steps,
+            ),
+            rollout_config=RolloutConfig(
+                max_tokens_to_generate=SHAPE.completion,
+                max_prompt_length=SHAPE.prompt,
+                kv_cache_size=SHAPE.prompt + SHAPE.completion,
+                temperature=1.0,
+                top_p=1.0,
+                top_k=None,
+            ),
+        ),
+    )
+    learner = Timed(
+        rl_cluster=cluster,
+        algo_config=GRPOConfig(
+            num_generations=SHAPE.group,
+            num_iterations=1,
+            beta=common.BETA,
+            epsilon=common.CLIP,
+            kl_loss_mode="low_var_kl",  # k3
+            loss_agg_mode="sequence-mean-token-mean",
+        ),
+        reward_fns=reward,
+    )
+    time_phases(cluster, learner)
+    model = cluster.actor_trainer.model
+    before = flat(model) if ARGS.check else None
+    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert parameters == SHAPE.parameters, (parameters, SHAPE.parameters)
+    versions = [f"{p} {importlib.metadata.version(p)}" for p in ("google-tunix", "jax", "flax")]
+    jax.block_until_ready(nnx.state(model))
+    built = common.since_process_start()
+    common.say(
+        "setup",
+        peer=", ".join(versions),
+        shape=ARGS.shape,
+        cores=common.CORES,
+        devices=[str(d) for d in jax.devices()],
+        parameters=parameters,
+        dtypes=sorted({str(x.dtype) for x in jax.tree.leaves(nnx.state(model, nnx.Param))}),
+        sync_weights_each_step=learner.should_sync_weights,
+        compiled_programs=COMPILED["programs"],
+        compile_seconds=COMPILED["seconds"],
+    )
+    COMPILED.update(programs=0, seconds=0.0)
+    learner.steps = common.Steps(SHAPE, built)
+    learner.train(data)
+    facts = {"least_and_greatest_sampled_id": SEEN["ids"]}
+    if before is not None:
+        after = flat(model)
+        moved = [np.abs(a - b) for a, b in zip(after, before)]
+        facts["share_of_weights_moved"] = sum(int((m > 0).sum()) for m in moved) / parameters
+        facts["largest_move"] = max(float(m.max()) for m in moved)
+        kept = flat(cluster.inference_worker.get_model("reference"))
+        facts["largest_move_of_reference"] = max(float(np.abs(a - b).max()) for a, b in zip(kept, before))
+        sampler = flat(cluster.rollout.model())
+        facts["largest_difference_of_sampler_and_policy"] = max(
+            float(np.abs(a - b).max()) for a, b in zip(sampler, after)
+        )
+        facts["distinct_completions"] = len({tuple(map(int, tokens)) for tokens in SEEN["tokens"]})
+    learner.steps.summary(**facts)
+
+
+if __name__ == "__main__":
+    main()
