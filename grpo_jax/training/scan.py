@@ -152,37 +152,18 @@ def whole_run(
         rewarded = partial(task.reward, **{name: value for name, value in options.items() if name not in fields})
         method, chosen = make_method(policy, settings), run_of(settings)
         start, frozen = method.split(params)
-
         common = _Run(policy, method, task.task, rewarded, chosen, start, frozen, seed)
-
-        def judge(state: TrainState) -> jax.Array:
-            actor = method.actor(state.params, frozen)
-            key = step_key(seed, EVALUATION, 0)
-            temperature = chosen.sampling.temperature if heldout_temperature is None else heldout_temperature
-
-            def call(given: Heldout) -> jax.Array:
-                completions = sample(
-                    policy,
-                    task.task,
-                    chosen.sampling,
-                    actor,
-                    (given.prompts.ids, given.prompts.mask),
-                    given.numbers,
-                    jnp.where(given.greedy, 0.0, temperature),
-                    key,
-                )
-                return task.gold(given.prompts.targets, completions, key)
-
-            return jax.lax.map(call, heldout)
+        temperature = chosen.sampling.temperature if heldout_temperature is None else heldout_temperature
+        evaluate = partial(_evaluate, common, task.gold, heldout, temperature)
 
         def block(state: TrainState, inputs: Any) -> tuple[TrainState, Any]:
             state, metrics = jax.lax.scan(partial(_iteration, common), state, inputs)
-            return state, (metrics, judge(state))
+            return state, (metrics, evaluate(state))
 
         steps = jnp.arange(loop.steps, dtype=jnp.uint32)
         pieces = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), (steps, prompts))
         state = learning.begin(method, start, chosen)
-        before = judge(state)
+        before = evaluate(state)
         state, (metrics, after) = jax.lax.scan(block, state, pieces)
         metrics = jax.tree.map(lambda x: x.reshape(-1), metrics)
         return History(state.params, metrics, jnp.concatenate([before[None], after]))
@@ -271,6 +252,26 @@ def _iteration(run: _Run, state: TrainState, inputs: tuple[Array, Prompts]) -> t
     graded = RewardArrays(rewards, jnp.ones(rewards.shape, bool))
     state, learned = learning.learn(method, config, state, frozen, loss_reference, batch, graded, (seed, step))
     return state, _sampling_metrics(completions, rewards) | learned.metrics
+
+
+def _evaluate(run: _Run, gold: DeviceReward, heldout: Heldout, temperature: Array, state: TrainState) -> jax.Array:
+    """What gold gives held-out completions, `[C, N, G, ...]`."""
+    actor, key = run.method.actor(state.params, run.frozen), step_key(run.seed, EVALUATION, 0)
+
+    def call(given: Heldout) -> jax.Array:
+        completions = sample(
+            run.policy,
+            run.task,
+            run.config.sampling,
+            actor,
+            (given.prompts.ids, given.prompts.mask),
+            given.numbers,
+            jnp.where(given.greedy, 0.0, temperature),
+            key,
+        )
+        return gold(given.prompts.targets, completions, key)
+
+    return jax.lax.map(call, heldout)
 
 
 def _sampling_metrics(completions: Completions, rewards: jax.Array) -> dict[str, jax.Array]:
