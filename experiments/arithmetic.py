@@ -102,7 +102,7 @@ def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder, *, 
         return Batch(prompts.ids, prompts.mask, labels, labels != arithmetic.PAD_ID, temperature)
 
     warm = SupervisedConfig(config.warm_steps, config.warm_learning_rate)
-    params = jax.jit(policy.init)(jax.random.key(seed))
+    params = new_params(policy, seed)
     return train_sft(policy, params, warm_batch, warm, run, phase=phase).params
 
 

@@ -14,6 +14,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import report, terminal
 from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.compilation import in_words, programs_so_far
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import of_runs, paired_difference
 from grpo_jax.tasks.task import Task, random_reward
@@ -223,5 +224,5 @@ def finish(
 def say_end(run: RunFolder, started: float) -> None:
     """Leaves report.html, and says where, and what the run took since `started`."""
     page = report.write_report(run.path)
-    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    run.console.print(f"{in_words(programs_so_far())}, {time.perf_counter() - started:.0f} s")
     run.console.print(f"to read: {page}", markup=False, highlight=False, soft_wrap=True)
