@@ -14,21 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-import numpy as np
-
-from experiments.common import against_control, cell, finish
+from experiments import common
+from experiments.common import against_control, cell, completions_batch, finish
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks import arithmetic
 from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.sft import train_sft
 from grpo_jax.training.state import Batch
 from grpo_jax.training.supervised import SupervisedConfig
 
@@ -91,19 +87,16 @@ def check_warm_start(config: WarmStart) -> None:
 
 def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder, *, phase: str = "warm") -> Params:
     """Parameters that answer right sometimes; the run keeps what describes the model."""
-    save_description(run.path / "model", MODEL)
-    arithmetic.TEXT.save_tokenizer(run.path / "model")
+    common.keep_model(run, MODEL, arithmetic.TEXT)
 
     def warm_batch(step: int) -> Batch:
         prompts, labels = arithmetic.mixed_answers(
             batch_size=config.warm_batch, seed=seed, step=step, wrong_share=config.wrong_share
         )
-        labels, temperature = labels[:, None], np.ones((config.warm_batch, 1), np.float32)
-        return Batch(prompts.ids, prompts.mask, labels, labels != arithmetic.PAD_ID, temperature)
+        return completions_batch(prompts, labels[:, None], (labels != arithmetic.PAD_ID)[:, None])
 
     warm = SupervisedConfig(config.warm_steps, config.warm_learning_rate)
-    params = jax.jit(policy.init)(jax.random.key(seed))
-    return train_sft(policy, params, warm_batch, warm, run, phase=phase).params
+    return common.warm_start(policy, warm_batch, warm, run, seed=seed, phase=phase)
 
 
 def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]], phase: str) -> None:

@@ -4,23 +4,34 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.data.types import Reward, Rewards
+from grpo_jax.data.packing import Packed
+from grpo_jax.data.types import Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import save_description
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import report, terminal
 from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.compilation import in_words, programs_so_far
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import of_runs, paired_difference
+from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.training.guards import check_graders
 from grpo_jax.training.loop import Programs, train
-from grpo_jax.training.state import TrainState
+from grpo_jax.training.sft import train_sft
+from grpo_jax.training.state import Batch, TrainState
+from grpo_jax.training.supervised import SupervisedConfig
 
 PHASES = ("grpo", "control")
 
@@ -134,6 +145,54 @@ def against_control(
     return rows, checksum
 
 
+# ---- small models of our own
+
+
+def keep_model(run: RunFolder, config: ModelConfig, text: Characters) -> Path:
+    """Writes what describes a model whose tokens are characters; returns the folder, a source for `save_pretrained`."""
+    folder = run.path / "model"
+    save_description(folder, config)
+    text.save_tokenizer(folder)
+    return folder
+
+
+def completions_batch(prompts: Prompts, ids: np.ndarray, mask: np.ndarray) -> Batch:
+    """One completion of each prompt, for supervised training.
+
+    Args:
+      prompts: N.
+      ids: int32 `[N, 1, T]`.
+      mask: bool `[N, 1, T]`.
+    """
+    return Batch(prompts.ids, prompts.mask, ids, mask, np.ones(ids.shape[:2], np.float32))
+
+
+def warm_start(
+    policy: Policy,
+    batches: Callable[[int], Batch | Packed],
+    config: SupervisedConfig,
+    run: RunFolder,
+    *,
+    seed: int,
+    phase: str,
+) -> Params:
+    """The parameters of a new model after supervised training; arguments as for `train_sft`."""
+    return train_sft(policy, new_params(policy, seed), batches, config, run, phase=phase).params
+
+
+def new_params(policy: Policy, seed: int) -> Params:
+    """The parameters of a new model, made by one program."""
+    return _new_params(policy, np.uint32(seed))
+
+
+@partial(jax.jit, static_argnums=0)
+def _new_params(policy: Policy, seed: jax.Array) -> Params:
+    return policy.init(jax.random.key(seed))
+
+
+# ---- seeds
+
+
 @dataclass(frozen=True)
 class Seeds:
     """How often an experiment is repeated."""
@@ -223,5 +282,5 @@ def finish(
 def say_end(run: RunFolder, started: float) -> None:
     """Leaves report.html, and says where, and what the run took since `started`."""
     page = report.write_report(run.path)
-    run.console.print(f"{run.compilations()} programs compiled, {time.perf_counter() - started:.0f} s")
+    run.console.print(f"{in_words(programs_so_far())}, {time.perf_counter() - started:.0f} s")
     run.console.print(f"to read: {page}", markup=False, highlight=False, soft_wrap=True)

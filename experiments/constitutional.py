@@ -22,17 +22,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 
+from experiments import common
 from experiments.common import Held, Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
 from grpo_jax.data.types import Completion, Component, Reward, Rewards, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import Pretrained, load_tokenizer, save_description
-from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.huggingface import Pretrained, load_tokenizer
+from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.constitution import Judge, constitution, model_judge, read_principles
 from grpo_jax.runs import flags, terminal
@@ -42,7 +42,6 @@ from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import summary
 from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.sft import train_sft
 from grpo_jax.training.supervised import SupervisedConfig
 
 TEXT = Characters(letters.LETTERS + ": ?")
@@ -100,13 +99,12 @@ def main(config: Config) -> None:
         policy, words_task(config), config.train
     )  # refuses bad options before anything is compiled
     run = flags.open_run(config)
-    save_description(run.path / "model", MODEL)
-    TEXT.save_tokenizer(run.path / "model")
+    common.keep_model(run, MODEL, TEXT)
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
         settings = with_options(config, seed=seed)
-        task, untrained = words_task(settings), jax.jit(policy.init)(jax.random.key(seed))
-        start = warm_start(untrained, settings, run)
+        task, untrained = words_task(settings), common.new_params(policy, seed)
+        start = warm_start(policy, settings, run)
         judge = judge_of(start, run)
         held = evaluate_heldout(programs, start, task, settings.train, run)
         found = {"start": numbers(held) | judgement(judge, held, task)}
@@ -143,11 +141,12 @@ def words_task(config: Config) -> Task:
     return task._replace(decode=TEXT.decode, eos_ids=(TEXT.eos_id,), pad_id=TEXT.pad_id, vocab_size=TEXT.vocab_size)
 
 
-def warm_start(params: Params, config: Config, run: RunFolder) -> Params:
+def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
     """Parameters that write random words and know what the principles mean."""
-    rows = packed_batches(labelled_words(8000, config.train.seed), config.warm_rows, config.train.seed)
+    seed = config.train.seed
+    batches = packed_batches(labelled_words(8000, seed), config.warm_rows, seed)
     warm = SupervisedConfig(config.warm_steps, config.warm_learning_rate, warmup_steps=50, decay="cosine")
-    return train_sft(decoder_policy(MODEL), params, rows, warm, run, phase=f"warm_{config.train.seed}").params
+    return common.warm_start(policy, batches, warm, run, seed=seed, phase=f"warm_{seed}")
 
 
 def labelled_words(number: int, seed: int) -> Packed:

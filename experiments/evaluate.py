@@ -73,6 +73,8 @@ class Options(TaskOptions):
     """Prompts sampled at once. No number depends on it."""
     dtype: Dtype = "float32"
     """Of activations and matrix products, of a model that is no run."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the user's cache folder, so that the next start reads them."""
     phase: str | None = None
     """Phase of a run; None: grpo, or the only one that is neither a warm start nor a control."""
     step: int | None = None
@@ -229,7 +231,10 @@ def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: 
 
 if __name__ == "__main__":
     try:
-        main(parse())
+        options = parse()
+        if options.compilation_cache:
+            flags.keep_programs()
+        main(options)
     except UsageError as error:
         flags.refuse(str(error))
     except KeyboardInterrupt:

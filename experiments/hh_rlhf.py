@@ -51,12 +51,12 @@ from experiments.judging import (
     step_seconds,
     supervised_cost,
 )
+from experiments.reward_model import encode_pairs
 from grpo_jax.config import ModelOptions, PPOConfig, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
 from grpo_jax.data.preferences import (
     EncodedPairs,
     Preference,
-    encode_preferences,
     pack_chosen,
     parts_of,
     read_preferences,
@@ -216,22 +216,9 @@ def check(config: Config) -> None:
 
 def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: Config) -> Thirds:
     """The thirds as text and as tokens. For SFT an answer that is not cut at T ends with EOS."""
-    loaded, parts = model.pretrained, parts_of(preferences, 3)
-
-    def encode(part: Sequence[Preference]) -> EncodedPairs:
-        return encode_preferences(
-            loaded.tokenizer,
-            part,
-            eos_ids=loaded.eos_ids,
-            max_prompt_tokens=config.model.max_prompt_tokens,
-            max_tokens=config.ppo.run.sampling.max_tokens,
-            overlong=config.model.overlong,
-        )
-
-    pairs = [encode(part) for part in parts]
-    return Thirds(
-        parts, pairs, [pack_chosen(part, loaded.eos_ids[-1], config.ppo.run.sampling.max_tokens) for part in pairs]
-    )
+    loaded, parts, max_tokens = model.pretrained, parts_of(preferences, 3), config.ppo.run.sampling.max_tokens
+    pairs = [encode_pairs(loaded, part, config.model, max_tokens) for part in parts]
+    return Thirds(parts, pairs, [pack_chosen(part, loaded.eos_ids[-1], max_tokens) for part in pairs])
 
 
 def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:

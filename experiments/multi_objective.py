@@ -26,15 +26,24 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from experiments.common import Held, Seeds, cell, evaluate_heldout, learn, over_seeds, say_end, seeds_of
+from experiments import common
+from experiments.common import (
+    Held,
+    Seeds,
+    cell,
+    completions_batch,
+    evaluate_heldout,
+    learn,
+    over_seeds,
+    say_end,
+    seeds_of,
+)
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Rewards, pad_completions, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, terminal
@@ -46,7 +55,6 @@ from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.learn import LABELLING
 from grpo_jax.training.loop import Programs
 from grpo_jax.training.rollout import completion_numbers, grade, group_temperatures, noise_of
-from grpo_jax.training.sft import train_sft
 from grpo_jax.training.state import Batch
 from grpo_jax.training.supervised import SupervisedConfig
 
@@ -141,8 +149,7 @@ def main(config: Config) -> None:
     gdpo = of_components._replace(sampler=of_sum.sampler, score=of_sum.score)
     programs = {"sum": of_sum, "scaled": of_sum, "gdpo": gdpo}
     run = flags.open_run(config)
-    save_description(run.path / "model", MODEL)
-    letters.TEXT.save_tokenizer(run.path / "model")
+    common.keep_model(run, MODEL, letters.TEXT)
     scores: dict[str, dict[str, float]] = {}  # run -> held-out means of SCORES
     for seed in seeds:
         seeded = with_options(config, seed=seed)
@@ -189,11 +196,10 @@ def warm_start(
             [word(row["letters"], generator, *lengths)[: config.train.sampling.max_tokens]] for row in prompts.examples
         ]
         ids, mask = pad_completions(tokens, config.train.sampling.max_tokens)
-        return Batch(prompts.ids, prompts.mask, ids, mask, np.ones((WARM_BATCH, 1), np.float32))
+        return completions_batch(prompts, ids, mask)
 
-    warm = SupervisedConfig(config.warm_steps, learning_rate=2e-3)
-    params = jax.jit(policy.init)(jax.random.key(config.train.seed))
-    return train_sft(policy, params, words, warm, run, phase=f"{phase}_{config.train.seed}").params
+    warm, seed = SupervisedConfig(config.warm_steps, learning_rate=2e-3), config.train.seed
+    return common.warm_start(policy, words, warm, run, seed=seed, phase=f"{phase}_{seed}")
 
 
 def word(given: str, generator: np.random.Generator, shortest: int = 1, longest: int = LONGEST) -> list[int]:

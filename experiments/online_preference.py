@@ -27,17 +27,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from experiments.common import Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
+from experiments import common
+from experiments.common import (
+    Seeds,
+    cell,
+    collect,
+    completions_batch,
+    evaluate_heldout,
+    learn,
+    over_seeds,
+    say_end,
+    seeds_of,
+)
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.preferences import bradley_terry_judge
 from grpo_jax.data.types import Component, Example, pad_completions, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.heads import add_head
-from grpo_jax.models.huggingface import load_tokenizer, save_description
+from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import RewardModel, reward_function
@@ -49,7 +59,6 @@ from grpo_jax.training.evaluate import Evaluation
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.loop import Programs
 from grpo_jax.training.online import OnlineConfig, train_online
-from grpo_jax.training.sft import train_sft
 from grpo_jax.training.state import Batch
 from grpo_jax.training.supervised import SupervisedConfig
 
@@ -108,9 +117,7 @@ def main(config: Config) -> None:
     task = letters.letters_task(gold, num_prompts=num_prompts, seed=config.train.seed)
     programs = make_programs(policy, task, config.train)
     run = flags.open_run(config)
-    folder = run.path / "model"
-    save_description(folder, MODEL)
-    letters.TEXT.save_tokenizer(folder)
+    folder = common.keep_model(run, MODEL, letters.TEXT)
     start = warm_start(policy, config, run)
     shape, headed = add_head(MODEL, start)
     untrained = RewardModel(shape, headed, load_tokenizer(folder), (letters.TEXT.eos_id,), folder)
@@ -205,20 +212,20 @@ def pair_accuracy(scores: np.ndarray, worth: np.ndarray) -> float:
 
 def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
     """A policy that writes words of two to eight different letters, those of the prompt three times as often."""
-    prompts = letters.letters_task(gold, num_prompts=128, seed=config.train.seed).prompts
+    prompts_of = letters.letters_task(gold, num_prompts=128, seed=config.train.seed).prompts
 
-    def word(row: Example, generator: np.random.Generator) -> list[int]:
-        often = np.array([3.0 if letter in row["letters"] else 1.0 for letter in letters.LETTERS])
+    def word(example: Example, generator: np.random.Generator) -> list[int]:
+        often = np.array([3.0 if letter in example["letters"] else 1.0 for letter in letters.LETTERS])
         chosen = generator.choice(26, generator.integers(2, 9), replace=False, p=often / often.sum())
         return [*chosen.tolist(), letters.TEXT.eos_id]
 
     def batch(step: int) -> Batch:
-        rows, generator = prompts(step), rng(config.train.seed, 1, step)
-        words = [[word(row, generator)] for row in rows.examples]
-        return Batch(rows.ids, rows.mask, *pad_completions(words, letters.MAX_TOKENS), np.ones((128, 1), np.float32))
+        prompts, generator = prompts_of(step), rng(config.train.seed, 1, step)
+        words = [[word(example, generator)] for example in prompts.examples]
+        return completions_batch(prompts, *pad_completions(words, letters.MAX_TOKENS))
 
-    params = jax.jit(policy.init)(jax.random.key(config.train.seed))
-    return train_sft(policy, params, batch, SupervisedConfig(config.warm_steps, 2e-3), run, phase="warm").params
+    warm = SupervisedConfig(config.warm_steps, learning_rate=2e-3)
+    return common.warm_start(policy, batch, warm, run, seed=config.train.seed, phase="warm")
 
 
 def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) -> None:

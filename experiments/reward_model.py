@@ -13,6 +13,7 @@ Left out of the papers: pretraining on preferences, and ensembles.
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from grpo_jax.config import ModelOptions
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
 from grpo_jax.errors import UsageError
 from grpo_jax.models.heads import Headed, add_head, join, split
+from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs import flags, terminal
@@ -86,6 +88,20 @@ class Config:
     """Of the order of pairs."""
 
 
+def encode_pairs(
+    loaded: Pretrained, pairs: Sequence[Preference], options: ModelOptions, max_tokens: int | None
+) -> EncodedPairs:
+    """Preferences as the tokens of a model, with prompts as long as its options allow."""
+    return encode_preferences(
+        loaded.tokenizer,
+        pairs,
+        eos_ids=loaded.eos_ids,
+        max_prompt_tokens=options.max_prompt_tokens,
+        max_tokens=max_tokens,
+        overlong=options.overlong,
+    )
+
+
 def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, the calibration picture, the model's folder, and a checksum."""
     started = time.perf_counter()
@@ -96,18 +112,9 @@ def main(config: Config) -> None:
     model = load_model(config.model, seed=config.seed)
     loaded = model.pretrained
     shape, params = add_head(loaded.config, model.params)
-
-    def encode(part: list[Preference]) -> EncodedPairs:
-        return encode_preferences(
-            loaded.tokenizer,
-            part,
-            eos_ids=loaded.eos_ids,
-            max_prompt_tokens=config.model.max_prompt_tokens,
-            max_tokens=config.max_tokens,
-            overlong=config.model.overlong,
-        )
-
-    train_pairs, heldout_pairs = encode(training), encode(heldout)
+    train_pairs, heldout_pairs = (
+        encode_pairs(loaded, part, config.model, config.max_tokens) for part in (training, heldout)
+    )
     batches = pair_batches(train_pairs, config.num_pairs, config.seed)
     names = set(SupervisedConfig._fields) & {field.name for field in dataclasses.fields(config)}
     phase = SupervisedConfig(**{name: getattr(config, name) for name in names}, log_every=10)

@@ -91,6 +91,8 @@ class Config:
     """Of AdamW, for one step that is seen; the chapter names none."""
     seed: int = 0
     """Of sampling."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the user's cache folder, so that the next start reads them."""
 
 
 class Terms(NamedTuple):
@@ -373,7 +375,10 @@ def table(columns: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    config = tyro.cli(Config, prog="python -m experiments.walkthrough", description=__doc__)
+    if config.compilation_cache:
+        flags.keep_programs()
     try:
-        main(tyro.cli(Config, prog="python -m experiments.walkthrough", description=__doc__))
+        main(config)
     except UsageError as error:
         flags.refuse(str(error))

@@ -22,7 +22,7 @@ from rich.console import Console
 
 import grpo_jax
 from experiments.claims import testbeds
-from experiments.claims.testbeds import ARITHMETIC, Bed
+from experiments.claims.testbeds import ARITHMETIC, Testbed
 from grpo_jax.config import GRPOConfig, PPOConfig, options_of, recipe, run_of, validate, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
@@ -78,6 +78,8 @@ class Config:
     """The first random seed; 10 to 14, which settings were tuned on, are left out."""
     run_dir: Path = Path("runs/ablations")
     """Where runs are kept, in a folder for each preset; a run that is there is not repeated."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the user's cache folder, so that the next start reads them."""
 
 
 # ---- settings
@@ -86,27 +88,28 @@ class Config:
 class Setting(NamedTuple):
     """What is run with every seed."""
 
-    bed: Bed
+    testbed: Testbed
     method: Literal["grpo", "ppo"]
     shape: Mapping[str, Any]  # fields of the configuration that make another program
     numbers: Mapping[str, float]  # other fields, and options of the reward: settings that differ in them share one
 
     def but(self, **changes: Any) -> "Setting":
         """The same with other fields or options of the reward."""
-        known = options_of(PPOConfig()).keys() | self.bed.options.keys()
+        known = options_of(PPOConfig()).keys() | self.testbed.options.keys()
         if changes.keys() - known:
             unknown = ", ".join(sorted(changes.keys() - known))
-            raise UsageError(f"{unknown}: no option of GRPOConfig or PPOConfig, nor of the reward of {self.bed.name}")
+            reward = f"the reward of {self.testbed.name}"
+            raise UsageError(f"{unknown}: neither GRPOConfig, PPOConfig nor {reward} has such an option")
         numbers = {name: value for name, value in changes.items() if name in self.numbers}
         shape = {name: value for name, value in changes.items() if name not in self.numbers}
         return self._replace(shape={**self.shape, **shape}, numbers={**self.numbers, **numbers})
 
 
-def grpo(bed: Bed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting:
+def grpo(testbed: Testbed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting:
     """GRPO or another preset, with the preset's constants but for the learning rate; β of GRPO and of ranks is 0.01.
 
     Args:
-      bed: the task.
+      testbed: the task.
       preset: of `functional.presets`.
       changes: as for `Setting.but`.
     """
@@ -114,18 +117,20 @@ def grpo(bed: Bed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting
     constants = {"kl_coef": 0.01 if preset in ("grpo", "rank") else published.kl_coef} | dict(published.constants)
     if not published.kl_coef:
         del constants["kl_coef"]  # a traced one would need a reference
-    numbers = {"learning_rate": bed.learning_rate, "temperature": 1.0, "temperature_spread": 0.0} | constants
-    return Setting(bed, "grpo", {"preset": preset}, numbers | {"entropy_coef": 0.0} | dict(bed.options)).but(**changes)
+    numbers = {"learning_rate": testbed.learning_rate, "temperature": 1.0, "temperature_spread": 0.0} | constants
+    numbers |= {"entropy_coef": 0.0} | dict(testbed.options)
+    return Setting(testbed, "grpo", {"preset": preset}, numbers).but(**changes)
 
 
-def ppo(bed: Bed = ARITHMETIC, **changes: Any) -> Setting:
+def ppo(testbed: Testbed = ARITHMETIC, **changes: Any) -> Setting:
     """PPO with a critic of its own, on groups like GRPO's.
 
     Its settings are those of `experiments.ppo`, which were chosen by the training reward on seeds 10 and 11.
     """
-    numbers = {"learning_rate": bed.learning_rate, "critic_learning_rate": 1e-3, "kl_coef": 0.02, "gae_lambda": 0.95}
-    numbers |= {"epsilon_low": 0.2, "epsilon_high": 0.2, "entropy_coef": 0.0} | dict(bed.options)
-    return Setting(bed, "ppo", {"group_size": 8}, numbers).but(**changes)
+    numbers = {"learning_rate": testbed.learning_rate, "critic_learning_rate": 1e-3}
+    numbers |= {"kl_coef": 0.02, "gae_lambda": 0.95, "epsilon_low": 0.2, "epsilon_high": 0.2, "entropy_coef": 0.0}
+    numbers |= dict(testbed.options)
+    return Setting(testbed, "ppo", {"group_size": 8}, numbers).but(**changes)
 
 
 # ---- runs
@@ -218,22 +223,22 @@ class Bench:
             params += [jax.tree.map(lambda x, i=i: x[i], history.params) for i in range(width)]
         return params[: len(jobs)]
 
-    def start(self, bed: Bed, seed: int) -> Params:
+    def start(self, testbed: Testbed, seed: int) -> Params:
         """Where training starts."""
-        if (bed.name, seed) not in self._starts:
-            self.say(f"a start of {bed.name}, seed {seed}")
-            params = bed.start(seed, self.size.warm_steps, self._folder_of_starts)
-            self._starts[bed.name, seed] = jax.device_get(params)
-        return self._starts[bed.name, seed]
+        if (testbed.name, seed) not in self._starts:
+            self.say(f"a start of {testbed.name}, seed {seed}")
+            params = testbed.start(seed, self.size.warm_steps, self._folder_of_starts)
+            self._starts[testbed.name, seed] = jax.device_get(params)
+        return self._starts[testbed.name, seed]
 
     def config(self, setting: Setting) -> GRPOConfig | PPOConfig:
         """The configuration of a setting's runs, but for what is traced."""
         shape: dict[str, Any] = {
             "steps": self.size.steps,
             "num_prompts": self.size.num_prompts,
-            "max_tokens": setting.bed.max_tokens,
+            "max_tokens": setting.testbed.max_tokens,
             "eval_samples": 1,
-            "learning_rate": setting.bed.learning_rate,
+            "learning_rate": setting.testbed.learning_rate,
         } | dict(setting.shape)
         shape.setdefault("eval_every", max(1, shape["steps"] // self.size.evaluations))
         return with_options(PPOConfig(), **shape) if setting.method == "ppo" else recipe(**shape)
@@ -241,7 +246,7 @@ class Bench:
     def task(self, setting: Setting, seed: int) -> DeviceTask:
         """The task of a setting's runs with a seed."""
         num_prompts = run_of(self.config(setting)).sampling.num_prompts
-        return setting.bed.task(num_prompts=num_prompts, seed=seed, heldout=self.size.heldout)
+        return setting.testbed.task(num_prompts=num_prompts, seed=seed, heldout=self.size.heldout)
 
     def histories(self, jobs: Sequence[tuple[Setting, int]], width: int) -> tuple[History, Heldout]:
         """Runs settings of one program with their seeds at once; a row shorter than `width` is filled up, for one shape
@@ -251,9 +256,9 @@ class Bench:
             self._programs[key] = self._make(jobs[0][0], width)
         program, filled = self._programs[key], [*jobs, *[jobs[-1]] * (width - len(jobs))]
         setting, steps = jobs[0][0], run_of(self.config(jobs[0][0])).steps
-        starts = [self.start(setting.bed, seed) for _, seed in filled]
+        starts = [self.start(setting.testbed, seed) for _, seed in filled]
         if setting.method == "ppo":
-            starts = [add_critic(setting.bed.model, params) for params in starts]
+            starts = [add_critic(setting.testbed.model, params) for params in starts]
         prompts = [prompts_of(self.task(setting, seed), steps) for _, seed in filled]
         numbers = {name: np.array([s.numbers[name] for s, _ in filled], np.float32) for name in setting.numbers}
         seeds = [seed for _, seed in filled]
@@ -263,18 +268,18 @@ class Bench:
     def file(self, setting: Setting, seed: int) -> Path:
         """Where a run is kept: by all that it was told."""
         digest = hashlib.sha256(self._described(setting, seed).encode()).hexdigest()[:16]
-        return self.run.path / "runs" / f"{setting.bed.name}-{setting.method}-{digest}.npz"
+        return self.run.path / "runs" / f"{setting.testbed.name}-{setting.method}-{digest}.npz"
 
     def program(self, setting: Setting) -> str:
         """What settings have in common that are runs of one program."""
         shape = options_of(self.config(setting))
-        model = dataclasses.asdict(setting.bed.model)
-        return json.dumps([setting.bed.name, model, setting.method, shape, sorted(setting.numbers)])
+        model = dataclasses.asdict(setting.testbed.model)
+        return json.dumps([setting.testbed.name, model, setting.method, shape, sorted(setting.numbers)])
 
     def _described(self, setting: Setting, seed: int) -> str:
         described = [self.program(setting), dict(sorted(setting.numbers.items())), seed]
-        source = Path(inspect.getsourcefile(getattr(setting.bed.task, "func", setting.bed.task)) or "")
-        if source not in _makers():  # a bed of somebody's own, whose reward may change
+        source = Path(inspect.getsourcefile(getattr(setting.testbed.task, "func", setting.testbed.task)) or "")
+        if source not in _makers():  # a testbed of somebody's own, whose reward may change
             described.append(hashlib.sha256(source.read_bytes()).hexdigest())
         return json.dumps(described)
 
@@ -288,7 +293,7 @@ class Bench:
             most = run_of(self.config(setting)).optimizer.max_skipped
             if numbers["skipped"].max() >= most:  # where the ordinary loop would stop
                 self.run.console.print(
-                    f"seed {seed} of {setting.method} on {setting.bed.name} diverged: it has no score"
+                    f"seed {seed} of {setting.method} on {setting.testbed.name} diverged: it has no score"
                 )
                 scores[1:] = np.nan
             temporary = file.with_suffix(f".{os.getpid()}.tmp")
@@ -297,7 +302,7 @@ class Bench:
             os.replace(temporary, file)
 
     def _make(self, setting: Setting, width: int) -> "Program":
-        config, task, model = self.config(setting), self.task(setting, 0), setting.bed.model
+        config, task, model = self.config(setting), self.task(setting, 0), setting.testbed.model
 
         def of_ppo(policy: Policy, config: Any) -> Method:
             return ppo_method(policy, critic_policy(model), config)
@@ -347,6 +352,6 @@ def _read(files: Sequence[Path]) -> Runs:
 
 
 def smaller(bench: Bench) -> dict[str, int]:
-    """Runs of fewer and smaller steps than the preset's, for beds with more tokens."""
+    """Runs of fewer and smaller steps than the preset's, for testbeds with more tokens."""
     steps = bench.size.steps * 3 // 5
     return {"steps": steps, "eval_every": steps, "num_prompts": bench.size.num_prompts // 2}

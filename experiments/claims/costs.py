@@ -22,19 +22,19 @@ def operations(bench: Bench, setting: Setting) -> float:
       bench: with starts.
       setting: with one optimizer step a rollout.
     """
-    config, policy = bench.config(setting), bench.start(setting.bed, bench.seeds[0])
+    config, policy = bench.config(setting), bench.start(setting.testbed, bench.seeds[0])
     prompt = bench.task(setting, bench.seeds[0]).task.prompts(0).ids.shape[1]
     sampling = run_of(config).sampling
     tokens = sampling.num_prompts * (prompt + sampling.group_size * sampling.max_tokens)
     if setting.method == "grpo":
         return 2 * forward_flops(policy, tokens) + update_flops(policy, None, tokens)
-    both = add_critic(setting.bed.model, policy)
+    both = add_critic(setting.testbed.model, policy)
     return 2 * forward_flops(policy, tokens) + forward_flops(both.critic, tokens) + update_flops(both, None, tokens)
 
 
 def bytes_held(bench: Bench, setting: Setting) -> int:
     """Bytes of what is trained, of its optimizer, and of the reference."""
-    config, model, policy = bench.config(setting), setting.bed.model, bench.start(setting.bed, bench.seeds[0])
+    config, model, policy = bench.config(setting), setting.testbed.model, bench.start(setting.testbed, bench.seeds[0])
     if not isinstance(config, PPOConfig):
         method, params = grpo_method(decoder_policy(model), config), policy
     else:

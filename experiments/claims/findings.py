@@ -21,6 +21,7 @@ import tyro
 from experiments.claims.ablation import COIN, START, Bench, Config, cores
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.compilation import in_words, programs_so_far
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import Interval, of_runs
 
@@ -72,9 +73,10 @@ def main(measure: Measure, description: str | None) -> None:
 
 
 def guarded(act: Callable[[], None], config: Config) -> None:
-    """Does something with all cores as devices, and with what was compiled before; a refusal is one sentence."""
+    """Does something with all cores as devices; a refusal is one sentence."""
     jax.config.update("jax_num_cpu_devices", cores())
-    jax.config.update("jax_compilation_cache_dir", str(config.run_dir.expanduser().absolute() / "compiled"))
+    if config.compilation_cache:
+        flags.keep_programs()
     try:
         act()
     except (UsageError, FloatingPointError) as error:
@@ -91,7 +93,7 @@ def _main(measure: Measure, config: Config, name: str) -> None:
         bench.say = status.update
         answered = answer(bench, name, measure)
     show(bench.run, answered.finding)
-    bench.run.console.print(f"{bench.run.compilations()} programs compiled, {answered.seconds:.0f} s")
+    bench.run.console.print(f"{in_words(programs_so_far())}, {answered.seconds:.0f} s")
     bench.run.console.print(f"to look at: {bench.run.path / name}.png", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -28,7 +28,7 @@ LONG_ENOUGH = 8  # letters of a word
 WRITER = ModelConfig(letters.TEXT.vocab_size, 64, 128, num_hidden_layers=1, initializer_range=0.1)
 
 
-class Bed(NamedTuple):
+class Testbed(NamedTuple):
     """A task and its start."""
 
     name: str
@@ -154,7 +154,7 @@ def word_reward(
     return jnp.where(coin > 0, jax.random.bernoulli(key, 0.5, reward.shape), reward)
 
 
-# ---- beds
+# ---- testbeds
 
 
 def _additions(*, num_prompts: int, seed: int, heldout: int) -> DeviceTask:
@@ -192,7 +192,7 @@ def first(prompts: Prompts, count: int) -> Prompts:
     return Prompts(prompts.ids[:count], prompts.mask[:count], prompts.examples[:count])
 
 
-ARITHMETIC = Bed(
+ARITHMETIC = Testbed(
     "additions",
     additions.MODEL,
     arithmetic.MAX_TOKENS,
@@ -201,7 +201,7 @@ ARITHMETIC = Bed(
     dict.fromkeys(("graded", "coin", "gaussian", "heavy", "flip", "sharpness", "drift", "shift", "scale"), 0.0),
 )
 
-WORDS = Bed(
+WORDS = Testbed(
     "words",
     WRITER,
     letters.MAX_TOKENS,

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ from rich.markup import escape
 from grpo_jax.config import flattened, from_json, options_of, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
+from grpo_jax.runs import compilation
 from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs
 from grpo_jax.runs.trackers import weights_and_biases
 
@@ -31,6 +33,8 @@ class RunConfig:
     """Continue the newest run in run_dir where it stopped."""
     wandb: str = ""
     """Project of Weights & Biases to log to as well; needs the package wandb. TensorBoard's files are there anyway."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the user's cache folder, so that the next start reads them."""
 
 
 class HasOutput(Protocol):
@@ -92,7 +96,7 @@ def _read(config_class: type[Config], default: Config, args: list[str], prog: st
 def _with_preset(default: Config, args: list[str]) -> Config:
     """The defaults, with the numbers of a preset that the command line names; an unknown one is refused later."""
     preset = ""
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
+    for arg, following in pairwise([*args, ""]):
         if arg == "--preset":
             preset = following
         elif arg.startswith("--preset="):
@@ -114,6 +118,8 @@ def main(config_class: type[Config], run: Callable[[Config], None], description:
       description: its docstring.
     """
     config = parse(config_class, description)
+    if config.output.compilation_cache:
+        keep_programs()
     try:
         run(config)
     except (UsageError, FloatingPointError) as error:
@@ -123,6 +129,14 @@ def main(config_class: type[Config], run: Callable[[Config], None], description:
         sys.stdout.flush()
         # Not by an exception: a compilation that goes on in a thread would crash the interpreter on its way out.
         os._exit(128 + signal.SIGINT)
+
+
+def keep_programs() -> None:
+    """Lets JAX keep compiled programs in the user's cache folder; a note says why where it cannot."""
+    try:
+        compilation.use_cache()
+    except UsageError as error:
+        Console(stderr=True).print(f"[yellow]note:[/] {escape(str(error))}", soft_wrap=True)
 
 
 def open_run(config: HasOutput) -> RunFolder:

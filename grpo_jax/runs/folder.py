@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -23,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.throughput import peak_memory_mb
 from grpo_jax.runs.trackers import tensorboard
 
@@ -30,8 +30,7 @@ from grpo_jax.runs.trackers import tensorboard
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
 _LINE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
 # Options that a resumed run may change: they do not touch what it computes.
-_FREE_OPTIONS = frozenset({"devices", "keep_checkpoints", "checkpoint_every", "wandb"})
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_FREE_OPTIONS = frozenset({"devices", "keep_checkpoints", "checkpoint_every", "wandb", "compilation_cache"})
 
 
 class RunFolder:
@@ -70,7 +69,7 @@ class RunFolder:
                 raise UsageError(
                     f"{', '.join(differing)} differ from the run in {path}: leave them out, or start a new run"
                 ) from None
-        self.compilations = count_compilations()
+        self.programs = count_programs()
 
     def keep_prompts(self, phase: str, **fingerprints: str) -> None:
         """Notes in task.json which prompts a phase is of.
@@ -119,7 +118,9 @@ class RunFolder:
             done = update_flops / seconds["update"]
             line["update_tflops"] = float(f"{done / 1e12:.4g}")
             line |= {"mfu": float(f"{done / peak_flops:.4g}")} if peak_flops else {}
-        line |= {"peak_memory_mb": peak_memory_mb(), "compilations": self.compilations(), **(numbers or {})}
+        programs = self.programs()
+        line |= {"peak_memory_mb": peak_memory_mb(), "compilations": programs.compiled, "cache_reads": programs.read}
+        line |= numbers or {}
         self._log("times.jsonl", {"phase": phase, "step": step, **line})
         self._seconds.clear()
 
@@ -254,15 +255,3 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
-
-
-def count_compilations():
-    """Starts to count XLA compilations; returns a function that tells how many there were."""
-    count = 0
-
-    def listen(event: str, duration_secs: float, **_: Any) -> None:
-        nonlocal count
-        count += event == COMPILE_EVENT
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return lambda: count

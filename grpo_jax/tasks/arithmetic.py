@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_jax.data.types import Example, Prompts, check_num_prompts, pad_prompts, rng
-from grpo_jax.tasks.characters import Characters
+from grpo_jax.data.types import Example, Prompts, rng
+from grpo_jax.tasks.characters import Characters, characters_task, encode_examples
 from grpo_jax.tasks.task import Task
 
 TEXT = Characters("0123456789+=")
 PAD_ID, EOS_ID, VOCAB_SIZE = TEXT.pad_id, TEXT.eos_id, TEXT.vocab_size
-PROMPT_TOKENS = len("00+00=")
 MAX_TOKENS = len("891") + 1  # 99 + 99 = 198, then EOS
 NUM_HELDOUT = 1000
 
@@ -34,20 +33,13 @@ def arithmetic_task(*, num_prompts: int, seed: int) -> Task:
     Returns:
       The task.
     """
-
-    check_num_prompts(num_prompts, len(_TRAIN))
-
-    def prompts(step: int) -> Prompts:
-        return encode_pairs(rng(seed, 0, step).choice(_TRAIN, num_prompts, replace=False))
-
-    return Task(
-        prompts=prompts,
+    return characters_task(
+        TEXT,
+        examples_of,
+        (_TRAIN, _HELDOUT),
         reward=exact_answer,
-        heldout=encode_pairs(_HELDOUT),
-        decode=TEXT.decode,
-        eos_ids=(EOS_ID,),
-        pad_id=PAD_ID,
-        vocab_size=VOCAB_SIZE,
+        num_prompts=num_prompts,
+        seed=seed,
         answer=lambda example, completion: str(completion),
     )
 
@@ -82,11 +74,15 @@ def mixed_answers(*, batch_size: int, seed: int, step: int, wrong_share: float =
     return encode_pairs(indices), labels
 
 
-def encode_pairs(indices: Sequence[int] | np.ndarray) -> Prompts:
+def encode_pairs(numbers: Sequence[int] | np.ndarray) -> Prompts:
     """The prompts of the pairs with these numbers, from 0 to 9,999."""
-    pairs = [_PAIRS[index] for index in indices]
-    examples = [{"prompt": f"{a:02}+{b:02}=", "answer": _answer(a + b)} for a, b in pairs]
-    return pad_prompts([TEXT.encode(e["prompt"]) for e in examples], examples, width=PROMPT_TOKENS, pad_id=PAD_ID)
+    return encode_examples(TEXT, examples_of(numbers))
+
+
+def examples_of(numbers: Sequence[int] | np.ndarray) -> list[Example]:
+    """The "prompt" and "answer" of the pairs with these numbers."""
+    pairs = [_PAIRS[number] for number in numbers]
+    return [{"prompt": f"{a:02}+{b:02}=", "answer": _answer(a + b)} for a, b in pairs]
 
 
 def _answer(total: int) -> str:

@@ -1,11 +1,15 @@
 """Texts whose tokens are characters: for tasks that need no download."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import tokenizers
+
+from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, check_num_prompts, pad_prompts, rng
+from grpo_jax.tasks.task import Task
 
 
 class Characters(NamedTuple):
@@ -47,3 +51,54 @@ class Characters(NamedTuple):
         tokenizer.save(str(folder / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "</s>"}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def characters_task(
+    text: Characters,
+    examples: Callable[[np.ndarray], list[Example]],
+    split: tuple[np.ndarray, np.ndarray],
+    *,
+    reward: Reward | Rewards,
+    num_prompts: int,
+    seed: int,
+    answer: Answer | None = None,
+) -> Task:
+    """A task whose prompts are numbered, with `num_prompts` different ones a step.
+
+    Args:
+      text: the tokenizer.
+      examples: numbers of prompts -> their examples, whose "prompt" all have one length.
+      split: numbers of the prompts for training, and of those held out.
+      reward: of completions.
+      num_prompts: N.
+      seed: of the order of prompts.
+      answer: what completions of a prompt vote on; None: there is no vote.
+
+    Returns:
+      The task.
+
+    Raises:
+      UsageError: there are fewer training prompts than `num_prompts`.
+    """
+    train, heldout = split
+    check_num_prompts(num_prompts, len(train))
+
+    def encode(numbers: np.ndarray) -> Prompts:
+        return encode_examples(text, examples(numbers))
+
+    return Task(
+        prompts=lambda step: encode(rng(seed, 0, step).choice(train, num_prompts, replace=False)),
+        reward=reward,
+        heldout=encode(heldout),
+        decode=text.decode,
+        eos_ids=(text.eos_id,),
+        pad_id=text.pad_id,
+        vocab_size=text.vocab_size,
+        answer=answer,
+    )
+
+
+def encode_examples(text: Characters, examples: Sequence[Example]) -> Prompts:
+    """The prompts of examples, which all have one length."""
+    ids = [text.encode(example["prompt"]) for example in examples]
+    return pad_prompts(ids, list(examples), width=len(ids[0]), pad_id=text.pad_id)

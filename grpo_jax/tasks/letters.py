@@ -10,8 +10,8 @@ from itertools import permutations
 
 import numpy as np
 
-from grpo_jax.data.types import Prompts, Reward, Rewards, check_num_prompts, pad_prompts, rng
-from grpo_jax.tasks.characters import Characters
+from grpo_jax.data.types import Example, Reward, Rewards, rng
+from grpo_jax.tasks.characters import Characters, characters_task
 from grpo_jax.tasks.task import Task
 
 LETTERS = string.ascii_lowercase
@@ -30,31 +30,17 @@ def letters_task(reward: Reward | Rewards, *, num_prompts: int, seed: int) -> Ta
     """The task, with `num_prompts` different prompts a step.
 
     Args:
-      reward: of words; a row has the columns "prompt" and "letters", the three of the prompt.
+      reward: of words; an example has "prompt" and "letters", the three of the prompt.
       num_prompts: N.
       seed: of the order of prompts.
 
     Returns:
       The task.
     """
-    check_num_prompts(num_prompts, len(_TRAIN))
-
-    def prompts(step: int) -> Prompts:
-        return encode_prompts(rng(seed, 0, step).choice(_TRAIN, num_prompts, replace=False))
-
-    return Task(
-        prompts=prompts,
-        reward=reward,
-        heldout=encode_prompts(_HELDOUT),
-        decode=TEXT.decode,
-        eos_ids=(TEXT.eos_id,),
-        pad_id=TEXT.pad_id,
-        vocab_size=TEXT.vocab_size,
-    )
+    split = _TRAIN, _HELDOUT
+    return characters_task(TEXT, examples_of, split, reward=reward, num_prompts=num_prompts, seed=seed)
 
 
-def encode_prompts(indices: Sequence[int] | np.ndarray) -> Prompts:
-    """The prompts with these numbers, from 0 to 15,599."""
-    examples = [{"prompt": f"{_PROMPTS[index]}:", "letters": _PROMPTS[index]} for index in indices]
-    tokens = [TEXT.encode(example["prompt"]) for example in examples]
-    return pad_prompts(tokens, examples, width=PROMPT_TOKENS, pad_id=TEXT.pad_id)
+def examples_of(numbers: Sequence[int] | np.ndarray) -> list[Example]:
+    """The "prompt" and "letters" of the prompts with these numbers, from 0 to 15,599."""
+    return [{"prompt": f"{_PROMPTS[number]}:", "letters": _PROMPTS[number]} for number in numbers]

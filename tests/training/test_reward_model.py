@@ -34,7 +34,8 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder, count_compilations
+from grpo_jax.runs.compilation import count_programs
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import calibration, paired_difference
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.stories import happy_sentences, stories_task
@@ -382,11 +383,11 @@ def test_a_fixed_size_is_compiled_once(reward_model):
     reward = reward_function(reward_model, batch_size=4, max_prompt_tokens=6, max_tokens=5)
     rows = [{"prompt": prompt} for prompt in ("1+1=", "2+2=", "3+3=") for _ in range(2)]
     reward(rows, ["1"] * 6)
-    compilations = count_compilations()
+    programs = count_programs()
     for texts in (["1"] * 6, ["12345", "1", "", "2", "3", "44"], ["0"] * 4):
         reward(rows[: len(texts)], texts)
     reward(rows[:2] + rows[:2], ["1"] * 4)  # two groups of one prompt side by side: one group of four
-    assert compilations() == 1
+    assert sum(programs()) == 1
 
 
 def test_a_loaded_model_is_what_the_trainer_asks_for_and_grpo_raises_its_score(policy_folder, reward_model, tmp_path):

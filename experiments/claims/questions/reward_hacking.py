@@ -4,8 +4,8 @@ Source 000: "GRPO is naturally resistant to reward hacking": hacked responses mu
 boost all responses equally provide no gradient. We observe significantly less length gaming and repetition compared
 to PPO". Source 001: "Optimizing relative rankings is harder to game than optimizing absolute scores".
 
-PPO, GRPO and GRPO on ranks write words for a gold score in [0, 1] (`beds.word_scores`): alone, and with a bonus worth
-as much, up to 1 for length, for repeated letters, or for any word at all. The learning rate is each method's best for
+PPO, GRPO and GRPO on ranks write words for a gold score in [0, 1] (`testbeds.word_scores`): alone, and with a bonus
+of up to 1 for length, for repeated letters, or for any word at all. The learning rate is each method's best for
 the gold score in training on seeds 10 and 11. Gaming is the length or the share of repeated letters of held-out words
 at the end, and what the bonus costs of the gold score. The methods are not held equally fast: PPO's KL, in the
 reward, counts a word's tokens, and GRPO's, in the loss, is their mean; so all are run without a KL, too. No training
