@@ -38,6 +38,7 @@ from grpo_jax.runs.folder import RunFolder, count_compilations
 from grpo_jax.statistics import calibration, paired_difference
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.stories import happy_sentences, stories_task
+from grpo_jax.training.learn import SAMPLING
 from grpo_jax.training.reward_model import (
     evaluate_pairs,
     pad_pairs,
@@ -47,7 +48,6 @@ from grpo_jax.training.reward_model import (
     score_pairs,
     train_reward_model,
 )
-from grpo_jax.training.learn import SAMPLING
 from grpo_jax.training.rollout import completion_numbers, grade, make_sampler, noise_of
 from grpo_jax.training.supervised import SupervisedConfig
 
