@@ -98,7 +98,7 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
         ({"model": "nowhere"}, "there is no folder nowhere"),
         ({"clip_epsilon": 0.1, "epsilon_low": 0.2}, "give it or them"),
         ({"learnin_rate": 1e-3}, "no option learnin_rate: is it learning_rate?"),
-        ({"zzz": 1}, "no option zzz: they are dtype, "),
+        ({"zzz": 1}, "no option zzz: they are steps, "),
         ({"eval_every": 1}, "no option eval_every"),
         ({"eval_samples": 1}, "no option eval_samples"),
         ({"steps": "2"}, "steps is '2': it must be a whole number"),
