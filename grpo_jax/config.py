@@ -441,7 +441,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
     validate_logging(config.logging)
     validate_sampling(config.sampling, compares_groups=compares_groups)
-    validate_loss(config)
+    validate_loss(config, compares_groups=compares_groups)
     validate_reference(config)
     validate_optimizer(config, num_devices=num_devices)
 
@@ -507,7 +507,7 @@ def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -
     )
 
 
-def validate_loss(config: GRPOConfig) -> None:
+def validate_loss(config: GRPOConfig, *, compares_groups: bool = True) -> None:
     """Refuses a loss that cannot be of this run, as `validate` does."""
     loss = config.loss
     _require(loss.preset in PRESETS, f"there is no preset {loss.preset}: {suggestion(loss.preset, PRESETS)}")
@@ -522,7 +522,8 @@ def validate_loss(config: GRPOConfig) -> None:
         0 < loss.top_entropy <= 1, f"top_entropy is {loss.top_entropy}: it must be above 0 and at most 1, which is all"
     )
     try:
-        check(loss.objective)
+        # A critic's advantages take the place of those of groups.
+        check(loss.objective, **({"group_size": config.sampling.group_size} if compares_groups else {}))
     except ValueError as error:
         raise UsageError(str(error)) from None
 

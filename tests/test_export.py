@@ -1,20 +1,21 @@
 """The programs of a run lower for TPU and CUDA, on a machine that has neither."""
 
+from functools import partial
+
 import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
 
-from grpo_jax.functional.presets import PRESETS
+from grpo_jax.config import recipe
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.sampling.sampler import sample_groups
-from grpo_jax.sampling.truncation import Truncation
-from grpo_jax.training.grpo import grpo_loss_fn
-from grpo_jax.training.state import Batch, init_state, learning_rate_schedule, make_optimizer
-from grpo_jax.training.step import train_step
+from grpo_jax.tasks.task import Task
+from grpo_jax.training import learn, rollout
+from grpo_jax.training.grpo import grpo_method
+from grpo_jax.training.state import RewardArrays
 
-CONFIG = ModelConfig(
+MODEL = ModelConfig(
     vocab_size=32,
     hidden_size=16,
     intermediate_size=24,
@@ -24,36 +25,21 @@ CONFIG = ModelConfig(
     dtype="bfloat16",
     remat="layer",
 )
-POLICY = decoder_policy(CONFIG)
-OPTIMIZER = make_optimizer(learning_rate_schedule(1e-3, warmup_steps=2), weight_decay=0.1)
 N, G, P, T = 4, 2, 5, 6
-
-
-def sample(params, prompt_ids, prompt_mask, rows, temperature, key):
-    return sample_groups(
-        POLICY,
-        params,
-        prompt_ids,
-        prompt_mask,
-        rows,
-        key,
-        max_tokens=T,
-        eos_ids=(3, 4),
-        temperature=temperature,
-        truncation=Truncation(top_k=10, top_p=0.9, min_p=0.01),
-    )
-
-
-def step(state, batch):
-    algorithm = PRESETS["grpo"]
-    return train_step(
-        state,
-        batch,
-        loss_fn=grpo_loss_fn(POLICY, algorithm),
-        aggregation=algorithm.aggregation,
-        optimizer=OPTIMIZER,
-        num_microbatches=2,
-    )
+CONFIG = recipe(
+    num_prompts=N,
+    group_size=G,
+    max_tokens=T,
+    top_k=10,
+    top_p=0.9,
+    min_p=0.01,
+    warmup_steps=2,
+    weight_decay=0.1,
+    minibatches=2,
+    microbatches=2,
+)
+POLICY, TASK = decoder_policy(MODEL), Task(None, None, None, None, (3, 4), 0, MODEL.vocab_size)
+METHOD = grpo_method(POLICY, CONFIG)
 
 
 def shape(*axes, dtype=jnp.float32):
@@ -63,24 +49,31 @@ def shape(*axes, dtype=jnp.float32):
 KEY = jax.eval_shape(jax.random.key, 0)
 PARAMS = jax.eval_shape(POLICY.init, KEY)
 PROMPTS = shape(N, P, dtype=jnp.int32), shape(N, P, dtype=jnp.bool_)
-SAMPLE_ARGS = PARAMS, *PROMPTS, shape(N, G, dtype=jnp.int32), shape(N, G), KEY
-TOKENS = shape(N, G, T)
-STEP_ARGS = (
-    jax.eval_shape(lambda params: init_state(params, OPTIMIZER), PARAMS),
-    Batch(
-        *PROMPTS,
-        completion_ids=shape(N, G, T, dtype=jnp.int32),
-        completion_mask=shape(N, G, T, dtype=jnp.bool_),
-        temperature=shape(N, G),
-        advantages=shape(N, G),
-        old_logprobs=TOKENS,
-        ref_logprobs=TOKENS,
-        sampler_logprobs=TOKENS,
-    ),
+REWARDS = RewardArrays(shape(N, G), shape(N, G, dtype=jnp.bool_))
+NUMBER = shape(dtype=jnp.uint32)
+
+
+def reference_logprobs(params, batch):
+    return rollout.score_completion_tokens(POLICY, params, batch).logprobs
+
+
+sample = partial(rollout.sample, POLICY, TASK, CONFIG.sampling)
+score = partial(learn.score, METHOD, reference_logprobs, CONFIG)
+update = partial(learn.learn, METHOD, CONFIG)
+
+SAMPLE = PARAMS, *PROMPTS, shape(N, G, dtype=jnp.int32), shape(N, G), KEY
+BATCH = rollout.to_batch(*PROMPTS, shape(N, G), jax.eval_shape(sample, *SAMPLE))
+SCORE = PARAMS, None, PARAMS, BATCH
+SCORED = learn.with_scores(BATCH, jax.eval_shape(score, *SCORE), CONFIG)
+STATE = jax.eval_shape(lambda params: learn.begin(METHOD, params, CONFIG), PARAMS)
+LEARN = STATE, None, None, SCORED, REWARDS, NUMBER, NUMBER
+
+
+@pytest.mark.parametrize(
+    ("program", "args"),
+    [(sample, SAMPLE), (score, SCORE), (update, LEARN)],
+    ids=["sample", "score", "learn"],
 )
-
-
-@pytest.mark.parametrize(("program", "args"), [(sample, SAMPLE_ARGS), (step, STEP_ARGS)], ids=["sample", "step"])
 def test_lowers_for_tpu_and_cuda(program, args):
     exported = jax.export.export(jax.jit(program), platforms=["tpu", "cuda"])(*args)
     assert exported.platforms == ("tpu", "cuda")

@@ -6,13 +6,14 @@ needs to know nothing but its step.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.training.parallel import to_devices
+from grpo_jax.training.parallel import spread_over, to_devices
 from grpo_jax.training.rollout import Rollout, zero_spread
 from grpo_jax.training.state import Batch
 
@@ -73,14 +74,15 @@ def select_on_devices(batches: list[Batch], groups: np.ndarray, devices: int = 1
         # Places that this batch fills get its groups, counted behind those that were chosen before.
         own = groups // size == number
         source = np.where(own, size + groups % size, np.arange(size)).astype(np.int32)
-        chosen = _choose(chosen, batch, to_devices(source, devices, axes=None))
+        chosen = _choose(chosen, batch, to_devices(source, devices, axes=None), devices=devices)
     return chosen
 
 
-@jax.jit
-def _choose(chosen: Batch, batch: Batch, source: jax.Array) -> Batch:
+@partial(jax.jit, static_argnames="devices")
+def _choose(chosen: Batch, batch: Batch, source: jax.Array, *, devices: int) -> Batch:
     """Places of both batches, one behind the other, spread over devices as they were."""
-    return jax.tree.map(lambda one, other: jnp.concatenate([one, other])[source], chosen, batch)
+    picked = jax.tree.map(lambda one, other: jnp.concatenate([one, other])[source], chosen, batch)
+    return spread_over(picked, devices) if devices > 1 else picked
 
 
 def concatenate(rollouts: list[Rollout]) -> Rollout:

@@ -95,6 +95,12 @@ def to_devices(tree: Any, devices: int = 1, *, axes: Any = 0) -> Any:
     return jax.tree.map(place, axes, tree, is_leaf=_is_none)
 
 
+def spread_over(tree: Any, devices: int) -> Any:
+    """Within a program: leading axes `[N, ...]` spread over devices as by `to_devices`, so that the program that gets
+    them is compiled once."""
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(_mesh(devices), PartitionSpec(AXIS)))
+
+
 def to_host(tree: Any) -> Any:
     """Arrays of the devices as NumPy arrays."""
     bytes_moved["to_host"] += sum(x.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))

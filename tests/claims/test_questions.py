@@ -15,7 +15,7 @@ from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.training.rollout import score
+from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Batch
 
 V, T, EOS, PAD = 4, 3, 2, 3
@@ -66,7 +66,7 @@ def test_all_completions_have_the_probabilities_of_the_scorer(tree):
 
     ids, mask = (np.broadcast_to(x, (2, *x.shape)) for x in (tree.ids, tree.mask))
     batch = Batch(PROMPTS.ids, PROMPTS.mask, ids, mask, np.ones(ids.shape[:2], np.float32))
-    logprobs = np.asarray(jax.jit(lambda params: score(POLICY, params, batch))(PARAMS).logprobs)
+    logprobs = np.asarray(jax.jit(lambda params: score_completion_tokens(POLICY, params, batch))(PARAMS).logprobs)
     expected = np.exp(np.where(mask, logprobs, 0).sum(-1)) * np.all(mask | (ids == PAD), axis=-1)
     np.testing.assert_allclose(tree.probabilities.reshape(2, -1), expected, rtol=1e-4, atol=1e-9)
 

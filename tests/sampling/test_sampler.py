@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from grpo_jax.config import recipe
+from grpo_jax.data.types import Prompts
 from grpo_jax.functional import token_logprobs
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
@@ -19,7 +20,8 @@ from grpo_jax.sampling.categorical import sample_categorical
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation, truncate
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.rollout import make_sampler, step_key
+from grpo_jax.training.learn import SAMPLING, step_key
+from grpo_jax.training.rollout import make_sampler, noise_of
 
 # ---- one token
 
@@ -516,11 +518,15 @@ def test_eight_devices_give_what_one_gives(prompts):
     policy = decoder_policy(replace(CONFIG, num_hidden_layers=1))  # compiles sooner
     params = random_params(policy)
     task = Task(None, None, None, None, EOS_IDS, PAD_ID, CONFIG.vocab_size)
-    config = recipe(max_tokens=TOKENS, top_p=0.95)
+    sampling = recipe(max_tokens=TOKENS, top_p=0.95).sampling
     # Two prompts a device.
-    inputs = *(np.tile(x, (2, 1)) for x in prompts), row_numbers(16, GROUP), np.tile(MIXED, (2, 1))
+    wide = Prompts(*(np.tile(x, (2, 1)) for x in prompts), [])
+    noise = noise_of(2, SAMPLING, 0)
     one, eight = (
-        make_sampler(policy, task, config, devices=devices)(params, *inputs, jax.random.key(2)) for devices in (1, 8)
+        make_sampler(policy, task, sampling, devices=devices).complete(
+            params, wide, row_numbers(16, GROUP), np.tile(MIXED, (2, 1)), noise
+        )
+        for devices in (1, 8)
     )
     for name in ("completion_ids", "completion_mask", "truncated"):
         np.testing.assert_array_equal(getattr(eight, name), getattr(one, name))

@@ -15,10 +15,12 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.dynamic_sampling import sample_with_spread
+from grpo_jax.training.dynamic_sampling import sample_with_spread, select_on_devices
 from grpo_jax.training.grpo import make_programs, train
+from grpo_jax.training.parallel import to_devices
 from grpo_jax.training.readable import token_texts
-from grpo_jax.training.rollout import Rollout
+from grpo_jax.training.rollout import Rollout, to_batch
+from grpo_jax.training.state import Batch
 
 VOCAB, EOS, PAD = 8, 6, 7
 POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
@@ -43,17 +45,18 @@ TASK = Task(prompts, begins_with_three, prompts(999), lambda ids: "".join(map(st
 # ---- which groups
 
 
-def made_up(number: int, rewards, parts=None) -> Rollout:
+def made_up(number: int, rewards, parts=None) -> tuple[Rollout, Batch]:
     """A rollout whose every array and text says which group of which rollout it is."""
     rewards = np.asarray(rewards, np.float32)
     names = 10 * number + np.arange(len(rewards))
     tokens = np.broadcast_to(names[:, None, None], (*rewards.shape, 2))
-    completions = Completions(tokens, tokens >= 0, tokens * 1.0, None, rewards > 9)
+    completions = Completions(tokens, tokens >= 0, None, None, rewards > 9)
     examples = [{"prompt": str(name)} for name in names]
     texts = [[Completion(str(name))] * rewards.shape[1] for name in names]
     given = Prompts(tokens[:, 0], tokens[:, 0] >= 0, examples)
     components = {"raw": rewards if parts is None else np.asarray(parts, np.float32)}
-    return Rollout(given, completions, texts, rewards, ~np.isnan(rewards), components, {"raw": 1.0})
+    rollout = Rollout(given, completions, texts, rewards, ~np.isnan(rewards), components, {"raw": 1.0})
+    return rollout, to_batch(given.ids, given.mask, tokens[..., 0] * 1.0, completions)
 
 
 FLAT, SPREAD, NOTHING = [1, 1], [0, 1], [np.nan, np.nan]
@@ -76,10 +79,16 @@ def test_the_first_groups_with_spread_are_taken(rollouts, limit, expected, drawn
         calls.append(number)
         return made_up(number, rollouts[number])
 
-    rollout, everything, count = sample_with_spread(draw, max_rollouts=limit)
+    rollout, batch, everything, count = sample_with_spread(draw, max_rollouts=limit)
     assert calls == list(range(drawn))
     assert count == drawn
     assert len(everything.texts) == 3 * drawn
+    for on_device, of_host in (
+        (batch.prompt_ids, rollout.prompts.ids),
+        (batch.completion_ids, rollout.completions.completion_ids),
+        (batch.temperature[:, 0], expected),
+    ):
+        np.testing.assert_array_equal(on_device, of_host)
     for names in (
         rollout.prompts.ids[:, 0],
         rollout.completions.completion_ids[:, 0, 0],
@@ -95,10 +104,26 @@ def test_the_first_groups_with_spread_are_taken(rollouts, limit, expected, drawn
 def test_spread_of_a_component_is_what_counts():
     # A length penalty gives every group spread in the sum; the answers of the first are all the same.
     first, second = made_up(0, [[0.9, 1.0], [0.1, 1.0]], [FLAT, SPREAD]), made_up(1, [[1, 0], [0, 0]], [SPREAD, FLAT])
-    assert sample_with_spread(lambda number: [first, second][number], max_rollouts=2).rollouts == 1
-    rollout, _, count = sample_with_spread(lambda number: [first, second][number], max_rollouts=2, metric="raw")
-    assert count == 2
-    np.testing.assert_array_equal(rollout.prompts.ids[:, 0], [1, 10])
+    assert sample_with_spread(lambda number: [first, second][number], max_rollouts=2).draws == 1
+    sampled = sample_with_spread(lambda number: [first, second][number], max_rollouts=2, metric="raw")
+    assert sampled.draws == 2
+    np.testing.assert_array_equal(sampled.rollout.prompts.ids[:, 0], [1, 10])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("draws", [2, 3])
+def test_groups_on_the_devices_are_those_of_numpy(devices, draws):
+    batches = [made_up(number, [SPREAD] * 4)[1] for number in range(draws)]
+    on_devices = [to_devices(batch, devices) for batch in batches]
+    whole = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+    noise = np.random.default_rng(0)
+    for _ in range(4):
+        groups = np.sort(noise.choice(4 * draws, 4, replace=False))
+        chosen = select_on_devices(on_devices, groups, devices)
+        jax.tree.map(lambda x, y, groups=groups: np.testing.assert_array_equal(x, y[groups]), chosen, whole)
+        # The next program is compiled for where they are.
+        places = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), chosen, on_devices[0])
+        assert all(jax.tree.leaves(places))
 
 
 # ---- in a run

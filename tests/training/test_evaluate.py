@@ -227,7 +227,7 @@ TASK = Task(
     vocab_size=VOCAB,
     answer=lambda example, completion: str(completion)[:1] or None,
 )
-SAMPLER = make_sampler(POLICY, TASK, recipe(max_tokens=3))
+SAMPLER = make_sampler(POLICY, TASK, recipe(max_tokens=3).sampling)
 SHAPE = {"num_prompts": 4, "group_size": 4}
 
 

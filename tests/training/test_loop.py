@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +11,16 @@ import pytest
 from grpo_jax.config import recipe, validate, with_options
 from grpo_jax.data.types import Component, pad_prompts, rng
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
-from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training import guards
-from grpo_jax.training.grpo import corrected, grpo_loss_fn, make_programs, train
-from grpo_jax.training.rollout import Rollout, outcome_of
+from grpo_jax.training.grpo import corrected_advantages, grpo_loss_fn, grpo_method, make_programs, masked, train
+from grpo_jax.training.learn import Advantages, sync_reference
+from grpo_jax.training.loop import compile_programs
+from grpo_jax.training.parallel import to_host
 from grpo_jax.training.state import Batch, TrainState
 
 VOCAB, EOS, PAD = 8, 6, 7
@@ -30,6 +29,7 @@ PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
 CONFIG = recipe(
     steps=6, num_prompts=8, group_size=4, max_tokens=3, learning_rate=1e-2, checkpoint_every=2, rollouts_every=1
 )
+METHOD = grpo_method(POLICY, CONFIG)
 
 
 def prompts(step: int):
@@ -84,7 +84,7 @@ def test_a_random_reward_depends_on_the_completions_alone():
     [
         {"epochs": 2, "minibatches": 2},
         {"preset": "rloo", "temperature": 0.8, "top_k": 4},
-        {"preset": "seed_000", "old_logprobs": "sampler", "microbatches": 2},
+        {"preset": "dapo", "temperature": 0.8, "microbatches": 2},
     ],
 )
 def test_first_ratio_is_one_whatever_the_sampling(tmp_path, changes):
@@ -115,20 +115,21 @@ def test_kl_in_the_reward_lowers_advantages_of_unlikely_rows(tmp_path):
 # ---- what the policy is held near
 
 
-def test_a_reference_that_moves_is_the_mean_of_policies(tmp_path, programs):
-    half = with_options(CONFIG, steps=2, ref_sync_steps=2, ref_mixup_alpha=0.25)
-    state = train(POLICY, PARAMS, TASK, half, open_run(tmp_path / "half"), programs=programs)
-    expected = jax.tree.map(lambda new, old: 0.25 * new + 0.75 * old, state.params, PARAMS)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), state.reference, expected)
+def test_a_reference_moves_by_its_share_when_it_is_due():
+    config = with_options(CONFIG, ref_sync_steps=2, ref_mixup_alpha=0.25)
+    state = TrainState({"w": jnp.float32(8)}, (), jnp.int32(0), reference={"w": jnp.float32(4)})
+    moved = [float(sync_reference(METHOD, state, step, config).reference["w"]) for step in range(4)]
+    assert moved == [4, 5, 4, 5]  # the steps are counted from 0
 
-    # The policy of before each update: the gradient of the KL is then 0, and so is its value.
+
+def test_a_reference_that_moves_every_step_is_the_policy_that_sampled(tmp_path, programs):
     kl = {}
     for every in (0, 1):
         config, run = with_options(CONFIG, ref_sync_steps=every), open_run(tmp_path / f"every_{every}")
-        train(POLICY, PARAMS, TASK, config, run, programs=programs)
+        train(POLICY, PARAMS, TASK, config, run, programs=None if every else programs)
         kl[every] = [line["kl"] for line in run.lines()]
     assert kl[0][-1] > 1e-3
-    assert kl[1] == pytest.approx([0] * 6, abs=1e-6)
+    assert kl[1] == pytest.approx([0] * 6, abs=1e-6)  # and the gradient of the KL with it
 
 
 def test_kl_coef_is_steered_to_a_target(tmp_path):
@@ -231,25 +232,20 @@ def test_metrics_of_tokens_do_not_depend_on_minibatches(tmp_path):
 # ---- corrections
 
 
-def an_outcome(old_logprobs, sampler_logprobs, truncated_logprobs=None):
+def an_update(old_logprobs, sampler_logprobs, truncated_logprobs=None):
     """One prompt, two completions of two tokens; the second has one token and no end."""
-    mask = np.array([[[True, True], [True, False]]])
-    completions = Completions(
-        np.zeros((1, 2, 2), np.int32), mask, sampler_logprobs, truncated_logprobs, np.array([[False, True]])
+    return Batch(
+        None,
+        None,
+        None,
+        np.array([[[True, True], [True, False]]]),
+        None,
+        sampler_logprobs=sampler_logprobs,
+        truncated_logprobs=truncated_logprobs,
+        truncated=np.array([[False, True]]),
+        old_logprobs=old_logprobs,
+        advantages=np.array([[2.0, -1.0]], np.float32),
     )
-    rollout = Rollout(
-        prompts(0),
-        completions,
-        [],
-        np.zeros((1, 2)),
-        np.ones((1, 2), bool),
-        {"reward": np.zeros((1, 2))},
-        {"reward": 1.0},
-    )
-    batch = Batch(
-        None, None, None, mask, None, advantages=np.array([[2.0, -1.0]], np.float32), old_logprobs=old_logprobs
-    )
-    return batch, outcome_of(rollout)
 
 
 @pytest.mark.parametrize(
@@ -265,18 +261,33 @@ def an_outcome(old_logprobs, sampler_logprobs, truncated_logprobs=None):
 def test_corrections_by_hand(correction, expected, mean):
     old_logprobs = np.log(np.array([[[0.8, 0.2], [0.1, 0.9]]], np.float32))
     sampler_logprobs = np.log(np.array([[[0.2, 0.25], [0.4, 0.1]]], np.float32))
-    config = with_options(CONFIG, correction=correction)
-    batch, logs = corrected(*an_outcome(old_logprobs, sampler_logprobs), config)
-    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
-    assert logs == ({} if mean is None else {"correction": pytest.approx(mean, rel=1e-5)})
+    loss = with_options(CONFIG, correction=correction).loss
+    # Whatever the policy is by now, weights are those of when it sampled.
+    batch, now = an_update(old_logprobs, sampler_logprobs), old_logprobs + 1
+    advantages, metrics = corrected_advantages(batch, now, old_logprobs, loss)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5)
+    assert metrics.keys() == (set() if mean is None else {"correction"})
+    for total, count in metrics.values():
+        assert total / count == pytest.approx(mean, rel=1e-5)
     # What was sampled from, where that was less than the whole softmax.
-    batch, _ = corrected(*an_outcome(old_logprobs, old_logprobs, sampler_logprobs), config)
-    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
+    batch = an_update(old_logprobs, old_logprobs, sampler_logprobs)
+    np.testing.assert_allclose(corrected_advantages(batch, now, old_logprobs, loss)[0], expected, rtol=1e-5)
+
+
+def test_completions_of_negative_advantage_that_left_the_policy_are_left_out():
+    sampler_logprobs = np.array([[[-1.0, -1.0], [-1.0, 0.0]]], np.float32)
+    now, loss = sampler_logprobs - 0.5, with_options(CONFIG, off_policy_threshold=0.4).loss
+    batch = an_update(now, sampler_logprobs)
+    advantages, metrics = corrected_advantages(batch, now, now, loss)
+    np.testing.assert_array_equal(advantages, [[[2.0, 2.0], [0.0, 0.0]]])
+    assert float(metrics["on_policy_share"][0]) == 2  # of three tokens
+    near = corrected_advantages(batch, now + 0.2, now, loss)[0]
+    np.testing.assert_array_equal(near[0, 1, 0], -1)
 
 
 def test_truncated_completions_leave_the_loss_but_not_the_baseline():
-    batch, outcome = an_outcome(*np.zeros((2, 1, 2, 2), np.float32))
-    kept, _ = corrected(batch, outcome, with_options(CONFIG, mask_truncated=True))
+    batch = an_update(*np.zeros((2, 1, 2, 2), np.float32))
+    kept = masked(batch, with_options(CONFIG, mask_truncated=True).loss, None)
     np.testing.assert_array_equal(kept.completion_mask, [[[True, True], [False, False]]])
     np.testing.assert_array_equal(kept.advantages, batch.advantages)
 
@@ -292,7 +303,9 @@ def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
     train(POLICY, PARAMS, TASK, config, run)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["reward"] > lines[0]["reward"]
-    assert all(line["correction"] == pytest.approx(1, abs=1e-4) for line in lines)
+    left = [line["correction"] for line in lines if line["truncated_share"] < 1]
+    assert left == pytest.approx([1] * len(left), abs=1e-4)
+    assert len(left) > 1
 
 
 # ---- several rewards
@@ -311,56 +324,60 @@ COMPONENTS = {
 BY_COMPONENT = with_options(CONFIG, advantages_of="components")
 
 
-def judged_steps(path, programs, rewards, config=BY_COMPONENT, **functions):
-    """Outcomes and advantages of two steps, by the programs of a run that compares components or by those given."""
+def judged_steps(path, rewards, config=BY_COMPONENT, change=lambda method: method):
+    """What two steps learned from, and the run; by a method of components, or by what is made of it."""
     task, config, seen = TASK._replace(reward=COMPONENTS), with_options(config, steps=2), []
-    programs = programs._replace(advantages=make_programs(POLICY, task, config).advantages)._replace(**functions)
+    programs = compile_programs(change(grpo_method(POLICY, config)), POLICY, task, config)
 
-    def recorded(*args):
-        result = programs.advantages(*args)
-        seen.append((args[0], result[1]))
-        return result
+    def recorded(state, frozen, reference, batch, given, clock):
+        state, learned = programs.learn(state, frozen, reference, batch, given, clock)
+        seen.append((to_host(given), to_host(learned.advantages)))
+        return state, learned
 
     run = open_run(path, config)
-    train(POLICY, PARAMS, task, config, run, programs=programs._replace(advantages=recorded), reward=rewards)
+    train(POLICY, PARAMS, task, config, run, programs=programs._replace(learn=recorded), reward=rewards)
     return seen, run
 
 
-def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_all(tmp_path, programs):
-    seen, run = judged_steps(tmp_path, programs, COMPONENTS)
-    for outcome, advantages in seen:
-        np.testing.assert_array_equal(outcome.weights, np.array([0.7, 0.3, 0], np.float32))
-        expected = gdpo_advantages(outcome.components[:2], weights=jnp.array([0.7, 0.3]))
+def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_all(tmp_path):
+    seen, run = judged_steps(tmp_path, COMPONENTS)
+    for rewards, advantages in seen:
+        np.testing.assert_array_equal(rewards.weights, np.array([0.7, 0.3, 0], np.float32))
+        parts = np.moveaxis(rewards.components, -1, 0)
+        expected = gdpo_advantages(parts[:2], weights=jnp.array([0.7, 0.3]))
         np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
     # What was compared is what the functions said of the completions.
-    group, (outcome, advantages) = run.lines("rollouts.jsonl")[0], seen[0]
+    group, (rewards, advantages) = run.lines("rollouts.jsonl")[0], seen[0]
     texts = group["completions"]
-    np.testing.assert_allclose(outcome.components[0, 0], says_three([], texts), rtol=1e-6)
-    np.testing.assert_array_equal(outcome.components[1, 0], np.array(hundreds_of_tokens([], texts), np.float32))
+    np.testing.assert_allclose(rewards.components[0, :, 0], says_three([], texts), rtol=1e-6)
+    np.testing.assert_array_equal(rewards.components[0, :, 1], np.array(hundreds_of_tokens([], texts), np.float32))
     np.testing.assert_allclose(group["advantages"], advantages[0], atol=1e-4)
-    assert np.isnan(np.concatenate([outcome.components[1] for outcome, _ in seen])).any()  # of empty completions
+    assert np.isnan(np.concatenate([rewards.components[..., 1] for rewards, _ in seen])).any()  # of empty completions
 
 
-def test_in_place_of_several_rewards_one_alone_is_standardised_and_whitened(tmp_path, programs):
-    for outcome, advantages in judged_steps(tmp_path, programs, says_three)[0]:
-        expected = whiten(group_advantages(outcome.rewards), eps=1e-6)
+def test_in_place_of_several_rewards_one_alone_is_standardised_and_whitened(tmp_path):
+    for rewards, advantages in judged_steps(tmp_path, says_three)[0]:
+        expected = whiten(group_advantages(rewards.rewards), eps=1e-6)
         np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_function_of_ones_own_takes_the_components_and_their_weights(tmp_path, programs):
-    def best_of_both(outcome, batch, kl_coef):
-        by_row = jnp.nanmax(outcome.components * outcome.weights[:, None, None], axis=0)
-        return batch._replace(advantages=by_row), by_row, {}
+def test_advantages_of_ones_own_take_the_components_and_their_weights(tmp_path):
+    def best_of_both(rewards, batch, kl_coef, axis_name):
+        by_row = jnp.nanmax(rewards.components * rewards.weights, axis=-1)
+        return Advantages(batch._replace(advantages=by_row), by_row, {})
 
-    for outcome, advantages in judged_steps(tmp_path, programs, COMPONENTS, advantages=best_of_both)[0]:
-        parts = np.nan_to_num(outcome.components[:2])
-        np.testing.assert_allclose(advantages, np.maximum(0.7 * parts[0], 0.3 * parts[1]), rtol=1e-6)
+    def change(method):
+        return method._replace(advantages=best_of_both)
+
+    for rewards, advantages in judged_steps(tmp_path, COMPONENTS, change=change)[0]:
+        parts = np.nan_to_num(rewards.components)
+        np.testing.assert_allclose(advantages, np.maximum(0.7 * parts[..., 0], 0.3 * parts[..., 1]), rtol=1e-6)
 
 
-def test_a_component_that_is_nan_stops_the_run(tmp_path, programs):
+def test_a_component_that_is_nan_stops_the_run(tmp_path):
     broken = COMPONENTS | {"threes": Component(lambda examples, texts: [float("nan")] * len(texts))}
     with pytest.raises(FloatingPointError):
-        judged_steps(tmp_path, programs, broken, config=with_options(BY_COMPONENT, max_skipped=1))
+        judged_steps(tmp_path, broken, config=with_options(BY_COMPONENT, max_skipped=1))
 
 
 @pytest.mark.parametrize("reward", [says_three, {"a": Component(says_three), "b": Component(says_three, 0.0)}])
@@ -383,13 +400,11 @@ def test_one_reward_has_no_components_to_compare(reward):
         ({"min_p": 1.5}, "min_p"),
         ({"kl_coef": -0.1}, "kl_coef"),
         ({"epsilon_low": -0.1}, "epsilon_low"),
-        ({"old_logprobs": "sampler", "epochs": 2}, "old_logprobs"),
-        ({"old_logprobs": "sampler", "correction": "token"}, "correction"),
+        ({"preset": "dppo", "correction": "token"}, "takes its ratio against the sampler already"),
         ({"preset": "sapo", "epsilon_low": 0.1}, "sapo has no such constant"),
         ({"correction": "geometric", "top_k": 3}, "geometric"),
         ({"preset": "gpg", "epochs": 2}, "gpg has no ratio"),
         ({"entropy_coef": float("nan")}, "entropy_coef"),
-        ({"preset": "dppo"}, "old_logprobs"),
         ({"preset": "pass_at_k", "group_size": 2}, "k is 4"),
         ({"advantages_of": "components", "max_rollouts": 2}, "dynamic sampling"),
         ({"advantages_of": "components", "preset": "rloo"}, "KL off the sum"),
@@ -452,7 +467,7 @@ def test_prompts_padded_on_the_right_are_refused(tmp_path, programs):
 def test_a_kl_without_reference_is_refused():
     batch = Batch(*jnp.zeros((5, 1, 1, 1)))
     with pytest.raises(ValueError, match="no ref_logprobs"):
-        grpo_loss_fn(POLICY, PRESETS["grpo"])(PARAMS, batch)
+        grpo_loss_fn(POLICY, CONFIG.loss)(PARAMS, batch)
 
 
 def test_rollouts_that_teach_nothing_are_warned_of_once(tmp_path, programs, capsys):
@@ -470,9 +485,9 @@ def test_completions_that_never_end_are_warned_of(tmp_path, capsys):
     assert "no completion ended" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("far", [{"ratio_deviation": 2.0}, {"sampler_mismatch": 1.1}])
+@pytest.mark.parametrize("far", [{"first_ratio_deviation": 2.0}, {"first_sampler_mismatch": 1.1}])
 def test_a_ratio_off_one_is_warned_of(tmp_path, capsys, far):
-    run, close = open_run(tmp_path), {"ratio_deviation": 0.3, "sampler_mismatch": 1.01}
+    run, close = open_run(tmp_path), {"first_ratio_deviation": 0.3, "first_sampler_mismatch": 1.01}
     guards.check_first_ratio(run, close)
     assert not capsys.readouterr().out
     guards.check_first_ratio(run, close | far)

@@ -1,6 +1,7 @@
 """Online preference learning: judges, pairs, rounds, and runs that are cut off. Tiny models."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -93,7 +94,8 @@ def test_a_policy_that_says_one_thing_has_no_pairs():
     always_a = np.zeros((4, 4, 6), np.int32)
     mask = np.ones_like(always_a, bool)
     completions = Completions(always_a, mask, np.zeros((4, 4, 6)), None, np.ones((4, 4), bool))
-    programs = PROGRAMS._replace(sampler=lambda *args: completions)
+    sampler = SimpleNamespace(complete=lambda *args: completions)
+    programs = PROGRAMS._replace(sampler=sampler)
     with pytest.raises(UsageError, match="of 8 pairs for the judge only 0 could be sampled"):
         sample_pairs(programs, PARAMS, TASK, CONFIG, 8, first=0)
 

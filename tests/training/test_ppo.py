@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config import PPOConfig, validate_ppo, with_options
+from grpo_jax.config import PPOConfig, recipe, validate_ppo, with_options
 from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
 from grpo_jax.functional.presets import PRESETS
@@ -31,12 +31,13 @@ from grpo_jax.training.ppo import (
     join,
     make_ppo_programs,
     ppo_loss_fn,
+    ppo_method,
     split,
     token_advantages,
     train_ppo,
 )
-from grpo_jax.training.rollout import Outcome, score
-from grpo_jax.training.state import Batch, TrainState
+from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.state import Batch, RewardArrays, TrainState
 
 VOCAB, EOS, PAD = 8, 6, 7
 MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
@@ -94,7 +95,7 @@ def a_batch(num_prompts=4, group_size=2, width=3) -> Batch:
     batch = Batch(
         given.ids[:num_prompts], given.mask[:num_prompts], ids, mask, np.ones((num_prompts, group_size), np.float32)
     )
-    logprobs = np.asarray(jax.jit(partial(score, POLICY))(PARAMS.policy, batch).logprobs)
+    logprobs = np.asarray(jax.jit(partial(score_completion_tokens, POLICY))(PARAMS.policy, batch).logprobs)
     shifted = [(logprobs + noise.normal(0, 0.2, mask.shape)).astype(np.float32) for _ in range(2)]
     old_values, returns, advantages = noise.normal(0, 1, (3, *mask.shape)).astype(np.float32)
     old_values = np.pad(old_values, [(0, 0), (0, 0), (0, 1)])
@@ -107,14 +108,20 @@ def a_batch(num_prompts=4, group_size=2, width=3) -> Batch:
     )
 
 
+def valued(batch: Batch, values=None, truncated=None) -> Batch:
+    """With what a critic said, and what was cut off."""
+    shape = batch.completion_mask.shape
+    values = np.zeros((*shape[:2], shape[2] + 1), np.float32) if values is None else values
+    return batch._replace(old_values=values, truncated=np.zeros(shape[:2], bool) if truncated is None else truncated)
+
+
 # ---- advantages
 
 
 def test_without_a_critic_and_discount_every_token_gets_the_reward():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
     config = of_ppo(gae_lambda=1.0, kl_coef=0.0, whiten=False)
-    goes_on = np.zeros((4, 2), bool)
-    advantages, returns = token_advantages(rewards, np.zeros((4, 2, 4), np.float32), goes_on, batch, 0.0, config=config)
+    advantages, returns = token_advantages(rewards, valued(batch), 0.0, config=config)
     expected = np.where(batch.completion_mask, rewards[..., None], 0)
     np.testing.assert_array_equal(advantages, expected)
     np.testing.assert_array_equal(returns, expected)
@@ -128,9 +135,9 @@ def test_advantages_are_those_of_a_loop(steps):
     goes_on = noise.random((4, 2)) < 0.5
     assert goes_on.any()
     assert not goes_on.all()
-    config = of_ppo(gamma=0.9, gae_lambda=0.8, gae_steps=steps, kl_coef=0.3, whiten=False)
+    config = of_ppo(gamma=0.9, gae_lambda=0.8, gae_steps=steps, kl_coef=0.3, whiten=False, bootstrap_truncated=True)
     found, returns = token_advantages(
-        rewards.astype(np.float32), values.astype(np.float32), goes_on, batch, 0.3, config=config
+        rewards.astype(np.float32), valued(batch, values.astype(np.float32), goes_on), 0.3, config=config
     )
     expected = np.zeros(batch.completion_mask.shape)
     for row in np.ndindex(4, 2):
@@ -155,9 +162,9 @@ def test_advantages_of_the_seeds_example():
     batch = Batch(None, None, None, np.ones((1, 1, 5), bool), None)
 
     def first(num_steps, lam, reward, goes_on):
-        config = of_ppo(kl_coef=0.0, whiten=False, gae_lambda=lam, gae_steps=num_steps)
+        config = of_ppo(kl_coef=0.0, whiten=False, gae_lambda=lam, gae_steps=num_steps, bootstrap_truncated=True)
         rewards, goes_on = np.full((1, 1), reward, np.float32), np.full((1, 1), goes_on)
-        return token_advantages(rewards, values, goes_on, batch, 0.0, config=config)[0][0, 0, 0]
+        return token_advantages(rewards, valued(batch, values, goes_on), 0.0, config=config)[0][0, 0, 0]
 
     expected = {
         (1, 0.9): 1.2,
@@ -176,10 +183,8 @@ def test_advantages_of_the_seeds_example():
 
 
 def test_advantages_are_whitened_over_the_tokens_of_the_batch():
-    batch = a_batch()
-    rewards, values = np.arange(8, dtype=np.float32).reshape(4, 2), np.zeros((4, 2, 4), np.float32)
-    goes_on = np.zeros((4, 2), bool)
-    found, returns = token_advantages(rewards, values, goes_on, batch, 0.0, config=of_ppo(kl_coef=0.0))
+    batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
+    found, returns = token_advantages(rewards, valued(batch), 0.0, config=of_ppo(kl_coef=0.0))
     of_tokens = np.asarray(found)[batch.completion_mask]
     assert of_tokens.mean() == pytest.approx(0, abs=1e-5)
     assert of_tokens.std(ddof=1) == pytest.approx(1, abs=1e-3)
@@ -196,13 +201,8 @@ def test_explained_variance():
 
 def test_a_reward_that_is_nan_spoils_its_own_row_alone():
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
-    values, goes_on, config = (
-        np.zeros((4, 2, 4), np.float32),
-        np.zeros((4, 2), bool),
-        of_ppo(kl_coef=0.0),
-    )
     rewards[1, 0] = np.nan
-    found, _ = token_advantages(rewards, values, goes_on, batch, 0.0, config=config)
+    found, _ = token_advantages(rewards, valued(batch), 0.0, config=of_ppo(kl_coef=0.0))
     mask = batch.completion_mask
     assert np.isnan(found[1, 0][mask[1, 0]]).all()
     others = np.delete(np.asarray(found).reshape(8, -1)[mask.reshape(8, -1).any(-1)], 2, axis=0)
@@ -224,12 +224,9 @@ def test_a_reward_that_is_nan_spoils_its_own_row_alone():
 def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, kl_coef):
     batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2) ** 2
     config = of_ppo(preset=preset, kl_coef=kl_coef, kl_in_reward=False, gae_lambda=1.0, whiten=False)
-    algorithm = PRESETS[preset]._replace(kl_coef=kl_coef)
     centered = np.asarray(centered_advantages(jnp.asarray(rewards)))
-    by_token, returns = token_advantages(
-        centered, np.zeros((4, 2, 4), np.float32), np.zeros((4, 2), bool), batch, 0.0, config=config
-    )
-    weights = algorithm.aggregation(batch.completion_mask)
+    by_token, returns = token_advantages(centered, valued(batch), 0.0, config=config)
+    weights = PRESETS[preset].aggregation(batch.completion_mask)
     if not kl_coef:
         batch = batch._replace(ref_logprobs=None)
     for_ppo = batch._replace(
@@ -240,7 +237,9 @@ def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, 
     @jax.jit
     def gradients(params):
         of_both = jax.grad(lambda params: ppo_loss_fn(POLICY, CRITIC, config)(params, for_ppo)[0])(params)
-        alone = jax.grad(lambda params: grpo_loss_fn(POLICY, algorithm)(params, of_grpo)[0])(params.policy)
+        alone = jax.grad(lambda params: grpo_loss_fn(POLICY, recipe(preset, kl_coef=kl_coef).loss)(params, of_grpo)[0])(
+            params.policy
+        )
         return of_both, alone, POLICY.hidden(params.policy, *batch[:3])
 
     found, expected, hidden = gradients(PARAMS)
@@ -291,7 +290,7 @@ def test_a_shared_decoder_has_the_sum_of_both_gradients():
         return weighted_sum(error, batch.weights, batch.completion_mask)
 
     def policy_alone(params):
-        return grpo_loss_fn(POLICY, config.run.loss.objective)(params.policy, batch)[0]
+        return grpo_loss_fn(POLICY, config.run.loss)(params.policy, batch)[0]
 
     def of_both(params, config):
         return ppo_loss_fn(POLICY, CRITIC, config)(params, batch)[0]
@@ -342,9 +341,10 @@ def stopping(step):
     return reward
 
 
-def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
+def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path):
     whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
     config = with_options(CONFIG, ref_sync_steps=2, ref_mixup_alpha=0.5, kl_target=0.1)
+    programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
     expected = train(config, whole, programs)
     assert expected.reference.critic is None
     assert params_sha256(expected.params.critic) != params_sha256(PARAMS.critic)
@@ -364,7 +364,7 @@ def test_a_shared_decoder_held_by_the_whole_vocabulary_learns_and_resumes_and_is
     with pytest.raises(ValueError, match="critic is to be shared"):
         programs.method.split(PARAMS)
 
-    def train(name, config=config, **options):
+    def train(name, config=config, programs=programs, **options):
         run = open_run(tmp_path / name)
         state = train_ppo(POLICY, CRITIC, params, TASK, config, run, programs=programs, **options)
         return state, run.lines()
@@ -384,7 +384,8 @@ def test_a_shared_decoder_held_by_the_whole_vocabulary_learns_and_resumes_and_is
     policy = restore(tmp_path / "whole", None, None).params
     jax.tree.map(np.testing.assert_array_equal, policy, expected.params.policy)
     # The reference of the loss is the one that moves, here to where each step begins.
-    _, lines = train("moving", with_options(config, steps=3, ref_sync_steps=1))
+    moving = with_options(config, steps=3, ref_sync_steps=1)
+    _, lines = train("moving", moving, programs=make_ppo_programs(POLICY, CRITIC, TASK, moving))
     assert [line["kl"] for line in lines] == pytest.approx([0] * 3, abs=1e-6)
 
 
@@ -441,26 +442,26 @@ def test_a_value_beyond_an_end_that_is_meant_is_refused():
 
 
 def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_value_after_it():
-    config = with_options(CONFIG, num_prompts=4, gae_lambda=1.0, kl_coef=0.0, bootstrap_truncated=True)
-    programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
-    params = PARAMS._replace(critic=PARAMS.critic._replace(head=jnp.linspace(-1, 1, 16)))
-    batch = a_batch()._replace(ref_logprobs=None)
-    batch = batch._replace(old_values=programs.values(*split(params), batch))
+    config = of_ppo(gae_lambda=1.0, kl_coef=0.0, bootstrap_truncated=True, whiten=False)
     truncated, applicable = np.zeros((4, 2), bool), np.ones((4, 2), bool)
     truncated[0], applicable[0, 1] = True, False
     rewards = np.where(applicable, 0.5, 0).astype(np.float32)
-    outcome = Outcome(rewards, applicable, truncated, batch.old_logprobs)
-    found, advantages, logs = programs.advantages(outcome, batch, 0.0)
+    batch = a_batch()._replace(ref_logprobs=None, truncated=truncated)
+    method = ppo_method(POLICY, CRITIC, config)
+    found, advantages, logs = method.advantages(RewardArrays(rewards, applicable), batch, 0.0, None)
     length = batch.completion_mask[0, 0].sum()
-    after = programs.values(*split(params), batch)[0, 0, length]
     expected = np.full((4, 2), 0.5)
-    expected[0] = [0.5 + after, 0]
+    expected[0] = [0.5 + batch.old_values[0, 0, length], 0]
     returns = expected[..., None] * batch.completion_mask
     np.testing.assert_allclose(found.returns, returns, atol=1e-5)
     assert advantages.shape == (4, 2)
     assert not found.completion_mask[0, 1].any()
     kept = found.completion_mask
     assert logs["returns_mean"] == pytest.approx(returns[kept].mean(), abs=1e-5)
+    ended = method.advantages(
+        RewardArrays(rewards, applicable), batch._replace(truncated=np.zeros_like(truncated)), 0.0, None
+    )
+    np.testing.assert_allclose(ended.batch.returns[0, 0], 0.5 * batch.completion_mask[0, 0], atol=1e-5)
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -39,6 +39,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import calibration, paired_difference
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.stories import happy_sentences, stories_task
+from grpo_jax.training.learn import SAMPLING
 from grpo_jax.training.reward_model import (
     evaluate_pairs,
     pad_pairs,
@@ -48,7 +49,7 @@ from grpo_jax.training.reward_model import (
     score_pairs,
     train_reward_model,
 )
-from grpo_jax.training.rollout import make_sampler, roll_out
+from grpo_jax.training.rollout import completion_numbers, grade, make_sampler, noise_of
 from grpo_jax.training.supervised import SupervisedConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden/llama"
@@ -436,12 +437,13 @@ def test_stories_become_happier_by_a_reward_that_was_learned_from_pairs(tmp_path
     start = load_pretrained(STORIES)
     options = {"group_size": 2, "num_prompts": 32, "max_tokens": 48}
     task = stories_task(start.tokenizer, start.eos_ids, vocab_size=start.config.vocab_size, num_prompts=32, seed=0)
-    config = recipe(**options)
-    sampler = make_sampler(decoder_policy(start.config), task, config)
+    sampling = recipe(**options).sampling
+    sampler, numbers = make_sampler(decoder_policy(start.config), task, sampling), completion_numbers(sampling)
     temperature, pairs = np.ones((32, 2), np.float32), []
     for step in range(24):
-        key = jax.random.fold_in(jax.random.key(0), step)
-        rollout = roll_out(sampler, start.params, task.prompts(step), task, happy_sentences, temperature, key)
+        prompts, noise = task.prompts(step), noise_of(0, SAMPLING, step)
+        completions = sampler.complete(start.params, prompts, numbers, temperature, noise)
+        rollout = grade(prompts, completions, task, happy_sentences)
         for example, texts, (first, second) in zip(
             rollout.prompts.examples, rollout.texts, rollout.rewards, strict=True
         ):

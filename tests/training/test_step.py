@@ -9,13 +9,14 @@ import optax
 import pytest
 
 from grpo_jax import functional as F
+from grpo_jax.config import recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.training.grpo import grpo_loss_fn
 from grpo_jax.training.parallel import data_parallel
-from grpo_jax.training.rollout import hidden_states, score
+from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Batch, init_state
 from grpo_jax.training.step import train_step
 
@@ -42,7 +43,7 @@ def ragged_batch() -> Batch:
         temperature=rng.uniform(0.8, 1.5, (N, G)).astype(np.float32),
         advantages=rng.normal(size=(N, G)).astype(np.float32),
     )
-    logprobs = np.asarray(jax.jit(lambda batch: score(POLICY, PARAMS, batch))(batch).logprobs)
+    logprobs = np.asarray(jax.jit(lambda batch: score_completion_tokens(POLICY, PARAMS, batch))(batch).logprobs)
     near = [logprobs + rng.normal(0, 0.2, logprobs.shape).astype(np.float32) for _ in range(3)]
     return batch._replace(old_logprobs=near[0], ref_logprobs=near[1], sampler_logprobs=near[2])
 
@@ -50,7 +51,7 @@ def ragged_batch() -> Batch:
 @functools.cache
 def compiled_gradient(aggregation, num_microbatches, devices, preset):
     """(state, batch) -> gradient and metrics of a step, by an optimizer whose state is the gradient it was given."""
-    loss_fn = grpo_loss_fn(POLICY, PRESETS[preset])
+    loss_fn = grpo_loss_fn(POLICY, recipe(preset).loss)
 
     def step(state, batch, *, axis_name):
         moved, metrics = train_step(
@@ -127,12 +128,12 @@ def test_every_preset_has_a_finite_gradient_that_masked_tokens_do_not_change(pre
 
 @pytest.mark.parametrize("divergence", ["full", pytest.param("reverse", marks=pytest.mark.slow)])
 def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_logits(divergence):
-    batch, algorithm = ragged_batch()._replace(ref_logprobs=None), PRESETS["grpo"]._replace(kl_coef=0.3)
+    batch, config = ragged_batch()._replace(ref_logprobs=None), recipe("grpo", kl_coef=0.3, divergence=divergence)
     batch = batch._replace(weights=F.sequence_mean_weights(batch.completion_mask))
     reference = jax.tree.map(lambda x: 1.2 * x, PARAMS)
 
     def found(params):
-        loss, logs = grpo_loss_fn(POLICY, algorithm, divergence)(params, batch, reference)
+        loss, logs = grpo_loss_fn(POLICY, config.loss)(params, batch, reference)
         return loss, logs.means["kl"]
 
     def expected(params):
@@ -141,7 +142,7 @@ def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_lo
             for p in (params, reference)
         ]
         kl = F.kl_full(*logits, reverse=divergence == "reverse")
-        rest, _ = grpo_loss_fn(POLICY, algorithm._replace(kl_coef=0.0))(params, batch)
+        rest, _ = grpo_loss_fn(POLICY, recipe("grpo", kl_coef=0.0).loss)(params, batch)
         return rest + 0.3 * jnp.sum(batch.weights * kl), F.masked_sum(kl, batch.completion_mask)
 
     one, other = (jax.jit(jax.value_and_grad(loss, has_aux=True))(PARAMS) for loss in (found, expected))
@@ -149,7 +150,7 @@ def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_lo
     np.testing.assert_allclose(one[0][1], other[0][1], rtol=1e-4)
     assert_same_gradient(one[1], other[1], 1e-5)
     with pytest.raises(UsageError, match="needs the parameters of a reference"):
-        grpo_loss_fn(POLICY, algorithm, divergence)(PARAMS, batch)
+        grpo_loss_fn(POLICY, config.loss)(PARAMS, batch)
 
 
 def test_gradients_that_are_not_finite_change_nothing_but_the_count():
@@ -158,7 +159,7 @@ def test_gradients_that_are_not_finite_change_nothing_but_the_count():
         lambda state, batch: train_step(
             state,
             batch,
-            loss_fn=grpo_loss_fn(POLICY, PRESETS["grpo"]),
+            loss_fn=grpo_loss_fn(POLICY, recipe("grpo").loss),
             aggregation=F.token_mean_weights,
             optimizer=optimizer,
         )
