@@ -27,7 +27,7 @@ from grpo_jax.config import recipe
 from grpo_jax.data.types import Completion, Example, Prompts, rng
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.runs import flags
+from grpo_jax.runs import compilation
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
@@ -74,7 +74,7 @@ class Config:
 def main(config: Config) -> None:
     """Prints a line of JSON an iteration, and one of medians."""
     if config.cache:
-        flags.use_compilation_cache()
+        compilation.use_cache()
     shape, marks = SHAPES[config.shape], list[tuple[float, float]]()
     policy = decoder_policy(shape.model)
     run_config = recipe(
