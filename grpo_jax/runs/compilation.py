@@ -110,10 +110,15 @@ def _delete_incomplete(folder: Path) -> None:
                 program.unlink()
 
 
-def _count(event: str, *_: float, **__: str | int) -> None:
+def _count(event: str, **_: str | int) -> None:
     if event in _seen:
         _seen[event] += 1
 
 
+def _count_timed(event: str, duration_secs: float, **_: str | int) -> None:
+    del duration_secs
+    _count(event)
+
+
 jax.monitoring.register_event_listener(_count)
-jax.monitoring.register_event_duration_secs_listener(_count)
+jax.monitoring.register_event_duration_secs_listener(_count_timed)
