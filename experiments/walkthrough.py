@@ -30,7 +30,7 @@ from experiments import chapter
 from experiments.chapter import shown
 from grpo_jax import functional as F
 from grpo_jax.config import ModelOptions, options_of, recipe
-from grpo_jax.data.text import encode_prompts
+from grpo_jax.data.text import check_ids, encode_prompts
 from grpo_jax.data.types import Completion, Example, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import Objective
@@ -299,6 +299,7 @@ def task_of(config: Config, pretrained: Pretrained) -> Task:
     examples = [{"prompt": config.prompts[i], "answer": config.answers[i]} for i in encoded.kept]
     prompts = pad_prompts(encoded.token_ids, examples, width=max(map(len, encoded.token_ids)), pad_id=0)
     vocab_size = pretrained.config.vocab_size
+    check_ids(encoded.token_ids, vocab_size)
     return Task(lambda step: prompts, answer, prompts, tokenizer.decode, eos_ids, 0, vocab_size, open_ended=True)
 
 

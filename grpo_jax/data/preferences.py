@@ -15,7 +15,7 @@ from scipy import special
 
 from grpo_jax.data.packing import Packed, pack
 from grpo_jax.data.rows import place, read_rows, text_column
-from grpo_jax.data.text import Message, Overlong, encode_completion, encode_prompts
+from grpo_jax.data.text import Message, Overlong, check_ids, encode_completion, encode_prompts
 from grpo_jax.data.types import Completion, Example, rng
 from grpo_jax.errors import UsageError
 
@@ -211,6 +211,7 @@ def encode_preferences(
     max_prompt_tokens: int | None = None,
     max_tokens: int | None = None,
     overlong: Overlong = "truncate",
+    vocab_size: int | None = None,
 ) -> EncodedPairs:
     """Token ids of preferences.
 
@@ -221,12 +222,13 @@ def encode_preferences(
       max_prompt_tokens: P; None: as long as they come.
       max_tokens: of an answer, T; None: as long as they come.
       overlong: what is longer is dropped, or cut: a prompt loses its beginning, an answer its end.
+      vocab_size: of the model, which refuses tokens outside of it; None: they are not looked at.
 
     Returns:
       The pairs; their notes count what was dropped and cut.
 
     Raises:
-      UsageError: as `encode_prompts` does, or nothing is left.
+      UsageError: as `encode_prompts` does, nothing is left, or the model lacks a token.
     """
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
@@ -259,6 +261,8 @@ def encode_preferences(
         f"{cut} of {len(prompts.kept)} pairs have an answer that lost its end" if cut else "",
     )
     token_ids, answers, margins = (list(part) for part in zip(*kept, strict=True))
+    if vocab_size is not None:
+        check_ids([*token_ids, *(ids for pair in answers for ids in pair)], vocab_size)
     return EncodedPairs(token_ids, answers, margins, tuple(filter(None, notes)))
 
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.data.text import encode_completion, encode_prompts
+from grpo_jax.data.text import check_ids, encode_completion, encode_prompts
 from grpo_jax.data.types import Completion, Component, Example, Number, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -166,7 +166,7 @@ def model_judge(
             raise UsageError(f"the judge's template has no {{{name}}}: put it where the {name} belongs")
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}: it must be at least 1")
-    yes_ids, no_ids = _single_tokens(tokenizer, yes), _single_tokens(tokenizer, no)
+    yes_ids, no_ids = (_single_tokens(tokenizer, spellings, model.config.vocab_size) for spellings in (yes, no))
     if set(yes_ids) & set(no_ids):
         raise UsageError(f"{list(yes)} and {list(no)} share a token of the judge's tokenizer: give words that differ")
     control = _control_tokens(tokenizer)
@@ -220,9 +220,9 @@ def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: An
     return total(yes) - total(no)
 
 
-def _single_tokens(tokenizer: Any, spellings: Sequence[str]) -> list[int]:
+def _single_tokens(tokenizer: Any, spellings: Sequence[str], vocab_size: int) -> list[int]:
     encoded = [encode_completion(tokenizer, spelling) for spelling in spellings]
-    found = {ids[0] for ids in encoded if len(ids) == 1} - {tokenizer.unk_token_id}
+    found = {ids[0] for ids in encoded if len(ids) == 1 and ids[0] < vocab_size} - {tokenizer.unk_token_id}
     if not found:
         raise UsageError(f"none of {list(spellings)} is one token of the judge's tokenizer: give a word that is")
     return sorted(found)
@@ -255,6 +255,7 @@ def _encoded(model: Pretrained, texts: Sequence[str]) -> list[list[int]]:
     if encoded.dropped:
         raise UsageError("a text for the judge is empty for its tokenizer: look at the template")
     ids = encoded.token_ids
+    check_ids(ids, model.config.vocab_size)
     longest, most = max(map(len, ids)), model.config.max_position_embeddings
     if most and longest > most:
         raise UsageError(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.data.text import encode_completion, encode_prompts
+from grpo_jax.data.text import check_ids, encode_completion, encode_prompts
 from grpo_jax.data.types import Completion, Example, Reward, pad_completions, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
@@ -50,7 +50,8 @@ def load_reward_model(name: str | Path, **options: Any) -> RewardModel:
     Raises:
       UsageError: what is missing or not supported, in one sentence.
     """
-    return RewardModel(*load_pretrained(name, head=True, **options))
+    loaded = load_pretrained(name, head=True, **options)
+    return RewardModel(loaded.config, loaded.params, loaded.tokenizer, loaded.eos_ids, loaded.folder)
 
 
 def save_reward_model(folder: str | Path, model: RewardModel, **options: Any) -> Path:
@@ -109,6 +110,7 @@ def reward_function(
         firsts = [row["prompt"] for row in rows[::group_size]]
         prompts = _prompt_ids(model, firsts, max_prompt_tokens)
         answers = [_ids(model, completion)[:max_tokens] for completion in completions]
+        check_ids([*prompts, *answers], model.config.vocab_size)
         groups = [answers[start : start + group_size] for start in range(0, len(answers), group_size)]
 
         def score(*arrays: Any) -> jax.Array:

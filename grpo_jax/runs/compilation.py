@@ -85,7 +85,7 @@ def use_cache(folder: Path | None = None) -> None:
     Raises:
       UsageError: the folder cannot be written to. JAX then compiles as it does without a cache.
     """
-    if jax.config.jax_compilation_cache_dir:
+    if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
     try:
         folder = folder or cache_folder()
@@ -110,10 +110,14 @@ def _delete_incomplete(folder: Path) -> None:
                 program.unlink()
 
 
-def _count(event: str, **_: object) -> None:
+def _count(event: str, **_: str | int) -> None:
     if event in _seen:
         _seen[event] += 1
 
 
+def _count_timed(event: str, duration_secs: float, **_: str | int) -> None:
+    _count(event)
+
+
 jax.monitoring.register_event_listener(_count)
-jax.monitoring.register_event_duration_secs_listener(lambda event, seconds, **_: _count(event))
+jax.monitoring.register_event_duration_secs_listener(_count_timed)

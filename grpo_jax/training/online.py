@@ -209,6 +209,7 @@ def _fitted(
         eos_ids=model.eos_ids,
         max_prompt_tokens=widths[0],
         max_tokens=widths[1],
+        vocab_size=model.config.vocab_size,
     )
     for note in pairs.notes:
         run.warn_once(f"{phase} {note}", f"{phase}: {note}")
