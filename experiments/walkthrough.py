@@ -122,7 +122,7 @@ class Walk(NamedTuple):
 def answer(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
     """1 where a completion begins with the answer, and its number ends there."""
     pairs = zip(examples, completions, strict=True)
-    return [bool(re.match(rf"\s*{re.escape(row['answer'])}(\.0+)?(?!\.?\d)", text)) for row, text in pairs]
+    return [bool(re.match(rf"\s*{re.escape(example['answer'])}(\.0+)?(?!\.?\d)", text)) for example, text in pairs]
 
 
 def vowels(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
@@ -164,8 +164,8 @@ def main(config: Config) -> Walk:
         advantages = np.asarray(algorithm.advantages(rollout.rewards, lengths, where=rollout.applicable))
         if name == names[0]:
             heading("1. A group of completions for each prompt", "sampling.sampler.sample_groups")
-            for number, (row, texts) in enumerate(zip(prompts.examples, rollout.texts, strict=True), 1):
-                say(f"prompt {number}: {row['prompt']!r}, right: {row['answer']}")
+            for number, (example, texts) in enumerate(zip(prompts.examples, rollout.texts, strict=True), 1):
+                say(f"prompt {number}: {example['prompt']!r}, right: {example['answer']}")
                 say(f"  sampled: {', '.join(repr(str(text)) for text in texts)}")
             correct(*chapter.about_sampling(pretrained.tokenizer, config.prompts[0]))
             heading("2. A reward for each completion", "rewards.reward.score_completions")

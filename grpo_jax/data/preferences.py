@@ -34,7 +34,7 @@ class Preference(NamedTuple):
     margin: float = 0.0  # by how much better the chosen one was said to be
 
 
-# (rows, one completion of each, another) -> whether the one is better than the other; None: there is nothing to choose
+# (examples, one completion of each, another) -> whether the first is the better one; None: the judge does not choose
 PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
 
 
@@ -180,7 +180,7 @@ def question(prompt: str | list[Message]) -> str:
     return prompt[-1]["content"]
 
 
-def parts_of(preferences: Sequence[Preference], number: int) -> list[list[Preference]]:
+def split_by_dialogue(preferences: Sequence[Preference], number: int) -> list[list[Preference]]:
     """Parts of about equal size, by a hash of how dialogues begin: what continues one dialogue is in one part.
 
     Data sets have several pairs from different turns of a dialogue, whose prompts differ.
@@ -289,35 +289,34 @@ def _encoded(tokenizer: Any, text: str, eos_ids: tuple[int, ...]) -> list[int]:
     return ids
 
 
-def judged(
-    rows: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion], judge: PairJudge
+def ask_judge(
+    examples: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion], judge: PairJudge
 ) -> list[Preference]:
-    """Asks which of two completions of a prompt is the better one.
+    """Asks a judge which of two completions of a prompt is the better one.
 
     Args:
-      rows: M, with the column "prompt".
+      examples: M, with the column "prompt".
       firsts: M completions of them.
       seconds: M others.
-      judge: a function of all three, called once.
+      judge: called once, with all three.
 
     Returns:
-      The preferences, without those that the judge left open.
+      The preferences, without the pairs for which the judge returned None.
 
     Raises:
       UsageError: the judge did not say yes, no or None of each pair.
     """
-    answers = list(judge(rows, firsts, seconds))
-    if len(answers) != len(rows) or not all(isinstance(answer, bool | np.bool_ | None) for answer in answers):
+    answers = list(judge(examples, firsts, seconds))
+    if len(answers) != len(examples) or not all(isinstance(answer, bool | np.bool_ | None) for answer in answers):
         raise UsageError(
-            f"the judge must return True, False or None for each of {len(rows)} pairs: whether the first is the better "
-            "one"
+            f"the judge must return True, False or None for each of {len(examples)} pairs: whether the first is better"
         )
-    asked = zip(rows, firsts, seconds, answers, strict=True)
+    asked = zip(examples, firsts, seconds, answers, strict=True)
     return [
-        Preference(row["prompt"], str(first), str(second))
+        Preference(example["prompt"], str(first), str(second))
         if better
-        else Preference(row["prompt"], str(second), str(first))
-        for row, first, second, better in asked
+        else Preference(example["prompt"], str(second), str(first))
+        for example, first, second, better in asked
         if better is not None
     ]
 
@@ -325,19 +324,22 @@ def judged(
 def bradley_terry_judge(
     utility: Callable[[Sequence[Example], Sequence[Completion]], Sequence[float]], *, seed: int
 ) -> PairJudge:
-    """A judge who errs: prefers the first with probability σ(u₁ − u₂) (Bradley and Terry).
+    """A judge that errs: it prefers the first with probability σ(u₁ − u₂) (Bradley and Terry).
 
     Args:
-      utility: (rows, completions) -> u; the difference of two is a log-odds.
+      utility: (examples, completions) -> u; the difference of two is a log-odds.
       seed: of its errors. Of the same two completions in the same order it always says the same.
 
     Returns:
       The judge.
     """
 
-    def judge(rows: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion]) -> list[bool]:
-        difference = np.subtract(utility(rows, firsts), utility(rows, seconds))
-        texts = ("\x1f".join((str(row["prompt"]), *pair)) for row, *pair in zip(rows, firsts, seconds, strict=True))
+    def judge(examples: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion]) -> list[bool]:
+        difference = np.subtract(utility(examples, firsts), utility(examples, seconds))
+        texts = (
+            "\x1f".join((str(example["prompt"]), *pair))
+            for example, *pair in zip(examples, firsts, seconds, strict=True)
+        )
         draws = np.array([rng(seed, zlib.crc32(text.encode())).random() for text in texts])
         return (draws < special.expit(difference)).tolist()
 
