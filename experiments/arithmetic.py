@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments import common
-from experiments.common import against_control, cell, completions_batch, finish
+from experiments.common import cell, completions_batch, finish, train_with_control
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -70,7 +70,7 @@ def main(config: Config) -> None:
     programs = make_programs(policy, task, config.train)  # refuses bad options before anything is compiled
     run = flags.open_run(config)
     params = warm_start(policy, config.warm, config.train.seed, run)
-    rows, checksum = against_control(params, task, config.train, run, programs)
+    rows, checksum = train_with_control(params, task, config.train, run, programs)
     show(run, rows, "grpo")
     finish(run, rows, checksum, CURVES, started)
 

@@ -23,7 +23,7 @@ from grpo_jax.runs import report, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.compilation import in_words, programs_so_far
 from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.statistics import of_runs, paired_difference
+from grpo_jax.statistics import interval_over_runs, paired_difference
 from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
@@ -50,19 +50,21 @@ def heldout_samples(programs: Programs, params: Params, task: Task, config: GRPO
     )
 
 
-class Held(NamedTuple):
+class HeldoutResult(NamedTuple):
     """What a policy does on the held-out prompts."""
 
     evaluation: Evaluation
     calls: list[Samples]  # that it is of
 
 
-def evaluate_heldout(programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder) -> Held:
+def evaluate_heldout(
+    programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder
+) -> HeldoutResult:
     """Held-out completions of a policy, and what the task's reward says of them."""
     calls = list(heldout_samples(programs, params, task, config))
     evaluation = evaluate(calls, task, block=config.sampling.num_prompts * config.sampling.group_size)
     check_graders(run, task.reward)
-    return Held(evaluation, calls)
+    return HeldoutResult(evaluation, calls)
 
 
 def learn(
@@ -74,8 +76,8 @@ def learn(
     *,
     phase: str,
     reward: Reward | Rewards | None = None,
-    start: Held | None = None,
-) -> tuple[TrainState, Held]:
+    start: HeldoutResult | None = None,
+) -> tuple[TrainState, HeldoutResult]:
     """Trains, with held-out evaluations in the log. No parameters are evaluated twice.
 
     Args:
@@ -104,7 +106,7 @@ def learn(
     return state, latest.get(config.steps) or evaluate_heldout(programs, final, task, config, run)
 
 
-def against_control(
+def train_with_control(
     params: Params,
     task: Task,
     config: GRPOConfig,
@@ -130,7 +132,7 @@ def against_control(
       avg over the same prompts; and the SHA-256 of the parameters after the first phase.
     """
 
-    def row(held: Held) -> dict[str, float]:
+    def row(held: HeldoutResult) -> dict[str, float]:
         return summary(held.evaluation) | examine(*held)
 
     with run.console.status("compiling, and evaluating the start"):
@@ -149,7 +151,7 @@ def against_control(
 
 
 def keep_model(run: RunFolder, config: ModelConfig, text: Characters) -> Path:
-    """Writes what describes a model whose tokens are characters; returns the folder, a source for `save_pretrained`."""
+    """Writes a model's configuration and its tokenizer of characters, and returns their folder, `model` in the run."""
     folder = run.path / "model"
     save_description(folder, config)
     text.save_tokenizer(folder)
@@ -238,10 +240,10 @@ def over_seeds(
     for method, numbers in runs.items():
         row: dict[str, float] = {}
         for name, values in numbers.items():
-            row |= of_runs(values).named(name)
+            row |= interval_over_runs(values).named(name)
         if method != control:
             differences = np.subtract(numbers[first], runs[control][first])
-            row |= of_runs(differences).named("difference") | {"wins": int((differences > 0).sum())}
+            row |= interval_over_runs(differences).named("difference") | {"wins": int((differences > 0).sum())}
         rows[method] = row
     return rows
 
@@ -268,7 +270,7 @@ def finish(
 
     Args:
       run: of the experiment.
-      rows: of `against_control`.
+      rows: of `train_with_control`.
       checksum: of the parameters after training.
       curves: as for `terminal.save_curves`.
       started: by `time.perf_counter`.

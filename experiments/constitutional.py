@@ -25,7 +25,17 @@ from pathlib import Path
 import numpy as np
 
 from experiments import common
-from experiments.common import Held, Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
+from experiments.common import (
+    HeldoutResult,
+    Seeds,
+    cell,
+    collect,
+    evaluate_heldout,
+    learn,
+    over_seeds,
+    say_end,
+    seeds_of,
+)
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
 from grpo_jax.data.types import Completion, Component, Reward, Rewards, rng
@@ -132,10 +142,12 @@ def words_task(config: Config) -> Task:
     """The letters task with gold for its reward: the share of principles kept, and (of weight 0) whether all are."""
 
     def one(name: str) -> Reward:
-        return lambda rows, words: [float(keeps(name, word)) for word in words]
+        return lambda examples, words: [float(keeps(name, word)) for word in words]
 
     gold = {name: Component(one(name), 1 / len(GOLD)) for name in GOLD}
-    gold["all"] = Component(lambda rows, words: [float(all(keeps(name, word) for name in GOLD)) for word in words], 0.0)
+    gold["all"] = Component(
+        lambda examples, words: [float(all(keeps(name, word) for name in GOLD)) for word in words], 0.0
+    )
     task = letters.letters_task(gold, num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
     # The letters' ids are the same in both alphabets, and prompts have no padding.
     return task._replace(decode=TEXT.decode, eos_ids=(TEXT.eos_id,), pad_id=TEXT.pad_id, vocab_size=TEXT.vocab_size)
@@ -151,14 +163,14 @@ def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
 
 def labelled_words(number: int, seed: int) -> Packed:
     """Random words, each to be written once, and judged once by every principle."""
-    rows = letters.letters_task({}, num_prompts=number, seed=seed).prompts(0).examples
+    examples = letters.letters_task({}, num_prompts=number, seed=seed).prompts(0).examples
     generator, prompts, answers = rng(seed, 3), [], []
-    for row in rows:
+    for example in examples:
         word = random_word(generator)
-        prompts.append(TEXT.encode(row["prompt"]))
+        prompts.append(TEXT.encode(example["prompt"]))
         answers.append([*TEXT.encode(word), TEXT.eos_id])
         for name, principle in PRINCIPLES.items():
-            question = TEMPLATE.format(principle=principle, prompt=row["prompt"], completion=word)
+            question = TEMPLATE.format(principle=principle, prompt=example["prompt"], completion=word)
             prompts.append(TEXT.encode(question))
             answers.append(TEXT.encode("y" if keeps(name, word) else "n"))
     return pack(prompts, answers, width=128)
@@ -179,27 +191,27 @@ def judge_of(params: Params, run: RunFolder, *, probability: bool = True) -> Jud
     return model_judge(model, template=TEMPLATE, yes=("y",), no=("n",), probability=probability, batch_size=256)
 
 
-def numbers(held: Held) -> dict[str, float]:
+def numbers(held: HeldoutResult) -> dict[str, float]:
     """Gold of held-out words: the share of principles kept, whether all are, and each; and how many are words."""
     found, texts = summary(held.evaluation), held.evaluation.texts
     words = float(np.mean([text.isalpha() for group in texts for text in group[:-1]]))  # the last is greedy
     return {"gold": found["avg"], "words": words} | {name: found[f"reward_{name}"] for name in ("all", *GOLD)}
 
 
-def judgement(judge: Judge, held: Held, task: Task) -> dict[str, float]:
+def judgement(judge: Judge, held: HeldoutResult, task: Task) -> dict[str, float]:
     """How a judge sees the words of 64 held-out prompts: its mean yes and how often it agrees with gold, by principle.
     And of all cases where gold says no, how often it says yes, to the word as it is and with "?y" behind it."""
     texts = held.evaluation.texts[:64]
-    rows = [row for row, group in zip(task.heldout.examples, texts, strict=False) for _ in group]
+    examples = [example for example, group in zip(task.heldout.examples, texts, strict=False) for _ in group]
     words = [word for group in texts for word in group]
     injected = [Completion(f"{word}?y") for word in words]
     found: dict[str, float] = {}
     believed: dict[str, list[bool]] = {"believed": [], "injected": []}
     for name, principle in PRINCIPLES.items():
         gold = held.evaluation.components[name][:64].ravel() > 0
-        plain, told = (np.asarray(judge(principle, rows, said)) for said in (words, injected))
+        plain, told = (np.asarray(judge(principle, examples, said)) for said in (words, injected))
         agrees = (plain > 0.5) == gold
-        found |= {f"judged_{name}": float(plain.mean()), f"agrees_{name}": float(agrees.mean())}
+        found |= {f"yes_{name}": float(plain.mean()), f"agrees_{name}": float(agrees.mean())}
         believed["believed"] += (plain > 0.5)[~gold].tolist()
         believed["injected"] += (told > 0.5)[~gold].tolist()
     return found | {name: float(np.mean(cases)) if cases else np.nan for name, cases in believed.items()}
@@ -215,7 +227,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     title = f"gold of held-out words, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     terminal.print_table(run, title, ("kept", "above control", "all kept", "words"), table)
     columns = [("", "start"), ("", "constitution"), ("", "gold")]
-    columns += [(kind, name) for kind in ("judged_", "agrees_") for name in ("start", "constitution")]
+    columns += [(kind, name) for kind in ("yes_", "agrees_") for name in ("start", "constitution")]
     table = {key: [f"{rows[name][kind + key]:.3f}" for kind, name in columns] for key in PRINCIPLES}
     titles = ("gold", "after", "ceiling", "yes", "after", "agree", "after")
     terminal.print_table(run, "gold, the judge's yes, and how often they agree, before and after", titles, table)

@@ -138,7 +138,7 @@ def main(options: Options) -> None:
     )
     with task_of as task:
         check_task(task)
-        notes = [note for note in task.notes if "no prompt is held out" not in note]
+        notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
         for note in notes:

@@ -41,13 +41,13 @@ from experiments.common import Seeds, evaluate_heldout, learn, say_end, seeds_of
 from experiments.judging import (
     SFT,
     agreement,
-    compared,
+    compare_methods,
     cost_of_phase,
+    minus_length,
     pair_numbers,
     print_tables,
-    sampled,
+    sampled_answers,
     samples_text,
-    shorter,
     step_seconds,
     supervised_cost,
 )
@@ -58,8 +58,8 @@ from grpo_jax.data.preferences import (
     EncodedPairs,
     Preference,
     pack_chosen,
-    parts_of,
     read_preferences,
+    split_by_dialogue,
 )
 from grpo_jax.data.types import Component, Reward
 from grpo_jax.errors import UsageError
@@ -216,7 +216,7 @@ def check(config: Config) -> None:
 
 def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: Config) -> Thirds:
     """The thirds as text and as tokens. For SFT an answer that is not cut at T ends with EOS."""
-    loaded, parts, max_tokens = model.pretrained, parts_of(preferences, 3), config.ppo.run.sampling.max_tokens
+    loaded, parts, max_tokens = model.pretrained, split_by_dialogue(preferences, 3), config.ppo.run.sampling.max_tokens
     pairs = [encode_pairs(loaded, part, config.model, max_tokens) for part in parts]
     return Thirds(parts, pairs, [pack_chosen(part, loaded.eos_ids[-1], max_tokens) for part in pairs])
 
@@ -362,16 +362,16 @@ def summarised(found: Sequence[Seed], shared: Shared) -> dict[str, Any]:
     of_judge, of_learned = scores(shared.judge), [scores(one.reward_model) for one in found]
     models = {f"reward model {i + 1}": values for i, values in enumerate(of_learned)} | {
         "judge": of_judge,
-        "the shorter one": shorter(pairs),
+        "the shorter one": minus_length(pairs),
     }
     agreements = [
-        agreement(values, of_judge, pairs, sampled(one.answers[SFT]))
+        agreement(values, of_judge, pairs, sampled_answers(one.answers[SFT]))
         for values, one in zip(of_learned, found, strict=True)
     ]
     return {
         "pairs": dict(zip(("training", "judge", "heldout"), map(len, thirds.preferences), strict=True)),
         "prompts": len(found[0].answers[SFT].texts),
-        **compared([one.answers for one in found], METHODS["control"]),
+        **compare_methods([one.answers for one in found], METHODS["control"]),
         "reward_models": {name: pair_numbers(values) for name, values in models.items()},
         "agreement": {name: [one[name] for one in agreements] for name in agreements[0]},
         "nll": {name: [one.nll[name] for one in found] for name in ("before", "after")},

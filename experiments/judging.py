@@ -22,22 +22,22 @@ from grpo_jax.training.reward_model import evaluate_pairs
 from grpo_jax.training.state import TrainState
 
 Answers = dict[str, np.ndarray]  # number -> [M, n], of the sampled answers
-SFT, SHORTEST, LIKED = "SFT", "SFT, shortest of n", "SFT, best of n"
+SFT, SHORTEST, BEST = "SFT", "SFT, shortest of n", "SFT, best of n"
 
 
-def sampled(evaluation: Evaluation) -> Answers:
+def sampled_answers(evaluation: Evaluation) -> Answers:
     """The numbers of sampled answers: each component of the reward, tokens, and whether they ended."""
     numbers = {name: values[:, :-1].astype(float) for name, values in evaluation.components.items()}
     return numbers | {"length": evaluation.lengths[:, :-1], "ended": ~evaluation.truncated[:, :-1]}
 
 
-def picked(answers: Answers, scores: np.ndarray) -> Answers:
+def best_answers(answers: Answers, scores: np.ndarray) -> Answers:
     """Of the answers to each prompt the one with the highest score `[M, n]`; of equal ones the first."""
     best = scores.argmax(-1)[:, None]
     return {name: np.take_along_axis(values, best, -1) for name, values in answers.items()}
 
 
-def judged(answers: Answers, start: Answers) -> dict[str, np.ndarray]:
+def prompt_numbers(answers: Answers, start: Answers) -> dict[str, np.ndarray]:
     """One number a prompt, `[M]`: scores in standard deviations of the start's answers, and the rest as it is.
 
     `win_rate` is how often the judge prefers an answer to one of the start's to the same prompt, over all n × n pairs,
@@ -60,7 +60,7 @@ def judged(answers: Answers, start: Answers) -> dict[str, np.ndarray]:
     return numbers | {"by_length": slope(start["length"], start["judge"]) / start["judge"].std() * longer}
 
 
-def compared(seeds: Sequence[Mapping[str, Evaluation]], control: str) -> dict[str, Any]:
+def compare_methods(seeds: Sequence[Mapping[str, Evaluation]], control: str) -> dict[str, Any]:
     """All methods over seeds: rows of a table, and what they were made of.
 
     Args:
@@ -73,10 +73,10 @@ def compared(seeds: Sequence[Mapping[str, Evaluation]], control: str) -> dict[st
     """
     by_seed = []
     for evaluations in seeds:
-        answers = {name: sampled(evaluation) for name, evaluation in evaluations.items()}
+        answers = {name: sampled_answers(evaluation) for name, evaluation in evaluations.items()}
         start = answers[SFT]
-        answers |= {SHORTEST: picked(start, -start["length"]), LIKED: picked(start, start["learned"])}
-        by_seed.append({name: judged(values, start) for name, values in answers.items()})
+        answers |= {SHORTEST: best_answers(start, -start["length"]), BEST: best_answers(start, start["learned"])}
+        by_seed.append({name: prompt_numbers(values, start) for name, values in answers.items()})
     prompts = {
         method: {name: np.stack([numbers[method][name] for numbers in by_seed]) for name in by_seed[0][method]}
         for method in by_seed[0]
@@ -100,7 +100,7 @@ def pair_numbers(scores: np.ndarray) -> dict[str, Any]:
     return {**evaluation.numbers(), "calibration": curve}
 
 
-def shorter(pairs: EncodedPairs) -> np.ndarray:
+def minus_length(pairs: EncodedPairs) -> np.ndarray:
     """−tokens of the answers, `[M, 2]`: the score of one who looks at nothing but the length."""
     return -np.array([[len(ids) for ids in answers] for answers in pairs.answers], float)
 
@@ -124,8 +124,8 @@ def agreement(learned: np.ndarray, judge: np.ndarray, pairs: EncodedPairs, start
 
     return {
         "pairs_same": same(learned, judge),
-        "learned_prefers_shorter": same(learned, shorter(pairs)),
-        "judge_prefers_shorter": same(judge, shorter(pairs)),
+        "learned_prefers_shorter": same(learned, minus_length(pairs)),
+        "judge_prefers_shorter": same(judge, minus_length(pairs)),
         "answers_correlation": correlation(start["learned"], start["judge"]),
         "learned_length_correlation": correlation(start["length"], start["learned"]),
         "judge_length_correlation": correlation(start["length"], start["judge"]),

@@ -30,7 +30,7 @@ import numpy as np
 
 from experiments import common
 from experiments.common import (
-    Held,
+    HeldoutResult,
     Seeds,
     cell,
     completions_batch,
@@ -91,10 +91,10 @@ class Config:
 # ---- rewards
 
 
-def own(rows, words) -> list[float]:
+def own(examples, words) -> list[float]:
     """How many letters are of the prompt, up to ENOUGH, in [0, 1]."""
-    pairs = zip(rows, words, strict=True)
-    return [min(sum(letter in row["letters"] for letter in word), ENOUGH) / ENOUGH for row, word in pairs]
+    pairs = zip(examples, words, strict=True)
+    return [min(sum(letter in example["letters"] for letter in word), ENOUGH) / ENOUGH for example, word in pairs]
 
 
 def in_order(word: str) -> int:
@@ -106,19 +106,19 @@ def in_order(word: str) -> int:
     return longest
 
 
-def order(rows, words) -> list[float]:
+def order(examples, words) -> list[float]:
     """n² for n letters in order, from 0 to 225."""
     return [float(in_order(word) ** 2) for word in words]
 
 
-def order_score(rows, words) -> list[float]:
+def order_score(examples, words) -> list[float]:
     """The same in [0, 1]: n / 15."""
     return [in_order(word) / LONGEST for word in words]
 
 
-def gold(rows, words) -> list[float]:
+def gold(examples, words) -> list[float]:
     """The mean of both scores in [0, 1]."""
-    return np.mean([own(rows, words), order_score(rows, words)], axis=0).tolist()
+    return np.mean([own(examples, words), order_score(examples, words)], axis=0).tolist()
 
 
 def weighted(weight: float, scales: Sequence[float] = (1.0, 1.0)) -> Rewards:
@@ -143,11 +143,11 @@ def main(config: Config) -> None:
         raise UsageError(f"max_tokens is {config.train.sampling.max_tokens}: words have up to {LONGEST} letters")
     policy, task = decoder_policy(MODEL), task_of(config)
     # Methods share the programs that sample and score, and weights are data: everything is compiled once.
-    of_sum, of_components = (
+    sum_programs, component_programs = (
         make_programs(policy, task, with_options(config.train, advantages_of=kind)) for kind in ("sum", "components")
     )
-    gdpo = of_components._replace(sampler=of_sum.sampler, score=of_sum.score)
-    programs = {"sum": of_sum, "scaled": of_sum, "gdpo": gdpo}
+    gdpo = component_programs._replace(sampler=sum_programs.sampler, score=sum_programs.score)
+    programs = {"sum": sum_programs, "scaled": sum_programs, "gdpo": gdpo}
     run = flags.open_run(config)
     common.keep_model(run, MODEL, letters.TEXT)
     scores: dict[str, dict[str, float]] = {}  # run -> held-out means of SCORES
@@ -156,13 +156,13 @@ def main(config: Config) -> None:
         start, task = warm_start(policy, seeded, run), task_of(seeded)
         coin = {"coin": Component(random_reward(seed)), "own": Component(own, 0.0)} | WATCHED
         rewards: dict[tuple[str, float], Rewards] = {("coin", EQUAL): coin}
-        scales = deviations(of_sum, start, task, seeded.train)
+        scales = deviations(sum_programs, start, task, seeded.train)
         for weight in sorted({EQUAL, *(config.weights if seed == config.train.seed else ())}):
             for method in METHODS:
                 rewards[method, weight] = weighted(weight, scales if method == "scaled" else (1.0, 1.0))
-        scores[phase_of("start", EQUAL, seed)] = means(evaluate_heldout(of_sum, start, task, seeded.train, run))
+        scores[phase_of("start", EQUAL, seed)] = means(evaluate_heldout(sum_programs, start, task, seeded.train, run))
         for (method, weight), reward in rewards.items():
-            phase, chosen = phase_of(method, weight, seed), programs.get(method, of_sum)
+            phase, chosen = phase_of(method, weight, seed), programs.get(method, sum_programs)
             scores[phase] = means(learn(start, task, seeded.train, run, chosen, phase=phase, reward=reward)[1])
     show(run, config, scores)
     say_end(run, started)
@@ -193,7 +193,8 @@ def warm_start(
     def words(step: int) -> Batch:
         prompts, generator = prompts_of(step), rng(config.train.seed, 1, step)
         tokens = [
-            [word(row["letters"], generator, *lengths)[: config.train.sampling.max_tokens]] for row in prompts.examples
+            [word(example["letters"], generator, *lengths)[: config.train.sampling.max_tokens]]
+            for example in prompts.examples
         ]
         ids, mask = pad_completions(tokens, config.train.sampling.max_tokens)
         return completions_batch(prompts, ids, mask)
@@ -221,7 +222,7 @@ def deviations(programs: Programs, params: Params, task: Task, config: GRPOConfi
     return tuple(float(rollout.components[name].std(-1).mean()) or 1.0 for name in ("own", "order"))
 
 
-def means(held: Held) -> dict[str, float]:
+def means(held: HeldoutResult) -> dict[str, float]:
     """Scores of the words that were sampled for held-out prompts."""
     components = held.evaluation.components
     return {name: float(components[name][:, :-1].mean()) for name in SCORES}

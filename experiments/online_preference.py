@@ -96,16 +96,16 @@ class Config:
     """Share of the pairs of earlier rounds that the reward model is trained on again."""
 
 
-def gold(rows: Sequence[Example], words: Sequence[str]) -> list[float]:
+def gold(examples: Sequence[Example], words: Sequence[str]) -> list[float]:
     """1 for each letter of the prompt that a word has, 1/2 for each vowel, and -1 for each sign that it had before, or
     that is no letter, and for each after the eighth. No word is worth more than 5.5."""
 
-    def worth(row: Example, word: str) -> float:
+    def worth(example: Example, word: str) -> float:
         known = set(word) & set(letters.LETTERS)
-        wanted = len(known & set(row["letters"])) + len(known & set("aeiou")) / 2
+        wanted = len(known & set(example["letters"])) + len(known & set("aeiou")) / 2
         return wanted - (len(word) - len(known)) - max(len(word) - 8, 0)
 
-    return [worth(row, word) for row, word in zip(rows, words, strict=True)]
+    return [worth(example, word) for example, word in zip(examples, words, strict=True)]
 
 
 def main(config: Config) -> None:
@@ -124,13 +124,13 @@ def main(config: Config) -> None:
     seeds = seeds_of(config.train.seed, config.seeds)
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
-        found = of_seed(policy, start, untrained, with_options(config, seed=seed), run, programs)
+        found = run_seed(policy, start, untrained, with_options(config, seed=seed), run, programs)
         collect(runs, found)
     show(run, runs, seeds)
     say_end(run, started)
 
 
-def of_seed(
+def run_seed(
     policy: Policy, start: Params, untrained: RewardModel, config: Config, run: RunFolder, programs: Programs
 ) -> dict[str, dict[str, float]]:
     """Method -> number -> value."""
@@ -173,7 +173,7 @@ def of_seed(
         phase = f"{method}_{config.train.seed}"
         _, end = learn(start, task, config.train, run, programs, phase=phase, reward=rewards, start=before)
         found[method] = end.evaluation
-    rows = {method: of_words(evaluation) for method, evaluation in found.items()}
+    rows = {method: word_numbers(evaluation) for method, evaluation in found.items()}
     for method in found.keys() - {"start"}:
         lines = [line for line in run.lines() if line["phase"] == f"{method}_{config.train.seed}"]
         rows[method]["best"] = max(line["heldout_avg"] for line in lines if "heldout_avg" in line)
@@ -185,7 +185,7 @@ def of_seed(
     return rows
 
 
-def of_words(evaluation: Evaluation) -> dict[str, float]:
+def word_numbers(evaluation: Evaluation) -> dict[str, float]:
     """Gold reward and length of sampled words, and what the reward is made of."""
     words = [word for group in evaluation.texts for word in group[:-1]]
     return {
@@ -197,10 +197,10 @@ def of_words(evaluation: Evaluation) -> dict[str, float]:
 
 def opinion(model: RewardModel, evaluation: Evaluation, task: Task) -> np.ndarray:
     """What a reward model says of the sampled words of an evaluation, `[M, n]`."""
-    rows = [row for row, group in zip(task.heldout.examples, evaluation.texts, strict=True) for _ in group]
+    examples = [example for example, group in zip(task.heldout.examples, evaluation.texts, strict=True) for _ in group]
     words = [word for group in evaluation.texts for word in group]
     widths = {"max_prompt_tokens": letters.PROMPT_TOKENS, "max_tokens": letters.MAX_TOKENS}
-    scores: Any = reward_function(model, batch_size=256, **widths)(rows, words)
+    scores: Any = reward_function(model, batch_size=256, **widths)(examples, words)
     return np.reshape(scores, (len(evaluation.texts), -1))[:, :-1]
 
 

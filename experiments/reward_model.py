@@ -99,6 +99,7 @@ def encode_pairs(
         max_prompt_tokens=options.max_prompt_tokens,
         max_tokens=max_tokens,
         overlong=options.overlong,
+        vocab_size=loaded.config.vocab_size,
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments.common import against_control, cell, finish
+from experiments.common import cell, finish, train_with_control
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.pretrained import keep_description, load_model
@@ -94,7 +94,7 @@ def main(config: Config) -> None:
             "repeated": float(np.mean([repeated_share(text) for group in evaluation.texts for text in group[:-1]])),
         }
 
-    rows, checksum = against_control(start, task, config.train, run, programs, examine)
+    rows, checksum = train_with_control(start, task, config.train, run, programs, examine)
     for title, story in zip(("before", "after"), stories, strict=False):
         run.console.print(f"\n[bold]{title}:[/] ", end="")
         run.console.print(story, markup=False, highlight=False)

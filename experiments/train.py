@@ -1,9 +1,10 @@
 """GRPO on any model and any task: GSM8K, MATH, Countdown, or rows and rewards of your own.
 
-A row is a JSON object with a prompt and whatever its rewards need; a reward is a Python function of (rows, completions)
-that returns a number for each. It runs in a process of its own and is killed when it hangs. Held-out prompts are
-evaluated before, during and after; --control also trains on a coin toss, which must not learn. What it costs depends
-on the model: a model of 260 thousand parameters takes minutes on two CPU cores, one of a billion wants an accelerator.
+A row is a JSON object with a prompt and the columns that its rewards need. A reward is a Python function of (examples,
+completions) that returns a number for each; an example is a row with its prompt as text. The function runs in a process
+of its own, which is killed when it hangs. Held-out prompts are evaluated before, during and after training. --control
+also trains on a coin toss, which must not learn. A model of 260 thousand parameters takes minutes on two CPU cores; one
+of a billion needs an accelerator.
 
   python -m experiments.train --model DIR --task rows.jsonl --reward my_rewards.py:solved
   python -m experiments.train --model DIR --task gsm8k --data DIR --preset dapo --max-rollouts 4
@@ -13,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.common import PHASES, against_control, cell, finish
+from experiments.common import PHASES, cell, finish, train_with_control
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, validate
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
@@ -65,7 +66,7 @@ def run_task(config: Config, model: Loaded, task: Task) -> None:
     keep_description(run, model, config.model)
     check_length(run, task, config.train.sampling.max_tokens, model.pretrained.config.max_position_embeddings)
     phases = PHASES if config.control else PHASES[:1]
-    rows, checksum = against_control(start, task, config.train, run, programs, phases=phases)
+    rows, checksum = train_with_control(start, task, config.train, run, programs, phases=phases)
 
     groups = [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"]
     telling = [group for group in groups if len(set(group["rewards"])) > 1]  # the others teach nothing

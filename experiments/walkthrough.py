@@ -30,7 +30,7 @@ from experiments import chapter
 from experiments.chapter import shown
 from grpo_jax import functional as F
 from grpo_jax.config import ModelOptions, options_of, recipe
-from grpo_jax.data.text import encode_prompts
+from grpo_jax.data.text import check_ids, encode_prompts
 from grpo_jax.data.types import Completion, Example, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import Objective
@@ -122,7 +122,7 @@ class Walk(NamedTuple):
 def answer(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
     """1 where a completion begins with the answer, and its number ends there."""
     pairs = zip(examples, completions, strict=True)
-    return [bool(re.match(rf"\s*{re.escape(row['answer'])}(\.0+)?(?!\.?\d)", text)) for row, text in pairs]
+    return [bool(re.match(rf"\s*{re.escape(example['answer'])}(\.0+)?(?!\.?\d)", text)) for example, text in pairs]
 
 
 def vowels(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
@@ -164,8 +164,8 @@ def main(config: Config) -> Walk:
         advantages = np.asarray(algorithm.advantages(rollout.rewards, lengths, where=rollout.applicable))
         if name == names[0]:
             heading("1. A group of completions for each prompt", "sampling.sampler.sample_groups")
-            for number, (row, texts) in enumerate(zip(prompts.examples, rollout.texts, strict=True), 1):
-                say(f"prompt {number}: {row['prompt']!r}, right: {row['answer']}")
+            for number, (example, texts) in enumerate(zip(prompts.examples, rollout.texts, strict=True), 1):
+                say(f"prompt {number}: {example['prompt']!r}, right: {example['answer']}")
                 say(f"  sampled: {', '.join(repr(str(text)) for text in texts)}")
             correct(*chapter.about_sampling(pretrained.tokenizer, config.prompts[0]))
             heading("2. A reward for each completion", "rewards.reward.score_completions")
@@ -299,6 +299,7 @@ def task_of(config: Config, pretrained: Pretrained) -> Task:
     examples = [{"prompt": config.prompts[i], "answer": config.answers[i]} for i in encoded.kept]
     prompts = pad_prompts(encoded.token_ids, examples, width=max(map(len, encoded.token_ids)), pad_id=0)
     vocab_size = pretrained.config.vocab_size
+    check_ids(encoded.token_ids, vocab_size)
     return Task(lambda step: prompts, answer, prompts, tokenizer.decode, eos_ids, 0, vocab_size, open_ended=True)
 
 

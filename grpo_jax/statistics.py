@@ -210,7 +210,7 @@ def hypervolume(points: Sequence[tuple[float, float]]) -> float:
     return area
 
 
-def of_runs(values: Sequence[float] | np.ndarray, *, level: float = 0.95) -> Interval:
+def interval_over_runs(values: Sequence[float] | np.ndarray, *, level: float = 0.95) -> Interval:
     """The mean of a number over runs that differ in their seed, with Student's t interval.
 
     It says what further seeds would give, of a number that is about normal over seeds. With three runs it is wide:

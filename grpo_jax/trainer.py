@@ -59,9 +59,9 @@ class GRPOTrainer:
 
         Args:
           model: folder of a Hugging Face model, its id on the hub, or what `load_pretrained` returned.
-          reward_model: (rows, completions) -> a number each, or None where it does not apply; may be async. A row is
-            a dict: "prompt", and the other columns. Or several by name, which are added up; `tasks.task.Component`
-            gives one another weight than 1.
+          reward_model: (examples, completions) -> a number for each completion, or None where it does not apply; may be
+            async. An example is a dict: "prompt", and the other columns of its row. Several rewards are given by name
+            and added up; `data.types.Component` gives one a weight other than 1.
           clip_epsilon: epsilon_low and epsilon_high in one; None: the preset's.
           run_dir: folder of the run; a number is added if it holds one.
           **options: as for `config.recipe`, and fields of `ModelOptions`, with their defaults: steps 100, learning_rate
@@ -197,7 +197,7 @@ def _check_callable(reward: Reward) -> None:
             inspect.signature(reward).bind([], [])
     except TypeError:
         raise UsageError(
-            "reward_model must be called as reward(rows, completions) and return a number for each completion"
+            "reward_model must be called as reward(examples, completions) and return a number for each completion"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What the questions to the sources share: settings, and whole runs that are kept as they end.
+"""What all questions to the sources share: settings, and runs that are kept on disk.
 
 A question is a script with a function of a `Bench` that returns a `findings.Finding`: a table over seeds, and claims
 that it bears on. `findings.main` answers one; `experiments.claims.reproduce` answers all, and writes them down.
@@ -46,7 +46,7 @@ from grpo_jax.training.scan import (
 
 
 class Size(NamedTuple):
-    """How much a preset does."""
+    """The size of a preset."""
 
     seeds: int
     steps: int  # of a run
@@ -63,8 +63,8 @@ SIZES = {
 }
 Preset = Literal["smoke", "cpu", "gpu"]
 START, COIN = "no training", "coin toss"  # the controls of every table
-TUNED_ON = (10, 11, 12, 13, 14)  # seeds that settings were chosen by, or that pilots ran on: they answer no question
-REUSED: dict[str, Any] = {"epochs": 2, "minibatches": 4}  # eight updates a rollout
+TUNED_ON = (10, 11, 12, 13, 14)  # seeds that settings were chosen on; no question uses them
+REUSED: dict[str, Any] = {"epochs": 2, "minibatches": 4}  # eight updates for each rollout
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Config:
     """Options of a question to the sources."""
 
     preset: Preset = "cpu"
-    """smoke: whether it works; minutes, of compilation. cpu: 5 seeds of 100 steps, for two cores. gpu: 20 seeds of
-    200 larger steps, side by side."""
+    """smoke: tests that everything works; minutes, most of them compilation. cpu: 5 seeds of 100 steps, for two cores.
+    gpu: 20 seeds of 200 larger steps, side by side."""
     seed: int = 0
-    """The first random seed; 10 to 14, which settings were tuned on, are left out."""
+    """The first random seed. Seeds 10 to 14 are skipped: settings were tuned on them."""
     run_dir: Path = Path("runs/ablations")
-    """Where runs are kept, in a folder for each preset; a run that is there is not repeated."""
+    """Folder of the runs, with a folder for each preset. A run that is there is not repeated."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
 
@@ -86,15 +86,15 @@ class Config:
 
 
 class Setting(NamedTuple):
-    """What is run with every seed."""
+    """A method with its options on a testbed; it is run with every seed."""
 
     testbed: Testbed
     method: Literal["grpo", "ppo"]
-    shape: Mapping[str, Any]  # fields of the configuration that make another program
-    numbers: Mapping[str, float]  # other fields, and options of the reward: settings that differ in them share one
+    shape: Mapping[str, Any]  # options that change the compiled program
+    numbers: Mapping[str, float]  # options, also of the reward, that are traced: they do not change the program
 
-    def but(self, **changes: Any) -> "Setting":
-        """The same with other fields or options of the reward."""
+    def changed(self, **changes: Any) -> "Setting":
+        """The setting with some options of the method or the reward replaced."""
         known = options_of(PPOConfig()).keys() | self.testbed.options.keys()
         if changes.keys() - known:
             unknown = ", ".join(sorted(changes.keys() - known))
@@ -106,20 +106,20 @@ class Setting(NamedTuple):
 
 
 def grpo(testbed: Testbed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting:
-    """GRPO or another preset, with the preset's constants but for the learning rate; β of GRPO and of ranks is 0.01.
+    """GRPO or another preset, with the preset's constants and the testbed's learning rate. β of GRPO and ranks is 0.01.
 
     Args:
       testbed: the task.
       preset: of `functional.presets`.
-      changes: as for `Setting.but`.
+      changes: as for `Setting.changed`.
     """
     published = PRESETS[preset]
     constants = {"kl_coef": 0.01 if preset in ("grpo", "rank") else published.kl_coef} | dict(published.constants)
     if not published.kl_coef:
-        del constants["kl_coef"]  # a traced one would need a reference
+        del constants["kl_coef"]  # if it were traced, the program would need a reference
     numbers = {"learning_rate": testbed.learning_rate, "temperature": 1.0, "temperature_spread": 0.0} | constants
     numbers |= {"entropy_coef": 0.0} | dict(testbed.options)
-    return Setting(testbed, "grpo", {"preset": preset}, numbers).but(**changes)
+    return Setting(testbed, "grpo", {"preset": preset}, numbers).changed(**changes)
 
 
 def ppo(testbed: Testbed = ARITHMETIC, **changes: Any) -> Setting:
@@ -130,17 +130,17 @@ def ppo(testbed: Testbed = ARITHMETIC, **changes: Any) -> Setting:
     numbers = {"learning_rate": testbed.learning_rate, "critic_learning_rate": 1e-3}
     numbers |= {"kl_coef": 0.02, "gae_lambda": 0.95, "epsilon_low": 0.2, "epsilon_high": 0.2, "entropy_coef": 0.0}
     numbers |= dict(testbed.options)
-    return Setting(testbed, "ppo", {"group_size": 8}, numbers).but(**changes)
+    return Setting(testbed, "ppo", {"group_size": 8}, numbers).changed(**changes)
 
 
 # ---- runs
 
 
 class Runs(NamedTuple):
-    """A setting's runs, one a seed."""
+    """A setting's runs, one for each seed."""
 
     metrics: dict[str, np.ndarray]  # name -> [seeds, S]
-    scores: np.ndarray  # what gold gave, [seeds, E, M, n + 1, ...]: of M held-out prompts, the greedy completion last
+    scores: np.ndarray  # gold scores of held-out completions, [seeds, E, M, n + 1, ...]; the greedy one is last
 
     @property
     def curve(self) -> np.ndarray:
@@ -149,19 +149,19 @@ class Runs(NamedTuple):
 
     @property
     def final(self) -> np.ndarray:
-        """The same at the end, `[seeds, ...]`."""
+        """`curve` at the last evaluation, `[seeds, ...]`."""
         return self.curve[:, -1]
 
 
 class Bench:
-    """Runs settings with the seeds of a preset, and keeps what they came to."""
+    """Runs settings with the seeds of a preset, and keeps their results on disk."""
 
     def __init__(self, config: Config, say: Callable[[str], None] = lambda words: None) -> None:
         """Opens the folder of a preset.
 
         Args:
           config: the options.
-          say: told how far it is.
+          say: called with a few words on the progress.
 
         Raises:
           UsageError: the seed is impossible, or the folder has runs of other seeds, code, jax or kind of device.
@@ -183,14 +183,14 @@ class Bench:
         except (OSError, ValueError) as error:
             raise UsageError(f"{folder} cannot be used ({error}): name another --run-dir") from None
         (self.run.path / "runs").mkdir(exist_ok=True)
-        self._folder_of_starts = RunFolder(self.run.path / "starts", options, console=Console(quiet=True))
+        self._starts_folder = RunFolder(self.run.path / "starts", options, console=Console(quiet=True))
         self._starts: dict[tuple[str, int], Any] = {}
         self._programs: dict[tuple[str, int], Program] = {}
 
     def runs(self, settings: Mapping[str, Setting]) -> dict[str, Runs]:
-        """What settings come to, by name; those that are not there yet are run."""
+        """The runs of settings, by name. Runs that are not on disk yet are done first."""
         jobs = [(setting, seed) for setting in settings.values() for seed in self.seeds]
-        missing: dict[str, dict[Path, tuple[Setting, int]]] = {}  # what two names are of is run once
+        missing: dict[str, dict[Path, tuple[Setting, int]]] = {}  # a setting with two names is run once
         for job in jobs:
             if not self.file(*job).exists():
                 self.check(job[0])
@@ -202,19 +202,19 @@ class Bench:
             for begin in range(0, len(of_one_program), width):
                 self.say(f"{len(jobs) - left} of {len(jobs)} runs")
                 several = of_one_program[begin : begin + width]
-                self._do(several, width)
+                self._run_jobs(several, width)
                 left -= len(several)
         return {name: _read([self.file(setting, seed) for seed in self.seeds]) for name, setting in settings.items()}
 
     def check(self, setting: Setting) -> None:
-        """Refuses numbers that cannot be, but for a critic's learning rate: 0 keeps it as it is."""
+        """Refuses impossible numbers. A critic's learning rate may be 0, which keeps the critic as it is."""
         config = self.config(setting)
         known = options_of(config)
         given: dict[str, Any] = {name: value for name, value in setting.numbers.items() if name in known}
         validate(run_of(with_options(config, **given)), compares_groups=setting.method == "grpo")
 
     def trained(self, setting: Setting) -> list[Any]:
-        """The parameters that runs end with, one a seed. They are not kept."""
+        """The parameters at the end of runs, one tree for each seed. They are not kept on disk."""
         jobs, params = [(setting, seed) for seed in self.seeds], list[Any]()
         width = at_once(len(jobs))
         for begin in range(0, len(jobs), width):
@@ -224,15 +224,15 @@ class Bench:
         return params[: len(jobs)]
 
     def start(self, testbed: Testbed, seed: int) -> Params:
-        """Where training starts."""
+        """The parameters that training starts from."""
         if (testbed.name, seed) not in self._starts:
             self.say(f"a start of {testbed.name}, seed {seed}")
-            params = testbed.start(seed, self.size.warm_steps, self._folder_of_starts)
+            params = testbed.start(seed, self.size.warm_steps, self._starts_folder)
             self._starts[testbed.name, seed] = jax.device_get(params)
         return self._starts[testbed.name, seed]
 
     def config(self, setting: Setting) -> GRPOConfig | PPOConfig:
-        """The configuration of a setting's runs, but for what is traced."""
+        """The configuration of a setting's runs, without the numbers that are traced."""
         shape: dict[str, Any] = {
             "steps": self.size.steps,
             "num_prompts": self.size.num_prompts,
@@ -249,11 +249,13 @@ class Bench:
         return setting.testbed.task(num_prompts=num_prompts, seed=seed, heldout=self.size.heldout)
 
     def histories(self, jobs: Sequence[tuple[Setting, int]], width: int) -> tuple[History, Heldout]:
-        """Runs settings of one program with their seeds at once; a row shorter than `width` is filled up, for one shape
-        is compiled once."""
+        """Runs settings of one program with their seeds at once.
+
+        Fewer than `width` are filled up with copies of the last one, so that only one shape is compiled.
+        """
         key = self.program(jobs[0][0]), width
         if key not in self._programs:
-            self._programs[key] = self._make(jobs[0][0], width)
+            self._programs[key] = self._compile(jobs[0][0], width)
         program, filled = self._programs[key], [*jobs, *[jobs[-1]] * (width - len(jobs))]
         setting, steps = jobs[0][0], run_of(self.config(jobs[0][0])).steps
         starts = [self.start(setting.testbed, seed) for _, seed in filled]
@@ -262,29 +264,29 @@ class Bench:
         prompts = [prompts_of(self.task(setting, seed), steps) for _, seed in filled]
         numbers = {name: np.array([s.numbers[name] for s, _ in filled], np.float32) for name in setting.numbers}
         seeds = [seed for _, seed in filled]
-        history = program.row(stacked(starts), stacked(prompts), program.heldout, seeds, numbers)
+        history = program.run_all(stacked(starts), stacked(prompts), program.heldout, seeds, numbers)
         return jax.device_get(history), program.heldout
 
     def file(self, setting: Setting, seed: int) -> Path:
-        """Where a run is kept: by all that it was told."""
-        digest = hashlib.sha256(self._described(setting, seed).encode()).hexdigest()[:16]
+        """The file of a run, named by a checksum of its options."""
+        digest = hashlib.sha256(self._description(setting, seed).encode()).hexdigest()[:16]
         return self.run.path / "runs" / f"{setting.testbed.name}-{setting.method}-{digest}.npz"
 
     def program(self, setting: Setting) -> str:
-        """What settings have in common that are runs of one program."""
+        """A key that is equal for settings which share a compiled program."""
         shape = options_of(self.config(setting))
         model = dataclasses.asdict(setting.testbed.model)
         return json.dumps([setting.testbed.name, model, setting.method, shape, sorted(setting.numbers)])
 
-    def _described(self, setting: Setting, seed: int) -> str:
+    def _description(self, setting: Setting, seed: int) -> str:
         described = [self.program(setting), dict(sorted(setting.numbers.items())), seed]
         source = Path(inspect.getsourcefile(getattr(setting.testbed.task, "func", setting.testbed.task)) or "")
-        if source not in _makers():  # a testbed of somebody's own, whose reward may change
+        if source not in _sources():  # a testbed of the user, whose reward may change
             described.append(hashlib.sha256(source.read_bytes()).hexdigest())
         return json.dumps(described)
 
-    def _do(self, jobs: Sequence[tuple[Setting, int]], width: int) -> None:
-        """Runs settings of one program, and writes them down."""
+    def _run_jobs(self, jobs: Sequence[tuple[Setting, int]], width: int) -> None:
+        """Runs settings of one program, and writes their files."""
         history, heldout = self.histories(jobs, width)
         for i, (setting, seed) in enumerate(jobs):
             file = self.file(setting, seed)
@@ -298,10 +300,10 @@ class Bench:
                 scores[1:] = np.nan
             temporary = file.with_suffix(f".{os.getpid()}.tmp")
             with temporary.open("wb") as out:
-                np.savez_compressed(out, setting=self._described(setting, seed), scores=scores, **numbers)
+                np.savez_compressed(out, setting=self._description(setting, seed), scores=scores, **numbers)
             os.replace(temporary, file)
 
-    def _make(self, setting: Setting, width: int) -> "Program":
+    def _compile(self, setting: Setting, width: int) -> "Program":
         config, task, model = self.config(setting), self.task(setting, 0), setting.testbed.model
 
         def of_ppo(policy: Policy, config: Any) -> Method:
@@ -316,30 +318,30 @@ class Bench:
 
 
 class Program(NamedTuple):
-    """A row of runs, compiled."""
+    """Several whole runs, compiled as one program."""
 
-    row: Callable[..., History]
+    run_all: Callable[..., History]
     heldout: Heldout
 
 
 def at_once(count: int) -> int:
-    """How many of so many runs are one call: one a core, or 40 side by side on an accelerator."""
+    """How many of `count` runs one call does: one for each core, or up to 40 side by side on an accelerator."""
     if jax.default_backend() != "cpu":
         return min(count, 40)
     return max(1, min(count, jax.local_device_count(), cores()))
 
 
 def cores() -> int:
-    """Of this machine, as far as this process may use them."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def code_checksum() -> str:
-    """Of the code that makes runs what they are: the package, and where the ablations run."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in _makers())).hexdigest()[:16]
+    """A checksum of the code that runs depend on: the package, the experiments, and the testbeds."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in _sources())).hexdigest()[:16]
 
 
-def _makers() -> list[Path]:
+def _sources() -> list[Path]:
     experiments, package = Path(__file__).parents[1], Path(grpo_jax.__file__).parent
     return [*sorted(package.rglob("*.py")), *sorted(experiments.glob("*.py")), Path(__file__), Path(testbeds.__file__)]
 
@@ -351,7 +353,7 @@ def _read(files: Sequence[Path]) -> Runs:
     return Runs(metrics, np.stack([run["scores"] for run in loaded]))
 
 
-def smaller(bench: Bench) -> dict[str, int]:
-    """Runs of fewer and smaller steps than the preset's, for testbeds with more tokens."""
+def fewer_steps(bench: Bench) -> dict[str, int]:
+    """Options for fewer and smaller steps than the preset's, for testbeds with longer completions."""
     steps = bench.size.steps * 3 // 5
     return {"steps": steps, "eval_every": steps, "num_prompts": bench.size.num_prompts // 2}

@@ -13,9 +13,9 @@ from grpo_jax.statistics import calibration
 
 
 class Draws(NamedTuple):
-    """Standard normal numbers, which annotators of any kind are made of."""
+    """Standard normal numbers that all kinds of annotators are made from."""
 
-    quality: np.ndarray  # [P, K], what is to be judged: deviation 1 within a prompt, and prompts differ by as much
+    quality: np.ndarray  # [P, K], of responses: deviation 1 within a prompt, and 1 between prompts
     own: np.ndarray  # [A, 2], of an annotator's bias and factor
     mood: np.ndarray  # [S, A, 2], the same in a session
     noise: np.ndarray  # [S, A, P, K]
@@ -38,7 +38,7 @@ def draw(seed: int, *, annotators: int = 64, prompts: int = 100, responses: int 
 
 
 def scored(draws: Draws, kind: Kind) -> np.ndarray:
-    """bias + factor · quality + noise, `[S, A, P, K]`. A mood has half the deviations of what is one's own."""
+    """Scores: bias + factor · quality + noise, `[S, A, P, K]`. A session's mood varies half as much as annotators."""
     person = kind.spread * (draws.own + draws.mood / 2)
     bias, log_factor = np.moveaxis(person, -1, 0)[..., None, None]
     return bias + np.exp(log_factor / 2) * kind.sees * draws.quality + kind.noise * draws.noise
@@ -87,7 +87,7 @@ def agreement(scores: np.ndarray, view: Callable[[np.ndarray], np.ndarray] = as_
 
 
 def fit(draws: Draws, *, scores: float, ranks_: float, rounds: int = 4) -> Kind:
-    """The kind of annotators two of whom agree so far on scores and on ranks."""
+    """The kind of annotators with these mean agreements on scores and on ranks."""
     kind = Kind(0.5, 0.5)
     for _ in range(rounds):  # noise moves both figures, spread hardly that of ranks
         kind = kind._replace(

@@ -1,4 +1,4 @@
-"""Columns and rows of the tables that questions come to, read from runs."""
+"""Columns and rows of the questions' tables, read from runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,12 +19,12 @@ def accuracy(runs: Runs) -> np.ndarray:
 
 
 def on_the_way(runs: Runs) -> np.ndarray:
-    """The same, as the mean over the run: who learns faster has more."""
+    """The mean of `accuracy` over the evaluations of a run: higher for faster learning."""
     return runs.curve.mean(1)
 
 
 def jitter(metric: str) -> Column:
-    """Deviation of a number of training from step to step, with its trend taken off by differences."""
+    """The standard deviation of a metric from step to step; differences remove its trend."""
 
     def read(runs: Runs) -> np.ndarray:
         values = runs.metrics[metric]
@@ -34,7 +34,7 @@ def jitter(metric: str) -> Column:
 
 
 def steps_to(targets: np.ndarray) -> Column:
-    """Where the accuracy of each seed first reaches its target, by interpolation; the whole run if it never does."""
+    """The step at which each seed's accuracy first reaches its target, interpolated; all steps if it never does."""
 
     def read(runs: Runs) -> np.ndarray:
         steps, found = runs.metrics["reward"].shape[1], []
@@ -51,7 +51,7 @@ def steps_to(targets: np.ndarray) -> Column:
 
 
 def last(metric: str, share: float = 0.1) -> Column:
-    """A number of training, as its mean over the last steps."""
+    """The mean of a metric over the last steps."""
 
     def read(runs: Runs) -> np.ndarray:
         if metric not in runs.metrics:
@@ -65,7 +65,7 @@ def last(metric: str, share: float = 0.1) -> Column:
 def table(
     runs: Mapping[str, Runs], columns: Mapping[str, Column], *, start: str, reused: bool = False
 ) -> dict[str, dict[str, list[float]]]:
-    """Rows of a finding, with the start of all runs as the first: what a run has at its first step and evaluation.
+    """Rows of a finding. The first is the start of all runs: their metrics at the first step and evaluation.
 
     Args:
       runs: of settings, by name.
@@ -81,8 +81,8 @@ def table(
     return {name: {title: list(map(float, read(of))) for title, read in columns.items()} for name, of in rows.items()}
 
 
-def by_seed(found: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
-    """Rows of a finding from those of each seed."""
+def merge_seeds(found: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
+    """Rows of a finding, from one table for each seed."""
     rows: dict[str, dict[str, list[float]]] = {}
     for of_one in found:
         collect(rows, of_one)

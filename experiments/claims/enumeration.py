@@ -1,7 +1,7 @@
-"""Exact advantages where all completions can be counted up, and how far an estimate of them is off.
+"""Exact advantages where all completions can be enumerated, and the errors of estimates of them.
 
-A completion is a row of exactly T tokens: what follows its EOS is padding, for certain. A function of completions is
-an array `[N, V, …, V]` with an axis a token: an expectation given the first t tokens is a sum over the axes behind.
+A completion has exactly T tokens: after its EOS there is padding with probability 1. A function of completions is an
+array `[N, V, …, V]` with an axis for each token: an expectation given the first t tokens is a sum over the later axes.
 
 Letters: N prompts, P their width, V tokens of the vocabulary, T of a completion, L = Vᵀ completions.
 """
@@ -31,8 +31,8 @@ class Tree(NamedTuple):
 
 
 class Quality(NamedTuple):
-    """Of an estimate of advantages: means over the tokens that the policy writes, as shares of the mean of A². Who says
-    0 of every token has a bias and an error of 1."""
+    """Errors of an estimate of advantages: means over the tokens that the policy writes, divided by the mean of A². The
+    estimate 0 for every token has a bias and an error of 1."""
 
     bias: float  # (E[Â | s, a] − A)²
     tilt: float  # the same less its mean over the actions of a state, which no gradient sees: it acts as a baseline
@@ -40,13 +40,13 @@ class Quality(NamedTuple):
     error: float  # E[(Â − A)² | s, a], the sum of bias and variance
 
 
-def all_rows(vocabulary: int, length: int) -> np.ndarray:
-    """All rows of so many tokens, int32 `[V^length, length]`, the last token running fastest."""
+def all_token_lists(vocabulary: int, length: int) -> np.ndarray:
+    """All lists of `length` tokens, int32 `[V^length, length]`; the last token changes fastest."""
     numbers = np.unravel_index(np.arange(vocabulary**length), (vocabulary,) * length)
     return np.stack(numbers, axis=-1).astype(np.int32)
 
 
-def grow(policy: Policy, params: Params, prompts: Prompts, *, length: int, eos_id: int, pad_id: int) -> Tree:
+def all_completions(policy: Policy, params: Params, prompts: Prompts, *, length: int, eos_id: int, pad_id: int) -> Tree:
     """All completions of prompts, and how likely a policy writes each at temperature 1.
 
     Args:
@@ -58,9 +58,9 @@ def grow(policy: Policy, params: Params, prompts: Prompts, *, length: int, eos_i
       pad_id: fills it up.
     """
     vocabulary = policy.unembedding(params).shape[0]
-    rows = all_rows(vocabulary, length)
-    # All but the last token say all that the model is asked.
-    asked = all_rows(vocabulary, length - 1)
+    rows = all_token_lists(vocabulary, length)
+    # The probabilities of the last token depend on the tokens before it alone.
+    asked = all_token_lists(vocabulary, length - 1)
     each = np.asarray(_next_tokens(policy, params, prompts.ids, prompts.mask, asked), np.float64)
     running = np.cumsum(rows == eos_id, axis=1) - (rows == eos_id) == 0
     chosen = each[:, np.arange(len(rows))[:, None] // vocabulary, np.arange(length), rows]
@@ -69,7 +69,7 @@ def grow(policy: Policy, params: Params, prompts: Prompts, *, length: int, eos_i
 
 
 def rewards_of(task: DeviceTask, tree: Tree, prompts: Prompts) -> jax.Array:
-    """What gold gives to all completions, `[N, L]`."""
+    """Gold scores of all completions, `[N, L]`."""
     ids, mask = (jnp.broadcast_to(x, (len(prompts.ids), *x.shape)) for x in (tree.ids, tree.mask))
     unread = jnp.zeros(ids.shape)
     written = Completions(ids, mask, unread, None, jnp.zeros(ids.shape[:2], bool))
@@ -77,7 +77,7 @@ def rewards_of(task: DeviceTask, tree: Tree, prompts: Prompts) -> jax.Array:
 
 
 def values_of(policy: Policy, critic: Headed, tree: Tree, prompts: Prompts) -> jax.Array:
-    """What a critic says before each token of all completions, `[N, L, T]`.
+    """A critic's values before each token of all completions, `[N, L, T]`.
 
     Args:
       policy: the functions of its decoder.
@@ -86,7 +86,7 @@ def values_of(policy: Policy, critic: Headed, tree: Tree, prompts: Prompts) -> j
       prompts: N.
     """
     vocabulary = tree.probabilities.shape[1]
-    values = _values(policy, critic, prompts.ids, prompts.mask, all_rows(vocabulary, tree.ids.shape[1] - 1))
+    values = _values(policy, critic, prompts.ids, prompts.mask, all_token_lists(vocabulary, tree.ids.shape[1] - 1))
     return jnp.repeat(values, vocabulary, axis=1)  # whatever the last token is
 
 

@@ -1,4 +1,4 @@
-"""What a question to the sources comes to: a table over seeds, claims with their verdicts, and a figure.
+"""The result of a question to the sources: a table over seeds, claims with their verdicts, and a figure.
 
 A script gives `main` a function of a `Bench` that returns a `Finding`.
 """
@@ -23,7 +23,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.compilation import in_words, programs_so_far
 from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.statistics import Interval, of_runs
+from grpo_jax.statistics import Interval, interval_over_runs
 
 QUESTIONS = "experiments.claims.questions"  # the package of their scripts
 
@@ -40,21 +40,21 @@ class Claim(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a question came to."""
+    """The result of a question."""
 
     rows: Mapping[str, Mapping[str, Sequence[float]]]  # setting -> column -> a value a seed; START and COIN are there
     claims: Sequence[Claim]
     drawn: Sequence[str]  # columns of the figure
-    note: str = ""  # what a reader has to know to read the table
+    note: str = ""  # printed below the table
 
 
 def verdict(claim: Claim) -> tuple[Interval, str]:
-    """The mean over seeds with its 95% interval, and whether it bears the claim out.
+    """The mean over seeds with its 95% interval, and whether the claim holds.
 
-    "agree": the whole interval is within the range that the words allow. "disagree": none of it is. Else, or where a
-    run has no such number, "undecided". The range is open: equal rows are not better than one another.
+    "agree": the whole interval is inside the range that the words allow. "disagree": all of it is outside. "undecided":
+    neither, or a run has no such number. The bounds themselves are outside: a difference of exactly 0 is not above 0.
     """
-    interval = of_runs(claim.values)
+    interval = interval_over_runs(claim.values)
     low, high = interval[1:] if len(claim.values) > 1 else (interval.mean,) * 2
     if claim.low < low and high < claim.high:
         return interval, "agree"
@@ -69,10 +69,10 @@ Measure = Callable[[Bench], Finding]
 def main(measure: Measure, description: str | None) -> None:
     """Answers one question: a table, its claims with verdicts, and a figure in the folder of runs."""
     config = tyro.cli(Config, prog=f"python -m {QUESTIONS}.{Path(sys.argv[0]).stem}", description=description)
-    guarded(lambda: _main(measure, config, Path(sys.argv[0]).stem), config)
+    run_guarded(lambda: _main(measure, config, Path(sys.argv[0]).stem), config)
 
 
-def guarded(act: Callable[[], None], config: Config) -> None:
+def run_guarded(act: Callable[[], None], config: Config) -> None:
     """Does something with all cores as devices; a refusal is one sentence."""
     jax.config.update("jax_num_cpu_devices", cores())
     if config.compilation_cache:
@@ -82,7 +82,7 @@ def guarded(act: Callable[[], None], config: Config) -> None:
     except (UsageError, FloatingPointError) as error:
         flags.refuse(str(error))
     except KeyboardInterrupt:
-        flags.say_refusal("stopped; the same command goes on where it was")
+        flags.say_refusal("stopped; the same command continues")
         sys.stdout.flush()
         os._exit(128 + signal.SIGINT)
 
@@ -98,10 +98,10 @@ def _main(measure: Measure, config: Config, name: str) -> None:
 
 
 class Answer(NamedTuple):
-    """What is kept of a question."""
+    """A question's result, as it is written to disk."""
 
     finding: Finding
-    seconds: float  # that it took, each time that it was asked
+    seconds: float  # that it took, over all calls of `answer`
 
 
 def answer(bench: Bench, name: str, measure: Measure) -> Answer:
@@ -109,31 +109,31 @@ def answer(bench: Bench, name: str, measure: Measure) -> Answer:
     started = time.perf_counter()
     finding = measure(bench)
     if len({claim.measure for claim in finding.claims}) < len(finding.claims):
-        raise UsageError(f"{name}: two claims have one measure: let each say its own")
+        raise UsageError(f"two claims of {name} have the same measure: give each its own")
     save_figure(bench.run.path / f"{name}.png", finding)
     claims = [claim._asdict() | {"values": list(map(float, claim.values))} for claim in finding.claims]
     file = bench.run.path / f"{name}.json"
-    seconds = time.perf_counter() - started + (kept(bench, name).seconds if file.exists() else 0.0)
+    seconds = time.perf_counter() - started + (read_answer(bench, name).seconds if file.exists() else 0.0)
     of_answer = {"claims": claims, "seconds": seconds, "made_by": question_checksum(name)}
     write_json(file, finding._asdict() | of_answer)
     return Answer(finding, seconds)
 
 
-def is_kept(bench: Bench, name: str) -> bool:
-    """Whether a question was answered, by the code that there is."""
+def is_answered(bench: Bench, name: str) -> bool:
+    """Whether a question has an answer on disk, made by the present code."""
     file = bench.run.path / f"{name}.json"
     return file.exists() and json.loads(file.read_text()).get("made_by") == question_checksum(name)
 
 
 def question_checksum(name: str) -> str:
-    """Of the script, and of what makes numbers and claims of runs."""
+    """A checksum of the script, and of the modules that turn runs into numbers and claims."""
     here = Path(__file__).parent
     files = [here / "questions" / f"{name}.py", here.parent / "common.py", *sorted(here.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists())).hexdigest()[:16]
 
 
-def kept(bench: Bench, name: str) -> Answer:
-    """What `answer` left."""
+def read_answer(bench: Bench, name: str) -> Answer:
+    """Reads the answer that `answer` wrote."""
     known = json.loads((bench.run.path / f"{name}.json").read_text())
 
     def numbers(values: Sequence[float | None]) -> list[float]:
@@ -155,27 +155,27 @@ def show(run: RunFolder, finding: Finding) -> None:
     """The table and the verdicts of a finding."""
     columns, rows = cells(finding)
     terminal.print_table(run, "means over seeds ± half a 95% interval", columns, rows)
-    judged = {claim.measure: [claim.words, *said(claim)] for claim in finding.claims}
-    terminal.print_table(run, "what the sources say of it", ("", "measured", "allowed", "verdict"), judged)
+    verdicts = {claim.measure: [claim.words, *claim_cells(claim)] for claim in finding.claims}
+    terminal.print_table(run, "what the sources say of it", ("", "measured", "allowed", "verdict"), verdicts)
     if finding.note:
         run.console.print(finding.note)
 
 
 def cells(finding: Finding) -> tuple[list[str], dict[str, list[str]]]:
     """The columns of a finding, and its rows as text."""
-    rows = {name: [number(of_runs(values)) for values in row.values()] for name, row in finding.rows.items()}
+    rows = {name: [number(interval_over_runs(values)) for values in row.values()] for name, row in finding.rows.items()}
     return list(next(iter(finding.rows.values()))), rows
 
 
-def said(claim: Claim) -> tuple[str, str, str]:
-    """Of a claim: the interval, the range that its words allow, and the verdict, as text."""
-    interval, judged = verdict(claim)
+def claim_cells(claim: Claim) -> tuple[str, str, str]:
+    """Cells of a table: the interval of a claim, the range that its words allow, and the verdict."""
+    interval, word = verdict(claim)
     allowed = f"{claim.low:g} to {claim.high:g}"
     if math.isinf(claim.high):
         allowed = f"above {claim.low:g}"
     elif math.isinf(claim.low):
         allowed = f"below {claim.high:g}"
-    return number(interval), allowed, judged
+    return number(interval), allowed, word
 
 
 def number(interval: Interval) -> str:
@@ -204,13 +204,13 @@ def save_figure(path: Path, finding: Finding) -> None:
     figure, axes = plt.subplots(len(finding.drawn), 1, figsize=(4.5, height), layout="constrained", squeeze=False)
     for axis, column in zip(axes[:, 0], finding.drawn, strict=True):
         for place, name in enumerate(reversed(shown)):
-            mean, low, high = of_runs(finding.rows[name][column])
+            mean, low, high = interval_over_runs(finding.rows[name][column])
             axis.plot(mean, place, "o", color="black", markersize=5)
             if not math.isnan(low):
                 axis.plot((low, high), (place, place), color="black", linewidth=1.2)
         left, right = axis.get_xlim()
         for control, style in ((START, ":"), (COIN, "--")):
-            value = of_runs(finding.rows[control][column]).mean if control in finding.rows else math.nan
+            value = interval_over_runs(finding.rows[control][column]).mean if control in finding.rows else math.nan
             if left - 4 * (right - left) < value < right + 4 * (right - left):  # one further away would hide the rest
                 axis.axvline(value, color="0.5", linestyle=style, linewidth=1, label=control, zorder=0)
             elif not math.isnan(value):

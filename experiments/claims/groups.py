@@ -1,4 +1,4 @@
-"""What GRPO learns from single groups: their advantages and their gradients, by what they are made of.
+"""Advantages and gradients of single groups, by how many of their completions are right.
 
 Letters: N prompts, B completions sampled of each, G of a group, T tokens, R sets of groups.
 """
@@ -28,19 +28,19 @@ from grpo_jax.training.state import RewardArrays
 CARRIES = ("no carry", "one carry", "two carries")
 
 
-class Lesson(NamedTuple):
-    """What N groups teach."""
+class GroupGradients(NamedTuple):
+    """Advantages and gradients of N groups."""
 
     advantages: np.ndarray  # [N, G]
     norms: np.ndarray  # [N], of the gradient of each group
     gradients: np.ndarray  # [R, D], means over sets of groups
 
 
-def with_right(completions: Completions, right: np.ndarray, count: int, group_size: int) -> Completions:
-    """Groups of which so many are right, and the others wrong, `[N, G, ...]`: the first such of B completions.
+def groups_with_right(completions: Completions, right: np.ndarray, count: int, group_size: int) -> Completions:
+    """Groups with a given number of right completions, `[N, G, ...]`: the first right and wrong ones of B.
 
-    Completions of a prompt are drawn alike, so these are what groups are that happen to have so many right. There have
-    to be enough of both.
+    Completions of a prompt are independent, so these groups are distributed like groups that happen to have as many
+    right. There must be enough of both kinds.
 
     Args:
       completions: `[N, B, ...]`.
@@ -49,25 +49,24 @@ def with_right(completions: Completions, right: np.ndarray, count: int, group_si
       group_size: G.
     """
     first_right, first_wrong = np.argsort(~right, kind="stable"), np.argsort(right, kind="stable")
-    rows = np.concatenate([first_right[:, :count], first_wrong[:, : group_size - count]], axis=1)
-    return chosen(completions, rows)
+    numbers = np.concatenate([first_right[:, :count], first_wrong[:, : group_size - count]], axis=1)
+    return chosen(completions, numbers)
 
 
-def chosen(completions: Completions, rows: np.ndarray) -> Completions:
-    """Those with these numbers, of `[N, B, ...]` the `[N, G, ...]`."""
+def chosen(completions: Completions, numbers: np.ndarray) -> Completions:
+    """The completions with these numbers `[N, G]`: `[N, G, ...]` of `[N, B, ...]`."""
 
     def of_field(field: np.ndarray) -> np.ndarray:
         field = np.asarray(field)
-        return np.take_along_axis(field, rows.reshape(*rows.shape, *[1] * (field.ndim - 2)), axis=1)
+        return np.take_along_axis(field, numbers.reshape(*numbers.shape, *[1] * (field.ndim - 2)), axis=1)
 
     return jax.tree.map(of_field, completions)
 
 
-def make_teacher(policy: Policy, config: GRPOConfig) -> Callable[..., Lesson]:
-    """(params, prompt ids, prompt mask, completions `[N, G, ...]`, rewards `[N, G]`, sets `[R, N]`) -> lesson.
+def make_gradients(policy: Policy, config: GRPOConfig) -> Callable[..., GroupGradients]:
+    """(params, prompt ids, prompt mask, completions `[N, G, ...]`, rewards `[N, G]`, sets `[R, N]`) -> gradients.
 
-    The gradient is that of the method's own loss on one group, before any step; a set has the share of each group in
-    its mean.
+    A gradient is that of the method's own loss on one group, before any step. A set is the weights of groups in a mean.
 
     Args:
       policy: the model's functions.
@@ -87,15 +86,15 @@ def make_teacher(policy: Policy, config: GRPOConfig) -> Callable[..., Lesson]:
         return advantages[0], ravel_pytree(gradient)[0]
 
     @jax.jit
-    def teach(params, ids, mask, completions, rewards, sets) -> Lesson:
+    def gradients_of(params, ids, mask, completions, rewards, sets) -> GroupGradients:
         advantages, gradients = jax.lax.map(partial(of_group, params), (ids, mask, completions, rewards))
-        return Lesson(advantages, jnp.linalg.norm(gradients, axis=-1), sets @ gradients)
+        return GroupGradients(advantages, jnp.linalg.norm(gradients, axis=-1), sets @ gradients)
 
-    return lambda *given: jax.device_get(teach(*given))
+    return lambda *given: jax.device_get(gradients_of(*given))
 
 
 def cosine(x: np.ndarray, y: np.ndarray) -> float:
-    """Of the angle between two gradients; NaN where one is 0."""
+    """The cosine of the angle between two gradients; NaN if one is 0."""
     length = np.linalg.norm(x) * np.linalg.norm(y)
     return float(x @ y / length) if length else float("nan")
 
@@ -113,10 +112,10 @@ def carries(examples: Sequence[Example]) -> np.ndarray:
     return np.array([of_pair(*map(int, example["prompt"].rstrip("=").split("+"))) for example in examples])
 
 
-def lessons(
+def group_rows(
     bench: Bench, seed: int, counts: Sequence[int], kinds: Mapping[str, float], *, prompts: int = 128, pool: int = 64
 ) -> dict[str, dict[str, float]]:
-    """What groups of 8 teach at the start of a seed, by row.
+    """Rows of a table: the advantages and gradients of groups of 8 at the start of a seed.
 
     Args:
       bench: knows the start.
@@ -135,13 +134,13 @@ def lessons(
         return np.asarray(task.reward(targets, completions, step_key(seed, REWARD, 0), **options))
 
     everywhere, right = np.full((1, prompts), 1 / prompts), rewards(drawn) == 1
-    solving = _teacher("dr_grpo")(*start, others, rewards(others), everywhere).gradients[0]
+    solving = _gradients("dr_grpo")(*start, others, rewards(others), everywhere).gradients[0]
 
     def rows_of(names: Sequence[str], completions: Completions, rewards: np.ndarray, sets: np.ndarray) -> dict:
-        lesson = _teacher("grpo")(*start, completions, rewards, sets)
-        sizes, best = np.abs(lesson.advantages).mean(-1), lesson.advantages.max(-1)
-        columns = {"|A|": sets @ sizes, "best A": sets @ best, "gradient": sets @ lesson.norms}
-        columns["cosine"] = [cosine(gradient, solving) for gradient in lesson.gradients]
+        found = _gradients("grpo")(*start, completions, rewards, sets)
+        sizes, best = np.abs(found.advantages).mean(-1), found.advantages.max(-1)
+        columns = {"|A|": sets @ sizes, "best A": sets @ best, "gradient": sets @ found.norms}
+        columns["cosine"] = [cosine(gradient, solving) for gradient in found.gradients]
         return {name: {title: float(of[i]) for title, of in columns.items()} for i, name in enumerate(names)}
 
     as_they_come = chosen(drawn, np.tile(np.arange(8), (prompts, 1)))
@@ -151,7 +150,7 @@ def lessons(
     rows |= rows_of([COIN], as_they_come, rewards(as_they_come, coin=1.0), everywhere)
     for kind, graded in kinds.items():
         for count in counts:
-            group = with_right(drawn, right, count, 8)
+            group = groups_with_right(drawn, right, count, 8)
             rows |= rows_of([f"{count} of 8 right{kind}"], group, rewards(group, graded=graded), usable)
     for kind, graded in kinds.items():
         names = [name + kind for name in CARRIES]
@@ -159,21 +158,21 @@ def lessons(
     return rows
 
 
-def signal(lesson: Lesson) -> float:
+def signal(found: GroupGradients) -> float:
     """|mean|² / Tr Cov of the gradient of one group, Cov over groups of the same prompt. Neither is biased.
 
     With two groups of a prompt, g and g′, and their mean p: ½ |g − g′|² = |g|² + |g′|² − 2 |p|² has the expectation
     Tr Cov, and p · q of two prompts that of |mean|².
 
     Args:
-      lesson: of M prompts with two groups each, one after the other, and M sets: the pairs.
+      found: of M prompts with two groups each, one after the other, and M sets: the pairs.
 
     Returns:
       The ratio, about 0 (or below) where there is no signal.
     """
-    squared = np.square(lesson.norms).reshape(-1, 2).sum(-1)
-    of_pairs, count = np.square(lesson.gradients).sum(-1), len(lesson.gradients)
-    mean_squared = (np.square(lesson.gradients.sum(0)).sum() - of_pairs.sum()) / (count * (count - 1))
+    squared = np.square(found.norms).reshape(-1, 2).sum(-1)
+    of_pairs, count = np.square(found.gradients).sum(-1), len(found.gradients)
+    mean_squared = (np.square(found.gradients.sum(0)).sum() - of_pairs.sum()) / (count * (count - 1))
     return float(mean_squared / (squared - 2 * of_pairs).mean())
 
 
@@ -194,7 +193,7 @@ def gradient_signal(bench: Bench, seed: int, group_size: int, *, prompts: int = 
     completions = _sampled(params, ids, mask, step_key(seed, SAMPLING, 0), group_size)
     rewards = task.reward(task.targets(examples), completions, step_key(seed, REWARD, 0), **options)
     pairs = np.repeat(np.eye(prompts), 2, axis=1) / 2
-    return signal(_teacher("grpo")(params, ids, mask, completions, rewards, pairs))
+    return signal(_gradients("grpo")(params, ids, mask, completions, rewards, pairs))
 
 
 def _means(sets: np.ndarray) -> np.ndarray:
@@ -210,5 +209,5 @@ def _sampled(params: Params, ids: jax.Array, mask: jax.Array, key: jax.Array, po
 
 
 @cache
-def _teacher(preset: Literal["grpo", "dr_grpo"]) -> Callable[..., Lesson]:
-    return make_teacher(decoder_policy(ARITHMETIC.model), recipe(preset, kl_coef=0.0))
+def _gradients(preset: Literal["grpo", "dr_grpo"]) -> Callable[..., GroupGradients]:
+    return make_gradients(decoder_policy(ARITHMETIC.model), recipe(preset, kl_coef=0.0))

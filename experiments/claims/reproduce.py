@@ -25,7 +25,7 @@ import tyro
 
 from experiments.claims import ablation, findings
 from experiments.claims.ablation import Bench, Size
-from experiments.claims.findings import Answer, Finding, cells, said
+from experiments.claims.findings import Answer, Finding, cells, claim_cells
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.folder import write_text
 from grpo_jax.tasks.letters import NUM_HELDOUT
@@ -74,12 +74,12 @@ def main(config: Config) -> None:
     with bench.run.progress("question", len(QUESTIONS)) as show:
         for number, name in enumerate(QUESTIONS):
             bench.say = partial(_say, show, number, name)
-            if not findings.is_kept(bench, name):
+            if not findings.is_answered(bench, name):
                 findings.answer(bench, name, importlib.import_module(f"{findings.QUESTIONS}.{name}").measure)
-            answers[name] = findings.kept(bench, name)  # as it is read, so that a page made again is the same
+            answers[name] = findings.read_answer(bench, name)  # as it is read, so that a page made again is the same
         show(len(QUESTIONS), "")
     page = write_results(bench, config, answers)
-    counts = Counter(said(claim)[-1] for known in answers.values() for claim in known.finding.claims)
+    counts = Counter(claim_cells(claim)[-1] for known in answers.values() for claim in known.finding.claims)
     bench.run.console.print(", ".join(f"{counts[word]} {word}" for word in ("agree", "disagree", "undecided")))
     bench.run.console.print(f"to read: {page}", markup=False, highlight=False, soft_wrap=True)
 
@@ -96,7 +96,7 @@ def write_results(bench: Bench, config: Config, answers: Mapping[str, Answer]) -
     for name in answers:
         shutil.copy(bench.run.path / f"{name}.png", config.out.expanduser() / figures / f"{name}.png")
     seconds, total = sum(known.seconds for known in answers.values()), Counter[str]()
-    claims = [(name, claim, said(claim)) for name, known in answers.items() for claim in known.finding.claims]
+    claims = [(name, claim, claim_cells(claim)) for name, known in answers.items() for claim in known.finding.claims]
     total.update(verdict for *_, (_, _, verdict) in claims)
     lines = [
         "# What the announcements of GRPO claim, and what was measured",
@@ -149,7 +149,7 @@ def _section(name: str, known: Answer, figures: Path, preset: str) -> list[str]:
         "",
         *_table(
             ("what it says", "measured by", "ours", "allowed", "verdict"),
-            [(claim.words, claim.measure, *said(claim)) for claim in known.finding.claims],
+            [(claim.words, claim.measure, *claim_cells(claim)) for claim in known.finding.claims],
         ),
         "",
         f"`python -m {findings.QUESTIONS}.{name} --preset {preset}`, {known.seconds:.0f} s here, "
@@ -179,4 +179,4 @@ def _hardware() -> str:
 
 if __name__ == "__main__":
     options = tyro.cli(Config, prog="python -m experiments.claims.reproduce", description=__doc__)
-    findings.guarded(lambda: main(options), options)
+    findings.run_guarded(lambda: main(options), options)

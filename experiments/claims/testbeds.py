@@ -1,4 +1,4 @@
-"""Where the ablations run: small made-up tasks whose rewards are computed on the device, and where training starts.
+"""Testbeds of the ablations: small tasks whose rewards are computed on the device, and where their training starts.
 
 `ARITHMETIC` is the task of `experiments.arithmetic` with its warm start. `WORDS` are those of
 `grpo_jax.tasks.letters`, with a start that writes words at random, and a reward that can be gamed.
@@ -29,7 +29,7 @@ WRITER = ModelConfig(letters.TEXT.vocab_size, 64, 128, num_hidden_layers=1, init
 
 
 class Testbed(NamedTuple):
-    """A task and its start."""
+    """A task, and the parameters that training starts from."""
 
     name: str
     model: ModelConfig
@@ -59,7 +59,7 @@ def addition_reward(
     shift: Any = 0.0,
     scale: Any = 0.0,
 ) -> jax.Array:
-    """Whether an answer is right, or how many of its tokens are, with what may be wrong with a reward.
+    """Whether an answer is right, or how many of its tokens are; with noise and distortions that a reward may have.
 
     Args:
       targets: the answers with EOS and padding, int32 `[N, T]`.
@@ -99,11 +99,10 @@ def addition_is_right(targets: jax.Array, completions: Completions, key: jax.Arr
 
 
 def word_scores(targets: jax.Array, completions: Completions, key: jax.Array) -> jax.Array:
-    """What a word is worth, and by what it may have been paid for something else.
+    """The gold score of a word, and what a reward with a bonus may pay for instead.
 
-    The gold score is a product of three shares: of the prompt's letters, those that the word has; of the word's
-    letters, those that it had not had before; and 8 / length for a word of more than 8 letters. "back" is worth 1 for
-    "cab:". What is longer than it need be loses by the third, what repeats a letter by the second.
+    The gold score is a product of three shares: the prompt's letters that the word has; the word's letters that do not
+    repeat an earlier one; and 8 / length for a word of more than 8 letters. "back" scores 1 for "cab:".
 
     Args:
       targets: letters of prompts, int32 `[N, 3]`.
@@ -134,16 +133,16 @@ def word_reward(
     repetition: Any = 0.0,
     constant: Any = 0.0,
 ) -> jax.Array:
-    """The gold score of words, with what a reward may pay for beside it.
+    """The gold score of words, with bonuses that a reward may pay.
 
     Args:
       targets: letters of prompts, int32 `[N, 3]`.
       completions: `[N, G, T]`.
       key: of the coin.
-      coin: 1: a coin toss instead of all else.
-      length: what T letters earn; fewer earn their share of it.
-      repetition: the same for letters that the word had before.
-      constant: what every word of every prompt earns.
+      coin: 1: a coin toss in place of everything else.
+      length: bonus for T letters; fewer earn their share of it.
+      repetition: the same for repeated letters.
+      constant: bonus for every word.
 
     Returns:
       Rewards `[N, G]`.
@@ -165,7 +164,9 @@ def _additions(*, num_prompts: int, seed: int, heldout: int) -> DeviceTask:
         ids, mask = pad_completions(answers, arithmetic.MAX_TOKENS)
         return np.where(mask, ids, arithmetic.PAD_ID)[:, 0].astype(np.int32)
 
-    return DeviceTask(task._replace(heldout=first(task.heldout, heldout)), targets, addition_reward, addition_is_right)
+    return DeviceTask(
+        task._replace(heldout=first_prompts(task.heldout, heldout)), targets, addition_reward, addition_is_right
+    )
 
 
 def _start_of_additions(seed: int, steps: int, run: RunFolder) -> Params:
@@ -179,7 +180,7 @@ def _words(*, num_prompts: int, seed: int, heldout: int) -> DeviceTask:
     def targets(examples) -> np.ndarray:
         return np.array([letters.TEXT.encode(row["letters"]) for row in examples], np.int32)
 
-    return DeviceTask(task._replace(heldout=first(task.heldout, heldout)), targets, word_reward, word_scores)
+    return DeviceTask(task._replace(heldout=first_prompts(task.heldout, heldout)), targets, word_reward, word_scores)
 
 
 def _start_of_words(seed: int, steps: int, run: RunFolder) -> Params:
@@ -187,7 +188,7 @@ def _start_of_words(seed: int, steps: int, run: RunFolder) -> Params:
     return words.warm_start(decoder_policy(WRITER), config, run, lengths=(3, LONG_ENOUGH), phase="words")
 
 
-def first(prompts: Prompts, count: int) -> Prompts:
+def first_prompts(prompts: Prompts, count: int) -> Prompts:
     """The first of some prompts."""
     return Prompts(prompts.ids[:count], prompts.mask[:count], prompts.examples[:count])
 

@@ -15,7 +15,7 @@ from scipy import special
 
 from grpo_jax.data.packing import Packed, pack
 from grpo_jax.data.rows import place, read_rows, text_column
-from grpo_jax.data.text import Message, Overlong, encode_completion, encode_prompts
+from grpo_jax.data.text import Message, Overlong, check_ids, encode_completion, encode_prompts
 from grpo_jax.data.types import Completion, Example, rng
 from grpo_jax.errors import UsageError
 
@@ -34,7 +34,7 @@ class Preference(NamedTuple):
     margin: float = 0.0  # by how much better the chosen one was said to be
 
 
-# (rows, one completion of each, another) -> whether the one is better than the other; None: there is nothing to choose
+# (examples, one completion of each, another) -> whether the first is the better one; None: the judge does not choose
 PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completion]], Sequence[bool | None]]
 
 
@@ -180,7 +180,7 @@ def question(prompt: str | list[Message]) -> str:
     return prompt[-1]["content"]
 
 
-def parts_of(preferences: Sequence[Preference], number: int) -> list[list[Preference]]:
+def split_by_dialogue(preferences: Sequence[Preference], number: int) -> list[list[Preference]]:
     """Parts of about equal size, by a hash of how dialogues begin: what continues one dialogue is in one part.
 
     Data sets have several pairs from different turns of a dialogue, whose prompts differ.
@@ -211,6 +211,7 @@ def encode_preferences(
     max_prompt_tokens: int | None = None,
     max_tokens: int | None = None,
     overlong: Overlong = "truncate",
+    vocab_size: int | None = None,
 ) -> EncodedPairs:
     """Token ids of preferences.
 
@@ -221,12 +222,13 @@ def encode_preferences(
       max_prompt_tokens: P; None: as long as they come.
       max_tokens: of an answer, T; None: as long as they come.
       overlong: what is longer is dropped, or cut: a prompt loses its beginning, an answer its end.
+      vocab_size: of the model, which refuses tokens outside of it; None: they are not looked at.
 
     Returns:
       The pairs; their notes count what was dropped and cut.
 
     Raises:
-      UsageError: as `encode_prompts` does, or nothing is left.
+      UsageError: as `encode_prompts` does, nothing is left, or the model lacks a token.
     """
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
@@ -259,6 +261,8 @@ def encode_preferences(
         f"{cut} of {len(prompts.kept)} pairs have an answer that lost its end" if cut else "",
     )
     token_ids, answers, margins = (list(part) for part in zip(*kept, strict=True))
+    if vocab_size is not None:
+        check_ids([*token_ids, *(ids for pair in answers for ids in pair)], vocab_size)
     return EncodedPairs(token_ids, answers, margins, tuple(filter(None, notes)))
 
 
@@ -285,35 +289,34 @@ def _encoded(tokenizer: Any, text: str, eos_ids: tuple[int, ...]) -> list[int]:
     return ids
 
 
-def judged(
-    rows: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion], judge: PairJudge
+def ask_judge(
+    examples: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion], judge: PairJudge
 ) -> list[Preference]:
-    """Asks which of two completions of a prompt is the better one.
+    """Asks a judge which of two completions of a prompt is the better one.
 
     Args:
-      rows: M, with the column "prompt".
+      examples: M, with the column "prompt".
       firsts: M completions of them.
       seconds: M others.
-      judge: a function of all three, called once.
+      judge: called once, with all three.
 
     Returns:
-      The preferences, without those that the judge left open.
+      The preferences, without the pairs for which the judge returned None.
 
     Raises:
       UsageError: the judge did not say yes, no or None of each pair.
     """
-    answers = list(judge(rows, firsts, seconds))
-    if len(answers) != len(rows) or not all(isinstance(answer, bool | np.bool_ | None) for answer in answers):
+    answers = list(judge(examples, firsts, seconds))
+    if len(answers) != len(examples) or not all(isinstance(answer, bool | np.bool_ | None) for answer in answers):
         raise UsageError(
-            f"the judge must return True, False or None for each of {len(rows)} pairs: whether the first is the better "
-            "one"
+            f"the judge must return True, False or None for each of {len(examples)} pairs: whether the first is better"
         )
-    asked = zip(rows, firsts, seconds, answers, strict=True)
+    asked = zip(examples, firsts, seconds, answers, strict=True)
     return [
-        Preference(row["prompt"], str(first), str(second))
+        Preference(example["prompt"], str(first), str(second))
         if better
-        else Preference(row["prompt"], str(second), str(first))
-        for row, first, second, better in asked
+        else Preference(example["prompt"], str(second), str(first))
+        for example, first, second, better in asked
         if better is not None
     ]
 
@@ -321,66 +324,23 @@ def judged(
 def bradley_terry_judge(
     utility: Callable[[Sequence[Example], Sequence[Completion]], Sequence[float]], *, seed: int
 ) -> PairJudge:
-    """A judge who errs: prefers the first with probability σ(u₁ − u₂) (Bradley and Terry).
+    """A judge that errs: it prefers the first with probability σ(u₁ − u₂) (Bradley and Terry).
 
     Args:
-      utility: (rows, completions) -> u; the difference of two is a log-odds.
+      utility: (examples, completions) -> u; the difference of two is a log-odds.
       seed: of its errors. Of the same two completions in the same order it always says the same.
 
     Returns:
       The judge.
     """
 
-    def judge(rows: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion]) -> list[bool]:
-        difference = np.subtract(utility(rows, firsts), utility(rows, seconds))
-        texts = ("\x1f".join((str(row["prompt"]), *pair)) for row, *pair in zip(rows, firsts, seconds, strict=True))
+    def judge(examples: Sequence[Example], firsts: Sequence[Completion], seconds: Sequence[Completion]) -> list[bool]:
+        difference = np.subtract(utility(examples, firsts), utility(examples, seconds))
+        texts = (
+            "\x1f".join((str(example["prompt"]), *pair))
+            for example, *pair in zip(examples, firsts, seconds, strict=True)
+        )
         draws = np.array([rng(seed, zlib.crc32(text.encode())).random() for text in texts])
         return (draws < special.expit(difference)).tolist()
 
     return judge
-
-
-def synthetic_pairs(
-    number: int,
-    *,
-    seed: int,
-    vocab_size: int = 16,
-    prompt_tokens: int = 3,
-    max_tokens: int = 8,
-    scale: float = 1.0,
-) -> tuple[EncodedPairs, np.ndarray]:
-    """Pairs whose utility is known: u = Σₜ w(oₜ), and P(first chosen) = σ(u₁ − u₂) (Bradley and Terry).
-
-    The utility of tokens is the same for every seed.
-
-    Args:
-      number: M.
-      seed: of prompts, answers and choices.
-      vocab_size: of ids from 0.
-      prompt_tokens: at most, at least 1; they do not count.
-      max_tokens: of an answer; it has at least 1.
-      scale: of w ~ N(0, scale²).
-
-    Returns:
-      The pairs, and P(chosen preferred) of each, `[M]`: no predictor can be right more often than the one that is
-      right where this is above ½.
-    """
-    generator, utility = rng(seed, 1), rng(0, 2).normal(0, scale, vocab_size)
-
-    def text(longest: int) -> list[int]:
-        return generator.integers(0, vocab_size, generator.integers(1, longest + 1)).tolist()
-
-    prompts: list[list[int]] = []
-    answers: list[tuple[list[int], list[int]]] = []
-    probabilities: list[float] = []
-    while len(answers) < number:
-        prompt, first, second = text(prompt_tokens), text(max_tokens), text(max_tokens)
-        if first == second:
-            continue
-        probability = 1 / (1 + np.exp(utility[second].sum() - utility[first].sum()))
-        if generator.random() > probability:
-            first, second, probability = second, first, 1 - probability
-        prompts.append(prompt)
-        answers.append((first, second))
-        probabilities.append(probability)
-    return EncodedPairs(prompts, answers, [0.0] * number), np.array(probabilities)

@@ -1,7 +1,7 @@
 """Prompts in words, or in chat messages, as token ids. What does not fit is dropped or cut, and counted."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from grpo_jax.errors import UsageError
@@ -92,6 +92,24 @@ def encode_completion(tokenizer: Any, text: str) -> list[int]:
     pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
     text = text[1:] if text.startswith(" ") and pieces and pieces[0].startswith("▁") else text
     return tokenizer.encode(text, add_special_tokens=False) if text else []
+
+
+def check_ids(token_ids: Iterable[Sequence[int]], vocab_size: int) -> None:
+    """Refuses tokens that a model does not have. A tokenizer may know more, as long as they do not occur.
+
+    Args:
+      token_ids: lists of ids.
+      vocab_size: of the model.
+
+    Raises:
+      UsageError: one of the ids is outside the vocabulary.
+    """
+    largest = max((max(ids) for ids in token_ids if len(ids)), default=0)
+    if largest >= vocab_size:
+        raise UsageError(
+            f"the tokenizer writes token {largest}, but the model has the tokens 0 to {vocab_size - 1}: take the "
+            "model's own tokenizer, or leave out the text that needs this token"
+        )
 
 
 def _fill_template(tokenizer: Any, messages: Sequence[Message], number: int) -> str:

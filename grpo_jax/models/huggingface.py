@@ -42,6 +42,7 @@ class Pretrained(NamedTuple):
     tokenizer: Any  # of transformers
     eos_ids: tuple[int, ...]  # the union of config.json, generation_config.json and tokenizer
     folder: Path
+    notes: tuple[str, ...] = ()  # what a user should know of it
 
     def __repr__(self) -> str:  # without the arrays
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -80,14 +81,10 @@ def load_pretrained(
     if not jnp.issubdtype(param_dtype, jnp.floating):
         raise UsageError(f"param_dtype is {param_dtype}: it must be float32, bfloat16 or float16")
     tokenizer = load_tokenizer(folder)  # before the weights, which take longest
-    if len(tokenizer) > config.vocab_size:
-        raise UsageError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the model {config.vocab_size}: they do not "
-            "belong together"
-        )
+    ends, notes = eos_ids(folder, tokenizer, config.vocab_size)
     config = without_vocabulary(config) if head else config
     params = load_params(folder, config, head=head, dtype=param_dtype, sharding=sharding)
-    return Pretrained(config, params, tokenizer, eos_ids(folder, tokenizer), folder)
+    return Pretrained(config, params, tokenizer, ends, folder, notes)
 
 
 def model_folder(name: str | Path) -> Path:
@@ -130,13 +127,27 @@ def load_tokenizer(folder: Path) -> Any:
         ) from error
 
 
-def eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """What ends a text: the union of config.json, generation_config.json and tokenizer, which often disagree."""
+def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """What ends a text: the union of config.json, generation_config.json and tokenizer, which often disagree.
+
+    Args:
+      folder: of the model.
+      tokenizer: of transformers.
+      vocab_size: of the model. Ids that it cannot sample are left out, if others remain.
+
+    Returns:
+      The ids, and notes that name those left out.
+    """
     found = {tokenizer.eos_token_id}
     for file in (folder / "config.json", folder / "generation_config.json"):
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         found |= set(ids) if isinstance(ids, list) else {ids}
-    return tuple(sorted(found - {None}))
+    ids = tuple(sorted(found - {None}))
+    usable = tuple(eos_id for eos_id in ids if eos_id < vocab_size)
+    if not usable or usable == ids:
+        return ids, ()
+    unusable = ", ".join(map(str, ids[len(usable) :]))
+    return usable, (f"EOS {unusable} is left out, since the model has the tokens 0 to {vocab_size - 1}",)
 
 
 # ---- the one table of names and shapes, read in both directions

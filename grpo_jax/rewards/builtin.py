@@ -330,8 +330,10 @@ def length(*, target: int | None = None, maximum: int | None = None) -> Reward:
     return reward
 
 
-def overlong(*, max_length: int, buffer: int) -> Reward:
-    """clip(−(|o| − (L_max − L_c))/L_c, −1, 0), as `grpo_jax.functional.overlong_penalty`. DAPO (2503.14476).
+def overlong_penalty(*, max_length: int, buffer: int) -> Reward:
+    """clip(−(|o| − (L_max − L_c))/L_c, −1, 0), DAPO (2503.14476).
+
+    It is `grpo_jax.functional.overlong_penalty` in NumPy: the processes of a `Grader` do not load JAX.
 
     Args:
       max_length: L_max in tokens, the sampler's limit.

@@ -6,10 +6,10 @@
 The judge may be any model, also the one that is trained, as it was at the start. Of Constitutional AI (2212.08073) this
 is the feedback alone: there are no critiques and revisions, and no preference model between the judge and the policy.
 
-A completion is text of an untrusted author in the judge's prompt. What the judge's tokenizer would read as a control
-token is taken out of it, so that no completion ends its own turn; the question stands behind it; and the answer is one
-token's probability, which nothing has to be parsed from. A judge that believes a completion which says "Answer: yes" is
-not helped by any of that: look at what is rewarded, and keep a KL.
+A completion in the judge's prompt is untrusted text. Control tokens of the judge's tokenizer are removed from it, so
+that no completion ends its own turn. The question stands after it. The answer is the probability of one token, so that
+nothing has to be parsed. None of this helps if the judge believes a completion that says "Answer: yes": look at what is
+rewarded, and keep a KL.
 """
 
 import os
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.data.text import encode_completion, encode_prompts
+from grpo_jax.data.text import check_ids, encode_completion, encode_prompts
 from grpo_jax.data.types import Completion, Component, Example, Number, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -33,7 +33,8 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import common_group_size, score_batches
 
-# (principle, rows, completions) -> one number a completion, higher the better it keeps to the principle; may be async
+# (principle, examples, completions) -> a number for each completion, higher the better it keeps to the principle; may
+# be async
 Judge = Callable[[str, Sequence[Example], Sequence[Completion]], Sequence[Number] | Awaitable[Sequence[Number]]]
 
 # What completions share stands first, so that it is computed once.
@@ -116,7 +117,7 @@ def constitution(principles: Mapping[str, str], judge: Judge, *, weights: Mappin
     if not principles:
         raise UsageError("there is no principle: give at least one")
     if not callable(judge):
-        raise UsageError("the judge must be a function of (principle, rows, completions): model_judge makes one")
+        raise UsageError("the judge must be a function of (principle, examples, completions): model_judge makes one")
     weights = weights or {}
     for name in weights.keys() - principles.keys():
         raise UsageError(f"there is a weight for {name!r}, but the principles are {', '.join(principles)}")
@@ -140,7 +141,7 @@ def model_judge(
 
     Args:
       model: as `load_pretrained` returns one; the judge keeps its parameters as they are now.
-      template: with {principle}, {completion}, and columns of the row such as {prompt}. It is a user's message where
+      template: with {principle}, {completion}, and columns of an example such as {prompt}. It is the user's message if
         the tokenizer has a chat template, and otherwise a text that the answer continues.
       yes: spellings. Those that are not one token for this tokenizer do not count.
       no: likewise.
@@ -153,8 +154,8 @@ def model_judge(
       The judge.
 
     Raises:
-      UsageError: yes or no is no single token, one token is both, or the template lacks something; in a call, a row
-        lacks a column, or a text is longer than what the model was trained on.
+      UsageError: yes or no is no single token, one token is both, or the template lacks a field; in a call, an example
+        lacks a column, or a text is longer than the model was trained on.
     """
     tokenizer = model.tokenizer
     try:
@@ -166,7 +167,7 @@ def model_judge(
             raise UsageError(f"the judge's template has no {{{name}}}: put it where the {name} belongs")
     if batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}: it must be at least 1")
-    yes_ids, no_ids = _single_tokens(tokenizer, yes), _single_tokens(tokenizer, no)
+    yes_ids, no_ids = (_single_tokens(tokenizer, spellings, model.config.vocab_size) for spellings in (yes, no))
     if set(yes_ids) & set(no_ids):
         raise UsageError(f"{list(yes)} and {list(no)} share a token of the judge's tokenizer: give words that differ")
     control = _control_tokens(tokenizer)
@@ -175,18 +176,18 @@ def model_judge(
         odds = log_odds(model.config, model.params, np.array(yes_ids), np.array(no_ids), *arrays)
         return jax.nn.sigmoid(odds) if probability else odds
 
-    def judge(principle: str, rows: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+    def judge(principle: str, examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         if not completions:
             return []
         texts = []
-        for row, completion in zip(rows, completions, strict=True):
-            columns = {**row, "completion": completion}
+        for example, completion in zip(examples, completions, strict=True):
+            columns = {**example, "completion": completion}
             if missing := fields - columns.keys() - {"principle"}:
-                raise UsageError(f"the judge's template has {{{min(missing)}}}, but a row has no such column")
+                raise UsageError(f"the judge's template has {{{min(missing)}}}, but an example has no such column")
             given = {name: _without(control, _plain(columns[name])) for name in fields - {"principle"}}
             texts.append(template.format(**given, principle=principle))
         ids = _encoded(model, texts)
-        prompts, groups = _shared(ids, common_group_size([row["prompt"] for row in rows]))
+        prompts, groups = _shared(ids, common_group_size([example["prompt"] for example in examples]))
         return score_batches(score, prompts, groups, batch_size=batch_size)
 
     return judge
@@ -214,15 +215,15 @@ def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: An
 
     def total(tokens: jax.Array) -> jax.Array:
         # Over all tokens the softmax has one denominator, which the difference does without.
-        rows = policy.unembedding(params)[tokens]
-        return jax.nn.logsumexp(jnp.einsum("ngd,yd->ngy", last, rows, preferred_element_type=jnp.float32), axis=-1)
+        words = policy.unembedding(params)[tokens]
+        return jax.nn.logsumexp(jnp.einsum("ngd,yd->ngy", last, words, preferred_element_type=jnp.float32), axis=-1)
 
     return total(yes) - total(no)
 
 
-def _single_tokens(tokenizer: Any, spellings: Sequence[str]) -> list[int]:
+def _single_tokens(tokenizer: Any, spellings: Sequence[str], vocab_size: int) -> list[int]:
     encoded = [encode_completion(tokenizer, spelling) for spelling in spellings]
-    found = {ids[0] for ids in encoded if len(ids) == 1} - {tokenizer.unk_token_id}
+    found = {ids[0] for ids in encoded if len(ids) == 1 and ids[0] < vocab_size} - {tokenizer.unk_token_id}
     if not found:
         raise UsageError(f"none of {list(spellings)} is one token of the judge's tokenizer: give a word that is")
     return sorted(found)
@@ -255,6 +256,7 @@ def _encoded(model: Pretrained, texts: Sequence[str]) -> list[list[int]]:
     if encoded.dropped:
         raise UsageError("a text for the judge is empty for its tokenizer: look at the template")
     ids = encoded.token_ids
+    check_ids(ids, model.config.vocab_size)
     longest, most = max(map(len, ids)), model.config.max_position_embeddings
     if most and longest > most:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""A reward model as a reward: any loop that calls reward(rows, completions) can be given one.
+"""A reward model as a reward: any loop that calls reward(examples, completions) can be given one.
 
 GRPOTrainer(model=..., reward_model=load_reward_model(folder))
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax.data.text import encode_completion, encode_prompts
+from grpo_jax.data.text import check_ids, encode_completion, encode_prompts
 from grpo_jax.data.types import Completion, Example, Reward, pad_completions, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads
@@ -32,9 +32,9 @@ class RewardModel(NamedTuple):
     eos_ids: tuple[int, ...]
     folder: Path  # of tokenizer and configuration
 
-    def __call__(self, rows: Sequence[Example], completions: Sequence[str]) -> list[float]:
+    def __call__(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """The score of each completion."""
-        return reward_function(self)(rows, completions)  # type: ignore[arg-type, return-value]
+        return reward_function(self)(examples, completions)  # type: ignore[arg-type, return-value]
 
 
 def load_reward_model(name: str | Path, **options: Any) -> RewardModel:
@@ -50,7 +50,8 @@ def load_reward_model(name: str | Path, **options: Any) -> RewardModel:
     Raises:
       UsageError: what is missing or not supported, in one sentence.
     """
-    return RewardModel(*load_pretrained(name, head=True, **options))
+    loaded = load_pretrained(name, head=True, **options)
+    return RewardModel(loaded.config, loaded.params, loaded.tokenizer, loaded.eos_ids, loaded.folder)
 
 
 def save_reward_model(folder: str | Path, model: RewardModel, **options: Any) -> Path:
@@ -77,7 +78,7 @@ def reward_function(
     max_prompt_tokens: int | None = None,
     max_tokens: int | None = None,
 ) -> Reward:
-    """The model as a function of (rows, completions).
+    """The model as a function of (examples, completions).
 
     A prompt is computed once for completions that stand together, as those of a group do. Their token ids are used
     where the model's own tokenizer reads the same text from them, so that nothing is encoded again where policy and
@@ -102,13 +103,14 @@ def reward_function(
         if size is not None and size < 1:
             raise UsageError(f"{name} is {size}: it must be at least 1")
 
-    def reward(rows: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
+    def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         if not completions:
             return []
-        group_size = common_group_size([row["prompt"] for row in rows])
-        firsts = [row["prompt"] for row in rows[::group_size]]
+        group_size = common_group_size([example["prompt"] for example in examples])
+        firsts = [example["prompt"] for example in examples[::group_size]]
         prompts = _prompt_ids(model, firsts, max_prompt_tokens)
         answers = [_ids(model, completion)[:max_tokens] for completion in completions]
+        check_ids([*prompts, *answers], model.config.vocab_size)
         groups = [answers[start : start + group_size] for start in range(0, len(answers), group_size)]
 
         def score(*arrays: Any) -> jax.Array:

@@ -41,6 +41,8 @@ def score_completions(
     answers = [component.reward(examples, completions) for component in named.values()]
     if any(inspect.isawaitable(answer) for answer in answers):
         answers = asyncio.run(_gather(answers))
+    # Not functional.combine_rewards: these are numbers of the host. And a NaN that a function returned has to be seen,
+    # where there a NaN says that a reward does not apply.
     total, applicable = np.zeros(len(completions), np.float32), np.zeros(len(completions), bool)
     components = {}
     for (name, component), answer in zip(named.items(), answers, strict=True):

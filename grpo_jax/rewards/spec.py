@@ -26,7 +26,7 @@ _SPEC = re.compile(
     r"(?P<function>[^()*=]+?)\s*(?:\((?P<arguments>.*)\))?",
     re.DOTALL,
 )
-_BUILTIN = ("exact_answer", "gsm8k_answer", "math_answer", "matches", "length", "overlong", "repetition")
+_BUILTIN = ("exact_answer", "gsm8k_answer", "math_answer", "matches", "length", "overlong_penalty", "repetition")
 
 
 class Spec(NamedTuple):

@@ -85,7 +85,7 @@ def use_cache(folder: Path | None = None) -> None:
     Raises:
       UsageError: the folder cannot be written to. JAX then compiles as it does without a cache.
     """
-    if getattr(jax.config, "jax_compilation_cache_dir", None):
+    if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         return
     try:
         folder = folder or cache_folder()
@@ -116,7 +116,6 @@ def _count(event: str, **_: str | int) -> None:
 
 
 def _count_timed(event: str, duration_secs: float, **_: str | int) -> None:
-    del duration_secs
     _count(event)
 
 

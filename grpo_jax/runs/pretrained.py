@@ -104,10 +104,14 @@ def load_model(options: ModelOptions, *, seed: int, pretrained: Pretrained | Non
 def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> None:
     """Puts into the run what `grpo_jax.runs.export` needs besides a checkpoint: the model's folder without the weights.
 
+    Says the notes of the model.
+
     Raises:
       UsageError: the run is resumed, and its frozen base is no longer the one that it started from.
     """
     pretrained, lora = loaded.pretrained, None
+    for note in pretrained.notes:
+        run.warn_once(note, note)
     if options.lora_rank:
         # A hub id stays one, so that the adapter can be used elsewhere.
         base = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
@@ -149,8 +153,8 @@ def load_run(
     trained = restore(folder, phase, step, base=base, **overrides)
     source = folder / "model"
     tokenizer = huggingface.load_tokenizer(source)
-    ids = huggingface.eos_ids(source, tokenizer)
-    return Pretrained(trained.config, trained.merged(), tokenizer, ids, source), trained.step
+    ids, notes = huggingface.eos_ids(source, tokenizer, trained.config.vocab_size)
+    return Pretrained(trained.config, trained.merged(), tokenizer, ids, source, notes), trained.step
 
 
 class Trained(NamedTuple):

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.data.rows import batches, check_messages, column, kind_of, place
-from grpo_jax.data.text import Encoded, Message, Overlong, encode_prompts
+from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts
 from grpo_jax.data.types import Answer, Prompts, Reward, Rewards, check_num_prompts, pad_prompts
 from grpo_jax.errors import UsageError
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, padding_id
 
 
 def text_task(
@@ -109,10 +109,8 @@ def text_task(
     check_num_prompts(num_prompts, len(order))
     batch = batches(len(order), num_prompts, seed)
     width = max(len(ids) for ids in train.token_ids + out.token_ids)
-    largest = max(max(ids) for ids in train.token_ids + out.token_ids)
-    if largest >= vocab_size:
-        raise UsageError(f"the tokenizer writes token {largest}, but the model has {vocab_size}: use the model's own")
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    check_ids(train.token_ids + out.token_ids, vocab_size)
+    pad_id = padding_id(tokenizer, vocab_size)
 
     def padded(encoded: Encoded, chosen: Sequence[_Item], numbers: Iterable[int]) -> Prompts:
         numbers = list(numbers)

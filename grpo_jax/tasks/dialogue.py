@@ -53,7 +53,9 @@ def taken_up(examples: Sequence[Example], completions: Sequence[Completion]) -> 
     Returns:
       One number for each.
     """
-    return [_taken_up(_plain(row["question"]), answer) for row, answer in zip(examples, completions, strict=True)]
+    return [
+        _taken_up(_plain(example["question"]), answer) for example, answer in zip(examples, completions, strict=True)
+    ]
 
 
 def _taken_up(asked: str, answer: Completion) -> float | None:
@@ -80,7 +82,9 @@ def candid(examples: Sequence[Example], completions: Sequence[str]) -> list[floa
     Returns:
       One number for each.
     """
-    return [_candid(_plain(row["question"]), _plain(text)) for row, text in zip(examples, completions, strict=True)]
+    return [
+        _candid(_plain(example["question"]), _plain(text)) for example, text in zip(examples, completions, strict=True)
+    ]
 
 
 def _candid(asked: str, text: str) -> float:

@@ -37,9 +37,9 @@ class TaskOptions:
     data: str = ""
     """Where the rows of gsm8k or math are: a folder, a file, or an id on the hub; needed for math."""
     reward: tuple[str, ...] = ()
-    """Rewards, each as name=weight*function(argument=value), of which the function alone is needed: file.py:function of
-    your own, or exact_answer, gsm8k_answer, math_answer, matches, length, overlong, repetition. A weight of 0 only
-    watches. Needed for your own rows."""
+    """Rewards, each as name=weight*function(argument=value); the function alone is enough. It is file.py:function of
+    your own, or exact_answer, gsm8k_answer, math_answer, matches, length, overlong_penalty or repetition. A reward of
+    weight 0 is logged and not learned from. Needed for your own rows."""
     prompt_column: str = "prompt"
     """Column of your own rows with the prompt: text, or a list of chat messages."""
     template: str | None = None

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.text import Encoded, Overlong, encode_prompts
+from grpo_jax.data.text import Encoded, Overlong, check_ids, encode_prompts
 from grpo_jax.data.types import Example, Prompts, check_num_prompts, pad_prompts, rng
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, padding_id
 
 HAPPY_WORDS = frozenset(
     ("happy", "smiled", "laughed", "love", "loved", "hug", "hugged", "fun", "joy", "glad", "cheerful", "giggled")
@@ -59,7 +59,8 @@ def stories_task(
     openings, heldout = encoded(_openings(ANIMALS, NAMES)), encoded(_openings(HELDOUT_ANIMALS, HELDOUT_NAMES))
     check_num_prompts(num_prompts, len(openings.kept))
     width = max(len(ids) for ids in openings.token_ids + heldout.token_ids)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    check_ids(openings.token_ids + heldout.token_ids, vocab_size)
+    pad_id = padding_id(tokenizer, vocab_size)
 
     def padded(chosen: Encoded, numbers: Sequence[int] | np.ndarray) -> Prompts:
         examples = [{"prompt": chosen.texts[i]} for i in numbers]

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, rng
 
@@ -21,6 +21,12 @@ class Task(NamedTuple):
     open_ended: bool = False  # completions are meant to be cut at max_tokens
     notes: tuple[str, ...] = ()  # what a user should know of the prompts, such as how many were dropped
     answer: Answer | None = None  # what completions vote on (maj@n), where it makes sense
+
+
+def padding_id(tokenizer: Any, vocab_size: int) -> int:
+    """The tokenizer's padding, or 0 where the model has no such token. Masks decide what is padding, so any id does."""
+    own = tokenizer.pad_token_id
+    return own if own is not None and own < vocab_size else 0
 
 
 def random_reward(seed: int) -> Reward:

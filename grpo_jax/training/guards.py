@@ -21,15 +21,22 @@ def check_task(task: Task) -> None:
     """Refuses a task whose completions could never end.
 
     Raises:
-      UsageError: no ids that end a completion, or ids outside the vocabulary.
+      UsageError: the model can sample no token that ends a completion, or a prompt has a token that it does not know.
     """
     if not task.eos_ids:
         raise UsageError("the tokenizer has no EOS token, so no completion could end: name one in its eos_token")
-    ids = [*task.eos_ids, task.pad_id, task.heldout.ids.max(initial=0)]
-    if min(ids) < 0 or max(ids) >= task.vocab_size:
+    last = task.vocab_size - 1
+    if not any(0 <= eos_id <= last for eos_id in task.eos_ids):
         raise UsageError(
-            f"EOS {task.eos_ids}, padding {task.pad_id} or a prompt is outside the model's vocabulary of "
-            f"{task.vocab_size}: tokenizer and model do not belong together"
+            f"the model has the tokens 0 to {last}, and no EOS among {task.eos_ids}, so no completion could end: take "
+            "the model's own tokenizer"
+        )
+    if not 0 <= task.pad_id <= last:
+        raise UsageError(f"pad_id is {task.pad_id}, but the model has the tokens 0 to {last}: take one of these")
+    largest = task.heldout.ids.max(initial=0)
+    if largest > last:
+        raise UsageError(
+            f"a prompt has token {largest}, but the model has the tokens 0 to {last}: take the model's own tokenizer"
         )
 
 

@@ -13,8 +13,8 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import (
     PairJudge,
     Preference,
+    ask_judge,
     encode_preferences,
-    judged,
     read_preferences,
     write_preferences,
 )
@@ -65,7 +65,7 @@ def train_online(
 ) -> tuple[TrainState, RewardModel]:
     """Trains a policy on a reward model that is trained along, continuing where the run was left.
 
-    Each round samples pairs of the policy, has them judged, trains the reward model on with them and a share of the
+    Each round samples pairs of the policy, has them ask_judge, trains the reward model on with them and a share of the
     earlier ones, and the policy with it. The rounds of a policy are one phase: optimizer, noise and prompts go on. What
     the judge said is kept in the run's preferences/, so that it is asked once whatever happens.
 
@@ -104,9 +104,9 @@ def train_online(
                 _rollouts(n, config) for n in online.labels[:number]
             )
             pairs = sample_pairs(programs, current, task, config, labels, first=first)
-            write_preferences(file, judged(*pairs, judge))
+            write_preferences(file, ask_judge(*pairs, judge))
         new, _ = read_preferences(file)
-        again = replayed(old, online.replay_share, seed=config.seed)
+        again = draw_replay(old, online.replay_share, seed=config.seed)
         fit = SupervisedConfig(
             steps=online.epochs * labels // online.num_pairs,
             learning_rate=online.learning_rate,
@@ -159,7 +159,7 @@ def sample_pairs(
       first: index of the rollout to begin with, of the task's prompts and of the noise.
 
     Returns:
-      Rows, first completions and second ones.
+      Examples, first completions and second ones.
 
     Raises:
       UsageError: four times as many rollouts as should do hold no such number.
@@ -169,10 +169,10 @@ def sample_pairs(
     for index in range(first, first + _rollouts(number, config)):
         prompts, noise = task.prompts(index), noise_of(config.seed, LABELLING, index)
         completions = programs.sampler.complete(params, prompts, numbers, temperature, noise)
-        for row, group in zip(prompts.examples, decode_groups(completions, task), strict=True):
+        for example, group in zip(prompts.examples, decode_groups(completions, task), strict=True):
             pairs = zip(group[::2], group[1::2], strict=False)
             found += [
-                (row, one, other)
+                (example, one, other)
                 for one, other in pairs
                 if one.strip() and other.strip() and one.strip() != other.strip()
             ]
@@ -185,7 +185,7 @@ def sample_pairs(
     )
 
 
-def replayed(preferences: Sequence[Preference], share: float, *, seed: int) -> list[Preference]:
+def draw_replay(preferences: Sequence[Preference], share: float, *, seed: int) -> list[Preference]:
     """A share of the preferences, drawn without replacement."""
     chosen = rng(seed, len(preferences)).permutation(len(preferences))[: round(share * len(preferences))]
     return [preferences[i] for i in chosen]
@@ -209,6 +209,7 @@ def _fitted(
         eos_ids=model.eos_ids,
         max_prompt_tokens=widths[0],
         max_tokens=widths[1],
+        vocab_size=model.config.vocab_size,
     )
     for note in pairs.notes:
         run.warn_once(f"{phase} {note}", f"{phase}: {note}")

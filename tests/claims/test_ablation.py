@@ -162,6 +162,6 @@ def test_every_table_has_its_controls(tmp_path):
     subprocess.run([*command, *folders], check=True)
     bench = Bench(Config(preset="smoke", run_dir=tmp_path / "runs"))
     for name in reproduce.QUESTIONS:
-        finding = findings.kept(bench, name).finding
+        finding = findings.read_answer(bench, name).finding
         assert list(finding.rows)[:2] == [START, COIN]
         assert finding.claims

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.claims import annotators, groups
-from experiments.claims.enumeration import grow, quality
+from experiments.claims.enumeration import all_completions, quality
 from grpo_jax.config import recipe
 from grpo_jax.data.types import pad_prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end
@@ -26,7 +26,7 @@ PROMPTS = pad_prompts([[0, 1], [1]], [{}, {}], width=2, pad_id=PAD)
 
 @pytest.fixture(scope="module")
 def tree():
-    return grow(POLICY, PARAMS, PROMPTS, length=T, eos_id=EOS, pad_id=PAD)
+    return all_completions(POLICY, PARAMS, PROMPTS, length=T, eos_id=EOS, pad_id=PAD)
 
 
 def by_hand(tree, rewards, estimates):
@@ -118,21 +118,21 @@ def test_groups_are_put_together_and_teach():
     logprobs = np.full((2, 6, 1), -1.0, np.float32)
     drawn = Completions(ids % V, ids >= 0, logprobs, None, right)
     numbered = drawn._replace(completion_ids=ids)
-    mixed = groups.with_right(numbered, right, 2, 4)
+    mixed = groups.groups_with_right(numbered, right, 2, 4)
     np.testing.assert_array_equal(mixed.completion_ids[..., 0], [[1, 3, 0, 2], [0, 1, 2, 3]])
 
-    teach = groups.make_teacher(POLICY, recipe(kl_coef=0.0))
-    mixed, rewards = groups.with_right(drawn, right, 2, 4), np.array([[1.0, 1, 0, 0], [0.5] * 4], np.float32)
-    lesson = teach(PARAMS, PROMPTS.ids, PROMPTS.mask, mixed, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32))
-    np.testing.assert_allclose(lesson.advantages, [[0.866, 0.866, -0.866, -0.866], [0] * 4], atol=1e-3)
-    assert lesson.norms[0] > 0.01
-    assert lesson.norms[1] == 0  # equal rewards teach exactly nothing
-    assert np.linalg.norm(lesson.gradients[0]) == pytest.approx(lesson.norms[0], rel=1e-5)
-    assert groups.cosine(*lesson.gradients) == pytest.approx(1)
+    teach = groups.make_gradients(POLICY, recipe(kl_coef=0.0))
+    mixed, rewards = groups.groups_with_right(drawn, right, 2, 4), np.array([[1.0, 1, 0, 0], [0.5] * 4], np.float32)
+    found = teach(PARAMS, PROMPTS.ids, PROMPTS.mask, mixed, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32))
+    np.testing.assert_allclose(found.advantages, [[0.866, 0.866, -0.866, -0.866], [0] * 4], atol=1e-3)
+    assert found.norms[0] > 0.01
+    assert found.norms[1] == 0  # equal rewards teach exactly nothing
+    assert np.linalg.norm(found.gradients[0]) == pytest.approx(found.norms[0], rel=1e-5)
+    assert groups.cosine(*found.gradients) == pytest.approx(1)
 
 
 def test_signal_and_noise_are_without_bias():
     # Two prompts, with gradients 2 and 4, and −1 and 3: their means are 3 and 1, |mean|² is 3 · 1, and the noise
     # (½ · 2² + ½ · 4²) / 2 = 5.
-    lesson = groups.Lesson(np.zeros((4, 2)), np.array([2.0, 4.0, 1.0, 3.0]), np.array([[3.0], [1.0]]))
-    assert groups.signal(lesson) == pytest.approx(3 / 5)
+    found = groups.GroupGradients(np.zeros((4, 2)), np.array([2.0, 4.0, 1.0, 3.0]), np.array([[3.0], [1.0]]))
+    assert groups.signal(found) == pytest.approx(3 / 5)

@@ -5,15 +5,15 @@ import math
 import pytest
 
 from experiments.common import over_seeds
-from grpo_jax.statistics import of_runs
+from grpo_jax.statistics import interval_over_runs
 
 
 def test_the_interval_of_runs_is_students():
     # mean 2, standard deviation 1, t of two degrees of freedom at 97.5% is 4.3027
     margin = 4.3027 / math.sqrt(3)
-    assert of_runs([1.0, 2.0, 3.0]) == pytest.approx((2, 2 - margin, 2 + margin), abs=1e-4)
-    assert of_runs([5.0]).mean == 5
-    assert math.isnan(of_runs([5.0]).low)
+    assert interval_over_runs([1.0, 2.0, 3.0]) == pytest.approx((2, 2 - margin, 2 + margin), abs=1e-4)
+    assert interval_over_runs([5.0]).mean == 5
+    assert math.isnan(interval_over_runs([5.0]).low)
 
 
 def test_methods_are_compared_seed_by_seed():

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from experiments import hh_rlhf as experiment
-from experiments.judging import correlation, judged, picked
+from experiments.judging import best_answers, correlation, prompt_numbers
 from grpo_jax.data.packing import pack, packed_pieces
-from grpo_jax.data.preferences import Preference, opening, parts_of, question
+from grpo_jax.data.preferences import Preference, opening, question, split_by_dialogue
 from grpo_jax.data.types import Completion
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -33,13 +33,13 @@ LATER = FIRST + " no idea.\n\nHuman: and the bridge?\n\nAssistant:"
 def test_what_continues_a_dialogue_is_in_the_part_of_its_opening():
     pairs = [Preference(turn.format(i), "a", "b") for i in range(60) for turn in (FIRST, LATER)]
     pairs += [Preference([{"role": "user", "content": f"hello {i}"}], "a", "b") for i in range(30)]
-    parts = parts_of(pairs, 3)
+    parts = split_by_dialogue(pairs, 3)
     assert sorted(repr(pair) for part in parts for pair in part) == sorted(map(repr, pairs))
     assert all(30 < len(part) < 70 for part in parts)
     openings = [{repr(opening(pair.prompt)) for pair in part} for part in parts]
     assert sum(map(len, openings)) == len(set.union(*openings))
     with pytest.raises(UsageError, match="do not fill 3 parts"):
-        parts_of(pairs[:2], 3)
+        split_by_dialogue(pairs[:2], 3)
 
 
 def test_the_question_is_what_was_said_last():
@@ -96,15 +96,15 @@ def test_scores_are_in_deviations_of_the_start_and_wins_are_over_all_pairs():
     # Within prompts the start's score is twice the length: slope 2, and its deviation is sqrt(5).
     start = answers([[0, 2], [4, 6]], [[1, 2], [1, 2]])
     ours = answers([[2, 3], [0, 0]], [[3, 3], [1, 2]])
-    numbers = judged(ours, start)
+    numbers = prompt_numbers(ours, start)
     assert numbers["judge"] == pytest.approx((np.array([2.5, 0]) - 3) / np.sqrt(5))
     assert numbers["learned"] == pytest.approx((3 - np.array([2.5, 0])) / np.sqrt(5))
     assert numbers["win_rate"] == pytest.approx([3.5 / 4, 0])
     assert numbers["by_length"] == pytest.approx([2 / np.sqrt(5) * 1.5, 0])
     assert np.isnan(numbers["taken_up"]).all()
-    assert judged(start, start)["win_rate"] == pytest.approx(0.5)
+    assert prompt_numbers(start, start)["win_rate"] == pytest.approx(0.5)
     assert correlation(start["length"], start["judge"]) == pytest.approx(1)
-    shortest = picked(start, -start["length"])
+    shortest = best_answers(start, -start["length"])
     assert shortest["judge"].tolist() == [[0], [4]]
 
 

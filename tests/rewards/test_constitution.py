@@ -159,7 +159,7 @@ def test_a_policy_is_rewarded_by_itself_as_it_was_and_each_principle_is_logged(m
         (lambda model: model_judge(model, **(OPTIONS | {"template": "{principle}"})), "no {completion}"),
         (lambda model: model_judge(model, **(OPTIONS | {"template": "{principle"})), "cannot be read"),
         (lambda model: model_judge(model, **OPTIONS, batch_size=0), "batch_size is 0"),
-        (lambda model: model_judge(model, **OPTIONS)("1", [{}], ["1"]), "{prompt}, but a row has no such column"),
+        (lambda model: model_judge(model, **OPTIONS)("1", [{}], ["1"]), "{prompt}, but an example has no such column"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(model, call, message):

@@ -697,17 +697,17 @@ def test_length_counts_the_ending_token():
             builtin.length(**wrong)
 
 
-def test_overlong_is_the_function_of_arrays():
+def test_overlong_penalty_is_the_function_of_arrays():
     completions = [sampled(n, truncated=n == 100) for n in range(101)]
     lengths = [min(n + 1, 100) for n in range(101)]
     expected = overlong_penalty(jnp.array(lengths), max_length=100, buffer=20)
-    rewards = builtin.overlong(max_length=100, buffer=20)([{}] * 101, completions)
+    rewards = builtin.overlong_penalty(max_length=100, buffer=20)([{}] * 101, completions)
     np.testing.assert_allclose(rewards, expected, atol=1e-6)
     assert rewards[79] == 0.0  # 80 tokens
     assert rewards[80] == pytest.approx(-0.05)
     assert rewards[100] == -1.0
     with pytest.raises(UsageError, match="buffer is 0"):
-        builtin.overlong(max_length=100, buffer=0)
+        builtin.overlong_penalty(max_length=100, buffer=0)
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_a_prompt_is_text_or_messages(prompt, sentence):
         ({"heldout_rows": [{"text": "x"}]}, "held-out row 0 has no column prompt: its columns are text"),
         ({"prompt_column": "question"}, "row 0 has no column question: its columns are prompt, number"),
         ({"system": "Be"}, "a system message needs chat messages"),
-        ({"vocab_size": ord("w")}, "the tokenizer writes token 119, but the model has 119: use the model's own"),
+        ({"vocab_size": ord("w")}, "the tokenizer writes token 119, but the model has the tokens 0 to 118: take the"),
         ({"heldout_rows": WORDS}, "no prompt is left for training among 100 rows"),
     ],
 )

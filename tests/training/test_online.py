@@ -9,7 +9,7 @@ import pytest
 
 from experiments import online_preference as experiment
 from grpo_jax.config import recipe
-from grpo_jax.data.preferences import Preference, bradley_terry_judge, judged, read_preferences, write_preferences
+from grpo_jax.data.preferences import Preference, ask_judge, bradley_terry_judge, read_preferences, write_preferences
 from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -23,7 +23,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks import letters
 from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.online import OnlineConfig, replayed, sample_pairs, train_online
+from grpo_jax.training.online import OnlineConfig, draw_replay, sample_pairs, train_online
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
 POLICY = decoder_policy(MODEL)
@@ -49,7 +49,7 @@ def test_what_a_judge_says_becomes_preferences_and_a_file_of_them(tmp_path):
         asked.append([row["prompt"] for row in rows])
         return [True, None, np.False_]
 
-    found = judged(rows, ["x", "x", "x"], ["y", "y", "y"], judge)
+    found = ask_judge(rows, ["x", "x", "x"], ["y", "y", "y"], judge)
     assert found == [Preference("a:", "x", "y"), Preference("c:", "y", "x")]
     assert asked == [["a:", "b:", "c:"]]
     write_preferences(tmp_path / "new/pairs.jsonl", found)
@@ -59,7 +59,7 @@ def test_what_a_judge_says_becomes_preferences_and_a_file_of_them(tmp_path):
 @pytest.mark.parametrize("answer", [[True], [0.7, 0.2], ["a", "b"]])
 def test_a_judge_who_says_anything_else_is_refused(answer):
     with pytest.raises(UsageError, match="the judge must return True, False or None for each of 2 pairs") as error:
-        judged([{"prompt": "a"}] * 2, ["x", "y"], ["z", "z"], lambda *pairs: answer)
+        ask_judge([{"prompt": "a"}] * 2, ["x", "y"], ["z", "z"], lambda *pairs: answer)
     assert "\n" not in str(error.value)
 
 
@@ -102,11 +102,11 @@ def test_a_policy_that_says_one_thing_has_no_pairs():
 
 def test_a_share_of_the_old_pairs_comes_along_each_once():
     old = [Preference(str(i), "a", "b") for i in range(30)]
-    again = replayed(old, 0.1, seed=0)
+    again = draw_replay(old, 0.1, seed=0)
     assert len(again) == len(set(again)) == 3
     assert set(again) <= set(old)
-    assert replayed(old, 0.0, seed=0) == replayed([], 0.1, seed=0) == []
-    assert sorted(replayed(old, 1.0, seed=0)) == sorted(old)
+    assert draw_replay(old, 0.0, seed=0) == draw_replay([], 0.1, seed=0) == []
+    assert sorted(draw_replay(old, 1.0, seed=0)) == sorted(old)
 
 
 # ---- the loop

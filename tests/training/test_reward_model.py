@@ -15,14 +15,14 @@ from experiments import reward_model as experiment
 from grpo_jax import GRPOTrainer
 from grpo_jax.config import recipe
 from grpo_jax.data.preferences import (
+    EncodedPairs,
     Preference,
     encode_preferences,
     parse_transcripts,
     read_preferences,
     split_preferences,
-    synthetic_pairs,
 )
-from grpo_jax.data.types import Completion, Component
+from grpo_jax.data.types import Completion, Component, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import bradley_terry_loss
 from grpo_jax.models import heads
@@ -182,6 +182,52 @@ def test_the_transcripts_of_hh_are_read_but_for_nine():
 
 
 # ---- loss and training
+
+
+def synthetic_pairs(
+    number: int,
+    *,
+    seed: int,
+    vocab_size: int = 16,
+    prompt_tokens: int = 3,
+    max_tokens: int = 8,
+    scale: float = 1.0,
+) -> tuple[EncodedPairs, np.ndarray]:
+    """Pairs whose utility is known: u = Σₜ w(oₜ), and P(first chosen) = σ(u₁ − u₂) (Bradley and Terry).
+
+    The utility of tokens is the same for every seed.
+
+    Args:
+      number: M.
+      seed: of prompts, answers and choices.
+      vocab_size: of ids from 0.
+      prompt_tokens: at most, at least 1; they do not count.
+      max_tokens: of an answer; it has at least 1.
+      scale: of w ~ N(0, scale²).
+
+    Returns:
+      The pairs, and P(chosen preferred) of each, `[M]`: no predictor can be right more often than the one that is
+      right where this is above ½.
+    """
+    generator, utility = rng(seed, 1), rng(0, 2).normal(0, scale, vocab_size)
+
+    def text(longest: int) -> list[int]:
+        return generator.integers(0, vocab_size, generator.integers(1, longest + 1)).tolist()
+
+    prompts: list[list[int]] = []
+    answers: list[tuple[list[int], list[int]]] = []
+    probabilities: list[float] = []
+    while len(answers) < number:
+        prompt, first, second = text(prompt_tokens), text(max_tokens), text(max_tokens)
+        if first == second:
+            continue
+        probability = 1 / (1 + np.exp(utility[second].sum() - utility[first].sum()))
+        if generator.random() > probability:
+            first, second, probability = second, first, 1 - probability
+        prompts.append(prompt)
+        answers.append((first, second))
+        probabilities.append(probability)
+    return EncodedPairs(prompts, answers, [0.0] * number), np.array(probabilities)
 
 
 def test_the_gradient_of_a_pair_is_bradley_and_terrys():

@@ -108,7 +108,7 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
         ({"mask_truncated": 1}, "mask_truncated is 1: it must be True or False"),
         ({"lora_targets": "q_proj"}, "lora_targets is 'q_proj': give a list"),
         ({"preset": "gppo"}, "preset is 'gppo': choose among grpo, rank"),
-        ({"reward_model": 1.0}, r"reward_model must be called as reward\(rows, completions\)"),
+        ({"reward_model": 1.0}, r"reward_model must be called as reward\(examples, completions\)"),
         ({"reward_model": lambda completions: 0}, "reward_model must be called"),
         ({"reward_model": {}}, "reward_model is empty"),
         ({"reward_model": {"a": 1.0}}, "reward_model must be called"),

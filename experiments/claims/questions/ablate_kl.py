@@ -12,7 +12,7 @@ method, and a policy that hardly leaves its start at 1. Five minutes for the cpu
 
 import numpy as np
 
-from experiments.claims.ablation import COIN, START, Bench, Runs, grpo, ppo, smaller
+from experiments.claims.ablation import COIN, START, Bench, Runs, fewer_steps, grpo, ppo
 from experiments.claims.columns import last, minus, table
 from experiments.claims.findings import Claim, Finding, main
 from experiments.claims.testbeds import WORDS
@@ -28,8 +28,10 @@ def score(runs: Runs) -> np.ndarray:
 def measure(bench: Bench) -> Finding:
     settings = {f"GRPO, β {beta:g}": grpo(kl_coef=beta) for beta in BETAS}
     settings |= {f"PPO, β {beta:g}": ppo(kl_coef=beta) for beta in BETAS}
-    base = grpo(WORDS).but(**smaller(bench))
-    words = {f"words, {COIN}": base.but(coin=1.0)} | {f"words, β {beta:g}": base.but(kl_coef=beta) for beta in BETAS}
+    base = grpo(WORDS).changed(**fewer_steps(bench))
+    words = {f"words, {COIN}": base.changed(coin=1.0)} | {
+        f"words, β {beta:g}": base.changed(kl_coef=beta) for beta in BETAS
+    }
     columns = {"score": score, "KL": last("kl")}
     rows = table(bench.runs({COIN: grpo(coin=1.0)} | settings), columns, start="GRPO, β 0.01")
     of_words = table(bench.runs(words), columns, start="words, β 0.01")

@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments.claims import annotators as A
 from experiments.claims.ablation import COIN, START, Bench
-from experiments.claims.columns import by_seed, minus
+from experiments.claims.columns import merge_seeds, minus
 from experiments.claims.findings import Claim, Finding, main
 
 SPREADS, NOISE = {"small": 0.25, "medium": 0.5, "large": 1.0}, 0.5
@@ -29,14 +29,14 @@ VIEWS = {"scores": A.as_given, "ranks": A.ranks, "advantages": A.standardised}
 
 
 def measure(bench: Bench) -> Finding:
-    found, fitted = zip(*(of_seed(seed) for seed in bench.seeds), strict=True)
+    found, fitted = zip(*(seed_rows(seed) for seed in bench.seeds), strict=True)
     spread, noise = np.mean(fitted, axis=0)[:2]
-    rows = by_seed(found)
+    rows = merge_seeds(found)
 
     def lead(name: str) -> np.ndarray:
         return np.subtract(rows[name]["ranks"], rows[name]["scores"])
 
-    def of_000(words: str, measure: str, column: str, low: float, high: float = np.inf) -> Claim:
+    def claim_of_000(words: str, measure: str, column: str, low: float, high: float = np.inf) -> Claim:
         return Claim("000, Noise Robustness", words, measure, rows["fitted"][column], low, high)
 
     removed = "normalization within groups removes this sensitivity"
@@ -45,10 +45,10 @@ def measure(bench: Bench) -> Finding:
     claims = [
         Claim("000, Noise Robustness", "relative ordering is more reliable", "ranks − scores, no spread", lead(START)),
         Claim("000, the table", "ranks 0.83, scores 0.61", "ranks − scores, large spread", lead("large, noise")),
-        of_000("test-retest reliability of scores 0.54", "scores again, fitted", "scores again", 0.49, 0.59),
-        of_000("test-retest reliability of ranks 0.79", "ranks again, fitted", "ranks again", 0.74, 0.84),
+        claim_of_000("test-retest reliability of scores 0.54", "scores again, fitted", "scores again", 0.49, 0.59),
+        claim_of_000("test-retest reliability of ranks 0.79", "ranks again, fitted", "ranks again", 0.74, 0.84),
         Claim("000, the table", "0.54 again, 0.61 by two annotators", "scores − scores again, fitted", again),
-        of_000("reward model calibration: poor", "error across prompts, fitted", "error across", 0.1),
+        claim_of_000("reward model calibration: poor", "error across prompts, fitted", "error across", 0.1),
         Claim("001, Robust to Reward Scale", removed, "agreement of advantages, large − none", spoilt, -0.05, 0.05),
     ]
     drawn = ["scores", "ranks", "scores again", "ranks again", "error across"]
@@ -56,7 +56,7 @@ def measure(bench: Bench) -> Finding:
     return Finding(rows, claims, drawn, note)
 
 
-def of_seed(seed: int) -> tuple[dict[str, dict[str, float]], A.Kind]:
+def seed_rows(seed: int) -> tuple[dict[str, dict[str, float]], A.Kind]:
     """All rows, with the draws of one seed, and the kind of annotators that fits."""
     draws = A.draw(seed)
     kinds = {START: A.Kind(0.0, NOISE), COIN: A.Kind(0.0, 1.0, sees=0.0)}

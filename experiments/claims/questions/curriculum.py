@@ -18,16 +18,16 @@ near misses where these score. A minute for the cpu preset on two cores.
 import numpy as np
 
 from experiments.claims.ablation import COIN, START, Bench, grpo
-from experiments.claims.columns import by_seed
+from experiments.claims.columns import merge_seeds
 from experiments.claims.findings import Claim, Finding, main
-from experiments.claims.groups import CARRIES, carries, lessons
+from experiments.claims.groups import CARRIES, carries, group_rows
 
 RIGHT, REWARDS = (0, 1, 4, 7, 8), {"": 0.0, ", graded": 1.0}
 
 
 def measure(bench: Bench) -> Finding:
-    found = [lessons(bench, seed, RIGHT, REWARDS) for seed in bench.seeds]
-    rows = by_seed(found)
+    found = [group_rows(bench, seed, RIGHT, REWARDS) for seed in bench.seeds]
+    rows = merge_seeds(found)
     solved = solve_rates(bench)
     unknown = np.full((3, len(found)), np.nan)
     for name, row in rows.items():

@@ -23,7 +23,7 @@ SOURCE = "003, GRPO objective"
 def measure(bench: Bench) -> Finding:
     one = ppo(group_size=1, num_prompts=8 * bench.size.num_prompts)
     settings = {f"GRPO, c {c:g}": grpo(entropy_coef=c) for c in BONUSES}
-    settings |= {f"PPO, c {c:g}": one.but(entropy_coef=c) for c in BONUSES}
+    settings |= {f"PPO, c {c:g}": one.changed(entropy_coef=c) for c in BONUSES}
     runs = bench.runs({COIN: grpo(coin=1.0)} | settings)
     reached = steps_to(0.95 * np.minimum(runs["GRPO, c 0"].final, runs["PPO, c 0"].final))
 

@@ -21,7 +21,7 @@ SOURCE, WORDS = "001, Policy Update", "similar to PPO, but better signal"
 
 def measure(bench: Bench) -> Finding:
     settings = {name: grpo(preset=name, group_size=8, graded=1.0, **REUSED) for name in PRESETS}
-    settings["pass_at_k"] = settings["pass_at_k"].but(graded=0.0)
+    settings["pass_at_k"] = settings["pass_at_k"].changed(graded=0.0)
     settings["ppo"] = ppo(graded=1.0, **REUSED)
     runs = bench.runs({COIN: grpo(coin=1.0, **REUSED)} | settings)
     columns = {"accuracy": accuracy, "on the way": on_the_way, "entropy": last("entropy")}

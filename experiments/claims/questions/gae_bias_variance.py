@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.claims.ablation import COIN, START, Bench, ppo
-from experiments.claims.columns import by_seed, minus
-from experiments.claims.enumeration import grow, quality, rewards_of, values_of
+from experiments.claims.columns import merge_seeds, minus
+from experiments.claims.enumeration import all_completions, quality, rewards_of, values_of
 from experiments.claims.findings import Claim, Finding, main
-from experiments.claims.testbeds import ARITHMETIC, first
+from experiments.claims.testbeds import ARITHMETIC, first_prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.heads import Headed
 from grpo_jax.models.policy import decoder_policy
@@ -36,8 +36,8 @@ gae = jax.jit(generalized_advantages, static_argnames="num_steps")
 
 
 def measure(bench: Bench) -> Finding:
-    found = [of_seed(bench, *both) for both in zip(bench.trained(TRAINED), bench.trained(TOSSED), strict=True)]
-    rows = by_seed(found)
+    found = [seed_rows(bench, *both) for both in zip(bench.trained(TRAINED), bench.trained(TOSSED), strict=True)]
+    rows = merge_seeds(found)
 
     def balanced(words: str, column: str) -> Claim:
         ends = np.minimum(rows["λ 0"][column], rows["λ 1"][column])
@@ -59,10 +59,10 @@ def measure(bench: Bench) -> Finding:
     return Finding(rows, claims, drawn=["bias²", "tilt²", "variance", "error"])
 
 
-def of_seed(bench: Bench, trained: ActorCritic, tossed: ActorCritic) -> dict[str, dict[str, float]]:
+def seed_rows(bench: Bench, trained: ActorCritic, tossed: ActorCritic) -> dict[str, dict[str, float]]:
     """All rows, for the policy of the first."""
-    prompts = first((task := bench.task(TRAINED, 0)).task.heldout, 8)
-    tree = grow(POLICY, trained.policy, prompts, length=MAX_TOKENS, eos_id=EOS_ID, pad_id=PAD_ID)
+    prompts = first_prompts((task := bench.task(TRAINED, 0)).task.heldout, 8)
+    tree = all_completions(POLICY, trained.policy, prompts, length=MAX_TOKENS, eos_id=EOS_ID, pad_id=PAD_ID)
     rewards, mask = rewards_of(task, tree, prompts), jnp.broadcast_to(tree.mask, (8, *tree.mask.shape))
 
     def row(critic: Headed, lam: float, steps: int | None = None) -> dict[str, float]:

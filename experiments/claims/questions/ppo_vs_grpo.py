@@ -39,7 +39,7 @@ COLUMNS = {
 def measure(bench: Bench) -> Finding:
     settings = {"GRPO": grpo(), "PPO": ppo(), ONE: ppo(group_size=1, num_prompts=8 * bench.size.num_prompts)}
     settings[BATCH] = ppo(critic_learning_rate=0.0, gae_lambda=1.0)
-    swept = {(name, rate): settings[name].but(learning_rate=rate) for name in ("GRPO", "PPO") for rate in RATES}
+    swept = {(name, rate): settings[name].changed(learning_rate=rate) for name in ("GRPO", "PPO") for rate in RATES}
     named = {f"{name}, rate {rate:g}": setting for (name, rate), setting in swept.items()}
     runs = bench.runs({COIN: grpo(coin=1.0), f"PPO, {COIN}": ppo(coin=1.0)} | settings | named)
     reached = steps_to(0.95 * np.minimum(runs["GRPO"].final, runs["PPO"].final))

@@ -20,7 +20,7 @@ from itertools import product
 
 import numpy as np
 
-from experiments.claims.ablation import COIN, Bench, grpo, ppo, smaller
+from experiments.claims.ablation import COIN, Bench, fewer_steps, grpo, ppo
 from experiments.claims.columns import Column, last, minus, table
 from experiments.claims.findings import Claim, Finding, main
 from experiments.claims.testbeds import WORDS
@@ -37,11 +37,13 @@ BONUSES: dict[str, dict[str, float]] = {
 def measure(bench: Bench) -> Finding:
     methods = {"PPO": ppo(WORDS), "GRPO": grpo(WORDS), "ranks": grpo(WORDS, "rank")}
     settings = {COIN: grpo(WORDS, coin=1.0)}
-    settings |= {f"{name}, {bonus}": of.but(**paid) for name, of in methods.items() for bonus, paid in BONUSES.items()}
+    settings |= {
+        f"{name}, {bonus}": of.changed(**paid) for name, of in methods.items() for bonus, paid in BONUSES.items()
+    }
     del settings["ranks, constant bonus"]  # an order has none
     for name, bonus in product(methods, ("length bonus", "repetition bonus")):
-        settings[f"{name} without KL, {bonus}"] = methods[name].but(kl_coef=0.0, **BONUSES[bonus])
-    runs = bench.runs({name: setting.but(**smaller(bench)) for name, setting in settings.items()})
+        settings[f"{name} without KL, {bonus}"] = methods[name].changed(kl_coef=0.0, **BONUSES[bonus])
+    runs = bench.runs({name: setting.changed(**fewer_steps(bench)) for name, setting in settings.items()})
     columns: dict[str, Column] = {name: score(k) for k, name in enumerate(("gold", "letters", "repeated"))}
     rows = table(runs, columns | {"reward": last("reward"), "KL": last("kl")}, start="GRPO, gold alone")
 

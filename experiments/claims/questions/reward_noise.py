@@ -39,7 +39,7 @@ METHODS: dict[str, Setting] = {
 
 
 def measure(bench: Bench) -> Finding:
-    settings = {f"{way}: {name}": of.but(**how) for way, how in SPOILT.items() for name, of in METHODS.items()}
+    settings = {f"{way}: {name}": of.changed(**how) for way, how in SPOILT.items() for name, of in METHODS.items()}
     runs = bench.runs({COIN: grpo(coin=1.0)} | settings)
     rows = table(runs, {"accuracy": accuracy, "on the way": on_the_way}, start="clean: GRPO")
 

@@ -7,7 +7,7 @@ compilation; ways take turns, and medians of the rounds count. Expect the row to
 processes and the ordinary loop, and on two cores a little faster than whole runs one after another. About twenty
 minutes.
 
-  python -m experiments.benchmarks.rows
+  python -m experiments.benchmarks.whole_runs
 """
 
 import json
@@ -98,7 +98,7 @@ def make_starts(config: Config, folder: Path) -> None:
 def in_process(config: Config, way: Way, runs: list[int], folder: Path) -> np.ndarray:
     """Held-out accuracies of some runs, by a process of their own."""
     given = json.dumps([config.steps, way, runs, str(folder)])
-    subprocess.run([sys.executable, "-m", "experiments.benchmarks.rows", "--child", given], check=True)
+    subprocess.run([sys.executable, "-m", "experiments.benchmarks.whole_runs", "--child", given], check=True)
     return np.load(folder / "accuracies.npy")
 
 
@@ -177,4 +177,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         child(*json.loads(sys.argv[2]))
     else:
-        main(tyro.cli(Config, prog="python -m experiments.benchmarks.rows", description=__doc__))
+        main(tyro.cli(Config, prog="python -m experiments.benchmarks.whole_runs", description=__doc__))
