@@ -1,4 +1,4 @@
-"""What a run moves between host and devices, what it compiles, and where it may be cut off."""
+"""What a run moves between host and devices, what it compiles, and where it may be cut off or skips."""
 
 import dataclasses
 
@@ -14,6 +14,7 @@ from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder, count_compilations
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs, train
+from grpo_jax.training.learn import minibatch_order
 from grpo_jax.training.parallel import to_devices
 
 N, G, P, T = 4, 2, 3, 5
@@ -185,3 +186,49 @@ def test_a_run_that_is_cut_off_anywhere_ends_the_same(tmp_path, programs, uncut,
     assert params_sha256(state) == digest
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert (tmp_path / name).read_bytes() == (whole.path / name).read_bytes()
+
+
+# ---- what is skipped
+
+
+@pytest.fixture(scope="module")
+def by_prompt():
+    """A run whose minibatches have one prompt each."""
+    config = with_options(CONFIG, minibatches=4)
+    return config, make_programs(POLICY, TASK, config)
+
+
+def test_a_minibatch_that_is_skipped_is_dumped_by_its_number_with_its_prompts(tmp_path, by_prompt):
+    config, programs = by_prompt
+    calls = iter(range(99))
+
+    def broken_once(examples, texts):
+        rewards = threes(examples, texts)
+        if next(calls) == 2:
+            rewards[2 * G] = float("nan")  # of the third prompt
+        return rewards
+
+    _, run = run_whole(tmp_path, programs, config, reward=broken_once)
+    update = np.asarray(minibatch_order(0, 2, N, epochs=1, minibatches=4)).ravel().tolist().index(2)
+    assert [file.name for file in tmp_path.glob("*.npz")] == [f"skipped_grpo_000002_{update + 1}.npz"]
+    dumped = np.load(next(tmp_path.glob("*.npz")))
+    assert dumped["prompts"].tolist() == [2]
+    assert np.isnan(dumped["advantages"]).any(-1).tolist() == [False, False, True, False]
+    np.testing.assert_array_equal(dumped["prompt_ids"], prompts(2).ids)
+    assert dumped["completion_ids"].shape == (N, G, T)
+    assert [line["skipped"] for line in run.lines()] == [0, 0, 1, 0, 0, 0]
+
+
+def test_too_many_in_a_row_end_a_run_one_step_later(tmp_path, by_prompt):
+    config, programs = by_prompt
+    config, calls = with_options(config, max_skipped=6), []
+
+    def broken(examples, texts):
+        calls.append(len(texts))
+        return [float("nan")] * len(texts)
+
+    with pytest.raises(FloatingPointError, match="6 times in a row"):
+        run_whole(tmp_path, programs, config, reward=broken)
+    # The eighth is of the second step, which is read before the third one is rewarded.
+    assert len(calls) == 2
+    assert [line["skipped"] for line in open_run(tmp_path, config).lines()] == [4]
