@@ -26,7 +26,7 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training import guards, learn
 from grpo_jax.training.dynamic_sampling import Sampled, sample_with_spread
 from grpo_jax.training.learn import LEARNED_AXES, SAMPLING, Learned, Method, Scored
-from grpo_jax.training.parallel import bytes_moved, data_parallel, replicate, to_devices, to_host
+from grpo_jax.training.parallel import data_parallel, replicate, take_bytes_moved, to_devices, to_host
 from grpo_jax.training.readable import readable
 from grpo_jax.training.rollout import (
     Rollout,
@@ -153,6 +153,7 @@ def train(
       FloatingPointError: gradients were not finite too many times in a row.
     """
     method, end, logging = programs.method, config.steps if until is None else until, config.logging
+    take_bytes_moved()  # what others moved counts in no line
     for note in task.notes:
         run.warn_once(note, note)
     run.keep_prompts(phase, heldout=fingerprint(task.heldout), first_step=fingerprint(task.prompts(0)))
@@ -336,8 +337,7 @@ def log_times(phase: Phase, iteration: Iteration) -> None:
     rollout, devices = iteration.rollout, phase.programs.sampler.devices
     tokens = int(rollout.prompts.mask.sum() + rollout.completions.completion_mask.sum())
     trained = phase.config.optimizer.epochs * tokens
-    moved = {f"{way}_bytes": count for way, count in bytes_moved.items()}
-    bytes_moved.update(dict.fromkeys(bytes_moved, 0))
+    moved = {f"{way}_bytes": count for way, count in take_bytes_moved().items()}
     phase.run.log_times(
         phase.name,
         iteration.step + 1,

@@ -12,7 +12,7 @@ from grpo_jax.errors import UsageError
 
 AXIS = "data"
 
-# Bytes moved by `to_devices` and `to_host` since the process began.
+# Bytes moved by `to_devices` and `to_host` since they were last taken.
 bytes_moved = {"to_devices": 0, "to_host": 0}
 
 
@@ -105,6 +105,13 @@ def to_host(tree: Any) -> Any:
     """Arrays of the devices as NumPy arrays."""
     bytes_moved["to_host"] += sum(x.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     return jax.tree.map(np.asarray, jax.device_get(tree))
+
+
+def take_bytes_moved() -> dict[str, int]:
+    """Bytes moved to the devices and back since the last call."""
+    taken = dict(bytes_moved)
+    bytes_moved.update(dict.fromkeys(bytes_moved, 0))
+    return taken
 
 
 def replicate(tree: Any, devices: int) -> Any:

@@ -134,11 +134,17 @@ def open_run(path) -> RunFolder:
 
 
 def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_path):
-    programs = make_programs(POLICY, TASK, CONFIG)
+    programs, scored = make_programs(POLICY, TASK, CONFIG), []
+
+    def score(trained, frozen, reference, batch):
+        scored.append(batch.prompt_ids.shape)
+        return programs.score(trained, frozen, reference, batch)
+
     whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
-    expected = train(POLICY, PARAMS, TASK, CONFIG, whole, programs=programs)
+    expected = train(POLICY, PARAMS, TASK, CONFIG, whole, programs=programs._replace(score=score))
     lines = whole.lines()
     assert max(line["rollouts"] for line in lines) > 1
+    assert scored == [(4, 3)] * 6  # the groups that are kept, once a step
     for line in lines:
         assert line["update_zero_spread_share"] == 0 or line["rollouts"] == CONFIG.sampling.max_rollouts
         assert line["tokens"] >= line["rollouts"] * 16  # the cost: all that was sampled counts

@@ -1,0 +1,28 @@
+"""A policy that is a table of bigrams: it compiles at once, for tests of what looks at no model."""
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.policy import Policy
+
+V, D = 7, 5  # tokens, width
+
+
+def states(params, ids):
+    """Of the tokens before."""
+    return jnp.tanh(params["before"])[ids]
+
+
+def hidden(params, prompt_ids, prompt_mask, completion_ids):
+    del prompt_mask
+    last = jnp.broadcast_to(prompt_ids[:, None, -1:], (*completion_ids.shape[:2], 1))
+    return states(params, jnp.concatenate([last, completion_ids[..., :-1]], axis=-1))
+
+
+def prefill(params, prompt_ids, prompt_mask, group_size, max_tokens):
+    del prompt_mask, group_size, max_tokens
+    return states(params, prompt_ids[:, -1]), lambda cache, ids, step: (states(params, ids), cache), ()
+
+
+POLICY = Policy(None, lambda params: params["after"], hidden, prefill)
+PARAMS = {name: jax.random.normal(jax.random.key(number), (V, D)) for number, name in enumerate(["before", "after"])}

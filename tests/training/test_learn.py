@@ -1,0 +1,319 @@
+"""What an iteration computes: which scores it needs, and gradients by hand and over devices."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from bigrams import PARAMS, POLICY, D, V, hidden
+
+from grpo_jax import functional as F
+from grpo_jax.config import PPOConfig, recipe, run_of, with_options
+from grpo_jax.functional.presets import PRESETS
+from grpo_jax.models.heads import Headed
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.grpo import grpo_method
+from grpo_jax.training.learn import minibatch_order, needs_old_logprobs, with_scores
+from grpo_jax.training.loop import compile_programs
+from grpo_jax.training.parallel import replicate, to_devices, to_host
+from grpo_jax.training.ppo import ActorCritic, ppo_method
+from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.state import REWARD_AXES, Batch, RewardArrays, has_weight_decay, init_state, make_optimizer
+from grpo_jax.training.step import choose_microbatches
+
+N, G, P, T = 16, 4, 2, 3
+TASK = Task(None, None, None, None, (0,), 1, V)
+HEAD = jnp.linspace(-1, 1, D)
+
+
+def a_batch(num_prompts: int = N) -> Batch:
+    """Ragged completions, and old and sampled probabilities that are not far from the policy's."""
+    noise = np.random.default_rng(0)
+    shape = num_prompts, G, T
+    ids = noise.integers(0, V, shape).astype(np.int32)
+    mask = np.arange(T) < noise.integers(1, T + 1, (num_prompts, G, 1))
+    batch = Batch(
+        noise.integers(0, V, (num_prompts, P)).astype(np.int32),
+        np.ones((num_prompts, P), bool),
+        ids,
+        mask,
+        noise.uniform(0.8, 1.2, shape[:2]).astype(np.float32),
+        truncated=noise.random(shape[:2]) < 0.3,
+    )
+    scores = jax.device_get(score_completion_tokens(POLICY, PARAMS, batch))
+    near = [scores.logprobs + noise.normal(0, 0.3, shape).astype(np.float32) for _ in range(3)]
+    return batch._replace(
+        sampler_logprobs=near[0],
+        old_logprobs=near[1],
+        ref_logprobs=near[2],
+        old_entropy=scores.entropy,
+        old_values=noise.normal(size=(*shape[:2], T + 1)).astype(np.float32),
+    )
+
+
+def some_rewards(num_prompts: int = N, components: int = 0) -> RewardArrays:
+    """A few of them do not apply."""
+    noise = np.random.default_rng(1)
+    rewards = noise.normal(size=(num_prompts, G)).astype(np.float32)
+    applicable = noise.random((num_prompts, G)) < 0.9
+    if not components:
+        return RewardArrays(rewards, applicable)
+    parts = noise.normal(size=(num_prompts, G, components)).astype(np.float32)
+    parts[~applicable] = np.nan
+    return RewardArrays(rewards, applicable, parts, np.linspace(0.5, 1, components, dtype=np.float32))
+
+
+class Recorded(NamedTuple):
+    """Gradients of the optimizer steps so far, each of which was taken."""
+
+    count: jax.Array
+    gradients: optax.Params  # [U, ...]
+
+
+def recorder(updates: int, rate: float = 0.1) -> optax.GradientTransformation:
+    """Plain descent that remembers."""
+
+    def init(params):
+        return Recorded(jnp.int32(0), jax.tree.map(lambda x: jnp.zeros((updates, *x.shape)), params))
+
+    def update(gradients, state, params=None):
+        del params
+        kept = jax.tree.map(lambda all_, one: all_.at[state.count].set(one), state.gradients, gradients)
+        return jax.tree.map(lambda x: -rate * x, gradients), Recorded(state.count + 1, kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+def learned(config, batch, rewards, *, devices=1):
+    """(state, what was learned) after an iteration, with a recorder for an optimizer."""
+    run = with_options(run_of(config), devices=devices)
+    method, params = grpo_method(POLICY, run), PARAMS
+    if isinstance(config, PPOConfig):
+        method = ppo_method(POLICY, POLICY, config)
+        decoder = None if config.critic.critic == "shared" else {"before": 0.9 * PARAMS["before"]}
+        params = ActorCritic(PARAMS, Headed(decoder, HEAD))
+    method = method._replace(optimizer=recorder(run.optimizer.epochs * run.optimizer.minibatches))
+    programs = compile_programs(method, POLICY, TASK, run)
+    trained, frozen = method.split(replicate(params, devices))
+    state = replicate(programs.init_state(trained), devices)
+    clock = to_devices(np.array([3, 5], np.uint32), devices, axes=None)
+    rewards = to_devices(rewards, devices, axes=REWARD_AXES)
+    return to_host(programs.learn(state, frozen, None, to_devices(batch, devices), rewards, clock))
+
+
+# ---- scores
+
+
+def test_a_pass_of_their_own_gives_old_probabilities_where_several_steps_or_a_penalty_need_them():
+    for preset in sorted(PRESETS):
+        to_sampler = preset == "dppo"
+        assert needs_old_logprobs(recipe(preset)) == (preset == "rloo")  # the one with its KL in the reward
+        assert needs_old_logprobs(recipe(preset, kl_in_reward=True, kl_coef=0.1)) != to_sampler
+        assert not needs_old_logprobs(recipe(preset, kl_in_reward=True, kl_coef=0.0))
+        for several in ({"epochs": 2}, {"minibatches": 2}):
+            assert needs_old_logprobs(recipe(preset, **several)) != to_sampler
+
+
+@pytest.mark.parametrize(
+    ("options", "scored"),
+    [
+        ({"preset": "dapo"}, False),
+        ({"preset": "dppo", "minibatches": 2}, False),
+        ({"preset": "dapo", "minibatches": 2}, True),
+        ({"preset": "grpo"}, True),
+        ({"preset": "grpo", "divergence": "full"}, False),  # its reference runs in the loss
+        ({"preset": "dapo", "top_entropy": 0.5}, True),
+    ],
+)
+def test_there_is_a_scoring_pass_where_an_update_needs_one(options, scored):
+    config = recipe(**options)
+    assert (compile_programs(grpo_method(POLICY, config), POLICY, TASK, config).score is not None) == scored
+
+
+def test_the_ratio_of_the_only_step_is_one_to_the_bit():
+    batch = a_batch(4)._replace(old_logprobs=None, ref_logprobs=None)
+    config = recipe("dapo", num_prompts=4, group_size=G)
+    metrics = learned(config, batch, some_rewards(4))[1].metrics
+    assert metrics["ratio"] == 1
+    assert metrics["clip_low"] == metrics["clip_high"] == 0
+    assert metrics["ratio_deviation"] > 0.01  # that is against the sampler
+
+
+def test_a_ratio_to_the_sampler_is_against_what_it_reported():
+    batch = a_batch(4)
+    config = recipe("dppo")
+    np.testing.assert_array_equal(with_scores(batch, Batch(*[None] * 5), config).old_logprobs, batch.sampler_logprobs)
+
+
+# ---- gradients by hand
+
+GRPO = recipe("grpo", num_prompts=4, group_size=G, kl_coef=0.2, epsilon_low=0.1, epsilon_high=0.15)
+
+
+def by_hand(batch: Batch, *, advantages=None, mask=None, on_policy=None, **options) -> optax.Params:
+    """GRPO's gradient, put together from functions of arrays alone."""
+    mask = batch.completion_mask if mask is None else mask
+    weights = F.sequence_mean_weights(mask, num_completions=4 * G)
+    advantages = F.group_advantages(some_rewards(4).rewards, where=some_rewards(4).applicable)[..., None] * (
+        1 if advantages is None else advantages
+    )
+
+    def loss(params):
+        states = hidden(params, batch.prompt_ids, None, batch.completion_ids)
+        logprobs, _ = F.token_logprobs(
+            states, params["after"], batch.completion_ids, temperature=batch.temperature[..., None]
+        )
+        seen = advantages if on_policy is None else advantages * on_policy(logprobs, advantages)
+        return F.grpo_loss(
+            logprobs,
+            batch.old_logprobs,
+            jnp.broadcast_to(seen, mask.shape),
+            mask,
+            ref_logprobs=batch.ref_logprobs,
+            weights=weights,
+            **{"kl_coef": 0.2, "epsilon_low": 0.1, "epsilon_high": 0.15} | options,
+        )[0]
+
+    return jax.jit(jax.grad(loss))(PARAMS)
+
+
+def unlikely_now(batch, threshold):
+    """Tokens of completions that are kept, by their drift from the sampler."""
+
+    def keep(logprobs, advantages):
+        drift = jnp.where(batch.completion_mask, batch.sampler_logprobs - logprobs, 0).sum(-1, keepdims=True)
+        length = batch.completion_mask.sum(-1, keepdims=True)
+        return jax.lax.stop_gradient((drift / length <= threshold) | (advantages >= 0))
+
+    return keep
+
+
+def of_high_entropy(batch, share):
+    """Of n tokens the 1 + ⌊share (n − 1)⌋ of the highest entropy."""
+    of_tokens = np.sort(np.asarray(batch.old_entropy)[batch.completion_mask])[::-1]
+    return batch.completion_mask & (batch.old_entropy >= of_tokens[int(share * (len(of_tokens) - 1))])
+
+
+@pytest.mark.parametrize(
+    ("options", "differently"),
+    [
+        ({}, lambda batch: {}),
+        ({"delta": 1.2}, lambda batch: {"delta": 1.2}),
+        ({"kl_bias_correction": True}, lambda batch: {"kl_bias_correction": True}),
+        ({"top_entropy": 0.4}, lambda batch: {"advantages": of_high_entropy(batch, 0.4)}),
+        ({"mask_truncated": True}, lambda batch: {"mask": batch.completion_mask & ~batch.truncated[..., None]}),
+        ({"off_policy_threshold": 0.1}, lambda batch: {"on_policy": unlikely_now(batch, 0.1)}),
+    ],
+    ids=["plain", "delta", "kl_bias_correction", "top_entropy", "mask_truncated", "off_policy_threshold"],
+)
+def test_an_option_has_the_gradient_of_its_functions(options, differently):
+    batch, rewards = a_batch(4), some_rewards(4)
+    state, _ = learned(with_options(GRPO, **options), batch, rewards)
+    found = jax.tree.map(lambda x: x[0], state.opt_state.gradients)
+    expected = by_hand(batch, **differently(batch))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), found, expected)
+    if options:
+        plain = by_hand(batch)
+        assert optax.global_norm(jax.tree.map(jnp.subtract, found, plain)) > 0.01 * optax.global_norm(plain)
+
+
+# ---- devices
+
+
+@pytest.mark.parametrize(
+    ("config", "components"),
+    [
+        (recipe("grpo", minibatches=2, epochs=2, kl_coef=0.2), 0),
+        (with_options(PPOConfig(), minibatches=2, group_size=G, kl_coef=0.1, kl_target=0.05), 0),
+        (with_options(PPOConfig(), critic="shared", epochs=2, group_size=G, bootstrap_truncated=True), 0),
+        (recipe("dapo", advantages_of="components", minibatches=2), 3),
+        (recipe("lite_ppo", minibatches=2, top_entropy=0.5, mask_truncated=True, correction="token"), 0),
+    ],
+    ids=["grpo", "ppo_own", "ppo_shared", "gdpo", "lite_ppo"],
+)
+def test_eight_devices_learn_what_one_does(config, components):
+    config = with_options(config, num_prompts=N, kl_horizon=64)
+    loss = run_of(config).loss
+    batch = a_batch()
+    if not loss.kl_coef:
+        batch = batch._replace(ref_logprobs=None)
+    rewards = some_rewards(components=components)
+    (one, by_one), (eight, by_eight) = (learned(config, batch, rewards, devices=devices) for devices in (1, 8))
+
+    def close(x, y):
+        assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(x)
+
+    gradients = one.opt_state.gradients
+    assert all(leaf.any(axis=tuple(range(1, leaf.ndim))).all() for leaf in jax.tree.leaves(gradients))
+    jax.tree.map(close, gradients, eight.opt_state.gradients)
+    jax.tree.map(close, one.params, eight.params)
+    assert by_one.metrics.keys() == by_eight.metrics.keys()
+    for name, value in by_one.metrics.items():
+        np.testing.assert_allclose(by_eight.metrics[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(by_eight.advantages, by_one.advantages, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(by_eight.order, by_one.order)
+    if one.kl_coef is not None:
+        assert one.kl_coef != pytest.approx(0.1, rel=1e-3)
+        np.testing.assert_allclose(eight.kl_coef, one.kl_coef, rtol=1e-5)
+
+
+def test_every_epoch_has_all_prompts_once_in_an_order_of_seed_and_step():
+    order = np.asarray(minibatch_order(3, 5, 8, epochs=3, minibatches=4))
+    assert order.shape == (12, 2)
+    assert np.sort(order.reshape(3, 8), axis=-1).tolist() == [list(range(8))] * 3
+    epochs = {tuple(epoch) for epoch in order.reshape(3, 8).tolist()}
+    others = {
+        tuple(np.ravel(minibatch_order(*clock, 8, epochs=1, minibatches=4)).tolist()) for clock in [(4, 5), (3, 7)]
+    }
+    assert len(epochs | others) == 5
+
+
+# ---- gradients that are not finite
+
+
+def test_the_minibatch_that_is_skipped_is_told_and_moves_nothing():
+    config = recipe("dapo", num_prompts=N, group_size=G, minibatches=4, epochs=2)
+    rewards = some_rewards()
+    rewards.rewards[6, 1] = np.nan
+    rewards.applicable[6] = True
+    state, found = learned(config, a_batch()._replace(ref_logprobs=None), rewards)
+    spoiled = np.flatnonzero((np.asarray(found.order) == 6).any(-1))
+    assert len(spoiled) == 2  # of eight steps, one an epoch
+    assert found.metrics["skipped_update"] == spoiled[0]
+    assert found.metrics["skipped"] == 1 + (spoiled[1] == spoiled[0] + 1)
+    assert state.opt_state.count == 6
+    for start, end, gradients in zip(
+        *map(jax.tree.leaves, (PARAMS, state.params, state.opt_state.gradients)), strict=True
+    ):
+        assert np.isfinite(end).all()
+        np.testing.assert_allclose(end, start - 0.1 * gradients[:6].sum(0), atol=1e-6)
+
+
+# ---- pieces, and what decays
+
+
+def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
+    for prompts in (1, 2, 6, 7, 12, 32):
+        pieces = [choose_microbatches(prompts, tokens) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
+        assert all(prompts % count == 0 for count in pieces)
+        assert pieces == sorted(pieces)  # longer texts, more pieces
+        assert (pieces[0], pieces[-1]) == (1, prompts)  # all at once, and one by one
+    # 2,048 tokens a piece on a CPU.
+    assert choose_microbatches(32, 256) == 4
+    assert choose_microbatches(32, 257) == 8
+
+
+def test_norms_and_biases_do_not_decay():
+    params = {
+        "embedding": jnp.ones((3, 2)),
+        "layers": {"norm": {"scale": jnp.ones((2, 2))}, "q_proj": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}},
+    }
+    decays = {"embedding": True, "layers": {"norm": {"scale": False}, "q_proj": {"kernel": True, "bias": False}}}
+    assert has_weight_decay(params) == decays
+    optimizer = make_optimizer(0.5, weight_decay=0.2)
+    state = init_state(params, optimizer)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), state.opt_state, params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, -0.1 * y), updates, decays)
