@@ -39,7 +39,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks import arithmetic
 from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.scan import by_prompt, compile_row, heldout_of, prompts_of, whole_run
+from grpo_jax.training.scan import by_prompt, compile_runs, heldout_of, prompts_of, whole_run
 
 RUNS = list(product((1e-4, 2e-4, 4e-4, 8e-4), (0, 1, 2)))  # learning rate, seed
 HELDOUT = 500
@@ -153,7 +153,7 @@ def by_row(
     }
     run, heldout = whole_run(POLICY, tasks[0], config), heldout_of(tasks[0], config)
     devices = math.gcd(len(runs), jax.local_device_count()) if together else 1
-    row = compile_row(run, side_by_side=side_by_side, devices=devices)
+    row = compile_runs(run, side_by_side=side_by_side, devices=devices)
     accuracies = []
     for several in [runs] if together else [[run] for run in runs]:
         rates, seeds = zip(*(RUNS[run] for run in several), strict=True)

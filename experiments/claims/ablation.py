@@ -37,7 +37,7 @@ from grpo_jax.training.scan import (
     Heldout,
     History,
     by_prompt,
-    compile_row,
+    compile_runs,
     heldout_of,
     prompts_of,
     stacked,
@@ -313,7 +313,7 @@ class Bench:
         run = whole_run(decoder_policy(model), task, config, method, heldout_temperature=1.0)
         on_cpu = jax.default_backend() == "cpu"
         return Program(
-            compile_row(run, side_by_side=not on_cpu, devices=width if on_cpu else 1), heldout_of(task, run_of(config))
+            compile_runs(run, side_by_side=not on_cpu, devices=width if on_cpu else 1), heldout_of(task, run_of(config))
         )
 
 

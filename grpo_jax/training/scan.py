@@ -2,7 +2,7 @@
 
 It is made of the functions that the ordinary loop compiles one by one (a `Method`, the sampler, the scorer, the step),
 so both give the same numbers up to rounding. What the host alone can do, the prompts of all steps, is done before.
-Several runs that differ in seeds and numbers are one call, `compile_row`.
+Several runs that differ in seeds and numbers are one call, `compile_runs`.
 
 Letters: R runs, S steps, N prompts of a step, C calls of a held-out evaluation, E evaluations, G completions.
 """
@@ -78,7 +78,7 @@ class Heldout(NamedTuple):
 
 
 class History(NamedTuple):
-    """What a run leaves behind; from `compile_row` with a leading axis R."""
+    """What a run leaves behind; from `compile_runs` with a leading axis R."""
 
     params: Params  # the trained ones, at the end
     metrics: dict[str, jax.Array]  # name -> [S]; those of the ordinary loop that can be had on the device
@@ -171,10 +171,10 @@ def whole_run(
     return run
 
 
-def compile_row(
+def compile_runs(
     run: Callable[..., History], *, side_by_side: bool, devices: int = 1
 ) -> Callable[[Params, Prompts, Heldout, Array, Mapping[str, Array]], History]:
-    """R runs as one call, compiled once for all rows of one shape.
+    """R runs as one call, compiled once for each shape.
 
     Args:
       run: of `whole_run`.
@@ -186,23 +186,23 @@ def compile_row(
       seeds `[R]`, options name -> `[R]`) -> histories `[R, ...]`.
     """
 
-    def several(rows: tuple, heldout: Heldout) -> History:
-        def one(row: tuple) -> History:
-            params, prompts, seed, options = row
+    def several(runs: tuple, heldout: Heldout) -> History:
+        def one(given: tuple) -> History:
+            params, prompts, seed, options = given
             return run(params, prompts, heldout, seed, options)
 
-        return jax.vmap(one)(rows) if side_by_side else jax.lax.map(one, rows)
+        return jax.vmap(one)(runs) if side_by_side else jax.lax.map(one, runs)
 
     compiled = jax.jit(several) if devices == 1 else jax.pmap(several, in_axes=(0, None))
 
-    def row(params: Params, prompts: Prompts, heldout: Heldout, seeds: Array, options: Mapping[str, Array]) -> History:
-        rows = params, prompts, np.asarray(seeds, np.uint32), dict(options)
+    def call(params: Params, prompts: Prompts, heldout: Heldout, seeds: Array, options: Mapping[str, Array]) -> History:
+        runs = params, prompts, np.asarray(seeds, np.uint32), dict(options)
         if devices == 1:
-            return compiled(rows, heldout)
-        split = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
+            return compiled(runs, heldout)
+        split = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), runs)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), compiled(split, heldout))
 
-    return row
+    return call
 
 
 class _Run(NamedTuple):

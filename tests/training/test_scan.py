@@ -17,7 +17,7 @@ from grpo_jax.training.evaluate import evaluate, sample_heldout
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.loop import compile_programs, train
 from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.training.scan import DeviceTask, by_prompt, compile_row, heldout_of, prompts_of, whole_run
+from grpo_jax.training.scan import DeviceTask, by_prompt, compile_runs, heldout_of, prompts_of, whole_run
 
 VOCAB, EOS, PAD = 8, 6, 7
 MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
@@ -92,7 +92,7 @@ def test_a_row_is_its_runs(side_by_side, devices):
     options = {"learning_rate": np.array([1e-2, 1e-3]), "kl_coef": np.array([0.0, 0.1]), "scale": np.array([1.0, 5.0])}
     given = prompts_of(ON_DEVICE, config.steps)
     both = jax.tree.map(lambda x: np.stack([x, x]), (PARAMS, given))
-    row = compile_row(run, side_by_side=side_by_side, devices=devices)(*both, heldout, [0, 1], options)
+    row = compile_runs(run, side_by_side=side_by_side, devices=devices)(*both, heldout, [0, 1], options)
     single = jax.jit(run)
     for i in range(2):
         expected = single(PARAMS, given, heldout, i, {name: values[i] for name, values in options.items()})
