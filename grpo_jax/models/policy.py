@@ -13,7 +13,19 @@ import jax.numpy as jnp
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import variables
-from grpo_jax.models.transformer import Cache, KeyValues, Params, Prefix, Transformer, unstack_layers
+from grpo_jax.models.transformer import (
+    Cache,
+    Geometry,
+    KeyValues,
+    Params,
+    Prefix,
+    Transformer,
+    geometry_of_groups,
+    geometry_of_step,
+    geometry_of_texts,
+    prompt_positions,
+    unstack_layers,
+)
 
 
 class Policy(NamedTuple):
@@ -53,53 +65,55 @@ def decoder_policy(config: ModelConfig) -> Policy:
         raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "shared" or "xla"')
     model = Transformer(config)
 
-    def init(key: jax.Array) -> Params:
-        token = jnp.zeros((1, 1, 1), jnp.int32)
-        return model.init(key, token, token)["params"]
+    window = config.sliding_window
+    differs = config.sliding_layers is not None  # between layers
 
-    def run_prompt(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, Prefix]:
-        positions = jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
-        hidden, layers = model.apply(variables(params), ids[:, None], positions[:, None], mask[:, None])
-        layers = jax.tree.map(lambda x: x.squeeze(2), layers)  # the group axis, after the layer's
-        return hidden[:, 0, -1], Prefix(layers, mask, jnp.sum(mask, axis=-1, dtype=jnp.int32))
+    def both(geometry: Callable[..., Geometry], *args: Any) -> tuple[Geometry, Geometry]:
+        """What tokens see in layers with the window and in the others; one object where all have it, or none."""
+        near = geometry(config, *args, window=window)
+        return near, geometry(config, *args, window=None) if differs else near
+
+    def init(key: jax.Array) -> Params:
+        token = jnp.zeros((1, 1), jnp.int32)
+        return model.init(key, token, *both(geometry_of_texts, token, token))["params"]
 
     def unembedding(params: Params) -> jax.Array:
         matrix = variables(params)["params"]["embedding" if config.tie_word_embeddings else "unembedding"]
         return matrix.astype(config.dtype)
 
+    def run_prompts(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, KeyValues]:
+        hidden, layers = model.apply(variables(params), ids, *both(geometry_of_texts, prompt_positions(mask), mask))
+        return hidden[:, -1], layers
+
     def hidden(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array) -> jax.Array:
-        last, prefix = run_prompt(params, prompt_ids, prompt_mask)
-        # The prompt predicts the first completion token, and the last one predicts nothing.
-        first = jnp.broadcast_to(last[:, None, None], (*completion_ids.shape[:2], 1, last.shape[-1]))
-        if completion_ids.shape[-1] == 1:
-            return first
-        given = completion_ids[..., :-1]
-        positions = jnp.broadcast_to(prefix.length[:, None, None] + jnp.arange(given.shape[-1]), given.shape)
-        rest, _ = model.apply(variables(params), given, positions, prefix=prefix)
-        return jnp.concatenate([first, rest], axis=2)
+        n, group_size, size = completion_ids.shape
+        given = completion_ids[..., :-1].reshape(n, -1)  # the last token predicts nothing
+        if size == 1:
+            states, _ = run_prompts(params, prompt_ids, prompt_mask)
+            return jnp.broadcast_to(states[:, None, None], (n, group_size, 1, states.shape[-1]))
+        ids = jnp.concatenate([prompt_ids, given], axis=-1)
+        seen = both(geometry_of_groups, prompt_mask, group_size, size - 1)
+        states, _ = model.apply(variables(params), ids, *seen)
+        of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
+        # The prompt predicts the first completion token.
+        first = jnp.broadcast_to(of_prompt[:, None, -1:], (n, group_size, 1, states.shape[-1]))
+        return jnp.concatenate([first, rest.reshape(n, group_size, size - 1, -1)], axis=2)
 
     def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):
-        last, prefix = run_prompt(params, prompt_ids, prompt_mask)
+        last, stacked = run_prompts(params, prompt_ids, prompt_mask)
         # Separate layers, cut out here, once, and not in every turn of the decode loop.
         layers = range(config.num_hidden_layers)
         separate = {name: unstack_layers(tree, config.num_hidden_layers) for name, tree in variables(params).items()}
-        prefix = prefix._replace(layers=tuple(jax.tree.map(lambda x, i=i: x[i], prefix.layers) for i in layers))
-        shape = (
-            prompt_ids.shape[0],
-            group_size,
-            config.num_key_value_heads,
-            max(max_tokens - 1, 1),
-            config.head_dim,
-        )
+        prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
+        prefix = Prefix(prompts, prompt_mask, jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
+        slots = max(max_tokens - 1, 1)
+        shape = prompt_ids.shape[0], config.num_key_value_heads, group_size, slots, config.head_dim
         cache = tuple(KeyValues(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in layers)
         decoder = Transformer(config, scan_layers=False)
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array):
-            positions = jnp.broadcast_to(prefix.length[:, None] + step, ids.shape)
-            state, cache = decoder.apply(
-                separate, ids[..., None], positions[..., None], prefix=prefix, cache=Cache(cache, step)
-            )
-            return state[:, :, 0], cache
+            seen = both(geometry_of_step, prefix, group_size, slots, step)
+            return decoder.apply(separate, ids, *seen, past=(prefix, Cache(cache, step)))
 
         return last, decode, cache
 
@@ -107,7 +121,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         place = jnp.arange(ids.shape[-1])
         begins = jnp.where(texts != jnp.pad(texts, [(0, 0), (1, 0)])[:, :-1], place, 0)
         positions = place - jax.lax.cummax(begins, axis=1)
-        state, _ = model.apply(variables(params), ids[:, None], positions[:, None], texts[:, None])
-        return state[:, 0]
+        states, _ = model.apply(variables(params), ids, *both(geometry_of_texts, positions, texts))
+        return states
 
     return Policy(init, unembedding, hidden, prefill, packed)

@@ -1,21 +1,24 @@
 """One decoder for prompts, completions and single tokens.
 
 Everything about a prompt is the same for the G completions of its group, so it is
-computed once: a *prefix* `[N, P]` becomes keys and values that each of the G *suffixes*
-`[N, G, S]` attends to, followed by its own tokens. Gradients flow back into the prefix
-from all of them. The numbers are those of the repeated prompt; the work falls from
-G·(P + T) tokens a group to P + G·T.
+computed once: a group is one row of P + G·S tokens, the prompt and its completions behind
+each other, and each completion attends to the prompt and to itself. Gradients flow back into
+the prompt from all of them. The numbers are those of the repeated prompt; the work falls from
+G·(P + S) tokens a group to P + G·S. All that acts on tokens one by one (norms, projections,
+MLP) sees one array; only attention tells prompt and completions apart.
 
-Letters: N prompts, G completions of each, S tokens given in this call, P prefix tokens,
-C tokens of the cache, D features, F features of the MLP, H query heads, K key-value heads,
-Q = H/K query heads that share one key-value head, E features of a head, L layers, V vocabulary.
+Letters: N prompts, G completions of each, S tokens of a completion, P tokens of a prompt,
+M = P + G·S tokens of a group, C tokens of the cache, D features, F features of the MLP, H query heads,
+K key-value heads, Q = H/K query heads that share one key-value head, E features of a head, L layers, V vocabulary.
 """
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.models.config import ModelConfig
 
@@ -29,7 +32,7 @@ class KeyValues(NamedTuple):
     which made a decode step on CPU several times faster than tokens before heads.
     """
 
-    keys: jax.Array  # [N, G, K, C, E]; of a prefix [N, K, P, E]
+    keys: jax.Array  # [N, K, P, E] of prompts; of completions [N, K, G, C, E]
     values: jax.Array  # as keys
 
 
@@ -42,21 +45,23 @@ class Prefix(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of the suffix tokens seen so far."""
+    """Keys and values of the completion tokens seen so far."""
 
     layers: tuple[KeyValues, ...]
     length: jax.Array  # int32 scalar, tokens written; the next one goes there
 
 
 class Geometry(NamedTuple):
-    """What the tokens of a call look at and where they stand; the same for all layers.
+    """Where the tokens of a call stand and what they look at; the same for all layers.
 
-    Masks are bool, true where a query may look, and broadcast against scores `[N, G, K, Q, S, keys]`.
+    Masks are bool, true where a query may look, at least once for each query. They broadcast against scores
+    `[N, K, G, Q, queries, keys]`, and there are one or two. Prompts alone: over themselves. Groups: of the prompt over
+    itself, and of completions over prompt and completion in a row. One token of each completion: over the prompt, and
+    over the cache.
     """
 
-    angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotations, [N, G, 1, S, E/2]
-    mask: jax.Array  # over the tokens given, or the cache; at least one true a query
-    prefix_mask: jax.Array | None  # over the prefix
+    angles: tuple[jax.Array, jax.Array]  # of the rotations, from `rotary_angles`
+    masks: tuple[jax.Array, ...]
 
 
 class Transformer(nn.Module):
@@ -75,25 +80,18 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        ids: jax.Array,
-        positions: jax.Array,
-        mask: jax.Array | None = None,
-        prefix: Prefix | None = None,
-        cache: Cache | None = None,
+        self, ids: jax.Array, near: Geometry, far: Geometry, past: tuple[Prefix, Cache] | None = None
     ) -> tuple[jax.Array, Any]:
-        """Causal attention over prefix, then cache or the tokens given.
+        """Hidden states of prompts alone, of groups, or with `past` of one more token of each completion.
 
         Args:
-          ids: int `[N, G, S]`.
-          positions: int `[N, G, S]`, from 0 at the first token of the prompt.
-          mask: `[N, G, S]`, bool: which of the tokens given may be attended to; or int: several texts in a row, counted
-            from 1, that do not see each other, and 0 for padding. None: all.
-          prefix: attended to by all.
-          cache: where to write the keys and values of `ids`, and what else to attend to; S is then 1.
+          ids: int `[N, M]`: prompts `[N, P]`; groups, prompt and completions in a row; or one token each, `[N, G]`.
+          near: what tokens see in layers with a sliding window.
+          far: what they see in the others; the same object where all layers are alike.
+          past: the prompts, and where to write the keys and values of `ids` and what else to attend to.
 
         Returns:
-          Hidden states `[N, G, S, D]`; the keys and values of all layers.
+          Hidden states `[N, M, D]`; the keys and values of all layers: of the prompts, or the cache.
         """
         config = self.config
         init = nn.initializers.normal(config.initializer_range)
@@ -104,38 +102,46 @@ class Transformer(nn.Module):
 
         layers = range(config.num_hidden_layers)
         sliding = layers if config.sliding_layers is None else config.sliding_layers
-        near = geometry(config, positions, mask, prefix, cache, window=config.sliding_window)
-        far = near if len(sliding) == len(layers) else geometry(config, positions, mask, prefix, cache)
         if self.scan_layers:
             scanned = nn.scan(
-                rematerialised(Block, config.remat),
+                rematerialised(Block, config),
                 variable_axes={"params": 0, "lora": 0},
                 split_rngs={"params": True},
-                in_axes=(nn.broadcast, nn.broadcast, 0, 0),
+                in_axes=(nn.broadcast, nn.broadcast, 0),
                 length=len(layers),
             )
             # Which tokens a layer sees is data only where layers differ.
             is_far = None if far is near else jnp.array([layer not in sliding for layer in layers])
-            prefix_layers = None if prefix is None else prefix.layers
-            x, key_values = scanned(config, name="layers")(x, near, far, is_far, prefix_layers)
+            x, key_values = scanned(config, name="layers")(x, near, far.masks, is_far)
         else:
             key_values = []
             for layer in layers:
-                own_prefix = None if prefix is None else prefix.layers[layer]
-                own_cache = None if cache is None else (cache.layers[layer], cache.length)
+                own_past = None if past is None else (past[0].layers[layer], past[1].layers[layer], past[1].length)
                 block = Block(config, name=f"layer_{layer}")
-                x, own = block(x, near if layer in sliding else far, None, None, own_prefix, own_cache)
+                x, own = block(x, near if layer in sliding else far, past=own_past)
                 key_values.append(own)
             key_values = tuple(key_values)
         return RMSNorm(config.rms_norm_eps, name="final_norm")(x), key_values
 
 
-def rematerialised(block: type[nn.Module], remat: str) -> type[nn.Module]:
-    """The block with less kept for the backward pass: see `ModelConfig.remat`."""
-    if remat == "none":
+# What the backward pass is given of a layer; all else follows from it without another product but that of the scores.
+_KEPT = ("projected", "attended", "middle", "gated")
+
+
+def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Module]:
+    """The block with less kept for the backward pass: see `ModelConfig.remat`.
+
+    Also without remat, norms, rotations and softmax are computed again: that takes less time than writing them down.
+    Flash attention keeps what it needs by itself.
+    """
+    if config.remat == "none" and config.attention != "shared":
         return block
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-    return nn.remat(block, prevent_cse=False, policy=policy)
+    policies = {
+        "none": jax.checkpoint_policies.save_only_these_names(*_KEPT),
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "layer": None,
+    }
+    return nn.remat(block, prevent_cse=False, policy=policies[config.remat])
 
 
 class Block(nn.Module):
@@ -144,15 +150,15 @@ class Block(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, seen: Geometry, far: Geometry | None = None, is_far=None, prefix=None, cache=None):
-        """x `[N, G, S, D]`; what it sees, and `far` instead where the bool `is_far` says so; keys and values of the
-        layer's prefix; its cache with the number of tokens written. -> x, and keys and values."""
-        if far is not None and is_far is not None:
-            masks = jax.tree.map(lambda a, b: jnp.where(is_far, a, b), far[1:], seen[1:])
-            seen = Geometry(seen.angles, *masks)
+    def __call__(self, x, seen: Geometry, far_masks=None, is_far=None, past=None):
+        """x `[N, M, D]`; what it sees, and `far_masks` instead where the bool `is_far` says so; the layer's past.
+
+        Returns x, and keys and values."""
+        if is_far is not None:
+            seen = seen._replace(masks=jax.tree.map(lambda a, b: jnp.where(is_far, a, b), far_masks, seen.masks))
         normed = RMSNorm(self.config.rms_norm_eps, name="input_norm")(x)
-        attended, key_values = Attention(self.config, name="attention")(normed, seen, prefix, cache)
-        x = x + attended
+        attended, key_values = Attention(self.config, name="attention")(normed, seen, past)
+        x = checkpoint_name(x + attended, "middle")
         normed = RMSNorm(self.config.rms_norm_eps, name="post_attention_norm")(x)
         return x + MLP(self.config, name="mlp")(normed), key_values
 
@@ -163,14 +169,14 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, seen: Geometry, prefix: KeyValues | None = None, cache=None):
-        """x `[N, G, S, D]` -> the same, and the keys and values of the tokens given or of the whole cache."""
+    def __call__(self, x, seen: Geometry, past: tuple[KeyValues, KeyValues, jax.Array] | None = None):
+        """x `[N, M, D]`; past: the prompt, the cache and its length -> as x; keys and values of prompt or cache."""
         config = self.config
         heads, kv_heads, features = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
         def project(name: str, num_heads: int) -> jax.Array:
             linear = Linear((num_heads, features), config.qkv_bias, config.initializer_range, name=f"{name}_proj")
-            return linear(x).swapaxes(2, 3)  # [N, G, H, S, E]
+            return checkpoint_name(linear(x), "projected")  # [N, M, heads, E]
 
         def rotated(name: str, num_heads: int) -> jax.Array:
             projected = project(name, num_heads)
@@ -179,21 +185,14 @@ class Attention(nn.Module):
             return rotate(projected, seen.angles)
 
         queries, keys, values = rotated("q", heads), rotated("k", kv_heads), project("v", kv_heads)
-        if cache is not None:
-            written, length = cache
-            keys = jax.lax.dynamic_update_slice_in_dim(written.keys, keys, length, axis=3)
-            values = jax.lax.dynamic_update_slice_in_dim(written.values, values, length, axis=3)
-        queries = queries.reshape(*queries.shape[:2], kv_heads, heads // kv_heads, *queries.shape[3:])
-        # One query at a time leaves a flash kernel nothing to do.
-        kind = "shared" if cache is not None else config.attention
-        own = KeyValues(keys, values)
-        if kind == "shared":
-            attended = attend(queries, own, seen.mask, prefix, seen.prefix_mask)
+        queries = queries.reshape(*x.shape[:2], kv_heads, heads // kv_heads, features)
+        if past is None:
+            attended, kept = attend_groups(queries, keys, values, seen.masks, config.attention)
         else:
-            attended = attend_in_a_row(queries, own, seen.mask, prefix, seen.prefix_mask, implementation=kind)
-        attended = attended.reshape(*attended.shape[:2], heads, *attended.shape[4:]).swapaxes(2, 3)
+            attended, kept = attend_past(queries, keys, values, seen.masks, *past)
+        attended = checkpoint_name(attended.reshape(*x.shape[:2], heads, features), "attended")
         out = Linear((config.hidden_size,), config.o_bias, config.initializer_range, in_axes=2, name="o_proj")
-        return out(attended), own
+        return out(attended), kept
 
 
 class MLP(nn.Module):
@@ -209,7 +208,9 @@ class MLP(nn.Module):
         def linear(name: str, size: int) -> Linear:
             return Linear((size,), config.mlp_bias, config.initializer_range, name=name)
 
-        gate, up = (linear(name, config.intermediate_size)(x) for name in ("gate_proj", "up_proj"))
+        gate, up = (
+            checkpoint_name(linear(name, config.intermediate_size)(x), "gated") for name in ("gate_proj", "up_proj")
+        )
         return linear("down_proj", config.hidden_size)(nn.silu(gate) * up)
 
 
@@ -253,78 +254,83 @@ class RMSNorm(nn.Module):
         return (exact * inverse * scale).astype(x.dtype)
 
 
-def attend(
+def attend_groups(
     queries: jax.Array,
-    own: KeyValues,
-    mask: jax.Array,
-    prefix: KeyValues | None = None,
-    prefix_mask: jax.Array | None = None,
-) -> jax.Array:
-    """softmax(q·k/√E) v over the concatenation of a shared prefix and own tokens.
+    keys: jax.Array,
+    values: jax.Array,
+    masks: tuple[jax.Array, ...],
+    kind: Literal["shared", "xla", "cudnn"],
+) -> tuple[jax.Array, KeyValues]:
+    """Attention of prompts over themselves, and of the completions behind them over prompt and completion.
 
-    Two products with one softmax: the prefix is never repeated G times in memory.
+    The prompt's keys and values are repeated for each of the G completions. That takes 2E numbers a key where the
+    scores take Q·S, and one product over prompt and completion in a row is faster than two joined by a softmax.
 
     Args:
-      queries: `[N, G, K, Q, S, E]`.
-      own: keys and values `[N, G, K, C, E]`.
-      mask: bool, broadcasts against scores `[N, G, K, Q, S, C]`; at least one true a query.
-      prefix: keys and values `[N, K, P, E]`.
-      prefix_mask: bool, broadcasts against `[N, G, K, Q, S, P]`.
+      queries: `[N, M, K, Q, E]`.
+      keys, values: `[N, M, K, E]`.
+      masks: of prompts, and of completions where there are any: see `Geometry`.
+      kind: `ModelConfig.attention`.
 
     Returns:
-      `[N, G, K, Q, S, E]`.
+      `[N, M, K, Q, E]`; keys and values of the prompts.
     """
-    n, g, k, q, s, e = queries.shape
-    queries = queries * jnp.asarray(e**-0.5, queries.dtype)
-    scores = jnp.where(mask, _einsum("ngkqse,ngkce->ngkqsc", queries, own.keys), -jnp.inf)
-    if prefix is None or prefix_mask is None:
-        weights = jax.nn.softmax(scores).astype(queries.dtype)
-        return _einsum("ngkqsc,ngkce->ngkqse", weights, own.values).astype(queries.dtype)
-    shared_queries = queries.transpose(0, 2, 1, 3, 4, 5).reshape(n, k, g * q * s, e)
-    prefix_scores = _einsum("nkme,nkpe->nkmp", shared_queries, prefix.keys)
-    prefix_scores = prefix_scores.reshape(n, k, g, q, s, -1).transpose(0, 2, 1, 3, 4, 5)
-    prefix_scores = jnp.where(prefix_mask, prefix_scores, -jnp.inf)
-    width = prefix_scores.shape[-1]
-    weights = jax.nn.softmax(jnp.concatenate([prefix_scores, scores], axis=-1)).astype(queries.dtype)
-    shared_weights = weights[..., :width].transpose(0, 2, 1, 3, 4, 5).reshape(n, k, g * q * s, width)
-    from_prefix = _einsum("nkmp,nkpe->nkme", shared_weights, prefix.values)
-    from_prefix = from_prefix.reshape(n, k, g, q, s, e).transpose(0, 2, 1, 3, 4, 5)
-    from_own = _einsum("ngkqsc,ngkce->ngkqse", weights[..., width:], own.values)
-    return (from_prefix + from_own).astype(queries.dtype)
+    n, m, k, q, e = queries.shape
+    width = masks[0].shape[-1]
+    own_queries, own_keys, own_values = (jnp.split(x, [width], axis=1) for x in (queries, keys, values))
+    prompt = KeyValues(own_keys[0].swapaxes(1, 2), own_values[0].swapaxes(1, 2))  # [N, K, P, E]
+    core = attend if kind == "shared" else partial(attend_fused, implementation=kind)
+    shared = KeyValues(*(x[:, :, None] for x in prompt))
+    attended = core(own_queries[0].transpose(0, 2, 3, 1, 4)[:, :, None], *shared, masks[0])
+    attended = attended[:, :, 0].transpose(0, 3, 1, 2, 4)
+    if len(masks) == 1:
+        return attended, prompt
+    size = masks[1].shape[-2]
+    shape = n, (m - width) // size, size, k
+
+    def in_a_row(prompt: jax.Array, own: jax.Array) -> jax.Array:
+        own = own.reshape(*shape, e).transpose(0, 3, 1, 2, 4)
+        return jnp.concatenate([jnp.broadcast_to(prompt, (*own.shape[:3], width, e)), own], axis=3)
+
+    given = own_queries[1].reshape(*shape, q, e).transpose(0, 3, 1, 4, 2, 5)
+    rest = core(given, *map(in_a_row, shared, (own_keys[1], own_values[1])), masks[1])
+    rest = rest.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e)
+    return jnp.concatenate([attended, rest], axis=1), prompt
 
 
-def attend_in_a_row(
-    queries: jax.Array,
-    own: KeyValues,
-    mask: jax.Array,
-    prefix: KeyValues | None = None,
-    prefix_mask: jax.Array | None = None,
-    *,
-    implementation: Literal["xla", "cudnn"],
-) -> jax.Array:
-    """`attend` through `jax.nn.dot_product_attention`, over prefix and own tokens in one array.
+def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+    """softmax(q·k/√E) v.
 
-    The prefix's keys and values are repeated for each of the G completions: less than what the scores would take, which
-    flash attention does not hold. (Two flash calls joined by their log-sum-exp would not repeat them, but the gradient
-    of cuDNN's log-sum-exp is dropped by JAX without a word.)
+    The mask is added and not selected by: XLA on CPU then makes one operation of sum, softmax and product.
 
     Args:
-      queries, own, mask, prefix, prefix_mask: as in `attend`.
+      queries: `[N, K, G, Q, S, E]`.
+      keys, values: `[N, K, G, C, E]`.
+      mask: bool, broadcasts against scores `[N, K, G, Q, S, C]`; at least one true a query.
+
+    Returns:
+      As queries.
+    """
+    queries = queries * jnp.asarray(queries.shape[-1] ** -0.5, queries.dtype)
+    scores = _einsum("nkgqse,nkgce->nkgqsc", queries, keys) + _bias(mask)
+    weights = jax.nn.softmax(scores).astype(queries.dtype)
+    return _einsum("nkgqsc,nkgce->nkgqse", weights, values).astype(queries.dtype)
+
+
+def attend_fused(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, *, implementation: Literal["xla", "cudnn"]
+) -> jax.Array:
+    """`attend` through `jax.nn.dot_product_attention`.
+
+    Args:
+      queries, keys, values, mask: as in `attend`.
       implementation: of `jax.nn.dot_product_attention`.
 
     Returns:
       As `attend`.
     """
-    n, g, k, q, s, e = queries.shape
-    keys, values = own
-    mask = jnp.broadcast_to(mask, (*jnp.broadcast_shapes(mask.shape[:2], (n, g)), 1, 1, s, keys.shape[-2]))
-    if prefix is not None and prefix_mask is not None:
-        prefix_mask = jnp.broadcast_to(prefix_mask, (*mask.shape[:-1], prefix_mask.shape[-1]))
-        mask = jnp.concatenate([prefix_mask, mask], axis=-1)
-        keys, values = (
-            jnp.concatenate([jnp.broadcast_to(shared[:, None], (n, g, *shared.shape[1:])), x], axis=3)
-            for shared, x in zip(prefix, (keys, values), strict=True)
-        )
+    n, k, g, q, s, e = queries.shape
+    mask = jnp.broadcast_to(mask, (n, 1, g, 1, *mask.shape[-2:]))
 
     def even(x: jax.Array, axis: int) -> jax.Array:
         """cuDNN wants an even number of tokens. One more query is cut off again, and nobody sees one more key."""
@@ -332,59 +338,146 @@ def attend_in_a_row(
         pad[axis] = (0, x.shape[axis] % 2)
         return jnp.pad(x, pad)
 
+    def rows(x: jax.Array) -> jax.Array:
+        """`[N, K, G, C, E]` as `[N·G, C, K, E]`."""
+        return even(x.transpose(0, 2, 3, 1, 4).reshape(n * g, -1, k, e), 1)
+
     attended = jax.nn.dot_product_attention(
-        even(queries.reshape(n * g, k * q, s, e).swapaxes(1, 2), 1),
-        even(keys.reshape(n * g, k, -1, e).swapaxes(1, 2), 1),
-        even(values.reshape(n * g, k, -1, e).swapaxes(1, 2), 1),
+        even(queries.transpose(0, 2, 4, 1, 3, 5).reshape(n * g, s, k * q, e), 1),
+        rows(keys),
+        rows(values),
         mask=even(even(mask.reshape(n * g, 1, s, -1), 2), 3),
         implementation=implementation,
     )
-    return attended[:, :s].swapaxes(1, 2).reshape(queries.shape)
+    return attended[:, :s].reshape(n, g, s, k, q, e).transpose(0, 3, 1, 4, 2, 5)
 
 
-def geometry(
-    config: ModelConfig,
-    positions: jax.Array,
-    mask: jax.Array | None,
-    prefix: Prefix | None,
-    cache: Cache | None,
-    *,
-    window: int | None = None,
-) -> Geometry:
-    """Who may look where: causal, not at padding, and with a window only at the last `window` positions.
+def attend_past(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    masks: tuple[jax.Array, ...],
+    prompt: KeyValues,
+    cache: KeyValues,
+    length: jax.Array,
+) -> tuple[jax.Array, KeyValues]:
+    """Attention of one token of each completion over the prompt and the cache, the token included.
+
+    Two products with one softmax: decoding reads memory, and the prompt's keys and values are read once for a group.
+
+    Args:
+      queries: `[N, G, K, Q, E]`.
+      keys, values: `[N, G, K, E]`, written to the cache.
+      masks: over the prompt and over the cache.
+      prompt: keys and values `[N, K, P, E]`.
+      cache: keys and values `[N, K, G, C, E]`.
+      length: int32 scalar, tokens in the cache.
+
+    Returns:
+      `[N, G, K, Q, E]`; the cache with the token.
+    """
+    n, g, k, q, e = queries.shape
+    new = (x.swapaxes(1, 2)[:, :, :, None] for x in (keys, values))
+    cache = KeyValues(*(jax.lax.dynamic_update_slice_in_dim(x, y, length, 3) for x, y in zip(cache, new, strict=True)))
+    queries = (queries * jnp.asarray(e**-0.5, queries.dtype)).swapaxes(1, 2)  # [N, K, G, Q, E]
+    scores = (
+        _einsum("nkme,nkpe->nkmp", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1),
+        _einsum("nkgqe,nkgce->nkgqc", queries, cache.keys),
+    )
+    scores = [x + _bias(mask)[..., 0, :] for x, mask in zip(scores, masks, strict=True)]
+    width = masks[0].shape[-1]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1)).astype(queries.dtype)
+    of_prompt, of_cache = jnp.split(weights, [width], axis=-1)
+    attended = _einsum("nkmp,nkpe->nkme", of_prompt.reshape(n, k, g * q, width), prompt.values).reshape(queries.shape)
+    attended += _einsum("nkgqc,nkgce->nkgqe", of_cache, cache.values)
+    return attended.astype(queries.dtype).swapaxes(1, 2), cache
+
+
+def _bias(mask: jax.Array) -> jax.Array:
+    """0 where the mask is true, −∞ elsewhere."""
+    return jnp.where(mask, jnp.float32(0), -jnp.inf)
+
+
+def geometry_of_texts(config: ModelConfig, positions: jax.Array, texts: jax.Array, *, window: int | None) -> Geometry:
+    """Of texts, each token of which sees those of its own text up to itself.
 
     Args:
       config: for the rotations.
-      positions: int `[N, G, S]`.
-      mask: `[N, G, S]`, bool or int, or None: which of the tokens given may be attended to, as in `Transformer`.
-      prefix: attended to by all, or None.
-      cache: None, or the cache that the tokens are written to; then S is 1.
+      positions: int `[N, S]`, from 0 at the first token of a text.
+      texts: int or bool `[N, S]`: several texts in a row, counted from 1, and 0 for padding.
       window: tokens that a token attends to, itself included; None for all.
 
     Returns:
-      `Geometry`.
+      `Geometry` with one mask.
     """
-    queries = positions[:, :, None, None, :, None]
-    if cache is not None:
-        slots = jnp.arange(cache.layers[0].keys.shape[-2])
-        seen = (slots <= cache.length)[None, None, None, None, None, :]
-        keys = queries - cache.length + slots  # positions: the token given stands at slot `length`
-    else:
-        width = positions.shape[-1]
-        seen = jnp.tril(jnp.ones((width, width), bool))[None, None, None, None]
-        keys = positions[:, :, None, None, None, :]
-        if mask is not None:
-            text = mask.astype(jnp.int32)
-            of_key, of_query = text[:, :, None, None, None, :], text[:, :, None, None, :, None]
-            # Padding attends to itself, so that no row of scores is all −∞. Nobody reads what it computes.
-            seen = seen & ((of_key == of_query) & (of_key > 0) | jnp.eye(width, dtype=bool))
-    prefix_seen: Any = None if prefix is None else prefix.mask[:, None, None, None, None, :]
-    if window is not None:
-        seen = seen & (queries - keys < window)
-    if window is not None and prefix is not None:
-        prefix_keys = jnp.cumsum(prefix.mask, axis=-1, dtype=jnp.int32) - 1
-        prefix_seen = prefix_seen & (queries - prefix_keys[:, None, None, None, None, :] < window)
-    return Geometry(rotary_angles(positions, config), seen, prefix_seen)
+    width, texts = positions.shape[-1], texts.astype(jnp.int32)
+    queries, keys = texts[:, :, None], texts[:, None, :]
+    causal = jnp.tril(jnp.ones((width, width), bool))
+    near = _near(positions[:, :, None], positions[:, None, :], window)
+    seen = (queries == keys) & (keys > 0) & causal & near
+    # Padding attends to itself, so that no row of scores is all −∞. Nobody reads what it computes.
+    seen = seen | jnp.eye(width, dtype=bool)
+    return Geometry(rotary_angles(positions, config), (seen[:, None, None, None],))
+
+
+def geometry_of_groups(
+    config: ModelConfig, prompt_mask: jax.Array, group_size: int, size: int, *, window: int | None
+) -> Geometry:
+    """Of prompts, each with completions behind it.
+
+    Args:
+      config: for the rotations.
+      prompt_mask: bool `[N, P]`.
+      group_size: G.
+      size: S, tokens of a completion.
+      window: tokens that a token attends to, itself included; None for all.
+
+    Returns:
+      `Geometry` with two masks.
+    """
+    of_prompt = prompt_positions(prompt_mask)
+    own = jnp.sum(prompt_mask, axis=-1, keepdims=True, dtype=jnp.int32) + jnp.arange(size)  # [N, S]
+    in_a_row = jnp.concatenate([of_prompt, own], axis=-1)
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (*own.shape, size))
+    of_prompt_seen = jnp.broadcast_to(prompt_mask[:, None], (*own.shape, prompt_mask.shape[-1]))
+    seen = jnp.concatenate([of_prompt_seen, causal], axis=-1) & _near(own[:, :, None], in_a_row[:, None, :], window)
+    alone = geometry_of_texts(config, of_prompt, prompt_mask, window=window)
+    positions = jnp.concatenate([of_prompt, jnp.tile(own, (1, group_size))], axis=-1)
+    return Geometry(rotary_angles(positions, config), (*alone.masks, seen[:, None, None, None]))
+
+
+def geometry_of_step(
+    config: ModelConfig, prefix: Prefix, group_size: int, slots: int, step: jax.Array, *, window: int | None
+) -> Geometry:
+    """Of token number `step` of all completions.
+
+    Args:
+      config: for the rotations.
+      prefix: the prompts.
+      group_size: G.
+      slots: C, tokens that the cache has room for.
+      step: int32 scalar.
+      window: tokens that a token attends to, itself included; None for all.
+
+    Returns:
+      `Geometry` with two masks.
+    """
+    position = prefix.length[:, None] + step  # [N, 1]
+    of_prompt = prefix.mask & _near(position, prompt_positions(prefix.mask), window)
+    own = jnp.arange(slots)[None] + prefix.length[:, None]
+    of_cache = (own <= position) & _near(position, own, window)
+    angles = rotary_angles(jnp.broadcast_to(position, (position.shape[0], group_size)), config)
+    return Geometry(angles, (of_prompt[:, None, None, None, None], of_cache[:, None, None, None, None]))
+
+
+def prompt_positions(mask: jax.Array) -> jax.Array:
+    """int32 `[N, P]`, from 0 at the first token of each prompt; 0 on the padding before it."""
+    return jnp.maximum(jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
+
+
+def _near(queries: jax.Array, keys: jax.Array, window: int | None) -> Any:
+    """Whether a key is within the window of a query, from positions that broadcast against each other."""
+    return True if window is None else queries - keys < window
 
 
 def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -394,11 +487,11 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
     original/high stay, and frequencies in between are mixed linearly in original/wavelength (2407.21783).
 
     Args:
-      positions: int `[N, G, S]`.
+      positions: int `[N, M]`.
       config: `head_dim`, `rope_theta`, `rope_scaling`.
 
     Returns:
-      Two float32 `[N, G, 1, S, E/2]`.
+      (cos, cos) and (−sin, sin), float32 `[N, M, 1, E]`.
     """
     frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if config.rope_scaling:
@@ -406,23 +499,25 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
         waves = original * frequencies / (2 * jnp.pi)  # that fit into the original context
         kept = jnp.clip((waves - low) / (high - low), 0.0, 1.0)
         frequencies = frequencies * (kept + (1 - kept) / factor)
-    angles = positions[:, :, None, :, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turns feature i against feature i + E/2, as Hugging Face checkpoints pair them.
 
     Args:
-      x: `[N, G, H, S, E]`.
+      x: `[N, M, heads, E]`.
       angles: from `rotary_angles`.
 
     Returns:
       As x.
     """
     cos, sin = angles
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    exact = x.astype(jnp.float32)
+    first, second = jnp.split(exact, 2, axis=-1)
+    return (exact * cos + jnp.concatenate([second, first], axis=-1) * sin).astype(x.dtype)
 
 
 def _einsum(subscripts: str, *operands: jax.Array) -> jax.Array:

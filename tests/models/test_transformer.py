@@ -7,19 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig, RopeScaling
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import (
-    Cache,
     KeyValues,
     Prefix,
     RMSNorm,
     Transformer,
     attend,
-    attend_in_a_row,
-    geometry,
+    attend_groups,
+    attend_past,
+    geometry_of_groups,
+    geometry_of_step,
+    geometry_of_texts,
+    prompt_positions,
     rotary_angles,
     rotate,
     unstack_layers,
@@ -75,15 +79,20 @@ def ragged_batch():
     return ids, mask, completions, completion_mask
 
 
+def seen_in_texts(config, positions, texts):
+    """What tokens see in layers with the window, and in the others."""
+    windows = config.sliding_window, config.sliding_window if config.sliding_layers is None else None
+    return [geometry_of_texts(config, positions, texts, window=window) for window in windows]
+
+
 def repeated_hidden(config, params, prompt_ids, prompt_mask, completion_ids):
     """`Policy.hidden` the plain way: each completion behind its own copy of the prompt."""
     n, g, t = completion_ids.shape
     width = prompt_ids.shape[-1]
-    ids = jnp.concatenate([jnp.broadcast_to(prompt_ids[:, None], (n, g, width)), completion_ids], axis=-1)
-    mask = jnp.concatenate([jnp.broadcast_to(prompt_mask[:, None], (n, g, width)), jnp.ones((n, g, t), bool)], axis=-1)
-    positions = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)
-    hidden, _ = Transformer(config).apply({"params": params}, ids, positions, mask)
-    return hidden[:, :, width - 1 : -1]
+    ids = jnp.concatenate([jnp.repeat(prompt_ids, g, axis=0), completion_ids.reshape(n * g, t)], axis=-1)
+    mask = jnp.concatenate([jnp.repeat(prompt_mask, g, axis=0), jnp.ones((n * g, t), bool)], axis=-1)
+    hidden, _ = Transformer(config).apply({"params": params}, ids, *seen_in_texts(config, prompt_positions(mask), mask))
+    return hidden[:, width - 1 : -1].reshape(n, g, t, -1)
 
 
 def shared_hidden(config, params, *batch):
@@ -123,9 +132,11 @@ def test_packed_texts_are_as_each_alone():
     def one_by_one(params, ids, texts):
         del texts
         pieces = [(0, 0, 4), (0, 4, 5), (0, 5, 10), (1, 0, 12)]
-        rows = (ids[None, None, row, start:end] for row, start, end in pieces)
-        states = [alone.apply({"params": params}, row, jnp.arange(row.shape[-1])[None, None])[0] for row in rows]
-        return jnp.concatenate([state[0, 0] for state in states])
+        rows = (ids[None, row, start:end] for row, start, end in pieces)
+        places = (jnp.arange(end - start)[None] for _, start, end in pieces)
+        seen = (seen_in_texts(config, place, jnp.ones_like(place)) for place in places)
+        states = (alone.apply({"params": params}, row, *near_far)[0] for row, near_far in zip(rows, seen, strict=True))
+        return jnp.concatenate([state[0] for state in states])
 
     def value(hidden, params):
         states = hidden(params, ids, texts)
@@ -219,8 +230,7 @@ def test_norms_of_queries_and_keys_undo_the_size_of_their_projections(hidden_fn)
 @CONFIGS
 def test_scanned_layers_equal_separate_layers(config):
     params, (ids, mask, *_) = random_params(config), ragged_batch()
-    positions = np.maximum(np.cumsum(mask, -1) - 1, 0)
-    inputs = ids[:, None], positions[:, None], mask[:, None]
+    inputs = ids, *seen_in_texts(config, prompt_positions(mask), mask)
     scanned, stacked = jax.jit(Transformer(config).apply)({"params": params}, *inputs)
     separate = jax.jit(Transformer(config, scan_layers=False).apply)
     hidden, layers = separate({"params": unstack_layers(params, config.num_hidden_layers)}, *inputs)
@@ -249,7 +259,7 @@ def test_remat_stores_less_for_the_backward_pass():
 
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(backward, random_params(LLAMA))))
 
-    assert stored("layer") < stored("dots") < stored("none")
+    assert stored("layer") < stored("dots") <= stored("none")
     assert stored("layer") < stored("none") / 2
 
 
@@ -282,9 +292,10 @@ def num_equations(jaxpr):
 def test_only_separate_layers_grow_the_program(scan_layers):
     def size(layers):
         model = Transformer(dataclasses.replace(LLAMA, num_hidden_layers=layers), scan_layers=scan_layers)
-        ids = jnp.zeros((1, 1, 3), jnp.int32)
-        params = jax.eval_shape(model.init, jax.random.key(0), ids, ids)
-        gradient = jax.grad(lambda params: jnp.sum(model.apply(params, ids, ids)[0]))
+        ids = jnp.zeros((1, 3), jnp.int32)
+        inputs = ids, *seen_in_texts(LLAMA, ids, ids)
+        params = jax.eval_shape(model.init, jax.random.key(0), *inputs)
+        gradient = jax.grad(lambda params: jnp.sum(model.apply(params, *inputs)[0]))
         return num_equations(jax.make_jaxpr(gradient)(params).jaxpr)
 
     if scan_layers:
@@ -298,14 +309,14 @@ def test_only_separate_layers_grow_the_program(scan_layers):
 
 def test_rotation_turns_pairs_of_features_by_their_angle():
     theta, features = 100.0, 8
-    positions = np.array([[[0, 1, 7]], [[3, 2, 300]]])
-    x = np.random.default_rng(0).normal(size=(2, 1, 3, 3, features)).astype(np.float32)
+    positions = np.array([[0, 1, 7], [3, 2, 300]])
+    x = np.random.default_rng(0).normal(size=(2, 3, 4, features)).astype(np.float32)
     expected = np.zeros_like(x, dtype=np.float64)
-    for n, h, s in np.ndindex(2, 3, 3):
+    for n, m, h in np.ndindex(2, 3, 4):
         for i in range(features // 2):
-            angle = positions[n, 0, s] * theta ** (-2 * i / features)
-            pair = complex(x[n, 0, h, s, i], x[n, 0, h, s, i + features // 2]) * np.exp(1j * angle)
-            expected[n, 0, h, s, [i, i + features // 2]] = pair.real, pair.imag
+            angle = positions[n, m] * theta ** (-2 * i / features)
+            pair = complex(x[n, m, h, i], x[n, m, h, i + features // 2]) * np.exp(1j * angle)
+            expected[n, m, h, [i, i + features // 2]] = pair.real, pair.imag
     config = dataclasses.replace(LLAMA, head_dim=features, rope_theta=theta)
     rotated = rotate(jnp.asarray(x), rotary_angles(jnp.asarray(positions), config))
     np.testing.assert_allclose(rotated, expected, atol=1e-4)  # float32 angles of up to 300
@@ -329,90 +340,122 @@ def test_llama3_stretches_long_waves_only():
             frequency = (1 - smooth) * frequency / 8.0 + smooth * frequency
         expected.append(frequency)
     assert set(kinds) == {"kept", "between", "stretched"}
-    cos, sin = rotary_angles(jnp.array([[[1, 50]]]), config)
-    np.testing.assert_allclose(np.arctan2(sin, cos)[0, 0, 0, 0], expected, rtol=1e-5)
-    np.testing.assert_allclose(cos[0, 0, 0, 1], np.cos(50 * np.array(expected)), atol=1e-4)
+    cos, sin = (x[0, :, 0, 8:] for x in rotary_angles(jnp.array([[1, 50]]), config))  # [2 positions, 8 frequencies]
+    np.testing.assert_allclose(np.arctan2(sin, cos)[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(cos[1], np.cos(50 * np.array(expected)), atol=1e-4)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_who_may_look_where(window):
-    n, g, s, p = 2, 2, 5, 4
-    prompt_mask = np.array([[False, True, True, True], [False, False, False, True]])
-    lengths = prompt_mask.sum(-1)
-    mask = np.ones((n, g, s), bool)
-    mask[0, 1, :2] = False  # padding on the left, its positions then are 0
-    own = np.maximum(np.cumsum(mask, -1) - 1, 0)
-    positions = lengths[:, None, None] + own
-    prefix_positions = np.cumsum(prompt_mask, -1) - 1
-    near = np.inf if window is None else window
-    seen, prefix_seen = np.zeros((n, g, s, s), bool), np.zeros((n, g, s, p), bool)
-    for i, j, query in np.ndindex(n, g, s):
-        for key in range(query + 1):
-            close = positions[i, j, query] - positions[i, j, key] < near
-            seen[i, j, query, key] = (mask[i, j, key] or key == query) and close
-        for key in range(p):
-            close = positions[i, j, query] - prefix_positions[i, key] < near
-            prefix_seen[i, j, query, key] = prompt_mask[i, key] and close
-
-    prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(lengths))
-    found = geometry(LLAMA, jnp.asarray(positions), jnp.asarray(mask), prefix, None, window=window)
-    for computed, expected in ((found.mask, seen), (found.prefix_mask, prefix_seen)):
-        computed = np.broadcast_to(computed, (n, g, 1, 1, *expected.shape[2:]))[:, :, 0, 0]
-        np.testing.assert_array_equal(computed, expected)
-
-    # One token after the other into a cache: each sees what its row of the square says.
-    row, slots = 1, jnp.zeros((n, g, 2, s, 8))  # row 1 of the prompts has no padding behind it
-    for step in range(s):
-        cache = Cache((KeyValues(slots, slots),), jnp.int32(step))
-        found = geometry(LLAMA, jnp.asarray(positions[..., [step]]), None, prefix, cache, window=window)
-        for computed, expected in ((found.mask, seen), (found.prefix_mask, prefix_seen)):
-            computed = np.broadcast_to(computed, (n, g, 1, 1, 1, expected.shape[-1]))[row, :, 0, 0, 0]
-            np.testing.assert_array_equal(computed, expected[row, :, step])
-
-
-def attention_inputs():
-    """Random queries, own keys and values and who sees them, and the same of a prefix with padding and a hole."""
-    n, g, k, q, s, e, p = 2, 3, 2, 2, 3, 4, 4
-    rng = np.random.default_rng(0)
-    queries, *arrays = (
-        rng.normal(size=shape).astype(np.float32)
-        for shape in ((n, g, k, q, s, e), (n, g, k, s, e), (n, g, k, s, e), (n, k, p, e), (n, k, p, e))
+def test_who_may_look_where_in_a_group(window):
+    g, s, p = 2, 5, 4
+    prompt_mask = np.array([[False, True, True, True], [True, True, True, True]])
+    n, near = len(prompt_mask), np.inf if window is None else window
+    place = np.concatenate(
+        [np.maximum(np.cumsum(prompt_mask, -1) - 1, 0), prompt_mask.sum(-1)[:, None] + np.arange(s)], 1
     )
-    mask = np.tril(np.ones((s, s), bool))[None, None, None, None]
-    prefix_mask = np.array([[False, True, True, True], [True, True, False, True]])[:, None, None, None, None]
-    return queries, KeyValues(*arrays[:2]), mask, KeyValues(*arrays[2:]), prefix_mask
+    allowed = np.concatenate([prompt_mask, np.ones((n, s), bool)], axis=1)
+    row = np.zeros((n, p + s, p + s), bool)  # of prompt and one completion
+    for i, query in np.ndindex(n, p + s):
+        for key in range(query + 1):
+            row[i, query, key] = (allowed[i, key] and place[i, query] - place[i, key] < near) or key == query
+
+    found = geometry_of_groups(LLAMA, jnp.asarray(prompt_mask), g, s, window=window)
+    np.testing.assert_array_equal(found.masks[0][:, 0, 0, 0], row[:, :p, :p])
+    np.testing.assert_array_equal(found.masks[1][:, 0, 0, 0], row[:, p:])
+    own = jnp.asarray(np.concatenate([place[:, :p], np.tile(place[:, p:], (1, g))], axis=1))
+    jax.tree.map(np.testing.assert_array_equal, found.angles, rotary_angles(own, LLAMA))
+
+    # One token after the other into a cache: each sees what its row says.
+    prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(prompt_mask.sum(-1)))
+    for step in range(s):
+        found = geometry_of_step(LLAMA, prefix, g, s, jnp.int32(step), window=window)
+        np.testing.assert_array_equal(found.masks[0][:, 0, 0, 0, 0], row[:, p + step, :p])
+        np.testing.assert_array_equal(found.masks[1][:, 0, 0, 0, 0], row[:, p + step, p:])
 
 
-@pytest.mark.parametrize("with_prefix", [True, False])
-def test_attention_is_one_softmax_over_prefix_and_own_tokens(with_prefix):
-    queries, own, mask, prefix, prefix_mask = attention_inputs()
-    expected = np.zeros(queries.shape)
-    for i, j, head, twin, token in np.ndindex(*queries.shape[:-1]):
-        seen = prefix_mask[i, 0, 0, 0, 0] & with_prefix
-        keys, values = (
-            np.concatenate([shared[i, head][seen], x[i, j, head, : token + 1]])
-            for shared, x in zip(prefix, own, strict=True)
-        )
-        weights = np.exp(keys @ queries[i, j, head, twin, token] / np.sqrt(queries.shape[-1]))
-        expected[i, j, head, twin, token] = weights / weights.sum() @ values
-    shared = (prefix, prefix_mask) if with_prefix else ()
-    np.testing.assert_allclose(jax.jit(attend)(queries, own, mask, *shared), expected, atol=1e-5)
+@pytest.mark.parametrize("window", [None, 2])
+def test_who_may_look_where_in_packed_texts(window):
+    texts, positions = np.array([[1, 1, 1, 2, 2, 0, 0]]), np.array([[0, 1, 2, 0, 1, 0, 0]])
+    near = np.inf if window is None else window
+    expected = np.zeros((7, 7), bool)
+    for query in range(7):
+        for key in range(query + 1):
+            same = texts[0, query] == texts[0, key] > 0 and positions[0, query] - positions[0, key] < near
+            expected[query, key] = same or key == query
+    found = geometry_of_texts(LLAMA, jnp.asarray(positions), jnp.asarray(texts), window=window)
+    np.testing.assert_array_equal(found.masks[0][0, 0, 0, 0], expected)
 
 
-@pytest.mark.parametrize("with_prefix", [True, False])
-def test_attention_in_a_row_has_the_same_values_and_gradients(with_prefix):
-    queries, own, mask, prefix, prefix_mask = attention_inputs()
-    weights = np.random.default_rng(1).normal(size=queries.shape).astype(np.float32)
+N_A, G_A, K_A, Q_A, S_A, E_A, P_A = 2, 3, 2, 2, 3, 4, 4
+PREFIX_MASK = np.array([[False, True, True, True], [True, True, False, True]])  # with padding and a hole
 
-    def value_and_grads(attention):
-        def total(queries, own, prefix):
-            attended = attention(queries, own, mask, *((prefix, prefix_mask) if with_prefix else ()))
+
+def group_inputs():
+    """Random queries, keys and values of groups, and the masks."""
+    rng = np.random.default_rng(0)
+    m = P_A + G_A * S_A
+    shapes = (N_A, m, K_A, Q_A, E_A), (N_A, m, K_A, E_A), (N_A, m, K_A, E_A)
+    of_prompt = np.tril(np.ones((P_A, P_A), bool)) & PREFIX_MASK[:, None] | np.eye(P_A, dtype=bool)
+    own = np.broadcast_to(np.tril(np.ones((S_A, S_A), bool)), (N_A, S_A, S_A))
+    in_a_row = np.concatenate([np.repeat(PREFIX_MASK[:, None], S_A, axis=1), own], axis=-1)
+    masks = tuple(jnp.asarray(x[:, None, None, None]) for x in (of_prompt, in_a_row))
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes], masks
+
+
+def looped_attention(queries, keys, values, masks):
+    """`attend_groups`, one query at a time."""
+    attended = np.zeros(queries.shape)
+    for n, m, k, q in np.ndindex(*queries.shape[:-1]):
+        member, step = divmod(m - P_A, S_A)
+        row, places = masks[0][n, 0, 0, 0], np.arange(P_A)
+        if m >= P_A:
+            row, places = masks[1][n, 0, 0, 0], np.concatenate([places, P_A + member * S_A + np.arange(S_A)])
+        seen = places[np.asarray(row[step if m >= P_A else m])]
+        weights = np.exp(keys[n, seen, k] @ queries[n, m, k, q] / np.sqrt(E_A))
+        attended[n, m, k, q] = weights / weights.sum() @ values[n, seen, k]
+    return attended
+
+
+def test_attention_of_groups_equals_a_loop():
+    inputs, masks = group_inputs()
+    attended, prompt = jax.jit(partial(attend_groups, kind="shared"))(*inputs, masks)
+    np.testing.assert_allclose(attended, looped_attention(*map(np.asarray, inputs), masks), atol=1e-5)
+    for kept, given in zip(prompt, inputs[1:], strict=True):
+        np.testing.assert_array_equal(kept, given[:, :P_A].swapaxes(1, 2))
+    alone, _ = attend_groups(*(x[:, :P_A] for x in inputs), masks[:1], "shared")
+    np.testing.assert_allclose(alone, attended[:, :P_A], atol=1e-6)
+
+
+def test_gradients_of_attention():
+    inputs, masks = group_inputs()
+    check_grads(lambda *x: attend_groups(*x, masks, "shared")[0], inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
+
+
+def test_attention_to_the_past_is_the_next_row_of_a_group():
+    (queries, keys, values), masks = group_inputs()
+    expected, prompt = attend_groups(queries, keys, values, masks, "shared")
+    cache = KeyValues(*(jnp.zeros((N_A, K_A, G_A, S_A, E_A)) for _ in range(2)))
+    for step in range(S_A):
+        tokens = P_A + step + S_A * np.arange(G_A)
+        seen = jnp.broadcast_to(jnp.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))
+        of_past = jnp.asarray(PREFIX_MASK[:, None, None, None, None]), seen
+        given = (x[:, tokens] for x in (queries, keys, values))
+        attended, cache = attend_past(*given, of_past, prompt, cache, jnp.int32(step))
+        np.testing.assert_allclose(attended, expected[:, tokens], atol=1e-6)
+
+
+def test_fused_attention_has_the_same_values_and_gradients():
+    inputs, masks = group_inputs()
+    weights = np.random.default_rng(1).normal(size=inputs[0].shape).astype(np.float32)
+
+    def value_and_grads(kind):
+        def total(inputs):
+            attended, _ = attend_groups(*inputs, masks, kind)
             return jnp.sum(weights * attended), attended
 
-        return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(queries, own, prefix)
+        return jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)
 
-    in_a_row = value_and_grads(partial(attend_in_a_row, implementation="xla"))
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), in_a_row, value_and_grads(attend))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), value_and_grads("xla"), value_and_grads("shared"))
 
 
 def test_rms_norm():
@@ -441,12 +484,12 @@ def test_settings_that_cannot_work(change, named):
 
 
 def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 3, 4, 64)), jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 3, 64)), jnp.bfloat16)
     exact = x.astype(jnp.float32)
     params = {"params": {"scale": jnp.linspace(0.5, 2, 64)}}
     norm, angles = (
         RMSNorm(1e-5),
-        rotary_angles(jnp.arange(8).reshape(2, 1, 4) * 50, dataclasses.replace(LLAMA, head_dim=64)),
+        rotary_angles(jnp.arange(8).reshape(2, 4) * 50, dataclasses.replace(LLAMA, head_dim=64)),
     )
     for half, whole in (
         (norm.apply(params, x), norm.apply(params, exact)),
@@ -456,5 +499,5 @@ def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
     # 512 keys of equal weight: a sum in bfloat16 would stop growing at 256.
     keys, values = jnp.zeros((1, 1, 1, 512, 2), jnp.bfloat16), jnp.ones((1, 1, 1, 512, 2), jnp.bfloat16)
     queries = jnp.zeros((1, 1, 1, 1, 1, 2), jnp.bfloat16)
-    attended = attend(queries, KeyValues(keys, values), jnp.ones((1, 1, 1, 1, 1, 512), bool))
+    attended = attend(queries, keys, values, jnp.ones((1, 1, 1, 1, 1, 512), bool))
     np.testing.assert_array_equal(attended, jnp.ones_like(attended))
