@@ -6,16 +6,22 @@ of that once more (of jaxlib 0.10: a later one may not know the flag). What one 
 the same session (workers, and experiments that tests start) read from a folder.
 """
 
+import ctypes
+import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
+import pytest
 from jaxlib.version import __version_info__ as jaxlib_version
 
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 if jaxlib_version < (0, 11):  # an unknown flag ends the process
     _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
+
+_C = ctypes.CDLL(None)
 
 # Scripts that need other libraries; their doctests would be collected.
 collect_ignore = ["golden"]
@@ -31,3 +37,15 @@ if _is_first:
 def pytest_unconfigure() -> None:
     if _is_first:
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_end_with_their_module() -> Iterator[None]:
+    """Compiled programs are most of a worker's memory. What another module compiles again is read from the folder."""
+    import jax
+
+    yield
+    jax.clear_caches()
+    gc.collect()
+    if hasattr(_C, "malloc_trim"):  # what glibc holds back, half a gigabyte after some modules
+        _C.malloc_trim(0)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from grpo_jax.models.policy import Policy
 
-V, D = 7, 5  # tokens, width
+V, D = 8, 5  # tokens, width
 
 
 def states(params, ids):

@@ -5,12 +5,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from bigrams import PARAMS, POLICY, V
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Completion, Component, Prompts, pad_prompts, rng
 from grpo_jax.errors import UsageError
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
@@ -22,9 +21,7 @@ from grpo_jax.training.readable import token_texts
 from grpo_jax.training.rollout import Rollout, to_batch
 from grpo_jax.training.state import Batch
 
-VOCAB, EOS, PAD = 8, 6, 7
-POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
-PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+EOS, PAD = 6, 7
 CONFIG = recipe(
     steps=6, num_prompts=4, group_size=4, max_tokens=3, learning_rate=1e-2, checkpoint_every=2, max_rollouts=5
 )
@@ -39,7 +36,7 @@ def begins_with_three(examples, completions):
     return [float(text.startswith("3")) for text in completions]
 
 
-TASK = Task(prompts, begins_with_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, VOCAB)
+TASK = Task(prompts, begins_with_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
 
 
 # ---- which groups

@@ -35,6 +35,16 @@ with np.load(Path(__file__).parents[1] / "golden" / "updates" / "updates.npz") a
 STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 MODEL = ModelConfig(8, 8, 16, 2, 2, 1, 4, initializer_range=0.5)
 CASES = sorted({name.split("/")[0] for name in GOLDEN})
+# What the others have besides is a loss without a term, or a batch that `dynamic` has too.
+QUICK = {
+    "grpo_reference",
+    "grpo_minibatches",
+    "ppo_own_reference",
+    "ppo_shared_reference",
+    "dynamic",
+    "gdpo",
+    "lora",
+}
 
 
 class Recorded(NamedTuple):
@@ -164,30 +174,31 @@ def check(case: str, state, learned, batch) -> None:
             ours, theirs = np.asarray(getattr(batch, name)), data[name]
             np.testing.assert_allclose(ours[mask], theirs[mask], atol=2e-5)
     np.testing.assert_allclose(learned.advantages, data["advantages_logged"], atol=2e-5)
+    if run_of(config_of(case)).optimizer.minibatches > 1:  # else the order is of no consequence
+        assert np.asarray(learned.order).reshape(data["order"].shape).tolist() == data["order"].tolist()
     for name, value in arrays(case, "means/").items():
         np.testing.assert_allclose(learned.metrics[name], value, rtol=1e-3, atol=5e-5, err_msg=name)
     for name, value in arrays(case, "judged/").items():
         np.testing.assert_allclose(learned.metrics[name], value, rtol=1e-3, atol=5e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_gradients_are_those_that_were_recorded(case):
     check(case, *replay(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["grpo_minibatches", "ppo_own_reference", "gdpo"])
 def test_gradients_do_not_depend_on_devices(case):
     check(case, *replay(case, devices=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["grpo_reference", "ppo_shared"])
 def test_gradients_do_not_depend_on_microbatches(case):
     check(case, *replay(case, microbatches=4 if case == "grpo_reference" else 2))
-
-
-def test_minibatches_are_those_that_were_recorded():
-    _, learned, _ = replay("grpo_minibatches")
-    assert np.asarray(learned.order).reshape(2, 8).tolist() == GOLDEN["grpo_minibatches/order"].tolist()
 
 
 def test_tokens_of_the_first_step_are_those_that_were_recorded():

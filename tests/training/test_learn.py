@@ -148,6 +148,23 @@ def test_a_ratio_to_the_sampler_is_against_what_it_reported():
     np.testing.assert_array_equal(with_scores(batch, Batch(*[None] * 5), config).old_logprobs, batch.sampler_logprobs)
 
 
+@pytest.mark.parametrize("changes", [{"microbatches": 4}, {"devices": 8}])
+def test_scores_do_not_depend_on_pieces_and_devices(changes):
+    def scored(config):
+        programs = compile_programs(grpo_method(POLICY, config), POLICY, TASK, config)
+        params = replicate(PARAMS, config.devices)
+        reference = jax.tree.map(lambda x: 1.1 * x, params)
+        return to_host(programs.score(params, None, reference, to_devices(a_batch(), config.devices)))
+
+    config = recipe("grpo", num_prompts=N, group_size=G, epochs=2, top_entropy=0.5)
+    whole, other = scored(config), scored(with_options(config, **changes))
+    assert whole.old_values is None
+    for name in ("old_logprobs", "ref_logprobs", "old_entropy"):
+        assert getattr(whole, name).shape == (N, G, T)
+        np.testing.assert_allclose(getattr(other, name), getattr(whole, name), atol=1e-5)
+    assert np.abs(whole.old_logprobs - whole.ref_logprobs).max() > 0.01
+
+
 # ---- gradients by hand
 
 GRPO = recipe("grpo", num_prompts=4, group_size=G, kl_coef=0.2, epsilon_low=0.1, epsilon_high=0.15)
