@@ -66,9 +66,9 @@ def train_online(
     """Trains a policy on a reward model that is trained along, continuing where the run was left.
 
     Each round samples pairs from the policy and asks the judge about them. It trains the reward model on these pairs
-    and a share of the earlier ones, and then the policy on the reward model. All rounds of the policy are one phase, with
-    one optimizer, one stream of noise and one order of prompts. The judge's answers are kept in the run's preferences/,
-    so that a resumed run does not ask again.
+    and a share of the earlier ones, and then the policy on the reward model. All rounds of the policy are one phase: it
+    has one optimizer, one stream of noise and one order of prompts. The judge's answers are kept in the run's
+    preferences/, so that a resumed run does not ask again.
 
     Args:
       policy: the model's functions.

@@ -86,7 +86,12 @@ def make_fit_programs(
         return state, metrics | {"learning_rate": jnp.asarray(rate)}
 
     step_fn = data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,))
-    return FitPrograms(step_fn, jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), optimizer)))
+
+    @jax.jit
+    def initial_state(params: Params) -> TrainState:
+        return init_state(jax.tree.map(jnp.copy, params), optimizer)
+
+    return FitPrograms(step_fn, initial_state)
 
 
 def fit(
