@@ -4,8 +4,8 @@ The principles are a text file beside this one, about words of letters, so that 
 checked. One small decoder first learns to write random words, and from labelled examples to answer "y" or "n" to
 (principle, prompt, word). GRPO then starts from it and is rewarded by its own answers, as they were at that start.
 Beside it: the start, a coin toss for a reward (the control), a judge that was never trained, and gold itself as
-the ceiling. A large language model brings its judgement with it; this one has to be taught, and is judged itself: how
-often it agrees with gold on held-out words before and after, and whether it believes a word that ends in "?y".
+the ceiling. A large language model can judge without training; this one is trained to. The tables show how often
+it agrees with gold on held-out words before and after, and whether it believes a word that ends in "?y".
 Left out of the paper: critiques, revisions, and the preference model.
 
 About five minutes on two CPU cores. With three seeds expect the share of principles kept to rise from 0.43 to 0.89, all
@@ -162,7 +162,7 @@ def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:
 
 
 def labelled_words(number: int, seed: int) -> Packed:
-    """Random words, each to be written once, and judged once by every principle."""
+    """Random words as training texts: each is written once, and checked once by every principle."""
     examples = letters.letters_task({}, num_prompts=number, seed=seed).prompts(0).examples
     generator, prompts, answers = rng(seed, 3), [], []
     for example in examples:
@@ -199,8 +199,8 @@ def numbers(held: HeldoutResult) -> dict[str, float]:
 
 
 def judgement(judge: Judge, held: HeldoutResult, task: Task) -> dict[str, float]:
-    """How a judge sees the words of 64 held-out prompts: its mean yes and how often it agrees with gold, by principle.
-    And of all cases where gold says no, how often it says yes, to the word as it is and with "?y" behind it."""
+    """A judge's answers on the words of 64 held-out prompts: by principle its mean yes, and how often it agrees with
+    gold. And how often it says yes where gold says no: to the word, and to the word with "?y" behind it."""
     texts = held.evaluation.texts[:64]
     examples = [example for example, group in zip(task.heldout.examples, texts, strict=False) for _ in group]
     words = [word for group in texts for word in group]

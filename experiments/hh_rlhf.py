@@ -119,7 +119,7 @@ class Config:
     chat: bool = False
     """Transcripts become chat messages, for the tokenizer's chat template."""
     num_heldout: int = 256
-    """Held-out prompts that are answered and judged, at most; all held-out pairs test the reward models."""
+    """Held-out prompts that policies answer, at most. All held-out pairs test the reward models."""
     sft_steps: int = 150
     """Optimizer steps of SFT."""
     sft_rows: int = 8
@@ -222,7 +222,7 @@ def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: C
 
 
 def dialogue_task(thirds: Thirds, model: Loaded, config: Config) -> Task:
-    """Prompts of the first third to train on, of the last to be judged on; its reward is put in by `run_seed`."""
+    """Prompts of the first third for training, and of the last held out. `run_seed` replaces its reward."""
     return text_task(
         model.pretrained.tokenizer,
         model.pretrained.eos_ids,

@@ -69,7 +69,7 @@ def run_task(config: Config, model: Loaded, task: Task) -> None:
     rows, checksum = train_with_control(start, task, config.train, run, programs, phases=phases)
 
     groups = [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"]
-    telling = [group for group in groups if len(set(group["rewards"])) > 1]  # the others teach nothing
+    telling = [group for group in groups if len(set(group["rewards"])) > 1]  # in the others all advantages are 0
     terminal.print_groups(run, (telling or groups)[-1:])
     names = [name for name in rows["after"] if not name.endswith(("_low", "_high"))]
     table = {name: [cell(row, name) for row in rows.values()] for name in names}

@@ -1,4 +1,4 @@
-"""What a training run is told."""
+"""Options of a training run, and their checks."""
 
 import dataclasses
 import difflib
@@ -57,30 +57,30 @@ class ModelOptions:
     model: str = ""
     """Folder of a Hugging Face model, or its id on the hub."""
     dtype: Dtype = "float32"
-    """Of activations and matrix products. bfloat16 is faster on accelerators and rounds to 8 bits."""
+    """Dtype of activations and matrix products. bfloat16 is faster on accelerators and rounds to 8 bits."""
     param_dtype: Dtype = "float32"
-    """Of the parameters. bfloat16 halves the frozen ones of LoRA; parameters that are trained need float32."""
+    """Dtype of the parameters. bfloat16 halves the memory of LoRA's frozen ones; trained parameters need float32."""
     remat: Remat = "none"
-    """What the backward pass computes again to save memory: nothing, whole layers, or all but matrix products.
-    Changes no number."""
+    """What the backward pass computes again to save memory: nothing, whole layers, or everything except matrix
+    products. No result depends on it."""
     attention: AttentionKind = "shared"
-    """shared: a prompt's keys once a group. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for
-    long sequences in bfloat16 on NVIDIA GPUs. They differ by rounding."""
+    """shared: the keys of a prompt are stored once for its group. xla, cudnn: jax.nn.dot_product_attention; cudnn is
+    flash attention, for long sequences in bfloat16 on NVIDIA GPUs. Results differ by rounding."""
     lora_rank: int = 0
-    """Train adapters of this rank and nothing else; 0 to train all parameters."""
+    """Rank of LoRA adapters, which are then all that is trained; 0: all parameters are trained."""
     lora_alpha: float = 16.0
-    """Adapters count alpha / rank times."""
+    """The adapters' product is scaled by alpha / rank."""
     lora_targets: tuple[Target, ...] = TARGETS
     """Projections that get adapters."""
     max_prompt_tokens: int | None = None
     """Longest prompt, in tokens (P); None: as long as they come."""
     overlong: Overlong = "drop"
-    """What happens to longer prompts: dropped, or their beginning is cut off. Either is counted."""
+    """drop: longer prompts are left out. truncate: they lose their beginning. The run says how many."""
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """What a step samples."""
+    """How a step samples completions."""
 
     num_prompts: int = 32
     """Prompts of a rollout."""
@@ -89,64 +89,65 @@ class SamplingConfig:
     max_tokens: int = 64
     """Longest completion, in tokens, its ending token included (T)."""
     temperature: float = 1.0
-    """Sampling temperature; log-probabilities are those after it."""
+    """Sampling temperature. Log-probabilities are taken after it."""
     temperature_spread: float = 0.0
     """Completion i of G is sampled at temperature + spread * i / G."""
     top_k: int = 0
     """Sample among the k likeliest tokens; 0 for all."""
     top_p: float = 1.0
-    """Sample among the fewest likeliest tokens of this mass; 1 for all."""
+    """Sample among the fewest likeliest tokens whose probabilities add up to this; 1 for all."""
     min_p: float = 0.0
-    """Sample among tokens of at least this share of the largest probability; 0 for all."""
+    """Sample among tokens with at least this share of the largest probability; 0 for all."""
     max_rollouts: int = 1
-    """Rollouts that a step may take until num_prompts groups have rewards that differ (DAPO's dynamic sampling, which
-    allows 10); groups without a difference then fill up. 1: takes the groups as they come."""
+    """Dynamic sampling (DAPO, with 10): a step samples up to this many rollouts, until num_prompts groups have rewards
+    that differ. If they are too few, groups with equal rewards fill up the batch. 1: every group is used."""
     filter_metric: str = ""
-    """Component of the rewards whose differences count there; none: the weighted sum."""
+    """The reward that dynamic sampling compares; empty: the weighted sum."""
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is learned from a rollout: a published method, and its numbers."""
+    """The loss: a published method, and its numbers."""
 
     preset: Preset = "grpo"
-    """Published variant: advantage, ratio, surrogate, aggregation and KL. Naming it brings its numbers as well, which
-    other options then replace."""
+    """Published method: advantage, ratio, surrogate, aggregation and KL. It also sets the method's numbers; other
+    options then replace them."""
     kl_coef: float = 0.04
-    """Weight of the KL divergence from the start; 0 does without a reference model."""
+    """Weight of the KL divergence from the reference, which is the start. 0: there is no reference."""
     epsilon_low: float | None = 0.2
     """How far below 1 the ratio may go; None: the preset has no such constant."""
     epsilon_high: float | None = 0.2
     """How far above 1 the ratio may go; None: the preset has no such constant."""
     delta: float | None = None
-    """Largest ratio of a negative advantage, above 1 + epsilon_high (INTELLECT-2, 2505.07291, has 4); None: without
+    """Largest ratio for a negative advantage, above 1 + epsilon_high (4 in INTELLECT-2, 2505.07291). None: no
     bound."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     kl_in_reward: bool = False
-    """Take the KL off the reward (1909.08593, InstructGPT), or add the preset's divergence, k3 in all of them, to the
-    loss."""
+    """True: the KL is subtracted from the reward (1909.08593, InstructGPT). False: the preset's divergence, k3 in all
+    presets, is added to the loss."""
     kl_bias_correction: bool = False
-    """Weigh the KL in the loss by the ratio, so that its gradient is unbiased after the first update of a rollout
+    """Weight the KL in the loss by the ratio, so that its gradient is also unbiased after the first update of a rollout
     (DeepSeek-V3.2, 2512.02556)."""
     divergence: Divergence = "preset"
-    """KL divergence in the loss: the preset's, of sampled tokens; or of the whole vocabulary, KL(π ‖ π_ref) (full) or
-    KL(π_ref ‖ π) (reverse, elsewhere called forward), for which the reference runs again in every update."""
+    """KL divergence in the loss. preset: the preset's, of sampled tokens. full: KL(π ‖ π_ref) of the whole vocabulary.
+    reverse: KL(π_ref ‖ π), elsewhere called forward. Both of these run the reference again in every update."""
     advantages_of: AdvantagesOf = "sum"
-    """What is compared within a group: the weighted sum of the rewards, by the preset's advantage; or each reward by
-    itself, whose standardised values are then added with the weights and whitened over the rollout (GDPO,
-    2601.05242), so that none is drowned by another's scale. The preset's own advantage is then not used."""
+    """sum: the preset's advantage of the weighted sum of the rewards. components: each reward is standardised in its
+    group; the results are added with the weights and whitened over the rollout (GDPO, 2601.05242). Then the scale of
+    one reward does not hide another, and the preset's own advantage is not used."""
     correction: Correction = "none"
-    """Weights of advantages, by w, recomputed over sampled probability: min(w, 2) of tokens, min(w, 3) of completions,
-    w within [0.5, 5] of tokens, or completions kept whose mean log w is within 0.001. With top-k, top-p or min-p, w is
-    against what was sampled from."""
+    """Importance weights of advantages, from w: the probability that the trainer computes over the sampler's. token:
+    min(w, 2) of tokens. sequence: min(w, 3) of completions. icepop: w of tokens where it is in [0.5, 5], else 0.
+    geometric: 1 for completions whose mean log w is within 0.001 of 0, else 0. With top-k, top-p or min-p, the
+    sampler's probability is the one after truncation."""
     off_policy_threshold: float | None = None
-    """Completions of a negative advantage are left out where the mean of old over new log-probability is above this
-    (DeepSeek-V3.2, 2512.02556); None: none is."""
+    """Completions with a negative advantage are left out if log(sampler's / trainer's probability), in the mean over
+    their tokens, is above this (DeepSeek-V3.2, 2512.02556). None: none is left out."""
     top_entropy: float = 1.0
-    """Share of tokens that are learned from, those of the highest entropy (2506.01939, which has 0.2); 1: all."""
+    """Share of the tokens that are trained on, those with the highest entropy (0.2 in 2506.01939); 1: all."""
     mask_truncated: bool = False
-    """Leave completions without an end out of the loss; they count in their group's advantages all the same."""
+    """Leave truncated completions out of the loss. They still count in the advantages of their group."""
 
     @property
     def objective(self) -> Objective:
@@ -168,18 +169,18 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """How the reference of the KL moves, and how the weight of the KL is steered."""
+    """How the KL's reference moves, and how the weight of the KL is controlled."""
 
     ref_sync_steps: int = 0
-    """Steps after which the reference moves to the policy, again and again, as in the iterations of GRPO's paper; 0: it
-    stays the start."""
+    """The reference moves to the policy every so many steps, as in the iterations of GRPO's paper. 0: it stays the
+    start."""
     ref_mixup_alpha: float = 1.0
-    """How far it moves: 1 makes it the policy, less a moving average (TR-DPO, 2404.09656, has 0.6)."""
+    """How far it moves: 1 sets it to the policy; less makes a moving average (0.6 in TR-DPO, 2404.09656)."""
     kl_target: float | None = None
-    """KL divergence of a completion, in nats, that kl_coef is steered to (1909.08593, which had 6); for a KL in the
-    reward. None: kl_coef stays what it is."""
+    """KL divergence of a completion, in nats, that kl_coef is adapted to reach (6 in 1909.08593). It needs a KL in the
+    reward. None: kl_coef is constant."""
     kl_horizon: int = 10_000
-    """Completions over which kl_coef changes by a fifth at most, if it is steered; as in TRL and verl."""
+    """Completions over which an adapted kl_coef changes by a fifth at most; as in TRL and verl."""
 
 
 @dataclass(frozen=True)
@@ -193,22 +194,23 @@ class OptimizerConfig:
     decay: Decay = "none"
     """How the learning rate falls to 0 between warm-up and end."""
     weight_decay: float = 0.0
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
-    """Longer gradients are scaled down to this norm."""
+    """Gradients with a larger norm are scaled down to this one."""
     epochs: int = 1
     """Passes over each rollout (mu)."""
     minibatches: int = 1
     """Optimizer steps of a pass; prompts are shuffled among them."""
     microbatches: int = 0
-    """Pieces that a minibatch is computed in, to save memory. The result does not depend on it. 0: chosen by a rule."""
+    """Pieces that a minibatch is computed in, to save memory. No result depends on it. 0: chosen automatically."""
     max_skipped: int = 5
-    """Stop after this many steps in a row with gradients that are not finite; each is skipped and dumped."""
+    """The run stops after this many steps in a row with gradients that are not finite. Such a step is skipped, and its
+    batch is written to the run's folder."""
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What a run writes, and how often it is evaluated."""
+    """What a run writes, and how often it evaluates."""
 
     eval_every: int = 0
     """Steps between held-out evaluations; 0 for only before and after."""
@@ -229,7 +231,7 @@ class GRPOConfig:
     steps: int = 100
     """Rollouts, each followed by its updates."""
     seed: int = 0
-    """Of prompts, sampling and shuffling."""
+    """Random seed of prompts, sampling and shuffling."""
     devices: int = 1
     """Devices to spread prompts over, with jax.pmap; 0 for all."""
     sampling: SamplingConfig = SamplingConfig()
@@ -309,7 +311,7 @@ def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What somebody who wrote `name` may have meant."""
+    """A hint for somebody who wrote an unknown name: the closest known ones, or all of them."""
     known = list(known)
     close = difflib.get_close_matches(name, known, 3)
     return f"is it {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
@@ -377,32 +379,31 @@ def _replaced(config: Config, options: Mapping[str, Any]) -> Config:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """What PPO has besides a GRPO run: a critic, and advantages of tokens."""
+    """Options of PPO that a GRPO run does not have: the critic, and advantages of tokens."""
 
     critic: Literal["own", "shared"] = "own"
-    """A critic of its own, as large as the policy; or a head on the policy's decoder: one forward pass then serves
-    both, and value_coef weighs what the decoder learns of values."""
+    """own: a critic as large as the policy. shared: a head on the policy's decoder. One forward pass then serves both,
+    and value_coef weights the critic's part of the decoder's gradient."""
     gamma: float = 1.0
-    """Discount a token. 1: an answer is worth the same however long it took."""
+    """Discount for each token. 1: the length of a completion does not change its value."""
     gae_lambda: float = 0.95
-    """How far an advantage trusts rewards (1) over the critic (0); 0.95 from PPO."""
+    """λ of generalized advantages: 1 relies on rewards, 0 on the critic; 0.95 in PPO's paper."""
     gae_steps: int | None = None
     """Tokens that an advantage looks ahead (K); None: all."""
     bootstrap_truncated: bool = False
-    """Add the critic's value after the last token of a completion that was cut off, as if it went on; else it ends
-    there. For rewards that are 0 without an end alone: where what was cut off earns something, values grow without
-    bound."""
+    """Add the critic's value after the last token of a truncated completion, as if it went on. Only where the reward of
+    every truncated completion is 0: otherwise values grow without bound."""
     whiten: bool = True
-    """Bring advantages to mean 0 and deviation 1 over the tokens of a rollout; 1909.08593 and most systems since."""
+    """Scale advantages to mean 0 and deviation 1 over the tokens of a rollout, as in 1909.08593."""
     value_coef: float = 0.5
-    """Weight of the critic's loss, 0.5 in OpenAI's baselines. A critic of its own, with a clipping of its own, hardly
-    feels it; a shared decoder does."""
+    """Weight of the critic's loss; 0.5 in OpenAI's baselines. It matters for a shared critic; an own critic, whose
+    gradient is clipped separately, hardly depends on it."""
     value_clip: float | None = 0.2
-    """How far a value may move from that at sampling, in units of the reward; as the ratio's in PPO's own code. None:
-    without bound."""
+    """How far a value may move from its value at sampling, in units of the reward, as in PPO's own code. None: no
+    bound."""
     critic_learning_rate: float = 1e-5
-    """Peak learning rate of the critic's AdamW, ten times the policy's as in verl; warm-up, decay, weight decay and the
-    gradient's longest norm are the policy's."""
+    """Peak learning rate of the critic's AdamW; ten times the policy's, as in verl. Warm-up, decay, weight decay and
+    max_grad_norm are the policy's."""
 
 
 @dataclass(frozen=True)
@@ -419,7 +420,7 @@ class PPOConfig:
 
 
 def run_of(config: GRPOConfig | PPOConfig) -> GRPOConfig:
-    """What a run of either method has."""
+    """The options that runs of both methods have."""
     return config.run if isinstance(config, PPOConfig) else config
 
 
@@ -432,7 +433,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     Args:
       config: the run.
       num_devices: devices that prompts are spread over.
-      compares_groups: whether a group of one teaches nothing.
+      compares_groups: whether advantages compare the completions of a group, so that a group of one is refused.
 
     Raises:
       UsageError: one sentence that says what to change.
@@ -459,7 +460,7 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
     run = config.run
     _require(
         run.loss.advantages_of == "sum",
-        'advantages_of "components" compares completions of a group, but PPO has a critic of the sum: take "sum"',
+        'advantages_of "components" is for groups, but PPO has a critic for the sum of the rewards: set it to "sum"',
     )
     validate(run, num_devices=num_devices, compares_groups=False)
     validate_critic(config.critic)
@@ -584,8 +585,8 @@ def _validate_advantages(config: GRPOConfig) -> None:
     loss, sampling = config.loss, config.sampling
     _require(
         loss.advantages_of == "sum" or sampling.max_rollouts == 1,
-        f"max_rollouts is {sampling.max_rollouts}, but dynamic sampling drops groups by one number, which with "
-        'advantages_of "components" may teach by another: set it to 1, or advantages_of to "sum"',
+        f"max_rollouts is {sampling.max_rollouts}, but dynamic sampling looks at one reward, while advantages_of "
+        '"components" learns from each: set max_rollouts to 1, or advantages_of to "sum"',
     )
     _require(
         loss.correction == "none" or not loss.objective.ratio_to_sampler,
@@ -594,8 +595,8 @@ def _validate_advantages(config: GRPOConfig) -> None:
     )
     _require(
         loss.correction != "geometric" or (sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0),
-        "correction geometric drops all completions under top_k, top_p or min_p, which change every probability: "
-        "leave them out, or take another correction",
+        "correction geometric drops all completions when top_k, top_p or min_p change their probabilities: leave these "
+        "out, or take another correction",
     )
 
 

@@ -1,11 +1,11 @@
-"""What does it save to run a row of an ablation as one program?
+"""What does it save to run the runs of an ablation as one program?
 
-Twelve runs of GRPO on additions (four learning rates, three seeds) from known starts: as processes one after another,
-as the ordinary loop of one process, as whole runs one after another, and as a row: `lax.map` spread over a virtual
-device a core, or side by side (`vmap`). Each way is a process of its own, timed from its start to its end with all
-compilation; ways take turns, and medians of the rounds count. Expect the row to be several times faster than
-processes and the ordinary loop, and on two cores a little faster than whole runs one after another. About twenty
-minutes.
+Twelve runs of GRPO on additions (four learning rates, three seeds) from known starts, in five ways: as processes one
+after another, by the ordinary loop in one process, as whole runs one after another, and all in one call, either by
+`lax.map` spread over a virtual device for each core or side by side (`vmap`). Each way is a process of its own, timed
+from its start to its end with all compilation. The ways take turns, and the table has medians over the rounds. Expect
+one call to be several times faster than processes and the ordinary loop, and on two cores a little faster than whole
+runs one after another. About twenty minutes.
 
   python -m experiments.benchmarks.whole_runs
 """
@@ -44,8 +44,8 @@ from grpo_jax.training.scan import by_prompt, compile_runs, heldout_of, prompts_
 RUNS = list(product((1e-4, 2e-4, 4e-4, 8e-4), (0, 1, 2)))  # learning rate, seed
 HELDOUT = 500
 POLICY = decoder_policy(ARITHMETIC.model)
-Way = Literal["processes", "ordinary loop", "whole runs", "row", "side by side"]
-WAYS: tuple[Way, ...] = ("processes", "ordinary loop", "whole runs", "row", "side by side")
+Way = Literal["processes", "ordinary loop", "whole runs", "one call", "side by side"]
+WAYS: tuple[Way, ...] = ("processes", "ordinary loop", "whole runs", "one call", "side by side")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def in_process(config: Config, way: Way, runs: list[int], folder: Path) -> np.nd
 
 def child(steps: int, way: Way, runs: list[int], folder: str) -> None:
     """Does some runs in one way, and leaves their accuracies."""
-    if way == "row":
+    if way == "one call":
         jax.config.update("jax_num_cpu_devices", cores())
     accuracies = WAYS_TO_RUN[way](runs, config_of(steps), Path(folder))
     np.save(Path(folder) / "accuracies.npy", accuracies)
@@ -144,7 +144,7 @@ def by_loop(runs: list[int], config: GRPOConfig, folder: Path) -> np.ndarray:
     return np.array(accuracies)
 
 
-def by_row(
+def by_whole_runs(
     runs: list[int], config: GRPOConfig, folder: Path, *, side_by_side: bool = False, together: bool = True
 ) -> np.ndarray:
     """Whole runs: all in one call, or each in a call."""
@@ -153,13 +153,13 @@ def by_row(
     }
     run, heldout = whole_run(POLICY, tasks[0], config), heldout_of(tasks[0], config)
     devices = math.gcd(len(runs), jax.local_device_count()) if together else 1
-    row = compile_runs(run, side_by_side=side_by_side, devices=devices)
+    run_all = compile_runs(run, side_by_side=side_by_side, devices=devices)
     accuracies = []
     for several in [runs] if together else [[run] for run in runs]:
         rates, seeds = zip(*(RUNS[run] for run in several), strict=True)
         params = jax.tree.map(lambda *x: np.stack(x), *(start(folder, seed) for seed in seeds))
         prompts = jax.tree.map(lambda *x: np.stack(x), *(prompts_of(tasks[seed], config.steps) for seed in seeds))
-        history = row(params, prompts, heldout, seeds, {"learning_rate": np.array(rates, np.float32)})
+        history = run_all(params, prompts, heldout, seeds, {"learning_rate": np.array(rates, np.float32)})
         accuracies += [by_prompt(heldout, scores)[-1, :, :-1].mean() for scores in np.asarray(history.heldout)]
     return np.array(accuracies)
 
@@ -167,9 +167,9 @@ def by_row(
 WAYS_TO_RUN: dict[Way, Callable[[list[int], GRPOConfig, Path], np.ndarray]] = {
     "processes": by_loop,
     "ordinary loop": by_loop,
-    "whole runs": lambda *given: by_row(*given, together=False),
-    "row": by_row,
-    "side by side": lambda *given: by_row(*given, side_by_side=True),
+    "whole runs": lambda *given: by_whole_runs(*given, together=False),
+    "one call": by_whole_runs,
+    "side by side": lambda *given: by_whole_runs(*given, side_by_side=True),
 }
 
 

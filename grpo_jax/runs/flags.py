@@ -25,14 +25,14 @@ from grpo_jax.runs.trackers import weights_and_biases
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run is kept."""
+    """Where a run is kept, and how it starts."""
 
     run_dir: Path
-    """Folder of the run; a number is added if it holds one."""
+    """Folder of the run. If it holds a run already, a number is added to its name."""
     resume: bool = False
     """Continue the newest run in run_dir where it stopped."""
     wandb: str = ""
-    """Project of Weights & Biases to log to as well; needs the package wandb. TensorBoard's files are there anyway."""
+    """Project of Weights & Biases to log to; needs the package wandb. TensorBoard's files are always written."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
 
@@ -78,12 +78,12 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
             refuse(str(error))
     runs = numbered_runs(folder)
     if not runs:
-        refuse(f"there is no run to resume at {folder}: leave out --resume, or name its --run-dir")
+        refuse(f"there is no run to resume in {folder}: leave out --resume, or name the run's --run-dir")
     newest = runs[max(runs)]
     try:
         default = from_json(config_class(), json.loads((newest / "config.json").read_text()))
     except (ValueError, AttributeError, UsageError) as error:
-        refuse(f"{newest}/config.json is not of this experiment and version ({error}): start a new run")
+        refuse(f"{newest}/config.json is of another experiment or version ({error}): start a new run")
     return _in_folder(_read(config_class, default, args, prog, description), newest)
 
 

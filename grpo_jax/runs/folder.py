@@ -29,12 +29,12 @@ from grpo_jax.runs.trackers import tensorboard
 # Files whose lines carry "phase" and "step".
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
 _LINE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
-# Options that a resumed run may change: they do not touch what it computes.
+# Options that a resumed run may change: its results do not depend on them.
 _FREE_OPTIONS = frozenset({"devices", "keep_checkpoints", "checkpoint_every", "wandb", "compilation_cache"})
 
 
 class RunFolder:
-    """Writes a run's files and shows its progress."""
+    """The folder of a run: writes its files, and shows its progress."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class RunFolder:
           console: where words go; None: the terminal.
 
         Raises:
-          UsageError: `path` holds a run with another configuration, or something else than a run.
+          UsageError: `path` holds a run with other options.
         """
         self.path = path
         self.console = console or Console()
@@ -67,7 +67,8 @@ class RunFolder:
             differing = differing_options(json.loads((path / "config.json").read_text()), config)
             if differing:
                 raise UsageError(
-                    f"{', '.join(differing)} differ from the run in {path}: leave them out, or start a new run"
+                    f"{', '.join(differing)} differ from the options of the run in {path}: leave them out, or start a "
+                    "new run"
                 ) from None
         self.programs = count_programs()
 
@@ -80,13 +81,13 @@ class RunFolder:
         file = self.path / "task.json"
         known = json.loads(file.read_text()) if file.exists() else {}
         if known.get(phase, fingerprints) != fingerprints:
-            raise UsageError(f"the prompts of the task are no longer those of the run in {self.path}: start a new run")
+            raise UsageError(f"the task's prompts have changed since the run in {self.path} began: start a new run")
         write_json(file, known | {phase: fingerprints})
 
     # ---- lines
 
     def log(self, phase: str, step: int, values: dict[str, Any]) -> None:
-        """One line of metrics.jsonl; only numbers that a rerun repeats."""
+        """Writes a line of metrics.jsonl; only numbers that are the same in a rerun."""
         self._log("metrics.jsonl", {"phase": phase, "step": step, **values})
 
     def log_times(
@@ -106,7 +107,7 @@ class RunFolder:
           step: reached.
           tokens: part -> tokens that it worked on.
           update_flops: operations of the part "update", for how many a second.
-          peak_flops: what the devices can do a second, if that is known; `mfu` is the share of it.
+          peak_flops: operations a second that the devices can do at most, if known; `mfu` is the share of it.
           numbers: others to log.
         """
         seconds = dict(self._seconds)
@@ -144,7 +145,7 @@ class RunFolder:
             tracker.restart(phase, lines)
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        """What has been logged."""
+        """The lines of a file of the run, which may not exist yet."""
         file = self.path / name
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -186,11 +187,11 @@ class RunFolder:
             yield lambda step, words="": bar.update(task, completed=step, words=words)
 
     def warn_once(self, name: str, message: str) -> None:
-        """Says something that the user should know, the first time that it happens; warnings.jsonl keeps it.
+        """Prints a warning the first time that it occurs, and keeps it in warnings.jsonl.
 
         Args:
-          name: of what happens; of one name only the first message is said, again by a process that resumes.
-          message: a line of the file, {"message": …}, if it is none yet.
+          name: of the warning: a process prints only the first message of each name.
+          message: one sentence. It is written to the file once.
         """
         if name in self._warned:
             return

@@ -1,4 +1,4 @@
-"""A model on its way into a run, and out of its checkpoints again."""
+"""Loads the model of a run: before training, and from its checkpoints."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.folder import RunFolder, write_json
 
 _LORA_FILE = "lora.json"
-_BESIDE = frozenset({"warm", "control"})  # phases before and beside the one that a run is about
+_OTHER_PHASES = frozenset({"warm", "control"})  # the warm start and the control, which are not exported by default
 
 
 # ---- into a run
@@ -49,9 +49,7 @@ class LoraDescription(NamedTuple):
         """
         earlier = LoraDescription.read(folder)
         if earlier and earlier.fingerprint != self.fingerprint:
-            raise UsageError(
-                f"the weights in {self.base} are no longer those that this run began with: start a new run"
-            )
+            raise UsageError(f"the weights in {self.base} have changed since this run began: start a new run")
 
 
 class Loaded(NamedTuple):
@@ -185,7 +183,7 @@ def phase_of(run: Path, phase: str | None = None) -> str:
     """
     phases = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
     if phase is None:
-        meant = ["grpo"] if "grpo" in phases else [name for name in phases if name not in _BESIDE]
+        meant = ["grpo"] if "grpo" in phases else [name for name in phases if name not in _OTHER_PHASES]
         if len(meant) != 1:
             raise UsageError(f"{run} has checkpoints of the phases {phases}: choose one with --phase")
         (phase,) = meant
@@ -204,7 +202,7 @@ def restore(
       phase: of the run; None: `phase_of`.
       step: of the checkpoint; None: the newest.
       base: where the base of a LoRA run is now, if it has moved.
-      adapter: adapters alone are wanted: the base is then but shapes.
+      adapter: read the adapters alone; the base then has shapes and no arrays.
       **overrides: fields of ModelConfig that are not the model's.
 
     Returns:
@@ -216,8 +214,8 @@ def restore(
     description = run / "model"
     if not (description / "config.json").exists():
         raise UsageError(
-            f"{run} holds no model/config.json: name the folder of a run; in a loop of your own, "
-            "huggingface.save_description writes it"
+            f"{run} holds no model/config.json: name the folder of a run, or write the file with "
+            "huggingface.save_description in a loop of your own"
         )
     phase = phase_of(run, phase)
     lora = LoraDescription.read(description)

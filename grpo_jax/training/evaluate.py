@@ -1,4 +1,4 @@
-"""Held-out evaluation: the same completions, however they are spread over calls of the sampler."""
+"""Held-out evaluation. Its completions do not depend on the shape of the sampler's calls."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -32,7 +32,7 @@ class Samples(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What M held-out prompts earned, with n sampled completions and a greedy one each."""
+    """Rewards of M held-out prompts with n sampled completions and a greedy one each."""
 
     scores: np.ndarray  # float64 [M, n] of the metric, 0 where it is not graded
     greedy: np.ndarray  # float64 [M]
@@ -57,10 +57,10 @@ def sample_heldout(
 ) -> Iterator[Samples]:
     """Samples n completions of each held-out prompt, and one greedily.
 
-    In calls of the shape given, so that evaluation compiles nothing of its own. The noise of a completion depends
-    on the seed, the number of its prompt and its own number alone: not on the shape, nor on n. It is the same at
-    every evaluation, so that differences between two are those of the parameters. Of the shape nothing is left but
-    rounding, which seldom tips a token over.
+    Calls have the given shape, so that evaluation compiles no program of its own. The noise of a completion depends on
+    the seed, the number of its prompt and its own number: not on the shape, nor on n. It is the same at every
+    evaluation, so that differences between two evaluations come from the parameters. The shape changes rounding, which
+    rarely changes a token.
 
     Args:
       sampler: the run's.
@@ -106,7 +106,7 @@ def heldout_calls(heldout: Prompts, *, num_prompts: int, group_size: int, sample
         prompt = np.minimum(group // groups, total - 1)
         sample = group % groups * group_size + np.arange(group_size)
         counted = (group < total * groups) & (sample <= samples)
-        # Copies of the greedy one fill up: they end with it, and hold nobody up.
+        # Copies of the greedy completion fill up the shape: they end when it ends, and so take no extra steps.
         sample = np.where(counted, sample, samples)
         chosen = prompt[:, 0]
         examples = [heldout.examples[i] for i in chosen]
@@ -215,7 +215,7 @@ def prompt_means(evaluation: Evaluation) -> np.ndarray:
 
 
 def _if_graded(values: np.ndarray, evaluation: Evaluation) -> np.ndarray:
-    """NaN where no completion at all was graded: that is no failure."""
+    """The values, or NaN if no completion at all was graded, which is not a score of 0."""
     return values if evaluation.graded.any() else np.full_like(values, np.nan)
 
 

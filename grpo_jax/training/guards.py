@@ -1,4 +1,4 @@
-"""What goes wrong in such runs without a word, put into words."""
+"""Checks of a run, and warnings of what would otherwise go wrong unnoticed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,16 +59,16 @@ def check_length(run: RunFolder, task: Task, max_tokens: int, longest: int | Non
 
 
 def check_rollout(run: RunFolder, rollout: Rollout, task: Task, step: int) -> None:
-    """Warns of rollouts that teach nothing. `step` is counted from 1."""
+    """Warns of rollouts that nothing can be learned from. `step` is counted from 1."""
     if not np.isfinite(rollout.rewards).all():
         run.warn_once("reward", "the reward function returned NaN or infinity: such a step is skipped")
     if rollout.completions.truncated.all() and not task.open_ended:
         run.warn_once(
             "truncated",
-            "no completion ended within max_tokens: raise max_tokens, or see that the model knows its EOS token",
+            "no completion ended within max_tokens: raise max_tokens, or check that the model was trained to write EOS",
         )
     if not rollout.applicable.any():
-        run.warn_once("applicable", "no reward applies to any completion: look at what the graders refuse")
+        run.warn_once("applicable", "no completion has a reward: see in the other warnings why the graders gave none")
     elif rollout.rewards.shape[-1] > 1 and zero_spread(rollout).all():  # of one completion nothing is compared
         run.warn_once(
             "spread",
@@ -83,13 +83,15 @@ def _which(rollout: Rollout) -> str:
 
 
 def check_graders(run: RunFolder, rewards: Reward | Rewards) -> None:
-    """Says what graders could not grade, the first time for each reason."""
+    """Warns of completions that graders gave no number, once for each reason."""
     for name, message in ungraded_messages(rewards).items():
-        run.warn_once(name, f"{message}; metrics.jsonl counts them as {name}, those of evaluations as not_graded_share")
+        run.warn_once(
+            name, f"{message}; metrics.jsonl counts them as {name}, and those of evaluations as not_graded_share"
+        )
 
 
 def check_filled(run: RunFolder, rollouts: int, share: float) -> None:
-    """Warns when dynamic sampling ended with groups that teach nothing.
+    """Warns when dynamic sampling had to fill up a batch with groups of equal rewards.
 
     Args:
       run: says it.
@@ -99,13 +101,13 @@ def check_filled(run: RunFolder, rollouts: int, share: float) -> None:
     if share > 0:
         run.warn_once(
             "filled",
-            f"after {rollouts} rollouts of a step {share:.0%} of its groups still have no difference in rewards: "
-            "raise max_rollouts, or choose easier or harder prompts",
+            f"after {rollouts} rollouts of a step, the rewards are still equal in {share:.0%} of its groups: raise "
+            "max_rollouts, or choose easier or harder prompts",
         )
 
 
 def check_first_ratio(run: RunFolder, metrics: dict[str, float]) -> None:
-    """Warns when the trainer gives samples other probabilities than they were drawn with.
+    """Warns when trainer and sampler disagree on the probabilities of samples.
 
     Args:
       run: says it.
@@ -116,20 +118,20 @@ def check_first_ratio(run: RunFolder, metrics: dict[str, float]) -> None:
     if deviation > RATIO_TOLERANCE or mismatch > MISMATCH_TOLERANCE:
         run.warn_once(
             "ratio",
-            f"on the first minibatch a ratio is off 1 by {deviation:.2g}, and the mean of exp |difference of "
-            f"log-probabilities| is {mismatch:.3f}: sampler and trainer do not compute the same distribution "
-            "(temperature, dtype or model code differ)",
+            f"sampler and trainer compute different probabilities: in the first minibatch a ratio is off 1 by "
+            f"{deviation:.2g}, and the mean of exp |difference of log-probabilities| is {mismatch:.3f}; check that "
+            "temperature, dtype and model code are the same",
         )
 
 
 def check_gradients(run: RunFolder, name: str, skipped: int, max_skipped: int, dump: Callable[[], Any]) -> None:
-    """Dumps the batch of a skipped step, and stops after `max_skipped` in a row.
+    """Writes the batch of a skipped step to a file, and stops after `max_skipped` in a row.
 
     Args:
       run: says it, and keeps the dump.
       name: of the phase and optimizer step.
       skipped: steps in a row whose gradients were not finite, up to this one.
-      max_skipped: how many in a row are borne.
+      max_skipped: skipped steps in a row at which the run stops.
       dump: makes the arrays to keep, by name.
 
     Raises:

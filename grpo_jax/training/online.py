@@ -65,9 +65,10 @@ def train_online(
 ) -> tuple[TrainState, RewardModel]:
     """Trains a policy on a reward model that is trained along, continuing where the run was left.
 
-    Each round samples pairs of the policy, has them ask_judge, trains the reward model on with them and a share of the
-    earlier ones, and the policy with it. The rounds of a policy are one phase: optimizer, noise and prompts go on. What
-    the judge said is kept in the run's preferences/, so that it is asked once whatever happens.
+    Each round samples pairs from the policy and asks the judge about them. It trains the reward model on these pairs
+    and a share of the earlier ones, and then the policy on the reward model. All rounds of the policy are one phase: it
+    has one optimizer, one stream of noise and one order of prompts. The judge's answers are kept in the run's
+    preferences/, so that a resumed run does not ask again.
 
     Args:
       policy: the model's functions.
@@ -180,8 +181,8 @@ def sample_pairs(
             examples, ones, others = zip(*found[:number], strict=True)
             return list(examples), list(ones), list(others)
     raise UsageError(
-        f"of {number} pairs for the judge only {len(found)} could be sampled, since completions of a prompt are nearly "
-        "all equal or empty: lower the learning rate, or raise the temperature"
+        f"of {number} pairs for the judge only {len(found)} could be sampled, because nearly all completions of a "
+        "prompt are equal or empty: lower the learning rate, or raise the temperature"
     )
 
 
@@ -240,8 +241,8 @@ def _check(config: GRPOConfig, online: OnlineConfig, task: Task) -> None:
     if not 0 <= online.replay_share <= 1:
         raise UsageError(f"replay_share is {online.replay_share}: it must be between 0 and 1")
     if config.steps < len(online.labels):
-        raise UsageError(f"steps is {config.steps}, for {len(online.labels)} rounds: each needs one")
+        raise UsageError(f"steps is {config.steps}, but there are {len(online.labels)} rounds: each needs a step")
     if not isinstance(task.reward, Mapping) or "reward_model" in task.reward:
         raise UsageError(
-            'the reward of the task must be a dict of what counts beside the component "reward_model": {} for nothing'
+            'the reward of the task must be a dict of rewards that are added to "reward_model": {} adds none'
         )

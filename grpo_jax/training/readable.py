@@ -1,13 +1,11 @@
-"""Rollouts as a person reads them."""
+"""Rollouts in a form that people can read: texts, rewards, and the text of each token."""
 
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.rollout import (
-    Rollout,
-)
+from grpo_jax.training.rollout import Rollout
 
 
 def readable(
@@ -23,7 +21,7 @@ def readable(
       num_groups: at most.
 
     Returns:
-      For each group the prompt, the row's other columns, and lists over its completions.
+      For each group the prompt, the example's other columns, and lists over its completions.
     """
     completions = rollout.completions
     lengths = completions.completion_mask.sum(-1)
@@ -54,11 +52,11 @@ def readable(
 
 
 def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
-    """The part of a completion that each token adds; together they are the completion. What ends it adds none.
+    """The part of a completion's text that each token adds. Together the parts are the text; EOS adds nothing.
 
-    A tokenizer may drop the space before the first token, and several tokens may make up one character: so a part is
-    what the decoding of a few tokens gains by one more, if the completion goes on so. What cannot be told apart goes to
-    the token after which it can, or to the last.
+    Tokens cannot be decoded one by one: a tokenizer may drop the space before the first token, and several tokens may
+    make up one character. So a part is what decoding gains by one more token. Text that cannot be assigned yet goes to
+    a later token: the first after which it can, or the last.
 
     Args:
       ids: as sampled, with what ended it.

@@ -32,7 +32,7 @@ class PairBatch(NamedTuple):
     prompt_ids: Array  # int32 [N, P], padded on the left
     prompt_mask: Array  # bool [N, P]
     completion_ids: Array  # int32 [N, 2, T], chosen and rejected
-    completion_mask: Array  # bool [N, 2, T]; a row without any token is no pair
+    completion_mask: Array  # bool [N, 2, T]; without any token it is no pair, and only fills up the batch
     margin: Array  # float32 [N]
     weights: Array = None  # float32 [N], made from the mask of a whole optimizer batch
 
@@ -124,7 +124,7 @@ def pair_loss(policy: Policy, params: Headed, batch: PairBatch, *, center_coef: 
 
 
 def pair_weights(completion_mask: jax.Array, *, axis_name: Any = None) -> jax.Array:
-    """1/N for each pair of the whole batch, `[N]`; 0 for a row that is no pair."""
+    """1/N for each pair of the whole batch, `[N]`; 0 where there is no pair."""
     return token_mean_weights(jnp.any(completion_mask, axis=(-2, -1)), axis_name=axis_name)
 
 
@@ -152,7 +152,7 @@ def pair_batches(
 
 
 def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, prompt_width: int, width: int) -> PairBatch:
-    """The pairs of these numbers as arrays; a number beyond the last is no pair, and has no answers."""
+    """The pairs with these numbers as arrays. A number beyond the last gets empty answers, to fill up the batch."""
     real = [i if i < len(pairs.prompts) else None for i in numbers]
     prompts = pad_prompts(
         [pairs.prompts[0 if i is None else i] for i in real], [{}] * len(real), width=prompt_width, pad_id=0
@@ -175,14 +175,14 @@ def score_pairs(config: ModelConfig, params: Headed, pairs: EncodedPairs, *, num
 
 
 class PairEvaluation(NamedTuple):
-    """How well scores tell which of two answers was chosen."""
+    """How well scores predict which of two answers was chosen."""
 
     accuracy: Interval  # share of pairs in the right order, ties half; resampling pairs
-    nll: Interval  # −log σ(r_chosen − r_rejected), nats; log 2 = 0.693 knows nothing
+    nll: Interval  # −log σ(r_chosen − r_rejected), nats; equal scores give log 2 = 0.693
     calibration: Calibration  # of the preference for the answer with the higher score
 
     def numbers(self) -> dict[str, float]:
-        """What a line of a log or a row of a table holds."""
+        """The numbers by name, for logs and tables."""
         named = self.accuracy.named("accuracy") | self.nll.named("nll")
         return named | {"calibration_error": self.calibration.error}
 
@@ -190,8 +190,8 @@ class PairEvaluation(NamedTuple):
 def evaluate_pairs(pair_scores: np.ndarray, *, bins: int = 10) -> PairEvaluation:
     """Accuracy, likelihood and calibration of scores.
 
-    What is predicted is that the answer with the higher score was chosen, with probability σ(|difference|): the chosen
-    one is always chosen, so its own probability has nothing to be held against.
+    The prediction is that the answer with the higher score was chosen, with probability σ(|difference|). Calibration
+    compares these probabilities with how often the prediction was right.
 
     Args:
       pair_scores: `[M, 2]`, of chosen and rejected.

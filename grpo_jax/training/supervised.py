@@ -1,4 +1,4 @@
-"""The loop of phases that learn from data which is there: supervised training, and reward models."""
+"""The training loop on given data: for supervised training and reward models."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -86,7 +86,12 @@ def make_fit_programs(
         return state, metrics | {"learning_rate": jnp.asarray(rate)}
 
     step_fn = data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,))
-    return FitPrograms(step_fn, jax.jit(lambda params: init_state(jax.tree.map(jnp.copy, params), optimizer)))
+
+    @jax.jit
+    def initial_state(params: Params) -> TrainState:
+        return init_state(jax.tree.map(jnp.copy, params), optimizer)
+
+    return FitPrograms(step_fn, initial_state)
 
 
 def fit(
@@ -164,7 +169,9 @@ def _check(config: SupervisedConfig) -> None:
     ):
         for name in names:
             if getattr(config, name) < least:
-                raise UsageError(f"{name} of training on given data is {getattr(config, name)}: take at least {least}")
+                raise UsageError(
+                    f"{name} of supervised training is {getattr(config, name)}: it must be at least {least}"
+                )
     if config.max_grad_norm <= 0:
         raise UsageError(f"max_grad_norm is {config.max_grad_norm}: it must be above 0")
     if not 0 < config.learning_rate < float("inf"):

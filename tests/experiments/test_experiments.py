@@ -119,7 +119,7 @@ def test_bad_options_are_refused(tmp_path, capsys, args, message):
 def test_resuming_may_change_where_a_run_computes_but_not_what(tmp_path):
     flags.open_run(parse("--run-dir", tmp_path / "run"))
     flags.open_run(parse("--resume", "--run-dir", tmp_path / "run", "--devices", "2"))
-    with pytest.raises(ValueError, match="steps differ from the run"):
+    with pytest.raises(ValueError, match="steps differ from the options of the run"):
         flags.open_run(parse("--resume", "--run-dir", tmp_path / "run", "--steps", "7"))
 
 
@@ -136,7 +136,7 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path, content, capsys):
     (tmp_path / "run/config.json").write_text(content)
     with pytest.raises(SystemExit):
         parse("--resume", "--run-dir", tmp_path / "run")
-    assert "not of this experiment" in " ".join(capsys.readouterr().err.split())
+    assert "of another experiment or version" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
@@ -284,7 +284,7 @@ def test_a_run_does_not_go_on_with_another_base(lora_run):
     loaded = load_model(config.model, seed=0)
     keep_description(run, loaded, config.model)
     other = loaded.pretrained._replace(params=jax.tree.map(lambda x: x * 0.5, trained.base))
-    with pytest.raises(ValueError, match="no longer those that this run began with"):
+    with pytest.raises(ValueError, match="have changed since this run began"):
         keep_description(run, loaded._replace(pretrained=other), config.model)
 
 

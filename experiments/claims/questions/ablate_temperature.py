@@ -2,7 +2,7 @@
 
 Source 000: "Higher temperature during response generation increases group diversity", and completion i of K is
 sampled at 0.7 + 0.3 i / K. Here that schedule beside fixed temperatures from 0.7 to 1.3, one of them its mean, on
-additions; all policies are judged on held-out completions at temperature 1, and greedily, which favours none.
+additions; all policies are evaluated at temperature 1, and greedily, so that none is favoured.
 Diversity is the share of a group's completions that are different. The seed does not say that the schedule makes the
 policy better: that it does no harm is our reading. Expect more diversity at higher temperatures, the schedule at its
 mean, and little to choose in accuracy. A minute for the cpu preset on two cores.

@@ -5,13 +5,12 @@ boost all responses equally provide no gradient. We observe significantly less l
 to PPO". Source 001: "Optimizing relative rankings is harder to game than optimizing absolute scores".
 
 PPO, GRPO and GRPO on ranks write words for a gold score in [0, 1] (`testbeds.word_scores`): alone, and with a bonus
-of up to 1 for length, for repeated letters, or for any word at all. The learning rate is each method's best for
-the gold score in training on seeds 10 and 11. Gaming is the length or the share of repeated letters of held-out words
-at the end, and what the bonus costs of the gold score. The methods are not held equally fast: PPO's KL, in the
-reward, counts a word's tokens, and GRPO's, in the loss, is their mean; so all are run without a KL, too. No training
-shows the start, the coin is GRPO's. Expect all to game length; to game repetition only those without a KL in the
-reward; and a constant to move GRPO by its rounding alone, and PPO, whose critic has to learn it, to shorter words.
-About three minutes for the cpu preset on two cores.
+of up to 1 for length, repeated letters, or any word at all. Learning rates are the best for gold on seeds 10 and 11.
+Gaming is the length or the share of repeated letters of held-out words at the end, and the loss of gold score by the
+bonus. The KL does not limit all methods alike: PPO's, in the reward, is a sum over tokens, and GRPO's, in the loss, a
+mean. So all run without a KL, too. "no training" is the start, and the coin is GRPO's. Expect all to game length, and
+only those without a KL in the reward to game repetition. Expect a constant to change GRPO by rounding alone, and to
+make PPO's words shorter, since its critic has to learn it. About three minutes for the cpu preset on two cores.
 
   python -m experiments.claims.questions.reward_hacking --preset cpu
 """
@@ -37,9 +36,8 @@ BONUSES: dict[str, dict[str, float]] = {
 def measure(bench: Bench) -> Finding:
     methods = {"PPO": ppo(WORDS), "GRPO": grpo(WORDS), "ranks": grpo(WORDS, "rank")}
     settings = {COIN: grpo(WORDS, coin=1.0)}
-    settings |= {
-        f"{name}, {bonus}": of.changed(**paid) for name, of in methods.items() for bonus, paid in BONUSES.items()
-    }
+    for name, bonus in product(methods, BONUSES):
+        settings[f"{name}, {bonus}"] = methods[name].changed(**BONUSES[bonus])
     del settings["ranks, constant bonus"]  # an order has none
     for name, bonus in product(methods, ("length bonus", "repetition bonus")):
         settings[f"{name} without KL, {bonus}"] = methods[name].changed(kl_coef=0.0, **BONUSES[bonus])
