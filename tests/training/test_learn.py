@@ -1,6 +1,6 @@
 """What an iteration computes: which scores it needs, and gradients by hand and over devices."""
 
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from grpo_jax.training.loop import compile_programs
 from grpo_jax.training.parallel import replicate, to_devices, to_host
 from grpo_jax.training.ppo import ActorCritic, ppo_method
 from grpo_jax.training.rollout import score_completion_tokens
-from grpo_jax.training.state import REWARD_AXES, Batch, RewardArrays, has_weight_decay, init_state, make_optimizer
+from grpo_jax.training.state import REWARD_AXES, Batch, RewardArrays, has_weight_decay, make_optimizer
 from grpo_jax.training.step import choose_microbatches
 
 N, G, P, T = 16, 4, 2, 3
@@ -29,6 +29,7 @@ TASK = Task(None, None, None, None, (0,), 1, V)
 HEAD = jnp.linspace(-1, 1, D)
 
 
+@cache
 def a_batch(num_prompts: int = N) -> Batch:
     """Ragged completions, and old and sampled probabilities that are not far from the policy's."""
     noise = np.random.default_rng(0)
@@ -43,7 +44,7 @@ def a_batch(num_prompts: int = N) -> Batch:
         noise.uniform(0.8, 1.2, shape[:2]).astype(np.float32),
         truncated=noise.random(shape[:2]) < 0.3,
     )
-    scores = jax.device_get(score_completion_tokens(POLICY, PARAMS, batch))
+    scores = jax.device_get(jax.jit(partial(score_completion_tokens, POLICY))(PARAMS, batch))
     near = [scores.logprobs + noise.normal(0, 0.3, shape).astype(np.float32) for _ in range(3)]
     return batch._replace(
         sampler_logprobs=near[0],
@@ -173,12 +174,10 @@ GRPO = recipe("grpo", num_prompts=4, group_size=G, kl_coef=0.2, epsilon_low=0.1,
 def by_hand(batch: Batch, *, advantages=None, mask=None, on_policy=None, **options) -> optax.Params:
     """GRPO's gradient, put together from functions of arrays alone."""
     mask = batch.completion_mask if mask is None else mask
-    weights = F.sequence_mean_weights(mask, num_completions=4 * G)
-    advantages = F.group_advantages(some_rewards(4).rewards, where=some_rewards(4).applicable)[..., None] * (
-        1 if advantages is None else advantages
-    )
+    rewards, kept = some_rewards(4), 1 if advantages is None else advantages
 
     def loss(params):
+        advantages = F.group_advantages(rewards.rewards, where=rewards.applicable)[..., None] * kept
         states = hidden(params, batch.prompt_ids, None, batch.completion_ids)
         logprobs, _ = F.token_logprobs(
             states, params["after"], batch.completion_ids, temperature=batch.temperature[..., None]
@@ -190,7 +189,7 @@ def by_hand(batch: Batch, *, advantages=None, mask=None, on_policy=None, **optio
             jnp.broadcast_to(seen, mask.shape),
             mask,
             ref_logprobs=batch.ref_logprobs,
-            weights=weights,
+            weights=F.sequence_mean_weights(mask, num_completions=4 * G),
             **{"kl_coef": 0.2, "epsilon_low": 0.1, "epsilon_high": 0.15} | options,
         )[0]
 
@@ -278,13 +277,14 @@ def test_eight_devices_learn_what_one_does(config, components):
 
 
 def test_every_epoch_has_all_prompts_once_in_an_order_of_seed_and_step():
-    order = np.asarray(minibatch_order(3, 5, 8, epochs=3, minibatches=4))
+    def of(seed, step, epochs):
+        return np.asarray(jax.jit(lambda: minibatch_order(seed, step, 8, epochs=epochs, minibatches=4))())
+
+    order = of(3, 5, 3)
     assert order.shape == (12, 2)
     assert np.sort(order.reshape(3, 8), axis=-1).tolist() == [list(range(8))] * 3
     epochs = {tuple(epoch) for epoch in order.reshape(3, 8).tolist()}
-    others = {
-        tuple(np.ravel(minibatch_order(*clock, 8, epochs=1, minibatches=4)).tolist()) for clock in [(4, 5), (3, 7)]
-    }
+    others = {tuple(np.ravel(of(*clock, 1)).tolist()) for clock in [(4, 5), (3, 7)]}
     assert len(epochs | others) == 5
 
 
@@ -331,6 +331,10 @@ def test_norms_and_biases_do_not_decay():
     decays = {"embedding": True, "layers": {"norm": {"scale": False}, "q_proj": {"kernel": True, "bias": False}}}
     assert has_weight_decay(params) == decays
     optimizer = make_optimizer(0.5, weight_decay=0.2)
-    state = init_state(params, optimizer)
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), state.opt_state, params)
+
+    @jax.jit
+    def step(params):
+        return optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)[0]
+
+    updates = step(params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, -0.1 * y), updates, decays)
