@@ -281,12 +281,16 @@ def is_sequence_level(objective: Objective) -> bool:
       >>> is_sequence_level(PRESETS["gmpo"]), is_sequence_level(PRESETS["gspo"])  # GSPO has the gradients of tokens
       (True, False)
     """
-    logprobs, mask = -jnp.ones((1, 2)), jnp.ones((1, 2), bool)
 
-    def of_first_token(logprobs):
-        return objective.term(logprobs, -jnp.ones((1, 2)), jnp.ones(1), mask, **objective.constants)[0, 0]
+    def gradient_of_first_token() -> jax.Array:
+        old_logprobs, mask = -jnp.ones((1, 2)), jnp.ones((1, 2), bool)
 
-    return bool(jax.grad(of_first_token)(logprobs)[0, 1] != 0)
+        def first_token(logprobs):
+            return objective.term(logprobs, old_logprobs, jnp.ones(1), mask, **objective.constants)[0, 0]
+
+        return jax.grad(first_token)(-jnp.ones((1, 2)))
+
+    return jax.jit(gradient_of_first_token)()[0].tolist()[1] != 0
 
 
 def _check_numbers(objective: Objective) -> None:
@@ -337,5 +341,8 @@ def _check_call(function: Callable[..., jax.Array], arguments: tuple, expected: 
 
 def _has_constant_gradient(divergence: Callable[[jax.Array, jax.Array], jax.Array]) -> bool:
     """Whether it is k1, by whatever name: a slope of 1 everywhere."""
-    slope = jax.grad(lambda logprobs: jnp.sum(divergence(logprobs, -jnp.ones((1, 2)))))
-    return bool(jnp.all(slope(jnp.array([[-0.5, -3.0]])) == 1))
+    # One program, where operations by themselves would be a dozen.
+    slope = jax.jit(
+        lambda: jax.grad(lambda logprobs: jnp.sum(divergence(logprobs, -jnp.ones((1, 2)))))(jnp.array([[-0.5, -3.0]]))
+    )
+    return all(value == 1 for value in slope()[0].tolist())

@@ -5,7 +5,7 @@ split and merge, a fake in a test. Letters as in `transformer`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,8 @@ def decoder_policy(config: ModelConfig) -> Policy:
         return matrix.astype(config.dtype)
 
     def run_prompts(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, KeyValues]:
-        hidden, layers = model.apply(variables(params), ids, *both(geometry_of_texts, prompt_positions(mask), mask))
+        seen = both(geometry_of_texts, prompt_positions(mask), mask)
+        hidden, layers = cast(Any, model.apply(variables(params), ids, *seen))
         return hidden[:, -1], layers
 
     def hidden(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array) -> jax.Array:
