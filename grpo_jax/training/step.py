@@ -120,7 +120,7 @@ def choose_microbatches(num_prompts: int, tokens: int) -> int:
     """How many pieces a minibatch is computed in by default.
 
     Small pieces stay in a CPU's cache and need less memory; too small ones leave an accelerator idle. So a piece has
-    about 2,048 tokens on a CPU and 32,768 elsewhere (measured, see BUILD_NOTES.md), or one prompt with its completions
+    about 1,024 tokens on a CPU and 32,768 elsewhere (measured, see BUILD_NOTES.md), or one prompt with its completions
     if that is more.
 
     Args:
@@ -130,7 +130,7 @@ def choose_microbatches(num_prompts: int, tokens: int) -> int:
     Returns:
       A divisor of num_prompts.
     """
-    limit = 2_048 if jax.default_backend() == "cpu" else 32_768
+    limit = 1_024 if jax.default_backend() == "cpu" else 32_768
     divisors = (n for n in range(1, num_prompts + 1) if num_prompts % n == 0)
     return next((n for n in divisors if num_prompts // n * tokens <= limit), num_prompts)
 
