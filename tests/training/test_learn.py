@@ -236,6 +236,18 @@ def test_an_option_has_the_gradient_of_its_functions(options, differently):
         assert optax.global_norm(jax.tree.map(jnp.subtract, found, plain)) > 0.01 * optax.global_norm(plain)
 
 
+def test_the_reference_of_the_loss_is_the_one_that_moves():
+    changes = {"critic": "shared", "divergence": "reverse", "kl_in_reward": False, "ref_mixup_alpha": 0.5}
+    config = with_options(PPOConfig(), num_prompts=4, group_size=G, ref_sync_steps=1, **changes)
+    state, found = learned(config, a_batch(4)._replace(ref_logprobs=None), some_rewards(4))
+    assert found.metrics["kl"] == pytest.approx(0, abs=1e-6)  # it began as the policy, and nothing else was given
+    assert state.reference.critic is None
+    for name, start in PARAMS.items():
+        end, half = state.params.policy[name], state.reference.policy[name]
+        assert np.abs(end - start).max() > 1e-3
+        np.testing.assert_allclose(half, (start + end) / 2, atol=1e-6)
+
+
 # ---- devices
 
 

@@ -7,22 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bigrams import PARAMS, POLICY, V
 
 from grpo_jax import functional as F
 from grpo_jax.config import recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.policy import decoder_policy
 from grpo_jax.training.grpo import grpo_loss_fn
 from grpo_jax.training.parallel import data_parallel
 from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Batch, init_state
 from grpo_jax.training.step import train_step
 
-N, G, P, T, V = 8, 3, 5, 6, 17
-POLICY = decoder_policy(ModelConfig(V, 16, 32, 2, 2, 1, 8, initializer_range=0.05))
-PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+N, G, P, T = 8, 3, 5, 6
 # A preset for each loss; those that differ in advantages and constants alone are the same program.
 DIFFERENT_LOSSES = {(a.term, a.aggregation): name for name, a in PRESETS.items()}.values()
 AGGREGATIONS = (F.token_mean_weights, F.sequence_mean_weights, F.sequence_sum_weights, F.constant_length_weights)
