@@ -1,0 +1,61 @@
+"""A module imports only from its own folder and from folders above its own."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# From the bottom layer up. A name is a folder or a module of grpo_jax, or the folder of experiments.
+ORDER = [
+    "errors",
+    "functional",
+    "models",
+    "sampling",
+    "statistics",
+    "data",
+    "rewards",
+    "tasks",
+    "config",
+    "runs",
+    "training",
+    "trainer",
+    "experiments",
+]
+FILES = sorted(file for folder in ("grpo_jax", "experiments") for file in (ROOT / folder).rglob("*.py"))
+
+
+def layer(module: str) -> str:
+    """The layer of a module's full name."""
+    parts = module.split(".")
+    return "experiments" if parts[0] == "experiments" else (parts[1] if len(parts) > 1 else "")
+
+
+def imported(file: Path) -> set[str]:
+    """Full names of the modules of ours that a file imports, wherever it does."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name for name in names if name.split(".")[0] in ("grpo_jax", "experiments")}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_point_down(file):
+    if file == ROOT / "grpo_jax" / "__init__.py":  # the face of the package: loads the trainer when it is asked for
+        return
+    own = layer(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    wrong = {name for name in imported(file) if layer(name) in ORDER and ORDER.index(layer(name)) > ORDER.index(own)}
+    assert not wrong
+
+
+def test_every_module_has_a_layer():
+    found = {layer(".".join(file.relative_to(ROOT).with_suffix("").parts)) for file in FILES} - {"__init__"}
+    assert found == set(ORDER)
+
+
+def test_no_folder_holds_more_than_twenty_modules():
+    folders = {file.parent for file in FILES}
+    assert max(len(list(folder.glob("*.py"))) for folder in folders) <= 20
