@@ -81,7 +81,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         matrix = variables(params)["params"]["embedding" if config.tie_word_embeddings else "unembedding"]
         return matrix.astype(config.dtype)
 
-    def run_prompts(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, KeyValues]:
+    def run_prompts(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, Any]:
         hidden, layers = model.apply(variables(params), ids, *both(geometry_of_texts, prompt_positions(mask), mask))
         return hidden[:, -1], layers
 
