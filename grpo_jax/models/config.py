@@ -50,10 +50,11 @@ class ModelConfig:
     initializer_range: float = 0.02
     # Of activations and matrix products; norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
-    # What the backward pass computes again: nothing, whole layers, or all of a layer but its matrix products.
+    # What the backward pass computes again. "none": norms, rotations and attention's scores, but no projection; "dots"
+    # keeps the results of all projections and nothing else; "layer": all of a layer.
     remat: Remat = "none"
-    # "shared": two products and one softmax, the prompt never repeated. "xla" and "cudnn": jax.nn.dot_product_attention
-    # over prompt and completion in a row; cudnn is flash attention, for bfloat16 on NVIDIA GPUs.
+    # Over prompt and completion in a row. "shared": two products and a softmax between them. "xla" and "cudnn": by
+    # jax.nn.dot_product_attention; cudnn is flash attention, for bfloat16 on NVIDIA GPUs.
     attention: AttentionKind = "shared"
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ split and merge, a fake in a test. Letters as in `transformer`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,9 +81,8 @@ def decoder_policy(config: ModelConfig) -> Policy:
         matrix = variables(params)["params"]["embedding" if config.tie_word_embeddings else "unembedding"]
         return matrix.astype(config.dtype)
 
-    def run_prompts(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, KeyValues]:
-        seen = both(geometry_of_texts, prompt_positions(mask), mask)
-        hidden, layers = cast(Any, model.apply(variables(params), ids, *seen))
+    def run_prompts(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, Any]:
+        hidden, layers = model.apply(variables(params), ids, *both(geometry_of_texts, prompt_positions(mask), mask))
         return hidden[:, -1], layers
 
     def hidden(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array) -> jax.Array:

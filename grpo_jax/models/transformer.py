@@ -12,6 +12,7 @@ M = P + G·S tokens of a group, C tokens of the cache, D features, F features of
 K key-value heads, Q = H/K query heads that share one key-value head, E features of a head, L layers, V vocabulary.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -279,7 +280,7 @@ def attend_groups(
     width = masks[0].shape[-1]
     own_queries, own_keys, own_values = (jnp.split(x, [width], axis=1) for x in (queries, keys, values))
     prompt = KeyValues(own_keys[0].swapaxes(1, 2), own_values[0].swapaxes(1, 2))  # [N, K, P, E]
-    core: Any = attend if kind == "shared" else partial(attend_fused, implementation=kind)
+    core: Callable[..., jax.Array] = attend if kind == "shared" else partial(attend_fused, implementation=kind)
     shared = KeyValues(*(x[:, :, None] for x in prompt))
     attended = core(own_queries[0].transpose(0, 2, 3, 1, 4)[:, :, None], *shared, masks[0])
     attended = attended[:, :, 0].transpose(0, 3, 1, 2, 4)
@@ -384,9 +385,9 @@ def attend_past(
         _einsum("nkme,nkpe->nkmp", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1),
         _einsum("nkgqe,nkgce->nkgqc", queries, cache.keys),
     )
-    seen = [x + _bias(mask)[..., 0, :] for x, mask in zip(scores, masks, strict=True)]
+    biased = [x + _bias(mask)[..., 0, :] for x, mask in zip(scores, masks, strict=True)]
     width = masks[0].shape[-1]
-    weights = jax.nn.softmax(jnp.concatenate(seen, axis=-1)).astype(queries.dtype)
+    weights = jax.nn.softmax(jnp.concatenate(biased, axis=-1)).astype(queries.dtype)
     of_prompt, of_cache = jnp.split(weights, [width], axis=-1)
     attended = _einsum("nkmp,nkpe->nkme", of_prompt.reshape(n, k, g * q, width), prompt.values).reshape(queries.shape)
     attended += _einsum("nkgqc,nkgce->nkgqe", of_cache, cache.values)

@@ -124,13 +124,18 @@ def _append(out: Completions, token: _Token, step: jax.Array, eos_ids: tuple[int
 
 
 def _noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:
-    """Two uniforms for each token, `[N, G, T, 2]`, keyed by (key, row, position)."""
+    """Two uniforms for each token, `[N, G, T, 2]`, keyed by (key, row, position).
 
-    def of_token(row, position):
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, row), position), (2,))
+    The key is folded with both in a scan, which compiles one hash instead of two.
+    """
+    shape = (*rows.shape, max_tokens)
+    numbers = (jnp.broadcast_to(x, shape).ravel() for x in (rows[..., None], jnp.arange(max_tokens)))
 
-    of_row = jax.vmap(of_token, (None, 0))
-    return jax.vmap(jax.vmap(of_row, (0, None)), (0, None))(rows, jnp.arange(max_tokens))
+    def fold(keys, number):
+        return jax.vmap(jax.random.fold_in)(keys, number), None
+
+    keys, _ = jax.lax.scan(fold, jnp.broadcast_to(key, shape).ravel(), jnp.stack([*numbers]))
+    return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys).reshape(*shape, 2)
 
 
 def _logits(hidden: jax.Array, unembedding: jax.Array, temperature: jax.Array) -> jax.Array:

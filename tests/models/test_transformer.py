@@ -224,6 +224,38 @@ def test_norms_of_queries_and_keys_undo_the_size_of_their_projections(hidden_fn)
     np.testing.assert_allclose(hidden_fn(*batch, params=changed), hidden_fn(*batch), atol=1e-4)  # but for epsilon
 
 
+# ---- under other wrappers
+
+
+def summed(params, prompt_ids, prompt_mask, completion_ids):
+    return jnp.sum(jnp.sin(shared_hidden(LLAMA, params, prompt_ids, prompt_mask, completion_ids)))
+
+
+def test_eight_devices_find_the_gradients_of_one():
+    params, inputs = random_params(LLAMA), [np.tile(x, (8, *[1] * (x.ndim - 1))) for x in ragged_batch()[:3]]
+    expected = jax.jit(jax.grad(summed))(params, *inputs)
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("data",))
+    # Gradients of what all devices have the same of are summed over devices by JAX.
+    sharded = jax.shard_map(jax.grad(summed), mesh=mesh, in_specs=(spec(), *[spec("data")] * 3), out_specs=spec())
+    pieces = [x.reshape(8, -1, *x.shape[1:]) for x in inputs]
+    mapped = jax.pmap(jax.grad(summed), in_axes=(None, 0, 0, 0))(params, *pieces)
+    assert max(relative_differences(jax.jit(sharded)(params, *inputs), expected).values()) <= 1e-5
+    assert max(relative_differences(jax.tree.map(lambda x: x.sum(0), mapped), expected).values()) <= 1e-5
+
+
+def test_several_models_at_once():
+    *inputs, _ = ragged_batch()
+    params = random_params(LLAMA)
+    models = [params, jax.tree.map(lambda x: 1.1 * x, params)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *models)
+    together = jax.jit(jax.vmap(partial(shared_hidden, LLAMA), (0, None, None, None)))(stacked, *inputs)
+    single = jax.jit(partial(shared_hidden, LLAMA))
+    for model, states in zip(models, together, strict=True):
+        np.testing.assert_allclose(states, single(model, *inputs), atol=1e-5)
+    np.testing.assert_allclose(shared_hidden(LLAMA, params, *inputs), together[0], atol=1e-5)  # eagerly
+
+
 # ---- other forms of the same decoder
 
 
