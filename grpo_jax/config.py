@@ -61,11 +61,11 @@ class ModelOptions:
     param_dtype: Dtype = "float32"
     """Dtype of the parameters. bfloat16 halves the memory of LoRA's frozen ones; trained parameters need float32."""
     remat: Remat = "none"
-    """What the backward pass computes again to save memory: nothing, whole layers, or everything except matrix
-    products. No result depends on it."""
+    """What the backward pass computes again to save memory. none: norms, rotations and attention's scores. layer: all of
+    a layer. No result depends on it."""
     attention: AttentionKind = "shared"
-    """shared: the keys of a prompt are stored once for its group. xla, cudnn: jax.nn.dot_product_attention; cudnn is
-    flash attention, for long sequences in bfloat16 on NVIDIA GPUs. Results differ by rounding."""
+    """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for long
+    sequences in bfloat16 on NVIDIA GPUs. They differ by rounding."""
     lora_rank: int = 0
     """Rank of LoRA adapters, which are then all that is trained; 0: all parameters are trained."""
     lora_alpha: float = 16.0

@@ -9,7 +9,7 @@ from grpo_jax.errors import UsageError
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 Dtype = Literal["float32", "bfloat16"]
-Remat = Literal["none", "layer", "dots"]
+Remat = Literal["none", "layer"]
 AttentionKind = Literal["shared", "xla", "cudnn"]
 
 
@@ -50,8 +50,8 @@ class ModelConfig:
     initializer_range: float = 0.02
     # Of activations and matrix products; norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
-    # What the backward pass computes again. "none": norms, rotations and attention's scores, but no projection; "dots"
-    # keeps the results of all projections and nothing else; "layer": all of a layer.
+    # What the backward pass computes again. "none": norms, rotations and attention's scores, but no projection;
+    # "layer": all of a layer.
     remat: Remat = "none"
     # Over prompt and completion in a row. "shared": two products and a softmax between them. "xla" and "cudnn": by
     # jax.nn.dot_product_attention; cudnn is flash attention, for bfloat16 on NVIDIA GPUs.

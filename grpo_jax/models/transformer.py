@@ -12,6 +12,7 @@ M = P + G·S tokens of a group, C tokens of the cache, D features, F features of
 K key-value heads, Q = H/K query heads that share one key-value head, E features of a head, L layers, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -137,12 +138,8 @@ def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Modul
     """
     if config.remat == "none" and config.attention != "shared":
         return block
-    policies = {
-        "none": jax.checkpoint_policies.save_only_these_names(*_KEPT),
-        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        "layer": None,
-    }
-    return nn.remat(block, prevent_cse=False, policy=policies[config.remat])
+    policy = jax.checkpoint_policies.save_only_these_names(*_KEPT) if config.remat == "none" else None
+    return nn.remat(block, prevent_cse=False, policy=policy)
 
 
 class Block(nn.Module):
@@ -231,14 +228,55 @@ class Linear(nn.Module):
         """x `[..., *in]` -> `[..., *out]`, in the dtype of x."""
         init = nn.initializers.normal(self.initializer_range)
         kernel = self.param("kernel", init, (*x.shape[-self.in_axes :], *self.out_shape))
-        y = jnp.tensordot(x, kernel.astype(x.dtype), self.in_axes)
+        y = product(x, kernel, self.in_axes)
         if self.has_variable("lora", "a"):
             a: jax.Array = self.get_variable("lora", "a")
             b: jax.Array = self.get_variable("lora", "b")
-            y = y + jnp.tensordot(jnp.tensordot(x, a.astype(x.dtype), self.in_axes), b.astype(x.dtype), 1)
+            y = y + product(product(x, a, self.in_axes), b)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, self.out_shape).astype(x.dtype)
         return y
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x W, with ∂L/∂W = xᵀ ∂L/∂y as one product of what is there: x `[M, I]`, W `[I, O]` -> `[M, O]`.
+
+    JAX's own rule gives the transpose of that, ∂L/∂yᵀ x. XLA on CPU then computes the gradient of y a second time, in
+    transposed order, which took more than half of a training step.
+    """
+    return x @ kernel
+
+
+def _product_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(x, kernel), (x, kernel)
+
+
+def _product_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = kept
+    return gradient @ kernel.T, jax.lax.dot_general(x, gradient, (((0,), (0,)), ((), ())))
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def product(x: jax.Array, kernel: jax.Array, in_axes: int = 1) -> jax.Array:
+    """The trailing axes of x contracted with the leading ones of a kernel, in the dtype of x.
+
+    Args:
+      x: `[..., *in]`.
+      kernel: `[*in, *out]`.
+      in_axes: how many axes `*in` has.
+
+    Returns:
+      `[..., *out]`.
+    """
+    inputs = math.prod(kernel.shape[:in_axes])
+    # Under shard_map x varies over devices and a kernel does not, and a custom gradient must have the type of its
+    # input. A zero that varies gives both one type, and JAX sums the kernel's gradient over devices.
+    matrix = kernel.astype(x.dtype).reshape(inputs, -1) + jnp.zeros_like(x, shape=())
+    y = _product(x.reshape(-1, inputs), matrix)
+    return y.reshape(*x.shape[: x.ndim - in_axes], *kernel.shape[in_axes:])
 
 
 class RMSNorm(nn.Module):

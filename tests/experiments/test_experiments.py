@@ -200,10 +200,10 @@ def lora_run(tmp_path_factory):
     shutil.copytree(STORIES_MODEL, folder / "base")
     args = ["--steps", "2", "--max-tokens", "4", "--num-prompts", "4", "--group-size", "2", "--learning-rate", "1e-2"]
     args += ["--lora-rank", "2", "--lora-alpha", "6", "--lora-targets", "q_proj", "o_proj", "down_proj"]
-    args += ["--param-dtype", "bfloat16", "--remat", "dots", "--attention", "xla"]
+    args += ["--param-dtype", "bfloat16", "--remat", "layer", "--attention", "xla"]
     config = parse("--model", folder / "base", *args, "--run-dir", folder / "run", config=stories.Config)
     loaded = load_model(config.model, seed=0)
-    assert (loaded.pretrained.config.remat, loaded.pretrained.config.attention) == ("dots", "xla")
+    assert (loaded.pretrained.config.remat, loaded.pretrained.config.attention) == ("layer", "xla")
     assert {x.dtype for x in jax.tree.leaves(loaded.params.base)} == {jnp.dtype("bfloat16")}
     assert loaded.params.scale == 3
     model = loaded.pretrained

@@ -494,8 +494,8 @@ def test_end_tokens_are_those_of_all_files(folder):
 
 
 def test_options_that_are_not_the_models(folder):
-    loaded = load_pretrained(folder, param_dtype=jnp.bfloat16, dtype="bfloat16", remat="dots", attention="xla")
-    assert (loaded.config.dtype, loaded.config.remat, loaded.config.attention) == ("bfloat16", "dots", "xla")
+    loaded = load_pretrained(folder, param_dtype=jnp.bfloat16, dtype="bfloat16", remat="layer", attention="xla")
+    assert (loaded.config.dtype, loaded.config.remat, loaded.config.attention) == ("bfloat16", "layer", "xla")
     assert {x.dtype for x in jax.tree.leaves(loaded.params)} == {jnp.dtype("bfloat16")}
 
 

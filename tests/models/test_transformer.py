@@ -272,7 +272,7 @@ def test_scanned_layers_equal_separate_layers(config):
         np.testing.assert_allclose(own.values, stacked.values[layer], atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["layer", "dots"])
+@pytest.mark.parametrize("remat", ["layer"])
 def test_remat_changes_neither_values_nor_gradients(remat):
     (value, _), grads = loss_and_grads(shared_hidden, dataclasses.replace(LLAMA, remat=remat))
     (expected_value, _), expected_grads = loss_and_grads(shared_hidden, LLAMA)
@@ -291,7 +291,6 @@ def test_remat_stores_less_for_the_backward_pass():
 
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(backward, random_params(LLAMA))))
 
-    assert stored("layer") < stored("dots") <= stored("none")
     assert stored("layer") < stored("none") / 2
 
 
