@@ -61,8 +61,8 @@ class ModelOptions:
     param_dtype: Dtype = "float32"
     """Dtype of the parameters. bfloat16 halves the memory of LoRA's frozen ones; trained parameters need float32."""
     remat: Remat = "none"
-    """What the backward pass computes again to save memory. none: norms, rotations and attention's scores. layer: all of
-    a layer. No result depends on it."""
+    """What the backward pass computes again to save memory. none: norms, rotations and attention's scores. layer: whole
+    layers. No result depends on it."""
     attention: AttentionKind = "shared"
     """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for long
     sequences in bfloat16 on NVIDIA GPUs. They differ by rounding."""
