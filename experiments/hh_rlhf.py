@@ -340,7 +340,7 @@ def as_reward(model: RewardModel, config: Config) -> Reward:
 
 
 def timed(run: RunFolder, name: str, reward: Reward) -> Reward:
-    """The reward, whose seconds times.jsonl then has as `name`_s; they are also part of rollout_s."""
+    """The reward, whose seconds times.jsonl then has as `name`_s; they are also part of reward_s."""
 
     def measured(examples, completions):
         with run.timed(name):

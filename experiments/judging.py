@@ -165,7 +165,7 @@ def phase_tokens(run: RunFolder, phase: str) -> tuple[int, int]:
 
 def step_seconds(run: RunFolder, phases: Sequence[str]) -> dict[str, float]:
     """Median seconds of a step over some phases, without the judge that only watches, and the share of the reward."""
-    parts = ("rollout_s", "score_s", "advantages_s", "update_s")
+    parts = ("rollout_s", "reward_s", "update_s")
     lines = [line for line in run.lines("times.jsonl") if line["phase"] in phases]
     steps = [sum(line[part] for part in parts) - line["judge_s"] for line in lines]
     return {

@@ -105,7 +105,7 @@ def steps_to(run: RunFolder, phase: str, accuracy: float = 0.9) -> float:
 def seconds_a_step(run: RunFolder, method: str) -> float:
     """Median over all steps of a method, evaluations left out."""
     times = [line for line in run.lines("times.jsonl") if line["phase"].startswith(f"{method}_")]
-    parts = ("rollout", "score", "advantages", "update")
+    parts = ("rollout", "reward", "update")
     return float(np.median([sum(line[f"{part}_s"] for part in parts) for line in times]))
 
 

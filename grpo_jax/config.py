@@ -113,7 +113,7 @@ class LossConfig:
     """Published method: advantage, ratio, surrogate, aggregation and KL. It also sets the method's numbers; other
     options then replace them."""
     kl_coef: float = 0.04
-    """Weight of the KL divergence from the reference, which is the start. 0: there is no reference."""
+    """Weight β of the KL divergence from the reference: the start, unless ref_sync_steps moves it. 0: there is none."""
     epsilon_low: float | None = 0.2
     """How far below 1 the ratio may go; None: the preset has no such constant."""
     epsilon_high: float | None = 0.2
@@ -137,13 +137,13 @@ class LossConfig:
     group; the results are added with the weights and whitened over the rollout (GDPO, 2601.05242). Then the scale of
     one reward does not hide another, and the preset's own advantage is not used."""
     correction: Correction = "none"
-    """Importance weights of advantages, from w: the probability that the trainer computes over the sampler's. token:
-    min(w, 2) of tokens. sequence: min(w, 3) of completions. icepop: w of tokens where it is in [0.5, 5], else 0.
-    geometric: 1 for completions whose mean log w is within 0.001 of 0, else 0. With top-k, top-p or min-p, the
-    sampler's probability is the one after truncation."""
+    """Importance weights that multiply advantages. w is the trainer's probability over the sampler's. token: min(w, 2)
+    of tokens. sequence: min(w, 3) of completions. icepop: w of tokens where it is in [0.5, 5], else 0. geometric: 1 for
+    completions whose mean log w is within 0.001 of 0, else 0. With top-k, top-p or min-p, the sampler's probability is
+    the one after truncation."""
     off_policy_threshold: float | None = None
-    """Completions with a negative advantage are left out if log(sampler's / trainer's probability), in the mean over
-    their tokens, is above this (DeepSeek-V3.2, 2512.02556). None: none is left out."""
+    """Leave out completions with a negative advantage that the policy has moved away from: the mean over their tokens
+    of log(sampler's / trainer's probability) is above this (DeepSeek-V3.2, 2512.02556). None: leave out none."""
     top_entropy: float = 1.0
     """Share of the tokens that are trained on, those with the highest entropy (0.2 in 2506.01939); 1: all."""
     mask_truncated: bool = False
@@ -202,7 +202,8 @@ class OptimizerConfig:
     minibatches: int = 1
     """Optimizer steps of a pass; prompts are shuffled among them."""
     microbatches: int = 0
-    """Pieces that a minibatch is computed in, to save memory. No result depends on it. 0: chosen automatically."""
+    """Pieces that a minibatch is computed in, to save memory. Results differ by rounding alone. 0: pieces of about
+    1,024 tokens on a CPU, 32,768 elsewhere."""
     max_skipped: int = 5
     """The run stops after this many steps in a row with gradients that are not finite. Such a step is skipped, and its
     batch is written to the run's folder."""
@@ -288,14 +289,14 @@ def option_types(config_class: type) -> dict[str, Any]:
 
 
 def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
-    """The config of which `dataclasses.asdict` was written as JSON.
+    """The config that was written as JSON by `dataclasses.asdict`.
 
     Args:
-      default: of the same class; what is not there is taken from it.
-      saved: as JSON is read.
+      default: a config of the same class. Options that were not written are taken from it.
+      saved: what was read from the JSON.
 
     Raises:
-      UsageError: it holds an option that the class has not.
+      UsageError: it holds an option that the class does not have.
     """
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in flattened(saved).items()}
     _check_known(options, options_of(default))
@@ -420,7 +421,7 @@ class PPOConfig:
 
 
 def run_of(config: GRPOConfig | PPOConfig) -> GRPOConfig:
-    """The options that runs of both methods have."""
+    """The options that runs of both methods have, as a `GRPOConfig`."""
     return config.run if isinstance(config, PPOConfig) else config
 
 
@@ -477,7 +478,7 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
 
 
 def validate_logging(config: LoggingConfig) -> None:
-    """Refuses what cannot be logged so, as `validate` does."""
+    """Refuses options of logging that cannot work, as `validate` does."""
     _require_at_least(config, 0, "eval_every", "checkpoint_every", "rollouts_every")
     _require_at_least(config, 1, "keep_checkpoints")
     _require(
@@ -487,7 +488,7 @@ def validate_logging(config: LoggingConfig) -> None:
 
 
 def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -> None:
-    """Refuses what cannot be sampled so, as `validate` does."""
+    """Refuses options of sampling that cannot work, as `validate` does."""
     _require_at_least(config, 1, "num_prompts", "max_tokens", "max_rollouts")
     _require_at_least(config, 0, "top_k")
     _require(
@@ -509,7 +510,7 @@ def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -
 
 
 def validate_loss(config: GRPOConfig, *, compares_groups: bool = True) -> None:
-    """Refuses a loss that cannot be of this run, as `validate` does."""
+    """Refuses options of the loss that cannot work, as `validate` does."""
     loss = config.loss
     _require(loss.preset in PRESETS, f"there is no preset {loss.preset}: {suggestion(loss.preset, PRESETS)}")
     _validate_constants(loss)
@@ -601,7 +602,7 @@ def _validate_advantages(config: GRPOConfig) -> None:
 
 
 def validate_reference(config: GRPOConfig) -> None:
-    """Refuses a reference that cannot be of this run, as `validate` does."""
+    """Refuses options of the reference that cannot work, as `validate` does."""
     reference, loss = config.reference, config.loss
     _require_at_least(reference, 0, "ref_sync_steps")
     _require(
@@ -627,7 +628,7 @@ def validate_reference(config: GRPOConfig) -> None:
 
 
 def validate_optimizer(config: GRPOConfig, *, num_devices: int = 1) -> None:
-    """Refuses updates that cannot be of this run, as `validate` does."""
+    """Refuses options of the optimizer that cannot work, as `validate` does."""
     optimizer, loss = config.optimizer, config.loss
     _require_at_least(optimizer, 1, "epochs", "minibatches", "max_skipped")
     _require_at_least(optimizer, 0, "microbatches", "warmup_steps")
@@ -650,7 +651,7 @@ def validate_optimizer(config: GRPOConfig, *, num_devices: int = 1) -> None:
 
 
 def validate_critic(config: CriticConfig) -> None:
-    """Refuses a critic that cannot be, as `validate` does."""
+    """Refuses options of the critic that cannot work, as `validate` does."""
     for name in ("gamma", "gae_lambda"):
         value = getattr(config, name)
         _require(0 <= value <= 1, f"{name} is {value}: it must be between 0 and 1")

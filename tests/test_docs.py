@@ -3,11 +3,13 @@
 import inspect
 import re
 from ast import literal_eval
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
 
 from grpo_jax import functional as F
+from grpo_jax.config import CriticConfig, GRPOConfig, PPOConfig, options_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (DOCS / "examples.md").read_text(), re.M | re.S)
@@ -32,9 +34,9 @@ def test_example_runs(code):
 # --- the table of methods ---
 
 
-def table(heading):
+def table(heading, file="methods.md"):
     """Rows of the table whose first column is `heading`, as lists of cells."""
-    lines = (DOCS / "methods.md").read_text().splitlines()
+    lines = (DOCS / file).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {heading} |"))
     rows = []
     for line in lines[start + 2 :]:
@@ -105,3 +107,31 @@ def test_row_of_preset_has_its_functions_and_constants(name):
         assert divergence == "k1 in the reward"
     else:
         assert divergence == (f"`{objective.divergence.__name__}`" if objective.kl_coef else "")
+
+
+# --- the tables of options
+
+OPTION_ROWS = table("option", "training.md")
+
+
+def test_every_option_is_in_its_group_with_its_default():
+    stated, group = {}, ""
+    for name, default, sentence in OPTION_ROWS:
+        if name.startswith("**"):
+            group = name.strip("*")
+        else:
+            stated[group, name.strip("`")] = literal_eval(default.strip("`"))
+            assert sentence.endswith(".")
+    config = GRPOConfig()
+    groups = {name: options_of(value) for name, value in vars(config).items() if is_dataclass(value)}
+    groups["run"] = {name: value for name, value in vars(config).items() if name not in groups}
+    groups["critic (PPO)"] = options_of(CriticConfig())
+    assert stated == {(group, name): value for group, options in groups.items() for name, value in options.items()}
+
+
+def test_defaults_of_ppo_are_as_written():
+    text = (DOCS / "training.md").read_text()
+    ours, others = options_of(PPOConfig().run), options_of(GRPOConfig())
+    differing = {name: value for name, value in ours.items() if value != others[name]}
+    assert f"preset `{differing.pop('preset')}`" in text
+    assert all(f"`{name}={value}`" in text for name, value in differing.items())

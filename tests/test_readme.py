@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,18 @@ needs_model = pytest.mark.skipif(not MODEL.exists(), reason="needs the stories26
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", re.findall(r"^from grpo_jax.*$", TEXT, re.MULTILINE))
+def test_import_works(line):
+    exec(line, {})
+
+
+def test_reward_of_own_task_gives_numbers():
+    (code,) = re.findall(r"^cat > my_rewards.py <<'END'\n(.*?)^END", TEXT, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["mentions"]([{"word": "cat"}] * 2, ["A cat, a Cat and a cat.", "A dog."]) == [1, 0]
 
 
 @needs_model

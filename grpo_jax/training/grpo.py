@@ -1,4 +1,4 @@
-"""GRPO: rewards are compared within groups. What makes it a method (`learn.Method`) of the loop (`loop.train`)."""
+"""GRPO: rewards are compared within groups. As a `learn.Method` it is run by `loop.train`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -73,7 +73,7 @@ def train(
       programs: of `make_programs`, to share them between phases; made here, if None.
 
     Returns:
-      The final state; `lora.join(state.params, frozen)` with what `lora.split(params)` calls frozen are the policy's.
+      The final state. The parameters of the policy are `lora.join(state.params, lora.split(params)[1])`.
 
     Raises:
       UsageError: the configuration cannot work.
@@ -129,7 +129,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
 
 
 def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
-    """The rates of a run's optimizer steps, with this peak."""
+    """The learning rate of each optimizer step of a run, with this peak."""
     optimizer = config.optimizer
     return learning_rate_schedule(
         learning_rate,
@@ -152,7 +152,7 @@ def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.Gradient
 def penalized_rewards(
     rewards: Array, batch: Batch, config: LossConfig, kl_coef: Array, axis_name: AxisName
 ) -> tuple[Array, dict[str, jax.Array], Batch]:
-    """rᵢ − β Σₜ k1, where the method has its KL in the reward; the loss then needs no reference.
+    """rᵢ − β Σₜ k1, if the KL is in the reward. The loss then needs no reference.
 
     Args:
       rewards: `[N, G]`.
@@ -173,7 +173,7 @@ def penalized_rewards(
 
 
 def kl_logs(batch: Batch, kl_coef: Array, axis_name: AxisName) -> dict[str, jax.Array]:
-    """Of a KL in the reward: k1 a token and a completion, in nats, and its coefficient."""
+    """What to log of a KL in the reward: k1 of a token and of a completion, in nats, and its coefficient."""
     mask = batch.completion_mask
     total = jnp.sum(jnp.where(mask, batch.old_logprobs - batch.ref_logprobs, 0))
     counts = {"kl": jnp.sum(mask), "kl_completion": jnp.sum(jnp.any(mask, axis=-1))}
@@ -217,7 +217,7 @@ _CORRECTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]
 def corrected_advantages(
     batch: Batch, logprobs: jax.Array, old_logprobs: jax.Array, config: LossConfig
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Advantages weighted for what sampler and trainer disagree on, and without completions that left the policy.
+    """Advantages after `correction` and `off_policy_threshold`.
 
     Args:
       batch: with advantages and the sampler's log-probabilities.
@@ -249,10 +249,10 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
 
     Args:
       policy: the model's functions.
-      config: the run's. But for divergence "preset" the loss needs a reference's parameters.
+      config: the run's. With another divergence than "preset" the loss needs the parameters of a reference.
 
     Returns:
-      The loss function, which can be given hidden states `[N, G, T, D]` that are known.
+      The loss function. Hidden states `[N, G, T, D]` that are computed already can be given to it.
     """
     in_full = config.divergence != "preset"
     objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective

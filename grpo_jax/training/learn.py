@@ -2,7 +2,7 @@
 
 `score` needs no rewards, so a device can run it while graders work. `learn` turns rewards into advantages and takes all
 optimizer steps on the rollout. The host loop (`loop`), the whole run as one program (`scan`) and every method call
-these two. A `Method` says what tells one method from another.
+these two. A `Method` holds what differs between methods.
 
 Letters as in `state`; U optimizer steps on a rollout, epochs × minibatches.
 """
@@ -33,7 +33,7 @@ _OF_STEPS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learn
 
 
 class Scores(NamedTuple):
-    """What one forward pass tells of completion tokens."""
+    """Scores of completion tokens, by one forward pass."""
 
     logprobs: jax.Array  # [N, G, T], after the sampler's temperature
     entropy: jax.Array  # [N, G, T], in nats
@@ -41,7 +41,7 @@ class Scores(NamedTuple):
 
 
 class Advantages(NamedTuple):
-    """What rewards come to."""
+    """What `Method.advantages` makes of rewards."""
 
     batch: Batch  # with advantages
     by_completion: jax.Array  # [N, G], to show
@@ -49,9 +49,9 @@ class Advantages(NamedTuple):
 
 
 class Method(NamedTuple):
-    """What tells one method that learns from rollouts from another."""
+    """A method that learns from rollouts, such as GRPO or PPO: what it has of its own."""
 
-    # (trained parameters, frozen ones, batch) -> what the policy, and its critic, say of completions
+    # (trained parameters, frozen ones, batch) -> scores of completions, by the policy and its critic
     score: Callable[[Params, Any, Batch], Scores]
     # (rewards, scored batch, β, axis_name) -> advantages
     advantages: Callable[[RewardArrays, Batch, Array, AxisName], Advantages]
@@ -62,21 +62,21 @@ class Method(NamedTuple):
     has_critic: bool = False
     # parameters -> those that are trained, and those that are not
     split: Callable[[Params], tuple[Params, Any]] = split
-    # (trained parameters, frozen ones) -> those of the policy, which samples
+    # (trained parameters, frozen ones) -> all parameters of the policy, to sample with
     actor: Callable[[Params, Any], Params] = join
-    # trained parameters -> what `actor` reads of them, which is all that a reference is
+    # trained parameters -> those that `actor` reads, without a critic; a reference has no others
     of_policy: Callable[[Params], Params] = lambda trained: trained
 
 
 class Learned(NamedTuple):
-    """What `learn` leaves to log."""
+    """What `learn` returns to log."""
 
     metrics: dict[str, jax.Array]  # scalars
     advantages: jax.Array  # [N, G]
     order: jax.Array  # int32 [U, n], the prompts of each optimizer step
 
 
-LEARNED_AXES: Any = Learned(None, 0, None)  # type: ignore[arg-type]  # what devices have parts of
+LEARNED_AXES: Any = Learned(None, 0, None)  # type: ignore[arg-type]  # 0: each device has a part; None: the same on all
 
 
 class Scored(NamedTuple):
@@ -102,11 +102,11 @@ def needed(method: Method, config: GRPOConfig) -> Scored:
 
 
 def needs_old_logprobs(config: GRPOConfig) -> bool:
-    """Whether an update needs the log-probabilities of the policy that sampled from a pass of their own.
+    """Whether old log-probabilities, those of the policy that sampled, need a pass of their own.
 
-    Where a rollout is used for one optimizer step, that policy is the one that is differentiated: its own numbers
-    without gradient take their place. Several steps need them from before the first, and so does a KL that is taken off
-    the rewards. A method whose ratio is defined against the sampler takes the sampler's numbers for both.
+    With one optimizer step on a rollout, that policy is the one that is differentiated. Its own numbers without
+    gradient then serve. Several steps need the numbers from before the first, and a KL in the reward needs them too. A
+    method whose ratio is defined against the sampler takes the sampler's numbers for both.
     """
     objective = config.loss.objective
     has_penalty = objective.has_reference and objective.kl_in_reward
@@ -123,14 +123,14 @@ def score(
     reference: Params | None,
     batch: Batch,
 ) -> Scored:
-    """The scoring pass over a rollout: what the update needs to be told, and no more.
+    """The scoring pass over a rollout. It computes what the update needs, and no more.
 
     Args:
       method: of the run.
       reference_logprobs: (parameters, batch) -> log-probabilities `[N, G, T]` of the policy's model.
       config: the run.
-      trained: parameters that sampled, those that are trained.
-      frozen: the others.
+      trained: the trained parameters, as they were when the batch was sampled.
+      frozen: the other parameters.
       reference: parameters of the reference's policy, or None.
       batch: as sampled.
     """
@@ -151,7 +151,7 @@ def score(
 
 
 def with_scores(batch: Batch, scored: Scored, config: GRPOConfig) -> Batch:
-    """The batch that `learn` takes."""
+    """The sampled batch with its scores, as `learn` takes it."""
     if config.loss.objective.ratio_to_sampler:
         scored = scored._replace(old_logprobs=batch.sampler_logprobs)
     return batch._replace(**scored._asdict())
@@ -168,7 +168,7 @@ def num_microbatches(config: GRPOConfig, batch: Batch) -> int:
 
 
 def begin(method: Method, trained: Params, config: GRPOConfig) -> TrainState:
-    """The state before the first iteration of a run, with what moves besides the parameters.
+    """The state before the first iteration of a run, with the reference and kl_coef if they move.
 
     Args:
       method: of the run.
@@ -203,7 +203,7 @@ def learn(
       config: the run.
       state: donated by callers that compile this.
       frozen: parameters that are not trained.
-      reference: those of the reference's policy, where the loss runs it and it does not move; else None.
+      reference: parameters of the reference, if the loss runs it and it does not move; else None.
       batch: as sampled and scored, N prompts of this device.
       rewards: of its completions.
       clock: the seed of the run, and the number of the iteration, from 0.
@@ -282,7 +282,10 @@ def minibatch_order(seed: Array, step: Array, num_prompts: int, *, epochs: int, 
 
 
 def gather(x: jax.Array, axis_name: AxisName, *, numbered: bool = False) -> jax.Array:
-    """`[n, ...]` of every device as `[N, ...]` on each; of numbers of prompts, counted over all devices."""
+    """The parts `[n, ...]` of all devices as one `[N, ...]`, on each device.
+
+    With `numbered`, x are a device's own numbers of its prompts; the result counts over all devices.
+    """
     if axis_name is None:
         return x
     if numbered:
@@ -291,7 +294,7 @@ def gather(x: jax.Array, axis_name: AxisName, *, numbered: bool = False) -> jax.
 
 
 def own_part(order: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Of the prompts of each minibatch `[U, n]` those that this device computes."""
+    """The prompts of each minibatch `[U, n]` that this device computes."""
     if axis_name is None:
         return order
     parts = order.reshape(order.shape[0], jax.lax.axis_size(axis_name), -1)
@@ -301,10 +304,10 @@ def own_part(order: jax.Array, axis_name: AxisName) -> jax.Array:
 def over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
     """Metrics of the optimizer steps on one rollout, as those of the iteration.
 
-    Means, of which those of tokens count by the tokens that they are of: a mean of minibatch means would weigh short
-    minibatches up. `ratio_deviation` is the largest, `first_ratio_deviation` and `first_sampler_mismatch` are of the
-    first step, when the policy is still the one that sampled. `skipped` is the largest number of steps skipped in a row
-    and `skipped_update` the first step that was, counted from 0, or −1.
+    They are means over the steps. Metrics of tokens are weighted by the tokens of each step: a plain mean would give
+    short minibatches too much weight. `ratio_deviation` is the largest. `first_ratio_deviation` and
+    `first_sampler_mismatch` are of the first step, when the policy is still the one that sampled. `skipped` is the
+    largest number of steps skipped in a row. `skipped_update` is the first skipped step, counted from 0, or −1.
 
     Args:
       metrics: name -> `[U]`.

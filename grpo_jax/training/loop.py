@@ -53,7 +53,7 @@ class Programs(NamedTuple):
     sampler: Sampler
     # (trained parameters, frozen ones, the reference's or None, batch) -> scores; None: the update needs none
     score: Callable[[Params, Any, Params | None, Batch], Scored] | None
-    # (state, frozen parameters, the reference's that the loss runs or None, scored batch, rewards, uint32 [2] of seed
+    # (state, frozen parameters, the reference's if the loss runs it or None, scored batch, rewards, uint32 [2] of seed
     # and step) -> state, what to log. The state is donated
     learn: Callable[[TrainState, Any, Params | None, Batch, RewardArrays, Array], tuple[TrainState, Learned]]
     # trained parameters -> the first state, a copy
@@ -110,7 +110,7 @@ class Phase(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """What is left to read of an iteration whose work is with the devices."""
+    """An iteration that was handed to the devices, and whose numbers are still to be read."""
 
     step: int  # from 0
     rollout: Rollout  # that was learned from
@@ -143,7 +143,7 @@ def train(
       reward: in place of the task's.
       evaluate: (params of the policy, step) -> numbers to log, called at step 0, every `eval_every` steps, and at the
         end.
-      until: the step to stop at for now, from which a later call goes on, perhaps with another reward; None: the last.
+      until: the step to stop at. A later call goes on from there, perhaps with another reward. None: the last step.
 
     Returns:
       The final state.
@@ -199,7 +199,7 @@ def train(
 def iterate(
     phase: Phase, state: TrainState, step: int, unread: Iteration | None, show: Callable[..., None]
 ) -> tuple[TrainState, Iteration]:
-    """One iteration, handed to the devices; what it comes to is read later.
+    """Hands one iteration to the devices. Its numbers are read later.
 
     Args:
       phase: of the iteration.
@@ -349,7 +349,7 @@ def log_times(phase: Phase, iteration: Iteration) -> None:
 
 
 def check_task(task: Task, config: GRPOConfig) -> None:
-    """Refuses a task that cannot be trained on so.
+    """Refuses a task that cannot be trained on with these options.
 
     Raises:
       UsageError: one sentence that says what to change.

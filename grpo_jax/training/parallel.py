@@ -96,8 +96,8 @@ def to_devices(tree: Any, devices: int = 1, *, axes: Any = 0) -> Any:
 
 
 def spread_over(tree: Any, devices: int) -> Any:
-    """Within a program: leading axes `[N, ...]` spread over devices as by `to_devices`, so that the program that gets
-    them is compiled once."""
+    """Within a program: leading axes `[N, ...]` spread over devices as `to_devices` does it. The program that takes the
+    result is then compiled once."""
     return jax.lax.with_sharding_constraint(tree, NamedSharding(_mesh(devices), PartitionSpec(AXIS)))
 
 
@@ -117,8 +117,8 @@ def take_bytes_moved() -> dict[str, int]:
 def replicate(tree: Any, devices: int) -> Any:
     """The tree on each of the first `devices` devices; what is there already is not moved.
 
-    On one device, what JAX was free to place gets committed: results of a step are, and a program whose arguments
-    become so is compiled again.
+    On one device the arrays are committed to it, as results of a step are. A program whose arguments are committed
+    later than at its first call would be compiled again.
     """
     if devices > 1:
         return jax.device_put(tree, NamedSharding(_mesh(devices), PartitionSpec()))

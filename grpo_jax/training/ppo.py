@@ -47,7 +47,7 @@ class ActorCritic(NamedTuple):
     """Parameters of PPO. Either side may have adapters."""
 
     policy: Params
-    critic: Headed  # whose decoder is None where it is the policy's
+    critic: Headed  # its decoder is None if the critic shares the policy's
 
 
 def critic_policy(config: ModelConfig) -> Policy:
@@ -92,7 +92,7 @@ def train_ppo(
 
     Args:
       policy: the model's functions.
-      critic: those of the critic's decoder; where it is the policy's they are not read.
+      critic: those of the critic's decoder; a shared critic does not use them.
       params: where training starts, of `add_critic` or with a critic of one's own, such as a reward model. The
         policy's are also the reference, when there is one.
       task, run, phase, reward, evaluate: as in `loop.train`.
@@ -100,7 +100,7 @@ def train_ppo(
       programs: of `make_ppo_programs`; made here if None.
 
     Returns:
-      The final state; `join(state.params, frozen)` with what `split(params)` calls frozen are policy and critic.
+      The final state. The parameters of policy and critic are `join(state.params, split(params)[1])`.
 
     Raises:
       UsageError: the configuration cannot work.
@@ -115,7 +115,7 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
 
     Args:
       policy: the model's functions.
-      critic: those of the critic's decoder; where it is the policy's they are not read.
+      critic: those of the critic's decoder; a shared critic does not use them.
       task: its tokens.
       config: the run.
 
@@ -135,7 +135,7 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
 
 
 def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
-    """PPO: rewards are held against a critic, which is trained along."""
+    """PPO: rewards are compared with the values of a critic, which is trained as well."""
     loss_fn, loss = ppo_loss_fn(policy, critic, config), config.run.loss
 
     def split_as_told(params: ActorCritic) -> tuple[ActorCritic, ActorCritic]:
@@ -178,7 +178,7 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
 
 
 def score(policy: Policy, critic: Policy, params: ActorCritic, batch: Batch) -> Scores:
-    """What policy and critic say of completions; one forward pass where they share a decoder.
+    """Scores of completions, by policy and critic. If they share a decoder, one forward pass serves both.
 
     Args:
       policy: the model's functions.
@@ -199,7 +199,7 @@ def score(policy: Policy, critic: Policy, params: ActorCritic, batch: Batch) -> 
 def token_advantages(
     rewards: jax.Array, batch: Batch, kl_coef: Array, *, config: PPOConfig, axis_name: AxisName = None
 ) -> tuple[jax.Array, jax.Array]:
-    """GAE of a rollout: rₜ = 1[last] r − β k1ₜ, the second where the KL is in the reward. 1506.02438.
+    """GAE of a rollout, of rₜ = 1[last] r − β k1ₜ. The second term is there if the KL is in the reward. 1506.02438.
 
     Args:
       rewards: `[N, G]`.
@@ -273,7 +273,7 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[.
 
 
 def split(params: ActorCritic) -> tuple[ActorCritic, ActorCritic]:
-    """What is trained, and what is not, of policy and critic."""
+    """The parts of policy and critic that are trained, and the others."""
     policy, critic = lora.split(params.policy), heads.split(params.critic)
     return ActorCritic(policy[0], critic[0]), ActorCritic(policy[1], critic[1])
 
@@ -287,7 +287,7 @@ def join(trained: ActorCritic, frozen: ActorCritic) -> ActorCritic:
 
 
 def value_logs(batch: Batch, returns: jax.Array, axis_name: AxisName = None) -> dict[str, jax.Array]:
-    """Means of values and returns over tokens, and how much of the returns the values foresaw.
+    """Means of values and returns over tokens, and how well the values predicted the returns.
 
     Args:
       batch: with a mask and old values.
@@ -305,7 +305,7 @@ def value_logs(batch: Batch, returns: jax.Array, axis_name: AxisName = None) -> 
 def explained_variance(
     values: jax.Array, returns: jax.Array, mask: jax.Array, *, axis_name: AxisName = None
 ) -> jax.Array:
-    """1 − Var(R − V) / Var(R): 1 foresees all, 0 as much as a constant; below 0 it misleads. NaN: nothing varies.
+    """1 − Var(R − V) / Var(R). 1: V predicts R. 0: no better than a constant. Below 0: worse. NaN: R does not vary.
 
     Args:
       values: `[...]`, of tokens when they were sampled.

@@ -49,7 +49,7 @@ class Sampler(NamedTuple):
         Args:
           params: the policy's.
           prompts: N, padded on the left.
-          numbers: int32 `[N, G]`, of the completions, that key their noise.
+          numbers: int32 `[N, G]`, of the completions; they key the noise of each.
           temperature: float32 `[N, G]`.
           noise: uint32 `[3]`, (seed, stream, index) of `step_key`.
 
@@ -67,7 +67,7 @@ class Sampler(NamedTuple):
         return to_batch(ids, mask, temperature, completions), completions
 
     def complete(self, *args: Any) -> Completions:
-        """`sample`, as NumPy arrays."""
+        """The completions of `sample`, waited for, as NumPy arrays."""
         return to_host(self.sample(*args)[1])
 
 
@@ -96,7 +96,7 @@ def sample(
       policy, params: of the model.
       task, sampling: of the run.
       prompts: ids int32 and mask bool, `[N, P]`.
-      numbers: int32 `[N, G]`, of the completions, that key their noise.
+      numbers: int32 `[N, G]`, of the completions; they key the noise of each.
       temperature: `[N, G]`.
       key: consumed.
     """
@@ -139,7 +139,7 @@ def noise_of(seed: int, stream: int, index: int) -> np.ndarray:
 
 
 def to_batch(prompt_ids: Any, prompt_mask: Any, temperature: Any, completions: Completions) -> Batch:
-    """What was sampled, as the batch that is scored and learned from."""
+    """Prompts and completions as the batch that is scored and learned from."""
     return Batch(
         prompt_ids,
         prompt_mask,
@@ -161,12 +161,12 @@ def score_completion_tokens(policy: Policy, params: Params, batch: Batch) -> Tok
 
 
 def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
-    """What predicts each completion token, `[N, G, T, D]`."""
+    """The hidden states that predict each completion token, `[N, G, T, D]`."""
     return policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
 
 
 def score_hidden(policy: Policy, params: Params, hidden: jax.Array, batch: Batch) -> TokenLogprobs:
-    """`score_completion_tokens` of hidden states that are known."""
+    """`score_completion_tokens`, of hidden states that are computed already."""
     return token_logprobs(
         hidden, policy.unembedding(params), batch.completion_ids, temperature=batch.temperature[..., None]
     )
@@ -204,7 +204,7 @@ def grade(prompts: Prompts, completions: Completions, task: Task, reward: Reward
 
 
 def reward_arrays(rollout: Rollout, *, with_components: bool) -> RewardArrays:
-    """The rewards of a rollout, as advantages are made of them.
+    """The rewards of a rollout as the arrays that advantages are made of.
 
     Args:
       rollout: graded.
@@ -244,11 +244,11 @@ def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
-    """What a reader wants to know of a rollout, as plain numbers.
+    """Metrics of a rollout, as plain numbers.
 
-    `distinct_share` is of the completions of a group. Lengths are in tokens, the ending one included; `length_above` is
-    that of completions with more reward than the mean of their group (the solved ones, where rewards are 0 and 1),
-    `length_below` of those with less.
+    `distinct_share` is the share of completions of a group that differ. Lengths are in tokens, the ending one included.
+    `length_above` is the mean length of completions with more reward than the mean of their group (the solved ones,
+    where rewards are 0 and 1), `length_below` of those with less.
     """
     completions, components = rollout.completions, rollout.components
     lengths = np.asarray(completions.completion_mask).sum(-1)
@@ -277,7 +277,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
 
 
 def zero_spread(rollout: Rollout, metric: str = "") -> np.ndarray:
-    """Whether all rewards of a group that apply are equal, bool `[N]`: such a group teaches nothing.
+    """Whether the rewards of a group that apply are all equal, bool `[N]`: such a group teaches nothing.
 
     Args:
       rollout: N groups.

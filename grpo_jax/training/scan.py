@@ -1,7 +1,7 @@
 """A whole training run as one XLA program, where the reward is computed on the device.
 
 It is made of the functions that the ordinary loop compiles one by one (a `Method`, the sampler, the scorer, the step),
-so both give the same numbers up to rounding. What the host alone can do, the prompts of all steps, is done before.
+so both give the same numbers up to rounding. The prompts of all steps are made before, on the host.
 Several runs that differ in seeds and numbers are one call, `compile_runs`.
 
 Letters: R runs, S steps, N prompts of a step, C calls of a held-out evaluation, E evaluations, G completions.
@@ -74,7 +74,7 @@ class Heldout(NamedTuple):
     prompts: Prompts  # [C, N, ...]
     numbers: Array  # int32 [C, N, G], of completions, that key their noise
     greedy: Array  # bool [C, N, G]
-    counted: Array  # bool [C, N, G], false for what only fills the shape
+    counted: Array  # bool [C, N, G], false for completions that only fill the shape
 
 
 class History(NamedTuple):
@@ -121,17 +121,18 @@ def whole_run(
     Args:
       policy: the model's functions.
       task: its tokens and rewards.
-      config: of all that is not given to the function.
+      config: the options; those that the function is given replace them.
       make_method: `grpo_method`, or another function of policy and configuration.
-      heldout_temperature: of held-out completions, for runs that differ in that of training; None: the run's.
+      heldout_temperature: of held-out completions, so that runs of other temperatures are evaluated alike; None: the
+        run's.
 
     Raises:
       UsageError: the configuration cannot work.
 
     Returns:
-      (params, prompts of as many steps as the configuration has, held-out calls, seed, options) -> history. Of the
-      options those that are fields of the configuration, such as learning_rate, kl_coef and epsilon_high, take their
-      place; the reward gets the others.
+      (params, prompts of as many steps as the configuration has, held-out calls, seed, options) -> history.
+      Options that are fields of the configuration, such as learning_rate, kl_coef and epsilon_high, replace those. The
+      reward gets the others.
     """
     loop = run_of(config)
     validate(loop, compares_groups=make_method is grpo_method)
@@ -178,12 +179,12 @@ def compile_runs(
 
     Args:
       run: of `whole_run`.
-      side_by_side: all at once (`vmap`), where a device has room to fill; else one after another.
+      side_by_side: True: all at once (`vmap`), for a device that has room. False: one after another.
       devices: that runs are spread over; divides R.
 
     Returns:
-      (params `[R, ...]`, prompts `[R, S, ...]` (`stacked` makes both of those of runs), held-out calls that all share,
-      seeds `[R]`, options name -> `[R]`) -> histories `[R, ...]`.
+      (params `[R, ...]`, prompts `[R, S, ...]`, held-out calls that all share, seeds `[R]`, options name -> `[R]`) ->
+      histories `[R, ...]`. `stacked` makes params and prompts from those of single runs.
     """
 
     def several(runs: tuple, heldout: Heldout) -> History:

@@ -20,8 +20,8 @@ class TrainState(NamedTuple):
     params: Params
     opt_state: optax.OptState
     skipped: Array  # int32, optimizer steps skipped in a row, for gradients that were not finite
-    reference: Params | None = None  # what the policy is held near, if that moves
-    kl_coef: Array = None  # float32, by how much, if that adapts
+    reference: Params | None = None  # parameters of the reference, if it moves
+    kl_coef: Array = None  # float32, β, if it adapts
 
 
 class Batch(NamedTuple):
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     # ---- from the sampler
     sampler_logprobs: Array = None  # [N, G, T], of the softmax after temperature
     truncated_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
-    truncated: Array = None  # bool [N, G], no token ended the completion
+    truncated: Array = None  # bool [N, G], cut off: no token ended the completion
     # ---- from the scoring pass; None where the update does not need it
     old_logprobs: Array = None  # [N, G, T]; None: those of the policy that is differentiated, without gradient
     ref_logprobs: Array = None  # [N, G, T]
@@ -78,13 +78,13 @@ def learning_rate_schedule(
     total_steps: int = 0,
     decay: Literal["none", "linear", "cosine"] = "none",
 ) -> optax.Schedule:
-    """A linear rise, then none or a fall to 0.
+    """A linear rise to the peak, then a constant rate or a fall to 0.
 
     Args:
       learning_rate: peak rate.
-      warmup_steps: optimizer steps of the rise from 0 to the peak, 0.
+      warmup_steps: optimizer steps of the rise from 0 to the peak; default 0.
       total_steps: optimizer steps at which the fall ends.
-      decay: how the rate falls, "none".
+      decay: how the rate falls; default "none".
 
     Returns:
       Number of optimizer steps taken -> rate of the next.
@@ -106,8 +106,8 @@ def make_optimizer(
 
     Args:
       learning_rate: a rate, or a schedule.
-      weight_decay: of matrices, 0. Norms and biases have none, as in transformers and TRL.
-      max_grad_norm: norm above which a gradient is scaled down, 1.
+      weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL.
+      max_grad_norm: norm above which a gradient is scaled down; default 1.
 
     Returns:
       An optax transformation.
@@ -117,7 +117,7 @@ def make_optimizer(
 
 
 def has_weight_decay(params: Params) -> Any:
-    """For each parameter whether it is neither a norm's scale nor a bias."""
+    """For each parameter, whether weight decay applies: it is neither a norm's scale nor a bias."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
         return getattr(path[-1], "key", None) not in ("scale", "bias")

@@ -1,8 +1,7 @@
 """One optimizer step, as a pure function: microbatches, gradients, update.
 
-This module is the one place that adds gradients up, over microbatches and over devices. The
-weights of a batch are made here from its whole mask, before it is split, so that the sum is
-that of the unsplit batch.
+This module is the one place that adds gradients up, over microbatches and over devices. The weights of a batch are made
+here from its whole mask, before it is split. So the pieces add up to the gradient of the whole batch.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,7 +17,7 @@ from grpo_jax.training.state import Batch, TrainState
 
 
 class Logs(NamedTuple):
-    """What a loss reports besides its value, such that pieces of a batch can be combined."""
+    """What a loss reports besides its value. Those of pieces of a batch can be combined."""
 
     means: Metrics  # name -> (weighted sum, weight)
     maxima: dict[str, jax.Array]
@@ -105,7 +104,7 @@ def train_step(
 
 
 def microbatched(fn: Callable[[Batch], Any], num_microbatches: int) -> Callable[[Batch], Any]:
-    """A function of a batch, whose prompts do not depend on each other, computed in pieces one after another."""
+    """The function, computed in pieces of its batch one after another. Prompts must not depend on each other."""
     if num_microbatches == 1:
         return fn
 
