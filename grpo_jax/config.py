@@ -607,8 +607,8 @@ def validate_reference(config: GRPOConfig) -> None:
     _require(
         reference.kl_target is None
         or (0 < reference.kl_target < float("inf") and loss.kl_in_reward and loss.kl_coef > 0),
-        f"kl_target is {reference.kl_target}: it must be above 0 and finite, and steers the kl_coef of a KL in the reward: "
-        "set kl_in_reward, as preset rloo does, and a kl_coef above 0 to begin with",
+        f"kl_target is {reference.kl_target}: it must be above 0 and finite, and steers the kl_coef of a KL in the "
+        "reward: set kl_in_reward, as preset rloo does, and a kl_coef above 0 to begin with",
     )
     completions = config.sampling.num_prompts * config.sampling.group_size
     _require(
