@@ -163,7 +163,8 @@ def main(config: Config) -> None:
         scores[phase_of("start", EQUAL, seed)] = means(evaluate_heldout(sum_programs, start, task, seeded.train, run))
         for (method, weight), reward in rewards.items():
             phase, chosen = phase_of(method, weight, seed), programs.get(method, sum_programs)
-            scores[phase] = means(learn(start, task, seeded.train, run, chosen, phase=phase, reward=reward)[1])
+            options = with_options(seeded.train, advantages_of=chosen.config.loss.advantages_of)
+            scores[phase] = means(learn(start, task, options, run, chosen, phase=phase, reward=reward)[1])
     show(run, config, scores)
     say_end(run, started)
 

@@ -497,9 +497,9 @@ def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -
     )
     _require_at_least(config, 1, "group_size")
     _require(
-        config.temperature > 0 and config.temperature + config.temperature_spread > 0,
+        0 < config.temperature < float("inf") and 0 < config.temperature + config.temperature_spread < float("inf"),
         f"temperature is {config.temperature}, spread {config.temperature_spread}: sampling for training needs "
-        "temperatures above 0",
+        "temperatures above 0, and finite",
     )
     _require(0 < config.top_p <= 1, f"top_p is {config.top_p}: it must be above 0 and at most 1")
     _require(0 <= config.min_p <= 1, f"min_p is {config.min_p}: it must be between 0 and 1")
@@ -606,9 +606,10 @@ def validate_reference(config: GRPOConfig) -> None:
     reference, loss = config.reference, config.loss
     _require_at_least(reference, 0, "ref_sync_steps")
     _require(
-        reference.kl_target is None or (reference.kl_target > 0 and loss.kl_in_reward and loss.kl_coef > 0),
-        f"kl_target is {reference.kl_target}: it must be above 0, and steers the kl_coef of a KL in the reward: set "
-        "kl_in_reward, as preset rloo does, and a kl_coef above 0 to begin with",
+        reference.kl_target is None
+        or (0 < reference.kl_target < float("inf") and loss.kl_in_reward and loss.kl_coef > 0),
+        f"kl_target is {reference.kl_target}: it must be above 0 and finite, and steers the kl_coef of a KL in the "
+        "reward: set kl_in_reward, as preset rloo does, and a kl_coef above 0 to begin with",
     )
     completions = config.sampling.num_prompts * config.sampling.group_size
     _require(
@@ -638,7 +639,10 @@ def validate_optimizer(config: GRPOConfig, *, num_devices: int = 1) -> None:
         f"num_prompts ({config.sampling.num_prompts}) must be a multiple of minibatches x microbatches x devices "
         f"({pieces})",
     )
-    _require(optimizer.weight_decay >= 0, f"weight_decay is {optimizer.weight_decay}: it must be at least 0")
+    _require(
+        0 <= optimizer.weight_decay < float("inf"),
+        f"weight_decay is {optimizer.weight_decay}: it must be at least 0, and finite",
+    )
     for name in ("learning_rate", "max_grad_norm"):
         value = getattr(optimizer, name)
         _require(

@@ -69,7 +69,7 @@ def check_rollout(run: RunFolder, rollout: Rollout, task: Task, step: int) -> No
         )
     if not rollout.applicable.any():
         run.warn_once("applicable", "no completion has a reward: see in the other warnings why the graders gave none")
-    elif rollout.rewards.shape[-1] > 1 and zero_spread(rollout).all():  # of one completion nothing is compared
+    elif _compares_nothing(rollout):
         run.warn_once(
             "spread",
             f"step {step}: in every group all rewards are equal{_which(rollout)}, so there is nothing to learn from: "
@@ -77,9 +77,15 @@ def check_rollout(run: RunFolder, rollout: Rollout, task: Task, step: int) -> No
         )
 
 
+def _compares_nothing(rollout: Rollout) -> bool:
+    """Whether in all groups the rewards are equal numbers; a group of one has nothing to compare anyway."""
+    finite = np.isfinite(rollout.rewards[rollout.applicable]).all()
+    return bool(finite) and rollout.rewards.shape[-1] > 1 and bool(zero_spread(rollout).all())
+
+
 def _which(rollout: Rollout) -> str:
     values = np.unique(rollout.rewards[rollout.applicable])
-    return f" (all are {values[0]:g})" if len(values) == 1 and np.isfinite(values[0]) else ""
+    return f" (all are {values[0]:g})" if len(values) == 1 else ""
 
 
 def check_graders(run: RunFolder, rewards: Reward | Rewards) -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, LoggingConfig, options_of
 from grpo_jax.data.types import Prompts, Reward, Rewards, fingerprint
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
@@ -44,6 +44,9 @@ from grpo_jax.training.rollout import (
 )
 from grpo_jax.training.state import REWARD_AXES, Array, Batch, RewardArrays, TrainState
 
+# Options that the host alone reads, so that programs do not depend on them. Devices are those of the sampler.
+_OF_HOST = {"seed", "devices", "max_rollouts", "filter_metric", "max_skipped"} | options_of(LoggingConfig()).keys()
+
 
 class Programs(NamedTuple):
     """The functions of a method and a run, compiled at their first call. Phases that differ in the reward alone share
@@ -58,6 +61,7 @@ class Programs(NamedTuple):
     learn: Callable[[TrainState, Any, Params | None, Batch, RewardArrays, Array], tuple[TrainState, Learned]]
     # trained parameters -> the first state, a copy
     init_state: Callable[[Params], TrainState]
+    config: GRPOConfig  # that they compute
 
 
 def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOConfig) -> Programs:
@@ -90,6 +94,7 @@ def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOCon
         over_devices(score, (None, None, None, 0), 0) if any(learn.needed(method, config)) else None,
         over_devices(update, (None, None, None, 0, REWARD_AXES, None), (None, LEARNED_AXES), donate_argnums=(0,)),
         jax.jit(lambda trained: learn.begin(method, jax.tree.map(jnp.copy, trained), config)),
+        config,
     )
 
 
@@ -152,6 +157,7 @@ def train(
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
+    check_programs(programs, config)
     method, end, logging = programs.method, config.steps if until is None else until, config.logging
     take_bytes_moved()  # what others moved counts in no line
     for note in task.notes:
@@ -346,6 +352,21 @@ def log_times(phase: Phase, iteration: Iteration) -> None:
         peak_flops=peak_flops(devices),
         numbers=moved,
     )
+
+
+def check_programs(programs: Programs, config: GRPOConfig) -> None:
+    """Refuses programs that compute another run than the one that is asked for.
+
+    Raises:
+      UsageError: one sentence that names the options.
+    """
+    free = _OF_HOST if config.optimizer.decay != "none" else _OF_HOST | {"steps"}
+    theirs = options_of(programs.config)
+    differing = [name for name, value in options_of(config).items() if name not in free and theirs[name] != value]
+    if differing:
+        raise UsageError(
+            f"the programs were made for another {', '.join(differing)}: make them of the configuration of this run"
+        )
 
 
 def check_task(task: Task, config: GRPOConfig) -> None:

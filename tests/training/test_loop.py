@@ -20,7 +20,7 @@ from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training import guards
 from grpo_jax.training.grpo import corrected_advantages, grpo_loss_fn, grpo_method, make_programs, masked, train
 from grpo_jax.training.learn import Advantages, sync_reference
-from grpo_jax.training.loop import compile_programs
+from grpo_jax.training.loop import check_programs, compile_programs
 from grpo_jax.training.parallel import to_host
 from grpo_jax.training.state import Batch, TrainState
 
@@ -398,6 +398,10 @@ def test_one_reward_has_no_components_to_compare(reward):
         ({"group_size": 1}, "group_size"),
         ({"num_prompts": 6, "microbatches": 4}, "num_prompts"),
         ({"temperature": 0.0}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature_spread": float("inf")}, "temperature"),
+        ({"weight_decay": float("inf")}, "weight_decay"),
+        ({"preset": "rloo", "kl_target": float("inf")}, "kl_target"),
         ({"temperature": 0.5, "temperature_spread": -0.6}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"min_p": 1.5}, "min_p"),
@@ -439,6 +443,17 @@ def test_what_cannot_work_is_refused_in_a_sentence(changes, word):
     with pytest.raises(ValueError, match=word) as error:
         validate(with_options(CONFIG, **changes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 1e-3, "kl_coef": 0.1}, {"decay": "linear", "steps": 9}])
+def test_programs_of_another_run_are_refused(tmp_path, changes):
+    programs = make_programs(POLICY, TASK, with_options(CONFIG, **changes))
+    with pytest.raises(ValueError, match=f"another .*{next(iter(changes))}"):
+        train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path), programs=programs)
+
+
+def test_programs_are_shared_by_phases_that_differ_on_the_host(programs):
+    check_programs(programs, with_options(CONFIG, steps=9, seed=1, max_rollouts=2, eval_every=1, max_skipped=1))
 
 
 def test_more_devices_than_there_are_is_refused():
@@ -507,6 +522,7 @@ def test_gradients_that_are_not_finite_are_skipped_dumped_and_stop_the_run(tmp_p
         train(POLICY, PARAMS, TASK, config, run, programs=programs, reward=lambda e, t: [float("nan")] * len(t))
     dumped = np.load(tmp_path / "skipped_grpo_000000_1.npz")
     assert np.isnan(dumped["advantages"]).all()
+    assert not any("rewards are equal" in line["message"] for line in run.lines("warnings.jsonl"))
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["skipped"] == 1
 
 
