@@ -18,7 +18,7 @@ from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.learn import step_key
-from grpo_jax.training.parallel import data_parallel, num_devices, to_devices, to_host
+from grpo_jax.training.parallel import data_parallel, num_devices, replicate, to_devices, to_host
 from grpo_jax.training.state import Batch, RewardArrays
 
 
@@ -66,9 +66,9 @@ class Sampler(NamedTuple):
         ids, mask, _, temperature = given
         return to_batch(ids, mask, temperature, completions), completions
 
-    def complete(self, *args: Any) -> Completions:
-        """The completions of `sample`, waited for, as NumPy arrays."""
-        return to_host(self.sample(*args)[1])
+    def complete(self, params: Params, *args: Any) -> Completions:
+        """The completions of `sample`, waited for, as NumPy arrays. The parameters may be on one device alone."""
+        return to_host(self.sample(replicate(params, self.devices), *args)[1])
 
 
 def truncation_of(sampling: SamplingConfig) -> Truncation:

@@ -19,9 +19,10 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training import guards
 from grpo_jax.training.grpo import corrected_advantages, grpo_loss_fn, grpo_method, make_programs, masked, train
-from grpo_jax.training.learn import Advantages, sync_reference
+from grpo_jax.training.learn import SAMPLING, Advantages, sync_reference
 from grpo_jax.training.loop import check_programs, compile_programs
 from grpo_jax.training.parallel import to_host
+from grpo_jax.training.rollout import completion_numbers, group_temperatures, make_sampler, noise_of
 from grpo_jax.training.state import Batch, TrainState
 
 EOS, PAD = 6, 7
@@ -199,6 +200,14 @@ def test_a_checkpoint_does_not_know_how_many_devices_wrote_it(tmp_path, programs
     # Eight devices sample the same tokens, so the rewards are the same numbers.
     assert [line["reward"] for line in many_lines[:2]] == [line["reward"] for line in one_lines[:2]]
     np.testing.assert_allclose(many_lines[0]["grad_norm"], one_lines[0]["grad_norm"], rtol=1e-5)
+
+
+def test_parameters_of_one_device_are_sampled_from_on_several():
+    sampler = make_sampler(POLICY, TASK, CONFIG.sampling, devices=2)
+    params = jax.device_put(PARAMS, jax.devices()[0])  # as a supervised phase on one device leaves them
+    numbers, temperature = completion_numbers(CONFIG.sampling), group_temperatures(CONFIG.sampling)
+    found = sampler.complete(params, prompts(0), numbers, temperature, noise_of(0, SAMPLING, 0))
+    assert found.completion_ids.shape == (8, 4, 3)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
