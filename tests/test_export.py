@@ -61,12 +61,12 @@ sample = partial(rollout.sample, POLICY, TASK, CONFIG.sampling)
 score = partial(learn.score, METHOD, reference_logprobs, CONFIG)
 update = partial(learn.learn, METHOD, CONFIG)
 
-SAMPLE = PARAMS, *PROMPTS, shape(N, G, dtype=jnp.int32), shape(N, G), KEY
+SAMPLE = PARAMS, PROMPTS, shape(N, G, dtype=jnp.int32), shape(N, G), KEY
 BATCH = rollout.to_batch(*PROMPTS, shape(N, G), jax.eval_shape(sample, *SAMPLE))
 SCORE = PARAMS, None, PARAMS, BATCH
 SCORED = learn.with_scores(BATCH, jax.eval_shape(score, *SCORE), CONFIG)
 STATE = jax.eval_shape(lambda params: learn.begin(METHOD, params, CONFIG), PARAMS)
-LEARN = STATE, None, None, SCORED, REWARDS, NUMBER, NUMBER
+LEARN = STATE, None, None, SCORED, REWARDS, (NUMBER, NUMBER)
 
 
 @pytest.mark.parametrize(
