@@ -29,7 +29,7 @@ from rich.table import Table
 from experiments import chapter
 from experiments.chapter import shown
 from grpo_jax import functional as F
-from grpo_jax.config import ModelOptions, options_of, recipe
+from grpo_jax.config import ModelOptions, options_of, recipe, with_options
 from grpo_jax.data.text import check_ids, encode_prompts
 from grpo_jax.data.types import Completion, Example, pad_prompts
 from grpo_jax.errors import UsageError
@@ -41,7 +41,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags
 from grpo_jax.runs.pretrained import load_model
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.grpo import grpo_method, make_programs
 from grpo_jax.training.learn import SAMPLING
 from grpo_jax.training.rollout import (
     completion_numbers,
@@ -225,12 +225,15 @@ def main(config: Config) -> Walk:
     # ---- update
     heading("7. One optimizer step", "training.step.train_step")
 
+    # While the policy is the reference, the KL's gradient is 0. Without it, its rounding is no step of AdamW.
+    without_kl = grpo_method(policy, with_options(options, kl_coef=0.0))
+
     @jax.jit
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         return train_step(
             state,
             batch,
-            loss_fn=lambda trained, batch: programs.method.loss_fn(trained, None, batch, None),
+            loss_fn=lambda trained, batch: without_kl.loss_fn(trained, None, batch, None),
             aggregation=options.loss.objective.aggregation,
             optimizer=programs.method.optimizer,
         )

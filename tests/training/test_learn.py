@@ -330,9 +330,9 @@ def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
         assert all(prompts % count == 0 for count in pieces)
         assert pieces == sorted(pieces)  # longer texts, more pieces
         assert (pieces[0], pieces[-1]) == (1, prompts)  # all at once, and one by one
-    # 2,048 tokens a piece on a CPU.
-    assert choose_microbatches(32, 256) == 4
-    assert choose_microbatches(32, 257) == 8
+    # 1,024 tokens a piece on a CPU.
+    assert choose_microbatches(32, 256) == 8
+    assert choose_microbatches(32, 257) == 16
 
 
 def test_norms_and_biases_do_not_decay():

@@ -161,7 +161,7 @@ def test_a_run_that_is_cut_off_in_a_round_ends_the_same_and_asks_nothing_twice(u
         ({"online": ONLINE._replace(labels=())}, "labels is"),
         ({"online": ONLINE._replace(labels=(8, 7))}, "each round needs at least the 8 pairs"),
         ({"online": ONLINE._replace(replay_share=1.5)}, "replay_share is 1.5"),
-        ({"online": ONLINE._replace(labels=(8,) * 5)}, "steps is 4, for 5 rounds"),
+        ({"online": ONLINE._replace(labels=(8,) * 5)}, "steps is 4, but there are 5 rounds"),
         ({"task": TASK._replace(reward=lengths)}, "must be a dict"),
     ],
 )
