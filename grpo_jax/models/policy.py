@@ -20,11 +20,11 @@ from grpo_jax.models.transformer import (
     Params,
     Prefix,
     Transformer,
+    decoding_layout,
     geometry_of_groups,
     geometry_of_step,
     geometry_of_texts,
     prompt_positions,
-    unstack_layers,
 )
 
 
@@ -101,14 +101,16 @@ def decoder_policy(config: ModelConfig) -> Policy:
 
     def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):
         last, stacked = run_prompts(params, prompt_ids, prompt_mask)
-        # Separate layers, cut out here, once, and not in every turn of the decode loop.
+        # Laid out here, once, and not in every turn of the decode loop.
         layers = range(config.num_hidden_layers)
-        separate = {name: unstack_layers(tree, config.num_hidden_layers) for name, tree in variables(params).items()}
+        separate = {name: decoding_layout(tree, config) for name, tree in variables(params).items()}
         prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
         prefix = Prefix(prompts, prompt_mask, jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
         slots = max(max_tokens - 1, 1)
-        shape = prompt_ids.shape[0], config.num_key_value_heads, group_size, slots, config.head_dim
-        cache = tuple(KeyValues(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)) for _ in layers)
+        values = jnp.zeros(
+            (prompt_ids.shape[0], config.num_key_value_heads, group_size, slots, config.head_dim), config.dtype
+        )
+        cache = tuple(KeyValues(values.swapaxes(-1, -2), values) for _ in layers)
         decoder = Transformer(config, scan_layers=False)
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array):

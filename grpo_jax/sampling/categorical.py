@@ -39,7 +39,9 @@ def sample_categorical(
     chosen = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
     ids = block * width + _invert(chosen, uniforms[..., 1])
     if greedy is not None:
-        ids = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), ids)
+        # On CPU the arg max takes as long as all else here, and mostly nobody asks for it.
+        likeliest = jax.lax.cond(jnp.any(greedy), lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), lambda: ids)
+        ids = jnp.where(greedy, likeliest, ids)
     logit = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
     return ids, logit - maximum[..., 0] - jnp.log(jnp.sum(sums, axis=-1))
 

@@ -20,13 +20,13 @@ from grpo_jax.models.transformer import (
     attend,
     attend_groups,
     attend_past,
+    decoding_layout,
     geometry_of_groups,
     geometry_of_step,
     geometry_of_texts,
     prompt_positions,
     rotary_angles,
     rotate,
-    unstack_layers,
 )
 
 LLAMA = ModelConfig(
@@ -265,7 +265,7 @@ def test_scanned_layers_equal_separate_layers(config):
     inputs = ids, *seen_in_texts(config, prompt_positions(mask), mask)
     scanned, stacked = jax.jit(Transformer(config).apply)({"params": params}, *inputs)
     separate = jax.jit(Transformer(config, scan_layers=False).apply)
-    hidden, layers = separate({"params": unstack_layers(params, config.num_hidden_layers)}, *inputs)
+    hidden, layers = separate({"params": decoding_layout(params, config)}, *inputs)
     np.testing.assert_allclose(hidden, scanned, atol=1e-5)
     for layer, own in enumerate(layers):
         np.testing.assert_allclose(own.keys, stacked.keys[layer], atol=1e-5)
@@ -465,7 +465,7 @@ def test_gradients_of_attention():
 def test_attention_to_the_past_is_the_next_row_of_a_group():
     (queries, keys, values), masks = group_inputs()
     expected, prompt = attend_groups(queries, keys, values, masks, "shared")
-    cache = KeyValues(*(jnp.zeros((N_A, K_A, G_A, S_A, E_A)) for _ in range(2)))
+    cache = KeyValues(jnp.zeros((N_A, K_A, G_A, E_A, S_A)), jnp.zeros((N_A, K_A, G_A, S_A, E_A)))
     for step in range(S_A):
         tokens = P_A + step + S_A * np.arange(G_A)
         seen = jnp.broadcast_to(jnp.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))
