@@ -12,8 +12,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-# Elements of one [R, C] slice of the logits: 32 MiB in float32. A backward pass holds about three such arrays. Smaller
-# slices would leave matrix units idle.
+# Elements of one [R, C] slice of the logits. A backward pass holds about three such arrays. On a CPU they stay in its
+# cache: 2 MiB in float32. On accelerators slices of less than 32 MiB would leave matrix units idle.
+_SLICE_ELEMENTS_CPU = 2**19
 _SLICE_ELEMENTS = 2**23
 _MIN_SLICE_WIDTH = 128
 
@@ -147,9 +148,11 @@ def _logprobs_forward(logits, ids):
     """z[id], log Σ exp z and the mean of z."""
 
     def reduce_slice(index):
-        z, is_new, column = _slice_logits(logits, index)
-        chosen = jnp.sum(jnp.where(is_new & (column == ids[:, None]), z, 0), axis=-1)
-        return chosen, _moments(z, z, is_new)
+        z, part = _slice_logits(logits, index)
+        place = ids - part.start
+        here = (place >= part.num_seen) & (place < z.shape[1])
+        chosen = jnp.take_along_axis(z, jnp.clip(place, 0, z.shape[1] - 1)[:, None], axis=1)[:, 0]
+        return jnp.where(here, chosen, 0), _moments(z, z, part)
 
     chosen, moments = jax.lax.map(reduce_slice, jnp.arange(_num_slices(logits)))  # each [K, R]
     log_normalizer, mean_logit = _combine(*moments)
@@ -162,11 +165,12 @@ def _logprobs_backward(residuals, cotangents):
     logits, ids, log_normalizer, entropy = residuals
     d_logprobs, d_entropy = cotangents
 
-    def d_logits(z, column, index):
+    def d_logits(z, index, part):
         del index
+        column = part.start + jnp.arange(z.shape[1])
         log_p = z - log_normalizer[:, None]
         slope = d_logprobs[:, None] + d_entropy[:, None] * (log_p + entropy[:, None])
-        return jnp.where(column == ids[:, None], d_logprobs[:, None], 0) - jnp.exp(log_p) * slope
+        return jnp.where(column[None, :] == ids[:, None], d_logprobs[:, None], 0) - jnp.exp(log_p) * slope
 
     return _gradients(logits, d_logits), None
 
@@ -187,10 +191,10 @@ def _kl_forward(first, second):
     """The mean of z_P − z_Q under P, − log Σ exp z_P + log Σ exp z_Q."""
 
     def reduce_slice(index):
-        z, is_new, _ = _slice_logits(first, index)
-        other, _, _ = _slice_logits(second, index)
+        z, part = _slice_logits(first, index)
+        other, _ = _slice_logits(second, index)
         # The difference is taken before the sum: between close distributions two sums would cancel to rounding noise.
-        return _moments(z, z - other, is_new), _moments(other, other, is_new)
+        return _moments(z, z - other, part), _moments(other, other, part)
 
     of_first, of_second = jax.lax.map(reduce_slice, jnp.arange(_num_slices(first)))  # each [K, R]
     (log_normalizer, mean_difference), (other_normalizer, _) = _combine(*of_first), _combine(*of_second)
@@ -206,11 +210,13 @@ def _kl_backward(residuals, d_kl):
     """
     first, second, log_normalizer, other_normalizer, kl = residuals
 
-    def d_first(z, column, index):
+    def d_first(z, index, part):
+        del part
         log_p, log_q = z - log_normalizer[:, None], _slice_logits(second, index)[0] - other_normalizer[:, None]
         return d_kl[:, None] * jnp.exp(log_p) * (log_p - log_q - kl[:, None])
 
-    def d_second(z, column, index):
+    def d_second(z, index, part):
+        del part
         log_p, log_q = _slice_logits(first, index)[0] - log_normalizer[:, None], z - other_normalizer[:, None]
         return d_kl[:, None] * (jnp.exp(log_q) - jnp.exp(log_p))
 
@@ -223,12 +229,26 @@ _kl.defvjp(_kl_forward, _kl_backward)
 # ---- slices of the vocabulary
 
 
-def _moments(z, values, is_new):
+class _Slice(NamedTuple):
+    """Columns `[start, start + C)` of the vocabulary, the first `num_seen` of which are in the slice before as well."""
+
+    start: jax.Array  # int32 scalar
+    num_seen: jax.Array | int  # the int 0 where no slices overlap
+
+
+def _only_new(x, part, other):
+    """`x` `[R, C]` with `other` in columns that an earlier slice had."""
+    if isinstance(part.num_seen, int):
+        return x
+    return jnp.where(jnp.arange(x.shape[1]) >= part.num_seen, x, other)
+
+
+def _moments(z, values, part):
     """Of a slice the maximum m of z, Σ exp(z − m) and Σ x exp(z − m), each `[R]`."""
-    z = jnp.where(is_new, z, -jnp.inf)
+    z = _only_new(z, part, -jnp.inf)
     maximum = jnp.max(z, axis=-1)
     weight = jnp.exp(z - maximum[:, None])
-    return maximum, jnp.sum(weight, axis=-1), jnp.sum(jnp.where(is_new, values, 0) * weight, axis=-1)
+    return maximum, jnp.sum(weight, axis=-1), jnp.sum(_only_new(values, part, 0) * weight, axis=-1)
 
 
 def _combine(maximum, total, moment):
@@ -240,19 +260,19 @@ def _combine(maximum, total, moment):
 
 
 def _gradients(logits: _Logits, d_logits) -> _Logits:
-    """Those of hidden states, matrix and scale, from d_logits(z, columns, index of the slice) -> ∂L/∂z, `[R, C]`."""
+    """Those of hidden states, matrix and scale, from d_logits(z, index, slice) -> ∂L/∂z, `[R, C]`."""
     hidden, unembedding, scale = logits
 
     def accumulate(carry, index):
         d_hidden, d_unembedding = carry
-        z, is_new, column = _slice_logits(logits, index)
-        slope = jnp.where(is_new, d_logits(z, column, index), 0) * scale[:, None]
+        z, part = _slice_logits(logits, index)
+        slope = _only_new(d_logits(z, index, part), part, 0) * scale[:, None]
         slope = slope.astype(hidden.dtype)
-        weight, start = _slice_weight(logits, index)
+        weight, _ = _slice_weight(logits, index)
         d_hidden += _einsum("rc,cd->rd", slope, weight)
         d_weight = _einsum("rc,rd->cd", slope, hidden).astype(d_unembedding.dtype)
-        previous = jax.lax.dynamic_slice_in_dim(d_unembedding, start, weight.shape[0])
-        d_unembedding = jax.lax.dynamic_update_slice_in_dim(d_unembedding, previous + d_weight, start, axis=0)
+        previous = jax.lax.dynamic_slice_in_dim(d_unembedding, part.start, weight.shape[0])
+        d_unembedding = jax.lax.dynamic_update_slice_in_dim(d_unembedding, previous + d_weight, part.start, axis=0)
         return (d_hidden, d_unembedding), None
 
     zeros = jnp.zeros_like(hidden, dtype=jnp.float32), jnp.zeros_like(unembedding)
@@ -263,28 +283,31 @@ def _gradients(logits: _Logits, d_logits) -> _Logits:
 
 
 def _num_slices(logits: _Logits) -> int:
-    width = max(_SLICE_ELEMENTS // max(logits.hidden.shape[0], 1), _MIN_SLICE_WIDTH)
-    return -(-logits.unembedding.shape[0] // width)
+    """Slices of at most `_SLICE_ELEMENTS`; up to twice as many where they are then equally wide without an overlap."""
+    elements = _SLICE_ELEMENTS if jax.default_backend() != "cpu" else _SLICE_ELEMENTS_CPU
+    width = max(elements // max(logits.hidden.shape[0], 1), _MIN_SLICE_WIDTH)
+    size = logits.unembedding.shape[0]
+    fewest = -(-size // width)
+    return next((k for k in range(fewest, 2 * fewest) if size % k == 0), fewest)
 
 
 def _slice_weight(logits: _Logits, index):
-    """The part of the matrix for slice `index`, `[C, D]`, and where it starts.
+    """The part of the matrix for slice `index`, `[C, D]`, and which columns of the vocabulary it has.
 
     All slices are equally wide. Where V is no multiple of C, the last one starts early and overlaps the one before it:
     padding would copy the whole matrix.
     """
-    size = logits.unembedding.shape[0]
-    width = -(-size // _num_slices(logits))
+    size, slices = logits.unembedding.shape[0], _num_slices(logits)
+    width = -(-size // slices)
     start = jnp.minimum(index * width, size - width)
-    return jax.lax.dynamic_slice_in_dim(logits.unembedding, start, width), start
+    part = _Slice(start, 0 if size == slices * width else index * width - start)
+    return jax.lax.dynamic_slice_in_dim(logits.unembedding, start, width), part
 
 
 def _slice_logits(logits: _Logits, index):
-    """z `[R, C]`, bool `[1, C]` whether no earlier slice had a column, and the columns' ids `[1, C]`."""
-    weight, start = _slice_weight(logits, index)
-    column = (start + jnp.arange(weight.shape[0]))[None, :]
-    z = _einsum("rd,cd->rc", logits.hidden, weight) * logits.scale[:, None]
-    return z, column >= index * weight.shape[0], column
+    """z `[R, C]` of slice `index`, and the slice."""
+    weight, part = _slice_weight(logits, index)
+    return _einsum("rd,cd->rc", logits.hidden, weight) * logits.scale[:, None], part
 
 
 _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -294,9 +294,34 @@ class RMSNorm(nn.Module):
     def __call__(self, x):
         """x `[..., D]` -> the same."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        exact = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + self.eps)
-        return (exact * inverse * scale).astype(x.dtype)
+        return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # as in `product`
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / √(mean x² + ε) · scale, in float32: x `[..., D]`, scale `[D]` -> as x.
+
+    The backward pass takes its sums as products with a vector. XLA on CPU needs nine times as long for sums.
+    """
+    return _rms_norm_forward(x, scale, eps)[0]
+
+
+def _rms_norm_forward(x, scale, eps):
+    exact = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + eps)
+    return (exact * inverse * scale).astype(x.dtype), (x, scale, inverse)
+
+
+def _rms_norm_backward(eps, kept, gradient):
+    """∂L/∂x = (s g − x̂ mean(s g x̂)) / rms and ∂L/∂s = Σ g x̂, with x̂ = x / rms and g = ∂L/∂y."""
+    x, scale, inverse = kept
+    normed, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
+    rows = (gradient * normed).reshape(-1, x.shape[-1])
+    mean = (rows @ scale).reshape(inverse.shape) / x.shape[-1]
+    return ((gradient * scale - normed * mean) * inverse).astype(x.dtype), jnp.ones_like(rows[:, 0]) @ rows
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def attend_groups(

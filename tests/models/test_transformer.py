@@ -451,8 +451,8 @@ def test_attention_of_groups_equals_a_loop():
     inputs, masks = group_inputs()
     attended, prompt = jax.jit(partial(attend_groups, kind="shared"))(*inputs, masks)
     np.testing.assert_allclose(attended, looped_attention(*map(np.asarray, inputs), masks), atol=1e-5)
-    for kept, given in zip(prompt, inputs[1:], strict=True):
-        np.testing.assert_array_equal(kept, given[:, :P_A].swapaxes(1, 2))
+    np.testing.assert_array_equal(prompt.keys, inputs[1][:, :P_A].transpose(0, 2, 3, 1))
+    np.testing.assert_array_equal(prompt.values, inputs[2][:, :P_A].swapaxes(1, 2))
     alone, _ = attend_groups(*(x[:, :P_A] for x in inputs), masks[:1], "shared")
     np.testing.assert_allclose(alone, attended[:, :P_A], atol=1e-6)
 
