@@ -92,7 +92,11 @@ def decoder_policy(config: ModelConfig) -> Policy:
             states, _ = run_prompts(params, prompt_ids, prompt_mask)
             return jnp.broadcast_to(states[:, None, None], (n, group_size, 1, states.shape[-1]))
         ids = jnp.concatenate([prompt_ids, given], axis=-1)
-        seen = both(geometry_of_groups, prompt_mask, group_size, size - 1)
+        if group_size == 1:  # a prompt and its completion are one text
+            texts = jnp.concatenate([prompt_mask, jnp.ones(given.shape, bool)], axis=-1)
+            seen = both(geometry_of_texts, prompt_positions(texts), texts)
+        else:
+            seen = both(geometry_of_groups, prompt_mask, group_size, size - 1)
         states, _ = model.apply(variables(params), ids, *seen)
         of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
         # The prompt predicts the first completion token.

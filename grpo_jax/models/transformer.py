@@ -424,7 +424,8 @@ def _attend_block_backward(kept, gradient):
     """∂L/∂scores = w (∂L/∂attended · v − ∂L/∂attended · attended), with the softmax's weights w."""
     queries, keys, values, mask, attended, log_normalizer = kept
     weights = jnp.exp(_einsum("nkgre,nkgce->nkgrc", queries, keys) + _bias(mask) - log_normalizer)
-    mean = jnp.sum((gradient * attended).astype(jnp.float32), axis=-1, keepdims=True)
+    # A product with ones: see `rms_norm`.
+    mean = (gradient * attended).astype(jnp.float32) @ jnp.ones((attended.shape[-1], 1), jnp.float32)
     d_scores = weights * (_einsum("nkgre,nkgce->nkgrc", gradient, values) - mean)
     weights, d_scores = weights.astype(queries.dtype), d_scores.astype(queries.dtype)
     d_queries = _einsum("nkgrc,nkgce->nkgre", d_scores, keys).astype(queries.dtype)
