@@ -14,6 +14,7 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.statistics import best_of, bootstrap, majority
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.learn import EVALUATION
+from grpo_jax.training.parallel import replicate, to_host
 from grpo_jax.training.rollout import Sampler, decode_groups, noise_of
 
 # Numbers of completions are 32 bits: 12 of them count the completions of a prompt.
@@ -78,10 +79,23 @@ def sample_heldout(
     Raises:
       UsageError: there are no prompts, too many, or an impossible n.
     """
-    for call in heldout_calls(task.heldout, num_prompts=num_prompts, group_size=group_size, samples=samples):
+    params = replicate(params, sampler.devices)
+
+    def start(call: Call) -> Samples:
         temperatures = np.where(call.greedy, 0, temperature).astype(np.float32)
-        completions = sampler.complete(params, call.prompts, call.numbers, temperatures, noise_of(seed, EVALUATION, 0))
-        yield Samples(call.prompts, completions, temperatures, call.counted)
+        noise = noise_of(seed, EVALUATION, 0)
+        _, completions = sampler.sample(params, call.prompts, call.numbers, temperatures, noise)
+        return Samples(call.prompts, completions, temperatures, call.counted)
+
+    def on_host(started: Samples) -> Samples:
+        return started._replace(completions=to_host(started.completions))
+
+    calls = map(start, heldout_calls(task.heldout, num_prompts=num_prompts, group_size=group_size, samples=samples))
+    started = next(calls)
+    for following in calls:  # the devices work on it while the host reads the one before
+        yield on_host(started)
+        started = following
+    yield on_host(started)
 
 
 class Call(NamedTuple):
