@@ -25,6 +25,7 @@ from grpo_jax.models.transformer import (
     geometry_of_step,
     geometry_of_texts,
     prompt_positions,
+    rms_norm,
     rotary_angles,
     rotate,
 )
@@ -487,6 +488,52 @@ def test_fused_attention_has_the_same_values_and_gradients():
         return jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)
 
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), value_and_grads("xla"), value_and_grads("shared"))
+
+
+@pytest.mark.parametrize("size", [128, 200, 300])
+def test_blocks_of_queries_are_the_whole_attention(size):
+    """300 queries are three blocks, the last one short; a window and a ragged prefix are in the mask."""
+    rng = np.random.default_rng(0)
+    shape = 2, 1, 2, 2, size, 4  # N, K, G, Q, S, E
+    queries, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+    keys, values = (jnp.asarray(rng.normal(size=(2, 1, 2, size + 5, 4)), jnp.float32) for _ in range(2))
+    places = np.arange(size + 5) - 5
+    causal = (places <= np.arange(size)[:, None]) & (np.arange(size)[:, None] - places < 150)
+    prefix = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool)
+    given = np.concatenate([prefix, np.ones((2, size), bool)], axis=-1)
+    mask = jnp.asarray((causal & given[:, None])[:, None, None, None])
+
+    def whole(queries, keys, values):
+        scores = jnp.einsum("nkgqse,nkgce->nkgqsc", queries, keys) / 2  # √E
+        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+        return jnp.einsum("nkgqsc,nkgce->nkgqse", weights, values)
+
+    def value_and_grads(fn):
+        def summed(*arrays):
+            out = fn(*arrays)
+            return jnp.sum(out * weights), out
+
+        return jax.jit(jax.value_and_grad(summed, (0, 1, 2), has_aux=True))(queries, keys, values)
+
+    (_, attended), grads = value_and_grads(lambda *arrays: attend(*arrays, mask))
+    (_, expected), expected_grads = value_and_grads(whole)
+    np.testing.assert_allclose(attended, expected, atol=1e-5)
+    for gradient, other in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(gradient, other, atol=1e-5 * float(jnp.linalg.norm(other)))
+
+
+def test_a_group_of_one_is_the_first_of_a_larger_group():
+    prompt_ids, prompt_mask, completion_ids, _ = ragged_batch()
+    hidden = jax.jit(partial(shared_hidden, ALL, random_params(ALL)))
+    several = hidden(prompt_ids, prompt_mask, completion_ids)
+    alone = hidden(prompt_ids, prompt_mask, completion_ids[:, :1])
+    np.testing.assert_allclose(alone, several[:, :1], atol=1e-5)
+
+
+def test_gradients_of_rms_norm():
+    rng = np.random.default_rng(0)
+    x, scale = rng.normal(size=(3, 4, 5)).astype(np.float32), rng.normal(size=5).astype(np.float32)
+    check_grads(lambda x, scale: rms_norm(x, scale, 1e-5), (x, scale), 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
 def test_rms_norm():
