@@ -19,4 +19,4 @@ class FieldComments(griffe.Extension):
         behind = lines[attr.endlineno - 1].partition("  # ")[2].partition("  # type:")[0]
         text = " ".join([*before, behind]).strip().replace("][", "]\\[")  # two shapes are no link
         if text:
-            attr.docstring = griffe.Docstring(text[0].upper() + text[1:], parent=attr)
+            attr.docstring = griffe.Docstring(text, parent=attr)
