@@ -83,6 +83,14 @@ def test_links_between_pages_lead_somewhere():
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.slow
+def test_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, timeout=300)
+    assert "what predicts completion token" in (tmp_path / "api/grpo_jax.models.html").read_text()  # of Policy.hidden
+
+
 # --- the table of methods ---
 
 
