@@ -1,7 +1,11 @@
 """The documentation is run, and held against the code."""
 
 import inspect
+import json
+import os
 import re
+import subprocess
+import sys
 from ast import literal_eval
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -11,14 +15,20 @@ import pytest
 from grpo_jax import functional as F
 from grpo_jax.config import CriticConfig, GRPOConfig, PPOConfig, options_of
 
-DOCS = Path(__file__).parents[1] / "docs"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (DOCS / "examples.md").read_text(), re.M | re.S)
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+MODEL = ROOT.parent / "shared/data/stories260K-hf"
+needs_model = pytest.mark.skipif(not MODEL.exists(), reason="needs the stories260K model")
 
 
-def examples():
+def blocks(file, language="python"):
+    return re.findall(rf"^```{language}\n(.*?)^```$", (DOCS / file).read_text(), re.M | re.S)
+
+
+def examples(file="examples.md"):
     """Blocks that stand alone, each with those that continue it."""
     programs = []
-    for code in BLOCKS:
+    for code in blocks(file):
         if code.startswith("# (continued)"):
             programs[-1] += code
         else:
@@ -29,6 +39,56 @@ def examples():
 @pytest.mark.parametrize("code", examples(), ids=range(len(examples())))
 def test_example_runs(code):
     exec(compile(code, "examples.md", "exec"), {})
+
+
+def test_example_of_memory_runs(capsys):
+    (code,) = examples("scaling.md")
+    exec(code, {})
+    assert "'params': 5.8" in capsys.readouterr().out
+
+
+@needs_model
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["rewards.md", "pretrained.md", "own_loop.md"])
+def test_page_runs(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(40)]
+    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for code in examples(file):
+        names = {"__name__": "page"}
+        exec(compile(code.replace("folder-or-hub/id", str(MODEL)), file, "exec"), names)
+    if file == "own_loop.md":
+        assert Path("trained-model/model.safetensors").exists()
+        assert names["trained"].params.keys() == names["model"].params.keys()
+
+
+@needs_model
+@pytest.mark.slow
+def test_commands_run_one_after_another(tmp_path):
+    """Rows, training, evaluation, another preset, export, memory: each command of a page, made shorter by options."""
+    make, train, evaluate = blocks("rewards.md", "bash")
+    (preset,), (export,), (memory,) = (blocks(f"{page}.md", "bash") for page in ("training", "pretrained", "scaling"))
+    short = " --steps 2 --group-size 2 --max-tokens 8 --num-prompts 2\n"
+    export = export.replace("runs/stories", "runs/train").replace("python -m", ".venv/bin/python -m", 1)
+    shown = [make, train.rstrip() + short, evaluate, preset.rstrip() + short, export, memory]
+    commands = "".join(shown).replace("DIR", str(MODEL)).replace(".venv/bin/python", sys.executable)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(["bash", "-euc", commands], cwd=tmp_path, env=environment, check=True, timeout=900)
+    assert (tmp_path / "trained-model/model.safetensors").exists()
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.slow
+def test_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, timeout=300)
+    assert "what predicts completion token" in (tmp_path / "api/grpo_jax.models.html").read_text()  # of Policy.hidden
 
 
 # --- the table of methods ---

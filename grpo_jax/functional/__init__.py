@@ -4,9 +4,6 @@ Arrays keep any leading axes: per-token arrays are `[..., T]`, rewards and advan
 Everything works under jit, grad, vmap, `jax.pmap` and `shard_map`. Hyperparameters are keyword-only; floats may be
 traced, but for `share`. What looks at the whole batch takes `axis_name`, the mapped axes over which the batch is
 spread; all else may be computed in pieces.
-
-.. include:: ../../docs/examples.md
-.. include:: ../../docs/methods.md
 """
 
 from grpo_jax.functional.advantages import (

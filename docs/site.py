@@ -1,0 +1,43 @@
+"""Hooks of mkdocs: pages that stand outside docs/, and one page of the API for each package."""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = {"index.md": "README.md", "RESULTS.md": "RESULTS.md", "BUILD_NOTES.md": "BUILD_NOTES.md"}
+
+
+def modules() -> dict[str, list[str]]:
+    """Public modules of each package, as `grpo_jax.package.module`."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "grpo_jax").rglob("*.py")):
+        names = path.relative_to(ROOT).with_suffix("").parts
+        if any(name.startswith("_") for name in names):
+            continue
+        found.setdefault(".".join(names[:2]) if len(names) > 2 else "grpo_jax", []).append(".".join(names))
+    return found
+
+
+def on_config(config):
+    """Puts the pages of the API into the navigation."""
+    (api,) = (part for part in config.nav if "API" in part)
+    api["API"] = [{package: f"api/{package}.md"} for package in modules()]
+    return config
+
+
+def on_files(files, config):
+    """Adds the pages that are made."""
+    for page, source in OUTSIDE.items():
+        text = (ROOT / source).read_text().replace("](docs/", "](")
+        files.append(File.generated(config, page, content=text))
+    for package, names in modules().items():
+        text = f"# {package}\n\n" + "".join(f"::: {name}\n\n" for name in names)
+        files.append(File.generated(config, f"api/{package}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown, **_):
+    """Links out of docs/ lead to the pages made from there."""
+    return re.sub(r"\]\(\.\./(\w+\.md)", r"](\1", markdown)
