@@ -182,7 +182,7 @@ def table() -> str:
     lines = ["| model | parameters | all trained | LoRA, rank 16 |", "|---|---|---|---|"]
     for name, config in MODELS.items():
         full, lora = (estimate(config, shape) for shape in (Shape(), Shape(lora_rank=16, param_bytes=2)))
-        cells = (f"{of.peak / GIB:.0f} ({of.held / GIB:.0f} held)" for of in (full, lora))
+        cells = (f"{of.peak / GIB:.0f} ({of.held / GIB:.0f})" for of in (full, lora))
         lines.append(f"| {name} | {num_params(config) / 1e9:.2f} billion | {' | '.join(cells)} |")
     return "\n".join(lines)
 
