@@ -2,7 +2,7 @@
 
 With LoRA the adapters are merged into the model, or written alone (--adapter) as a folder that PEFT loads.
 
-  python -m grpo_jax.runs.export runs/stories trained-model
+  grpo-jax export runs/stories trained-model
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface, peft
-from grpo_jax.runs.flags import refuse
+from grpo_jax.runs.flags import program, refuse
 from grpo_jax.runs.pretrained import restore
 
 
@@ -70,10 +70,15 @@ def export(options: Options) -> int:
     return trained.step
 
 
-if __name__ == "__main__":
-    given = tyro.cli(Options, prog="python -m grpo_jax.runs.export", description=__doc__)
+def command() -> None:
+    """The command line."""
+    given = tyro.cli(Options, prog=program(), description=__doc__)
     try:
         done = export(given)
     except UsageError as error:
         refuse(str(error))
     Console().print(f"step {done} of {given.run} is now in {given.out}", markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    command()

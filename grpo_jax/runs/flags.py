@@ -67,7 +67,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
       The options. `output.run_dir` is the folder of the run, which exists exactly when resuming.
     """
     args = sys.argv[1:] if args is None else args
-    prog = f"python -m experiments.{Path(sys.argv[0]).stem}"
+    prog = program()
     config = _read(config_class, _with_preset(config_class(), args), args, prog, description)
     folder = config.output.run_dir.expanduser()
     folder = folder if folder.name else folder.absolute()
@@ -85,6 +85,12 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     except (ValueError, AttributeError, UsageError) as error:
         refuse(f"{newest}/config.json is of another experiment or version ({error}): start a new run")
     return _in_folder(_read(config_class, default, args, prog, description), newest)
+
+
+def program() -> str:
+    """How the program was called, for its usage line: "grpo-jax train", or "python -m experiments.train"."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
 
 
 def _read(config_class: type[Config], default: Config, args: list[str], prog: str, description: str | None) -> Config:
