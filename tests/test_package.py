@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRA = ("flax", "optax", "orbax", "transformers", "safetensors", "tokenizers", "jinja2", "rich", "tyro", "matplotlib")
-WITHOUT = f"import sys; sys.modules |= dict.fromkeys({(*EXTRA, 'tensorboardX', 'filelock')!r})\n"
+EXTRA += ("tensorboardX", "filelock", "yaml", "huggingface_hub")
+WITHOUT = f"import sys; sys.modules |= dict.fromkeys({EXTRA!r})\n"
 
 
 def python(*args, cwd=ROOT, **variables):

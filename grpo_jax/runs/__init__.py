@@ -2,4 +2,4 @@
 
 from grpo_jax.errors import need
 
-need("tyro", "rich", "filelock", "orbax")
+need("tyro", "rich", "filelock", "orbax", "yaml", "huggingface_hub")
