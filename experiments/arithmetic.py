@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments import common
-from experiments.common import cell, completions_batch, finish, train_with_control
+from experiments.common import completions_batch
+from grpo_jax.commands.common import finish, train_with_control
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -23,6 +24,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.statistics import cell
 from grpo_jax.tasks import arithmetic
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.state import Batch

@@ -1,151 +1,26 @@
-"""What the experiments share: a run beside its control from the same start."""
+"""What the experiments share: small models of our own, and the numbers of several seeds."""
 
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from grpo_jax.config import GRPOConfig
 from grpo_jax.data.packing import Packed
-from grpo_jax.data.types import Prompts, Reward, Rewards
+from grpo_jax.data.types import Prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import report, terminal
-from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.compilation import in_words, programs_so_far
-from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.statistics import interval_over_runs, paired_difference
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.statistics import interval_over_runs
 from grpo_jax.tasks.characters import Characters
-from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.training.guards import check_graders
-from grpo_jax.training.loop import Programs, train
 from grpo_jax.training.sft import train_sft
-from grpo_jax.training.state import Batch, TrainState
+from grpo_jax.training.state import Batch
 from grpo_jax.training.supervised import SupervisedConfig
-
-PHASES = ("grpo", "control")
-
-
-def heldout_samples(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> Iterator[Samples]:
-    """Held-out completions of a policy, at the shapes of training."""
-    return sample_heldout(
-        programs.sampler,
-        params,
-        task,
-        num_prompts=config.sampling.num_prompts,
-        group_size=config.sampling.group_size,
-        temperature=config.sampling.temperature,
-        seed=config.seed,
-        samples=config.logging.eval_samples,
-    )
-
-
-class HeldoutResult(NamedTuple):
-    """What a policy does on the held-out prompts."""
-
-    evaluation: Evaluation
-    calls: list[Samples]  # that it is of
-
-
-def evaluate_heldout(
-    programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder
-) -> HeldoutResult:
-    """Held-out completions of a policy, and what the task's reward says of them."""
-    calls = list(heldout_samples(programs, params, task, config))
-    evaluation = evaluate(calls, task, block=config.sampling.num_prompts * config.sampling.group_size)
-    check_graders(run, task.reward)
-    return HeldoutResult(evaluation, calls)
-
-
-def learn(
-    params: Any,
-    task: Task,
-    config: GRPOConfig,
-    run: RunFolder,
-    programs: Programs,
-    *,
-    phase: str,
-    reward: Reward | Rewards | None = None,
-    start: HeldoutResult | None = None,
-) -> tuple[TrainState, HeldoutResult]:
-    """Trains, with held-out evaluations in the log. No parameters are evaluated twice.
-
-    Args:
-      params: where training starts, as `programs` take it.
-      task: its reward judges held-out completions.
-      config: of the phase.
-      run: of the phase.
-      programs: of the method.
-      phase: names it.
-      reward: to train on in place of the task's.
-      start: of `params`, if it is known.
-
-    Returns:
-      The final state, and what its policy does on the held-out prompts.
-    """
-    latest = {0: start} if start else {}  # step -> evaluation
-
-    def heldout(params: Params, step: int) -> dict[str, float]:
-        if step not in latest:
-            latest.clear()
-            latest[step] = evaluate_heldout(programs, params, task, config, run)
-        return {f"heldout_{name}": value for name, value in summary(latest[step].evaluation).items()}
-
-    state = train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=heldout)
-    final = programs.method.actor(state.params, programs.method.split(params)[1])
-    return state, latest.get(config.steps) or evaluate_heldout(programs, final, task, config, run)
-
-
-def train_with_control(
-    params: Params,
-    task: Task,
-    config: GRPOConfig,
-    run: RunFolder,
-    programs: Programs,
-    examine: Callable[[Evaluation, list[Samples]], dict[str, float]] = lambda evaluation, calls: {},
-    *,
-    phases: Sequence[str] = PHASES,
-) -> tuple[dict[str, dict[str, float]], str]:
-    """Trains on the task's reward, and again from the same start on a coin toss.
-
-    Args:
-      params: the start of both.
-      task: with the reward.
-      config: of both.
-      run: of the phases "grpo" and "control".
-      programs: shared by both.
-      examine: (evaluation, the calls that it is of) -> further numbers of a row.
-      phases: ("grpo",) does without the control.
-
-    Returns:
-      Rows "before", "after" and perhaps "control": summaries of held-out evaluations, the last two with the change of
-      avg over the same prompts; and the SHA-256 of the parameters after the first phase.
-    """
-
-    def row(held: HeldoutResult) -> dict[str, float]:
-        return summary(held.evaluation) | examine(*held)
-
-    with run.console.status("compiling, and evaluating the start"):
-        start = evaluate_heldout(programs, programs.method.actor(*programs.method.split(params)), task, config, run)
-    rows, checksum = {"before": row(start)}, ""
-    rewards = {"grpo": task.reward, "control": random_reward(config.seed)}
-    for phase in phases:
-        state, end = learn(params, task, config, run, programs, phase=phase, reward=rewards[phase], start=start)
-        change = paired_difference(*(prompt_means(held.evaluation) for held in (end, start)))
-        rows["after" if phase == "grpo" else phase] = row(end) | change.named("change")
-        checksum = checksum or params_sha256(state.params)
-    return rows, checksum
-
 
 # ---- small models of our own
 
@@ -246,43 +121,3 @@ def over_seeds(
             row |= interval_over_runs(differences).named("difference") | {"wins": int((differences > 0).sum())}
         rows[method] = row
     return rows
-
-
-def cell(row: Mapping[str, float], name: str) -> str:
-    """A number of a row with its interval, as a table shows it: "0.970 [0.960, 0.980]"; nothing where the row
-    has none, and a dash where there is nothing to say."""
-    if name not in row:
-        return ""
-    if math.isnan(row[name]):
-        return "–"
-    low, high = row.get(f"{name}_low", math.nan), row.get(f"{name}_high", math.nan)
-    return f"{row[name]:z.3f}" + ("" if math.isnan(low) else f" [{low:z.3f}, {high:z.3f}]")
-
-
-def finish(
-    run: RunFolder,
-    rows: Mapping[str, Mapping[str, float]],
-    checksum: str,
-    curves: Sequence[tuple[str, str]],
-    started: float,
-) -> None:
-    """Leaves curves.png, results.json and report.html, and says what the run came to.
-
-    Args:
-      run: of the experiment.
-      rows: of `train_with_control`.
-      checksum: of the parameters after training.
-      curves: as for `terminal.save_curves`.
-      started: by `time.perf_counter`.
-    """
-    terminal.save_curves(run, curves, PHASES)
-    write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
-    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
-    say_end(run, started)
-
-
-def say_end(run: RunFolder, started: float) -> None:
-    """Leaves report.html, and says where, and what the run took since `started`."""
-    page = report.write_report(run.path)
-    run.console.print(f"{in_words(programs_so_far())}, {time.perf_counter() - started:.0f} s")
-    run.console.print(f"to read: {page}", markup=False, highlight=False, soft_wrap=True)

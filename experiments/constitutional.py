@@ -25,17 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments import common
-from experiments.common import (
-    HeldoutResult,
-    Seeds,
-    cell,
-    collect,
-    evaluate_heldout,
-    learn,
-    over_seeds,
-    say_end,
-    seeds_of,
-)
+from experiments.common import Seeds, collect, over_seeds, seeds_of
+from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, learn, say_end
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
 from grpo_jax.data.types import Completion, Component, Reward, Rewards, rng
@@ -47,6 +38,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.constitution import Judge, constitution, model_judge, read_principles
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.statistics import cell
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.task import Task, random_reward

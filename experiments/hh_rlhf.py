@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from experiments.common import Seeds, evaluate_heldout, learn, say_end, seeds_of
+from experiments.common import Seeds, seeds_of
 from experiments.judging import (
     SFT,
     agreement,
@@ -51,7 +51,8 @@ from experiments.judging import (
     step_seconds,
     supervised_cost,
 )
-from experiments.reward_model import encode_pairs
+from grpo_jax.commands.common import evaluate_heldout, learn, say_end
+from grpo_jax.commands.reward_model import encode_pairs
 from grpo_jax.config import ModelOptions, PPOConfig, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
 from grpo_jax.data.preferences import (

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common import cell, over_seeds
+from experiments.common import over_seeds
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.runs import terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.throughput import forward_flops, held_bytes, update_flops
-from grpo_jax.statistics import bootstrap
+from grpo_jax.statistics import bootstrap, cell
 from grpo_jax.training.evaluate import Evaluation
 from grpo_jax.training.learn import needs_old_logprobs
 from grpo_jax.training.ppo import ActorCritic

@@ -29,17 +29,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments import common
-from experiments.common import (
-    HeldoutResult,
-    Seeds,
-    cell,
-    completions_batch,
-    evaluate_heldout,
-    learn,
-    over_seeds,
-    say_end,
-    seeds_of,
-)
+from experiments.common import Seeds, completions_batch, over_seeds, seeds_of
+from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, learn, say_end
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Rewards, pad_completions, rng
 from grpo_jax.errors import UsageError
@@ -48,7 +39,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.statistics import hypervolume
+from grpo_jax.statistics import cell, hypervolume
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.grpo import make_programs

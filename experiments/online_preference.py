@@ -30,17 +30,8 @@ from typing import Any
 import numpy as np
 
 from experiments import common
-from experiments.common import (
-    Seeds,
-    cell,
-    collect,
-    completions_batch,
-    evaluate_heldout,
-    learn,
-    over_seeds,
-    say_end,
-    seeds_of,
-)
+from experiments.common import Seeds, collect, completions_batch, over_seeds, seeds_of
+from grpo_jax.commands.common import evaluate_heldout, learn, say_end
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.preferences import bradley_terry_judge
 from grpo_jax.data.types import Component, Example, pad_completions, rng
@@ -53,6 +44,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.statistics import cell
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import Evaluation

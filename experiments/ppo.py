@@ -17,11 +17,13 @@ import jax
 import numpy as np
 
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
-from experiments.common import Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
+from experiments.common import Seeds, collect, over_seeds, seeds_of
+from grpo_jax.commands.common import evaluate_heldout, learn, say_end
 from grpo_jax.config import GRPOConfig, PPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.statistics import cell
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import random_reward
 from grpo_jax.training.evaluate import summary

@@ -18,10 +18,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments.common import cell, finish, train_with_control
+from grpo_jax.commands.common import finish, train_with_control
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.pretrained import keep_description, load_model
+from grpo_jax.statistics import cell
 from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length

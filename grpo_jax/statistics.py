@@ -3,8 +3,9 @@
 Prompts are drawn from a larger set and completions of one prompt are alike, so intervals come from resampling prompts.
 """
 
+import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -261,3 +262,14 @@ def _resampled_means(values: np.ndarray, resamples: int, generator: np.random.Ge
 
     step = max(1, _CELLS // count)
     return np.concatenate([piece(min(step, resamples - start)) for start in range(0, resamples, step)])
+
+
+def cell(row: Mapping[str, float], name: str) -> str:
+    """A number of a row with its interval, as a table shows it: "0.970 [0.960, 0.980]"; nothing where the row
+    has none, and a dash where there is nothing to say."""
+    if name not in row:
+        return ""
+    if math.isnan(row[name]):
+        return "–"
+    low, high = row.get(f"{name}_low", math.nan), row.get(f"{name}_high", math.nan)
+    return f"{row[name]:z.3f}" + ("" if math.isnan(low) else f" [{low:z.3f}, {high:z.3f}]")

@@ -259,3 +259,46 @@ def test_a_run_is_resumed_with_the_options_that_it_had(tmp_path):
     flags.open_run(parse("--resume", "--preset", "dapo", "--run-dir", tmp_path / "run"))  # what it had
     with pytest.raises(UsageError, match=r"^kl_coef, preset differ from the options of the run"):
         flags.open_run(parse("--resume", "--preset", "grpo", "--kl-coef", 0.2, "--run-dir", tmp_path / "run"))
+
+
+def test_options_come_from_a_file_and_flags_replace_them(tmp_path):
+    config = parse("--preset", "dapo", "--kl-coef", 0.1, "--lora-targets", "q_proj", "--run-dir", tmp_path / "run")
+    file = flags.open_run(config).path / "config.json"
+    again = parse("--config", file, "--run-dir", tmp_path / "again")
+    assert again.output.config == file
+    assert dataclasses.replace(again, output=config.output) == config
+    assert json.loads((flags.open_run(again).path / "config.json").read_text()) == json.loads(file.read_text())
+    other = parse(f"--config={file}", "--kl-coef", 0.2, "--run-dir", tmp_path / "other")
+    assert (other.train.loss.kl_coef, other.train.loss.preset) == (0.2, "dapo")
+    other = parse("--config", file, "--preset", "grpo", "--run-dir", tmp_path / "other")
+    assert (other.train.loss.kl_coef, other.train.loss.epsilon_high) == (0.04, 0.2)
+
+    short = tmp_path / "short.yaml"
+    short.write_text("preset: dapo\nnumber: 4\nlora_targets: [q_proj]\n")
+    other = parse("--config", short, "--run-dir", tmp_path / "other")
+    assert (other.train.loss.epsilon_high, other.number, other.model.lora_targets) == (0.28, 4, ("q_proj",))
+    assert other.train.steps == 7  # the experiment's own
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.json", '{"nubmer": 1}', "no option nubmer"),
+        ("a.json", '{"train": {"learning_rate": "1e-3"}}', "learning_rate is '1e-3' in"),
+        ("a.json", '{"number": true}', "number is True in"),
+        ("a.json", '{"preset": "nonsense"}', "nonsense"),
+        ("a.json", "[1]", "must be a mapping"),
+        ("a.json", "{", "cannot be read"),
+        ("a.yaml", "a: [", "cannot be read"),
+        ("none.json", None, "cannot be read"),
+    ],
+)
+def test_a_file_of_options_that_does_not_fit_is_refused_in_one_sentence(tmp_path, capsys, name, text, sentence):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit):
+        parse("--config", tmp_path / name, "--run-dir", tmp_path / "run")
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1

@@ -20,6 +20,7 @@ ORDER = [
     "runs",
     "training",
     "trainer",
+    "commands",
     "experiments",
 ]
 FILES = sorted(file for folder in ("grpo_jax", "experiments") for file in (ROOT / folder).rglob("*.py"))

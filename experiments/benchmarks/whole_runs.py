@@ -33,7 +33,7 @@ from rich.table import Table
 
 from experiments.claims.ablation import cores
 from experiments.claims.testbeds import ARITHMETIC
-from experiments.common import learn
+from grpo_jax.commands.common import learn
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.folder import RunFolder

@@ -5,6 +5,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from grpo_jax.errors import UsageError
 
+Params = Any  # of a network: nested dicts of arrays
+
 # Those whose forward pass differs in what ModelConfig says and in nothing else.
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -17,15 +17,19 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, missing
 from grpo_jax.models.config import ModelConfig, config_from_huggingface, config_to_huggingface
 from grpo_jax.models.heads import Headed, add_head, without_vocabulary
 from grpo_jax.models.lora import Adapted
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
+
+try:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.numpy import save_file
+except ModuleNotFoundError as error:
+    raise missing(error.name) from None
 
 # By safetensors' names.
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

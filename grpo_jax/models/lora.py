@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.config import Params
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)

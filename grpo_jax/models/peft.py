@@ -6,9 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, missing
 from grpo_jax.models.huggingface import (
     FLOAT_DTYPES,
     complete_or_not_at_all,
@@ -19,6 +18,11 @@ from grpo_jax.models.huggingface import (
 )
 from grpo_jax.models.lora import TARGETS, Adapted, Target, sites, split_shape
 from grpo_jax.models.transformer import Params
+
+try:
+    from safetensors.numpy import save_file
+except ModuleNotFoundError as error:
+    raise missing(error.name) from None
 
 # Of adapter_config.json: what makes more of an adapter than W + s·A B everywhere, and the starts that leave W alone.
 _REFUSED_IN_ADAPTERS = (

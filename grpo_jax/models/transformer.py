@@ -19,12 +19,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from grpo_jax.errors import missing
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import Params as Params
 
-Params = Any
+try:
+    from flax import linen as nn
+except ModuleNotFoundError as error:
+    raise missing(error.name) from None
 
 
 class KeyValues(NamedTuple):

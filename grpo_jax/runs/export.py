@@ -1,22 +1,26 @@
 """Writes a checkpoint of a run as a Hugging Face folder, which transformers, vLLM and load_pretrained load.
 
+A README.md beside it holds the results of the run, the command line and the options; --push-to-hub uploads the folder.
 With LoRA the adapters are merged into the model, or written alone (--adapter) as a folder that PEFT loads.
 
-  python -m grpo_jax.runs.export runs/stories trained-model
+  grpo-jax export runs/stories trained-model
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import huggingface_hub
 import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface, peft
-from grpo_jax.runs.flags import refuse
-from grpo_jax.runs.pretrained import restore
+from grpo_jax.runs.card import model_card
+from grpo_jax.runs.flags import program, refuse
+from grpo_jax.runs.folder import write_text
+from grpo_jax.runs.pretrained import Trained, phase_of, restore
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Options:
     """Where the base of a LoRA run is now, if it has moved."""
     adapter: bool = False
     """Write the adapters of a LoRA run alone."""
+    push_to_hub: str = ""
+    """Repository on the hub, as user/name, to upload the folder to; a new one is private."""
 
 
 def export(options: Options) -> int:
@@ -53,10 +59,23 @@ def export(options: Options) -> int:
     """
     if options.adapter and options.dtype != "model":
         raise UsageError("adapters are always written in float32: leave out --dtype")
+    if options.push_to_hub:
+        check_login()  # before anything is written
     trained = restore(options.run, options.phase, options.step, base=options.base, adapter=options.adapter)
     if options.adapter and trained.lora:
         peft.save_adapter(options.out, trained.params, base=str(options.base or trained.lora.base))
-        return trained.step
+    else:
+        _save_model(options, trained)
+    phase, adapter = phase_of(options.run, options.phase), bool(options.adapter and trained.lora)
+    out = options.out.expanduser()
+    write_text(out / "README.md", model_card(options.run, phase=phase, step=trained.step, adapter=adapter))
+    if options.push_to_hub:
+        push(out, options.push_to_hub)
+    return trained.step
+
+
+def _save_model(options: Options, trained: Trained) -> None:
+    """The whole model, adapters merged."""
     source = options.run / "model"
     raw = huggingface.read_json(source / "config.json")
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
@@ -67,13 +86,46 @@ def export(options: Options) -> int:
         source=source,
         dtype=jnp.dtype(dtype if options.dtype == "model" else options.dtype),
     )
-    return trained.step
 
 
-if __name__ == "__main__":
-    given = tyro.cli(Options, prog="python -m grpo_jax.runs.export", description=__doc__)
+def check_login() -> None:
+    """Refuses to go on without a token of the hub.
+
+    Raises:
+      UsageError: there is none.
+    """
+    if not huggingface_hub.get_token():
+        raise UsageError("you are not logged in to the hub: run `hf auth login`, or set HF_TOKEN")
+
+
+def push(folder: Path, repo: str) -> None:
+    """Uploads a folder to the hub.
+
+    Args:
+      folder: an exported one.
+      repo: user/name. It is made, private, if there is none.
+
+    Raises:
+      UsageError: the hub refuses it, or cannot be reached.
+    """
+    api = huggingface_hub.HfApi()
+    try:
+        api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"grpo_jax: {folder.name}")
+    except Exception as error:  # a failed connection's class is of an HTTP client that changes with the hub's library
+        why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UsageError(f"{folder} was not uploaded to {repo} ({why}): the folder itself is complete") from None
+
+
+def command() -> None:
+    """The command line."""
+    given = tyro.cli(Options, prog=program(), description=__doc__)
     try:
         done = export(given)
     except UsageError as error:
         refuse(str(error))
     Console().print(f"step {done} of {given.run} is now in {given.out}", markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    command()

@@ -3,22 +3,26 @@
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+from types import UnionType
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, Union, get_args, get_origin
 
 import tyro
+import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_jax.config import flattened, from_json, options_of, with_options
+from grpo_jax.config import flattened, from_json, option_types, options_of, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.runs import compilation
+from grpo_jax.runs.card import COMMAND
 from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs
 from grpo_jax.runs.trackers import weights_and_biases
 
@@ -29,6 +33,8 @@ class RunConfig:
 
     run_dir: Path
     """Folder of the run. If it holds a run already, a number is added to its name."""
+    config: Path | None = None
+    """File of options, JSON or YAML: the config.json of any run, or some of its options. Flags replace them."""
     resume: bool = False
     """Continue the newest run in run_dir where it stopped."""
     wandb: str = ""
@@ -53,9 +59,9 @@ Config = TypeVar("Config", bound=HasOutput)
 def parse(config_class: type[Config], description: str | None, args: list[str] | None = None) -> Config:
     """Reads the command line into a dataclass.
 
-    Options of all groups are flags by their own names. --preset brings the numbers of its recipe, wherever it stands;
-    other flags replace them. With --resume the defaults are those of the run that is continued, so that no other option
-    need be repeated; one that differs is refused.
+    Options of all groups are flags by their own names. --config brings those of a file, --preset the numbers of its
+    recipe, wherever they stand; other flags replace them. With --resume the defaults are those of the run that is
+    continued, so that no other option need be repeated; one that differs is refused.
 
     Args:
       config_class: a dataclass whose fields are options or groups of options, all with defaults; field docstrings
@@ -67,8 +73,12 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
       The options. `output.run_dir` is the folder of the run, which exists exactly when resuming.
     """
     args = sys.argv[1:] if args is None else args
-    prog = f"python -m experiments.{Path(sys.argv[0]).stem}"
-    config = _read(config_class, _with_preset(config_class(), args), args, prog, description)
+    prog = program()
+    try:
+        default = _with_file(config_class, config_class(), args)
+    except UsageError as error:
+        refuse(str(error))
+    config = _read(config_class, _with_preset(default, args), args, prog, description)
     folder = config.output.run_dir.expanduser()
     folder = folder if folder.name else folder.absolute()
     if not config.output.resume:
@@ -84,7 +94,17 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
         default = from_json(config_class(), json.loads((newest / "config.json").read_text()))
     except (ValueError, AttributeError, UsageError) as error:
         refuse(f"{newest}/config.json is of another experiment or version ({error}): start a new run")
+    try:
+        default = _with_file(config_class, default, args)
+    except UsageError as error:
+        refuse(str(error))
     return _in_folder(_read(config_class, default, args, prog, description), newest)
+
+
+def program() -> str:
+    """How the program was called, for its usage line: "grpo-jax train", or "python -m experiments.train"."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
 
 
 def _read(config_class: type[Config], default: Config, args: list[str], prog: str, description: str | None) -> Config:
@@ -95,14 +115,73 @@ def _read(config_class: type[Config], default: Config, args: list[str], prog: st
 
 def _with_preset(default: Config, args: list[str]) -> Config:
     """The defaults, with the numbers of a preset that the command line names; an unknown one is refused later."""
-    preset = ""
-    for arg, following in pairwise([*args, ""]):
-        if arg == "--preset":
-            preset = following
-        elif arg.startswith("--preset="):
-            preset = arg.removeprefix("--preset=")
+    preset = _value_of("--preset", args)
     has_one = preset in PRESETS and "preset" in options_of(default)
     return with_options(default, preset=preset) if has_one else default
+
+
+def _with_file(config_class: type[Config], default: Config, args: list[str]) -> Config:
+    """The defaults, with the options of the file that the command line names.
+
+    Raises:
+      UsageError: the file cannot be read, or an option of it does not fit.
+    """
+    file = _value_of("--config", args)
+    if not file:
+        return default
+    saved, types = flattened(_read_options(Path(file).expanduser())), option_types(config_class)
+    for name in saved.keys() & types.keys():
+        if not _fits(saved[name], types[name]):
+            raise UsageError(f"{name} is {saved[name]!r} in {file}: that is not of its type")
+        if types[name] is Path:
+            saved[name] = Path(saved[name])
+    try:
+        if "preset" in saved and "preset" in types:
+            default = with_options(default, preset=saved["preset"])  # brings what the file leaves out
+        return from_json(default, saved)
+    except UsageError as error:
+        raise UsageError(f"{file} does not fit ({error})") from None
+
+
+def _value_of(flag: str, args: list[str]) -> str:
+    """What the command line gives to a flag; the last counts."""
+    value = ""
+    for arg, following in pairwise([*args, ""]):
+        if arg == flag:
+            value = following
+        elif arg.startswith(f"{flag}="):
+            value = arg.removeprefix(f"{flag}=")
+    return value
+
+
+def _read_options(file: Path) -> dict[str, Any]:
+    """A JSON or YAML file with a mapping."""
+    try:
+        text = file.read_text()
+        saved = yaml.safe_load(text) if file.suffix in (".yaml", ".yml") else json.loads(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{file} cannot be read ({' '.join(str(error).split())})") from None
+    if not isinstance(saved, dict):
+        raise UsageError(f"{file} holds no options: it must be a mapping of names to values")
+    return saved
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a file can be that of an option."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin in (Union, UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is tuple or hint is tuple:
+        return isinstance(value, list) and all(_fits(x, args[0]) for x in value if args)
+    if hint is Path:
+        return isinstance(value, str)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else True
 
 
 def _in_folder(config: Config, folder: Path) -> Config:
@@ -146,10 +225,13 @@ def open_run(config: HasOutput) -> RunFolder:
       UsageError: the folder holds a run with other options.
     """
     output, values = config.output, dataclasses.asdict(config)
-    del values["output"]["run_dir"], values["output"]["resume"]
+    for name in ("run_dir", "resume", "config"):
+        del values["output"][name]
     if not output.resume and (output.run_dir / "config.json").exists():
         raise UsageError(f"another run has just started in {output.run_dir}: try again, or name a --run-dir")
     run = RunFolder(output.run_dir, values)
+    with (output.run_dir / COMMAND).open("a") as file:
+        file.write(shlex.join([*program().split(), *sys.argv[1:]]) + "\n")
     if output.wandb:
         run.trackers.append(weights_and_biases(output.wandb, output.run_dir, flattened(values)))
     run.console.print(f"run folder: {output.run_dir}", markup=False, highlight=False, soft_wrap=True)

@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import tokenizers
 
 from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, check_num_prompts, pad_prompts, rng
+from grpo_jax.errors import missing
 from grpo_jax.tasks.task import Task
+
+try:
+    import tokenizers
+except ModuleNotFoundError as error:
+    raise missing(error.name) from None
 
 
 class Characters(NamedTuple):

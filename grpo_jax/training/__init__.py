@@ -1,0 +1,5 @@
+"""From rollouts to updates."""
+
+from grpo_jax.errors import need
+
+need("optax", "flax")

@@ -12,12 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
 from experiments import arithmetic, constitutional, hh_rlhf, multi_objective, online_preference, ppo, stories
+from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.lora import join, merge, split
 from grpo_jax.models.peft import load_adapter
@@ -25,6 +27,7 @@ from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.pretrained import keep_description, load_model, load_run
+from grpo_jax.statistics import cell
 from grpo_jax.tasks.arithmetic import EOS_ID
 from grpo_jax.tasks.stories import stories_task
 from grpo_jax.tasks.task import random_reward
@@ -36,7 +39,7 @@ HH = ROOT.parent / "shared/data/hh-rlhf/harmless-base-test.jsonl.gz"
 needs_pairs = pytest.mark.skipif(not (STORIES_MODEL.exists() and HH.exists()), reason="needs stories260K and HH-RLHF")
 needs_stories = pytest.mark.skipif(not STORIES_MODEL.exists(), reason="needs the stories260K model")
 FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "results.json", "report.html"}
-FILES |= {"curves.png", "task.json", "tensorboard", "checkpoints", "model"}
+FILES |= {"curves.png", "task.json", "tensorboard", "checkpoints", "model", "command.txt"}
 CONFIGS = [
     module.Config for module in (arithmetic, constitutional, hh_rlhf, multi_objective, online_preference, ppo, stories)
 ]
@@ -190,6 +193,12 @@ def test_stories_from_start_to_table_to_a_folder_of_the_same_format(tmp_path):
     assert export(Options(run, tmp_path / "out")) == 1
     saved = load_pretrained(tmp_path / "out")
     assert params_sha256(saved.params) == results["params_sha256"]
+    card = (tmp_path / "out/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    average = " | ".join(cell(results[name], "avg") for name in ("before", "after", "control"))
+    assert f"| `avg` | {average} |" in card
+    assert (run / "command.txt").read_text().strip() in card
+    assert (run / "config.json").read_text().strip() in card
     assert (saved.config, saved.eos_ids) == (load_pretrained(STORIES_MODEL).config, (1, 2))
 
 
@@ -229,6 +238,37 @@ def test_lora_trains_and_saves_adapters_alone(lora_run):
 
 
 @needs_stories
+def test_an_exported_folder_is_pushed_to_the_hub_or_a_sentence_says_why_not(lora_run, tmp_path, monkeypatch):
+    folder, calls = lora_run[0], []
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    with pytest.raises(UsageError, match="not logged in to the hub: run `hf auth login`"):
+        export(Options(folder / "run", tmp_path / "out", push_to_hub="me/model"))
+    assert not (tmp_path / "out").exists()
+
+    class Hub:
+        def create_repo(self, repo, *, private, exist_ok):
+            calls.append((repo, private, exist_ok))
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message):
+            calls.append((repo_id, {file.name for file in Path(folder_path).iterdir()}))
+
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    export(Options(folder / "run", tmp_path / "out", push_to_hub="me/model"))
+    assert calls[0] == ("me/model", True, True)
+    assert calls[1][0] == "me/model"
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= calls[1][1]
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(Hub, "create_repo", offline)
+    with pytest.raises(UsageError, match=r"was not uploaded to me/model \(Name or service not known\): the folder"):
+        export(Options(folder / "run", tmp_path / "other", push_to_hub="me/model"))
+    assert (tmp_path / "other/README.md").exists()
+
+
+@needs_stories
 def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(lora_run, tmp_path):
     folder, _, trained, _ = lora_run
     run = folder / "run"
@@ -247,6 +287,9 @@ def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(lo
     moved = (folder / "base").rename(folder / "moved")
     export(Options(run, tmp_path / "adapter", adapter=True))
     adapted = load_adapter(tmp_path / "adapter", trained.base)
+    card = (tmp_path / "adapter/README.md").read_text()
+    assert "library_name: peft" in card
+    assert "The run has left no results." in card
     assert params_sha256(adapted.adapters) == params_sha256(trained.adapters)
     assert adapted.scale == trained.scale
     with pytest.raises(ValueError, match="say where it is with --base"):

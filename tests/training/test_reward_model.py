@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from scipy import special
 
-from experiments import reward_model as experiment
 from grpo_jax import GRPOTrainer
+from grpo_jax.commands import reward_model as experiment
 from grpo_jax.config import recipe
 from grpo_jax.data.preferences import (
     EncodedPairs,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import evaluate, train
+from grpo_jax.commands import evaluate, train
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags
 from grpo_jax.tasks.options import TaskOptions, open_task

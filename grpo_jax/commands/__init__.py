@@ -1,0 +1,56 @@
+"""The commands of the installed package: `grpo-jax train` and others.
+
+Their list is printed without JAX, which takes a second to import.
+"""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from grpo_jax.errors import need
+
+# name -> what it does; each is a module of this folder with a function `command`.
+COMMANDS = {
+    "train": "GRPO on any model and any task",
+    "evaluate": "greedy, avg@n, pass@k and maj@n of a model or of a run, with 95% intervals",
+    "reward-model": "a reward model from preferences",
+    "export": "a run's checkpoint as a folder in Hugging Face format, or on the hub",
+    "report": "a run as a page that opens from disk",
+}
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the command that is named first.
+
+    Args:
+      args: in place of sys.argv.
+    """
+    program, (name, *rest) = Path(sys.argv[0]).name, (sys.argv[1:] if args is None else args) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help(program))
+        return
+    if name == "--version":
+        from grpo_jax import __version__
+
+        print(__version__)
+        return
+    if name not in COMMANDS:
+        sys.exit(f"error: there is no command {name!r}: name one of {', '.join(COMMANDS)}")
+    sys.argv = [f"{program} {name}", *rest]
+    try:
+        need("tyro", "rich")
+        module = import_module(f"grpo_jax.commands.{name.replace('-', '_')}")
+    except ImportError as error:
+        sys.exit(f"error: {error}")
+    module.command()
+
+
+def _help(program: str) -> str:
+    """The list of commands."""
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:{width}}  {what}" for name, what in COMMANDS.items())
+    return (
+        f"usage: {program} COMMAND [OPTIONS]\n\nGRPO post-training of language models in JAX.\n\n{lines}\n\n"
+        f"`{program} COMMAND --help` lists the options of a command, and\n"
+        f"`{program} COMMAND --tyro-print-completion bash` completes them in a shell."
+    )

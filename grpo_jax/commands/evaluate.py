@@ -1,0 +1,242 @@
+"""How good is a model at a task: greedy, avg@n, pass@k and maj@n, with 95% intervals over prompts.
+
+MODEL is a folder in Hugging Face format, an id on the hub, or the folder of a run: then its newest checkpoint is taken,
+and its task, held-out prompts and sampling unless others are given (its rewards are code that is run: evaluate only
+runs that you trust). Of a task that is given all rows are evaluated. Completions do not depend on how many prompts are
+sampled at once. pass@k is the unbiased estimate; of rewards other than 0 and 1 it is the mean best of k.
+
+  grpo-jax evaluate DIR --task gsm8k --data DIR --samples 8 --max-tokens 256
+  grpo-jax evaluate runs/train --samples 31
+"""
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from grpo_jax.config import GRPOConfig, flattened, recipe, validate
+from grpo_jax.data.text import Overlong
+from grpo_jax.data.types import fingerprint
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import Dtype
+from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rewards.reward import ungraded_messages
+from grpo_jax.runs import flags
+from grpo_jax.runs.folder import write_json, write_text
+from grpo_jax.runs.pretrained import load_run, phase_of
+from grpo_jax.statistics import cell
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.evaluate import Evaluation, evaluate, sample_heldout, summary
+from grpo_jax.training.guards import check_task
+from grpo_jax.training.rollout import make_sampler
+
+_MAX_GROUP = 16  # completions of a prompt sampled at once, to bound the memory
+_GROUP_SIZE = 8  # that deadlines of rewards are meant for, as in training
+
+
+@dataclass(frozen=True)
+class Options(TaskOptions):
+    """What to evaluate, and how to sample."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
+    """Folder of a model or of a run, or an id on the hub."""
+    samples: int = 8
+    """Sampled completions of each prompt (n), besides a greedy one."""
+    metric: str = ""
+    """Reward that counts; none: the weighted sum."""
+    max_tokens: int = 256
+    """Longest completion, in tokens."""
+    temperature: float = 1.0
+    """Of the sampled completions."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Sample among the fewest likeliest tokens of this mass; 1 for all."""
+    min_p: float = 0.0
+    """Sample among tokens of at least this share of the largest probability; 0 for all."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt, in tokens; None: as long as they come."""
+    overlong: Overlong = "drop"
+    """What happens to longer prompts: dropped, or their beginning is cut off."""
+    num_prompts: int = 16
+    """Prompts sampled at once. No number depends on it."""
+    dtype: Dtype = "float32"
+    """Of activations and matrix products, of a model that is no run."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the user's cache folder, so that the next start reads them."""
+    phase: str | None = None
+    """Phase of a run; None: grpo, or the only one that is neither a warm start nor a control."""
+    step: int | None = None
+    """Step of a run's checkpoint; None: the newest."""
+    seed: int = 0
+    """Of the sampling."""
+    out: Path | None = None
+    """Folder for numbers.json, with every option and the checkpoint's step, and completions.jsonl."""
+
+
+def parse(args: list[str] | None = None) -> Options:
+    """The command line; of a run, what is not given is the run's."""
+    prog = flags.program()
+    given = tyro.cli(Options, prog=prog, description=__doc__, args=args)
+    saved = saved_options(given.model)
+    if not saved:
+        return given
+    names = {"max_tokens", "temperature", "top_k", "top_p", "min_p"}
+    if given.task in ("", saved.get("task")):
+        names |= {field.name for field in dataclasses.fields(TaskOptions)} | {"max_prompt_tokens", "overlong"}
+    found = {name: saved[name] for name in names & saved.keys()}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    default = dataclasses.replace(Options(model=given.model), **found)
+    return tyro.cli(Options, prog=prog, description=__doc__, args=args, default=default)
+
+
+def saved_options(model: str) -> dict[str, Any]:
+    """Options of the run in this folder, by name; of another, none."""
+    if not (Path(model) / "checkpoints").is_dir():
+        return {}
+    return flattened(read_json(Path(model) / "config.json"))
+
+
+def main(options: Options) -> None:
+    """Samples, scores, and prints a table."""
+    started, console = time.perf_counter(), Console()
+    if not options.model:
+        raise UsageError("name a model: a folder, an id on the hub, or the folder of a run")
+    saved = saved_options(options.model)
+    of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data"))
+    if of_run and options.num_heldout != saved["num_heldout"]:
+        raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
+    sampling = sampling_of(options)
+    validate(sampling)
+    check_task_options(options)
+    if options.out and options.out.exists() and not options.out.is_dir():
+        raise UsageError(f"{options.out} is a file: name a folder with --out")
+    if saved:
+        options = dataclasses.replace(options, phase=phase_of(Path(options.model), options.phase))
+    pretrained, step = load(options)
+    usual = saved.get("group_size", _GROUP_SIZE)
+    task_of = open_task(
+        options,
+        pretrained,
+        num_prompts=1,
+        group_size=usual,
+        seed=0,
+        max_prompt_tokens=options.max_prompt_tokens,
+        overlong=options.overlong,
+        training=of_run,
+    )
+    with task_of as task:
+        check_task(task)
+        notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
+        if of_run and changed(Path(options.model), options.phase, task):
+            notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
+        for note in notes:
+            console.print(f"[yellow]warning:[/] {escape(note)}", soft_wrap=True)
+        block = saved.get("num_prompts", 32) * usual
+        evaluation = sample_and_score(options, pretrained, sampling, task, console, block)
+        for message in ungraded_messages(task.reward).values():
+            console.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
+    numbers = summary(evaluation)
+    show(console, numbers, f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each")
+    console.print(f"{time.perf_counter() - started:.0f} s")
+    if options.out:
+        save(dataclasses.replace(options, step=step), options.out, numbers, evaluation, task)
+
+
+def sampling_of(options: Options) -> GRPOConfig:
+    """What the sampler reads: as few groups a prompt as memory should hold, of one size."""
+    groups = -(-(options.samples + 1) // _MAX_GROUP)
+    return recipe(
+        num_prompts=options.num_prompts,
+        group_size=max(2, -(-(options.samples + 1) // groups)),
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+    )
+
+
+def sample_and_score(
+    options: Options, pretrained: Pretrained, sampling: GRPOConfig, task: Task, console: Console, block: int
+) -> Evaluation:
+    """The evaluation, with a progress bar; `block` as in `evaluate`."""
+    group_size, prompts = sampling.sampling.group_size, len(task.heldout.examples)
+    calls = sample_heldout(
+        make_sampler(decoder_policy(pretrained.config), task, sampling.sampling),
+        pretrained.params,
+        task,
+        num_prompts=sampling.sampling.num_prompts,
+        group_size=group_size,
+        temperature=sampling.sampling.temperature,
+        seed=options.seed,
+        samples=options.samples,
+    )
+    total = -(-(-(-(options.samples + 1) // group_size) * prompts) // sampling.sampling.num_prompts)
+    shown = track(calls, "sampling", total=total, console=console, transient=True)
+    return evaluate(shown, task, metric=options.metric, block=block)
+
+
+def show(console: Console, numbers: dict[str, float], title: str) -> None:
+    """Prints a number a line, with its interval."""
+    console.print(f"{title} [95% interval]", markup=False)
+    table = Table(box=None, show_header=False)
+    for name in numbers:
+        if not name.endswith(("_low", "_high")):
+            table.add_row(name, cell(numbers, name))
+    console.print(table)
+
+
+def changed(run: Path, phase: str | None, task: Task) -> bool:
+    """Whether the held-out prompts of a run are others now."""
+    file = run / "task.json"
+    known = read_json(file).get(phase_of(run, phase), {}) if file.exists() else {}
+    return known.get("heldout", "") != fingerprint(task.heldout)
+
+
+def load(options: Options) -> tuple[Pretrained, int | None]:
+    """The model of a folder, or of a run and its step."""
+    if saved_options(options.model):
+        return load_run(Path(options.model), phase=options.phase, step=options.step)
+    return load_pretrained(options.model, dtype=options.dtype), None
+
+
+def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: Evaluation, task: Task) -> None:
+    """numbers.json, and completions.jsonl with a line a prompt; the last completion of each is the greedy one, and what
+    was not graded has no score."""
+    folder.mkdir(parents=True, exist_ok=True)
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    write_json(folder / "numbers.json", {**numbers, "options": given})
+    scores = np.concatenate([evaluation.scores, evaluation.greedy[:, None]], axis=1)
+    scores = np.where(evaluation.graded, scores, np.nan)
+    earned = [[None if np.isnan(score) else score for score in row] for row in scores.tolist()]
+    groups = zip(task.heldout.examples, evaluation.texts, earned, evaluation.lengths.tolist(), strict=True)
+    lines = (
+        json.dumps({"prompt": row["prompt"], "completions": texts, "scores": scores, "lengths": lengths})
+        for row, texts, scores, lengths in groups
+    )
+    write_text(folder / "completions.jsonl", "".join(line + "\n" for line in lines))
+
+
+def command() -> None:
+    """The command line."""
+    try:
+        options = parse()
+        if options.compilation_cache:
+            flags.keep_programs()
+        main(options)
+    except UsageError as error:
+        flags.refuse(str(error))
+    except KeyboardInterrupt:
+        flags.refuse("stopped: nothing was written")

@@ -1,0 +1,141 @@
+"""What others depend on: few packages, a quick import, types, and one program."""
+
+import os
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRA = ("flax", "optax", "orbax", "transformers", "safetensors", "tokenizers", "jinja2", "rich", "tyro", "matplotlib")
+EXTRA += ("tensorboardX", "filelock", "yaml", "huggingface_hub")
+WITHOUT = f"import sys; sys.modules |= dict.fromkeys({EXTRA!r})\n"
+
+
+def python(*args, cwd=ROOT, **variables):
+    """Runs Python, as a rule in the root of the project."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def test_without_the_extra_a_module_works_or_says_what_to_install():
+    files = [file.relative_to(ROOT).with_suffix("") for file in (ROOT / "grpo_jax").rglob("*.py")]
+    names = sorted(".".join(file.parts).removesuffix(".__init__") for file in files)
+    names = [name for name in names if not name.startswith("grpo_jax.commands.")]  # started by the program, which asks
+    script = f"""
+import importlib
+for name in {names!r}:
+    try:
+        importlib.import_module(name)
+        print(name)
+    except ImportError as error:
+        assert "pip install 'grpo_jax[train]'" in str(error), (name, error)
+import grpo_jax
+try:
+    grpo_jax.GRPOTrainer
+except ImportError as error:
+    assert "pip install 'grpo_jax[train]'" in str(error)
+else:
+    raise AssertionError
+"""
+    ran = python("-c", WITHOUT + script)
+    assert ran.returncode == 0, ran.stderr
+    works = set(ran.stdout.split())
+    assert {name for name in names if name.startswith("grpo_jax.functional")} <= works
+    assert {"grpo_jax", "grpo_jax.commands", "grpo_jax.config", "grpo_jax.statistics"} <= works
+
+
+def test_the_package_alone_needs_jax_and_chex():
+    assert {need.split(">")[0] for need in PROJECT["dependencies"]} == {"jax", "chex"}
+    assert not [need for extra in PROJECT["optional-dependencies"].values() for need in extra if "<" in need]
+    ran = python("-c", "import sys, grpo_jax; assert not {'jax', 'numpy', 'chex'} & set(sys.modules)")
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_commands_are_listed_without_jax():
+    script = "import sys, grpo_jax.commands as c; c.main(['--help']); assert 'jax' not in sys.modules"
+    ran = python("-c", script)
+    assert ran.returncode == 0, ran.stderr
+    for name in ("train", "evaluate", "reward-model", "export", "report"):
+        assert f"\n  {name} " in ran.stdout
+    ran = python("-c", "import grpo_jax.commands as c; c.main(['trian'])")
+    assert ran.returncode == 1
+    assert ran.stderr == (
+        "error: there is no command 'trian': name one of train, evaluate, reward-model, export, report\n"
+    )
+
+
+def test_the_extra_is_asked_for_in_one_sentence():
+    ran = python("-c", WITHOUT + "import grpo_jax.commands as c; c.main(['train'])")
+    assert ran.returncode == 1
+    assert ran.stderr.count("\n") == 1
+    assert "pip install 'grpo_jax[train]'" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "reward-model"])
+def test_a_command_and_its_module_in_a_clone_have_one_help(name):
+    module = f"experiments.{name.replace('-', '_')}"
+    script = f"import sys; sys.argv[0] = 'bin/grpo-jax'; import grpo_jax.commands as c; c.main(['{name}', '-h'])"
+    helps = [python(*args, COLUMNS="120").stdout for args in (["-c", script], ["-m", module, "-h"])]
+    heads, rest = zip(*(text.split("[-h]", 1) for text in helps), strict=True)
+    assert [" ".join(head.split()) for head in heads] == [f"usage: grpo-jax {name}", f"usage: python -m {module}"]
+    assert rest[0].split() == rest[1].split()
+
+
+@pytest.mark.parametrize("name", ["export", "report"])
+def test_commands_of_a_run_name_it(name):
+    script = f"import sys; sys.argv[0] = 'grpo-jax'; import grpo_jax.commands as c; c.main(['{name}', 'no-such-run'])"
+    ran = python("-c", script if name == "report" else script.replace("run']", "run', 'out']"))
+    assert ran.returncode == 2
+    assert "no-such-run" in ran.stderr
+
+
+USER = '''
+"""A user's own step."""
+
+import jax
+import jax.numpy as jnp
+
+import grpo_jax
+from grpo_jax import GRPOTrainer
+from grpo_jax.config import GRPOConfig, recipe, with_options
+from grpo_jax.functional import PRESETS, Objective, group_advantages, grpo_loss, grpo_objective, token_mean_weights
+from grpo_jax.functional import losses
+from grpo_jax.statistics import interval_over_runs
+
+config: GRPOConfig = with_options(recipe("dapo", steps=3), seed=1)
+objective: Objective = PRESETS["dapo"]
+
+
+def loss(logprobs: jax.Array, old: jax.Array, rewards: jax.Array, mask: jax.Array) -> tuple[jax.Array, losses.Metrics]:
+    advantages = group_advantages(rewards)
+    weights = token_mean_weights(mask)
+    value, metrics = grpo_loss(logprobs, old, advantages, mask, weights=weights)
+    assert isinstance(value, jax.Array)
+    return value, metrics
+
+
+print(loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones(2), jnp.ones((2, 3), bool))[0])
+print(interval_over_runs([1.0, 2.0]).mean, GRPOTrainer, grpo_jax.__version__, grpo_objective)
+'''
+
+
+@pytest.mark.slow
+def test_a_users_file_is_strictly_typed(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(USER)
+    ran = python(str(file))
+    assert ran.returncode == 0, ran.stderr
+    venv.create(tmp_path / "env", with_pip=False)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site / "grpo_jax").symlink_to(ROOT / "grpo_jax")  # as if installed: typed only by its py.typed
+    (site / "others.pth").write_text(str(Path(jax.__file__).parents[1]))
+    options = ["--strict", "--config-file", os.devnull, "--cache-dir", str(tmp_path / "cache")]
+    options += ["--python-executable", str(tmp_path / "env/bin/python")]
+    ran = python("-m", "mypy", *options, str(file), cwd=tmp_path, PYTHONPATH="")
+    assert ran.returncode == 0, ran.stdout
