@@ -135,7 +135,7 @@ def train_with_control(
     def row(held: HeldoutResult) -> dict[str, float]:
         return summary(held.evaluation) | examine(*held)
 
-    with run.console.status("compiling, and evaluating the start"):
+    with run.waiting("evaluating the start: compiling (may take minutes)"):
         start = evaluate_heldout(programs, programs.method.actor(*programs.method.split(params)), task, config, run)
     rows, checksum = {"before": row(start)}, ""
     rewards = {"grpo": task.reward, "control": random_reward(config.seed)}

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder, differing_options
+from grpo_jax.runs.progress import in_time
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.loop import Method
 from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
@@ -195,12 +197,17 @@ class Bench:
             if not self.file(*job).exists():
                 self.check(job[0])
                 missing.setdefault(self.program(job[0]), {})[self.file(*job)] = job
-        left = sum(map(len, missing.values()))
-        for files in missing.values():
+        left = planned = sum(map(len, missing.values()))
+        started = time.perf_counter()
+        for program, files in missing.items():
             of_one_program = list(files.values())
             width = at_once(len(of_one_program))
             for begin in range(0, len(of_one_program), width):
-                self.say(f"{len(jobs) - left} of {len(jobs)} runs")
+                words = f"{len(jobs) - left} of {len(jobs)} runs are done"
+                if left < planned:
+                    spent = time.perf_counter() - started
+                    words += f", about {in_time(spent / (planned - left) * left)} left"
+                self.say(words + ("" if (program, width) in self._programs else "; compiling (may take minutes)"))
                 several = of_one_program[begin : begin + width]
                 self._run_jobs(several, width)
                 left -= len(several)

@@ -89,8 +89,7 @@ def run_guarded(act: Callable[[], None], config: Config) -> None:
 
 def _main(measure: Measure, config: Config, name: str) -> None:
     bench = Bench(config)
-    with bench.run.console.status("starting") as status:
-        bench.say = status.update
+    with bench.run.waiting("starting") as bench.say:
         answered = answer(bench, name, measure)
     show(bench.run, answered.finding)
     bench.run.console.print(f"{in_words(programs_so_far())}, {answered.seconds:.0f} s")

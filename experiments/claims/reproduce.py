@@ -71,7 +71,7 @@ def main(config: Config) -> None:
         config.out.expanduser().mkdir(parents=True, exist_ok=True)  # before hours of work
     except OSError as error:
         raise UsageError(f"{config.out} cannot hold results ({error}): name another --out") from None
-    with bench.run.progress("question", len(QUESTIONS)) as show:
+    with bench.run.progress("question", len(QUESTIONS), seldom=False) as show:
         for number, name in enumerate(QUESTIONS):
             bench.say = partial(_say, show, number, name)
             if not findings.is_answered(bench, name):
