@@ -8,9 +8,10 @@ features, V vocabulary, R tokens of all leading axes in one, C width of a slice 
 from functools import partial
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
+
+from grpo_jax.functional.numerics import takes
 
 # Elements of one [R, C] slice of the logits. A backward pass holds about three such arrays. On a CPU they stay in its
 # cache: 2 MiB in float32. On accelerators slices of less than 32 MiB would leave matrix units idle.
@@ -26,6 +27,7 @@ class TokenLogprobs(NamedTuple):
     entropy: jax.Array
 
 
+@takes(ids="...", hidden="... D", unembedding="V D")
 def token_logprobs(
     hidden: jax.Array,
     unembedding: jax.Array,
@@ -59,13 +61,12 @@ def token_logprobs(
       >>> print(result.logprobs, result.entropy)  # −log 4, log 4
       [[-1.386 -1.386]] [[1.386 1.386]]
     """
-    chex.assert_shape(hidden, (*ids.shape, None))
-    chex.assert_shape(unembedding, (None, hidden.shape[-1]))
     (logits,) = _logits_of((hidden, unembedding), temperature=temperature)
     logprobs, entropy = _token_logprobs(logits, ids.ravel())
     return TokenLogprobs(logprobs.reshape(ids.shape), entropy.reshape(ids.shape))
 
 
+@takes(hidden="... D", unembedding="V D", ref_hidden="... E", ref_unembedding="V E")
 def token_kl(
     hidden: jax.Array,
     unembedding: jax.Array,
@@ -101,9 +102,6 @@ def token_kl(
       [0.1438]
     """
     shape = hidden.shape[:-1]
-    chex.assert_shape(ref_hidden, (*shape, None))
-    chex.assert_shape(unembedding, (None, hidden.shape[-1]))
-    chex.assert_shape(ref_unembedding, (unembedding.shape[0], ref_hidden.shape[-1]))
     reference = jax.lax.stop_gradient((ref_hidden, ref_unembedding))
     policy, ref = _logits_of((hidden, unembedding), reference, temperature=temperature)
     return (_kl(ref, policy) if reverse else _kl(policy, ref)).reshape(shape)

@@ -86,8 +86,8 @@ def load_reward(spec: str, arguments: Mapping[str, Any] | None = None) -> Reward
         ) from error
     if not callable(reward):
         raise UsageError(
-            f"{spec!r} must return a reward function, but returned {type(reward).__name__}: called with keywords alone, "
-            "it has to return a function of (examples, completions)"
+            f"{spec!r} must return a reward function, but returned {type(reward).__name__}: called with keywords "
+            "alone, it has to return a function of (examples, completions)"
         )
     return reward
 

@@ -1,0 +1,99 @@
+"""What is said of arguments that have other shapes, or are no arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.functional import (
+    combine_rewards,
+    generalized_advantages,
+    group_advantages,
+    grpo_loss,
+    kl_k3,
+    kl_penalized_rewards,
+    rewards_at_end,
+    sequence_mean_weights,
+    token_kl,
+    token_log_ratio,
+    token_logprobs,
+    unclipped_surrogate,
+)
+from grpo_jax.functional.policy_gradient import ratio_term
+
+X, MASK, A = jnp.zeros((2, 3)), jnp.ones((2, 3), bool), jnp.zeros(2)
+HIDDEN, WEIGHT, IDS = jnp.zeros((2, 3, 4)), jnp.zeros((7, 4)), jnp.zeros((2, 3), jnp.int32)
+
+
+def ones(*shape):
+    return jnp.ones(shape)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: grpo_loss(X, ones(2, 4), A, MASK),
+            "old_logprobs must have the shape [2, 3], [..., T] where logprobs has [2, 3], but has [2, 4]",
+        ),
+        (
+            lambda: grpo_loss(X, X, ones(3), MASK),
+            "advantages must have the shape [2] or [2, 3], [...] or [..., T] where logprobs has [2, 3], but has [3]",
+        ),
+        (lambda: grpo_loss(X, X, A, MASK[0]), "completion_mask must have the shape [2, 3]"),
+        (lambda: grpo_loss(X, X, A, MASK, ref_logprobs=ones(2)), "ref_logprobs must have the shape [2, 3]"),
+        (lambda: grpo_loss(X, X, A, MASK, weights=ones(3)), "weights must have the shape [2, 3]"),
+        (lambda: grpo_loss(X, X, A, MASK, entropy=ones(3)), "entropy must have the shape [2, 3]"),
+        (lambda: grpo_loss(ones(), X, A, MASK), "logprobs must have the shape [..., T], but has []"),
+        (
+            lambda: token_logprobs(HIDDEN, ones(4, 7), IDS),
+            "unembedding must have the shape [V, 4], [V, D] where ids has [2, 3], but has [4, 7]",
+        ),
+        (lambda: token_logprobs(HIDDEN[0], WEIGHT, IDS), "hidden must have the shape [2, 3, D]"),
+        (lambda: token_kl(HIDDEN, WEIGHT, HIDDEN, WEIGHT[1:]), "ref_unembedding must have the shape [7, 4]"),
+        (lambda: token_log_ratio(X, X.T, MASK), "old_logprobs must have the shape [2, 3]"),
+        (lambda: group_advantages(X, where=MASK[0]), "where must have the shape [2, 3]"),
+        (lambda: kl_k3(X, X[0]), "ref_logprobs must have the shape [2, 3]"),
+        (lambda: rewards_at_end(ones(3), MASK), "rewards must have the shape [2]"),
+        (lambda: generalized_advantages(X, X[:1], MASK), "values must have the shape [2, 3]"),
+        (lambda: kl_penalized_rewards(X, X, X, MASK, kl_coef=0.1), "rewards must have the shape [2]"),
+        (lambda: combine_rewards(ones(2, 3), weights=ones(3)), "weights must have the shape [2]"),
+    ],
+)
+def test_a_shape_is_named_with_what_was_expected(call, words):
+    with pytest.raises(AssertionError) as caught:
+        jax.jit(call)()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: grpo_loss([[0.0]], X, A, MASK), "logprobs must be an array [..., T], but is a list"),
+        (lambda: grpo_loss(X, X, 1.0, MASK), "advantages must be an array [...] or [..., T], but is a float"),
+        (lambda: grpo_loss(X, X, A, [[True] * 3] * 2), "completion_mask must be an array [..., T], but is a list"),
+        (lambda: token_logprobs(HIDDEN, WEIGHT, [[0] * 3] * 2), "ids must be an array [...], but is a list"),
+        (lambda: token_logprobs(0.5, WEIGHT, IDS), "hidden must be an array [..., D], but is a float"),
+        (lambda: group_advantages([1.0, 0.0]), "rewards must be an array [..., G], but is a list"),
+        (lambda: group_advantages(1.0), "rewards must be an array [..., G], but is a float"),
+        (lambda: sequence_mean_weights([True]), "mask must be an array [..., T], but is a list: give jnp.array(mask)"),
+        (lambda: kl_k3([0.0], X), "logprobs must be an array [...], but is a list"),
+    ],
+)
+def test_lists_and_numbers_in_place_of_arrays_are_refused(call, words):
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_arrays_of_numpy_and_numbers_where_they_may_be_are_taken():
+    assert group_advantages(np.array([1.0, 1.0], np.float32)).shape == (2,)
+    assert kl_k3(-1.0, -1.0) == 0
+
+
+def test_one_epsilon_is_told_that_there_are_two():
+    with pytest.raises(TypeError, match=r"there is no epsilon: .* epsilon_low and epsilon_high, which may be equal"):
+        grpo_loss(X, X, A, MASK, epsilon=0.2)
+    with pytest.raises(TypeError, match="there is no epsilon"):
+        ratio_term(token_log_ratio, unclipped_surrogate)(X, X, A, MASK, epsilon=0.2)
