@@ -272,10 +272,10 @@ def finish(
       run: of the experiment.
       rows: of `train_with_control`.
       checksum: of the parameters after training.
-      curves: as for `terminal.save_curves`.
+      curves: (metric, title) beside the three curves to watch, as for `terminal.curves_of`.
       started: by `time.perf_counter`.
     """
-    terminal.save_curves(run, curves, PHASES)
+    terminal.save_curves(run, terminal.curves_of(run, curves), PHASES)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
     say_end(run, started)

@@ -69,7 +69,8 @@ CURVES = (
     ("reward", "reward of the method"),
     ("heldout_avg", "gold: share of principles kept"),
     ("heldout_reward_all", "gold: all kept"),
-    ("heldout_reward_first", "gold: starts with a to m"),
+    ("kl", "KL to the start, nats a token"),
+    ("entropy", "entropy, nats a token"),
 )
 
 

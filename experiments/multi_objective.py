@@ -64,7 +64,13 @@ LONGEST = 15  # letters of a word, which need not end: nothing rewards that
 EQUAL = 0.5
 METHODS = ("sum", "scaled", "gdpo")
 SCORES = ("gold", "own", "order_score")
-CURVES = (("reward_gold", "gold reward"), ("reward_own", "own"), ("reward_order_score", "order (n / 15)"))
+CURVES = (
+    ("reward_gold", "gold reward"),
+    ("reward_own", "own"),
+    ("reward_order_score", "order (n / 15)"),
+    ("kl", "KL to the start, nats a token"),
+    ("entropy", "entropy, nats a token"),
+)
 WARM_BATCH = 128
 
 
