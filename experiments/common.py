@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -259,6 +259,15 @@ def cell(row: Mapping[str, float], name: str) -> str:
     return f"{row[name]:z.3f}" + ("" if math.isnan(low) else f" [{low:z.3f}, {high:z.3f}]")
 
 
+def explain_control(run: RunFolder, names: Iterable[str], *, control: str = "control") -> None:
+    """Says what the control's line of a table is, if it has one."""
+    if control in names:
+        run.console.print(
+            f"{control}: the same start, prompts and steps with a coin toss for a reward; its drift is not learning.",
+            soft_wrap=True,
+        )
+
+
 def finish(
     run: RunFolder,
     rows: Mapping[str, Mapping[str, float]],
@@ -275,6 +284,7 @@ def finish(
       curves: (metric, title) beside the three curves to watch, as for `terminal.curves_of`.
       started: by `time.perf_counter`.
     """
+    explain_control(run, rows)
     terminal.save_curves(run, terminal.curves_of(run, curves), PHASES)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)

@@ -31,6 +31,7 @@ from experiments.common import (
     cell,
     collect,
     evaluate_heldout,
+    explain_control,
     learn,
     over_seeds,
     say_end,
@@ -227,6 +228,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     table = {name: [cell(row, key) for key in ("gold", "difference", "all", "words")] for name, row in rows.items()}
     title = f"gold of held-out words, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     terminal.print_table(run, title, ("kept", "above control", "all kept", "words"), table)
+    explain_control(run, table)
     columns = [("", "start"), ("", "constitution"), ("", "gold")]
     columns += [(kind, name) for kind in ("yes_", "agrees_") for name in ("start", "constitution")]
     table = {key: [f"{rows[name][kind + key]:.3f}" for kind, name in columns] for key in PRINCIPLES}

@@ -35,6 +35,7 @@ from experiments.common import (
     cell,
     completions_batch,
     evaluate_heldout,
+    explain_control,
     learn,
     over_seeds,
     say_end,
@@ -247,6 +248,7 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     table = {method: [cell(row, column) for column in (*SCORES, "difference")] for method, row in rows.items()}
     title = f"held-out scores at equal weights, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     terminal.print_table(run, title, (*SCORES, "gold above the sum's"), table)
+    explain_control(run, table, control="coin")
 
     def point(method: str, weight: float) -> tuple[float, float]:
         found = scores[phase_of(method, weight, config.train.seed)]

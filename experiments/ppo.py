@@ -17,7 +17,17 @@ import jax
 import numpy as np
 
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
-from experiments.common import Seeds, cell, collect, evaluate_heldout, learn, over_seeds, say_end, seeds_of
+from experiments.common import (
+    Seeds,
+    cell,
+    collect,
+    evaluate_heldout,
+    explain_control,
+    learn,
+    over_seeds,
+    say_end,
+    seeds_of,
+)
 from grpo_jax.config import GRPOConfig, PPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs import flags, terminal
@@ -124,6 +134,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     }
     title = f"accuracy on 1,000 held-out additions, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     terminal.print_table(run, title, columns, table)
+    explain_control(run, table)
     terminal.save_curves(
         run, terminal.curves_of(run, CURVES), {method: [f"{method}_{seed}" for seed in seeds] for method in runs}
     )

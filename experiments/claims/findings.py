@@ -19,6 +19,7 @@ import numpy as np
 import tyro
 
 from experiments.claims.ablation import COIN, START, Bench, Config, cores
+from experiments.common import explain_control
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.compilation import in_words, programs_so_far
@@ -154,6 +155,7 @@ def show(run: RunFolder, finding: Finding) -> None:
     """The table and the verdicts of a finding."""
     columns, rows = cells(finding)
     terminal.print_table(run, "means over seeds ± half a 95% interval", columns, rows)
+    explain_control(run, rows, control=COIN)
     verdicts = {claim.measure: [claim.words, *claim_cells(claim)] for claim in finding.claims}
     terminal.print_table(run, "what the sources say of it", ("", "measured", "allowed", "verdict"), verdicts)
     if finding.note:
