@@ -78,10 +78,33 @@ class Config:
     gpu: 20 seeds of 200 larger steps, side by side."""
     seed: int = 0
     """The first random seed. Seeds 10 to 14 are skipped: settings were tuned on them."""
+    num_seeds: int | None = None
+    """Runs of each setting, with seeds from `seed` on; None: the preset's number. Another number has a folder and a
+    page of its own."""
     run_dir: Path = Path("runs/ablations")
     """Folder of the runs, with a folder for each preset. A run that is there is not repeated."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
+
+
+def size_of(config: Config) -> Size:
+    """The size of the preset, with as many seeds as are asked for.
+
+    Raises:
+      UsageError: there are none.
+    """
+    size = SIZES[config.preset]
+    if config.num_seeds is None:
+        return size
+    if config.num_seeds < 1:
+        raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1")
+    return size._replace(seeds=config.num_seeds)
+
+
+def name_of(config: Config) -> str:
+    """What folders and pages are named by: the preset, with the number of seeds where it is another one."""
+    seeds = size_of(config).seeds
+    return config.preset if seeds == SIZES[config.preset].seeds else f"{config.preset}-{seeds}-seeds"
 
 
 # ---- settings
@@ -170,12 +193,12 @@ class Bench:
         """
         if not 0 <= config.seed < 2**31:
             raise UsageError(f"seed is {config.seed}: it must be between 0 and 2^31 - 1")
-        self.size, self.say = SIZES[config.preset], say
+        self.size, self.say = size_of(config), say
         some = range(config.seed, config.seed + self.size.seeds + len(TUNED_ON))
         self.seeds = [seed for seed in some if seed not in TUNED_ON][: self.size.seeds]
         options = {"seed": config.seed, "code": code_checksum(), **self.size._asdict()}
         options |= {"jax": jax.__version__, "backend": jax.default_backend()}
-        folder = config.run_dir.expanduser() / config.preset
+        folder = config.run_dir.expanduser() / name_of(config)
         try:
             self.run = RunFolder(folder, options)
         except UsageError:
@@ -188,6 +211,12 @@ class Bench:
         self._starts_folder = RunFolder(self.run.path / "starts", options, console=Console(quiet=True))
         self._starts: dict[tuple[str, int], Any] = {}
         self._programs: dict[tuple[str, int], Program] = {}
+
+    @property
+    def of_what(self) -> str:
+        """What the numbers of tables are means over."""
+        seeds = ", ".join(map(str, self.seeds))
+        return f"seed{'s' * (len(self.seeds) > 1)} {seeds}; runs of {self.size.steps} steps"
 
     def runs(self, settings: Mapping[str, Setting]) -> dict[str, Runs]:
         """The runs of settings, by name. Runs that are not on disk yet are done first."""
