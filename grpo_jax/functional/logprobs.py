@@ -10,14 +10,46 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 
-from grpo_jax.functional.numerics import takes
+from grpo_jax.functional.numerics import check_shapes, takes, upcast
 
 # Elements of one [R, C] slice of the logits. A backward pass holds about three such arrays. On a CPU they stay in its
 # cache: 2 MiB in float32. On accelerators slices of less than 32 MiB would leave matrix units idle.
 _SLICE_ELEMENTS_CPU = 2**19
 _SLICE_ELEMENTS = 2**23
 _MIN_SLICE_WIDTH = 128
+
+
+def check_logprobs(mask: jax.Array, *, tolerance: float = 1e-3, **logprobs: jax.Array) -> None:
+    """Refuses what cannot be log-probabilities: values above 0, such as probabilities or negated ones, and NaN.
+
+    No function here calls it, so it costs nothing unless you do. Under jit it works where checks are collected: wrap
+    the compiled function in `chex.chexify`, or the function in `jax.experimental.checkify.checkify`.
+
+    Args:
+      mask: bool `[..., T]`; what is masked may be anything.
+      tolerance: how far above 0 rounding may get, in nats.
+      **logprobs: `[..., T]` in nats, by the names that the error says.
+
+    Raises:
+      JaxRuntimeError: one is above 0; at once, or where the wrapper says it.
+
+    Examples:
+      >>> import chex
+      >>> loss = jax.jit(lambda x, mask: (check_logprobs(mask, logprobs=x), jnp.sum(x))[1])
+      >>> checked = chex.chexify(loss, async_check=False)
+      >>> print(checked(jnp.array([-1.0, 9.0]), jnp.array([True, False])))
+      8.0
+    """
+    for name, values in logprobs.items():
+        check_shapes({"mask": "... T", name: "... T"}, {"mask": mask, name: values})
+        largest = jnp.max(jnp.where(mask, upcast(values), -jnp.inf), initial=-jnp.inf)
+        checkify.check(
+            largest <= tolerance,
+            f"{name} must be log-probabilities, at most 0, but the largest is {{largest}}: give log π, not π or −log π",
+            largest=largest,
+        )
 
 
 class TokenLogprobs(NamedTuple):

@@ -1,11 +1,14 @@
 """What is said of arguments that have other shapes, or are no arrays."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 from grpo_jax.functional import (
+    check_logprobs,
     combine_rewards,
     generalized_advantages,
     group_advantages,
@@ -97,3 +100,35 @@ def test_one_epsilon_is_told_that_there_are_two():
         grpo_loss(X, X, A, MASK, epsilon=0.2)
     with pytest.raises(TypeError, match="there is no epsilon"):
         ratio_term(token_log_ratio, unclipped_surrogate)(X, X, A, MASK, epsilon=0.2)
+
+
+# ---- values, where they are asked for
+
+
+@jax.jit
+def checked_loss(logprobs, old_logprobs, mask):
+    check_logprobs(mask, logprobs=logprobs, old_logprobs=old_logprobs)
+    return grpo_loss(logprobs, old_logprobs, jnp.ones(logprobs.shape[0]), mask)[0]
+
+
+GOOD = jnp.array([[-1.0, -2.0, 0.0005]])  # rounding may leave a little above 0
+
+
+@pytest.mark.parametrize("bad", [jnp.exp(GOOD), -GOOD, GOOD.at[0, 0].set(jnp.nan)], ids=["exp", "negated", "nan"])
+def test_what_cannot_be_log_probabilities_is_caught_under_jit(bad):
+    mask, words = jnp.ones((1, 3), bool), "old_logprobs must be log-probabilities, at most 0, but the largest is"
+    checked = chex.chexify(checked_loss, async_check=False)
+    assert checked(GOOD, GOOD, mask) == pytest.approx(-1)
+    with pytest.raises(Exception, match=words):
+        checked(GOOD, bad, mask)
+    error, _ = checkify.checkify(checked_loss)(GOOD, bad, mask)
+    assert words in error.get()
+    with pytest.raises(Exception, match=words):  # without jit at once
+        check_logprobs(mask, old_logprobs=bad)
+
+
+def test_masked_values_may_be_anything_and_losses_check_nothing_by_themselves():
+    mask, bad = jnp.array([[True, True, False]]), GOOD.at[0, 2].set(jnp.nan)
+    assert chex.chexify(checked_loss, async_check=False)(bad, bad, mask) == pytest.approx(-1)
+    text = str(jax.make_jaxpr(lambda x: grpo_loss(x, x, jnp.ones(1), mask)[0])(GOOD))
+    assert "check" not in text
