@@ -226,20 +226,20 @@ class Bench:
             if not self.file(*job).exists():
                 self.check(job[0])
                 missing.setdefault(self.program(job[0]), {})[self.file(*job)] = job
-        left = planned = sum(map(len, missing.values()))
-        started = time.perf_counter()
+        left, timed, spent = sum(map(len, missing.values())), 0, 0.0  # runs; those without compilation, and their time
         for program, files in missing.items():
             of_one_program = list(files.values())
             width = at_once(len(of_one_program))
             for begin in range(0, len(of_one_program), width):
+                compiles, started = (program, width) not in self._programs, time.perf_counter()
                 words = f"{len(jobs) - left} of {len(jobs)} runs are done"
-                if left < planned:
-                    spent = time.perf_counter() - started
-                    words += f", about {in_time(spent / (planned - left) * left)} left"
-                self.say(words + ("" if (program, width) in self._programs else "; compiling (may take minutes)"))
+                words += f", about {in_time(spent / timed * left)} left" if timed else ""
+                self.say(words + ("; compiling (may take minutes)" if compiles else ""))
                 several = of_one_program[begin : begin + width]
                 self._run_jobs(several, width)
                 left -= len(several)
+                if not compiles:
+                    timed, spent = timed + len(several), spent + time.perf_counter() - started
         return {name: _read([self.file(setting, seed) for seed in self.seeds]) for name, setting in settings.items()}
 
     def check(self, setting: Setting) -> None:

@@ -68,10 +68,12 @@ def test_a_column_reads_runs_and_the_start():
 
 def test_runs_are_kept_and_share_programs(tmp_path):
     settings = {COIN: ablation.grpo(TINY, coin=1.0), "fast": ablation.grpo(TINY, learning_rate=0.01)}
-    bench = Bench(Config(preset="smoke", run_dir=tmp_path))
+    said = list[str]()
+    bench = Bench(Config(preset="smoke", run_dir=tmp_path), said.append)
     first, compiled = bench.runs(settings), bench.run.programs()
     assert first["fast"].scores.shape == (2, 3, 16, 2)
     assert not np.array_equal(first[COIN].metrics["reward"], first["fast"].metrics["reward"])
+    assert said[0] == "0 of 4 runs are done; compiling (may take minutes)"
     again = Bench(Config(preset="smoke", run_dir=tmp_path))
     kept = again.runs(settings)
     assert bench.run.programs() == compiled
