@@ -26,7 +26,7 @@ import numpy as np
 
 from experiments import common
 from experiments.common import Seeds, collect, over_seeds, seeds_of
-from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, learn, say_end
+from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, explain_control, learn, say_end
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
 from grpo_jax.data.types import Completion, Component, Reward, Rewards, rng
@@ -61,7 +61,8 @@ CURVES = (
     ("reward", "reward of the method"),
     ("heldout_avg", "gold: share of principles kept"),
     ("heldout_reward_all", "gold: all kept"),
-    ("heldout_reward_first", "gold: starts with a to m"),
+    ("kl", "KL to the start, nats a token"),
+    ("entropy", "entropy, nats a token"),
 )
 
 
@@ -218,6 +219,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     table = {name: [cell(row, key) for key in ("gold", "difference", "all", "words")] for name, row in rows.items()}
     title = f"gold of held-out words, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     terminal.print_table(run, title, ("kept", "above control", "all kept", "words"), table)
+    explain_control(run, table)
     columns = [("", "start"), ("", "constitution"), ("", "gold")]
     columns += [(kind, name) for kind in ("yes_", "agrees_") for name in ("start", "constitution")]
     table = {key: [f"{rows[name][kind + key]:.3f}" for kind, name in columns] for key in PRINCIPLES}

@@ -255,7 +255,7 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     scorers = {"learned": as_reward(learned, config), "judge": as_reward(shared.judge, config)}
     rules: dict[str, Reward] = {"taken_up": taken_up, "candid": candid}
     task = task._replace(reward={name: Component(reward) for name, reward in (scorers | rules).items()})
-    with run.console.status("answering held-out prompts"):
+    with run.waiting("answering held-out prompts"):
         before = evaluate_heldout(shared.programs["grpo"], sft, task, config.ppo.run, run)
     answers[SFT] = before.evaluation
     for name, title in METHODS.items():

@@ -30,7 +30,7 @@ import numpy as np
 
 from experiments import common
 from experiments.common import Seeds, completions_batch, over_seeds, seeds_of
-from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, learn, say_end
+from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, explain_control, learn, say_end
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Rewards, pad_completions, rng
 from grpo_jax.errors import UsageError
@@ -55,7 +55,13 @@ LONGEST = 15  # letters of a word, which need not end: nothing rewards that
 EQUAL = 0.5
 METHODS = ("sum", "scaled", "gdpo")
 SCORES = ("gold", "own", "order_score")
-CURVES = (("reward_gold", "gold reward"), ("reward_own", "own"), ("reward_order_score", "order (n / 15)"))
+CURVES = (
+    ("reward_gold", "gold reward"),
+    ("reward_own", "own"),
+    ("reward_order_score", "order (n / 15)"),
+    ("kl", "KL to the start, nats a token"),
+    ("entropy", "entropy, nats a token"),
+)
 WARM_BATCH = 128
 
 
@@ -232,6 +238,7 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     table = {method: [cell(row, column) for column in (*SCORES, "difference")] for method, row in rows.items()}
     title = f"held-out scores at equal weights, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     terminal.print_table(run, title, (*SCORES, "gold above the sum's"), table)
+    explain_control(run, table, control="coin")
 
     def point(method: str, weight: float) -> tuple[float, float]:
         found = scores[phase_of(method, weight, config.train.seed)]

@@ -60,6 +60,7 @@ CURVES = (
     ("heldout_avg", "gold reward, held out"),
     ("claimed", "gain that the reward model sees"),
     ("pair_accuracy", "pairs that it orders as gold does"),
+    ("entropy", "entropy, nats a token"),
     ("length_mean", "tokens"),
 )
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
 from experiments.common import Seeds, collect, over_seeds, seeds_of
-from grpo_jax.commands.common import evaluate_heldout, learn, say_end
+from grpo_jax.commands.common import evaluate_heldout, explain_control, learn, say_end
 from grpo_jax.config import GRPOConfig, PPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs import flags, terminal
@@ -31,9 +31,7 @@ from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.ppo import add_critic, critic_policy, make_ppo_programs
 
 CURVES = (
-    ("reward", "reward (control's: a coin)"),
-    ("heldout_avg", "held-out accuracy"),
-    ("entropy", "entropy"),
+    ("reward", "accuracy (dots: held out)"),
     ("explained_variance", "variance of returns that the critic explains"),
 )
 
@@ -128,7 +126,10 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     }
     title = f"accuracy on 1,000 held-out additions, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     terminal.print_table(run, title, columns, table)
-    terminal.save_curves(run, CURVES, {method: [f"{method}_{seed}" for seed in seeds] for method in runs})
+    explain_control(run, table)
+    terminal.save_curves(
+        run, terminal.curves_of(run, CURVES), {method: [f"{method}_{seed}" for seed in seeds] for method in runs}
+    )
     write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
 
 

@@ -30,7 +30,7 @@ from grpo_jax.training.parallel import num_devices, replicate
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Batch
 
-CURVES = (("reward", "reward (control's: a coin)"), ("kl", "KL to the start, nats a token"), ("entropy", "entropy"))
+CURVES = (("length_mean", "tokens"),)
 
 
 @dataclass(frozen=True)

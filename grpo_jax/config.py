@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.policy_gradient import reinforce_term
+from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
 from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.lora import TARGETS, Target
@@ -542,6 +542,11 @@ def _validate_constants(loss: LossConfig) -> None:
         _require(
             value is not None or own is None, f"{name} is None, but preset {loss.preset} needs it: {own} is its own"
         )
+    _require(
+        # GMPO clips the logarithm of a ratio, which has no least value.
+        loss.epsilon_low is None or loss.epsilon_low <= 1 or PRESETS[loss.preset].term is gmpo_term,
+        f"epsilon_low is {loss.epsilon_low}: a ratio is at least 0, so set it to at most 1, which is no clip below",
+    )
     _require(
         loss.delta is None or _takes_delta(loss.preset),
         f"delta is {loss.delta}, but preset {loss.preset} has no such constant: leave it out",

@@ -157,6 +157,7 @@ def calibration(probabilities: np.ndarray, outcomes: np.ndarray, *, bins: int = 
     return Calibration(predicted, frequency, sizes, float(sizes @ np.abs(frequency - predicted) / sizes.sum()))
 
 
+@np.errstate(invalid="ignore", over="ignore")  # of infinite values there is no interval
 def paired_difference(
     after: np.ndarray, before: np.ndarray, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Interval:

@@ -114,7 +114,7 @@ def constants_of(cell):
 
 METHODS = [row for row in table("method") if row[2]]
 NOT_METHODS = {"CombinedRewards", "Metrics", "Objective", "PRESETS", "Term", "TokenLogprobs"}  # types and tables
-HELPERS = {"check", "clipped_term", "ignore_lengths", "is_sequence_level", "per_token"}
+HELPERS = {"check", "check_logprobs", "clipped_term", "ignore_lengths", "is_sequence_level", "per_token"}
 
 
 def test_every_function_has_one_row():

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder, differing_options
+from grpo_jax.runs.progress import in_time
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.loop import Method
 from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
@@ -76,10 +78,33 @@ class Config:
     gpu: 20 seeds of 200 larger steps, side by side."""
     seed: int = 0
     """The first random seed. Seeds 10 to 14 are skipped: settings were tuned on them."""
+    num_seeds: int | None = None
+    """Runs of each setting, with seeds from `seed` on; None: the preset's number. Another number has a folder and a
+    page of its own."""
     run_dir: Path = Path("runs/ablations")
     """Folder of the runs, with a folder for each preset. A run that is there is not repeated."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
+
+
+def size_of(config: Config) -> Size:
+    """The size of the preset, with as many seeds as are asked for.
+
+    Raises:
+      UsageError: there are none.
+    """
+    size = SIZES[config.preset]
+    if config.num_seeds is None:
+        return size
+    if config.num_seeds < 1:
+        raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1")
+    return size._replace(seeds=config.num_seeds)
+
+
+def name_of(config: Config) -> str:
+    """What folders and pages are named by: the preset, with the number of seeds where it is another one."""
+    seeds = size_of(config).seeds
+    return config.preset if seeds == SIZES[config.preset].seeds else f"{config.preset}-{seeds}-seeds"
 
 
 # ---- settings
@@ -168,12 +193,12 @@ class Bench:
         """
         if not 0 <= config.seed < 2**31:
             raise UsageError(f"seed is {config.seed}: it must be between 0 and 2^31 - 1")
-        self.size, self.say = SIZES[config.preset], say
+        self.size, self.say = size_of(config), say
         some = range(config.seed, config.seed + self.size.seeds + len(TUNED_ON))
         self.seeds = [seed for seed in some if seed not in TUNED_ON][: self.size.seeds]
         options = {"seed": config.seed, "code": code_checksum(), **self.size._asdict()}
         options |= {"jax": jax.__version__, "backend": jax.default_backend()}
-        folder = config.run_dir.expanduser() / config.preset
+        folder = config.run_dir.expanduser() / name_of(config)
         try:
             self.run = RunFolder(folder, options)
         except UsageError:
@@ -187,6 +212,12 @@ class Bench:
         self._starts: dict[tuple[str, int], Any] = {}
         self._programs: dict[tuple[str, int], Program] = {}
 
+    @property
+    def of_what(self) -> str:
+        """What the numbers of tables are means over."""
+        seeds = ", ".join(map(str, self.seeds))
+        return f"seed{'s' * (len(self.seeds) > 1)} {seeds}; runs of {self.size.steps} steps"
+
     def runs(self, settings: Mapping[str, Setting]) -> dict[str, Runs]:
         """The runs of settings, by name. Runs that are not on disk yet are done first."""
         jobs = [(setting, seed) for setting in settings.values() for seed in self.seeds]
@@ -195,15 +226,20 @@ class Bench:
             if not self.file(*job).exists():
                 self.check(job[0])
                 missing.setdefault(self.program(job[0]), {})[self.file(*job)] = job
-        left = sum(map(len, missing.values()))
-        for files in missing.values():
+        left, timed, spent = sum(map(len, missing.values())), 0, 0.0  # runs; those without compilation, and their time
+        for program, files in missing.items():
             of_one_program = list(files.values())
             width = at_once(len(of_one_program))
             for begin in range(0, len(of_one_program), width):
-                self.say(f"{len(jobs) - left} of {len(jobs)} runs")
+                compiles, started = (program, width) not in self._programs, time.perf_counter()
+                words = f"{len(jobs) - left} of {len(jobs)} runs are done"
+                words += f", about {in_time(spent / timed * left)} left" if timed else ""
+                self.say(words + ("; compiling (may take minutes)" if compiles else ""))
                 several = of_one_program[begin : begin + width]
                 self._run_jobs(several, width)
                 left -= len(several)
+                if not compiles:
+                    timed, spent = timed + len(several), spent + time.perf_counter() - started
         return {name: _read([self.file(setting, seed) for seed in self.seeds]) for name, setting in settings.items()}
 
     def check(self, setting: Setting) -> None:

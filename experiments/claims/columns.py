@@ -76,7 +76,7 @@ def table(
     """
     first = {name: values[:, :1] for name, values in runs[start].metrics.items()}
     if reused:
-        first |= {name: np.full_like(first[name], np.nan) for name in first.keys() - set(OF_SAMPLING)}
+        first |= {name: np.full(first[name].shape, np.nan) for name in first.keys() - set(OF_SAMPLING)}
     rows = {START: Runs(first, runs[start].scores[:, :1])} | dict(runs)
     return {name: {title: list(map(float, read(of))) for title, read in columns.items()} for name, of in rows.items()}
 

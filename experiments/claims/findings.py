@@ -19,12 +19,16 @@ import numpy as np
 import tyro
 
 from experiments.claims.ablation import COIN, START, Bench, Config, cores
+from grpo_jax.commands.common import explain_control
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.compilation import in_words, programs_so_far
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.folder import write_json
 from grpo_jax.statistics import Interval, interval_over_runs
 
+SCORES = ("accuracy", "score", "gold")  # columns that rise where something is learned
+UNLEARNED = "nothing learned"  # in place of a verdict
+WHY_UNLEARNED = "no setting's score rose above its start by more than chance, so there is no verdict; take more steps."
 QUESTIONS = "experiments.claims.questions"  # the package of their scripts
 
 
@@ -61,6 +65,24 @@ def verdict(claim: Claim) -> tuple[Interval, str]:
     return interval, "disagree" if high <= claim.low or low >= claim.high else "undecided"
 
 
+def has_learned(finding: Finding) -> bool:
+    """Whether the score of some setting rose above that of its start, with its whole interval over seeds.
+
+    Where nothing did, differences between settings are noise, and no verdict follows from them. Tables without a score
+    are of no training: what they compare is there from the start.
+    """
+    score = next((name for name in SCORES if name in finding.rows.get(START, {})), None)
+    if score is None:
+        return True
+    starts = sorted((name for name in finding.rows if name.endswith(START)), key=len)  # also of a second testbed
+    gains = []
+    for name, row in finding.rows.items():
+        start = [other for other in starts if name.startswith(other.removesuffix(START))][-1]
+        if name not in starts and COIN not in name:
+            gains.append(Claim("", "", "", np.subtract(row[score], finding.rows[start][score])))
+    return any(verdict(gain)[1] == "agree" for gain in gains)
+
+
 # ---- from the command line
 
 Measure = Callable[[Bench], Finding]
@@ -89,10 +111,9 @@ def run_guarded(act: Callable[[], None], config: Config) -> None:
 
 def _main(measure: Measure, config: Config, name: str) -> None:
     bench = Bench(config)
-    with bench.run.console.status("starting") as status:
-        bench.say = status.update
+    with bench.run.waiting("starting") as bench.say:
         answered = answer(bench, name, measure)
-    show(bench.run, answered.finding)
+    show(bench, answered.finding)
     bench.run.console.print(f"{in_words(programs_so_far())}, {answered.seconds:.0f} s")
     bench.run.console.print(f"to look at: {bench.run.path / name}.png", markup=False, highlight=False, soft_wrap=True)
 
@@ -151,12 +172,15 @@ def read_answer(bench: Bench, name: str) -> Answer:
     return Answer(Finding(rows, claims, known["drawn"], known["note"]), known["seconds"])
 
 
-def show(run: RunFolder, finding: Finding) -> None:
+def show(bench: Bench, finding: Finding) -> None:
     """The table and the verdicts of a finding."""
-    columns, rows = cells(finding)
-    terminal.print_table(run, "means over seeds ± half a 95% interval", columns, rows)
-    verdicts = {claim.measure: [claim.words, *claim_cells(claim)] for claim in finding.claims}
+    run, (columns, rows), learned = bench.run, cells(finding), has_learned(finding)
+    terminal.print_table(run, f"means ± half a 95% interval over {bench.of_what}", columns, rows)
+    explain_control(run, rows, control=COIN)
+    verdicts = {claim.measure: [claim.words, *claim_cells(claim, learned)] for claim in finding.claims}
     terminal.print_table(run, "what the sources say of it", ("", "measured", "allowed", "verdict"), verdicts)
+    if not learned:
+        run.console.print(f"{UNLEARNED}: {WHY_UNLEARNED}", soft_wrap=True)
     if finding.note:
         run.console.print(finding.note)
 
@@ -167,9 +191,10 @@ def cells(finding: Finding) -> tuple[list[str], dict[str, list[str]]]:
     return list(next(iter(finding.rows.values()))), rows
 
 
-def claim_cells(claim: Claim) -> tuple[str, str, str]:
-    """Cells of a table: the interval of a claim, the range that its words allow, and the verdict."""
+def claim_cells(claim: Claim, learned: bool = True) -> tuple[str, str, str]:
+    """Cells of a table: the interval of a claim, the range that its words allow, and the verdict, if there is one."""
     interval, word = verdict(claim)
+    word = word if learned else UNLEARNED
     allowed = f"{claim.low:g} to {claim.high:g}"
     if math.isinf(claim.high):
         allowed = f"above {claim.low:g}"

@@ -25,7 +25,16 @@ import tyro
 
 from experiments.claims import ablation, findings
 from experiments.claims.ablation import Bench, Size
-from experiments.claims.findings import Answer, Finding, cells, claim_cells
+from experiments.claims.findings import (
+    UNLEARNED,
+    WHY_UNLEARNED,
+    Answer,
+    Claim,
+    Finding,
+    cells,
+    claim_cells,
+    has_learned,
+)
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.folder import write_text
 from grpo_jax.tasks.letters import NUM_HELDOUT
@@ -71,7 +80,7 @@ def main(config: Config) -> None:
         config.out.expanduser().mkdir(parents=True, exist_ok=True)  # before hours of work
     except OSError as error:
         raise UsageError(f"{config.out} cannot hold results ({error}): name another --out") from None
-    with bench.run.progress("question", len(QUESTIONS)) as show:
+    with bench.run.progress("question", len(QUESTIONS), seldom=False) as show:
         for number, name in enumerate(QUESTIONS):
             bench.say = partial(_say, show, number, name)
             if not findings.is_answered(bench, name):
@@ -79,9 +88,20 @@ def main(config: Config) -> None:
             answers[name] = findings.read_answer(bench, name)  # as it is read, so that a page made again is the same
         show(len(QUESTIONS), "")
     page = write_results(bench, config, answers)
-    counts = Counter(claim_cells(claim)[-1] for known in answers.values() for claim in known.finding.claims)
-    bench.run.console.print(", ".join(f"{counts[word]} {word}" for word in ("agree", "disagree", "undecided")))
+    counts = Counter(words[-1] for *_, words in verdicts_of(answers))
+    said = ("agree", "disagree", "undecided", *([UNLEARNED] if counts[UNLEARNED] else []))
+    bench.run.console.print(", ".join(f"{counts[word]} {word}" for word in said))
     bench.run.console.print(f"to read: {page}", markup=False, highlight=False, soft_wrap=True)
+
+
+def verdicts_of(answers: Mapping[str, Answer]) -> list[tuple[str, Claim, tuple[str, str, str]]]:
+    """Each claim with its question and its cells."""
+    learned = {name: has_learned(known.finding) for name, known in answers.items()}
+    return [
+        (name, claim, claim_cells(claim, learned[name]))
+        for name, known in answers.items()
+        for claim in known.finding.claims
+    ]
 
 
 def _say(show: Callable[[int, str], None], number: int, name: str, words: str) -> None:
@@ -90,21 +110,24 @@ def _say(show: Callable[[int, str], None], number: int, name: str, words: str) -
 
 def write_results(bench: Bench, config: Config, answers: Mapping[str, Answer]) -> Path:
     """RESULTS.md and its figures; returns its place."""
-    suffix = "" if config.preset == "cpu" else f"-{config.preset}"
+    named = ablation.name_of(config)
+    suffix = "" if named == "cpu" else f"-{named}"
+    options = f"--preset {config.preset}" + (f" --num-seeds {bench.size.seeds}" if named != config.preset else "")
     figures = Path("docs") / f"results{suffix}"
     (config.out.expanduser() / figures).mkdir(parents=True, exist_ok=True)
     for name in answers:
         shutil.copy(bench.run.path / f"{name}.png", config.out.expanduser() / figures / f"{name}.png")
     seconds, total = sum(known.seconds for known in answers.values()), Counter[str]()
-    claims = [(name, claim, claim_cells(claim)) for name, known in answers.items() for claim in known.finding.claims]
+    claims = verdicts_of(answers)
     total.update(verdict for *_, (_, _, verdict) in claims)
     lines = [
         "# What the announcements of GRPO claim, and what was measured",
         "",
-        f"`python -m experiments.claims.reproduce --preset {config.preset}`: random "
+        f"`python -m experiments.claims.reproduce {options}`: random "
         f"seeds {', '.join(map(str, bench.seeds))} "
         f"({_size(bench.size)}), {seconds / 60:.0f} minutes on {_hardware()}. Of {len(claims)} claims we "
-        f"agree with {total['agree']}, disagree with {total['disagree']}, and cannot decide {total['undecided']}.",
+        f"agree with {total['agree']}, disagree with {total['disagree']}, and cannot decide {total['undecided']}."
+        + (f" Of {total[UNLEARNED]} there is no verdict, since nothing learned." if total[UNLEARNED] else ""),
         "",
         *(["This is a test of whether it works: the numbers mean nothing.", ""] if config.preset == "smoke" else []),
         SOURCES,
@@ -117,7 +140,7 @@ def write_results(bench: Bench, config: Config, answers: Mapping[str, Answer]) -
         ),
     ]
     for name, known in answers.items():
-        lines += ["", *_section(name, known, figures, config.preset)]
+        lines += ["", *_section(name, known, figures, options, bench.of_what)]
     body = "\n".join(lines)
     checksum = hashlib.sha256(repr([_numbers(known.finding) for known in answers.values()]).encode()).hexdigest()
     page = config.out.expanduser() / f"RESULTS{suffix}.md"
@@ -131,10 +154,11 @@ def _numbers(finding: Finding) -> list:
     return rows + [list(map(float, claim.values)) for claim in finding.claims]
 
 
-def _section(name: str, known: Answer, figures: Path, preset: str) -> list[str]:
+def _section(name: str, known: Answer, figures: Path, options: str, of_what: str) -> list[str]:
     """A question with its table, figure, claims and command."""
     title, _, rest = (importlib.import_module(f"{findings.QUESTIONS}.{name}").__doc__ or name).strip().partition("\n")
     columns, rows = cells(known.finding)
+    learned = has_learned(known.finding)
     return [
         f'<a id="{name}"></a>',
         "",
@@ -144,15 +168,18 @@ def _section(name: str, known: Answer, figures: Path, preset: str) -> list[str]:
         "",
         *_table(("", *columns), [(row, *values) for row, values in rows.items()]),
         "",
+        f"Means ± half a 95% interval over {of_what}.",
+        "",
+        *([f"{UNLEARNED.capitalize()}: {WHY_UNLEARNED}", ""] if not learned else []),
         *([known.finding.note, ""] if known.finding.note else []),
         f"![{' and '.join(known.finding.drawn)}]({figures / name}.png)",
         "",
         *_table(
             ("what it says", "measured by", "ours", "allowed", "verdict"),
-            [(claim.words, claim.measure, *claim_cells(claim)) for claim in known.finding.claims],
+            [(claim.words, claim.measure, *claim_cells(claim, learned)) for claim in known.finding.claims],
         ),
         "",
-        f"`python -m {findings.QUESTIONS}.{name} --preset {preset}`, {known.seconds:.0f} s here, "
+        f"`python -m {findings.QUESTIONS}.{name} {options}`, {known.seconds:.0f} s here, "
         "after the questions before it.",
     ]
 

@@ -1,7 +1,7 @@
 """What commands and experiments share: a run beside its control from the same start, and how a run ends."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.config import GRPOConfig
@@ -120,7 +120,7 @@ def train_with_control(
     def row(held: HeldoutResult) -> dict[str, float]:
         return summary(held.evaluation) | examine(*held)
 
-    with run.console.status("compiling, and evaluating the start"):
+    with run.waiting("evaluating the start: compiling (may take minutes)"):
         start = evaluate_heldout(programs, programs.method.actor(*programs.method.split(params)), task, config, run)
     rows, checksum = {"before": row(start)}, ""
     rewards = {"grpo": task.reward, "control": random_reward(config.seed)}
@@ -130,6 +130,15 @@ def train_with_control(
         rows["after" if phase == "grpo" else phase] = row(end) | change.named("change")
         checksum = checksum or params_sha256(state.params)
     return rows, checksum
+
+
+def explain_control(run: RunFolder, names: Iterable[str], *, control: str = "control") -> None:
+    """Says what the control's line of a table is, if it has one."""
+    if control in names:
+        run.console.print(
+            f"{control}: the same start, prompts and steps with a coin toss for a reward; its drift is not learning.",
+            soft_wrap=True,
+        )
 
 
 def finish(
@@ -145,10 +154,11 @@ def finish(
       run: of the experiment.
       rows: of `train_with_control`.
       checksum: of the parameters after training.
-      curves: as for `terminal.save_curves`.
+      curves: (metric, title) beside the three curves to watch, as for `terminal.curves_of`.
       started: by `time.perf_counter`.
     """
-    terminal.save_curves(run, curves, PHASES)
+    explain_control(run, rows)
+    terminal.save_curves(run, terminal.curves_of(run, curves), PHASES)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
     say_end(run, started)

@@ -48,7 +48,7 @@ from grpo_jax.functional.divergence import (
     kl_k3,
     kl_unbiased,
 )
-from grpo_jax.functional.logprobs import TokenLogprobs, token_kl, token_logprobs
+from grpo_jax.functional.logprobs import TokenLogprobs, check_logprobs, token_kl, token_logprobs
 from grpo_jax.functional.losses import (
     Metrics,
     clipped_term,
@@ -167,4 +167,5 @@ __all__ = [  # noqa: RUF022
     "TokenLogprobs",
     "token_logprobs",
     "token_kl",
+    "check_logprobs",
 ]

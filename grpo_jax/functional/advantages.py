@@ -15,7 +15,7 @@ from functools import wraps
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import AxisName, maybe_pmax, maybe_psum, upcast
+from grpo_jax.functional.numerics import AxisName, check_shapes, maybe_pmax, maybe_psum, upcast
 
 
 def _in_float32(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -23,6 +23,7 @@ def _in_float32(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array
 
     @wraps(advantages)
     def upcasted(rewards: jax.Array, *arguments, **options) -> jax.Array:
+        check_shapes({"rewards": "... G", "where": "... G"}, {"rewards": rewards} | options)
         return advantages(upcast(rewards), *arguments, **options).astype(_float(rewards))
 
     return upcasted

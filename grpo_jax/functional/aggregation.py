@@ -16,9 +16,10 @@ are then global. `num_completions` is global already.
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import AxisName, maybe_psum
+from grpo_jax.functional.numerics import AxisName, maybe_psum, takes
 
 
+@takes(mask="... T")
 def token_mean_weights(mask: jax.Array, *, num_completions: int | None = None, axis_name: AxisName = None) -> jax.Array:
     """Every token the same: w = m / Σ m. DAPO (2503.14476).
 
@@ -41,6 +42,7 @@ def token_mean_weights(mask: jax.Array, *, num_completions: int | None = None, a
     return mask.astype(jnp.float32) / jnp.maximum(total, 1)
 
 
+@takes(mask="... T")
 def sequence_mean_weights(
     mask: jax.Array, *, num_completions: int | None = None, axis_name: AxisName = None
 ) -> jax.Array:
@@ -70,6 +72,7 @@ def sequence_mean_weights(
     return mask.astype(jnp.float32) / (jnp.maximum(lengths, 1) * _count(mask, num_completions, axis_name))
 
 
+@takes(mask="... T")
 def sequence_sum_weights(
     mask: jax.Array, *, num_completions: int | None = None, axis_name: AxisName = None
 ) -> jax.Array:
@@ -91,6 +94,7 @@ def sequence_sum_weights(
     return mask.astype(jnp.float32) / _count(mask, num_completions, axis_name)
 
 
+@takes(mask="... T")
 def constant_length_weights(
     mask: jax.Array,
     *,

@@ -8,9 +8,10 @@ samples of π: http://joschu.net/blog/kl-approx.html. Where the samples are of a
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import upcast
+from grpo_jax.functional.numerics import takes, upcast
 
 
+@takes(logprobs="number | ...", ref_logprobs="number | ...")
 def kl_k1(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """k1 = x, x = log π − log π_ref.
 
@@ -31,6 +32,7 @@ def kl_k1(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     return logprobs - ref_logprobs
 
 
+@takes(logprobs="number | ...", ref_logprobs="number | ...")
 def kl_k2(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """k2 = x²/2, x = log π − log π_ref.
 
@@ -50,6 +52,7 @@ def kl_k2(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     return jnp.square(logprobs - ref_logprobs) / 2
 
 
+@takes(logprobs="number | ...", ref_logprobs="number | ...")
 def kl_k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """k3 = exp(−x) − 1 + x, x = log π − log π_ref. DeepSeekMath (2402.03300), equation 4.
 
@@ -71,6 +74,7 @@ def kl_k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.expm1(-difference) + difference, 0)
 
 
+@takes(logprobs="number | ...", ref_logprobs="number | ...")
 def kl_abs(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """|x|, x = log π − log π_ref.
 
@@ -92,6 +96,7 @@ def kl_abs(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     return difference * jax.lax.stop_gradient(jnp.sign(difference))
 
 
+@takes(logprobs="number | ...", ref_logprobs="number | ...")
 def kl_unbiased(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """sg(k3) + k2 − sg(k2): the value of k3 and the gradient of k2.
 
@@ -160,6 +165,7 @@ def adaptive_entropy_coef(
     return jnp.clip(entropy_coef + jnp.where(entropy <= target, step, -step), 0, largest)
 
 
+@takes(logits="... V", ref_logits="... V")
 def kl_full(logits: jax.Array, ref_logits: jax.Array, *, reverse: bool = False) -> jax.Array:
     """KL(π ‖ π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)), or with `reverse` KL(π_ref ‖ π).
 
@@ -183,6 +189,7 @@ def kl_full(logits: jax.Array, ref_logits: jax.Array, *, reverse: bool = False) 
     return jnp.sum(_expectation_terms(log_p, log_q), axis=-1)
 
 
+@takes(logits="... V")
 def entropy(logits: jax.Array) -> jax.Array:
     """H(π) = −Σ_v π(v) log π(v).
 

@@ -8,15 +8,48 @@ features, V vocabulary, R tokens of all leading axes in one, C width of a slice 
 from functools import partial
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
+
+from grpo_jax.functional.numerics import check_shapes, takes, upcast
 
 # Elements of one [R, C] slice of the logits. A backward pass holds about three such arrays. On a CPU they stay in its
 # cache: 2 MiB in float32. On accelerators slices of less than 32 MiB would leave matrix units idle.
 _SLICE_ELEMENTS_CPU = 2**19
 _SLICE_ELEMENTS = 2**23
 _MIN_SLICE_WIDTH = 128
+
+
+def check_logprobs(mask: jax.Array, *, tolerance: float = 1e-3, **logprobs: jax.Array) -> None:
+    """Refuses what cannot be log-probabilities: values above 0, such as probabilities or negated ones, and NaN.
+
+    No function here calls it, so it costs nothing unless you do. Under jit it works where checks are collected: wrap
+    the compiled function in `chex.chexify`, or the function in `jax.experimental.checkify.checkify`.
+
+    Args:
+      mask: bool `[..., T]`; what is masked may be anything.
+      tolerance: how far above 0 rounding may get, in nats.
+      **logprobs: `[..., T]` in nats, by the names that the error says.
+
+    Raises:
+      JaxRuntimeError: one is above 0; at once, or where the wrapper says it.
+
+    Examples:
+      >>> import chex
+      >>> loss = jax.jit(lambda x, mask: (check_logprobs(mask, logprobs=x), jnp.sum(x))[1])
+      >>> checked = chex.chexify(loss, async_check=False)
+      >>> print(checked(jnp.array([-1.0, 9.0]), jnp.array([True, False])))
+      8.0
+    """
+    for name, values in logprobs.items():
+        check_shapes({"mask": "... T", name: "... T"}, {"mask": mask, name: values})
+        largest = jnp.max(jnp.where(mask, upcast(values), -jnp.inf), initial=-jnp.inf)
+        checkify.check(
+            largest <= tolerance,
+            f"{name} must be log-probabilities, at most 0, but the largest is {{largest}}: give log π, not π or −log π",
+            largest=largest,
+        )
 
 
 class TokenLogprobs(NamedTuple):
@@ -26,6 +59,7 @@ class TokenLogprobs(NamedTuple):
     entropy: jax.Array
 
 
+@takes(ids="...", hidden="... D", unembedding="V D")
 def token_logprobs(
     hidden: jax.Array,
     unembedding: jax.Array,
@@ -59,13 +93,12 @@ def token_logprobs(
       >>> print(result.logprobs, result.entropy)  # −log 4, log 4
       [[-1.386 -1.386]] [[1.386 1.386]]
     """
-    chex.assert_shape(hidden, (*ids.shape, None))
-    chex.assert_shape(unembedding, (None, hidden.shape[-1]))
     (logits,) = _logits_of((hidden, unembedding), temperature=temperature)
     logprobs, entropy = _token_logprobs(logits, ids.ravel())
     return TokenLogprobs(logprobs.reshape(ids.shape), entropy.reshape(ids.shape))
 
 
+@takes(hidden="... D", unembedding="V D", ref_hidden="... E", ref_unembedding="V E")
 def token_kl(
     hidden: jax.Array,
     unembedding: jax.Array,
@@ -101,9 +134,6 @@ def token_kl(
       [0.1438]
     """
     shape = hidden.shape[:-1]
-    chex.assert_shape(ref_hidden, (*shape, None))
-    chex.assert_shape(unembedding, (None, hidden.shape[-1]))
-    chex.assert_shape(ref_unembedding, (unembedding.shape[0], ref_hidden.shape[-1]))
     reference = jax.lax.stop_gradient((ref_hidden, ref_unembedding))
     policy, ref = _logits_of((hidden, unembedding), reference, temperature=temperature)
     return (_kl(ref, policy) if reverse else _kl(policy, ref)).reshape(shape)

@@ -13,8 +13,15 @@ import jax.numpy as jnp
 
 from grpo_jax.functional.aggregation import sequence_mean_weights
 from grpo_jax.functional.divergence import kl_k3
-from grpo_jax.functional.numerics import is_zero, upcast
-from grpo_jax.functional.policy_gradient import Term, clipped_surrogate, per_token, ratio_term, token_log_ratio
+from grpo_jax.functional.numerics import is_zero, takes, upcast
+from grpo_jax.functional.policy_gradient import (
+    Term,
+    clipped_surrogate,
+    per_token,
+    ratio_term,
+    refuse_epsilon,
+    token_log_ratio,
+)
 
 # name -> (weighted sum, weight): the value is their quotient, and both add up over
 # microbatches, devices and steps.
@@ -23,6 +30,15 @@ Metrics = dict[str, tuple[jax.Array, jax.Array]]
 clipped_term = ratio_term(token_log_ratio, clipped_surrogate)
 
 
+@takes(
+    logprobs="... T",
+    old_logprobs="... T",
+    completion_mask="... T",
+    weights="... T",
+    ref_logprobs="... T",
+    entropy="... T",
+    advantages="... | ... T",
+)
 def grpo_loss(
     logprobs: jax.Array,
     old_logprobs: jax.Array,
@@ -68,7 +84,7 @@ def grpo_loss(
 
     Raises:
       AssertionError: shapes disagree (at trace time).
-      TypeError: the term has no such constant.
+      TypeError: the term has no such constant, or a list or a number is given in place of an array.
 
     Examples:
       >>> logprobs, mask = jnp.log(jnp.array([[0.6, 0.5]])), jnp.array([[True, True]])
@@ -77,9 +93,10 @@ def grpo_loss(
       >>> print(loss)  # −(1.28 + 1) 2 / 2
       -2.28
     """
+    chex.assert_type(completion_mask, bool, custom_message="completion_mask must be bool, such as mask > 0:")
+    refuse_epsilon(constants)
     if weights is None:
         weights = sequence_mean_weights(completion_mask)
-    _check_arrays(logprobs, old_logprobs, advantages, completion_mask, weights, ref_logprobs, entropy)
     arrays = logprobs, old_logprobs, advantages, completion_mask
     loss = term(*arrays, **constants)
     metrics = policy_metrics(*arrays, term=partial(term, **constants))
@@ -93,18 +110,6 @@ def grpo_loss(
     if entropy is not None and not is_zero(entropy_coef):
         loss = loss - entropy_coef * upcast(entropy)
     return weighted_sum(loss, weights, completion_mask), metrics
-
-
-def _check_arrays(logprobs, old_logprobs, advantages, completion_mask, weights, ref_logprobs, entropy) -> None:
-    chex.assert_type(completion_mask, bool, custom_message="completion_mask must be bool, such as mask > 0:")
-    given = [logprobs, old_logprobs, completion_mask, weights]
-    chex.assert_equal_shape(
-        [*given, *(x for x in (ref_logprobs, entropy) if x is not None)],
-        custom_message="logprobs, old_logprobs, completion_mask, weights (and ref_logprobs, entropy) are all [..., T]:",
-    )
-    message = f"advantages are one a completion or one a token of logprobs {logprobs.shape}:"
-    chex.assert_rank(advantages, {logprobs.ndim - 1, logprobs.ndim}, custom_message=message)
-    chex.assert_shape(advantages, logprobs.shape[: advantages.ndim], custom_message=message)
 
 
 def weighted_sum(values: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.Array:

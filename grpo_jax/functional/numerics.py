@@ -1,8 +1,10 @@
 """What several modules share: at least 32 bits, and totals over devices."""
 
-from collections.abc import Hashable
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from functools import wraps
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,3 +42,81 @@ def maybe_all_gather(values: jax.Array, axis_name: AxisName) -> jax.Array:
 def device_index_and_count(axis_name: AxisName) -> tuple[jax.Array | int, int]:
     """Which device of the mapped axes this is, and how many there are; (0, 1) if there are no mapped axes."""
     return (0, 1) if axis_name is None else (jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name))
+
+
+# ---- shapes of arguments
+
+F = TypeVar("F", bound=Callable)
+_Sizes = Mapping[str, tuple[int, ...]]  # of each axis that is known
+
+
+def takes(**forms: str) -> Callable[[F], F]:
+    """A function that refuses other shapes, lists and numbers in a sentence, at trace time.
+
+    Args:
+      **forms: argument -> its axes, such as "... T"; an axis has one size in all arguments of a call, and ... are the
+        same axes. " | " is between alternatives, of which "number" is one. An argument that is None is not looked at.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def checked(*args, **kwargs):
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError:  # which the call says better
+                return function(*args, **kwargs)
+            check_shapes(forms, given)
+            return function(*args, **kwargs)
+
+        return cast(F, checked)
+
+    return decorate
+
+
+def check_shapes(forms: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Refuses arguments that have not the axes of their forms; see `takes`.
+
+    Raises:
+      TypeError: one is no array.
+      AssertionError: the shape of one is another.
+    """
+    known: _Sizes = {}
+    before = ""
+    for name, form in forms.items():
+        value, options = given.get(name), form.split(" | ")
+        if value is None or ("number" in options and isinstance(value, Real)):
+            continue
+        options = [option for option in options if option != "number"]
+        words = " or ".join(f"[{option.replace(' ', ', ')}]" for option in options)
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            raise TypeError(f"{name} must be an array {words}, but is a {type(value).__name__}: give jnp.array({name})")
+        fitting = [sizes for option in options if (sizes := _sizes(option, value.shape, known)) is not None]
+        if not fitting:
+            expected = " or ".join(_expected(option, known) for option in options)
+            where = f", {words} where {before}" if before else ""
+            raise AssertionError(f"{name} must have the shape {expected}{where}, but has {_brackets(value.shape)}")
+        known = {**known, **fitting[0]} if len(options) == 1 else known
+        before = before or f"{name} has {_brackets(value.shape)}"
+
+
+def _sizes(form: str, shape: tuple[int, ...], known: _Sizes) -> _Sizes | None:
+    """The sizes of a form's axes; None: it is not the form of this shape."""
+    before, others, after = (part.split() for part in form.partition("..."))
+    end = len(shape) - len(after)
+    if end < len(before) or (end > len(before) and not others):
+        return None
+    sizes = {"...": tuple(shape[len(before) : end])} if others else {}
+    named = zip((*before, *after), (*shape[: len(before)], *shape[end:]), strict=True)
+    sizes |= {axis: (size,) for axis, size in named}
+    return sizes if all(known.get(axis, size) == size for axis, size in sizes.items()) else None
+
+
+def _expected(form: str, known: _Sizes) -> str:
+    """A form with sizes in place of the axes that are known."""
+    return _brackets([size for axis in form.split() for size in known.get(axis, (axis,))])
+
+
+def _brackets(shape: Any) -> str:
+    return f"[{', '.join(map(str, shape))}]"

@@ -9,13 +9,13 @@ All are to be minimised, and leave weights and the sum to the caller. Constants 
 T tokens; advantages are `[...]`, one a completion, or `[..., T]`, one a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from numbers import Real
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import AxisName, device_index_and_count, maybe_all_gather, maybe_psum, upcast
+from grpo_jax.functional.numerics import AxisName, device_index_and_count, maybe_all_gather, maybe_psum, takes, upcast
 
 # (logprobs, old_logprobs, advantages, mask, **constants) -> loss per token
 Term = Callable[..., jax.Array]
@@ -24,6 +24,7 @@ Term = Callable[..., jax.Array]
 MAX_LOG_RATIO = 40.0
 
 
+@takes(logprobs="... T", old_logprobs="... T", mask="... T")
 def token_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
     """dₜ = log π(oₜ) − log π_old(oₜ).
 
@@ -258,6 +259,7 @@ def ratio_term(log_ratio: Callable[..., jax.Array], surrogate: Callable[..., jax
     """
 
     def term(logprobs, old_logprobs, advantages, mask, **constants):
+        refuse_epsilon(constants)
         return surrogate(log_ratio(logprobs, old_logprobs, mask), advantages, **constants)
 
     return term
@@ -531,6 +533,12 @@ def kl_cov_term(
     distance = log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
     loss = unclipped_surrogate(log_ratio, advantages) + jnp.where(chosen, penalty * distance, 0)
     return jnp.where(mask, loss, 0)
+
+
+def refuse_epsilon(constants: Container[str]) -> None:
+    """Says what to give in place of one ε, the name that many have for it."""
+    if "epsilon" in constants:
+        raise TypeError("there is no epsilon: a term that clips has epsilon_low and epsilon_high, which may be equal")
 
 
 def per_token(advantages: jax.Array, like: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.advantages import centered_advantages, whiten
-from grpo_jax.functional.numerics import AxisName, upcast
+from grpo_jax.functional.numerics import AxisName, takes, upcast
 
 
 def reinforce_pp_advantages(
@@ -69,6 +69,7 @@ def reinforce_pp_baseline_advantages(
     return whiten(centered, mask, eps=eps, axis_name=axis_name)
 
 
+@takes(mask="... T", rewards="...")
 def rewards_at_end(rewards: jax.Array, mask: jax.Array) -> jax.Array:
     """A completion's reward on its last token, 0 elsewhere.
 
@@ -88,6 +89,7 @@ def rewards_at_end(rewards: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(position == last, rewards[..., None], 0)
 
 
+@takes(rewards="... T", values="... T", mask="... T", bootstrap="...")
 def generalized_advantages(
     rewards: jax.Array,
     values: jax.Array,

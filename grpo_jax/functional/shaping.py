@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import upcast
+from grpo_jax.functional.numerics import takes, upcast
 
 
 def overlong_penalty(lengths: jax.Array, *, max_length: int, buffer: int) -> jax.Array:
@@ -41,6 +41,7 @@ class CombinedRewards(NamedTuple):
     applicable: jax.Array
 
 
+@takes(rewards="K ...", weights="K")
 def combine_rewards(rewards: jax.Array, *, weights: jax.Array | None = None) -> CombinedRewards:
     """Σₖ wₖ rᵏ over the rewards that apply.
 
@@ -69,6 +70,7 @@ def combine_rewards(rewards: jax.Array, *, weights: jax.Array | None = None) -> 
     return CombinedRewards(jnp.sum(weights * jnp.where(applies, rewards, 0), axis=0), jnp.any(applies, axis=0))
 
 
+@takes(logprobs="... T", ref_logprobs="... T", mask="... T", rewards="...")
 def kl_penalized_rewards(
     rewards: jax.Array, logprobs: jax.Array, ref_logprobs: jax.Array, mask: jax.Array, *, kl_coef: float
 ) -> jax.Array:

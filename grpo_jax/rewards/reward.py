@@ -21,6 +21,7 @@ class Scores(NamedTuple):
     components: dict[str, np.ndarray]  # name -> float32 [B], unweighted, NaN where it does not apply
 
 
+@np.errstate(invalid="ignore", over="ignore")  # an infinite reward is told by the run, once
 def score_completions(
     rewards: Reward | Rewards, examples: Sequence[Example], completions: Sequence[Completion]
 ) -> Scores:

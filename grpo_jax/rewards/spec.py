@@ -2,11 +2,15 @@
 
     gsm8k_answer
     0.1*my_rewards.py:brevity
+    0.1*my_rewards.py:brevity(scale=20)
     format=0.5*matches(pattern="<think>.*</think>.*")
 
 Nothing but the function must be there. A bare name is a function of `grpo_jax.rewards.builtin`; others are named as
-module:function or path/to/file.py:function. With parentheses, the function is called with these keywords and returns
-the reward, as the built-in ones always do.
+module:function or path/to/file.py:function.
+
+Parentheses give keywords. Its signature decides what they are for: a function that needs two things beside them, as
+brevity(examples, completions, *, scale) does, is the reward, and gets them at every call. A function of them alone, as
+make_brevity(scale), is called once, and returns the reward, as the built-in ones always do.
 """
 
 import ast

@@ -24,6 +24,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Mapping, Set, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,16 @@ def load_reward(spec: str, arguments: Mapping[str, Any] | None = None) -> Reward
 
     Args:
       spec: "package.module:function" or "path/to/file.py:function".
-      arguments: None: the function is the reward; else what it returns for these keywords is.
+      arguments: keywords; None: the function is the reward as it is. A function that can be called with them alone
+        makes the reward, as the built-in ones do: what it returns is the reward. One that needs two things before
+        them, (examples, completions, *, x), is the reward with these keywords.
 
     Returns:
       The reward function.
 
     Raises:
-      UsageError: there is no such module or function, it cannot be imported, or it is no function.
+      UsageError: there is no such module or function, it cannot be imported, it is no function, or it does not take
+        these keywords.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
@@ -68,15 +72,41 @@ def load_reward(spec: str, arguments: Mapping[str, Any] | None = None) -> Reward
         raise UsageError(f"the reward {spec!r} is no function but of type {type(found).__name__}")
     if arguments is None:
         return found
+    if _is_reward_itself(found, arguments):
+        return partial(found, **arguments)
     try:
         reward = found(**arguments)
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"the reward {spec!r} refuses its arguments: {_one_line(error)}") from error
+        raise UsageError(
+            f"the reward {spec!r} refuses its arguments ({', '.join(arguments) or 'none'}): expected a function of "
+            f"(examples, completions, *, further keywords), or one of these keywords that returns a function of "
+            f"(examples, completions); {_one_line(error)}"
+        ) from error
     if not callable(reward):
-        raise UsageError(f"{spec!r} must return a reward function, but returned {type(reward).__name__}")
+        raise UsageError(
+            f"{spec!r} must return a reward function, but returned {type(reward).__name__}: called with keywords "
+            "alone, it has to return a function of (examples, completions)"
+        )
     return reward
+
+
+def _is_reward_itself(function: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether it needs two things beside these keywords: examples and completions."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions in C have none
+        return False
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first = list(signature.parameters.values())[:2]
+    if len(first) < 2 or any(x.kind not in by_place or x.default is not x.empty for x in first):
+        return False
+    try:
+        signature.bind(None, None, **arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _import(place: str, spec: str) -> Any:

@@ -10,19 +10,19 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compilation import count_programs
+from grpo_jax.runs.progress import Show, progress, waiting
 from grpo_jax.runs.throughput import peak_memory_mb
 from grpo_jax.runs.trackers import tensorboard
 
@@ -171,20 +171,15 @@ class RunFolder:
         yield
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
 
-    @contextmanager
-    def progress(self, phase: str, total: int, completed: int = 0) -> Iterator[Any]:
-        """A progress bar; call what this yields with the step reached and a few words."""
-        columns = (
-            TextColumn("{task.description:<8}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[words]}"),
-        )
-        with Progress(*columns, console=self.console) as bar:
-            task = bar.add_task(phase, total=total, completed=completed, words="compiling")
-            yield lambda step, words="": bar.update(task, completed=step, words=words)
+    def progress(
+        self, phase: str, total: int, completed: int = 0, *, seldom: bool = True
+    ) -> AbstractContextManager[Show]:
+        """A bar, or lines where there is no terminal; call what this yields with the step reached and a few words."""
+        return progress(self.console, phase, total, completed, seldom=seldom)
+
+    def waiting(self, words: str) -> AbstractContextManager[Callable[[str], None]]:
+        """Words on what takes its time; call what this yields with others."""
+        return waiting(self.console, words)
 
     def warn_once(self, name: str, message: str) -> None:
         """Prints a warning the first time that it occurs, and keeps it in warnings.jsonl.

@@ -359,6 +359,18 @@ def _charts_html(curves: Curves, ends: Mapping[str, int]) -> str:
     return f"<div class=charts>{html}</div>" if html else ""
 
 
+def _is_coin(phase: str) -> bool:
+    """Whether a phase is a control, perhaps with a seed, which earns a coin toss."""
+    return re.fullmatch(r"(control|coin)(_\d+)?", phase) is not None
+
+
+def _limits_of(lines: Sequence[Points], bands: Sequence[Sequence[tuple[int, float, float]]]) -> tuple[float, float]:
+    """Of the vertical axis of lines and bands; of none any."""
+    values = [value for points in lines for _, value in points if value is not None]
+    values += [bound for band in bands for _, *pair in band for bound in pair]
+    return _limits(values or [0.0, 1.0])
+
+
 def _band(lows: Points = (), highs: Points = ()) -> Sequence[tuple[int, float, float]]:
     """Step and bounds of an interval, where there are both."""
     tops = dict(highs)
@@ -371,40 +383,54 @@ def _chart_html(
     bands: Mapping[str, Sequence[tuple[int, float, float]]],
     ends: Mapping[str, int],
 ) -> str:
-    """One metric. Phases differ in colour and in dashes; an interval is a band around its mean."""
+    """One metric. Phases differ in colour and in dashes; an interval is a band around its mean.
+
+    The reward of a coin toss has an axis of its own at the right: it is not that of the other phases.
+    """
     steps = [step for points in lines.values() for step, _ in points]
     first, last = (min(steps), max(steps)) if min(steps) < max(steps) else (steps[0] - 1, steps[0] + 1)
-    values = [value for points in lines.values() for _, value in points if value is not None]
-    low, high = _limits(values + [bound for band in bands.values() for _, *pair in band for bound in pair])
+    apart = [phase for phase in lines if name == "reward" and _is_coin(phase)]  # on an axis of their own
+    apart = apart if len(apart) < len(lines) else []
+    others = [phase for phase in lines if phase not in apart]
+    left, own = (_limits_of([lines[p] for p in of], [bands[p] for p in of]) for of in (others, apart))
     phases = list(ends)  # which may not all have this metric
+    right = _RIGHT - 34 if apart else _RIGHT
 
     def x(step: float) -> float:
-        return round(_LEFT + (_RIGHT - _LEFT) * (step - first) / (last - first), 1)
+        return round(_LEFT + (right - _LEFT) * (step - first) / (last - first), 1)
 
-    def y(value: float) -> float:
+    def y(value: float, limits: tuple[float, float] = left) -> float:
+        low, high = limits
         return round(_BOTTOM - (_BOTTOM - _TOP) * (value - low) / (high - low), 1)
 
-    axes, paths, ending = f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>', "", ""
-    for tick, label in _ticks(low, high):
-        axes += f'<path d="M{_LEFT} {y(tick)}H{_RIGHT}"/><text x={_LEFT - 5} y={y(tick) + 4} class=y>{label}</text>'
+    axes, paths, ending = f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{right}"/>', "", ""
+    for tick, label in _ticks(*left):
+        axes += f'<path d="M{_LEFT} {y(tick)}H{right}"/><text x={_LEFT - 5} y={y(tick) + 4} class=y>{label}</text>'
+    for tick, label in _ticks(*own) if apart else ():
+        axes += f'<path d="M{right} {y(tick, own)}h4"/><text x={right + 20} y={y(tick, own) + 4}>{label}</text>'
     for tick, _ in _ticks(first, last):
         if tick.is_integer() and (tick == steps[0] or len(set(steps)) > 1):
             axes += f'<path d="M{x(tick)} {_BOTTOM}v4"/><text x={x(tick)} y={_BOTTOM + 16}>{tick:.0f}</text>'
     for phase, points in lines.items():
-        style = f"line l{phases.index(phase) % 4}"
-        edge = [(x(s), y(top)) for s, _, top in bands[phase]] + [(x(s), y(b)) for s, b, _ in reversed(bands[phase])]
+        style, limits = f"line l{phases.index(phase) % 4}", own if phase in apart else left
+        edge = [(x(s), y(top, limits)) for s, _, top in bands[phase]]
+        edge += [(x(s), y(b, limits)) for s, b, _ in reversed(bands[phase])]
         if edge:
             corners = "L".join(f"{at} {height}" for at, height in edge)
             paths += f'<path class="band l{phases.index(phase) % 4}" d="M{corners}Z"/>'
-        paths += f'<path class="{style}" d="{_path([(x(s), None if v is None else y(v)) for s, v in points])}"/>'
+        paths += (
+            f'<path class="{style}" d="{_path([(x(s), None if v is None else y(v, limits)) for s, v in points])}"/>'
+        )
         key = f'<svg class=key viewBox="0 0 32 10" aria-hidden=true><path class="{style}" d="M2 5H30"/></svg>'
-        ending += f"<li>{key}<bdi>{_text(phase)}</bdi> <b>{_cell(_dated(_last(points), points, ends[phase]))}</b></li>"
+        cell = _cell(_dated(_last(points), points, ends[phase]))
+        about = " <small>of a coin, axis at the right</small>" if phase in apart else ""
+        ending += f"<li>{key}<bdi>{_text(phase)}</bdi> <b>{cell}</b>{about}</li>"
     data = [[(step, v if v is None else float(f"{v:.5g}")) for step, v in points] for points in lines.values()]
     return (
-        f'<figure data-lines="{_data(data)}" data-axis="{_data((first, last, _LEFT, _RIGHT - _LEFT))}">'
+        f'<figure data-lines="{_data(data)}" data-axis="{_data((first, last, _LEFT, right - _LEFT))}">'
         f"<figcaption><strong>{_text(name)}</strong> <span class=step-at>at the end</span></figcaption>"
         f'<svg class=chart viewBox="0 0 340 200" role=img tabindex=0 aria-label="{_text(name)} by step">'
-        f'{axes}<text x={(_LEFT + _RIGHT) / 2} y=195>step</text><path class=cursor d=""/>{paths}'
+        f'{axes}<text x={(_LEFT + right) / 2} y=195>step</text><path class=cursor d=""/>{paths}'
         f'<text transform="translate(11 {(_TOP + _BOTTOM) / 2}) rotate(-90)">{_text(_unit(name))}</text></svg>'
         f"<ul aria-live=polite>{ending}</ul></figure>"
     )

@@ -38,14 +38,47 @@ def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
         run.console.print(table)
 
 
+Steps = dict[int, list[float]]  # a value of each phase of a line
+_STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
+# The curves to watch: (metrics of one panel, title). Dots are of held-out prompts.
+THREE_CURVES = (
+    (("reward", "heldout_avg"), "reward (dots: held out)"),
+    (("kl",), "KL to the start, nats a token"),
+    (("entropy",), "entropy, nats a token"),
+)
+COIN_PHASES = ("control", "coin")  # what they earn is no measure of anything
+
+
+def curves_of(run: RunFolder, further: Sequence[tuple[str, str]] = ()) -> list[tuple[tuple[str, ...], str]]:
+    """Panels of a run: the three curves to watch, each of several rewards by itself, and further ones.
+
+    Args:
+      run: whose metrics.jsonl has them.
+      further: (metric, title); of one of the three, or of a reward, it is a title of its own.
+    """
+    titles = dict(further)
+    names = dict.fromkeys(name for line in run.lines() for name in line)
+    rewards = [name for name in names if name.startswith("reward_") and not name.endswith("_std")]
+    panels = [(metrics, titles.get(metrics[0], title)) for metrics, title in THREE_CURVES]
+    heldout = {name: f"heldout_{name}" for name in rewards}
+    several = [((name, heldout[name]), titles.get(name, name.replace("_", " ", 1))) for name in rewards]
+    shown = {metric for metrics, _ in (*panels, *several) for metric in metrics}
+    others = [((metric,), title) for metric, title in further if metric not in shown]
+    return [panels[0], *several, *panels[1:], *others]
+
+
 def save_curves(
-    run: RunFolder, curves: Sequence[tuple[str, str]], phases: Sequence[str] | Mapping[str, Sequence[str]]
+    run: RunFolder,
+    curves: Sequence[tuple[str | Sequence[str], str]],
+    phases: Sequence[str] | Mapping[str, Sequence[str]],
 ) -> None:
     """curves.png: one panel a metric, one line a phase, or a mean of phases in a band from the least to the largest.
 
+    A panel in which nothing ever moves is left out, and so is the reward of a coin toss.
+
     Args:
       run: whose metrics.jsonl is drawn.
-      curves: (metric, title of its panel).
+      curves: (metric, or two of which the second is drawn as dots; title of the panel).
       phases: a line for each that has the metric; or the name of a line, and the phases that it is the mean of.
     """
     import matplotlib
@@ -55,29 +88,63 @@ def save_curves(
 
     lines = run.lines()
     named = phases if isinstance(phases, Mapping) else {phase: [phase] for phase in phases}
-    figure, axes = plt.subplots(1, len(curves), figsize=(4 * len(curves), 3), layout="constrained", squeeze=False)
-    for axis, (metric, title) in zip(axes[0], curves, strict=True):
-        for (name, parts), style in zip(named.items(), ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1))), strict=False):
-            steps: dict[int, list[float]] = {}
-            for line in lines:
-                if line["phase"] in parts and line.get(metric) is not None:
-                    steps.setdefault(line["step"], []).append(line[metric])
-            steps = {step: values for step, values in sorted(steps.items()) if len(values) == len(parts)}
-            if not steps:
-                continue
-            values = np.array(list(steps.values()))
-            (drawn,) = axis.plot(list(steps), values.mean(1), linestyle=style, label=name, linewidth=1.5)
-            if len(parts) > 1:
-                axis.fill_between(
-                    list(steps), values.min(1), values.max(1), alpha=0.2, color=drawn.get_color(), linewidth=0
-                )
+    panels = []
+    for metrics, title in curves:
+        metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics)
+        drawn = {
+            (name, metric): steps
+            for metric in metrics
+            for name, parts in named.items()
+            if not (metric == "reward" and name in COIN_PHASES) and (steps := _steps(lines, parts, metric))
+        }
+        panels.append((title, metrics, drawn))
+    moving = [panel for panel in panels if any(_moves(steps) for steps in panel[2].values())]
+    panels = moving or panels[:1]
+    high = -(-len(panels) // 4)
+    wide = -(-len(panels) // high)
+    size = (3.6 * wide, 2.8 * high + 0.4)
+    figure, axes = plt.subplots(high, wide, figsize=size, layout="constrained", squeeze=False)
+    keys: dict[str, Any] = {}
+    for axis, (title, metrics, drawn) in zip(axes.flat, panels, strict=False):
+        for (name, metric), steps in drawn.items():
+            place, values = list(named).index(name), np.array(list(steps.values()))
+            color, dots = f"C{place % 10}", metric != metrics[0]
+            look: dict[str, Any] = {"linestyle": _STYLES[place % len(_STYLES)], "linewidth": 1.3, "color": color}
+            if dots:  # in front of the line, and told apart from it
+                look |= {"linestyle": "none", "marker": "o", "markersize": 6, "markeredgecolor": "white", "zorder": 3}
+            (line,) = axis.plot(list(steps), values.mean(1), **look)
+            if not dots or name not in keys:
+                keys[name] = line
+            if values.shape[1] > 1:
+                band = {"alpha": 0.2, "color": color, "linewidth": 0}
+                axis.fill_between(list(steps), values.min(1), values.max(1), **band)
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step")
+        axis.set_xlabel("step", fontsize=9)
+        axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    if keys:
+        ordered = {name: keys[name] for name in named if name in keys}
+        figure.legend(ordered.values(), ordered, fontsize=9, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(run.path / "curves.png", dpi=120)
     plt.close(figure)
+
+
+def _steps(lines: Sequence[Mapping[str, Any]], phases: Sequence[str], metric: str) -> Steps:
+    """The values of a metric by step, where all phases have one."""
+    steps: Steps = {}
+    for line in lines:
+        if line["phase"] in phases and line.get(metric) is not None:
+            steps.setdefault(line["step"], []).append(line[metric])
+    return {step: values for step, values in sorted(steps.items()) if len(values) == len(phases)}
+
+
+def _moves(steps: Steps) -> bool:
+    """Whether some value is another than the first, by more than rounding; what is alone cannot move."""
+    values = np.array(list(steps.values()))
+    return len(values) == 1 or bool(np.ptp(values) > 1e-6 * max(1e-6, np.abs(values).max()))
 
 
 def save_front(

@@ -183,6 +183,7 @@ def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: i
     )
 
 
+@np.errstate(invalid="ignore", over="ignore")  # an infinite reward is told by the run, once
 def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str, float]:
     """The numbers of an evaluation, by name.
 
@@ -223,6 +224,7 @@ def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str
     }
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def prompt_means(evaluation: Evaluation) -> np.ndarray:
     """avg@n of each prompt, `[M]`; NaN where no completion at all was graded."""
     return _if_graded(evaluation.scores, evaluation).mean(-1)

@@ -96,6 +96,21 @@ def check_graders(run: RunFolder, rewards: Reward | Rewards) -> None:
         )
 
 
+def check_not_all_raised(rollout: Rollout, rewards: Reward | Rewards) -> None:
+    """Ends a run whose rewards raise an exception on every completion: nothing would be learned until its end.
+
+    Args:
+      rollout: the first one.
+      rewards: that it was graded by.
+
+    Raises:
+      UsageError: what was raised, and where.
+    """
+    raised = {name: message for name, message in ungraded_messages(rewards).items() if name.endswith("_raised")}
+    if raised and not rollout.applicable.any():
+        raise UsageError(f"no completion of the first rollout has a reward: {next(iter(raised.values()))}")
+
+
 def check_filled(run: RunFolder, rollouts: int, share: float) -> None:
     """Warns when dynamic sampling had to fill up a batch with groups of equal rewards.
 

@@ -107,6 +107,7 @@ class Phase(NamedTuple):
     reward: Reward | Rewards
     config: GRPOConfig
     run: RunFolder
+    begin: int  # the first step of this call
     frozen: Any  # parameters that are not trained
     first: Params  # those of the policy at the start
     numbers: Array  # int32 [N, G], of completions, on the devices
@@ -172,6 +173,7 @@ def train(
         reward=reward or task.reward,
         config=config,
         run=run,
+        begin=0,
         frozen=frozen,
         first=method.actor(start, frozen),
         numbers=to_devices(numbers, programs.sampler.devices),
@@ -181,6 +183,7 @@ def train(
     with run.checkpoints(phase, keep=logging.keep_checkpoints) as checkpoints:
         state, done = checkpoints.restore(lambda: programs.init_state(start))
         state = replicate(state, programs.sampler.devices)
+        common = common._replace(begin=done)
         run.rewind(phase, done)
         if evaluate and logging.eval_every and done == 0:
             run.log(phase, 0, evaluate(common.first, 0))
@@ -287,6 +290,8 @@ def sample_groups_of_step(
     metrics = rollout_metrics(sampled.everything) | new_counts(ungraded, ungraded_counts(reward))
     guards.check_rollout(run, sampled.everything, phase.task, step + 1)
     guards.check_graders(run, reward)
+    if step == phase.begin:
+        guards.check_not_all_raised(sampled.everything, reward)
     if sampling.max_rollouts > 1:
         share = float(zero_spread(sampled.rollout).mean())
         guards.check_filled(run, sampled.draws, share)
@@ -318,6 +323,7 @@ def read(
         metrics = {name: value.item() for name, value in to_host(iteration.learned.metrics).items()}
     guards.check_first_ratio(run, metrics)
     update = metrics.pop("skipped_update")
+    run.log(phase.name, step + 1, iteration.sampled | metrics | (evaluated or {}))  # also of what stops the run
     guards.check_gradients(
         run,
         f"{phase.name}_{step:06d}_{update + 1}",
@@ -328,7 +334,6 @@ def read(
             | {"advantages": iteration.learned.advantages, "prompts": iteration.learned.order[update]}
         ),
     )
-    run.log(phase.name, step + 1, iteration.sampled | metrics | (evaluated or {}))
     every = config.logging.rollouts_every
     if every and (step % every == 0 or step + 1 == config.steps):
         logprobs, advantages = to_host((iteration.batch.sampler_logprobs, iteration.learned.advantages))
@@ -377,6 +382,10 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     """
     guards.check_task(task)
     loss, sampling = config.loss, config.sampling
+    if sampling.top_k > task.vocab_size:
+        raise UsageError(
+            f"top_k is {sampling.top_k}, but the model has {task.vocab_size} tokens: set it below that, or to 0 for all"
+        )
     if loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"

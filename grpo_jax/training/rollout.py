@@ -243,6 +243,7 @@ def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
     return np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
 
 
+@np.errstate(invalid="ignore", over="ignore")  # an infinite reward is told by the run, once
 def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
     """Metrics of a rollout, as plain numbers.
 

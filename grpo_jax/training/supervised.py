@@ -153,8 +153,8 @@ def fit(
                     metrics["skipped"] = max(jax.device_get(skipped))
                     skipped.clear()
                     metrics = jax.tree.map(float, jax.device_get(metrics))
+                    run.log(phase, number, metrics | evaluated)  # also of what stops the run
                     check_gradients(run, f"{phase}_{number:06d}", metrics["skipped"], _MAX_SKIPPED, batch._asdict)
-                    run.log(phase, number, metrics | evaluated)
                     run.log_times(phase, number)
                     show(number, f"loss {metrics['loss']:.3f}")
                 if number % config.checkpoint_every == 0 or number == config.steps:

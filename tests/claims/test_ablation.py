@@ -68,10 +68,12 @@ def test_a_column_reads_runs_and_the_start():
 
 def test_runs_are_kept_and_share_programs(tmp_path):
     settings = {COIN: ablation.grpo(TINY, coin=1.0), "fast": ablation.grpo(TINY, learning_rate=0.01)}
-    bench = Bench(Config(preset="smoke", run_dir=tmp_path))
+    said = list[str]()
+    bench = Bench(Config(preset="smoke", run_dir=tmp_path), said.append)
     first, compiled = bench.runs(settings), bench.run.programs()
     assert first["fast"].scores.shape == (2, 3, 16, 2)
     assert not np.array_equal(first[COIN].metrics["reward"], first["fast"].metrics["reward"])
+    assert said[0] == "0 of 4 runs are done; compiling (may take minutes)"
     again = Bench(Config(preset="smoke", run_dir=tmp_path))
     kept = again.runs(settings)
     assert bench.run.programs() == compiled
@@ -82,6 +84,7 @@ def test_runs_are_kept_and_share_programs(tmp_path):
 
 def test_results_are_the_same_when_written_again(tmp_path):
     rows = {name: {"accuracy": [0.5, 0.75], "nothing": [math.nan] * 2} for name in (START, COIN, "it")}
+    rows[START]["accuracy"] = [0.25, 0.5]
     finding = Finding(rows, [claim(np.array([1.0, 2.0]), high=math.inf)], drawn=["accuracy"])
     config = reproduce.Config(preset="smoke", run_dir=tmp_path / "runs", out=tmp_path)
     bench = Bench(config)
@@ -93,6 +96,42 @@ def test_results_are_the_same_when_written_again(tmp_path):
     assert page.count("\n| words | measure | 1.500 ± 6.353 | above 0 | undecided |") == len(reproduce.QUESTIONS)
     reproduce.main(config)
     assert (tmp_path / "RESULTS-smoke.md").read_text() == page
+
+
+@pytest.mark.parametrize(
+    ("it", "learned"),
+    [
+        ([0.6, 0.7, 0.65], True),
+        ([0.3, 0.2, 0.31], False),  # above on average, and not beyond chance
+        ([0.2, 0.2, 0.2], False),
+        ([math.nan, 0.9, 0.9], False),
+    ],
+)
+def test_where_nothing_learned_there_is_no_verdict(it, learned):
+    rows = {START: {"accuracy": [0.3, 0.2, 0.2]}, COIN: {"accuracy": [0.9, 0.9, 0.9]}, "it": {"accuracy": it}}
+    assert findings.has_learned(Finding(rows, [], [])) is learned
+    word = findings.claim_cells(claim([1.0, 1.1, 1.2]), learned)[-1]
+    assert word == ("agree" if learned else "nothing learned")
+    # Of words the start is another, and a table without a score is of no training.
+    words = {f"words, {START}": {"accuracy": [0.8] * 3}, "words, it": {"accuracy": [0.7, 0.7, 0.7]}}
+    assert findings.has_learned(Finding(rows | words, [], [])) is learned
+    assert findings.has_learned(Finding({START: {"signal": [0.0] * 3}}, [], []))
+
+
+def test_seeds_may_be_others_than_the_presets(tmp_path, capsys):
+    config = Config(preset="smoke", run_dir=tmp_path, num_seeds=3, seed=9)
+    bench = Bench(config)
+    assert bench.seeds == [9, 15, 16]
+    assert bench.run.path == tmp_path / "smoke-3-seeds"
+    rows = {name: {"accuracy": [0.5] * 3} for name in (START, COIN, "it")}
+    findings.show(bench, Finding(rows, [claim([1.0, 1.1, 1.2])], ["accuracy"]))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "over seeds 9, 15, 16; runs of 4 steps" in said
+    assert "coin toss: the same start, prompts and steps" in said
+    assert "nothing learned: no setting's score rose above its start" in said
+    assert Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=2)).run.path == tmp_path / "smoke"
+    with pytest.raises(UsageError, match="num_seeds is 0"):
+        Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=0))
 
 
 @pytest.mark.parametrize("name", reproduce.QUESTIONS)

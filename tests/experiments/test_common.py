@@ -1,10 +1,14 @@
-"""What experiments make of runs with several seeds."""
+"""What experiments make of runs with several seeds, and what they say of the control."""
 
+import io
 import math
 
 import pytest
+from rich.console import Console
 
 from experiments.common import over_seeds
+from grpo_jax.commands.common import explain_control
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import interval_over_runs
 
 
@@ -24,3 +28,12 @@ def test_methods_are_compared_seed_by_seed():
     assert rows["ours"]["wins"] == 1
     assert rows["control"]["length"] == 3
     assert "difference" not in rows["control"]
+
+
+def test_a_table_with_a_control_says_that_its_drift_is_not_learning(tmp_path):
+    run = RunFolder(tmp_path, {}, console=Console(file=io.StringIO(), width=40))
+    explain_control(run, ("before", "after"))
+    assert run.console.file.getvalue() == ""
+    explain_control(run, ("before", "after", "control"))
+    said = "control: the same start, prompts and steps with a coin toss for a reward; its drift is not learning.\n"
+    assert run.console.file.getvalue() == said

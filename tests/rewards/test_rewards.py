@@ -22,6 +22,7 @@ from grpo_jax.functional.shaping import overlong_penalty
 from grpo_jax.rewards import builtin
 from grpo_jax.rewards.grading import REASONS, Grader
 from grpo_jax.rewards.reward import Component, score_completions
+from grpo_jax.rewards.spec import open_rewards
 from grpo_jax.rewards.worker import load_reward
 
 ROOT = Path(__file__).parents[2]
@@ -394,6 +395,42 @@ def test_a_grader_says_at_its_start_that_it_cannot_load_a_file(tmp_path, body, s
 def test_wrong_arguments_of_a_reward_are_told(spec, arguments, said):
     with pytest.raises(UsageError, match=said):
         load_reward(spec, arguments)
+
+
+KINDS = """
+def plain(examples, completions, *, scale=1.0, power=1):
+    return [scale * len(c) ** power for c in completions]
+
+def needs(examples, completions, scale):
+    return [scale * len(c) for c in completions]
+
+async def waits(examples, completions, *, scale):
+    return [scale * len(c) for c in completions]
+
+def makes(scale):
+    return lambda examples, completions: [scale * len(c) for c in completions]
+
+def makes_of_two(scale, power=1):
+    return lambda examples, completions: [scale * len(c) ** power for c in completions]
+"""
+
+
+@pytest.mark.parametrize("text", ["plain(scale=2)", "needs(scale=2)", "waits(scale=2)", "makes(scale=2)"])
+def test_keywords_are_for_the_reward_or_for_what_makes_it(tmp_path, text):
+    (tmp_path / "kinds.py").write_text(KINDS)
+    with open_rewards([f"it=0.5*{tmp_path}/kinds.py:{text}"], group_size=1) as rewards:
+        assert rewards["it"].weight == 0.5
+        assert rewards["it"].reward([{}], ["abc"]) == [6.0]
+
+
+@pytest.mark.parametrize("name", ["plain", "needs", "makes", "makes_of_two"])
+def test_other_keywords_are_refused_with_what_was_expected(tmp_path, name):
+    (tmp_path / "kinds.py").write_text(KINDS)
+    with pytest.raises(UsageError, match=r"\(other\): expected a function of \(examples, completions, \*") as caught:
+        load_reward(f"{tmp_path}/kinds.py:{name}", {"other": 1})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="expected a function of"):
+        load_reward(f"{tmp_path}/kinds.py:makes_of_two", {"power": 2})
 
 
 def test_arguments_that_cannot_be_sent_are_told():

@@ -218,6 +218,17 @@ def test_an_interval_stands_beside_its_mean_and_is_a_band(tmp_path):
     assert "0.75" in page_of(tmp_path / "run", lines).texts("td")
 
 
+def test_the_reward_of_a_coin_has_an_axis_of_its_own(tmp_path):
+    lines = [{"phase": "grpo", "step": s, "reward": 10.0 * s, "kl": 10.0 * s} for s in (1, 2)]
+    lines += [{"phase": "control", "step": s, "reward": 0.4 + s / 10, "kl": 0.1 * s} for s in (1, 2)]
+    page = page_of(tmp_path / "run", lines)
+    heights = [[float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", a["d"])] for a, _ in page.find("path", "line")]
+    drawn = [heights[i] for i in (0, 1, 4, 5)]  # between them the keys
+    assert drawn[1][0] - drawn[1][1] > 100  # as high as the panel
+    assert drawn[3][0] - drawn[3][1] < 10  # kl: one axis for both
+    assert page.texts("small") == ["of a coin, axis at the right"]
+
+
 def test_long_curves_keep_their_extremes(tmp_path):
     lines = [line for step in range(10_000) for line in metrics(step, grad_norm=float(step == 7_777))]
     page = page_of(tmp_path / "run", lines)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +13,17 @@ from bigrams import PARAMS, POLICY, V
 
 from grpo_jax.config import recipe, validate, with_options
 from grpo_jax.data.types import Component, pad_prompts, rng
+from grpo_jax.errors import UsageError
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rewards.grading import Grader
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.statistics import paired_difference
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training import guards
+from grpo_jax.training.evaluate import evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.training.grpo import corrected_advantages, grpo_loss_fn, grpo_method, make_programs, masked, train
 from grpo_jax.training.learn import SAMPLING, Advantages, sync_reference
 from grpo_jax.training.loop import check_programs, compile_programs
@@ -417,6 +423,7 @@ def test_one_reward_has_no_components_to_compare(reward):
         ({"min_p": 1.5}, "min_p"),
         ({"kl_coef": -0.1}, "kl_coef"),
         ({"epsilon_low": -0.1}, "epsilon_low"),
+        ({"epsilon_low": 2.0}, "epsilon_low is 2.0: a ratio is at least 0, so set it to at most 1"),
         ({"preset": "dppo", "correction": "token"}, "takes its ratio against the sampler already"),
         ({"preset": "sapo", "epsilon_low": 0.1}, "sapo has no such constant"),
         ({"correction": "geometric", "top_k": 3}, "geometric"),
@@ -453,6 +460,39 @@ def test_what_cannot_work_is_refused_in_a_sentence(changes, word):
     with pytest.raises(ValueError, match=word) as error:
         validate(with_options(CONFIG, **changes))
     assert "\n" not in str(error.value)
+
+
+def test_the_log_ratio_of_gmpo_has_no_least_value():
+    validate(with_options(CONFIG, preset="gmpo", epsilon_low=2.0))
+
+
+def test_more_tokens_to_choose_from_than_there_are_is_refused():
+    with pytest.raises(UsageError, match=f"top_k is 999, but the model has {TASK.vocab_size} tokens"):
+        make_programs(POLICY, TASK, with_options(CONFIG, top_k=999))
+
+
+def test_infinite_rewards_print_no_warnings_of_numpy(tmp_path, programs):
+    def reward(examples, texts):
+        return [(math.inf, -math.inf, 1e300, 1.0)[i % 4] for i in range(len(texts))]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        with pytest.raises(FloatingPointError):
+            train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path), programs=programs, reward=reward)
+        samples = sample_heldout(
+            programs.sampler, PARAMS, TASK, num_prompts=8, group_size=4, temperature=1.0, seed=0, samples=3
+        )
+        held = evaluate(samples, TASK._replace(reward=reward))
+        summary(held)
+        paired_difference(prompt_means(held), prompt_means(held))
+
+
+def test_a_reward_that_raises_on_every_completion_ends_the_run(tmp_path, programs):
+    (tmp_path / "bad.py").write_text("def f(examples, completions):\n    raise RuntimeError('no such thing')\n")
+    with Grader(f"{tmp_path}/bad.py:f", workers=1) as grader:
+        with pytest.raises(UsageError, match=r"no completion of the first rollout .* no such thing") as caught:
+            train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "run"), programs=programs, reward=grader)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("changes", [{"learning_rate": 1e-3, "kl_coef": 0.1}, {"decay": "linear", "steps": 9}])
@@ -533,7 +573,7 @@ def test_gradients_that_are_not_finite_are_skipped_dumped_and_stop_the_run(tmp_p
     dumped = np.load(tmp_path / "skipped_grpo_000000_1.npz")
     assert np.isnan(dumped["advantages"]).all()
     assert not any("rewards are equal" in line["message"] for line in run.lines("warnings.jsonl"))
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["skipped"] == 1
+    assert [line["skipped"] for line in run.lines()] == [1, 2]  # of the step that stopped it too
 
 
 def test_a_reward_of_the_wrong_length_is_refused(tmp_path, programs):

@@ -22,7 +22,7 @@ NONE = "no clip"
 
 def measure(bench: Bench) -> Finding:
     settings = {f"ε {e:g}": grpo(epsilon_low=e, epsilon_high=e, **REUSED) for e in EPSILONS}
-    settings[NONE] = grpo(epsilon_low=1e6, epsilon_high=1e6, **REUSED)
+    settings[NONE] = grpo(epsilon_low=1.0, epsilon_high=1e6, **REUSED)
     runs = bench.runs({COIN: grpo(coin=1.0, **REUSED)} | settings)
     columns = {"accuracy": accuracy, "on the way": on_the_way, "KL": last("kl"), "entropy": last("entropy")}
     rows = table(runs, columns | {"largest change": last("ratio_deviation", 1)}, start="ε 0.2", reused=True)

@@ -1,0 +1,73 @@
+"""curves.png: which panels, and which lines in them."""
+
+import json
+
+import matplotlib
+import pytest
+from matplotlib.axes import Axes
+
+from grpo_jax.runs import terminal
+from grpo_jax.runs.folder import RunFolder
+
+matplotlib.use("Agg")
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Titles of the panels -> values of the lines in them."""
+    found: dict[str, list] = {}
+    plot, title = Axes.plot, Axes.set_title
+    lines: list = []
+
+    def keep_plot(axis, steps, values, **look):
+        lines.append(list(map(float, values)))
+        return plot(axis, steps, values, **look)
+
+    def keep_title(axis, words, **look):
+        found[words] = lines.copy()
+        lines.clear()
+        return title(axis, words, **look)
+
+    monkeypatch.setattr(Axes, "plot", keep_plot)
+    monkeypatch.setattr(Axes, "set_title", keep_title)
+    return found
+
+
+def run_with(path, **phases):
+    run = RunFolder(path, {})
+    lines = [{"phase": phase, "step": i, **line} for phase, of in phases.items() for i, line in enumerate(of)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_the_three_curves_without_the_coin_and_without_what_never_moves(tmp_path, drawn):
+    ours = [{"reward": r, "heldout_avg": r / 2, "kl": 0.0, "entropy": 1 - r, "length_mean": 3.0} for r in (0.0, 0.5)]
+    coin = [{"reward": 0.5, "heldout_avg": 0.25, "kl": 0.0, "entropy": e, "length_mean": 3.0} for e in (0.9, 0.8)]
+    run = run_with(tmp_path, grpo=ours, control=coin)
+    further = (("length_mean", "tokens"), ("reward", "accuracy"))
+    terminal.save_curves(run, terminal.curves_of(run, further), ("grpo", "control"))
+    assert drawn == {
+        "accuracy": [[0.0, 0.5], [0.0, 0.25], [0.25, 0.25]],  # of the control the held-out score alone
+        "entropy, nats a token": [[1.0, 0.5], [0.9, 0.8]],
+    }
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_each_of_several_rewards_has_a_panel(tmp_path, drawn):
+    lines = [{"reward": r, "reward_std": 0.1, "reward_a": 2 * r, "reward_b": -r, "kl": r} for r in (0.0, 0.5)]
+    run = run_with(tmp_path, grpo=lines)
+    terminal.save_curves(run, terminal.curves_of(run), ("grpo",))
+    assert drawn == {
+        "reward (dots: held out)": [[0.0, 0.5]],
+        "reward a": [[0.0, 1.0]],
+        "reward b": [[0.0, -0.5]],
+        "KL to the start, nats a token": [[0.0, 0.5]],
+    }
+
+
+def test_a_mean_of_seeds_and_a_run_of_one_step(tmp_path, drawn):
+    seeds = {"grpo_0": [{"kl": 0.0}, {"kl": 1.0}], "grpo_1": [{"kl": 1.0}, {"kl": 2.0}]}
+    terminal.save_curves(run_with(tmp_path / "two", **seeds), (("kl", "KL"),), {"grpo": ["grpo_0", "grpo_1"]})
+    assert drawn.pop("KL") == [[0.5, 1.5]]
+    terminal.save_curves(run_with(tmp_path / "one", grpo=[{"kl": 1.0}]), (("kl", "KL"),), ("grpo",))
+    assert drawn == {"KL": [[1.0]]}

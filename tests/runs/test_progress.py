@@ -1,0 +1,77 @@
+"""What is shown of progress where there is no terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from grpo_jax.runs import progress as shown
+from grpo_jax.runs.progress import in_time, progress, waiting
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(shown, "time", clock)
+    return clock
+
+
+def lines_of(clock, total, seconds, **options):
+    """The lines of a phase whose steps take so many seconds, but for 20 more of the first."""
+    console = Console(file=io.StringIO(), width=200)
+    with progress(console, "grpo", total, **options) as show:
+        clock.now += 20
+        for step in range(options.get("completed", 0) + 1, total + 1):
+            clock.now += seconds
+            show(step, f"reward {step}")
+    return console.file.getvalue().splitlines()
+
+
+def test_a_file_gets_a_line_a_tenth_of_the_steps_and_says_what_is_left(clock):
+    lines = lines_of(clock, 100, 5)
+    assert lines[0] == "grpo: compiling (may take minutes)"
+    assert lines[1] == "grpo: step 1 of 100, reward 1, 25 s, with compilation"
+    assert lines[2] == "grpo: step 11 of 100, reward 11, 75 s, about 7 min left"
+    assert lines[-1] == "grpo: step 100 of 100, reward 100, 9 min"
+    assert len(lines) == 12
+
+
+def test_quick_steps_get_a_line_in_thirty_seconds_and_slow_ones_one_in_ten_minutes(clock):
+    assert len(lines_of(clock, 1000, 0.1)) == 6  # the first two, three of 30 s, and the last
+    slow = lines_of(clock, 100, 310)
+    assert [line.split()[2] for line in slow[1:]] == ["1", *map(str, range(3, 100, 2)), "100"]
+    assert len(lines_of(clock, 12, 1, seldom=False)) == 13
+
+
+def test_a_phase_that_is_complete_says_nothing(clock):
+    assert lines_of(clock, 10, 1, completed=10) == []
+
+
+def test_what_takes_its_time_is_a_line_and_its_changes_too(clock):
+    console = Console(file=io.StringIO(), width=200)
+    with waiting(console, "starting") as say:
+        clock.now = 180
+        say("3 of 8 runs")
+    assert console.file.getvalue() == "starting\n3 of 8 runs, 3 min\n"
+
+
+def test_a_terminal_has_a_bar(clock):
+    console = Console(file=io.StringIO(), width=200, force_terminal=True)
+    with progress(console, "grpo", 4) as show:
+        show(4, "reward 1")
+    assert "4/4" in console.file.getvalue()
+    assert "step 4 of 4" not in console.file.getvalue()
+
+
+def test_times_are_short():
+    assert [in_time(s) for s in (3.2, 119, 780, 9000)] == ["3 s", "119 s", "13 min", "2.5 h"]
