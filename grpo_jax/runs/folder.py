@@ -64,8 +64,12 @@ class RunFolder:
             with (path / "config.json").open("x") as file:
                 file.write(json.dumps(config, indent=2) + "\n")
         except FileExistsError:
-            differing = differing_options(json.loads((path / "config.json").read_text()), config)
-            if differing:
+            saved = json.loads((path / "config.json").read_text())
+            differing = differing_options(saved, config)
+            if differing == ["steps"]:
+                check_more_steps(flattened(saved), flattened(config))
+                write_json(path / "config.json", config)
+            elif differing:
                 raise UsageError(
                     f"{', '.join(differing)} differ from the options of the run in {path}: leave them out, or start a "
                     "new run"
@@ -235,6 +239,25 @@ def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str
     saved, given = flattened(saved), flattened(json.loads(json.dumps(config)))  # as the file holds them
     names = saved.keys() | given.keys()
     return sorted(name for name in names - _FREE_OPTIONS if saved.get(name) != given.get(name))
+
+
+def check_more_steps(saved: dict[str, Any], config: dict[str, Any]) -> None:
+    """Refuses to continue a run with this number of steps, where its steps so far depended on the earlier number.
+
+    Args:
+      saved: options of the run so far, by name.
+      config: those that it is to be continued with; they differ in `steps`.
+
+    Raises:
+      UsageError: one sentence that says what to do.
+    """
+    export = "export the run and start a new one from it"
+    if config["steps"] < saved["steps"]:
+        raise UsageError(f"the run is of {saved['steps']} steps: continue it with more, or leave out steps")
+    if saved.get("decay", "none") != "none":
+        raise UsageError(f"the learning rate of the run falls until step {saved['steps']}: to go on, {export}")
+    if saved.get("max_rollouts", 1) > 1 or "rounds" in saved:
+        raise UsageError(f"the prompts of the run were chosen for {saved['steps']} steps: to go on, {export}")
 
 
 def _is_later(record: dict[str, Any], phase: str, step: int) -> bool:

@@ -184,6 +184,29 @@ def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
     assert params_sha256(again) == params_sha256(expected)
 
 
+def test_a_finished_run_goes_on_with_more_steps(tmp_path):
+    short, long = with_options(CONFIG, steps=2), with_options(CONFIG, steps=4)
+    train(POLICY, PARAMS, TASK, short, open_run(tmp_path / "short", short))
+    run = open_run(tmp_path / "short", long)
+    extended = train(POLICY, PARAMS, TASK, long, run)
+    whole = train(POLICY, PARAMS, TASK, long, open_run(tmp_path / "long", long))
+    assert params_sha256(extended.params) == params_sha256(whole.params)
+    assert run.lines() == RunFolder(tmp_path / "long", dataclasses.asdict(long)).lines()
+    assert json.loads((tmp_path / "short/config.json").read_text())["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("saved", "steps", "word"),
+    [({}, 3, "more"), ({"decay": "linear"}, 12, "learning rate"), ({"max_rollouts": 4}, 12, "prompts")],
+)
+def test_a_run_whose_steps_depend_on_their_number_is_not_extended(tmp_path, saved, steps, word):
+    config = with_options(CONFIG, **saved)
+    open_run(tmp_path, config)
+    with pytest.raises(UsageError, match=word) as error:
+        open_run(tmp_path, with_options(config, steps=steps))
+    assert "\n" not in str(error.value)
+
+
 def test_a_checkpoint_is_what_was_saved_though_its_buffers_are_donated(tmp_path):
     step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     state = TrainState({"w": jnp.zeros((512, 1024))}, (), jnp.int32(0))
