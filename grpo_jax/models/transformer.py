@@ -406,7 +406,7 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
 
 @jax.custom_vjp
 def _attend_block(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """softmax(q·k) v. The backward pass computes scores again from their log-normalisers. 2205.14135.
+    """softmax(q·k) v. The backward pass computes scores again. 2205.14135.
 
     Queries `[N, K, G, R, E]`, keys and values `[N, K, G, C, E]`, mask against `[N, K, G, R, C]` -> as queries.
     """
@@ -417,10 +417,11 @@ def _attend_block_forward(queries, keys, values, mask):
     # The mask is added and not selected by: XLA on CPU then makes one operation of product, softmax and product.
     scores = _einsum("nkgre,nkgce->nkgrc", queries, keys) + _bias(mask)
     maximum = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - maximum)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    attended = (_einsum("nkgrc,nkgce->nkgre", weights.astype(queries.dtype), values) / total).astype(queries.dtype)
-    attended, log_normalizer = (checkpoint_name(x, "attended") for x in (attended, maximum + jnp.log(total)))
+    log_normalizer = maximum + jnp.log(jnp.sum(jnp.exp(scores - maximum), axis=-1, keepdims=True))
+    weights = jnp.exp(scores - log_normalizer)
+    # Normalised before the product with values, and as in the backward pass: the other order rounds less evenly.
+    attended = _einsum("nkgrc,nkgce->nkgre", weights.astype(queries.dtype), values).astype(queries.dtype)
+    attended, log_normalizer = (checkpoint_name(x, "attended") for x in (attended, log_normalizer))
     return attended, (queries, keys, values, mask, attended, log_normalizer)
 
 

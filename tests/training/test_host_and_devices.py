@@ -232,4 +232,4 @@ def test_too_many_in_a_row_end_a_run_one_step_later(tmp_path, by_prompt):
         run_whole(tmp_path, programs, config, reward=broken)
     # The eighth is of the second step, which is read before the third one is rewarded.
     assert len(calls) == 2
-    assert [line["skipped"] for line in open_run(tmp_path, config).lines()] == [4]
+    assert [line["skipped"] for line in open_run(tmp_path, config).lines()] == [4, 8]
