@@ -417,18 +417,18 @@ def _attend_block_forward(queries, keys, values, mask):
     # The mask is added and not selected by: XLA on CPU then makes one operation of product, softmax and product.
     scores = _einsum("nkgre,nkgce->nkgrc", queries, keys) + _bias(mask)
     maximum = jnp.max(scores, axis=-1, keepdims=True)
-    log_normalizer = maximum + jnp.log(jnp.sum(jnp.exp(scores - maximum), axis=-1, keepdims=True))
-    weights = jnp.exp(scores - log_normalizer)
+    weights = jnp.exp(scores - maximum)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
     # Normalised before the product with values, and as in the backward pass: the other order rounds less evenly.
-    attended = _einsum("nkgrc,nkgce->nkgre", weights.astype(queries.dtype), values).astype(queries.dtype)
-    attended, log_normalizer = (checkpoint_name(x, "attended") for x in (attended, log_normalizer))
-    return attended, (queries, keys, values, mask, attended, log_normalizer)
+    attended = _einsum("nkgrc,nkgce->nkgre", (weights / total).astype(queries.dtype), values).astype(queries.dtype)
+    attended, maximum, total = (checkpoint_name(x, "attended") for x in (attended, maximum, total))
+    return attended, (queries, keys, values, mask, attended, maximum, total)
 
 
 def _attend_block_backward(kept, gradient):
     """∂L/∂scores = w (∂L/∂attended · v − ∂L/∂attended · attended), with the softmax's weights w."""
-    queries, keys, values, mask, attended, log_normalizer = kept
-    weights = jnp.exp(_einsum("nkgre,nkgce->nkgrc", queries, keys) + _bias(mask) - log_normalizer)
+    queries, keys, values, mask, attended, maximum, total = kept
+    weights = jnp.exp(_einsum("nkgre,nkgce->nkgrc", queries, keys) + _bias(mask) - maximum) / total
     # A product with ones: see `rms_norm`.
     mean = (gradient * attended).astype(jnp.float32) @ jnp.ones((attended.shape[-1], 1), jnp.float32)
     d_scores = weights * (_einsum("nkgre,nkgce->nkgrc", gradient, values) - mean)

@@ -122,8 +122,8 @@ def test_bad_options_are_refused(tmp_path, capsys, args, message):
 def test_resuming_may_change_where_a_run_computes_but_not_what(tmp_path):
     flags.open_run(parse("--run-dir", tmp_path / "run"))
     flags.open_run(parse("--resume", "--run-dir", tmp_path / "run", "--devices", "2"))
-    with pytest.raises(ValueError, match="steps differ from the options of the run"):
-        flags.open_run(parse("--resume", "--run-dir", tmp_path / "run", "--steps", "7"))
+    with pytest.raises(ValueError, match="learning_rate differ from the options of the run"):
+        flags.open_run(parse("--resume", "--run-dir", tmp_path / "run", "--learning-rate", "0.5"))
 
 
 def test_two_runs_that_start_at_once_do_not_share_a_folder(tmp_path):
