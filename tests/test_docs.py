@@ -69,7 +69,8 @@ def test_commands_run_one_after_another(tmp_path):
     make, train, evaluate = blocks("rewards.md", "bash")
     (preset,), (export,), (memory,) = (blocks(f"{page}.md", "bash") for page in ("training", "pretrained", "scaling"))
     short = " --steps 2 --group-size 2 --max-tokens 8 --num-prompts 2\n"
-    export = export.replace("runs/stories", "runs/train").replace("python -m", ".venv/bin/python -m", 1)
+    program = ".venv/bin/python -c 'from grpo_jax.commands import main; main()'"
+    export = export.replace("runs/stories", "runs/train").replace(".venv/bin/grpo-jax", program)
     shown = [make, train.rstrip() + short, evaluate, preset.rstrip() + short, export, memory]
     commands = "".join(shown).replace("DIR", str(MODEL)).replace(".venv/bin/python", sys.executable)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

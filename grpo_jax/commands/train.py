@@ -26,7 +26,7 @@ from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import num_devices, replicate
 
-CURVES = (("reward", "reward"), ("heldout_avg", "held-out avg@n"), ("entropy", "entropy"), ("length_mean", "tokens"))
+CURVES = (("length_mean", "tokens"),)
 
 
 @dataclass(frozen=True)

@@ -195,8 +195,7 @@ def _logprobs_backward(residuals, cotangents):
     logits, ids, log_normalizer, entropy = residuals
     d_logprobs, d_entropy = cotangents
 
-    def d_logits(z, index, part):
-        del index
+    def d_logits(z, part):
         column = part.start + jnp.arange(z.shape[1])
         log_p = z - log_normalizer[:, None]
         slope = d_logprobs[:, None] + d_entropy[:, None] * (log_p + entropy[:, None])
@@ -240,14 +239,12 @@ def _kl_backward(residuals, d_kl):
     """
     first, second, log_normalizer, other_normalizer, kl = residuals
 
-    def d_first(z, index, part):
-        del part
-        log_p, log_q = z - log_normalizer[:, None], _slice_logits(second, index)[0] - other_normalizer[:, None]
+    def d_first(z, part):
+        log_p, log_q = z - log_normalizer[:, None], _slice_logits(second, part.number)[0] - other_normalizer[:, None]
         return d_kl[:, None] * jnp.exp(log_p) * (log_p - log_q - kl[:, None])
 
-    def d_second(z, index, part):
-        del part
-        log_p, log_q = _slice_logits(first, index)[0] - log_normalizer[:, None], z - other_normalizer[:, None]
+    def d_second(z, part):
+        log_p, log_q = _slice_logits(first, part.number)[0] - log_normalizer[:, None], z - other_normalizer[:, None]
         return d_kl[:, None] * (jnp.exp(log_q) - jnp.exp(log_p))
 
     return _gradients(first, d_first), _gradients(second, d_second)
@@ -262,6 +259,7 @@ _kl.defvjp(_kl_forward, _kl_backward)
 class _Slice(NamedTuple):
     """Columns `[start, start + C)` of the vocabulary, the first `num_seen` of which are in the slice before as well."""
 
+    number: jax.Array  # int32 scalar, of the slice
     start: jax.Array  # int32 scalar
     num_seen: jax.Array | int  # the int 0 where no slices overlap
 
@@ -290,13 +288,13 @@ def _combine(maximum, total, moment):
 
 
 def _gradients(logits: _Logits, d_logits) -> _Logits:
-    """Those of hidden states, matrix and scale, from d_logits(z, index, slice) -> ∂L/∂z, `[R, C]`."""
+    """Those of hidden states, matrix and scale, from d_logits(z, slice) -> ∂L/∂z, `[R, C]`."""
     hidden, unembedding, scale = logits
 
     def accumulate(carry, index):
         d_hidden, d_unembedding = carry
         z, part = _slice_logits(logits, index)
-        slope = _only_new(d_logits(z, index, part), part, 0) * scale[:, None]
+        slope = _only_new(d_logits(z, part), part, 0) * scale[:, None]
         slope = slope.astype(hidden.dtype)
         weight, _ = _slice_weight(logits, index)
         d_hidden += _einsum("rc,cd->rd", slope, weight)
@@ -330,7 +328,7 @@ def _slice_weight(logits: _Logits, index):
     size, slices = logits.unembedding.shape[0], _num_slices(logits)
     width = -(-size // slices)
     start = jnp.minimum(index * width, size - width)
-    part = _Slice(start, 0 if size == slices * width else index * width - start)
+    part = _Slice(index, start, 0 if size == slices * width else index * width - start)
     return jax.lax.dynamic_slice_in_dim(logits.unembedding, start, width), part
 
 

@@ -378,9 +378,9 @@ _MAX_BLOCKS = 8
 
 
 def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """softmax(q·k/√E) v, where the last query sees the last key, and each query before it one key less at least.
+    """softmax(q·k/√E) v, causally: of S queries and C keys, query s sees at most the keys up to C − S + s.
 
-    Queries are taken in blocks, so that what no query of a block may see is not computed.
+    Queries are taken in blocks. Keys that no query of a block may see are left out.
 
     Args:
       queries: `[N, K, G, Q, S, E]`.
@@ -419,7 +419,7 @@ def _attend_block_forward(queries, keys, values, mask):
     maximum = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - maximum)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    # Normalised before the product with values, and as in the backward pass: the other order rounds less evenly.
+    # Divided before the product with values, as in the backward pass. The other order rounds less evenly.
     attended = _einsum("nkgrc,nkgce->nkgre", (weights / total).astype(queries.dtype), values).astype(queries.dtype)
     attended, maximum, total = (checkpoint_name(x, "attended") for x in (attended, maximum, total))
     return attended, (queries, keys, values, mask, attended, maximum, total)

@@ -3,7 +3,7 @@
 It shows what the run warned of, how it ended, its curves, and groups of completions side by side, with rewards,
 advantages and the probabilities of tokens. `write_report` does the same from Python, also while the run goes on.
 
-  python -m grpo_jax.runs.report runs/stories
+  grpo-jax report runs/stories
 """
 
 import base64
@@ -23,7 +23,7 @@ from rich.console import Console
 
 from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
-from grpo_jax.runs.flags import refuse
+from grpo_jax.runs.flags import program, refuse
 from grpo_jax.runs.folder import write_text
 
 MAX_BYTES = 5_000_000  # of the page; groups are left out to keep to it
@@ -609,10 +609,15 @@ def _tokens(
     return f' data-tokens="{_data(value)}"'
 
 
-if __name__ == "__main__":
-    given = tyro.cli(Options, prog="python -m grpo_jax.runs.report", description=__doc__)
+def command() -> None:
+    """The command line."""
+    given = tyro.cli(Options, prog=program(), description=__doc__)
     try:
         written = write_report(given.run, given.phase)
     except UsageError as error:
         refuse(str(error))
     Console().print(f"report: {written}", markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    command()
