@@ -95,6 +95,11 @@ def test_arrays_of_numpy_and_numbers_where_they_may_be_are_taken():
     assert kl_k3(-1.0, -1.0) == 0
 
 
+def test_a_missing_argument_is_named_with_the_function():
+    with pytest.raises(TypeError, match=r"grpo_loss\(\) missing .* 'completion_mask'"):
+        grpo_loss(X, X, A)
+
+
 def test_one_epsilon_is_told_that_there_are_two():
     with pytest.raises(TypeError, match=r"there is no epsilon: .* epsilon_low and epsilon_high, which may be equal"):
         grpo_loss(X, X, A, MASK, epsilon=0.2)
