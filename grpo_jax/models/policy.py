@@ -24,6 +24,7 @@ from grpo_jax.models.transformer import (
     geometry_of_groups,
     geometry_of_step,
     geometry_of_texts,
+    initial_params,
     prompt_positions,
 )
 
@@ -75,7 +76,8 @@ def decoder_policy(config: ModelConfig) -> Policy:
 
     def init(key: jax.Array) -> Params:
         token = jnp.zeros((1, 1), jnp.int32)
-        return model.init(key, token, *both(geometry_of_texts, token, token))["params"]
+        shapes = jax.eval_shape(lambda: model.init(key, token, *both(geometry_of_texts, token, token)))["params"]
+        return initial_params(key, shapes, config.initializer_range)
 
     def unembedding(params: Params) -> jax.Array:
         matrix = variables(params)["params"]["embedding" if config.tie_word_embeddings else "unembedding"]

@@ -43,7 +43,8 @@ class Characters(NamedTuple):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Characters of ids; "?" for padding and end."""
-        return "".join(self.alphabet[i] if i < len(self.alphabet) else "?" for i in ids)
+        characters = self.alphabet + "??"
+        return "".join([characters[i] for i in ids])
 
     def save_tokenizer(self, folder: Path) -> None:
         """Writes `encode` and `decode` as a tokenizer that transformers loads."""

@@ -116,7 +116,7 @@ def test_linear_layer_against_a_loop(in_shape):
         for inputs in np.ndindex(*in_shape):
             weight = kernel[(*inputs, *outputs)] + sum(a[(*inputs, r)] * b[(r, *outputs)] for r in range(RANK))
             expected[(row, *outputs)] += x[(row, *inputs)] * weight
-    linear = Linear((2, 4), use_bias=True, initializer_range=0.02, in_axes=len(in_shape))
+    linear = Linear((2, 4), use_bias=True, in_axes=len(in_shape))
     variables = {"params": {"kernel": kernel, "bias": bias}, "lora": {"a": a, "b": b}}
     np.testing.assert_allclose(linear.apply(variables, jnp.asarray(x)), expected, atol=1e-5)
 

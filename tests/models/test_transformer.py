@@ -579,3 +579,23 @@ def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
     queries = jnp.zeros((1, 1, 1, 1, 1, 2), jnp.bfloat16)
     attended = attend(queries, keys, values, jnp.ones((1, 1, 1, 1, 1, 512), bool))
     np.testing.assert_array_equal(attended, jnp.ones_like(attended))
+
+
+# ---- new parameters
+
+
+@CONFIGS
+def test_new_parameters_have_the_standard_deviation_of_the_configuration(config):
+    """The mean of n squares has a standard deviation of √(2/n); the bound is five of them."""
+    params = decoder_policy(dataclasses.replace(config, initializer_range=0.5)).init(jax.random.key(0))
+    seen = []
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if path[-1].key == "scale":
+            assert (x == 1).all()
+        elif path[-1].key == "bias":
+            assert (x == 0).all()
+        else:
+            assert abs(np.mean(np.square(x)) / 0.25 - 1) < 5 * np.sqrt(2 / x.size), path
+            seen.append(np.asarray(x).ravel())
+    drawn = np.concatenate(seen)
+    assert len(np.unique(drawn)) > 0.99 * len(drawn)  # no array is a copy of another
