@@ -203,7 +203,7 @@ class OptimizerConfig:
     """Optimizer steps of a pass; prompts are shuffled among them."""
     microbatches: int = 0
     """Pieces that a minibatch is computed in, to save memory. Results differ by rounding alone. 0: pieces of about
-    1,024 tokens on a CPU, 32,768 elsewhere."""
+    1,024 tokens on a CPU, 32,768 elsewhere, in which the padding of completions is left out where that saves work."""
     max_skipped: int = 5
     """The run stops after this many steps in a row with gradients that are not finite. Such a step is skipped, and its
     batch is written to the run's folder."""

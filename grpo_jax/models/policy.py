@@ -22,9 +22,11 @@ from grpo_jax.models.transformer import (
     Transformer,
     decoding_layout,
     geometry_of_groups,
+    geometry_of_packed_groups,
     geometry_of_step,
     geometry_of_texts,
     initial_params,
+    positions_in_texts,
     prompt_positions,
 )
 
@@ -46,6 +48,10 @@ class Policy(NamedTuple):
     # (params, ids [N, S], texts [N, S]) -> hidden [N, S, D], of several texts in a row that do not see each other:
     # numbered from 1, each in one piece, 0 for padding. None: the model cannot be trained on packed texts
     packed: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
+    # (params, prompt_ids [N, P], prompt_mask [N, P], ids [N, S], completions [N, S]) -> hidden [N, S, D], that predict
+    # each token: of several completions of a prompt in a row, numbered as texts are in `packed`. None: completions are
+    # computed with their padding
+    packed_groups: Callable[..., jax.Array] | None = None
 
 
 def decoder_policy(config: ModelConfig) -> Policy:
@@ -126,10 +132,17 @@ def decoder_policy(config: ModelConfig) -> Policy:
         return last, decode, cache
 
     def packed(params: Params, ids: jax.Array, texts: jax.Array) -> jax.Array:
-        place = jnp.arange(ids.shape[-1])
-        begins = jnp.where(texts != jnp.pad(texts, [(0, 0), (1, 0)])[:, :-1], place, 0)
-        positions = place - jax.lax.cummax(begins, axis=1)
-        states, _ = model.apply(variables(params), ids, *both(geometry_of_texts, positions, texts))
+        states, _ = model.apply(variables(params), ids, *both(geometry_of_texts, positions_in_texts(texts), texts))
         return states
 
-    return Policy(init, unembedding, hidden, prefill, packed)
+    def packed_groups(
+        params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, ids: jax.Array, completions: jax.Array
+    ) -> jax.Array:
+        seen = both(geometry_of_packed_groups, prompt_mask, completions)
+        states, _ = model.apply(variables(params), jnp.concatenate([prompt_ids, ids], axis=-1), *seen)
+        of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
+        # The prompt predicts the first token of each completion.
+        before = jnp.concatenate([of_prompt[:, -1:], rest[:, :-1]], axis=1)
+        return jnp.where((positions_in_texts(completions) == 0)[..., None], of_prompt[:, -1:], before)
+
+    return Policy(init, unembedding, hidden, prefill, packed, packed_groups)

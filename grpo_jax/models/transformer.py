@@ -97,12 +97,13 @@ def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> 
     sizes = [0 if name(path) in constants else leaf.size for path, leaf in leaves]
     drawn = initializer_range * jax.random.normal(key, (sum(sizes),))
     pieces = jnp.split(drawn, list(itertools.accumulate(sizes))[:-1])
-    return tree.unflatten(
+    made = [
         constants[name(path)](leaf.shape, leaf.dtype)
         if name(path) in constants
         else piece.reshape(leaf.shape).astype(leaf.dtype)
         for (path, leaf), piece in zip(leaves, pieces, strict=True)
-    )
+    ]
+    return jax.tree.unflatten(tree, made)
 
 
 class Transformer(nn.Module):
@@ -604,6 +605,38 @@ def geometry_of_groups(
     alone = geometry_of_texts(config, of_prompt, prompt_mask, window=window)
     positions = jnp.concatenate([of_prompt, jnp.tile(own, (1, group_size))], axis=-1)
     return Geometry(rotary_angles(positions, config), (*alone.masks, seen[:, None, None, None]))
+
+
+def geometry_of_packed_groups(
+    config: ModelConfig, prompt_mask: jax.Array, completions: jax.Array, *, window: int | None
+) -> Geometry:
+    """Of prompts, each with several of its completions behind it in one row.
+
+    Args:
+      config: for the rotations.
+      prompt_mask: bool `[N, P]`.
+      completions: int `[N, S]`: numbered from 1, each in one piece, and 0 for padding.
+      window: tokens that a token attends to, itself included; None for all.
+
+    Returns:
+      `Geometry` with two masks.
+    """
+    of_prompt = prompt_positions(prompt_mask)
+    own = jnp.sum(prompt_mask, axis=-1, keepdims=True, dtype=jnp.int32) + positions_in_texts(completions)
+    positions, size = jnp.concatenate([of_prompt, own], axis=-1), own.shape[-1]
+    # Padding sees the prompt and itself, as if it were a completion. Nobody reads what it computes.
+    same = (completions[:, :, None] == completions[:, None, :]) & jnp.tril(jnp.ones((size, size), bool))
+    of_prompt_seen = jnp.broadcast_to(prompt_mask[:, None], (*own.shape, prompt_mask.shape[-1]))
+    seen = jnp.concatenate([of_prompt_seen, same], axis=-1) & _near(own[:, :, None], positions[:, None, :], window)
+    alone = geometry_of_texts(config, of_prompt, prompt_mask, window=window)
+    return Geometry(rotary_angles(positions, config), (*alone.masks, seen[:, None, None, None]))
+
+
+def positions_in_texts(texts: jax.Array) -> jax.Array:
+    """Positions from 0 at the first token of each text: int `[N, S]`, texts numbered from 1, and 0 for padding."""
+    place = jnp.arange(texts.shape[-1])
+    begins = jnp.where(texts != jnp.pad(texts, [(0, 0), (1, 0)])[:, :-1], place, 0)
+    return place - jax.lax.cummax(begins, axis=1)
 
 
 def geometry_of_step(

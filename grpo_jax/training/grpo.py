@@ -38,7 +38,7 @@ from grpo_jax.training import loop
 from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import num_devices
-from grpo_jax.training.rollout import hidden_states, score_completion_tokens, score_hidden
+from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import (
     Array,
     Batch,
@@ -125,7 +125,8 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
     def loss_fn(trained: Params, frozen: Any, batch: Batch, reference: Params | None):
         return policy_loss_fn(join(trained, frozen), batch, reference)
 
-    return Method(score, advantages, loss_fn, optimizer_of(config, schedule), schedule)
+    packs = policy.packed_groups is not None and config.loss.divergence == "preset"
+    return Method(score, advantages, loss_fn, optimizer_of(config, schedule), schedule, packs=packs)
 
 
 def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
@@ -268,8 +269,9 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
             raise UsageError(
                 f"divergence {config.divergence} needs the parameters of a reference: give them to the loss"
             )
-        hidden = hidden_states(policy, params, batch) if hidden is None else hidden
-        scores, mask = score_hidden(policy, params, hidden, batch), batch.completion_mask
+        if in_full and hidden is None:
+            hidden = hidden_states(policy, params, batch)
+        scores, mask = score_completion_tokens(policy, params, batch, hidden=hidden), batch.completion_mask
         fresh = jax.lax.stop_gradient(scores.logprobs)
         old_logprobs = fresh if batch.old_logprobs is None else batch.old_logprobs
         advantages, more = corrected_advantages(batch, fresh, old_logprobs, config)

@@ -20,8 +20,17 @@ from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.functional.numerics import maybe_psum
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.transformer import Params
+from grpo_jax.training.microbatches import (
+    Microbatches,
+    by_prompts,
+    choose_microbatches,
+    choose_rows,
+    computed_in_pieces,
+    lengths_of,
+    packed,
+)
 from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState, init_state, steps_taken
-from grpo_jax.training.step import Logs, choose_microbatches, microbatched, train_step
+from grpo_jax.training.step import Logs, train_step
 
 AxisName = Hashable | None
 
@@ -60,6 +69,7 @@ class Method(NamedTuple):
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule  # of the policy, to log
     has_critic: bool = False
+    packs: bool = False  # whether `score` and `loss_fn` take batches whose completions are packed
     # parameters -> those that are trained, and those that are not
     split: Callable[[Params], tuple[Params, Any]] = split
     # (trained parameters, frozen ones) -> all parameters of the policy, to sample with
@@ -147,7 +157,7 @@ def score(
             old_values=own.values if own and wanted.old_values else None,
         )
 
-    return microbatched(of_piece, num_microbatches(config, batch))(batch)
+    return computed_in_pieces(of_piece, batch, choose_pieces(method, config, batch))
 
 
 def with_scores(batch: Batch, scored: Scored, config: GRPOConfig) -> Batch:
@@ -157,11 +167,15 @@ def with_scores(batch: Batch, scored: Scored, config: GRPOConfig) -> Batch:
     return batch._replace(**scored._asdict())
 
 
-def num_microbatches(config: GRPOConfig, batch: Batch) -> int:
-    """Pieces that the prompts of a batch on one device are computed in."""
-    prompts, group_size, width = batch.completion_ids.shape
-    tokens = batch.prompt_ids.shape[-1] + group_size * width
-    return config.optimizer.microbatches or choose_microbatches(prompts, tokens)
+def choose_pieces(method: Method, config: GRPOConfig, batch: Batch) -> Microbatches | None:
+    """The pieces that a batch on one device is computed in."""
+    num_prompts, group_size, tokens = batch.completion_ids.shape
+    prompt, wanted = batch.prompt_ids.shape[-1], config.optimizer.microbatches
+    rows = choose_rows(num_prompts, prompt, group_size, tokens) if method.packs and not wanted else None
+    if rows is not None:
+        return packed(lengths_of(batch.completion_mask), *rows)
+    pieces = wanted or choose_microbatches(num_prompts, prompt + group_size * tokens)
+    return by_prompts(num_prompts, pieces)
 
 
 # ---- learn
@@ -241,7 +255,7 @@ def _update(method, config, state, frozen, reference, batch, clock, *, axis_name
             ),
             aggregation=aggregation,
             optimizer=method.optimizer,
-            num_microbatches=num_microbatches(config, minibatch),
+            microbatches=choose_pieces(method, config, minibatch),
             axis_name=axis_name,
         )
         tokens = maybe_psum(jnp.sum(minibatch.completion_mask), axis_name)

@@ -38,7 +38,7 @@ from grpo_jax.training.grpo import grpo_loss_fn, kl_logs, masked, optimizer_of, 
 from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import num_devices
-from grpo_jax.training.rollout import hidden_states, score_completion_tokens, score_hidden
+from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState
 from grpo_jax.training.step import Logs
 
@@ -192,7 +192,7 @@ def score(policy: Policy, critic: Policy, params: ActorCritic, batch: Batch) -> 
     # Hidden state t predicts token t, and the value of the end is read from one more.
     longer = jnp.pad(batch.completion_ids, [(0, 0), (0, 0), (0, 1)])
     hidden = policy.hidden(params.policy, batch.prompt_ids, batch.prompt_mask, longer)
-    scores = score_hidden(policy, params.policy, hidden[..., :-1, :], batch)
+    scores = score_completion_tokens(policy, params.policy, batch, hidden=hidden[..., :-1, :])
     return Scores(*scores, heads.read(hidden, params.critic.head))
 
 

@@ -155,9 +155,23 @@ def to_batch(prompt_ids: Any, prompt_mask: Any, temperature: Any, completions: C
 # ---- log-probabilities of completions
 
 
-def score_completion_tokens(policy: Policy, params: Params, batch: Batch) -> TokenLogprobs:
-    """Log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`."""
-    return score_hidden(policy, params, hidden_states(policy, params, batch), batch)
+def score_completion_tokens(
+    policy: Policy, params: Params, batch: Batch, *, hidden: jax.Array | None = None
+) -> TokenLogprobs:
+    """Log-probabilities and entropies of completion tokens, after the sampler's temperature, `[N, G, T]`.
+
+    Args:
+      policy: the model's functions.
+      params: its parameters.
+      batch: completions. Those that are packed get 0 where they are not computed.
+      hidden: of `hidden_states`, if they are computed already.
+    """
+    if batch.packed is not None and hidden is None:
+        return _score_packed_tokens(policy, params, batch)
+    hidden = hidden_states(policy, params, batch) if hidden is None else hidden
+    return token_logprobs(
+        hidden, policy.unembedding(params), batch.completion_ids, temperature=batch.temperature[..., None]
+    )
 
 
 def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
@@ -165,11 +179,28 @@ def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
     return policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
 
 
-def score_hidden(policy: Policy, params: Params, hidden: jax.Array, batch: Batch) -> TokenLogprobs:
-    """`score_completion_tokens`, of hidden states that are computed already."""
-    return token_logprobs(
-        hidden, policy.unembedding(params), batch.completion_ids, temperature=batch.temperature[..., None]
-    )
+def _score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> TokenLogprobs:
+    """`score_completion_tokens` of the tokens in `batch.packed` alone."""
+    assert policy.packed_groups
+    n, group_size, size = batch.completion_ids.shape
+    is_token = batch.packed < group_size * size
+    completion = jnp.where(is_token, batch.packed // size, 0)
+
+    def chosen(x: jax.Array, places: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x.reshape(n, -1), places, axis=-1, mode="clip")
+
+    ids = jnp.where(is_token, chosen(batch.completion_ids, batch.packed), 0)
+    numbers = jnp.where(is_token, completion + 1, 0)
+    hidden = policy.packed_groups(params, batch.prompt_ids, batch.prompt_mask, ids, numbers)
+    temperature = chosen(batch.temperature, completion)
+    scores = token_logprobs(hidden, policy.unembedding(params), ids, temperature=temperature)
+
+    def unpacked(x: jax.Array) -> jax.Array:
+        whole = jnp.zeros((n, group_size * size), x.dtype)
+        whole = jax.vmap(lambda row, places, x: row.at[places].set(x, mode="drop"))(whole, batch.packed, x)
+        return whole.reshape(n, group_size, size)
+
+    return jax.tree.map(unpacked, scores)
 
 
 # ---- text and rewards

@@ -46,6 +46,8 @@ class Batch(NamedTuple):
     returns: Array = None  # [N, G, T], what a critic learns
     # ---- from the masks of a whole optimizer batch
     weights: Array = None  # [N, G, T]
+    # ---- of a piece whose completions are packed; None elsewhere
+    packed: Array = None  # int32 [N, S], places of tokens among the G·T of their prompt, in order; G·T for padding
 
 
 class RewardArrays(NamedTuple):

@@ -13,6 +13,7 @@ import optax
 
 from grpo_jax.functional import Metrics
 from grpo_jax.models.transformer import Params
+from grpo_jax.training.microbatches import Microbatches, take
 from grpo_jax.training.state import Batch, TrainState
 
 
@@ -27,7 +28,7 @@ LossFn = Callable[[Params, Batch], tuple[jax.Array, Logs]]
 
 
 def accumulate_grads(
-    loss_fn: LossFn, params: Params, batch: Batch, *, num_microbatches: int = 1
+    loss_fn: LossFn, params: Params, batch: Batch, microbatches: Microbatches | None = None
 ) -> tuple[Params, jax.Array, Logs]:
     """Σ over microbatches of ∇ loss_fn, one at a time in memory.
 
@@ -35,27 +36,24 @@ def accumulate_grads(
       loss_fn: (params, batch with weights) -> (Σ weights · per-token loss, logs).
       params: where to differentiate.
       batch: leading axis N; weights already made from all of it.
-      num_microbatches: divides N.
+      microbatches: of the batch; None: it is computed in one piece.
 
     Returns:
       Gradients, loss and logs of the whole batch.
     """
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    if num_microbatches == 1:
+    if microbatches is None:
         (loss, logs), grads = grad_fn(params, batch)
         return grads, loss, logs
-    pieces = split_leading(batch, num_microbatches)
 
-    def add(total, piece):
-        (loss, logs), grads = grad_fn(params, piece)
-        return _combine(total, (grads, loss, logs)), None
+    def add(number: jax.Array, total: Any) -> Any:
+        (loss, logs), grads = grad_fn(params, take(batch, microbatches, number))
+        return _combine(total, (grads, loss, logs))
 
-    first = jax.tree.map(lambda x: x[0], pieces)
-    shapes = jax.eval_shape(grad_fn, params, first)
+    shapes = jax.eval_shape(lambda: grad_fn(params, take(batch, microbatches, 0)))
     (loss, logs), grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     logs = logs._replace(maxima=jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), logs.maxima))
-    total, _ = jax.lax.scan(add, (grads, loss, logs), pieces)
-    return total
+    return jax.lax.fori_loop(0, microbatches.num_used, add, (grads, loss, logs))
 
 
 def train_step(
@@ -65,7 +63,7 @@ def train_step(
     loss_fn: LossFn,
     aggregation: Callable[..., jax.Array],
     optimizer: optax.GradientTransformation,
-    num_microbatches: int = 1,
+    microbatches: Microbatches | None = None,
     axis_name: Hashable | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step on one minibatch.
@@ -78,14 +76,14 @@ def train_step(
       loss_fn: as in `accumulate_grads`.
       aggregation: (mask, *, axis_name) -> weights, as those of `functional.aggregation`.
       optimizer: an optax transformation.
-      num_microbatches: divides N.
+      microbatches: as in `accumulate_grads`.
       axis_name: the mapped axis over which the minibatch is spread, or None.
 
     Returns:
       The next state, and metrics as scalars: those of the loss, `loss`, `grad_norm`, `skipped`.
     """
     batch = batch._replace(weights=aggregation(batch.completion_mask, axis_name=axis_name))
-    grads, loss, logs = accumulate_grads(loss_fn, state.params, batch, num_microbatches=num_microbatches)
+    grads, loss, logs = accumulate_grads(loss_fn, state.params, batch, microbatches)
     if axis_name is not None:
         grads, loss, means = jax.lax.psum((grads, loss, logs.means), axis_name)
         logs = Logs(means, jax.lax.pmax(logs.maxima, axis_name))
@@ -101,42 +99,6 @@ def train_step(
     metrics = {name: total / jnp.maximum(weight, 1e-9) for name, (total, weight) in logs.means.items()}
     metrics |= logs.maxima | {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
     return state._replace(params=params, opt_state=opt_state, skipped=skipped), metrics
-
-
-def microbatched(fn: Callable[[Batch], Any], num_microbatches: int) -> Callable[[Batch], Any]:
-    """The function, computed in pieces of its batch one after another. Prompts must not depend on each other."""
-    if num_microbatches == 1:
-        return fn
-
-    def in_pieces(batch: Batch) -> Any:
-        out = jax.lax.map(fn, split_leading(batch, num_microbatches))
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
-
-    return in_pieces
-
-
-def choose_microbatches(num_prompts: int, tokens: int) -> int:
-    """How many pieces a minibatch is computed in by default.
-
-    Small pieces stay in a CPU's cache and need less memory; too small ones leave an accelerator idle. So a piece has
-    about 1,024 tokens on a CPU and 32,768 elsewhere (measured, see BUILD_NOTES.md), or one prompt with its completions
-    if that is more.
-
-    Args:
-      num_prompts: of the minibatch on one device.
-      tokens: of one prompt with its completions, padding included.
-
-    Returns:
-      A divisor of num_prompts.
-    """
-    limit = 1_024 if jax.default_backend() == "cpu" else 32_768
-    divisors = (n for n in range(1, num_prompts + 1) if num_prompts % n == 0)
-    return next((n for n in divisors if num_prompts // n * tokens <= limit), num_prompts)
-
-
-def split_leading(tree, pieces: int):
-    """Leaves `[N, ...]` as `[pieces, N / pieces, ...]`."""
-    return jax.tree.map(lambda x: x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:]), tree)
 
 
 def _combine(total, piece):

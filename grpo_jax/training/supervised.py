@@ -10,6 +10,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.training.guards import check_gradients
+from grpo_jax.training.microbatches import by_prompts
 from grpo_jax.training.parallel import data_parallel, num_devices, replicate, to_devices
 from grpo_jax.training.state import (
     TrainState,
@@ -80,7 +81,7 @@ def make_fit_programs(
             loss_fn=lambda trained, batch: loss_fn(trained, frozen, batch),
             aggregation=aggregation,
             optimizer=optimizer,
-            num_microbatches=config.microbatches,
+            microbatches=by_prompts(jax.tree.leaves(batch)[0].shape[0], config.microbatches),
             axis_name=axis_name,
         )
         return state, metrics | {"learning_rate": jnp.asarray(rate)}

@@ -18,11 +18,11 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.learn import minibatch_order, needs_old_logprobs, with_scores
 from grpo_jax.training.loop import compile_programs
+from grpo_jax.training.microbatches import choose_microbatches
 from grpo_jax.training.parallel import replicate, to_devices, to_host
 from grpo_jax.training.ppo import ActorCritic, ppo_method
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import REWARD_AXES, Batch, RewardArrays, has_weight_decay, make_optimizer
-from grpo_jax.training.step import choose_microbatches
 
 N, G, P, T = 16, 4, 2, 3
 TASK = Task(None, None, None, None, (0,), 1, V)

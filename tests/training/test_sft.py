@@ -88,7 +88,7 @@ def test_packed_rows_have_the_loss_and_gradients_of_texts_alone():
 
 
 def test_training_lowers_the_held_out_nll_and_resumes_to_the_same_bits(tmp_path):
-    rows, heldout = pack(*texts(200), width=16), pack(*texts(40, seed=1), width=16)
+    rows, heldout = pack(*texts(400), width=16), pack(*texts(40, seed=1), width=16)
     config = SupervisedConfig(steps=60, learning_rate=1e-2, checkpoint_every=20, eval_every=30, log_every=10)
 
     def evaluate(params):

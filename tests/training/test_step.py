@@ -14,6 +14,7 @@ from grpo_jax.config import recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.training.grpo import grpo_loss_fn
+from grpo_jax.training.microbatches import by_prompts
 from grpo_jax.training.parallel import data_parallel
 from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Batch, init_state
@@ -57,7 +58,7 @@ def compiled_gradient(aggregation, num_microbatches, devices, preset):
             loss_fn=loss_fn,
             aggregation=aggregation,
             optimizer=optax.trace(decay=0.0),
-            num_microbatches=num_microbatches,
+            microbatches=by_prompts(N // devices, num_microbatches),
             axis_name=axis_name,
         )
         return moved.opt_state.trace, metrics
