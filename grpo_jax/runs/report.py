@@ -24,7 +24,7 @@ from rich.console import Console
 from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.flags import program, refuse
-from grpo_jax.runs.folder import write_text
+from grpo_jax.runs.folder import SIDE_PHASES, write_text
 
 MAX_BYTES = 5_000_000  # of the page; groups are left out to keep to it
 _FOLD = 700  # characters of a completion that are shown unfolded
@@ -537,8 +537,8 @@ def _groups_html(file: Path, index: Index, room: int) -> tuple[str, str]:
 
 
 def _steps_html(file: Path, chosen: Index, characters: int | None) -> str:
-    """A section for each step; the last one of GRPO, or of what there is, is open."""
-    shown = "grpo" if "grpo" in chosen else next(iter(chosen))
+    """A section for each step; the last one of the phase that the run is for is open."""
+    shown = next((phase for phase in chosen if phase not in SIDE_PHASES), next(iter(chosen)))
     html = []
     with file.open("rb") as lines:
         for phase, steps in chosen.items():
