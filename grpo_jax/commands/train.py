@@ -98,5 +98,4 @@ def command(args: list[str] | None = None) -> None:
         check_options(method, args)
     except UsageError as error:
         flags.refuse(str(error))
-    # A file without a method is of the one that was found, such as that of a run of an experiment.
     flags.main(module.Config, module.main, module.__doc__, args)

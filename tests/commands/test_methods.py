@@ -142,6 +142,7 @@ def test_sft_learns_completions_and_is_exported_and_evaluated(folder, tmp_path, 
     assert {"curves.png", "report.html", "model"} <= {file.name for file in out.iterdir()}
 
     assert export(Options(out, tmp_path / "exported")) == 12
+    assert "tags: [sft, grpo_jax]" in (tmp_path / "exported/README.md").read_text()
     assert load_pretrained(tmp_path / "exported").params.keys() == load_pretrained(folder / "model").params.keys()
     # Of its own rows the held-out prompts, which are those that a task of these rows holds out.
     given = [str(out), "--reward", "exact_answer(column='completion')", "--max-tokens", "4"]
