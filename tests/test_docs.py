@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from ast import literal_eval
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 
 from grpo_jax import functional as F
+from grpo_jax.commands import sft
 from grpo_jax.config import CriticConfig, GRPOConfig, PPOConfig, options_of
 
 ROOT = Path(__file__).parents[1]
@@ -196,3 +197,9 @@ def test_defaults_of_ppo_are_as_written():
     differing = {name: value for name, value in ours.items() if value != others[name]}
     assert f"preset `{differing.pop('preset')}`" in text
     assert all(f"`{name}={value}`" in text for name, value in differing.items())
+
+
+def test_options_of_sft_have_their_defaults():
+    stated = {row[0].strip("`"): literal_eval(row[1].strip("`")) for row in table("of `sft`", "training.md")}
+    own = {field.name: field.default for field in fields(sft.Config) if not is_dataclass(field.default)}
+    assert stated == {name: value for name, value in own.items() if name != "method"}

@@ -61,13 +61,11 @@ def test_commands_are_listed_without_jax():
     script = "import sys, grpo_jax.commands as c; c.main(['--help']); assert 'jax' not in sys.modules"
     ran = python("-c", script)
     assert ran.returncode == 0, ran.stderr
-    for name in ("train", "evaluate", "reward-model", "export", "report"):
+    for name in ("train", "evaluate", "export", "report"):
         assert f"\n  {name} " in ran.stdout
     ran = python("-c", "import grpo_jax.commands as c; c.main(['trian'])")
     assert ran.returncode == 1
-    assert ran.stderr == (
-        "error: there is no command 'trian': name one of train, evaluate, reward-model, export, report\n"
-    )
+    assert ran.stderr == "error: there is no command 'trian': name one of train, evaluate, export, report\n"
 
 
 def test_the_extra_is_asked_for_in_one_sentence():
@@ -77,9 +75,9 @@ def test_the_extra_is_asked_for_in_one_sentence():
     assert "pip install 'grpo_jax[train]'" in ran.stderr
 
 
-@pytest.mark.parametrize("name", ["train", "evaluate", "reward-model"])
+@pytest.mark.parametrize("name", ["train", "evaluate"])
 def test_a_command_and_its_module_in_a_clone_have_one_help(name):
-    module = f"experiments.{name.replace('-', '_')}"
+    module = f"experiments.{name}"
     script = f"import sys; sys.argv[0] = 'bin/grpo-jax'; import grpo_jax.commands as c; c.main(['{name}', '-h'])"
     helps = [python(*args, COLUMNS="120").stdout for args in (["-c", script], ["-m", module, "-h"])]
     heads, rest = zip(*(text.split("[-h]", 1) for text in helps), strict=True)

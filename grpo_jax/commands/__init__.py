@@ -11,9 +11,8 @@ from grpo_jax.errors import need
 
 # name -> what it does; each is a module of this folder with a function `command`.
 COMMANDS = {
-    "train": "GRPO on any model and any task",
+    "train": "GRPO, PPO, supervised fine-tuning or a reward model, on any model and your data",
     "evaluate": "greedy, avg@n, pass@k and maj@n of a model or of a run, with 95% intervals",
-    "reward-model": "a reward model from preferences",
     "export": "a run's checkpoint as a folder in Hugging Face format, or on the hub",
     "report": "a run as a page that opens from disk",
 }

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Reward, Rewards
@@ -18,7 +18,11 @@ from grpo_jax.training.guards import check_graders
 from grpo_jax.training.loop import Programs, train
 from grpo_jax.training.state import TrainState
 
-PHASES = ("grpo", "control")
+# What `grpo-jax train --method` takes; each is a module of this folder.
+Method = Literal["grpo", "ppo", "sft", "reward-model"]
+RUN_DIR = "runs/train"  # of all methods, so that --resume alone continues the newest run
+CONTROL = "control"
+PHASES = ("grpo", CONTROL)
 
 
 def heldout_samples(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> Iterator[Samples]:
@@ -107,10 +111,10 @@ def train_with_control(
       params: the start of both.
       task: with the reward.
       config: of both.
-      run: of the phases "grpo" and "control".
+      run: of the phases.
       programs: shared by both.
       examine: (evaluation, the calls that it is of) -> further numbers of a row.
-      phases: ("grpo",) does without the control.
+      phases: the method, and "control" if there is to be one.
 
     Returns:
       Rows "before", "after" and perhaps "control": summaries of held-out evaluations, the last two with the change of
@@ -123,11 +127,11 @@ def train_with_control(
     with run.waiting("evaluating the start: compiling (may take minutes)"):
         start = evaluate_heldout(programs, programs.method.actor(*programs.method.split(params)), task, config, run)
     rows, checksum = {"before": row(start)}, ""
-    rewards = {"grpo": task.reward, "control": random_reward(config.seed)}
     for phase in phases:
-        state, end = learn(params, task, config, run, programs, phase=phase, reward=rewards[phase], start=start)
+        reward = random_reward(config.seed) if phase == CONTROL else task.reward
+        state, end = learn(params, task, config, run, programs, phase=phase, reward=reward, start=start)
         change = paired_difference(*(prompt_means(held.evaluation) for held in (end, start)))
-        rows["after" if phase == "grpo" else phase] = row(end) | change.named("change")
+        rows[phase if phase == CONTROL else "after"] = row(end) | change.named("change")
         checksum = checksum or params_sha256(state.params)
     return rows, checksum
 
@@ -147,6 +151,8 @@ def finish(
     checksum: str,
     curves: Sequence[tuple[str, str]],
     started: float,
+    *,
+    phases: Sequence[str] = PHASES,
 ) -> None:
     """Leaves curves.png, results.json and report.html, and says what the run came to.
 
@@ -156,9 +162,10 @@ def finish(
       checksum: of the parameters after training.
       curves: (metric, title) beside the three curves to watch, as for `terminal.curves_of`.
       started: by `time.perf_counter`.
+      phases: that curves.png has lines of.
     """
     explain_control(run, rows)
-    terminal.save_curves(run, terminal.curves_of(run, curves), PHASES)
+    terminal.save_curves(run, terminal.curves_of(run, curves), phases)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
     say_end(run, started)

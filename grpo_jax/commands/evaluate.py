@@ -76,7 +76,7 @@ class Options(TaskOptions):
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
     phase: str | None = None
-    """Phase of a run; None: grpo, or the only one that is neither a warm start nor a control."""
+    """Phase of a run; None: the only one that is neither a warm start nor a control."""
     step: int | None = None
     """Step of a run's checkpoint; None: the newest."""
     seed: int = 0
@@ -96,6 +96,8 @@ def parse(args: list[str] | None = None) -> Options:
     if given.task in ("", saved.get("task")):
         names |= {field.name for field in dataclasses.fields(TaskOptions)} | {"max_prompt_tokens", "overlong"}
     found = {name: saved[name] for name in names & saved.keys()}
+    if found.get("max_tokens", 0) is None:  # of a run that learned completions as long as they came
+        del found["max_tokens"]
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     default = dataclasses.replace(Options(model=given.model), **found)
     return tyro.cli(Options, prog=prog, description=__doc__, args=args, default=default)
@@ -114,7 +116,7 @@ def main(options: Options) -> None:
     if not options.model:
         raise UsageError("name a model: a folder, an id on the hub, or the folder of a run")
     saved = saved_options(options.model)
-    of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data"))
+    of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
     if of_run and options.num_heldout != saved["num_heldout"]:
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
     sampling = sampling_of(options)

@@ -8,7 +8,7 @@ expect an accuracy of 0.53 to 0.61 in one to two minutes on two CPU cores, by wh
 such a model learns little more than that shorter answers were preferred.
 Left out of the papers: pretraining on preferences, and ensembles.
 
-  grpo-jax reward-model --model DIR --data FILE.jsonl.gz
+  grpo-jax train --method reward-model --model DIR --data FILE.jsonl.gz
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from grpo_jax.commands.common import say_end
-from grpo_jax.config import ModelOptions
+from grpo_jax.commands.common import RUN_DIR, Method, say_end
+from grpo_jax.config import Decay, ModelOptions
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
 from grpo_jax.errors import UsageError
 from grpo_jax.models.heads import Headed, add_head, join, split
@@ -31,7 +31,7 @@ from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.runs.pretrained import load_model
+from grpo_jax.runs.pretrained import keep_description, load_model
 from grpo_jax.statistics import cell
 from grpo_jax.training.reward_model import (
     PairEvaluation,
@@ -51,7 +51,9 @@ class Config:
     """Options of the run."""
 
     model: ModelOptions = ModelOptions(max_prompt_tokens=32, overlong="truncate")
-    output: flags.RunConfig = flags.RunConfig(Path("runs/reward_model"))
+    output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
+    method: Method = "reward-model"
+    """What trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
     data: str = ""
     """File, folder or hub id of preferences."""
     chat: bool = False
@@ -69,7 +71,7 @@ class Config:
     """Peak learning rate of AdamW; the default is for a tiny model, large ones take 1e-5."""
     warmup_steps: int = 10
     """Steps of linear warm-up."""
-    decay: Literal["none", "linear", "cosine"] = "linear"
+    decay: Decay = "linear"
     """How the learning rate falls to 0 between warm-up and end."""
     weight_decay: float = 0.1
     """Of AdamW."""
@@ -129,6 +131,7 @@ def main(config: Config) -> None:
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
     run = flags.open_run(config)
+    keep_description(run, model, config.model)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *train_pairs.notes):
         run.console.print(note, markup=False, highlight=False)
     state = train_reward_model(
@@ -188,8 +191,3 @@ def save_calibration(run: RunFolder, evaluation: PairEvaluation) -> None:
     axis.legend(fontsize=8)
     figure.savefig(run.path / "calibration.png", dpi=120)
     plt.close(figure)
-
-
-def command() -> None:
-    """The command line."""
-    flags.main(Config, main, __doc__)

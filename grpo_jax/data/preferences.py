@@ -243,7 +243,9 @@ def encode_preferences(
     dropped, cut = Counter[str](), 0
     for ids, number in zip(prompts.token_ids, prompts.kept, strict=True):
         pair = preferences[number]
-        chosen, rejected = (_encoded(tokenizer, text, eos_ids) for text in (pair.chosen, pair.rejected))
+        chosen, rejected = (
+            encode_completion(tokenizer, text, eos_ids=eos_ids) for text in (pair.chosen, pair.rejected)
+        )
         if max_tokens is not None and max(len(chosen), len(rejected)) > max_tokens:
             if overlong == "drop":
                 dropped[f"with an answer longer than {max_tokens} tokens"] += 1
@@ -280,13 +282,6 @@ def pack_chosen(pairs: EncodedPairs, eos_id: int, max_tokens: int) -> Packed:
     answers = [[*chosen, eos_id][:max_tokens] for chosen, _ in pairs.answers]
     longest = max(len(prompt) + len(answer) for prompt, answer in zip(pairs.prompts, answers, strict=True))
     return pack(pairs.prompts, answers, width=2 * longest)
-
-
-def _encoded(tokenizer: Any, text: str, eos_ids: tuple[int, ...]) -> list[int]:
-    ids = encode_completion(tokenizer, text)
-    while ids and ids[-1] in eos_ids:
-        ids = ids[:-1]
-    return ids
 
 
 def ask_judge(

@@ -84,14 +84,79 @@ def encode_prompts(
     return encoded
 
 
-def encode_completion(tokenizer: Any, text: str) -> list[int]:
+def encode_completion(tokenizer: Any, text: str, *, eos_ids: tuple[int, ...] = ()) -> list[int]:
     """Token ids of a text that continues another.
 
     A tokenizer that puts a space before every text of its own accord is not given another one there.
+
+    Args:
+      tokenizer: of transformers.
+      text: the completion.
+      eos_ids: dropped at its end.
     """
     pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
     text = text[1:] if text.startswith(" ") and pieces and pieces[0].startswith("▁") else text
-    return tokenizer.encode(text, add_special_tokens=False) if text else []
+    ids = tokenizer.encode(text, add_special_tokens=False) if text else []
+    while ids and ids[-1] in eos_ids:
+        ids = ids[:-1]
+    return ids
+
+
+class EncodedCompletions(NamedTuple):
+    """Completions that can be learned."""
+
+    token_ids: list[list[int]]  # each with EOS at its end, unless it was cut
+    kept: list[int]  # numbers of these completions among those given
+    summary: str  # what happened to the others, in words; empty if nothing did
+
+
+def encode_completions(
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    eos_ids: tuple[int, ...],
+    max_tokens: int | None = None,
+    overlong: Overlong = "drop",
+) -> EncodedCompletions:
+    """Token ids of given completions, each ended by the tokenizer's EOS.
+
+    Args:
+      tokenizer: of transformers.
+      texts: completions. One that is empty as tokens is dropped.
+      eos_ids: what ends a completion. Where the tokenizer's own EOS is not among them, the last one is written.
+      max_tokens: T, EOS included; None: as long as they come.
+      overlong: what happens to a completion of more tokens: it is dropped, or keeps its first T tokens.
+
+    Returns:
+      The completions that are left.
+
+    Raises:
+      UsageError: there is no EOS, or an impossible T.
+    """
+    if not eos_ids:
+        raise UsageError("the tokenizer has no EOS token to end completions with: name one in its eos_token")
+    if max_tokens is not None and max_tokens < 1:
+        raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
+    eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else eos_ids[-1]
+    dropped, truncated = Counter[str](), 0
+    token_ids, kept = [], []
+    for number, text in enumerate(texts):
+        ids = encode_completion(tokenizer, text, eos_ids=eos_ids)
+        if not ids:
+            dropped["empty"] += 1
+            continue
+        ids = [*ids, eos_id]
+        if max_tokens is not None and len(ids) > max_tokens:
+            if overlong == "drop":
+                dropped[f"longer than {max_tokens} tokens"] += 1
+                continue
+            ids, truncated = ids[:max_tokens], truncated + 1
+        token_ids.append(ids)
+        kept.append(number)
+    parts = [f"{count} {reason}" for reason, count in dropped.items()]
+    said = [f"dropped of {len(texts)} completions: {', '.join(parts)}"] if parts else []
+    said += [f"{truncated} of {len(texts)} completions lost their end"] if truncated else []
+    return EncodedCompletions(token_ids, kept, "; ".join(said))
 
 
 def check_ids(token_ids: Iterable[Sequence[int]], vocab_size: int) -> None:

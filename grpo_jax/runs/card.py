@@ -28,7 +28,7 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
     head = ["library_name: " + ("peft" if adapter else "transformers"), "pipeline_tag: text-generation"]
     if base.count("/") == 1 and not base.startswith((".", "~", "/")) and not Path(base).exists():  # an id on the hub
         head.append(f"base_model: {base}")
-    head.append("tags: [grpo, grpo_jax]")
+    head.append(f"tags: [{options.get('method', 'grpo')}, grpo_jax]")
     name = run.absolute().name
     started = f"after training from `{base}`" if base else "after training"
     sections = [

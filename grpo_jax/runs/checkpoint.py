@@ -61,7 +61,10 @@ class Checkpoints:
             raise UsageError(f"there is no checkpoint of step {chosen} in {self._manager.directory}, only of {steps}")
         names = self._names(chosen)
         if "head" in names:
-            raise UsageError(f"the checkpoints in {self._manager.directory} are of a reward model, and of no policy")
+            raise UsageError(
+                f"the checkpoints in {self._manager.directory} are of a reward model, and of no policy: take the run's "
+                "folder reward-model, or name another phase with --phase"
+            )
         if names != {"policy", "critic"}:
             return self._restore(chosen, {"params": like})["params"], chosen
         # Of PPO, whose parameters are those of policy and critic.

@@ -32,7 +32,7 @@ class Options:
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Folder to write; must not exist, or be empty."""
     phase: str | None = None
-    """Phase of the run; None: grpo, or the only one that is neither a warm start nor a control."""
+    """Phase of the run; None: the only one that is neither a warm start nor a control."""
     step: int | None = None
     """Step of the checkpoint; None: the newest. A run keeps the newest few (--keep-checkpoints)."""
     dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"

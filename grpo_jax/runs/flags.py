@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -115,7 +115,7 @@ def _read(config_class: type[Config], default: Config, args: list[str], prog: st
 
 def _with_preset(default: Config, args: list[str]) -> Config:
     """The defaults, with the numbers of a preset that the command line names; an unknown one is refused later."""
-    preset = _value_of("--preset", args)
+    preset = value_of("--preset", args)
     has_one = preset in PRESETS and "preset" in options_of(default)
     return with_options(default, preset=preset) if has_one else default
 
@@ -126,10 +126,10 @@ def _with_file(config_class: type[Config], default: Config, args: list[str]) -> 
     Raises:
       UsageError: the file cannot be read, or an option of it does not fit.
     """
-    file = _value_of("--config", args)
+    file = value_of("--config", args)
     if not file:
         return default
-    saved, types = flattened(_read_options(Path(file).expanduser())), option_types(config_class)
+    saved, types = flattened(read_options(Path(file).expanduser())), option_types(config_class)
     for name in saved.keys() & types.keys():
         if not _fits(saved[name], types[name]):
             raise UsageError(f"{name} is {saved[name]!r} in {file}: that is not of its type")
@@ -143,19 +143,32 @@ def _with_file(config_class: type[Config], default: Config, args: list[str]) -> 
         raise UsageError(f"{file} does not fit ({error})") from None
 
 
-def _value_of(flag: str, args: list[str]) -> str:
-    """What the command line gives to a flag; the last counts."""
+def value_of(flag: str, args: Sequence[str]) -> str:
+    """What the command line gives to a flag, such as "--run-dir"; the last counts."""
     value = ""
     for arg, following in pairwise([*args, ""]):
-        if arg == flag:
-            value = following
-        elif arg.startswith(f"{flag}="):
-            value = arg.removeprefix(f"{flag}=")
+        name, given, rest = arg.partition("=")
+        if _spelled(name) == flag:
+            value = rest if given else following
     return value
 
 
-def _read_options(file: Path) -> dict[str, Any]:
-    """A JSON or YAML file with a mapping."""
+def flags_of(args: Sequence[str]) -> list[str]:
+    """The flags that a command line names, each as "--run-dir"."""
+    return [_spelled(arg.partition("=")[0]) for arg in args if arg.startswith("--")]
+
+
+def _spelled(flag: str) -> str:
+    """A flag with hyphens; it may also be written with underscores."""
+    return flag.replace("_", "-")
+
+
+def read_options(file: Path) -> dict[str, Any]:
+    """A JSON or YAML file with a mapping.
+
+    Raises:
+      UsageError: it cannot be read.
+    """
     try:
         text = file.read_text()
         saved = yaml.safe_load(text) if file.suffix in (".yaml", ".yml") else json.loads(text)
@@ -188,15 +201,18 @@ def _in_folder(config: Config, folder: Path) -> Config:
     return with_options(config, run_dir=folder)
 
 
-def main(config_class: type[Config], run: Callable[[Config], None], description: str | None) -> None:
+def main(
+    config_class: type[Config], run: Callable[[Config], None], description: str | None, args: list[str] | None = None
+) -> None:
     """Parses the command line and runs; a refusal (UsageError) is one sentence and no traceback.
 
     Args:
       config_class: as in `parse`.
       run: the experiment.
       description: its docstring.
+      args: in place of sys.argv.
     """
-    config = parse(config_class, description)
+    config = parse(config_class, description, args)
     if config.output.compilation_cache:
         keep_programs()
     try:

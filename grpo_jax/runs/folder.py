@@ -29,6 +29,8 @@ from grpo_jax.runs.trackers import tensorboard
 # Files whose lines carry "phase" and "step".
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
 _LINE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
+# The warm start and the control: no phases that a run is for.
+SIDE_PHASES = ("warm", "control")
 # Options that a resumed run may change: its results do not depend on them.
 _FREE_OPTIONS = frozenset({"devices", "keep_checkpoints", "checkpoint_every", "wandb", "compilation_cache"})
 

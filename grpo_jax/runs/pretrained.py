@@ -16,10 +16,9 @@ from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, mer
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, write_json
 
 _LORA_FILE = "lora.json"
-_OTHER_PHASES = frozenset({"warm", "control"})  # the warm start and the control, which are not exported by default
 
 
 # ---- into a run
@@ -173,7 +172,7 @@ def phase_of(run: Path, phase: str | None = None) -> str:
 
     Args:
       run: its folder.
-      phase: its name. None: grpo, or the only one that is neither a warm start nor a control.
+      phase: its name. None: the only one that is neither a warm start nor a control.
 
     Returns:
       The name.
@@ -183,7 +182,7 @@ def phase_of(run: Path, phase: str | None = None) -> str:
     """
     phases = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
     if phase is None:
-        meant = ["grpo"] if "grpo" in phases else [name for name in phases if name not in _OTHER_PHASES]
+        meant = [name for name in phases if name not in SIDE_PHASES]
         if len(meant) != 1:
             raise UsageError(f"{run} has checkpoints of the phases {phases}: choose one with --phase")
         (phase,) = meant

@@ -24,12 +24,23 @@ from rich.console import Console
 from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.flags import program, refuse
-from grpo_jax.runs.folder import write_text
+from grpo_jax.runs.folder import SIDE_PHASES, write_text
 
 MAX_BYTES = 5_000_000  # of the page; groups are left out to keep to it
 _FOLD = 700  # characters of a completion that are shown unfolded
 _PARTS = 120  # of a long curve, each drawn by its lowest and its highest point
-_MAIN = ("model", "preset", "steps", "num_prompts", "group_size", "max_tokens", "learning_rate", "kl_coef", "seed")
+_MAIN = (
+    "method",
+    "model",
+    "preset",
+    "steps",
+    "num_prompts",
+    "group_size",
+    "max_tokens",
+    "learning_rate",
+    "kl_coef",
+    "seed",
+)
 # Curves to look at first, in this order: those that tell whether the run learns, then those that tell why it does not.
 _HEALTH = ("reward", "heldout_avg", "kl", "entropy", "zero_spread_share")
 _CAUSES = ("heldout_*", "length_mean", "truncated_share", "ungraded_*", "clip*", "ratio*", "sampler_mismatch")
@@ -41,6 +52,7 @@ _UNITS = {
     "*_std": "standard deviation",
     "reward*": "mean of completions",
     "heldout_length": "tokens",
+    "heldout_nll": "nats",
     "heldout_reward_*": "mean of held-out prompts",
     "*zero_spread_share": "share of groups",
     "truncated_share": "share of completions",
@@ -537,8 +549,8 @@ def _groups_html(file: Path, index: Index, room: int) -> tuple[str, str]:
 
 
 def _steps_html(file: Path, chosen: Index, characters: int | None) -> str:
-    """A section for each step; the last one of GRPO, or of what there is, is open."""
-    shown = "grpo" if "grpo" in chosen else next(iter(chosen))
+    """A section for each step; the last one of the phase that the run is for is open."""
+    shown = next((phase for phase in chosen if phase not in SIDE_PHASES), next(iter(chosen)))
     html = []
     with file.open("rb") as lines:
         for phase, steps in chosen.items():

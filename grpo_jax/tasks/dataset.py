@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from grpo_jax.data.rows import batches, check_messages, column, kind_of, place
 from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts
-from grpo_jax.data.types import Answer, Prompts, Reward, Rewards, check_num_prompts, pad_prompts
+from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, check_num_prompts, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.tasks.task import Task, padding_id
 
@@ -71,6 +71,85 @@ def text_task(
     """
     if num_prompts < 1:
         raise UsageError(f"num_prompts is {num_prompts}: it must be at least 1")
+    found = encode_rows(
+        tokenizer,
+        eos_ids,
+        rows,
+        vocab_size=vocab_size,
+        prompt_column=prompt_column,
+        template=template,
+        chat=chat,
+        system=system,
+        heldout_rows=heldout_rows,
+        heldout_share=heldout_share,
+        num_heldout=num_heldout,
+        max_prompt_tokens=max_prompt_tokens,
+        overlong=overlong,
+    )
+    size = len(found.training.examples)
+    check_num_prompts(num_prompts, size)
+    batch, width = batches(size, num_prompts, seed), found.width
+    pad_id = padding_id(tokenizer, vocab_size)
+
+    def padded(rows: EncodedRows, numbers: Iterable[int]) -> Prompts:
+        numbers = list(numbers)
+        ids, examples = [rows.token_ids[i] for i in numbers], [rows.examples[i] for i in numbers]
+        return pad_prompts(ids, examples, width=width, pad_id=pad_id)
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    return Task(
+        prompts=lambda step: padded(found.training, batch(step)),
+        reward=reward,
+        heldout=padded(found.heldout, range(len(found.heldout.examples))),
+        decode=decode,
+        eos_ids=eos_ids,
+        pad_id=pad_id,
+        vocab_size=vocab_size,
+        open_ended=open_ended,
+        notes=found.notes,
+        answer=answer,
+    )
+
+
+class EncodedRows(NamedTuple):
+    """Rows whose prompts are token ids."""
+
+    token_ids: list[list[int]]  # of the prompts
+    examples: list[Example]  # all columns, with the text as encoded as "prompt"
+
+
+class RowsOfTask(NamedTuple):
+    """What a task trains on, and what it holds out."""
+
+    training: EncodedRows
+    heldout: EncodedRows
+    notes: tuple[str, ...]  # count the prompts that were dropped or cut
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(ids) for part in (self.training, self.heldout) for ids in part.token_ids)
+
+
+def encode_rows(
+    tokenizer: Any,
+    eos_ids: tuple[int, ...],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    vocab_size: int,
+    prompt_column: str = "prompt",
+    template: str | None = None,
+    chat: bool = False,
+    system: str | None = None,
+    heldout_rows: Sequence[Mapping[str, Any]] | None = None,
+    heldout_share: float = 0.1,
+    num_heldout: int | None = None,
+    max_prompt_tokens: int | None = None,
+    overlong: Overlong = "drop",
+) -> RowsOfTask:
+    """Splits rows by their prompts and encodes the prompts. Arguments and errors are those of `text_task`."""
     if num_heldout is not None and num_heldout < 1:
         raise UsageError(f"num_heldout is {num_heldout}: it must be at least 1")
 
@@ -83,6 +162,11 @@ def text_task(
         return encode_prompts(
             tokenizer, prompts, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong
         )
+
+    def with_columns(encoded: Encoded, chosen: Sequence[_Item], numbers: Iterable[int]) -> EncodedRows:
+        numbers = list(numbers)
+        examples = [{**chosen[encoded.kept[i]].row, "prompt": encoded.texts[i]} for i in numbers]
+        return EncodedRows([encoded.token_ids[i] for i in numbers], examples)
 
     given, lost = items(rows, "row"), 0
     nothing_held_out = heldout_rows is None and num_heldout is None and heldout_share == 0
@@ -106,20 +190,7 @@ def text_task(
     # Once more, as ids: two texts that were cut may have become the same prompt.
     known = set() if nothing_held_out else {tuple(ids) for ids in out.token_ids}
     order = [i for i, ids in enumerate(train.token_ids) if tuple(ids) not in known]
-    check_num_prompts(num_prompts, len(order))
-    batch = batches(len(order), num_prompts, seed)
-    width = max(len(ids) for ids in train.token_ids + out.token_ids)
     check_ids(train.token_ids + out.token_ids, vocab_size)
-    pad_id = padding_id(tokenizer, vocab_size)
-
-    def padded(encoded: Encoded, chosen: Sequence[_Item], numbers: Iterable[int]) -> Prompts:
-        numbers = list(numbers)
-        examples = [{**chosen[encoded.kept[i]].row, "prompt": encoded.texts[i]} for i in numbers]
-        return pad_prompts([encoded.token_ids[i] for i in numbers], examples, width=width, pad_id=pad_id)
-
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True)
-
     lost += len(train.kept) - len(order)
     notes = (
         f"training: {train.summary()}" if train.summary() else "",
@@ -127,17 +198,10 @@ def text_task(
         "no prompt is held out: all are trained on" if nothing_held_out else "",
         f"training: dropped, for they are held out: {lost}" if lost else "",
     )
-    return Task(
-        prompts=lambda step: padded(train, training, (order[i] for i in batch(step))),
-        reward=reward,
-        heldout=padded(out, heldout, range(len(out.kept))),
-        decode=decode,
-        eos_ids=eos_ids,
-        pad_id=pad_id,
-        vocab_size=vocab_size,
-        open_ended=open_ended,
-        notes=tuple(filter(None, notes)),
-        answer=answer,
+    return RowsOfTask(
+        with_columns(train, training, order),
+        with_columns(out, heldout, range(len(out.kept))),
+        tuple(filter(None, notes)),
     )
 
 

@@ -146,10 +146,15 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
     if not training and most is not None:
         rows = [rows[i] for i in np.sort(rng(0).permutation(len(rows))[:most])]
     if training:
-        held: dict[str, Any] = {"num_heldout": min(200, max(1, len(rows) // 10)) if most is None else most}
+        held: dict[str, Any] = {"num_heldout": usual_num_heldout(len(rows)) if most is None else most}
     else:
         held = {"heldout_share": 0.0}
     if options.task == "math":
         return partial(math_task, rows=rows, **held)
     column: dict[str, Any] = {} if options.template is not None else {"prompt_column": options.prompt_column}
     return partial(text_task, rows=rows, **held, **column)
+
+
+def usual_num_heldout(num_rows: int) -> int:
+    """How many prompts of your own rows are held out unless you say: at most a tenth of the rows, and at most 200."""
+    return min(200, max(1, num_rows // 10))

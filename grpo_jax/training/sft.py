@@ -110,13 +110,30 @@ def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> float
     Returns:
       The mean.
     """
-    total = tokens = 0.0
+    totals, tokens = text_nll(policy, params, batches)
+    return float(totals.sum() / max(tokens.sum(), 1))
+
+
+def text_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> tuple[np.ndarray, np.ndarray]:
+    """−Σ log π over the learned tokens of each text, in nats, and how many these tokens are.
+
+    Args:
+      policy, params, batches: as for `mean_nll`.
+
+    Returns:
+      float64 and int `[M]`: row by row, and in a row in the order of its texts.
+    """
+    totals, tokens = [], []
     for batch in batches:
-        total += float(_total_nll(policy, params, batch))
-        tokens += int(np.sum(batch.completion_mask))
-    return total / max(tokens, 1)
+        nll = np.asarray(_token_nll(policy, params, batch), np.float64)
+        shape = len(batch.texts), int(np.max(batch.texts)) + 1
+        place = np.ravel_multi_index((np.arange(shape[0])[:, None], batch.texts), shape).ravel()
+        count = np.bincount(place, np.ravel(batch.completion_mask), minlength=shape[0] * shape[1])
+        totals.append(np.bincount(place, nll.ravel(), minlength=count.size)[count > 0])
+        tokens.append(count[count > 0].astype(int))
+    return np.concatenate(totals), np.concatenate(tokens)
 
 
 @partial(jax.jit, static_argnums=0)
-def _total_nll(policy: Policy, params: Params, batch: Packed) -> jax.Array:
-    return -jnp.sum(jnp.where(batch.completion_mask, score_packed(policy, params, batch).logprobs, 0))
+def _token_nll(policy: Policy, params: Params, batch: Packed) -> jax.Array:
+    return -jnp.where(batch.completion_mask, score_packed(policy, params, batch).logprobs, 0)

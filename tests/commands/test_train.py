@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grpo_jax.commands import evaluate, train
+from grpo_jax.commands import evaluate, grpo
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags
 from grpo_jax.tasks.options import TaskOptions, open_task
@@ -46,8 +46,8 @@ def own(tmp_path_factory):
 
 def run(own, folder, *args):
     given = ["--model", MODEL, "--task", own / "rows.jsonl", "--run-dir", folder, *SMALL, *args]
-    config = flags.parse(train.Config, None, [str(arg) for arg in given])
-    train.main(config)
+    config = flags.parse(grpo.Config, None, [str(arg) for arg in given])
+    grpo.main(config)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -122,8 +122,8 @@ def test_a_run_ends_whatever_a_grader_does_and_counts_it(own, tmp_path, capsys, 
 def test_gsm8k_says_that_a_story_model_finds_nothing_to_learn(tmp_path, capsys):
     given = ["--model", MODEL, "--task", "gsm8k", "--data", GSM8K, "--num-heldout", 8, "--max-prompt-tokens", 160]
     given += ["--template", "Q: {question} A:"]
-    config = flags.parse(train.Config, None, [str(arg) for arg in [*given, "--run-dir", tmp_path / "run", *SMALL]])
-    train.main(config)
+    config = flags.parse(grpo.Config, None, [str(arg) for arg in [*given, "--run-dir", tmp_path / "run", *SMALL]])
+    grpo.main(config)
     said = " ".join(capsys.readouterr().out.split())
     assert "step 1: in every group all rewards are equal (all are 0), so there is nothing to learn from" in said
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -139,7 +139,7 @@ def test_a_format_is_learned_on_gsm8k(tmp_path):
     given = ["--model", MODEL, "--task", "gsm8k", "--data", GSM8K, "--reward", "strict=gsm8k_answer", pattern]
     given += ["--max-prompt-tokens", 200, "--num-prompts", 16, "--group-size", 16, "--max-tokens", 32]
     given += ["--num-heldout", 64, "--learning-rate", 1e-3, "--steps", 40, "--run-dir", tmp_path / "run"]
-    train.main(flags.parse(train.Config, None, [str(arg) for arg in given]))
+    grpo.main(flags.parse(grpo.Config, None, [str(arg) for arg in given]))
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert results["before"]["reward_format"] < 0.1
     assert results["after"]["reward_format"] > 0.8

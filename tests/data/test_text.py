@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from grpo_jax.config import recipe
-from grpo_jax.data.text import encode_prompts
+from grpo_jax.data.text import encode_completions, encode_prompts
+from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.folder import RunFolder
@@ -165,3 +166,31 @@ def test_ids_are_never_encoded_again(tmp_path):
     run = RunFolder(tmp_path, dataclasses.asdict(config))
     train(decoder_policy(model.config), model.params, task, config, run)
     assert run.lines()[0]["first_ratio_deviation"] < 1e-4  # logits of ±20: float32 rounds them to 2e-6
+
+
+# ---- given completions
+
+
+def test_completions_end_with_one_eos_and_are_dropped_or_cut_and_counted(digits):
+    eos = arithmetic.EOS_ID
+    ended = digits.decode([eos])
+    texts = ["12", "", f"3{ended}", "12345"]
+    whole = encode_completions(digits, texts, eos_ids=(eos,))
+    assert whole.token_ids == [[*arithmetic.TEXT.encode(text), eos] for text in ("12", "3", "12345")]
+    assert (whole.kept, whole.summary) == ([0, 2, 3], "dropped of 4 completions: 1 empty")
+    short = encode_completions(digits, texts, eos_ids=(eos,), max_tokens=3)
+    assert (short.kept, short.summary) == ([0, 2], "dropped of 4 completions: 1 empty, 1 longer than 3 tokens")
+    cut = encode_completions(digits, texts, eos_ids=(eos,), max_tokens=3, overlong="truncate")
+    assert cut.token_ids[-1] == arithmetic.TEXT.encode("123")  # nothing says that it ended there
+    assert cut.summary.endswith("1 of 4 completions lost their end")
+
+
+def test_completions_end_with_the_tokenizers_eos_if_it_ends_texts(digits):
+    for eos_ids, last in (((0, arithmetic.EOS_ID, 5), arithmetic.EOS_ID), ((0, 5), 5)):
+        assert encode_completions(digits, ["1"], eos_ids=eos_ids).token_ids[0][-1] == last
+
+
+@pytest.mark.parametrize(("options", "sentence"), [({"eos_ids": ()}, "no EOS"), ({"max_tokens": 0}, "max_tokens is 0")])
+def test_completions_that_cannot_end_are_refused(digits, options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        encode_completions(digits, ["1"], **({"eos_ids": (arithmetic.EOS_ID,)} | options))

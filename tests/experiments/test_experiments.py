@@ -368,7 +368,7 @@ def test_a_model_from_nothing_is_exported_with_its_tokenizer(arithmetic_run):
 
 SHORT = [] if os.environ.get("GRPO_JAX_FULL") else ["--warm-steps", "150", "--steps", "40", "--eval-every", "10"]
 SAVING = "*/*.orbax-checkpoint-tmp"
-PAIRS = ["--model", str(STORIES_MODEL), "--data", str(HH), "--steps", "40"]
+PAIRS = ["--method", "reward-model", "--model", str(STORIES_MODEL), "--data", str(HH), "--steps", "40"]
 LORA = ["--model", str(STORIES_MODEL), "--lora-rank", "2", "--steps", "10", "--max-tokens", "32"]
 
 
@@ -398,7 +398,7 @@ def kill_at(moment: str, folder: Path, process: subprocess.Popen, dice: random.R
     [
         ("arithmetic", SHORT, ["warm", "grpo", "control", SAVING] * 2 + ["grpo", SAVING]),
         ("ppo", [*SHORT, "--num-seeds", "1"], ["warm_0", "ppo_0", "control_0", SAVING]),
-        pytest.param("reward_model", PAIRS, ["reward_model", SAVING], marks=needs_pairs),
+        pytest.param("train", PAIRS, ["reward_model", SAVING], marks=needs_pairs),
         pytest.param("stories", LORA, ["grpo", "control", SAVING, "grpo", SAVING], marks=needs_stories),
     ],
 )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.data.packing import Packed, pack, packed_batches
+from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.types import pad_completions, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import token_mean_weights
@@ -13,7 +13,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training.sft import mean_nll, sft_loss_fn, train_sft
+from grpo_jax.training.sft import mean_nll, sft_loss_fn, text_nll, train_sft
 from grpo_jax.training.state import Batch
 from grpo_jax.training.supervised import SupervisedConfig
 
@@ -137,3 +137,14 @@ def test_a_phase_that_skips_every_step_says_so_at_its_end_at_the_latest(tmp_path
             RunFolder(tmp_path, {}),
             phase="sft",
         )
+
+
+def test_the_nll_of_each_text_is_that_of_the_text_alone():
+    prompts, completions = texts(9)
+    packed = pack(prompts, completions, width=16)
+    totals, tokens = text_nll(POLICY, PARAMS, packed_pieces(packed, 2))
+    alone = [pack([prompt], [text], width=16) for prompt, text in zip(prompts, completions, strict=True)]
+    expected = [mean_nll(POLICY, PARAMS, [one]) * len(text) for one, text in zip(alone, completions, strict=True)]
+    assert sorted(tokens) == sorted(map(len, completions))
+    np.testing.assert_allclose(sorted(totals), sorted(expected), rtol=1e-4)
+    np.testing.assert_allclose(totals.sum() / tokens.sum(), mean_nll(POLICY, PARAMS, [packed]), rtol=1e-5)

@@ -1,0 +1,135 @@
+"""GRPO on any model and any task: GSM8K, MATH, Countdown, or rows and rewards of your own.
+
+A row is a JSON object with a prompt and the columns that its rewards need. A reward is a Python function of (examples,
+completions) that returns a number for each; an example is a row with its prompt as text. The function runs in a process
+of its own, which is killed when it hangs. Held-out prompts are evaluated before, during and after training. --control
+also trains on a coin toss, which must not learn. A model of 260 thousand parameters takes minutes on two CPU cores; one
+of a billion needs an accelerator.
+
+Other methods are --method ppo, sft and reward-model; each has a --help of its own.
+
+  grpo-jax train --model DIR --task rows.jsonl --reward my_rewards.py:solved
+  grpo-jax train --model DIR --task gsm8k --data DIR --preset dapo --max-rollouts 4
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.commands.common import CONTROL, RUN_DIR, Method, finish, train_with_control
+from grpo_jax.config import GRPOConfig, ModelOptions, recipe, validate
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
+from grpo_jax.statistics import cell
+from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.guards import check_length
+from grpo_jax.training.loop import Programs
+from grpo_jax.training.parallel import num_devices, replicate
+
+CURVES = (("length_mean", "tokens"),)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the run."""
+
+    train: GRPOConfig = recipe(eval_every=20)
+    model: ModelOptions = ModelOptions()
+    task: TaskOptions = TaskOptions()
+    output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
+    method: Method = "grpo"
+    """What trains the model. Each method has options of its own: `--method ppo --help` lists those of PPO."""
+    control: bool = False
+    """Train on a coin toss as well, from the same start."""
+
+
+def main(config: Config) -> None:
+    """Loads model and task, then trains."""
+    validate(config.train, num_devices=num_devices(config.train.devices))  # before a checkpoint is read
+    with opened(config.model, config.task, config.train) as (model, task):
+        programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
+        run_method(flags.open_run(config), config.model, model, task, programs, model.params, "grpo", config.control)
+
+
+@contextmanager
+def opened(model: ModelOptions, task: TaskOptions, train: GRPOConfig) -> Iterator[tuple[Loaded, Task]]:
+    """The model, and the task whose rewards end with the block.
+
+    Args:
+      model, task: of the command line.
+      train: the run, checked.
+    """
+    check_task_options(task)
+    loaded = load_model(model, seed=train.seed)
+    with open_task(
+        task,
+        loaded.pretrained,
+        num_prompts=train.sampling.num_prompts,
+        group_size=train.sampling.group_size,
+        seed=train.seed,
+        max_prompt_tokens=model.max_prompt_tokens,
+        overlong=model.overlong,
+    ) as opened_task:
+        yield loaded, opened_task
+
+
+def run_method(
+    run: RunFolder,
+    options: ModelOptions,
+    model: Loaded,
+    task: Task,
+    programs: Programs,
+    start: Any,
+    phase: str,
+    control: bool,
+    curves: Sequence[tuple[str, str]] = CURVES,
+) -> None:
+    """Trains by rewards; leaves a group, a table, curves, a page, and the checksum.
+
+    Args:
+      run: new, or to be continued.
+      options: of the model.
+      model: as loaded.
+      task: prompts and rewards.
+      programs: of the method, whose configuration they have.
+      start: parameters, as the programs take them.
+      phase: the name of the method.
+      control: whether a coin toss is trained on as well.
+      curves: (metric, title) beside those of every run.
+    """
+    started, config = time.perf_counter(), programs.config
+    keep_description(run, model, options)
+    check_length(run, task, config.sampling.max_tokens, model.pretrained.config.max_position_embeddings)
+    start = replicate(start, num_devices(config.devices))
+    phases = (phase, CONTROL) if control else (phase,)
+    rows, checksum = train_with_control(start, task, config, run, programs, phases=phases)
+
+    groups = [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase]
+    telling = [group for group in groups if len(set(group["rewards"])) > 1]  # in the others all advantages are 0
+    terminal.print_groups(run, (telling or groups)[-1:])
+    names = [name for name in rows["after"] if not name.endswith(("_low", "_high"))]
+    table = {name: [cell(row, name) for row in rows.values()] for name in names}
+    terminal.print_table(run, f"{len(task.heldout.examples)} held-out prompts [95% interval]", tuple(rows), table)
+    print_ungraded(run, config, phase)
+    finish(run, rows, checksum, curves, started, phases=phases)
+
+
+def print_ungraded(run: RunFolder, config: GRPOConfig, phase: str) -> None:
+    """How many completions of a phase's rollouts got no number, by reward and reason, if there were any."""
+    lines = [line for line in run.lines() if line["phase"] == phase]
+    counts: dict[str, int] = {}
+    for line in lines:
+        for name, count in line.items():
+            if name.startswith("ungraded_"):
+                counts[name] = counts.get(name, 0) + count
+    sampled = sum(line.get("rollouts", 1) for line in lines if line["step"])
+    total = sampled * config.sampling.num_prompts * config.sampling.group_size
+    if counts:
+        rows = {name: (count, f"{count / total:.1%}") for name, count in counts.items()}
+        terminal.print_table(run, f"without a number, of {total} completions in training", ("count", "share"), rows)

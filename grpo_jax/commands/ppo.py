@@ -1,0 +1,50 @@
+"""PPO with a critic, on any model and any task.
+
+Model, task and rewards are given as for GRPO. A critic foresees the reward of a completion, so a prompt needs only one;
+with --group-size 8 it gets as many as in GRPO. The critic starts from the policy's weights, and takes as much memory
+again; --critic shared makes it a head on the policy's decoder. The KL to the start is taken off the reward. Held-out
+prompts are evaluated before, during and after training; --control also trains on a coin toss. Export and evaluation of
+the run take the policy and leave the critic.
+
+  grpo-jax train --method ppo --model DIR --task rows.jsonl --reward my_rewards.py:solved
+  grpo-jax train --method ppo --model DIR --task gsm8k --data DIR --critic shared --num-prompts 256
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_jax.commands.common import RUN_DIR, Method
+from grpo_jax.commands.grpo import CURVES, opened, run_method
+from grpo_jax.config import ModelOptions, PPOConfig, validate_ppo, with_options
+from grpo_jax.runs import flags
+from grpo_jax.tasks.options import TaskOptions
+from grpo_jax.training.parallel import num_devices
+from grpo_jax.training.ppo import add_critic, critic_policy, make_ppo_programs
+
+PPO_CURVES = (*CURVES, ("explained_variance", "variance of returns that the critic explains"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the run."""
+
+    # One completion of a prompt leaves none to sample beside the greedy one, so their number is named.
+    ppo: PPOConfig = with_options(PPOConfig(), eval_every=20, eval_samples=7)
+    model: ModelOptions = ModelOptions()
+    task: TaskOptions = TaskOptions()
+    output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
+    method: Method = "ppo"
+    """What trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
+    control: bool = False
+    """Train on a coin toss as well, from the same start."""
+
+
+def main(config: Config) -> None:
+    """Loads model and task, adds a critic, then trains."""
+    validate_ppo(config.ppo, num_devices=num_devices(config.ppo.run.devices))  # before a checkpoint is read
+    with opened(config.model, config.task, config.ppo.run) as (model, task):
+        shape = model.pretrained.config
+        programs = make_ppo_programs(model.policy, critic_policy(shape), task, config.ppo)
+        start = add_critic(shape, model.params, config.ppo.critic.critic)
+        run = flags.open_run(config)
+        run_method(run, config.model, model, task, programs, start, "ppo", config.control, PPO_CURVES)

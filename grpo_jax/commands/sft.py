@@ -1,0 +1,250 @@
+"""Supervised fine-tuning on rows that have a prompt and a completion.
+
+The model learns the tokens of the completion and its EOS, and none of the prompt. Texts are packed into rows of the
+longest one's width, so that little padding is computed. Prompts are made and held out as for GRPO: with the same rows
+and options, what is held out here is held out there. The NLL of held-out completions is measured before, during and
+after training.
+
+  grpo-jax train --method sft --model DIR --task rows.jsonl
+  grpo-jax train --method sft --model DIR --task train.jsonl --template "Q: {question} A:" --completion-column answer
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.commands.common import RUN_DIR, Method, say_end
+from grpo_jax.config import Decay, ModelOptions
+from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
+from grpo_jax.data.rows import read_rows, text_column
+from grpo_jax.data.text import check_ids, encode_completions
+from grpo_jax.data.types import Prompts, fingerprint, pad_prompts
+from grpo_jax.errors import UsageError
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.lora import join, split
+from grpo_jax.models.transformer import Params
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.pretrained import keep_description, load_model
+from grpo_jax.statistics import bootstrap, cell, paired_difference
+from grpo_jax.tasks.dataset import EncodedRows, encode_rows
+from grpo_jax.tasks.options import usual_num_heldout
+from grpo_jax.tasks.task import padding_id
+from grpo_jax.training.sft import mean_nll, text_nll, train_sft
+from grpo_jax.training.supervised import SupervisedConfig
+
+PHASE = "sft"
+CURVES = ((("loss", "heldout_nll"), "NLL, nats a token (dots: held out)"), ("entropy", "entropy, nats a token"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the run."""
+
+    model: ModelOptions = ModelOptions()
+    output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
+    method: Method = "sft"
+    """What trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
+    task: str = ""
+    """Rows with prompts and completions: a .jsonl or .json file, a folder with train.jsonl, an id on the hub."""
+    completion_column: str = "completion"
+    """Column with the completion, a text. EOS is put at its end."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    template: str | None = None
+    """Prompt with {column} in it, in place of a column."""
+    chat: bool | None = None
+    """Whether a text is a user's message for the tokenizer's chat template; None: if it has one."""
+    system: str | None = None
+    """System message before prompts that have none; needs a chat template."""
+    num_heldout: int | None = None
+    """Held-out prompts at most. None: 200, and at most a tenth of the rows."""
+    max_tokens: int | None = None
+    """Longest completion, in tokens, its EOS included (T); None: as long as they come. `overlong` says what happens to
+    longer ones: they are dropped, or lose their end."""
+    steps: int = 100
+    """Optimizer steps."""
+    num_rows: int = 8
+    """Packed rows of a step. The run says how many of them an epoch has."""
+    learning_rate: float = 1e-5
+    """Peak learning rate of AdamW. A tiny model takes 1e-3, adapters 1e-4."""
+    warmup_steps: int = 10
+    """Steps of linear warm-up."""
+    decay: Decay = "linear"
+    """How the learning rate falls to 0 between warm-up and end."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    max_grad_norm: float = 1.0
+    """Gradients with a larger norm are scaled down to this one."""
+    microbatches: int = 1
+    """Pieces that a step is computed in, to save memory."""
+    eval_every: int = 20
+    """Steps between held-out evaluations; 0 for only before and after."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints."""
+    devices: int = 1
+    """Devices to spread rows over; 0 for all."""
+    seed: int = 0
+    """Of the order of rows, and of new adapters."""
+
+
+class Texts(NamedTuple):
+    """Prompts and completions, packed."""
+
+    training: Packed
+    heldout: Packed
+    heldout_prompts: Prompts  # as a task has them
+    notes: tuple[str, ...]  # what was dropped, cut and packed, in words
+
+
+def main(config: Config) -> None:
+    """Trains and evaluates; a table, curves, a page, and the checksum."""
+    started = time.perf_counter()
+    rows = read_completions(config)  # before a checkpoint is read
+    model = load_model(config.model, seed=config.seed)
+    texts = encode_texts(config, rows, model.pretrained)
+    batches = packed_batches(texts.training, config.num_rows, config.seed)
+    names = set(SupervisedConfig._fields) & {field.name for field in dataclasses.fields(config)}
+    phase = SupervisedConfig(**{name: getattr(config, name) for name in names}, log_every=10)
+    run = flags.open_run(config)
+    keep_description(run, model, config.model)
+    for note in texts.notes:
+        run.console.print(note, markup=False, highlight=False)
+    check_width(run, texts, model.pretrained.config.max_position_embeddings)
+    first = batches(0)
+    run.keep_prompts(
+        PHASE, heldout=fingerprint(texts.heldout_prompts), first_step=fingerprint(Prompts(first.ids, first.texts, []))
+    )
+
+    def heldout() -> Any:
+        return packed_pieces(texts.heldout, config.num_rows)
+
+    def evaluate(params: Params) -> dict[str, float]:
+        return {"heldout_nll": mean_nll(model.policy, params, heldout())}
+
+    with run.waiting("evaluating the start: compiling (may take minutes)"):
+        before = text_nll(model.policy, model.params, heldout())
+    state = train_sft(model.policy, model.params, batches, phase, run, phase=PHASE, evaluate=evaluate)
+    trained = join(state.params, split(model.params)[1])
+    rows_of_table = compare(before, text_nll(model.policy, trained, heldout()))
+    show(run, rows_of_table, params_sha256(state.params))
+    say_end(run, started)
+
+
+def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
+    """The rows, each with a text as its completion.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    if not config.task:
+        raise UsageError("--task is needed: name a file of rows with a prompt and a completion")
+    if config.task in ("gsm8k", "math", "countdown"):
+        raise UsageError(
+            f"{config.task} is a task of rewards: name the file of its rows as --task, and what to learn by --template "
+            "and --completion-column"
+        )
+    if config.completion_column in ("prompt", config.prompt_column):
+        raise UsageError("--completion-column names the column of the prompt: name that of the completion")
+    rows = read_rows(config.task)
+    for row in rows:
+        text_column(row, config.completion_column)
+    return rows
+
+
+def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: Pretrained) -> Texts:
+    """Rows as packed tokens, split as a task of these rows would be.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    tokenizer, vocab_size = pretrained.tokenizer, pretrained.config.vocab_size
+    found = encode_rows(
+        tokenizer,
+        pretrained.eos_ids,
+        rows,
+        vocab_size=vocab_size,
+        prompt_column=config.prompt_column,
+        template=config.template,
+        chat=bool(tokenizer.chat_template) if config.chat is None else config.chat,
+        system=config.system,
+        num_heldout=usual_num_heldout(len(rows)) if config.num_heldout is None else config.num_heldout,
+        max_prompt_tokens=config.model.max_prompt_tokens,
+        overlong=config.model.overlong,
+    )
+    notes, parts = list(found.notes), []
+    for name, part in (("training", found.training), ("held out", found.heldout)):
+        prompts, completions, note = with_completions(config, part, pretrained)
+        notes += [f"{name}: {note}"] if note else []
+        if not completions:
+            raise UsageError(
+                f"no completion is left ({name}: {note or 'every prompt is held out'}): raise max_tokens, or give "
+                "other rows"
+            )
+        check_ids(completions, vocab_size)
+        parts.append((prompts, completions))
+    width = max(len(ids) + len(more) for prompts, texts in parts for ids, more in zip(prompts, texts, strict=True))
+    training, heldout = (pack(prompts, texts, width=width) for prompts, texts in parts)
+    count, size = len(parts[0][0]), len(training.ids)
+    notes.append(
+        f"{count} texts to train on in {size} rows of {width} tokens: {size / config.num_rows:.3g} steps an epoch"
+    )
+    padded = pad_prompts(*found.heldout, width=found.width, pad_id=padding_id(tokenizer, vocab_size))
+    return Texts(training, heldout, padded, tuple(notes))
+
+
+def with_completions(
+    config: Config, rows: EncodedRows, pretrained: Pretrained
+) -> tuple[list[list[int]], list[list[int]], str]:
+    """Token ids of prompts and of their completions, and what was dropped or cut, in words."""
+    found = encode_completions(
+        pretrained.tokenizer,
+        [example[config.completion_column] for example in rows.examples],
+        eos_ids=pretrained.eos_ids,
+        max_tokens=config.max_tokens,
+        overlong=config.model.overlong,
+    )
+    return [rows.token_ids[i] for i in found.kept], found.token_ids, found.summary
+
+
+def check_width(run: RunFolder, texts: Texts, longest: int | None) -> None:
+    """Warns of texts longer than the model was trained on, which `longest` says."""
+    width = texts.training.ids.shape[1]
+    if longest is not None and width > longest:
+        run.warn_once(
+            "length",
+            f"texts of up to {width} tokens are longer than the {longest} that the model was trained on: lower "
+            "max_tokens or max_prompt_tokens",
+        )
+
+
+def compare(before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray]) -> dict[str, dict[str, float]]:
+    """Rows "before" and "after": nats a token, and their change, with intervals over texts.
+
+    Args:
+      before, after: of `text_nll`, on the same texts.
+    """
+    values = [_shares(*of_texts) for of_texts in (before, after)]
+    rows = [bootstrap(of_texts, binary=False).named("nll") for of_texts in values]
+    return {"before": rows[0], "after": rows[1] | paired_difference(values[1], values[0]).named("change")}
+
+
+def _shares(totals: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """A value a text whose mean is Σ totals / Σ tokens, and whose spread is that of this ratio to first order."""
+    ratio = totals.sum() / tokens.sum()
+    return ratio + (totals - ratio * tokens) / tokens.mean()
+
+
+def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: str) -> None:
+    """The table, curves.png and results.json."""
+    table = {name: [cell(row, name) for row in rows.values()] for name in ("nll", "change")}
+    terminal.print_table(run, "held-out completions, nats a token [95% interval]", tuple(rows), table)
+    terminal.save_curves(run, CURVES, (PHASE,))
+    write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
+    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)

@@ -1,0 +1,282 @@
+"""`grpo-jax train` by every method, on a model so small that a run takes seconds."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_jax.commands import evaluate, train
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rewards.learned import load_reward_model
+from grpo_jax.runs import flags
+from grpo_jax.runs.export import Options, export
+from grpo_jax.tasks import arithmetic
+
+CONFIG = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, and rows that serve every method."""
+    folder = tmp_path_factory.mktemp("methods")
+    save_pretrained(folder / "model", jax.jit(decoder_policy(CONFIG).init)(jax.random.key(3)), CONFIG)
+    arithmetic.TEXT.save_tokenizer(folder / "model")
+    sums = [(f"{i}+{j}=", i + j) for i in range(8) for j in range(8)]
+    rows = [
+        {"prompt": prompt, "completion": str(total), "chosen": str(total), "rejected": str(total + 1)}
+        for prompt, total in sums
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(
+        "def low(rows, texts): return [sum(map(text.count, '01234')) for text in texts]\n"
+    )
+    return folder
+
+
+def small(folder):
+    """Options of a short run by rewards."""
+    steps = ("--steps", 2, "--eval-every", 1, "--learning-rate", 1e-2)
+    return "--num-prompts", 4, "--max-tokens", 4, *steps, "--reward", f"{folder}/rewards.py:low"
+
+
+def run(folder, out, method, *args):
+    """The command, as the program calls it; gives the lines of metrics.jsonl and the results."""
+    rows = "--data" if method == "reward-model" else "--task"
+    given = ["--method", method, "--model", folder / "model", rows, folder / "rows.jsonl"] if method else []
+    train.command([str(arg) for arg in [*given, "--run-dir", out, "--no-compilation-cache", *args]])
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return lines, json.loads((out / "results.json").read_text())
+
+
+def refused(capsys, *args) -> str:
+    with pytest.raises(SystemExit) as ended:
+        train.command([str(arg) for arg in args])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def distance(one, other):
+    """The largest difference of each leaf."""
+    return jax.tree.map(lambda x, y: float(np.abs(np.asarray(x) - np.asarray(y)).max()), one, other)
+
+
+# ---- PPO
+
+
+@pytest.fixture(scope="module")
+def ppo_run(folder, tmp_path_factory):
+    """A run with a critic of its own and a control: its folder, lines and results."""
+    out = tmp_path_factory.mktemp("ppo") / "run"
+    return out, *run(folder, out, "ppo", *small(folder), "--control")
+
+
+def test_ppo_has_its_own_defaults_a_table_a_page_and_a_control(ppo_run):
+    out, lines, results = ppo_run
+    assert dict.fromkeys(line["phase"] for line in lines) == dict.fromkeys(["ppo", "control"])
+    assert all("explained_variance" in line for line in lines if line["step"])
+    assert [line["step"] for line in lines if line["phase"] == "ppo" and "heldout_avg" in line] == [0, 1, 2]
+    assert set(results) == {"before", "after", "control", "params_sha256"}
+    assert {"curves.png", "report.html"} <= {file.name for file in out.iterdir()}
+    assert 'data-phase="ppo" data-step="2" open>' in (out / "report.html").read_text()
+    options = json.loads((out / "config.json").read_text())["ppo"]["run"]
+    assert (options["sampling"]["group_size"], options["loss"]["preset"]) == (1, "lite_ppo")
+    assert (options["loss"]["kl_coef"], options["loss"]["kl_in_reward"]) == (0.02, True)
+
+
+def test_a_run_of_ppo_is_resumed_by_its_folder_alone(ppo_run, folder, tmp_path):
+    run(folder, tmp_path / "cut", "ppo", *small(folder), "--steps", 1)
+    lines, results = run(folder, tmp_path / "cut", "", "--resume", "--steps", 2)
+    assert lines == [line for line in ppo_run[1] if line["phase"] == "ppo"]
+    assert results == {name: row for name, row in ppo_run[2].items() if name != "control"}
+
+
+def test_the_policy_of_ppo_is_exported_and_evaluated_without_the_critic(ppo_run, folder, tmp_path):
+    out, _, results = ppo_run
+    assert export(Options(out, tmp_path / "exported")) == 2
+    before, after = (load_pretrained(path).params for path in (folder / "model", tmp_path / "exported"))
+    assert any(leaf > 0 for leaf in jax.tree.leaves(distance(before, after)))
+    evaluate.main(evaluate.parse([str(out), "--samples", "7", "--out", str(tmp_path / "numbers")]))
+    numbers = json.loads((tmp_path / "numbers/numbers.json").read_text())
+    assert numbers["options"]["phase"] == "ppo"
+    assert numbers["avg"] == pytest.approx(results["after"]["avg"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--critic", "shared"], ["--lora-rank", 2], ["--lora-rank", 2, "--group-size", 4]])
+def test_other_critics_and_adapters_are_exported_too(folder, tmp_path, options):
+    out = tmp_path / "run"
+    run(folder, out, "ppo", *small(folder), *options, "--eval-every", 0)
+    export(Options(out, tmp_path / "exported"))
+    before, after = (load_pretrained(path).params for path in (folder / "model", tmp_path / "exported"))
+    moved = distance(before, after)
+    assert any(leaf > 0 for leaf in jax.tree.leaves(moved))
+    assert (moved["embedding"] == 0) == ("--lora-rank" in options)
+
+
+# ---- supervised fine-tuning
+
+
+SFT = ("--steps", 12, "--num-rows", 16, "--learning-rate", 1e-2, "--eval-every", 6, "--checkpoint-every", 4)
+
+
+def test_sft_learns_completions_and_is_exported_and_evaluated(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    lines, results = run(folder, out, "sft", *SFT)
+    assert {line["phase"] for line in lines} == {"sft"}
+    held = [line["heldout_nll"] for line in lines if "heldout_nll" in line]
+    assert len(held) == 3  # before, during, after
+    assert held[0] == pytest.approx(results["before"]["nll"], rel=1e-5)
+    assert held[-1] == pytest.approx(results["after"]["nll"], rel=1e-5)
+    assert results["after"]["nll_high"] < results["before"]["nll_low"]
+    assert results["after"]["change"] == pytest.approx(held[-1] - held[0], rel=1e-4)
+    said = capsys.readouterr().out
+    assert "held-out completions" in said
+    assert "58 texts to train on" in said
+    assert {"curves.png", "report.html", "model"} <= {file.name for file in out.iterdir()}
+
+    assert export(Options(out, tmp_path / "exported")) == 12
+    assert "tags: [sft, grpo_jax]" in (tmp_path / "exported/README.md").read_text()
+    assert load_pretrained(tmp_path / "exported").params.keys() == load_pretrained(folder / "model").params.keys()
+    # Of its own rows the held-out prompts, which are those that a task of these rows holds out.
+    given = [str(out), "--reward", "exact_answer(column='completion')", "--max-tokens", "4"]
+    options = evaluate.parse([*given, "--out", str(tmp_path / "numbers")])
+    evaluate.main(options)
+    assert "no longer those of the run" not in capsys.readouterr().out
+    asked = [json.loads(line)["prompt"] for line in (tmp_path / "numbers/completions.jsonl").read_text().splitlines()]
+    assert len(asked) == 6
+
+
+def test_prompts_are_not_learned_and_completions_end_with_eos(folder):
+    args = ["--model", str(folder / "model"), "--task", str(folder / "rows.jsonl"), "--max-tokens", "2"]
+    sft = train.module_of("sft")
+    config = flags.parse(sft.Config, None, args)
+    pretrained = load_pretrained(folder / "model")
+    texts = sft.encode_texts(config, sft.read_completions(config), pretrained)
+    assert "dropped of 58 completions" in texts.notes[0]  # of two digits and EOS
+    eos_id = arithmetic.TEXT.eos_id
+    packed = texts.training
+    for ids, numbers, learned in zip(packed.ids, packed.texts, packed.completion_mask, strict=True):
+        for number in range(1, numbers.max() + 1):
+            answer = ids[(numbers == number) & learned].tolist()
+            prompt = arithmetic.TEXT.decode(ids[(numbers == number) & ~learned])
+            assert answer[-1] == eos_id
+            assert eval(prompt.removesuffix("=")) == int(arithmetic.TEXT.decode(answer[:-1]))
+
+
+def test_a_run_of_sft_is_resumed_with_adapters_and_more_steps(folder, tmp_path):
+    constant = (*SFT, "--decay", "none", "--lora-rank", 2)
+    whole = run(folder, tmp_path / "whole", "sft", *constant)
+    run(folder, tmp_path / "cut", "sft", *constant, "--steps", 6)
+    again = run(folder, tmp_path / "cut", "", "--resume", "--steps", 12)
+    assert again[1] == whole[1]
+    assert again[0][-1] == whole[0][-1]
+    export(Options(tmp_path / "cut", tmp_path / "adapters", adapter=True))
+    assert (tmp_path / "adapters/adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--completion-column", "answer"], "rows.jsonl, line 1 has no column answer: its columns are prompt"),
+        (["--completion-column", "prompt"], "--completion-column names the column of the prompt"),
+        (["--task", "gsm8k"], "gsm8k is a task of rewards"),
+        (["--task", ""], "--task is needed"),
+        (["--max-tokens", 1], "no completion is left"),
+        (["--num-rows", 99], "a step of 99 rows is asked for"),
+        (["--steps", 0], "steps of supervised training is 0"),
+    ],
+)
+def test_what_sft_cannot_learn_is_refused(folder, tmp_path, capsys, args, sentence):
+    where = ["--model", folder / "model", "--task", folder / "rows.jsonl", "--run-dir", tmp_path / "run"]
+    assert sentence in refused(capsys, "--method", "sft", "--no-compilation-cache", *where, *args)
+
+
+def test_a_completion_that_is_no_text_is_named_by_its_line(folder, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n{"prompt": "1+1=", "completion": 2}\n')
+    where = ["--model", folder / "model", "--task", tmp_path / "rows.jsonl", "--run-dir", tmp_path / "run"]
+    said = refused(capsys, "--method", "sft", "--no-compilation-cache", *where)
+    assert "rows.jsonl, line 2: column completion holds a number, and should hold text" in said
+
+
+# ---- reward model
+
+
+def test_a_reward_model_by_the_same_command_and_resumed(folder, tmp_path):
+    options = ("--steps", 2, "--num-pairs", 8, "--eval-every", 1)
+    out = tmp_path / "run"
+    lines, results = run(folder, out, "reward-model", *options)
+    assert {line["phase"] for line in lines} == {"reward_model"}
+    assert np.isfinite(load_reward_model(out / "reward-model")([{"prompt": "1+1="}], ["2"])).all()
+    assert run(folder, out, "", "--resume") == (lines, results)
+    with pytest.raises(UsageError, match="reward model, and of no policy: take the run's folder reward-model"):
+        export(Options(out, tmp_path / "exported"))
+
+
+# ---- which method
+
+
+def test_the_method_is_that_of_the_flag_the_run_or_the_file(tmp_path):
+    saved = tmp_path / "run"
+    saved.mkdir()
+    (saved / "config.json").write_text('{"method": "ppo"}')
+    (tmp_path / "file.yaml").write_text("method: sft\n")
+    (tmp_path / "plain.yaml").write_text("steps: 3\n")
+    where = ["--run-dir", str(saved)]
+    assert train.method_of([]) == "grpo"
+    assert train.method_of(["--method", "sft"]) == train.method_of(["--method=sft"]) == "sft"
+    assert train.method_of(["--resume", *where]) == "ppo"
+    assert train.method_of(where) == "grpo"  # a new run, with a number added
+    assert train.method_of(["--config", str(tmp_path / "file.yaml")]) == "sft"
+    assert train.method_of(["--config", str(tmp_path / "file.yaml"), "--method", "ppo"]) == "ppo"
+    assert train.method_of(["--config", str(tmp_path / "plain.yaml")]) == "grpo"
+    with pytest.raises(UsageError, match="is of method ppo: leave out --method"):
+        train.method_of(["--resume", *where, "--method", "sft"])
+
+
+def test_a_run_of_another_method_starts_from_the_options_of_a_file(folder, tmp_path):
+    (tmp_path / "file.yaml").write_text(f"method: ppo\nmodel: {folder / 'model'}\ncritic: shared\nsteps: 2\n")
+    args = ["--config", str(tmp_path / "file.yaml"), "--preset", "dapo", "--run-dir", str(tmp_path / "run")]
+    config = flags.parse(train.module_of(train.method_of(args)).Config, None, args)
+    assert (config.method, config.ppo.critic.critic, config.ppo.run.steps) == ("ppo", "shared", 2)
+    assert config.ppo.run.loss.epsilon_high == 0.28
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--critic", "shared"], "--critic is an option of --method ppo, and the method is grpo"),
+        (["--method", "grpo", "--critic_learning_rate=1"], "--critic-learning-rate is an option of --method ppo"),
+        (["--method", "sft", "--no-whiten"], "--no-whiten is an option of --method ppo, and the method is sft"),
+        (["--method", "sft", "--reward", "f"], "--reward is an option of --method grpo and ppo"),
+        (["--method", "ppo", "--bins", "8"], "--bins is an option of --method reward-model"),
+        (["--method", "pop"], "there is no method pop: is it ppo?"),
+        (["--config", "none.yaml"], "none.yaml cannot be read"),
+    ],
+)
+def test_options_of_another_method_are_refused(capsys, args, sentence):
+    assert sentence in refused(capsys, *args)
+
+
+@pytest.mark.parametrize(
+    ("method", "has", "lacks"),
+    [
+        ("grpo", ["--preset", "--reward"], ["--critic ", "--completion-column", "--bins"]),
+        ("ppo", ["--preset", "--reward", "--critic", "--gae-lambda"], ["--completion-column", "--bins"]),
+        ("sft", ["--completion-column", "--num-rows"], ["--preset", "--reward", "--critic", "--bins"]),
+        ("reward-model", ["--data", "--bins"], ["--preset", "--reward ", "--critic", "--completion-column"]),
+    ],
+)
+def test_help_lists_the_options_of_a_method_alone(capsys, method, has, lacks):
+    with pytest.raises(SystemExit):
+        train.command(["--method", method, "--help"])
+    page = capsys.readouterr().out
+    assert "--method {grpo,ppo,sft,reward-model}" in page
+    assert all(flag in page for flag in has)
+    assert not any(flag in page for flag in lacks)
