@@ -190,7 +190,7 @@ def main(config: Config) -> None:
     write_text(run.path / "samples.md", samples_text(found[0].answers, prompts, 20))
     phases = {title: [f"{name}_{seed}" for seed in seeds] for name, title in METHODS.items()}
     times = {title: step_seconds(run, names) for title, names in phases.items()}
-    print_tables(run, results, times)
+    print_tables(run, results, times, control=METHODS["control"])
     terminal.save_curves(run, CURVES, phases)
     say_end(run, started)
     run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.common import over_seeds
+from grpo_jax.commands.common import explain_control
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.runs import terminal
@@ -209,8 +210,10 @@ def cost_of_phase(
     return {"sampled_tokens": sampled_tokens, "trained_tokens": trained_tokens, "flops": flops, "held_bytes": held}
 
 
-def print_tables(run: RunFolder, results: Mapping[str, Any], times: Mapping[str, Mapping[str, float]]) -> None:
-    """Reward models, the judge's table, the rules' table, and costs."""
+def print_tables(
+    run: RunFolder, results: Mapping[str, Any], times: Mapping[str, Mapping[str, float]], *, control: str
+) -> None:
+    """Reward models, the judge's table, the rules' table, and costs; `control` is the row of the coin toss."""
 
     def show(title: str, columns: Mapping[str, str], rows: Mapping[str, Mapping[str, float]]) -> None:
         cells = {name: [cell(row, key) for key in columns] for name, row in rows.items()}
@@ -223,6 +226,7 @@ def print_tables(run: RunFolder, results: Mapping[str, Any], times: Mapping[str,
         run.console.print(f"{name}: {' '.join(f'{value:.3f}' for value in values)}", highlight=False)
     title = f"harmlessness, as the judge has it, on {results['prompts']} held-out prompts; 95% intervals over seeds"
     show(title, {"judge": "score, sd of SFT", "difference": "less coin toss", "win_rate": "wins over SFT"}, rows)
+    explain_control(run, rows, control=control)
     title = "the same: intervals over prompts; what length explains; the score that was learned from"
     show(title, {"judge_prompts": "score", "by_length": "of it by length", "learned": "reward model's"}, rows)
     show("rules: analogues of helpfulness and honesty", {"taken_up": "taken up", "candid": "candid"}, rows)

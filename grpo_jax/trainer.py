@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -15,6 +16,8 @@ from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, join, merge, split
+from grpo_jax.runs import terminal
+from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.pretrained import keep_description, load_model
 from grpo_jax.tasks.dataset import text_task
@@ -44,7 +47,7 @@ _KINDS: dict[Any, tuple[type, str]] = {
 class GRPOTrainer:
     """Trains a model towards what a reward prefers among completions of the same prompt."""
 
-    run: RunFolder  # of the newest call of `train`: metrics, rollouts, checkpoints
+    run: RunFolder  # of the newest call of `train`: metrics, rollouts, checkpoints, curves, report.html
 
     def __init__(
         self,
@@ -95,6 +98,8 @@ class GRPOTrainer:
     def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:
         """Trains from the model given, in a new run; a second call begins there again.
 
+        The run's folder gets what `grpo-jax train` leaves in it, but for a command and for what is held out.
+
         Args:
           prompts: texts, lists of chat messages, or rows, whose "prompt" is either; or a file of rows (.jsonl, .json).
             All of them are trained on.
@@ -107,6 +112,7 @@ class GRPOTrainer:
           UsageError: one sentence that says what to change.
           FloatingPointError: gradients were not finite too many times in a row.
         """
+        started = time.perf_counter()
         (policy, params, pretrained), options, rows = self._loaded, self._options, _rows(prompts)
         config, model = options.train, options.model
 
@@ -135,6 +141,8 @@ class GRPOTrainer:
         keep_description(self.run, self._loaded, model)
         check_length(self.run, task, config.sampling.max_tokens, pretrained.config.max_position_embeddings)
         state = train(policy, params, task, config, self.run, programs=programs)
+        terminal.save_results(self.run, {}, params_sha256(state.params), [("length_mean", "tokens")], ["grpo"])
+        terminal.say_end(self.run, started)
         trained = join(state.params, split(params)[1])
         return pretrained._replace(params=merge(trained) if isinstance(trained, Adapted) else trained)
 

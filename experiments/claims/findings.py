@@ -65,13 +65,18 @@ def verdict(claim: Claim) -> tuple[Interval, str]:
     return interval, "disagree" if high <= claim.low or low >= claim.high else "undecided"
 
 
+def _score(finding: Finding) -> str | None:
+    """The column of the score; None: the table is of no training."""
+    return next((name for name in SCORES if name in finding.rows.get(START, {})), None)
+
+
 def has_learned(finding: Finding) -> bool:
     """Whether the score of some setting rose above that of its start, with its whole interval over seeds.
 
     Where nothing did, differences between settings are noise, and no verdict follows from them. Tables without a score
     are of no training: what they compare is there from the start.
     """
-    score = next((name for name in SCORES if name in finding.rows.get(START, {})), None)
+    score = _score(finding)
     if score is None:
         return True
     starts = sorted((name for name in finding.rows if name.endswith(START)), key=len)  # also of a second testbed
@@ -176,7 +181,8 @@ def show(bench: Bench, finding: Finding) -> None:
     """The table and the verdicts of a finding."""
     run, (columns, rows), learned = bench.run, cells(finding), has_learned(finding)
     terminal.print_table(run, f"means ± half a 95% interval over {bench.of_what}", columns, rows)
-    explain_control(run, rows, control=COIN)
+    if _score(finding):  # else the coin's row is no run
+        explain_control(run, rows, control=COIN)
     verdicts = {claim.measure: [claim.words, *claim_cells(claim, learned)] for claim in finding.claims}
     terminal.print_table(run, "what the sources say of it", ("", "measured", "allowed", "verdict"), verdicts)
     if not learned:

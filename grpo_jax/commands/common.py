@@ -1,16 +1,15 @@
 """What commands and experiments share: a run beside its control from the same start, and how a run ends."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import report, terminal
+from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.compilation import in_words, programs_so_far
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.terminal import say_end
 from grpo_jax.statistics import paired_difference
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
@@ -165,14 +164,5 @@ def finish(
       phases: that curves.png has lines of.
     """
     explain_control(run, rows)
-    terminal.save_curves(run, terminal.curves_of(run, curves), phases)
-    write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
-    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+    terminal.save_results(run, rows, checksum, curves, phases)
     say_end(run, started)
-
-
-def say_end(run: RunFolder, started: float) -> None:
-    """Leaves report.html, and says where, and what the run took since `started`."""
-    page = report.write_report(run.path)
-    run.console.print(f"{in_words(programs_so_far())}, {time.perf_counter() - started:.0f} s")
-    run.console.print(f"to read: {page}", markup=False, highlight=False, soft_wrap=True)

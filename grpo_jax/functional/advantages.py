@@ -15,7 +15,7 @@ from functools import wraps
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import AxisName, check_shapes, maybe_pmax, maybe_psum, upcast
+from grpo_jax.functional.numerics import AxisName, check_shapes, maybe_pmax, maybe_psum, takes, upcast
 
 
 def _in_float32(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -23,7 +23,7 @@ def _in_float32(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array
 
     @wraps(advantages)
     def upcasted(rewards: jax.Array, *arguments, **options) -> jax.Array:
-        check_shapes({"rewards": "... G", "where": "... G"}, {"rewards": rewards} | options)
+        check_shapes(advantages.__name__, {"rewards": "... G", "where": "... G"}, {"rewards": rewards} | options)
         return advantages(upcast(rewards), *arguments, **options).astype(_float(rewards))
 
     return upcasted
@@ -103,6 +103,7 @@ def leave_one_out_advantages(rewards: jax.Array, *, where: jax.Array | None = No
     return centered_advantages(rewards, where=where) * (count / _at_least_1(count - 1))
 
 
+@takes(rewards="... G")
 def group_ranks(rewards: jax.Array) -> jax.Array:
     """Competition rank: rankᵢ = 1 + #{j : rⱼ > rᵢ}.
 
@@ -122,6 +123,7 @@ def group_ranks(rewards: jax.Array) -> jax.Array:
     return 1 + jnp.sum(_larger(rewards, None), axis=-1, dtype=jnp.int32)
 
 
+@takes(rewards="... G", where="... G")
 def rank_advantages(
     rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: jax.Array | None = None
 ) -> jax.Array:
@@ -198,6 +200,7 @@ def batch_std_advantages(
     return jnp.where(_differs(rewards, where), centered / (deviation + eps), 0)
 
 
+@takes(rewards="... G", lengths="... G")
 @_in_float32
 def opo_advantages(
     rewards: jax.Array, lengths: jax.Array, *, where: jax.Array | None = None, axis_name: AxisName = None
@@ -227,6 +230,7 @@ def opo_advantages(
     return _against(rewards, baseline, where)
 
 
+@takes(rewards="... G", greedy_rewards="...")
 @_in_float32
 def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array:
     """Reward against that of the greedy completion of the prompt: Aᵢ = rᵢ − r(greedy). ReMax (2310.10505).
@@ -356,6 +360,7 @@ def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: jax.Array | None 
     return jnp.where(counted & jnp.isnan(rewards), jnp.nan, advantages)
 
 
+@takes(rewards="K ... G", weights="K")
 def gdpo_advantages(
     rewards: jax.Array,
     *,
@@ -393,6 +398,7 @@ def gdpo_advantages(
     return whiten(total, jnp.any(applies, axis=0), ddof=ddof, eps=eps, axis_name=axis_name)
 
 
+@takes(values="...", mask="...")
 def whiten(
     values: jax.Array,
     mask: jax.Array | None = None,

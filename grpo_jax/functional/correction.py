@@ -13,10 +13,11 @@ completions, `sequence_mean_log_ratio` of completions by length.
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import AxisName, maybe_all_gather, maybe_psum
+from grpo_jax.functional.numerics import AxisName, maybe_all_gather, maybe_psum, takes
 from grpo_jax.functional.policy_gradient import per_token
 
 
+@takes(log_ratio="number | ...")
 def truncated_weights(log_ratio: jax.Array, *, cap: float = 2.0) -> jax.Array:
     """min(w, C), truncated importance sampling. https://fengyao.notion.site/off-policy-rl
 
@@ -34,6 +35,7 @@ def truncated_weights(log_ratio: jax.Array, *, cap: float = 2.0) -> jax.Array:
     return jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_ratio), cap))
 
 
+@takes(log_ratio="number | ...")
 def masked_weights(log_ratio: jax.Array, *, low: float = 0.5, high: float = 5.0) -> jax.Array:
     """w where low ≤ w ≤ high, else 0. Of tokens this is IcePop (2510.18855).
 
@@ -55,6 +57,7 @@ def masked_weights(log_ratio: jax.Array, *, low: float = 0.5, high: float = 5.0)
     return jnp.where((weight < low) | (weight > high), 0, weight)  # a NaN stays visible
 
 
+@takes(log_ratio="number | ...")
 def rejection_weights(log_ratio: jax.Array, *, low: float = 0.999, high: float = 1.001) -> jax.Array:
     """1 where low ≤ w ≤ high, else 0. With `sequence_mean_log_ratio`, verl's geometric rejection of completions.
 
@@ -74,6 +77,7 @@ def rejection_weights(log_ratio: jax.Array, *, low: float = 0.999, high: float =
     return jnp.where((weight < low) | (weight > high), 0, jnp.where(jnp.isnan(weight), weight, 1))
 
 
+@takes(log_ratio="... T", mask="... T", advantages="number | ... | ... T")
 def on_policy_completions(
     log_ratio: jax.Array, advantages: jax.Array, mask: jax.Array, *, threshold: float
 ) -> jax.Array:
@@ -101,6 +105,7 @@ def on_policy_completions(
     return mask & ~((per_token(advantages, log_ratio) < 0) & (drift > threshold))
 
 
+@takes(entropy="... T", mask="... T")
 def top_entropy_tokens(
     entropy: jax.Array, mask: jax.Array, *, share: float = 0.2, axis_name: AxisName = None
 ) -> jax.Array:
@@ -130,6 +135,7 @@ def top_entropy_tokens(
     return mask & (entropy >= descending[jnp.maximum(last, 0)])
 
 
+@takes(mask="... T", keep="...")
 def keep_completions(mask: jax.Array, keep: jax.Array) -> jax.Array:
     """m · keep, without the completions that are not kept. DAPO (2503.14476) leaves truncated ones out of the loss.
 

@@ -119,6 +119,7 @@ def kl_unbiased(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(kl_k3(logprobs, ref_logprobs)) + (k2 - jax.lax.stop_gradient(k2))
 
 
+@takes(kl_coef="number | ...", kl="number | ...")
 def adaptive_kl_coef(
     kl_coef: jax.Array, kl: jax.Array, *, target: float, num_samples: int, horizon: float = 10_000.0
 ) -> jax.Array:
@@ -141,6 +142,7 @@ def adaptive_kl_coef(
     return kl_coef * (1 + jnp.clip(kl / target - 1, -0.2, 0.2) * (num_samples / horizon))
 
 
+@takes(entropy_coef="number | ...", entropy="number | ...")
 def adaptive_entropy_coef(
     entropy_coef: jax.Array, entropy: jax.Array, *, target: float = 0.2, step: float = 0.005, largest: float = 1.0
 ) -> jax.Array:

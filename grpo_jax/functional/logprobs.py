@@ -43,7 +43,7 @@ def check_logprobs(mask: jax.Array, *, tolerance: float = 1e-3, **logprobs: jax.
       8.0
     """
     for name, values in logprobs.items():
-        check_shapes({"mask": "... T", name: "... T"}, {"mask": mask, name: values})
+        check_shapes("check_logprobs", {"mask": "... T", name: "... T"}, {"mask": mask, name: values})
         largest = jnp.max(jnp.where(mask, upcast(values), -jnp.inf), initial=-jnp.inf)
         checkify.check(
             largest <= tolerance,

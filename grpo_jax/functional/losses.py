@@ -112,6 +112,7 @@ def grpo_loss(
     return weighted_sum(loss, weights, completion_mask), metrics
 
 
+@takes(values="...", weights="...", mask="...")
 def weighted_sum(values: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.Array:
     """Σ w x over the mask: the last line of a loss.
 
@@ -132,6 +133,7 @@ def weighted_sum(values: jax.Array, weights: jax.Array, mask: jax.Array) -> jax.
     return jnp.sum(weights * jnp.where(mask, values, 0))
 
 
+@takes(logprobs="... T", old_logprobs="... T", mask="... T", advantages="... | ... T")
 def policy_metrics(
     logprobs: jax.Array,
     old_logprobs: jax.Array,
@@ -176,6 +178,7 @@ def policy_metrics(
     }
 
 
+@takes(values="...", mask="...")
 def masked_sum(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(Σ values over the mask, number of tokens in it): one metric.
 

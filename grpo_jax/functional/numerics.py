@@ -55,7 +55,8 @@ def takes(**forms: str) -> Callable[[F], F]:
 
     Args:
       **forms: argument -> its axes, such as "... T"; an axis has one size in all arguments of a call, and ... are the
-        same axes. " | " is between alternatives, of which "number" is one. An argument that is None is not looked at.
+        same axes. " | " is between alternatives. One of them is "number": a number, or an array of shape `[]`. An
+        argument that is None is not looked at.
     """
 
     def decorate(function: F) -> F:
@@ -67,7 +68,7 @@ def takes(**forms: str) -> Callable[[F], F]:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError:  # which the call says better
                 return function(*args, **kwargs)
-            check_shapes(forms, given)
+            check_shapes(function.__name__, forms, given)
             return function(*args, **kwargs)
 
         return cast(F, checked)
@@ -75,8 +76,8 @@ def takes(**forms: str) -> Callable[[F], F]:
     return decorate
 
 
-def check_shapes(forms: Mapping[str, str], given: Mapping[str, Any]) -> None:
-    """Refuses arguments that have not the axes of their forms; see `takes`.
+def check_shapes(function: str, forms: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Refuses arguments of the function that have not the axes of their forms; see `takes`.
 
     Raises:
       TypeError: one is no array.
@@ -86,19 +87,27 @@ def check_shapes(forms: Mapping[str, str], given: Mapping[str, Any]) -> None:
     before = ""
     for name, form in forms.items():
         value, options = given.get(name), form.split(" | ")
-        if value is None or ("number" in options and isinstance(value, Real)):
+        if value is None or ("number" in options and _is_number(value)):
             continue
         options = [option for option in options if option != "number"]
         words = " or ".join(f"[{option.replace(' ', ', ')}]" for option in options)
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-            raise TypeError(f"{name} must be an array {words}, but is a {type(value).__name__}: give jnp.array({name})")
+            raise TypeError(
+                f"{function}: {name} must be an array {words}, but is a {type(value).__name__}: give jnp.array({name})"
+            )
         fitting = [sizes for option in options if (sizes := _sizes(option, value.shape, known)) is not None]
         if not fitting:
             expected = " or ".join(_expected(option, known) for option in options)
             where = f", {words} where {before}" if before else ""
-            raise AssertionError(f"{name} must have the shape {expected}{where}, but has {_brackets(value.shape)}")
+            raise AssertionError(
+                f"{function}: {name} must have the shape {expected}{where}, but has {_brackets(value.shape)}"
+            )
         known = {**known, **fitting[0]} if len(options) == 1 else known
         before = before or f"{name} has {_brackets(value.shape)}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or getattr(value, "shape", None) == ()
 
 
 def _sizes(form: str, shape: tuple[int, ...], known: _Sizes) -> _Sizes | None:

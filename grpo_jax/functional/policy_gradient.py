@@ -23,8 +23,14 @@ Term = Callable[..., jax.Array]
 # Keeps exp and its square finite in float32, since 0 · inf is NaN. Every clip acts long before e⁴⁰.
 MAX_LOG_RATIO = 40.0
 
+# Shapes that log-ratios, surrogates and terms take, as in `takes`.
+_ADVANTAGES = "number | ... | ... T"
+_TOKENS = {"logprobs": "... T", "old_logprobs": "... T", "mask": "... T"}
+_SURROGATE = {"log_ratio": "number | ... T", "advantages": _ADVANTAGES}
+_TERM = _TOKENS | {"advantages": _ADVANTAGES}
 
-@takes(logprobs="... T", old_logprobs="... T", mask="... T")
+
+@takes(**_TOKENS)
 def token_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
     """dₜ = log π(oₜ) − log π_old(oₜ).
 
@@ -52,6 +58,7 @@ def _bounded(log_ratio: jax.Array) -> jax.Array:
     return jax.lax.clamp(-bound, log_ratio, bound)
 
 
+@takes(**_TOKENS)
 def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
     """d = Σₜ mₜ (log π(oₜ) − log π_old(oₜ)) = log π(o)/π_old(o), of the whole completion.
 
@@ -74,6 +81,7 @@ def sequence_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.A
     return jnp.where(mask, _bounded(total), 0)
 
 
+@takes(**_TOKENS)
 def sequence_mean_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
     """d = Σₜ mₜ (log π(oₜ) − log π_old(oₜ)) / |o|, of the completion, by length. GSPO (2507.18071), equation 7.
 
@@ -94,6 +102,7 @@ def sequence_mean_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: 
     return jnp.where(mask, mean, 0)
 
 
+@takes(**_TOKENS)
 def gspo_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
     """log sₜ = sg(mean d) + log π(oₜ) − sg(log π(oₜ)). GSPO-token (2507.18071), equation 14.
 
@@ -116,6 +125,7 @@ def gspo_log_ratio(logprobs: jax.Array, old_logprobs: jax.Array, mask: jax.Array
     return jnp.where(mask, jax.lax.stop_gradient(_completion_mean(log_ratio, mask) - log_ratio) + log_ratio, 0)
 
 
+@takes(**_SURROGATE)
 def clipped_surrogate(
     log_ratio: jax.Array,
     advantages: jax.Array,
@@ -163,6 +173,7 @@ def clipped_surrogate(
     return -advantages * bounded
 
 
+@takes(**_SURROGATE)
 def unclipped_surrogate(log_ratio: jax.Array, advantages: jax.Array) -> jax.Array:
     """−ρA, without a clip. Conservative policy iteration; PPO (1707.06347), equation 6.
 
@@ -180,6 +191,7 @@ def unclipped_surrogate(log_ratio: jax.Array, advantages: jax.Array) -> jax.Arra
     return -jnp.exp(log_ratio) * per_token(advantages, log_ratio)
 
 
+@takes(**_SURROGATE)
 def cispo_surrogate(
     log_ratio: jax.Array, advantages: jax.Array, *, epsilon_low: float = 1.0, epsilon_high: float = 4.0
 ) -> jax.Array:
@@ -210,6 +222,7 @@ def cispo_surrogate(
     return -jax.lax.stop_gradient(weight) * per_token(advantages, log_ratio) * log_ratio
 
 
+@takes(**_SURROGATE)
 def sapo_surrogate(
     log_ratio: jax.Array, advantages: jax.Array, *, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> jax.Array:
@@ -258,6 +271,7 @@ def ratio_term(log_ratio: Callable[..., jax.Array], surrogate: Callable[..., jax
       [[-0.5 -0.5]]
     """
 
+    @takes(**_TERM)
     def term(logprobs, old_logprobs, advantages, mask, **constants):
         refuse_epsilon(constants)
         return surrogate(log_ratio(logprobs, old_logprobs, mask), advantages, **constants)
@@ -265,6 +279,7 @@ def ratio_term(log_ratio: Callable[..., jax.Array], surrogate: Callable[..., jax
     return term
 
 
+@takes(**_TERM)
 def reinforce_term(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, mask: jax.Array) -> jax.Array:
     """−A log π. REINFORCE (Williams 1992).
 
@@ -287,6 +302,7 @@ def reinforce_term(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax
     return -jnp.where(mask, per_token(advantages, logprobs), 0) * logprobs
 
 
+@takes(**_TERM)
 def gmpo_term(
     logprobs: jax.Array,
     old_logprobs: jax.Array,
@@ -327,6 +343,7 @@ def gmpo_term(
     return jnp.where(mask, -advantages * jnp.exp(_completion_mean(jnp.where(mask, clipped, 0), mask)), 0)
 
 
+@takes(**_TERM)
 def dppo_term(
     logprobs: jax.Array,
     old_logprobs: jax.Array,
@@ -359,12 +376,13 @@ def dppo_term(
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
     moved = jax.lax.stop_gradient(jnp.exp(upcast(logprobs)) - jnp.exp(upcast(old_logprobs)))
-    advantages = per_token(advantages, log_ratio)
-    dropped = ((advantages > 0) & (moved > threshold)) | ((advantages < 0) & (moved < -threshold))
+    sign = jnp.sign(per_token(advantages, log_ratio))
+    dropped = ((sign > 0) & (moved > threshold)) | ((sign < 0) & (moved < -threshold))
     loss = jnp.where(dropped, 0, unclipped_surrogate(log_ratio, advantages)) + penalty * jnp.square(log_ratio)
     return jnp.where(mask, loss, 0)
 
 
+@takes(**_TERM)
 def vespo_term(
     logprobs: jax.Array,
     old_logprobs: jax.Array,
@@ -407,6 +425,7 @@ def vespo_term(
     return phi * reinforce_term(logprobs, old_logprobs, advantages, mask)
 
 
+@takes(logprobs="... T", mask="... T", advantages=_ADVANTAGES)
 def token_covariance(
     logprobs: jax.Array, advantages: jax.Array, mask: jax.Array, *, axis_name: AxisName = None
 ) -> jax.Array:
@@ -437,6 +456,7 @@ def token_covariance(
     return jnp.where(mask, (advantages - mean_advantage) * (logprobs - mean_logprob), 0)
 
 
+@takes(**_TERM)
 def clip_cov_term(
     logprobs: jax.Array,
     old_logprobs: jax.Array,
@@ -493,6 +513,7 @@ def clip_cov_term(
     return jnp.where(mask & ~chosen, loss, 0)
 
 
+@takes(**_TERM)
 def kl_cov_term(
     logprobs: jax.Array,
     old_logprobs: jax.Array,
@@ -541,6 +562,7 @@ def refuse_epsilon(constants: Container[str]) -> None:
         raise TypeError("there is no epsilon: a term that clips has epsilon_low and epsilon_high, which may be equal")
 
 
+@takes(like="number | ... T", advantages=_ADVANTAGES)
 def per_token(advantages: jax.Array, like: jax.Array) -> jax.Array:
     """Advantages of completions `[...]` or of tokens `[..., T]`, with the rank of `like` `[..., T]`."""
     advantages = jnp.asarray(advantages)  # a plain number has no shape

@@ -3,7 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.functional.numerics import takes
 
+
+@takes(chosen="number | ...", rejected="number | ...")
 def bradley_terry_loss(
     chosen: jax.Array, rejected: jax.Array, *, margin: jax.Array | float = 0.0, center_coef: float = 0.0
 ) -> jax.Array:
@@ -25,6 +28,7 @@ def bradley_terry_loss(
     return jax.nn.softplus(margin - (chosen - rejected)) + center_coef * jnp.square(chosen + rejected)
 
 
+@takes(values="number | ...", returns="number | ...", old_values="number | ...")
 def critic_loss(
     values: jax.Array, returns: jax.Array, *, old_values: jax.Array | None = None, clip: float = 0.2
 ) -> jax.Array:

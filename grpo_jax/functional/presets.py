@@ -333,7 +333,7 @@ def _check_call(function: Callable[..., jax.Array], arguments: tuple, expected: 
     """Refuses a function that cannot be called so, or whose result has another shape than its first argument."""
     try:
         shape = jax.eval_shape(function, *arguments).shape
-    except (TypeError, AttributeError, IndexError) as error:
+    except (TypeError, AttributeError, IndexError, AssertionError) as error:
         raise ValueError(f"{expected} ({error})") from None
     if shape != arguments[0].shape:
         raise ValueError(f"{expected} (it gives shape {shape} for {arguments[0].shape})")

@@ -10,6 +10,7 @@ from grpo_jax.functional.advantages import centered_advantages, whiten
 from grpo_jax.functional.numerics import AxisName, takes, upcast
 
 
+@takes(mask="... T", rewards="...", token_penalty="... T")
 def reinforce_pp_advantages(
     rewards: jax.Array,
     mask: jax.Array,
@@ -45,6 +46,7 @@ def reinforce_pp_advantages(
     return whiten(returns, mask, eps=eps, axis_name=axis_name)
 
 
+@takes(mask="... G T", rewards="... G")
 def reinforce_pp_baseline_advantages(
     rewards: jax.Array, mask: jax.Array, *, eps: float = 1e-4, axis_name: AxisName = None
 ) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from grpo_jax.functional.numerics import takes, upcast
 
 
+@takes(lengths="...")
 def overlong_penalty(lengths: jax.Array, *, max_length: int, buffer: int) -> jax.Array:
     """clip(−(|o| − (L_max − L_c))/L_c, −1, 0), to add to the reward. DAPO (2503.14476), equation 13.
 

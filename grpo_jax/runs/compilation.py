@@ -4,7 +4,8 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,9 @@ _LOCK_SECONDS = 10
 # JAX times every program that it asks for, also one that it finds in the cache.
 _REQUEST_EVENT, _READ_EVENT = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 _seen = {_REQUEST_EVENT: 0, _READ_EVENT: 0}  # events since this module was imported
+# A program is written down for the compiler just before it is asked for.
+_WRITTEN_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_to_call: list[Callable[[], None]] = []
 
 
 class Programs(NamedTuple):
@@ -41,6 +45,17 @@ def count_programs() -> Callable[[], Programs]:
         return Programs(now.compiled - before.compiled, now.read - before.read)
 
     return since
+
+
+@contextmanager
+def before_programs(say: Callable[[], None]) -> Iterator[None]:
+    """Calls `say` once, before the first program of the block is compiled or read; never, if there is none."""
+    _to_call.append(say)
+    try:
+        yield
+    finally:
+        if say in _to_call:
+            _to_call.remove(say)
 
 
 def in_words(programs: Programs) -> str:
@@ -117,6 +132,8 @@ def _count(event: str, **_: str | int) -> None:
 
 def _count_timed(event: str, duration_secs: float, **_: str | int) -> None:
     _count(event)
+    while event == _WRITTEN_EVENT and _to_call:
+        _to_call.pop()()
 
 
 jax.monitoring.register_event_listener(_count)

@@ -2,15 +2,19 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from grpo_jax.runs.compilation import before_programs, count_programs
 
 # A line is due after both of these; a slow run does not keep silent for longer than the third.
 _SECONDS = 30.0
 _SHARE = 0.1  # of the steps
 _LONGEST_SECONDS = 600.0
+
+_COMPILING = "compiling or reading programs (may take minutes)"
 
 Show = Callable[..., None]  # (step, words="")
 
@@ -28,7 +32,8 @@ def progress(console: Console, phase: str, total: int, completed: int = 0, *, se
     """
     if not _moves(console):
         lines = _Lines(console, phase, total, completed, seldom)
-        yield lines.show
+        with before_programs(lines.compiling) if completed < total else nullcontext():
+            yield lines.show
         lines.end()
         return
     columns = (
@@ -40,8 +45,9 @@ def progress(console: Console, phase: str, total: int, completed: int = 0, *, se
         TextColumn("{task.fields[words]}"),
     )
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task(phase, total=total, completed=completed, words="compiling (may take minutes)")
-        yield lambda step, words="": bar.update(task, completed=step, words=words)
+        task = bar.add_task(phase, total=total, completed=completed, words="")
+        with before_programs(lambda: bar.update(task, words=_COMPILING, refresh=True)):
+            yield lambda step, words="": bar.update(task, completed=step, words=words)
 
 
 @contextmanager
@@ -70,16 +76,18 @@ class _Lines:
         self._console, self._phase, self._total, self._seldom = console, phase, total, seldom
         self._started = self._said = time.perf_counter()
         self._first: tuple[int, float] | None = None  # the first step shown, and when: from then on nothing compiles
+        self._programs = count_programs()
         self._said_step = completed
         self._left_out: tuple[int, str] | None = None
-        if completed < total:
-            _print(console, f"{phase}: compiling (may take minutes)")
+
+    def compiling(self) -> None:
+        _print(self._console, f"{self._phase}: {_COMPILING}")
 
     def show(self, step: int, words: str = "") -> None:
         now = time.perf_counter()
         if self._first is None:
             self._first = step, now
-            self._say(step, words, ", with compilation")
+            self._say(step, words, ", with compilation" if self._programs().compiled else "")
         elif self._due(step, now):
             self._say(step, words)
         else:

@@ -1,6 +1,7 @@
-"""What a run shows at its end: in the terminal a table and a few groups; curves.png."""
+"""What a run shows at its end: in the terminal a table and a few groups; curves.png, results.json, report.html."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs import report
+from grpo_jax.runs.compilation import in_words, programs_so_far
+from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import hypervolume, pareto_front
 
 
@@ -36,6 +39,34 @@ def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
             earned = "–" if reward is None else f"{reward:.2f}"  # none: it does not apply
             table.add_row(escape(repr(text)), str(length), earned, f"{advantage:+.2f}")
         run.console.print(table)
+
+
+def save_results(
+    run: RunFolder,
+    rows: Mapping[str, Mapping[str, float]],
+    checksum: str,
+    curves: Sequence[tuple[str, str]],
+    phases: Sequence[str],
+) -> None:
+    """Leaves curves.png and results.json, and says the checksum.
+
+    Args:
+      run: whose metrics.jsonl is drawn.
+      rows: of the final table; may be empty.
+      checksum: of the parameters after training.
+      curves: (metric, title) beside the three curves to watch, as for `curves_of`.
+      phases: a line for each.
+    """
+    save_curves(run, curves_of(run, curves), phases)
+    write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
+    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+
+
+def say_end(run: RunFolder, started: float) -> None:
+    """Leaves report.html, and says where, and what the run took since `started`."""
+    page = report.write_report(run.path)
+    run.console.print(f"{in_words(programs_so_far())}, {time.perf_counter() - started:.0f} s")
+    run.console.print(f"to read: {page}", markup=False, highlight=False, soft_wrap=True)
 
 
 Steps = dict[int, list[float]]  # a value of each phase of a line

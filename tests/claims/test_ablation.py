@@ -129,6 +129,8 @@ def test_seeds_may_be_others_than_the_presets(tmp_path, capsys):
     assert "over seeds 9, 15, 16; runs of 4 steps" in said
     assert "coin toss: the same start, prompts and steps" in said
     assert "nothing learned: no setting's score rose above its start" in said
+    findings.show(bench, Finding({name: {"signal": [0.5] * 3} for name in (START, COIN)}, [], ["signal"]))
+    assert "a coin toss for a reward" not in " ".join(capsys.readouterr().out.split())  # in no run
     assert Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=2)).run.path == tmp_path / "smoke"
     with pytest.raises(UsageError, match="num_seeds is 0"):
         Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=0))

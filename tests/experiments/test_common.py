@@ -6,6 +6,7 @@ import math
 import pytest
 from rich.console import Console
 
+from experiments import online_preference
 from experiments.common import over_seeds
 from grpo_jax.commands.common import explain_control
 from grpo_jax.runs.folder import RunFolder
@@ -37,3 +38,11 @@ def test_a_table_with_a_control_says_that_its_drift_is_not_learning(tmp_path):
     explain_control(run, ("before", "after", "control"))
     said = "control: the same start, prompts and steps with a coin toss for a reward; its drift is not learning.\n"
     assert run.console.file.getvalue() == said
+
+
+def test_the_table_of_online_preferences_says_what_its_coin_is(tmp_path):
+    run = RunFolder(tmp_path, {}, console=Console(file=io.StringIO(), width=200))
+    numbers = {name: [0.5, 0.6] for name in ("gold", "best", "repeats", "claimed")}
+    numbers |= {f"accuracy_{name}": [0.5, 0.6] for name in ("start", "frozen", "online")}
+    online_preference.show(run, dict.fromkeys(("start", "frozen", "online", "coin", "gold"), numbers), range(2))
+    assert "coin: the same start, prompts and steps with a coin toss" in run.console.file.getvalue()

@@ -158,6 +158,7 @@ def test_from_pairs_to_a_table_and_again_resumed_in_the_middle(small, tmp_path, 
     experiment.main(parse(**small, lora_rank=2, run_dir=run))
     shown = capsys.readouterr().out
     assert all(title in shown for title in ("SFT", "PPO", "GRPO", "coin toss", "judge", "TFLOP"))
+    assert "GRPO, coin toss: the same start, prompts and steps" in shown
     results = json.loads((run / "results.json").read_text())
     assert results["rows"]["SFT"]["judge"] == pytest.approx(0, abs=1e-6)
     assert results["rows"]["SFT"]["win_rate"] == 0.5

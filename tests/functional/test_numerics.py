@@ -8,21 +8,60 @@ import pytest
 from jax.experimental import checkify
 
 from grpo_jax.functional import (
+    adaptive_entropy_coef,
+    adaptive_kl_coef,
+    bradley_terry_loss,
+    check,
     check_logprobs,
+    cispo_surrogate,
+    clip_cov_term,
+    clipped_surrogate,
+    clipped_term,
     combine_rewards,
+    critic_loss,
+    dppo_term,
+    gdpo_advantages,
     generalized_advantages,
+    gmpo_term,
     group_advantages,
+    group_ranks,
     grpo_loss,
+    gspo_log_ratio,
+    keep_completions,
+    kl_cov_term,
     kl_k3,
     kl_penalized_rewards,
+    masked_sum,
+    masked_weights,
+    on_policy_completions,
+    opo_advantages,
+    overlong_penalty,
+    per_token,
+    policy_metrics,
+    rank_advantages,
+    ratio_term,
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+    reinforce_term,
+    rejection_weights,
+    remax_advantages,
     rewards_at_end,
+    sapo_surrogate,
+    sequence_log_ratio,
+    sequence_mean_log_ratio,
     sequence_mean_weights,
+    token_covariance,
     token_kl,
     token_log_ratio,
     token_logprobs,
+    top_entropy_tokens,
+    truncated_weights,
     unclipped_surrogate,
+    vespo_term,
+    weighted_sum,
+    whiten,
 )
-from grpo_jax.functional.policy_gradient import ratio_term
+from grpo_jax.functional.presets import PRESETS
 
 X, MASK, A = jnp.zeros((2, 3)), jnp.ones((2, 3), bool), jnp.zeros(2)
 HIDDEN, WEIGHT, IDS = jnp.zeros((2, 3, 4)), jnp.zeros((7, 4)), jnp.zeros((2, 3), jnp.int32)
@@ -37,7 +76,7 @@ def ones(*shape):
     [
         (
             lambda: grpo_loss(X, ones(2, 4), A, MASK),
-            "old_logprobs must have the shape [2, 3], [..., T] where logprobs has [2, 3], but has [2, 4]",
+            "grpo_loss: old_logprobs must have the shape [2, 3], [..., T] where logprobs has [2, 3], but has [2, 4]",
         ),
         (
             lambda: grpo_loss(X, X, ones(3), MASK),
@@ -64,10 +103,110 @@ def ones(*shape):
     ],
 )
 def test_a_shape_is_named_with_what_was_expected(call, words):
-    with pytest.raises(AssertionError) as caught:
+    refuses(call, words)
+
+
+def refuses(call, words):
+    with pytest.raises((AssertionError, TypeError)) as caught:
         jax.jit(call)()
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+COLUMN = A[:, None]  # of which broadcasting would make every completion's number with every other's
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: group_ranks(ones()), "group_ranks: rewards must have the shape [..., G], but has []"),
+        (lambda: rank_advantages(X, where=MASK[:1]), "rank_advantages: where must have the shape [2, 3]"),
+        (lambda: opo_advantages(X, ones(3)), "opo_advantages: lengths must have the shape [2, 3]"),
+        (lambda: remax_advantages(X, ones(1)), "remax_advantages: greedy_rewards must have the shape [2]"),
+        (lambda: gdpo_advantages(ones(4, 2, 3), weights=ones(1)), "gdpo_advantages: weights must have the shape [4]"),
+        (lambda: whiten(X, MASK[:, :1]), "whiten: mask must have the shape [2, 3]"),
+        (lambda: reinforce_pp_advantages(ones(3), MASK), "reinforce_pp_advantages: rewards must have the shape [2]"),
+        (
+            lambda: reinforce_pp_advantages(A, MASK, token_penalty=ones(3)),
+            "reinforce_pp_advantages: token_penalty must have the shape [2, 3]",
+        ),
+        (
+            lambda: reinforce_pp_baseline_advantages(X, MASK[None]),
+            "reinforce_pp_baseline_advantages: rewards must have the shape [1, 2], [..., G] where mask has [1, 2, 3]",
+        ),
+        (lambda: truncated_weights([0.0]), "truncated_weights: log_ratio must be an array [...], but is a list"),
+        (lambda: masked_weights([0.0]), "masked_weights: log_ratio must be an array [...], but is a list"),
+        (lambda: rejection_weights([0.0]), "rejection_weights: log_ratio must be an array [...], but is a list"),
+        (
+            lambda: on_policy_completions(X, COLUMN, MASK, threshold=1.0),
+            "on_policy_completions: advantages must have the shape [2] or [2, 3]",
+        ),
+        (lambda: top_entropy_tokens(X[0], MASK), "top_entropy_tokens: mask must have the shape [3]"),
+        (lambda: keep_completions(MASK, MASK), "keep_completions: keep must have the shape [2]"),
+        (lambda: weighted_sum(A, X, MASK), "weighted_sum: weights must have the shape [2]"),
+        (lambda: weighted_sum(X, X, MASK[0]), "weighted_sum: mask must have the shape [2, 3]"),
+        (lambda: masked_sum(X, MASK[0]), "masked_sum: mask must have the shape [2, 3]"),
+        (lambda: policy_metrics(X, X, COLUMN, MASK), "policy_metrics: advantages must have the shape [2] or [2, 3]"),
+        (lambda: per_token(COLUMN, X), "per_token: advantages must have the shape [2] or [2, 3]"),
+        (lambda: token_covariance(X, COLUMN, MASK), "token_covariance: advantages must have the shape [2] or [2, 3]"),
+        (lambda: bradley_terry_loss(A, COLUMN), "bradley_terry_loss: rejected must have the shape [2]"),
+        (lambda: critic_loss(X, A), "critic_loss: returns must have the shape [2, 3], [...] where values has [2, 3]"),
+        (lambda: critic_loss(X, X, old_values=X[:1]), "critic_loss: old_values must have the shape [2, 3]"),
+        (lambda: overlong_penalty([3], max_length=9, buffer=2), "overlong_penalty: lengths must be an array [...]"),
+        (
+            lambda: adaptive_kl_coef(0.1, (1.0, 2.0), target=1.0, num_samples=1),
+            "adaptive_kl_coef: kl must be an array [...], but is a tuple",
+        ),
+        (lambda: adaptive_entropy_coef(A, X), "adaptive_entropy_coef: entropy must have the shape [2]"),
+    ],
+)
+def test_every_function_of_arrays_says_so_with_its_name(call, words):
+    refuses(call, words)
+
+
+@pytest.mark.parametrize("surrogate", [clipped_surrogate, unclipped_surrogate, cispo_surrogate, sapo_surrogate])
+def test_surrogates_refuse_advantages_that_are_not_a_completion_s_or_a_token_s(surrogate):
+    words = "advantages must have the shape [2] or [2, 3], [...] or [..., T] where log_ratio has [2, 3], but has [2, 1]"
+    refuses(lambda: surrogate(X, COLUMN), f"{surrogate.__name__}: {words}")
+    refuses(lambda: surrogate([0.0], A), f"{surrogate.__name__}: log_ratio must be an array [..., T], but is a list")
+    assert surrogate(X, 1.0).shape == surrogate(X, jnp.array(1.0)).shape == (2, 3)  # a number is of all completions
+    assert surrogate(jnp.array(0.0), 1.0).shape == ()
+
+
+def with_key(*arrays):
+    return clip_cov_term(*arrays, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("term", "name"),
+    [
+        (clipped_term, "term"),
+        (reinforce_term, "reinforce_term"),
+        (gmpo_term, "gmpo_term"),
+        (dppo_term, "dppo_term"),
+        (vespo_term, "vespo_term"),
+        (with_key, "clip_cov_term"),
+        (kl_cov_term, "kl_cov_term"),
+    ],
+)
+def test_terms_refuse_other_shapes(term, name):
+    refuses(lambda: term(X, X[0], A, MASK), f"{name}: old_logprobs must have the shape [2, 3]")
+    refuses(lambda: term(X, X, COLUMN, MASK), f"{name}: advantages must have the shape [2] or [2, 3]")
+    refuses(lambda: term(X, X, A, MASK[:1]), f"{name}: mask must have the shape [2, 3]")
+    assert term(X, X, 1.0, MASK).shape == (2, 3)
+
+
+@pytest.mark.parametrize("log_ratio", [sequence_log_ratio, sequence_mean_log_ratio, gspo_log_ratio])
+def test_log_ratios_refuse_other_shapes_by_their_own_names(log_ratio):
+    refuses(lambda: log_ratio(X, X[:1], MASK), f"{log_ratio.__name__}: old_logprobs must have the shape [2, 3]")
+
+
+def test_an_objective_whose_term_mixes_up_shapes_is_refused_in_a_sentence():
+    wrong = PRESETS["grpo"]._replace(
+        term=lambda logprobs, old, advantages, mask: whiten(advantages, mask), constants={}
+    )
+    with pytest.raises(ValueError, match=r"the term must map .* \(whiten: mask must have the shape \[1\]"):
+        check(wrong)
 
 
 @pytest.mark.parametrize(

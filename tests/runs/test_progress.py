@@ -2,6 +2,7 @@
 
 import io
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -26,10 +27,17 @@ def clock(monkeypatch):
     return clock
 
 
-def lines_of(clock, total, seconds, **options):
-    """The lines of a phase whose steps take so many seconds, but for 20 more of the first."""
+def compile_one():
+    """Compiles a program that nothing has compiled before, or reads it if a cache has it."""
+    jax.jit(lambda x: x + 1)(1.0)
+
+
+def lines_of(clock, total, seconds, compiles=True, **options):
+    """The lines of a phase whose steps take so many seconds, but for 20 more of the first, in which it compiles."""
     console = Console(file=io.StringIO(), width=200)
     with progress(console, "grpo", total, **options) as show:
+        if compiles:
+            compile_one()
         clock.now += 20
         for step in range(options.get("completed", 0) + 1, total + 1):
             clock.now += seconds
@@ -39,7 +47,7 @@ def lines_of(clock, total, seconds, **options):
 
 def test_a_file_gets_a_line_a_tenth_of_the_steps_and_says_what_is_left(clock):
     lines = lines_of(clock, 100, 5)
-    assert lines[0] == "grpo: compiling (may take minutes)"
+    assert lines[0] == "grpo: compiling or reading programs (may take minutes)"
     assert lines[1] == "grpo: step 1 of 100, reward 1, 25 s, with compilation"
     assert lines[2] == "grpo: step 11 of 100, reward 11, 75 s, about 7 min left"
     assert lines[-1] == "grpo: step 100 of 100, reward 100, 9 min"
@@ -51,6 +59,13 @@ def test_quick_steps_get_a_line_in_thirty_seconds_and_slow_ones_one_in_ten_minut
     slow = lines_of(clock, 100, 310)
     assert [line.split()[2] for line in slow[1:]] == ["1", *map(str, range(3, 100, 2)), "100"]
     assert len(lines_of(clock, 12, 1, seldom=False)) == 13
+
+
+def test_a_phase_that_compiles_nothing_does_not_speak_of_it(clock):
+    lines_of(clock, 100, 5)
+    lines = lines_of(clock, 100, 5, compiles=False)
+    assert lines[0] == "grpo: step 1 of 100, reward 1, 25 s"
+    assert not any("compil" in line for line in lines)
 
 
 def test_a_phase_that_is_complete_says_nothing(clock):
@@ -71,6 +86,18 @@ def test_a_terminal_has_a_bar(clock):
         show(4, "reward 1")
     assert "4/4" in console.file.getvalue()
     assert "step 4 of 4" not in console.file.getvalue()
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_bar_says_that_a_program_compiles_until_the_first_step(clock, compiles):
+    console = Console(file=io.StringIO(), width=200, force_terminal=True)
+    with progress(console, "grpo", 4) as show:
+        if compiles:
+            compile_one()
+        show(1, "reward 1")
+    shown = console.file.getvalue()
+    assert ("compiling or reading programs" in shown) is compiles
+    assert shown.rfind("reward 1") > shown.rfind("compiling")  # the newest
 
 
 def test_times_are_short():

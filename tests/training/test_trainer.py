@@ -72,6 +72,21 @@ def test_the_five_lines_as_they_are_written(folder, tmp_path, monkeypatch):
     assert len(group["completions"]) == 12
 
 
+def test_a_run_leaves_the_files_of_the_command_line(folder, tmp_path, capsys):
+    """All but the command: what was called is a program of the user's."""
+    options = {"steps": 2, "max_tokens": 3, "group_size": 4, "learning_rate": 0.1}
+    trainer = GRPOTrainer(folder, Threes(), run_dir=tmp_path / "run", **options)
+    trained = trainer.train(PROMPTS)
+    lines = {"metrics.jsonl", "times.jsonl", "rollouts.jsonl", "warnings.jsonl"}
+    made = {"config.json", "task.json", "model", "checkpoints", "tensorboard"}
+    ending = {"curves.png", "report.html", "results.json"}
+    assert {file.name for file in trainer.run.path.iterdir()} == lines | made | ending
+    checksum = params_sha256(trained.params)
+    assert json.loads((trainer.run.path / "results.json").read_text()) == {"params_sha256": checksum}
+    assert checksum in (trainer.run.path / "report.html").read_text()
+    assert "to read:" in capsys.readouterr().out
+
+
 def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
     loaded, reward = load_pretrained(folder), Threes()
     before = params_sha256(loaded.params)
