@@ -1,4 +1,4 @@
-"""What sampling and training need of a model: four pure functions, and a fifth for packed texts.
+"""What sampling and training need of a model: four pure functions, and two that it can do without.
 
 Anything that provides them can be trained: the decoder here, an nnx model through
 split and merge, a fake in a test. Letters as in `transformer`.
@@ -26,6 +26,7 @@ from grpo_jax.models.transformer import (
     geometry_of_texts,
     initial_params,
     prompt_positions,
+    select_completions,
 )
 
 
@@ -46,6 +47,9 @@ class Policy(NamedTuple):
     # (params, ids [N, S], texts [N, S]) -> hidden [N, S, D], of several texts in a row that do not see each other:
     # numbered from 1, each in one piece, 0 for padding. None: the model cannot be trained on packed texts
     packed: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
+    # (cache, chosen int [R], of the N·G completions in a row) -> cache of R prompts with one completion each.
+    # None: completions that have ended are decoded along until the last of the batch ends
+    select: Callable[[Any, jax.Array], Any] | None = None
 
 
 def decoder_policy(config: ModelConfig) -> Policy:
@@ -113,15 +117,16 @@ def decoder_policy(config: ModelConfig) -> Policy:
         prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
         prefix = Prefix(prompts, prompt_mask, jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
         slots = max(max_tokens - 1, 1)
-        values = jnp.zeros(
-            (prompt_ids.shape[0], config.num_key_value_heads, group_size, slots, config.head_dim), config.dtype
-        )
-        cache = tuple(KeyValues(values.swapaxes(-1, -2), values) for _ in layers)
+        heads = prompt_ids.shape[0] * config.num_key_value_heads * group_size
+        values = jnp.zeros((heads, slots, config.head_dim), config.dtype)
+        cache = prefix, tuple(KeyValues(values.swapaxes(-1, -2), values) for _ in layers)
         decoder = Transformer(config, scan_layers=False)
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array):
-            seen = both(geometry_of_step, prefix, group_size, slots, step)
-            return decoder.apply(separate, ids, *seen, past=(prefix, Cache(cache, step)))
+            prefix, own = cache
+            seen = both(geometry_of_step, prefix, ids.shape[1], slots, step)
+            hidden, own = decoder.apply(separate, ids, *seen, past=(prefix, Cache(own, step)))
+            return hidden, (prefix, own)
 
         return last, decode, cache
 
@@ -132,4 +137,8 @@ def decoder_policy(config: ModelConfig) -> Policy:
         states, _ = model.apply(variables(params), ids, *both(geometry_of_texts, positions, texts))
         return states
 
-    return Policy(init, unembedding, hidden, prefill, packed)
+    def select(cache: Any, chosen: jax.Array) -> Any:
+        prefix, own = cache
+        return select_completions(prefix, own, chosen, config.num_key_value_heads)
+
+    return Policy(init, unembedding, hidden, prefill, packed, select)
