@@ -1,9 +1,10 @@
 """How long does one iteration of GRPO take, and of what?
 
-A decoder with random weights, completions of full length, a separate reference, one optimizer step a rollout, float32:
-the work of TRL's and Tunix's trainers at the same shapes. Each line is one iteration as `loop.train` runs it, text and
-rewards included. The first line has the compilation in it. The last line has medians from the third iteration on, the
-peak memory of the process, and the speed of a matrix product beside them. Use `taskset -c 0` for one core.
+A decoder with random weights, completions of full length (but for long-tail), a separate reference, one optimizer step
+a rollout, float32: the work of TRL's and Tunix's trainers at the same shapes. Each line is one iteration as
+`loop.train` runs it, text and rewards included. The first line has the compilation in it. The last line has medians
+from the third iteration on, the peak memory of the process, and the speed of a matrix product beside them. Use
+`taskset -c 0` for one core.
 
   python -m experiments.benchmarks.step --shape tiny
 """
@@ -14,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +45,7 @@ class Shape(NamedTuple):
     prompt: int  # tokens
     completion: int
     group_size: int = 8
+    mean_length: int = 0  # of completions, in tokens, where a uniform choice of tokens ends them; 0: none ends
 
 
 TINY = ModelConfig(64, 128, 512, 4, 4, 2, 32)
@@ -53,6 +55,8 @@ SHAPES = {
     "tiny256": Shape(TINY, 16, 16, 256),
     "mid": Shape(MID, 4, 16, 128),
     "prompt": Shape(MID, 1, 512, 64),
+    # Weights so small that every token is about as likely as any other.
+    "long-tail": Shape(replace(MID, initializer_range=0.001), 4, 16, 256, mean_length=64),
 }
 
 
@@ -60,9 +64,9 @@ SHAPES = {
 class Config:
     """Options of the benchmark."""
 
-    shape: Literal["tiny", "tiny256", "mid", "prompt"] = "tiny"
+    shape: Literal["tiny", "tiny256", "mid", "prompt", "long-tail"] = "tiny"
     """tiny, tiny256: a million parameters and completions of 32 or 256 tokens. mid, prompt: 48 million, and completions
-    of 128 tokens or prompts of 512."""
+    of 128 tokens or prompts of 512. long-tail: mid with completions of 64 tokens in the mean and 256 at most."""
     steps: int = 9
     """Iterations."""
     microbatches: int = 0
@@ -96,8 +100,9 @@ def main(config: Config) -> None:
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         return [sum(text.ids) % 97 / 97 for text in completions]
 
-    # No id ends a completion.
-    task = Task(prompts, reward, prompts(0), lambda ids: " ".join(map(str, ids)), (-1,), 0, shape.model.vocab_size)
+    vocab_size = shape.model.vocab_size
+    ends = tuple(range(vocab_size // shape.mean_length)) if shape.mean_length else (-1,)
+    task = Task(prompts, reward, prompts(0), lambda ids: " ".join(map(str, ids)), ends, 0, vocab_size)
     params = jax.block_until_ready(jax.jit(policy.init)(jax.random.key(0)))
     ready = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What sampling and training need of a model: four pure functions, and a fifth for packed texts.
+"""What sampling and training need of a model: four pure functions, and three that it can do without.
 
 Anything that provides them can be trained: the decoder here, an nnx model through
 split and merge, a fake in a test. Letters as in `transformer`.
@@ -28,6 +28,7 @@ from grpo_jax.models.transformer import (
     initial_params,
     positions_in_texts,
     prompt_positions,
+    select_completions,
 )
 
 
@@ -52,6 +53,9 @@ class Policy(NamedTuple):
     # each token: of several completions of a prompt in a row, numbered as texts are in `packed`. None: completions are
     # computed with their padding
     packed_groups: Callable[..., jax.Array] | None = None
+    # (cache, chosen int [R], of the N·G completions in a row) -> cache of R prompts with one completion each.
+    # None: completions that have ended are decoded along until the last of the batch ends
+    select: Callable[[Any, jax.Array], Any] | None = None
 
 
 def decoder_policy(config: ModelConfig) -> Policy:
@@ -119,15 +123,16 @@ def decoder_policy(config: ModelConfig) -> Policy:
         prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
         prefix = Prefix(prompts, prompt_mask, jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
         slots = max(max_tokens - 1, 1)
-        values = jnp.zeros(
-            (prompt_ids.shape[0], config.num_key_value_heads, group_size, slots, config.head_dim), config.dtype
-        )
-        cache = tuple(KeyValues(values.swapaxes(-1, -2), values) for _ in layers)
+        heads = prompt_ids.shape[0] * config.num_key_value_heads * group_size
+        values = jnp.zeros((heads, slots, config.head_dim), config.dtype)
+        cache = prefix, tuple(KeyValues(values.swapaxes(-1, -2), values) for _ in layers)
         decoder = Transformer(config, scan_layers=False)
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array):
-            seen = both(geometry_of_step, prefix, group_size, slots, step)
-            return decoder.apply(separate, ids, *seen, past=(prefix, Cache(cache, step)))
+            prefix, own = cache
+            seen = both(geometry_of_step, prefix, ids.shape[1], slots, step)
+            hidden, own = decoder.apply(separate, ids, *seen, past=(prefix, Cache(own, step)))
+            return hidden, (prefix, own)
 
         return last, decode, cache
 
@@ -145,4 +150,8 @@ def decoder_policy(config: ModelConfig) -> Policy:
         before = jnp.concatenate([of_prompt[:, -1:], rest[:, :-1]], axis=1)
         return jnp.where((positions_in_texts(completions) == 0)[..., None], of_prompt[:, -1:], before)
 
-    return Policy(init, unembedding, hidden, prefill, packed, packed_groups)
+    def select(cache: Any, chosen: jax.Array) -> Any:
+        prefix, own = cache
+        return select_completions(prefix, own, chosen, config.num_key_value_heads)
+
+    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select)

@@ -36,11 +36,12 @@ class KeyValues(NamedTuple):
     """Keys and values of one layer, or with a leading L of all, as a decode step reads them.
 
     Heads come before tokens, and features of keys before tokens too: the products with one query then read memory in
-    order. On CPU each of the two made attention in a decode step about twice as fast.
+    order. On CPU each of the two made attention in a decode step about twice as fast. Completions have one axis for
+    all that is not multiplied: with an axis G of size 1 XLA on CPU copied the whole cache for each token.
     """
 
-    keys: jax.Array  # [N, K, E, P] of prompts; of completions [N, K, G, E, C]
-    values: jax.Array  # [N, K, P, E] of prompts; of completions [N, K, G, C, E]
+    keys: jax.Array  # [N, K, E, P] of prompts; of completions [N·K·G, E, C]
+    values: jax.Array  # [N, K, P, E] of prompts; of completions [N·K·G, C, E]
 
 
 class Prefix(NamedTuple):
@@ -528,30 +529,55 @@ def attend_past(
       keys, values: `[N, G, K, E]`, written to the cache.
       masks: over the prompt and over the cache.
       prompt: keys `[N, K, E, P]` and values `[N, K, P, E]`.
-      cache: keys `[N, K, G, E, C]` and values `[N, K, G, C, E]`.
+      cache: keys `[N·K·G, E, C]` and values `[N·K·G, C, E]`.
       length: int32 scalar, tokens in the cache.
 
     Returns:
       `[N, G, K, Q, E]`; the cache with the token.
     """
     n, g, k, q, e = queries.shape
-    keys, values = keys.swapaxes(1, 2)[..., None], values.swapaxes(1, 2)[:, :, :, None]
+    keys, values = keys.swapaxes(1, 2).reshape(-1, e, 1), values.swapaxes(1, 2).reshape(-1, 1, e)
     cache = KeyValues(
-        jax.lax.dynamic_update_slice_in_dim(cache.keys, keys, length, 4),
-        jax.lax.dynamic_update_slice_in_dim(cache.values, values, length, 3),
+        jax.lax.dynamic_update_slice_in_dim(cache.keys, keys, length, 2),
+        jax.lax.dynamic_update_slice_in_dim(cache.values, values, length, 1),
     )
     queries = (queries * jnp.asarray(e**-0.5, queries.dtype)).swapaxes(1, 2)  # [N, K, G, Q, E]
     scores = (
         _einsum("nkme,nkep->nkmp", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1),
-        _einsum("nkgqe,nkgec->nkgqc", queries, cache.keys),
+        _einsum("bqe,bec->bqc", queries.reshape(-1, q, e), cache.keys).reshape(n, k, g, q, -1),
     )
     biased = [x + _bias(mask)[..., 0, :] for x, mask in zip(scores, masks, strict=True)]
     width = masks[0].shape[-1]
     weights = jax.nn.softmax(jnp.concatenate(biased, axis=-1)).astype(queries.dtype)
     of_prompt, of_cache = jnp.split(weights, [width], axis=-1)
     attended = _einsum("nkmp,nkpe->nkme", of_prompt.reshape(n, k, g * q, width), prompt.values).reshape(queries.shape)
-    attended += _einsum("nkgqc,nkgce->nkgqe", of_cache, cache.values)
+    attended += _einsum("bqc,bce->bqe", of_cache.reshape(n * k * g, q, -1), cache.values).reshape(queries.shape)
     return attended.astype(queries.dtype).swapaxes(1, 2), cache
+
+
+def select_completions(
+    prefix: Prefix, layers: tuple[KeyValues, ...], chosen: jax.Array, num_heads: int
+) -> tuple[Prefix, tuple[KeyValues, ...]]:
+    """What decoding keeps of some of N·G completions, as that of R prompts with one completion each.
+
+    Args:
+      prefix: the N prompts.
+      layers: the cache, of all completions.
+      chosen: int `[R]`, places of completions among all N·G in a row.
+      num_heads: K.
+
+    Returns:
+      A copy of its prompt for each completion; their cache.
+    """
+    num_prompts = prefix.mask.shape[0]
+    group_size = layers[0].keys.shape[0] // (num_prompts * num_heads)
+    prompt, member = jnp.divmod(chosen, group_size)
+
+    def own(x: jax.Array) -> jax.Array:
+        x = x.reshape(num_prompts, num_heads, group_size, *x.shape[1:])[prompt, :, member]  # [R, K, …]
+        return x.reshape(-1, *x.shape[2:])
+
+    return jax.tree.map(lambda x: x[prompt], prefix), jax.tree.map(own, layers)
 
 
 def _bias(mask: jax.Array) -> jax.Array:

@@ -4,7 +4,9 @@ Letters: N prompts, G completions of each, T completion tokens, P prompt tokens,
 V vocabulary, R = N·G rows.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,8 @@ def sample_groups(
     The noise of a token depends on the key, the row and the position alone: not on the width
     of the batch or of the prompts, the number of devices, or the vocabulary.
 
+    On a CPU, long completions are decoded in fewer and fewer rows as they end (`_widths`). The tokens stay the same.
+
     Args:
       policy: the model's functions.
       params: its parameters.
@@ -62,65 +66,116 @@ def sample_groups(
       `Completions`.
     """
     shape = rows.shape
-    limits = truncation if truncation and any(limit is not None for limit in truncation) else None
-    temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), shape)
-    uniforms = _noise(key, rows, max_tokens)
+    given = _Rows(
+        jnp.zeros(shape, jnp.int32),
+        _noise(key, rows, max_tokens),
+        jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), shape),
+        jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape), truncation or Truncation()),
+        _nothing(shape, max_tokens, pad_id, truncation),
+    )
     hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], max_tokens)
     unembedding = policy.unembedding(params)
 
-    def choose(hidden: jax.Array, step: jax.Array) -> _Token:
-        scaled = _logits(hidden, unembedding, temperature)
-        candidates = scaled if limits is None else truncate(scaled, limits, shape)
-        ids, logprob = sample_categorical(candidates, uniforms[:, :, step], greedy=temperature == 0)
-        return _Token(ids, logprob, None) if limits is None else _Token(ids, _logprob_of(scaled, ids), logprob)
-
-    def continues(carry):
-        step, _, _, out = carry
-        return (step < max_tokens) & jnp.any(out.truncated)
+    def add(rows: _Rows, hidden: jax.Array, step: jax.Array) -> _Rows:
+        return _add_token(rows, _logits(hidden, unembedding, rows.temperature), step, eos_ids)
 
     def extend(carry):
-        step, cache, ids, out = carry
-        hidden, cache = decode(cache, ids, step - 1)
-        token = choose(hidden, step)
-        return step + 1, cache, token.ids, _append(out, token, step, eos_ids)
+        step, cache, rows = carry
+        hidden, cache = decode(cache, rows.ids, step - 1)
+        return step + 1, cache, add(rows, hidden, step)
 
-    first = choose(jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))
-    out = _append(_nothing(shape, max_tokens, pad_id, first), first, jnp.int32(0), eos_ids)
-    *_, out = jax.lax.while_loop(continues, extend, (jnp.int32(1), cache, first.ids, out))
-    return out
+    first = add(given, jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))
+    widths = _widths(math.prod(shape), max_tokens) if policy.select else ()
+    return _decode_all(extend, policy.select, (jnp.int32(1), cache, first), max_tokens, widths)
 
 
-class _Token(NamedTuple):
-    """One token of every row, `[N, G]` each, named as in `Completions`."""
+class _Rows(NamedTuple):
+    """Completions under way, with what each needs: leading axes [N, G], or [R, 1] of some of them."""
 
-    ids: jax.Array
-    logprob: jax.Array
-    truncated_logprob: jax.Array | None
+    ids: jax.Array  # int32, the last token
+    uniforms: jax.Array  # [..., T, 2]
+    temperature: jax.Array
+    limits: Truncation
+    out: Completions
 
 
-def _nothing(shape: tuple[int, ...], max_tokens: int, pad_id: int, token: _Token) -> Completions:
-    """Completions before the first token: no row has ended yet."""
+# Decoding goes on with a quarter of the completions, but with no fewer than 8, and only where texts may be this long:
+# each width is a program of its own, which takes seconds to compile. On a CPU 2 take as long as 8.
+_QUARTER = 4
+_FEWEST = 8
+_LONG = 64
+
+
+def _widths(num_completions: int, max_tokens: int) -> tuple[int, ...]:
+    """Numbers of completions to go on with when no more than that are left, from large to small."""
+    if jax.default_backend() != "cpu" or max_tokens < _LONG or num_completions < _QUARTER * _FEWEST:
+        return ()
+    fewer = num_completions // _QUARTER
+    return fewer, *_widths(fewer, max_tokens)
+
+
+def _decode_all(
+    extend: Callable[[Any], Any],
+    select: Callable[[Any, jax.Array], Any] | None,
+    begun: tuple[jax.Array, Any, _Rows],
+    max_tokens: int,
+    widths: tuple[int, ...],
+) -> Completions:
+    """Adds tokens until all have ended. When at most widths[0] are left, it copies these and goes on with them alone.
+
+    Args:
+      extend: (step, cache, rows) -> the same after one more token of each.
+      select: `Policy.select`.
+      begun: (step, cache, rows) after the first token.
+      max_tokens: T.
+      widths: of `_widths`.
+
+    Returns:
+      All completions.
+    """
+    fewer = widths[0] if widths else 0
+
+    def continues(carry):
+        step, _, rows = carry
+        return (step < max_tokens) & (jnp.sum(rows.out.truncated) > fewer)
+
+    step, cache, rows = jax.lax.while_loop(continues, extend, begun)
+    if not widths or select is None:
+        return rows.out
+    chosen = jnp.argsort(~rows.out.truncated.ravel(), stable=True)[:fewer]  # those that have not ended come first
+    place = jnp.divmod(chosen, rows.ids.shape[1])
+    few = jax.tree.map(lambda x: x[place][:, None], rows)
+    out = _decode_all(extend, select, (step, select(cache, chosen), few), max_tokens, widths[1:])
+    return jax.tree.map(lambda whole, part: whole.at[place].set(part[:, 0]), rows.out, out)
+
+
+def _nothing(shape: tuple[int, ...], max_tokens: int, pad_id: int, limits: Truncation | None) -> Completions:
+    """Completions before the first token: none has ended yet."""
     ids = jnp.full((*shape, max_tokens), pad_id, jnp.int32)
     zeros = jnp.zeros(ids.shape, jnp.float32)
-    truncated_logprobs = None if token.truncated_logprob is None else zeros
+    truncated_logprobs = zeros if jax.tree.leaves(limits) else None
     return Completions(ids, jnp.zeros(ids.shape, bool), zeros, truncated_logprobs, jnp.ones(shape, bool))
 
 
-def _append(out: Completions, token: _Token, step: jax.Array, eos_ids: tuple[int, ...]) -> Completions:
-    """Writes a token at `step` to the rows that have not ended. Those it ends keep it."""
-    running = out.truncated
+def _add_token(rows: _Rows, logits: jax.Array, step: jax.Array, eos_ids: tuple[int, ...]) -> _Rows:
+    """Samples token `step` from logits `[N, G, V]`. Completions that have ended stay as they are."""
+    running, out = rows.out.truncated, rows.out
+    limited = out.truncated_logprobs is not None
+    candidates = truncate(logits, rows.limits, running.shape) if limited else logits
+    ids, logprob = sample_categorical(candidates, rows.uniforms[:, :, step], greedy=rows.temperature == 0)
 
     def put(array, value):
-        return None if array is None else array.at[:, :, step].set(jnp.where(running, value, array[:, :, step]))
+        return array.at[:, :, step].set(jnp.where(running, value, array[:, :, step]))
 
-    ends = jnp.any(token.ids[..., None] == jnp.asarray(eos_ids, jnp.int32), axis=-1)
-    return Completions(
-        put(out.completion_ids, token.ids),
+    ends = jnp.any(ids[..., None] == jnp.asarray(eos_ids, jnp.int32), axis=-1)
+    out = Completions(
+        put(out.completion_ids, ids),
         put(out.completion_mask, True),
-        put(out.sampler_logprobs, token.logprob),
-        put(out.truncated_logprobs, token.truncated_logprob),
+        put(out.sampler_logprobs, _logprob_of(logits, ids) if limited else logprob),
+        put(out.truncated_logprobs, logprob) if limited else None,
         running & ~ends,
     )
+    return rows._replace(ids=ids, out=out)
 
 
 def _noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:

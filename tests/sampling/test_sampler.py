@@ -10,14 +10,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from markov import markov_policy, random_table, row_numbers, sampler_of
 
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Prompts
 from grpo_jax.functional import token_logprobs
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.categorical import sample_categorical
-from grpo_jax.sampling.sampler import _noise, sample_groups
+from grpo_jax.sampling.sampler import _noise
 from grpo_jax.sampling.truncation import Truncation, truncate
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.learn import SAMPLING, step_key
@@ -194,61 +195,6 @@ def test_flat_logits_are_all_ties():
 # ---- a fake policy: a Markov chain of second order
 
 
-def markov_policy(on_decode=lambda step: None):
-    """Parameters are logits [V, V, V] of the next token after the two before it.
-
-    The cache is the last token but one, so a sampler that loses or shuffles it gets other
-    distributions. A prompt of one token follows an imagined token 0.
-    """
-
-    def context(prompt_ids, prompt_mask):
-        return jnp.where(prompt_mask[:, -2], prompt_ids[:, -2], 0), prompt_ids[:, -1]
-
-    def hidden(table, prompt_ids, prompt_mask, completion_ids):
-        shape = (*completion_ids.shape[:2], 1)
-        start = [jnp.broadcast_to(x[:, None, None], shape) for x in context(prompt_ids, prompt_mask)]
-        ids = jnp.concatenate([*start, completion_ids], axis=-1)
-        return table[ids[..., :-2], ids[..., 1:-1]]
-
-    def prefill(table, prompt_ids, prompt_mask, group_size, max_tokens):
-        before, last = context(prompt_ids, prompt_mask)
-
-        def decode(cache, ids, step):
-            jax.debug.callback(on_decode, step)
-            return table[cache, ids], ids
-
-        return table[before, last], decode, jnp.broadcast_to(last[:, None], (last.shape[0], group_size))
-
-    return Policy(lambda key: None, lambda table: jnp.eye(table.shape[-1]), hidden, prefill)
-
-
-def row_numbers(num_prompts, group_size):
-    return np.arange(num_prompts * group_size, dtype=np.int32).reshape(num_prompts, group_size)
-
-
-def sampler_of(policy, **options):
-    """(params, prompt_ids, prompt_mask, rows, key, temperature, truncation) -> Completions, compiled."""
-
-    def sample(params, prompt_ids, prompt_mask, rows, key, temperature=1.0, truncation=None):
-        return sample_groups(
-            policy,
-            params,
-            prompt_ids,
-            prompt_mask,
-            rows,
-            key,
-            temperature=temperature,
-            truncation=truncation,
-            **options,
-        )
-
-    return jax.jit(sample)
-
-
-def random_table(vocab_size, seed=0):
-    return np.random.default_rng(seed).normal(size=(vocab_size,) * 3).astype(np.float32)
-
-
 def counting_table(vocab_size):
     """The chain that counts: i + 1 follows i, whatever was before."""
     nexts = (np.arange(vocab_size) + 1) % vocab_size
@@ -334,7 +280,7 @@ def test_every_eos_id_ends_a_row_and_is_kept(eos_ids, max_tokens, lengths, trunc
 
 def test_sampling_stops_when_every_row_has_ended():
     steps = []
-    policy = markov_policy(lambda step: steps.append(int(step)))
+    policy = markov_policy(lambda step, num_rows: steps.append(int(step)))
     last = np.array([0, 2, 3], np.int32)
     sample = sampler_of(policy, max_tokens=50, eos_ids=(3, 6))
     prompts = np.stack([last, last], axis=1)

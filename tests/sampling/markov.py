@@ -1,0 +1,66 @@
+"""A policy that is a Markov chain of second order, and a sampler of any policy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.models.policy import Policy
+from grpo_jax.sampling.sampler import sample_groups
+
+
+def markov_policy(on_decode=lambda step, num_rows: None):
+    """Parameters are logits [V, V, V] of the next token after the two before it.
+
+    The cache is the last token but one, so a sampler that loses or shuffles it gets other
+    distributions. A prompt of one token follows an imagined token 0.
+    """
+
+    def context(prompt_ids, prompt_mask):
+        return jnp.where(prompt_mask[:, -2], prompt_ids[:, -2], 0), prompt_ids[:, -1]
+
+    def hidden(table, prompt_ids, prompt_mask, completion_ids):
+        shape = (*completion_ids.shape[:2], 1)
+        start = [jnp.broadcast_to(x[:, None, None], shape) for x in context(prompt_ids, prompt_mask)]
+        ids = jnp.concatenate([*start, completion_ids], axis=-1)
+        return table[ids[..., :-2], ids[..., 1:-1]]
+
+    def prefill(table, prompt_ids, prompt_mask, group_size, max_tokens):
+        before, last = context(prompt_ids, prompt_mask)
+
+        def decode(cache, ids, step):
+            jax.debug.callback(on_decode, step, ids.size)
+            return table[cache, ids], ids
+
+        return table[before, last], decode, jnp.broadcast_to(last[:, None], (last.shape[0], group_size))
+
+    def select(cache, chosen):
+        return cache.ravel()[chosen][:, None]
+
+    return Policy(lambda key: None, lambda table: jnp.eye(table.shape[-1]), hidden, prefill, select=select)
+
+
+def row_numbers(num_prompts, group_size):
+    return np.arange(num_prompts * group_size, dtype=np.int32).reshape(num_prompts, group_size)
+
+
+def sampler_of(policy, **options):
+    """(params, prompt_ids, prompt_mask, rows, key, temperature, truncation) -> Completions, compiled."""
+
+    def sample(params, prompt_ids, prompt_mask, rows, key, temperature=1.0, truncation=None):
+        return sample_groups(
+            policy,
+            params,
+            prompt_ids,
+            prompt_mask,
+            rows,
+            key,
+            temperature=temperature,
+            truncation=truncation,
+            **options,
+        )
+
+    return jax.jit(sample)
+
+
+def random_table(vocab_size, seed=0):
+    return np.random.default_rng(seed).normal(size=(vocab_size,) * 3).astype(np.float32)

@@ -1,0 +1,161 @@
+"""Completions that have ended are left behind: nothing changes but the work.
+
+A policy without `select` decodes all of them until the last ends.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from markov import markov_policy, random_table, row_numbers, sampler_of
+
+from grpo_jax.config import recipe
+from grpo_jax.data.types import Prompts
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.sampling.truncation import Truncation
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.learn import SAMPLING
+from grpo_jax.training.rollout import make_sampler, noise_of
+
+V, TOKENS, NUM_PROMPTS, GROUP = 30, 64, 16, 8
+ROWS = row_numbers(NUM_PROMPTS, GROUP)
+TEMPERATURE = np.linspace(0, 1.5, ROWS.size, dtype=np.float32).reshape(ROWS.shape)  # the first is greedy
+LIMITS = Truncation(ROWS % 9, 0.7 + TEMPERATURE / 4, TEMPERATURE / 50)
+
+
+def random_prompts(num_prompts, vocab_size, width=6):
+    """Prompts of 2 to `width` tokens, padded on the left."""
+    rng = np.random.default_rng(0)
+    mask = np.arange(width) >= width - rng.integers(2, width + 1, (num_prompts, 1))
+    return rng.integers(0, vocab_size, mask.shape, np.int32), mask
+
+
+PROMPTS = random_prompts(NUM_PROMPTS, V)
+
+
+def both(policy, **options):
+    """The sampler, and the one that decodes all completions until the last ends."""
+    return sampler_of(policy, **options), sampler_of(policy._replace(select=None), **options)
+
+
+def assert_same(left, right):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), left, right)
+
+
+# ---- a Markov chain
+
+
+@pytest.mark.parametrize(
+    ("eos_ids", "tokens", "limits", "longest"),
+    [
+        ((3, 7, 11), TOKENS, LIMITS, None),
+        (range(V), TOKENS, None, 1),
+        ((), TOKENS, LIMITS, TOKENS),
+        ((3,), 1, None, 1),
+    ],
+    ids=["most end", "all end at the first token", "none ends", "one token"],
+)
+def test_ended_completions_that_are_left_behind_change_nothing(eos_ids, tokens, limits, longest):
+    samples = both(markov_policy(), max_tokens=tokens, eos_ids=tuple(eos_ids), pad_id=29)
+    for seed in range(3):
+        given = random_table(V), *PROMPTS, ROWS, jax.random.key(seed), TEMPERATURE, limits
+        out, whole = (sample(*given) for sample in samples)
+        assert_same(out, whole)
+        lengths = np.asarray(out.completion_mask).sum(-1)
+        assert longest in (None, lengths.max())
+
+
+def test_the_completions_that_are_left_are_decoded_alone():
+    """Counts the completions of each step, for lengths that are geometric with a mean of about a quarter."""
+    counts = []
+    policy = markov_policy(lambda step, num_rows: counts.append(int(num_rows)))
+    table = np.zeros((16,) * 3, np.float32)
+    sample = sampler_of(policy, max_tokens=TOKENS, eos_ids=(0,))
+    lengths = np.asarray(sample(table, *PROMPTS, ROWS, jax.random.key(0)).completion_mask).sum(-1)
+    jax.effects_barrier()
+    assert len(counts) == lengths.max() - 1  # the first token comes from the prompt
+    # Those that run, and no more than four times as many, or 8.
+    running = [(lengths > step).sum() for step in range(1, lengths.max())]
+    assert all(
+        few <= count <= max(4 * few, 8) for few, count in zip(running, sorted(counts, reverse=True), strict=True)
+    )
+    assert sum(counts) < 0.5 * ROWS.size * len(counts)
+
+
+def test_several_runs_at_once_give_what_each_gives():
+    """Under vmap a loop goes on until all runs are through it."""
+    sample = sampler_of(markov_policy(), max_tokens=TOKENS, eos_ids=(3, 7))
+    keys = jax.random.split(jax.random.key(0), 3)
+    tables = np.stack([random_table(V, seed) for seed in range(3)])
+    at_once = jax.vmap(lambda table, key: sample(table, *PROMPTS, ROWS, key))(tables, keys)
+    for run in range(3):
+        assert_same(jax.tree.map(lambda x, run=run: x[run], at_once), sample(tables[run], *PROMPTS, ROWS, keys[run]))
+
+
+def test_every_device_leaves_its_own_completions_behind():
+    """32 completions on each of 8 devices, whose loops take different numbers of turns."""
+    task = Task(None, None, None, None, (3, 7), 0, V)
+    sampling = recipe(max_tokens=TOKENS, num_prompts=32, group_size=8).sampling
+    wide = Prompts(*random_prompts(32, V), [])
+    given = random_table(V), wide, row_numbers(32, 8), np.ones((32, 8), np.float32), noise_of(2, SAMPLING, 0)
+    one, eight = (make_sampler(markov_policy(), task, sampling, devices=devices).complete(*given) for devices in (1, 8))
+    assert_same(one, eight)
+
+
+# ---- a decoder
+
+CONFIG = ModelConfig(
+    vocab_size=50, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, head_dim=8
+)
+SHAPE = 8, 4  # few enough to compile soon
+
+
+def random_numbers(shapes, seed):
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, shape):
+        noise = rng.normal(scale=0.3, size=shape.shape).astype(np.float32)
+        return jnp.asarray(1 + noise if path[-1].key == "scale" else noise)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+@pytest.mark.parametrize(
+    ("config", "rank"),
+    [
+        (replace(CONFIG, num_key_value_heads=2), 0),
+        (replace(CONFIG, sliding_window=9), 0),
+        (replace(CONFIG, sliding_window=5, sliding_layers=(1,)), 0),
+        (CONFIG, 2),
+    ],
+    ids=["heads of their own", "window", "window in one layer", "LoRA"],
+)
+def test_a_decoder_says_the_same_with_and_without_the_completions_that_have_ended(config, rank):
+    policy = decoder_policy(config)
+    params = random_numbers(jax.eval_shape(policy.init, jax.random.key(0)), 0)
+    if rank:
+        params = add_adapters(params, jax.random.key(0), rank=rank, alpha=4)
+        params = params._replace(adapters=random_numbers(params.adapters, 1))
+    rows = row_numbers(*SHAPE)
+    temperature = np.linspace(0, 1.5, rows.size, dtype=np.float32).reshape(rows.shape)
+    limits = Truncation(rows % 9 * 3, 0.7 + temperature / 4, temperature / 50)
+    samples = both(policy, max_tokens=TOKENS, eos_ids=tuple(range(3, 9)), pad_id=1)
+    different, colder = 0, np.where(temperature > 0, np.minimum(temperature, 1), 1)[..., None]
+    for seed in range(6):
+        given = params, *random_prompts(SHAPE[0], 50), rows, jax.random.key(seed), temperature, limits
+        out, whole = (jax.device_get(sample(*given)) for sample in samples)
+        equal = (out.completion_ids == whole.completion_ids).all(-1)
+        different += (~equal).sum()
+        lengths = whole.completion_mask.sum(-1)
+        assert np.sort(lengths, axis=None)[-9] < lengths.max()  # at most 8 go on after that
+        for name in ("completion_mask", "truncated"):
+            np.testing.assert_array_equal(getattr(out, name)[equal], getattr(whole, name)[equal])
+        for name in ("sampler_logprobs", "truncated_logprobs"):
+            deviation = abs(getattr(out, name) - getattr(whole, name)) * colder  # a temperature divides logits
+            assert deviation[equal].max() <= 1e-5
+    # A uniform may lie within rounding of the boundary between two tokens, once in some 100,000 tokens.
+    assert different <= 1, f"{different} of {6 * rows.size} completions differ"
