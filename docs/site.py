@@ -7,6 +7,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"index.md": "README.md", "RESULTS.md": "RESULTS.md", "BUILD_NOTES.md": "BUILD_NOTES.md"}
+COPIED = ["examples/quickstart.ipynb"]  # linked, not rendered
 
 
 def modules() -> dict[str, list[str]]:
@@ -32,6 +33,8 @@ def on_files(files, config):
     for page, source in OUTSIDE.items():
         text = (ROOT / source).read_text().replace("](docs/", "](")
         files.append(File.generated(config, page, content=text))
+    for name in COPIED:
+        files.append(File.generated(config, name, content=(ROOT / name).read_bytes()))
     for package, names in modules().items():
         text = f"# {package}\n\n" + "".join(f"::: {name}\n\n" for name in names)
         files.append(File.generated(config, f"api/{package}.md", content=text))

@@ -466,7 +466,8 @@ def test_gradients_of_attention():
 def test_attention_to_the_past_is_the_next_row_of_a_group():
     (queries, keys, values), masks = group_inputs()
     expected, prompt = attend_groups(queries, keys, values, masks, "shared")
-    cache = KeyValues(jnp.zeros((N_A, K_A, G_A, E_A, S_A)), jnp.zeros((N_A, K_A, G_A, S_A, E_A)))
+    rows = N_A * K_A * G_A
+    cache = KeyValues(jnp.zeros((rows, E_A, S_A)), jnp.zeros((rows, S_A, E_A)))
     for step in range(S_A):
         tokens = P_A + step + S_A * np.arange(G_A)
         seen = jnp.broadcast_to(jnp.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))
