@@ -66,17 +66,23 @@ def test_page_runs(file, tmp_path, monkeypatch):
 @needs_model
 @pytest.mark.slow
 def test_commands_run_one_after_another(tmp_path):
-    """Rows, training, evaluation, another preset, export, memory: each command of a page, made shorter by options."""
+    """Rows, training, evaluation, presets, methods, export, memory: each command of a page, made shorter by options."""
     make, train, evaluate = blocks("rewards.md", "bash")
-    (preset,), (export,), (memory,) = (blocks(f"{page}.md", "bash") for page in ("training", "pretrained", "scaling"))
+    preset, ppo, sft = blocks("training.md", "bash")
+    (export,), (memory,) = (blocks(f"{page}.md", "bash") for page in ("pretrained", "scaling"))
     short = " --steps 2 --group-size 2 --max-tokens 8 --num-prompts 2\n"
+    pairs = [{"prompt": f"Once there was a {word}.", "completion": f" The {word} was red."} for word in "abcdefghijkl"]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    shown = [make, train.rstrip() + short, evaluate, preset.rstrip() + short]
+    shown += [export.replace("runs/stories", "runs/train"), memory]
+    shown += [ppo.rstrip() + short, sft.replace("--run-dir", "--steps 2 --run-dir")]
     program = ".venv/bin/python -c 'from grpo_jax.commands import main; main()'"
-    export = export.replace("runs/stories", "runs/train").replace(".venv/bin/grpo-jax", program)
-    shown = [make, train.rstrip() + short, evaluate, preset.rstrip() + short, export, memory]
-    commands = "".join(shown).replace("DIR", str(MODEL)).replace(".venv/bin/python", sys.executable)
+    commands = "".join(shown).replace("DIR", str(MODEL)).replace(".venv/bin/grpo-jax", program)
+    commands = commands.replace(".venv/bin/python", sys.executable)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run(["bash", "-euc", commands], cwd=tmp_path, env=environment, check=True, timeout=900)
     assert (tmp_path / "trained-model/model.safetensors").exists()
+    assert (tmp_path / "start/model.safetensors").exists()
 
 
 def test_links_between_pages_lead_somewhere():
