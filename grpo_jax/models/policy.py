@@ -121,7 +121,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         layers = range(config.num_hidden_layers)
         separate = {name: decoding_layout(tree, config) for name, tree in variables(params).items()}
         prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
-        prefix = Prefix(prompts, prompt_mask, jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
+        prefix = Prefix(prompts, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
         slots = max(max_tokens - 1, 1)
         heads = prompt_ids.shape[0] * config.num_key_value_heads * group_size
         values = jnp.zeros((heads, slots, config.head_dim), config.dtype)

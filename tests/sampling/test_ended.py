@@ -16,6 +16,7 @@ from grpo_jax.data.types import Prompts
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.learn import SAMPLING
@@ -159,3 +160,17 @@ def test_a_decoder_says_the_same_with_and_without_the_completions_that_have_ende
             assert deviation[equal].max() <= 1e-5
     # A uniform may lie within rounding of the boundary between two tokens, once in some 100,000 tokens.
     assert different <= 1, f"{different} of {6 * rows.size} completions differ"
+
+
+def test_prompts_may_be_constants_of_a_program():
+    """NumPy prompts that a compiled function closes over, with completions that are left behind."""
+    policy = decoder_policy(ModelConfig(8, 8, 16, 1, 2, 1, 4))
+    params = jax.jit(policy.init)(jax.random.key(0))
+    ids, mask = np.ones((4, 3), np.int32), np.ones((4, 3), bool)
+
+    @jax.jit
+    def sample(key):
+        rows = jnp.arange(32).reshape(4, 8)
+        return sample_groups(policy, params, ids, mask, rows, key, max_tokens=64, eos_ids=(1,))
+
+    assert sample(jax.random.key(1)).completion_mask[..., 0].all()
