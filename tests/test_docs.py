@@ -208,4 +208,5 @@ def test_defaults_of_ppo_are_as_written():
 def test_options_of_sft_have_their_defaults():
     stated = {row[0].strip("`"): literal_eval(row[1].strip("`")) for row in table("of `sft`", "training.md")}
     own = {field.name: field.default for field in fields(sft.Config) if not is_dataclass(field.default)}
+    own |= options_of(sft.Config().train)
     assert stated == {name: value for name, value in own.items() if name != "method"}

@@ -164,5 +164,5 @@ def finish(
       phases: that curves.png has lines of.
     """
     explain_control(run, rows)
-    terminal.save_results(run, rows, checksum, curves, phases)
+    terminal.save_results(run, rows, checksum, terminal.curves_of(run, curves), phases)
     say_end(run, started)

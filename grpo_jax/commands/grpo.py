@@ -54,7 +54,16 @@ def main(config: Config) -> None:
     validate(config.train, num_devices=num_devices(config.train.devices))  # before a checkpoint is read
     with opened(config.model, config.task, config.train) as (model, task):
         programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
-        run_method(flags.open_run(config), config.model, model, task, programs, model.params, "grpo", config.control)
+        run_method(
+            flags.open_run(config),
+            model,
+            task,
+            programs,
+            model.params,
+            phase="grpo",
+            options=config.model,
+            control=config.control,
+        )
 
 
 @contextmanager
@@ -81,12 +90,13 @@ def opened(model: ModelOptions, task: TaskOptions, train: GRPOConfig) -> Iterato
 
 def run_method(
     run: RunFolder,
-    options: ModelOptions,
     model: Loaded,
     task: Task,
     programs: Programs,
     start: Any,
+    *,
     phase: str,
+    options: ModelOptions,
     control: bool,
     curves: Sequence[tuple[str, str]] = CURVES,
 ) -> None:
@@ -94,12 +104,12 @@ def run_method(
 
     Args:
       run: new, or to be continued.
-      options: of the model.
       model: as loaded.
       task: prompts and rewards.
       programs: of the method, whose configuration they have.
       start: parameters, as the programs take them.
       phase: the name of the method.
+      options: of the model.
       control: whether a coin toss is trained on as well.
       curves: (metric, title) beside those of every run.
     """

@@ -47,4 +47,14 @@ def main(config: Config) -> None:
         programs = make_ppo_programs(model.policy, critic_policy(shape), task, config.ppo)
         start = add_critic(shape, model.params, config.ppo.critic.critic)
         run = flags.open_run(config)
-        run_method(run, config.model, model, task, programs, start, "ppo", config.control, PPO_CURVES)
+        run_method(
+            run,
+            model,
+            task,
+            programs,
+            start,
+            phase="ppo",
+            options=config.model,
+            control=config.control,
+            curves=PPO_CURVES,
+        )

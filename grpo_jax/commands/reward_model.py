@@ -11,7 +11,6 @@ Left out of the papers: pretraining on preferences, and ensembles.
   grpo-jax train --method reward-model --model DIR --data FILE.jsonl.gz
 """
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method, say_end
-from grpo_jax.config import Decay, ModelOptions
+from grpo_jax.config import ModelOptions
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
 from grpo_jax.errors import UsageError
 from grpo_jax.models.heads import Headed, add_head, join, split
@@ -50,6 +49,16 @@ CURVES = (("loss", "loss of a batch"), ("heldout_nll", "held-out NLL"), ("heldou
 class Config:
     """Options of the run."""
 
+    train: SupervisedConfig = SupervisedConfig(
+        steps=108,
+        learning_rate=3e-4,
+        warmup_steps=10,
+        decay="linear",
+        weight_decay=0.1,
+        checkpoint_every=27,
+        log_every=10,
+        eval_every=27,
+    )
     model: ModelOptions = ModelOptions(max_prompt_tokens=32, overlong="truncate")
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "reward-model"
@@ -63,30 +72,12 @@ class Config:
     max_tokens: int | None = 64
     """Longest answer, in tokens (T); None: as long as they come. `overlong` says what happens to pairs with more: they
     are dropped, or an answer loses its end."""
-    steps: int = 108
-    """Optimizer steps."""
     num_pairs: int = 16
     """Pairs of a step (N)."""
-    learning_rate: float = 3e-4
-    """Peak learning rate of AdamW; the default is for a tiny model, large ones take 1e-5."""
-    warmup_steps: int = 10
-    """Steps of linear warm-up."""
-    decay: Decay = "linear"
-    """How the learning rate falls to 0 between warm-up and end."""
-    weight_decay: float = 0.1
-    """Of AdamW."""
     center_coef: float = 0.0
     """Weight of (r_chosen + r_rejected)^2, which holds rewards near 0; 0.01 is usual."""
-    microbatches: int = 1
-    """Pieces that a step is computed in, to save memory."""
-    eval_every: int = 27
-    """Steps between held-out evaluations; 0 for only at the end."""
-    checkpoint_every: int = 27
-    """Steps between checkpoints."""
     bins: int = 8
     """Of the calibration curve."""
-    devices: int = 1
-    """Devices to spread pairs over; 0 for all."""
     seed: int = 0
     """Of the order of pairs."""
 
@@ -120,8 +111,6 @@ def main(config: Config) -> None:
         encode_pairs(loaded, part, config.model, config.max_tokens) for part in (training, heldout)
     )
     batches = pair_batches(train_pairs, config.num_pairs, config.seed)
-    names = set(SupervisedConfig._fields) & {field.name for field in dataclasses.fields(config)}
-    phase = SupervisedConfig(**{name: getattr(config, name) for name in names}, log_every=10)
 
     def evaluated(params: Headed, pairs: EncodedPairs) -> PairEvaluation:
         return evaluate_pairs(score_pairs(shape, params, pairs), bins=config.bins)
@@ -135,7 +124,13 @@ def main(config: Config) -> None:
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *train_pairs.notes):
         run.console.print(note, markup=False, highlight=False)
     state = train_reward_model(
-        decoder_policy(shape), params, batches, phase, run, center_coef=config.center_coef, evaluate=heldout_numbers
+        decoder_policy(shape),
+        params,
+        batches,
+        config.train,
+        run,
+        center_coef=config.center_coef,
+        evaluate=heldout_numbers,
     )
     trained = join(state.params, split(params)[1])
 

@@ -9,7 +9,6 @@ after training.
   grpo-jax train --method sft --model DIR --task train.jsonl --template "Q: {question} A:" --completion-column answer
 """
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method, say_end
-from grpo_jax.config import Decay, ModelOptions
+from grpo_jax.config import ModelOptions
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.rows import read_rows, text_column
 from grpo_jax.data.text import check_ids, encode_completions
@@ -30,7 +29,7 @@ from grpo_jax.models.lora import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, load_model
 from grpo_jax.statistics import bootstrap, cell, paired_difference
 from grpo_jax.tasks.dataset import EncodedRows, encode_rows
@@ -47,6 +46,9 @@ CURVES = ((("loss", "heldout_nll"), "NLL, nats a token (dots: held out)"), ("ent
 class Config:
     """Options of the run."""
 
+    train: SupervisedConfig = SupervisedConfig(
+        steps=100, learning_rate=1e-5, warmup_steps=10, decay="linear", checkpoint_every=50, log_every=10, eval_every=20
+    )
     model: ModelOptions = ModelOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "sft"
@@ -68,28 +70,8 @@ class Config:
     max_tokens: int | None = None
     """Longest completion, in tokens, its EOS included (T); None: as long as they come. `overlong` says what happens to
     longer ones: they are dropped, or lose their end."""
-    steps: int = 100
-    """Optimizer steps."""
     num_rows: int = 8
     """Packed rows of a step. The run says how many of them an epoch has."""
-    learning_rate: float = 1e-5
-    """Peak learning rate of AdamW. A tiny model takes 1e-3, adapters 1e-4."""
-    warmup_steps: int = 10
-    """Steps of linear warm-up."""
-    decay: Decay = "linear"
-    """How the learning rate falls to 0 between warm-up and end."""
-    weight_decay: float = 0.0
-    """Of AdamW."""
-    max_grad_norm: float = 1.0
-    """Gradients with a larger norm are scaled down to this one."""
-    microbatches: int = 1
-    """Pieces that a step is computed in, to save memory."""
-    eval_every: int = 20
-    """Steps between held-out evaluations; 0 for only before and after."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints."""
-    devices: int = 1
-    """Devices to spread rows over; 0 for all."""
     seed: int = 0
     """Of the order of rows, and of new adapters."""
 
@@ -110,8 +92,6 @@ def main(config: Config) -> None:
     model = load_model(config.model, seed=config.seed)
     texts = encode_texts(config, rows, model.pretrained)
     batches = packed_batches(texts.training, config.num_rows, config.seed)
-    names = set(SupervisedConfig._fields) & {field.name for field in dataclasses.fields(config)}
-    phase = SupervisedConfig(**{name: getattr(config, name) for name in names}, log_every=10)
     run = flags.open_run(config)
     keep_description(run, model, config.model)
     for note in texts.notes:
@@ -130,7 +110,7 @@ def main(config: Config) -> None:
 
     with run.waiting("evaluating the start: compiling (may take minutes)"):
         before = text_nll(model.policy, model.params, heldout())
-    state = train_sft(model.policy, model.params, batches, phase, run, phase=PHASE, evaluate=evaluate)
+    state = train_sft(model.policy, model.params, batches, config.train, run, phase=PHASE, evaluate=evaluate)
     trained = join(state.params, split(model.params)[1])
     rows_of_table = compare(before, text_nll(model.policy, trained, heldout()))
     show(run, rows_of_table, params_sha256(state.params))
@@ -245,6 +225,4 @@ def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: str)
     """The table, curves.png and results.json."""
     table = {name: [cell(row, name) for row in rows.values()] for name in ("nll", "change")}
     terminal.print_table(run, "held-out completions, nats a token [95% interval]", tuple(rows), table)
-    terminal.save_curves(run, CURVES, (PHASE,))
-    write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
-    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+    terminal.save_results(run, rows, checksum, CURVES, (PHASE,))

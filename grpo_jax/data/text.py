@@ -1,7 +1,7 @@
 """Prompts in words, or in chat messages, as token ids. What does not fit is dropped or cut, and counted."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from grpo_jax.errors import UsageError
@@ -21,11 +21,16 @@ class Encoded(NamedTuple):
 
     def summary(self) -> str:
         """What happened to prompts, in words; empty if nothing did."""
-        parts = [f"{count} {reason}" for reason, count in self.dropped.items()]
-        total = len(self.kept) + sum(self.dropped.values())
-        said = [f"dropped of {total} prompts: {', '.join(parts)}"] if parts else []
-        said += [f"{self.truncated} of {total} prompts lost their beginning"] if self.truncated else []
-        return "; ".join(said)
+        return _left_out("prompts", "beginning", len(self.kept), self.dropped, self.truncated)
+
+
+def _left_out(texts: str, lost: str, kept: int, dropped: Mapping[str, int], truncated: int) -> str:
+    """How many texts were dropped, by reason, and how many lost their beginning or end; empty if none."""
+    parts = [f"{count} {reason}" for reason, count in dropped.items()]
+    total = kept + sum(dropped.values())
+    said = [f"dropped of {total} {texts}: {', '.join(parts)}"] if parts else []
+    said += [f"{truncated} of {total} {texts} lost their {lost}"] if truncated else []
+    return "; ".join(said)
 
 
 def encode_prompts(
@@ -153,10 +158,7 @@ def encode_completions(
             ids, truncated = ids[:max_tokens], truncated + 1
         token_ids.append(ids)
         kept.append(number)
-    parts = [f"{count} {reason}" for reason, count in dropped.items()]
-    said = [f"dropped of {len(texts)} completions: {', '.join(parts)}"] if parts else []
-    said += [f"{truncated} of {len(texts)} completions lost their end"] if truncated else []
-    return EncodedCompletions(token_ids, kept, "; ".join(said))
+    return EncodedCompletions(token_ids, kept, _left_out("completions", "end", len(kept), dropped, truncated))
 
 
 def check_ids(token_ids: Iterable[Sequence[int]], vocab_size: int) -> None:

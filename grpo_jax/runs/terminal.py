@@ -45,7 +45,7 @@ def save_results(
     run: RunFolder,
     rows: Mapping[str, Mapping[str, float]],
     checksum: str,
-    curves: Sequence[tuple[str, str]],
+    curves: Sequence[tuple[str | Sequence[str], str]],
     phases: Sequence[str],
 ) -> None:
     """Leaves curves.png and results.json, and says the checksum.
@@ -54,10 +54,10 @@ def save_results(
       run: whose metrics.jsonl is drawn.
       rows: of the final table; may be empty.
       checksum: of the parameters after training.
-      curves: (metric, title) beside the three curves to watch, as for `curves_of`.
+      curves: (metric or metrics, title) of each panel, such as those of `curves_of`.
       phases: a line for each.
     """
-    save_curves(run, curves_of(run, curves), phases)
+    save_curves(run, curves, phases)
     write_json(run.path / "results.json", {**rows, "params_sha256": checksum})
     run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
 

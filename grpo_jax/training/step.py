@@ -53,7 +53,8 @@ def accumulate_grads(
     shapes = jax.eval_shape(lambda: grad_fn(params, take(batch, microbatches, 0)))
     (loss, logs), grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     logs = logs._replace(maxima=jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), logs.maxima))
-    return jax.lax.fori_loop(0, microbatches.num_used, add, (grads, loss, logs))
+    # Also an empty piece, where every completion is left out: the maxima would stay −∞.
+    return jax.lax.fori_loop(0, jnp.maximum(microbatches.num_used, 1), add, (grads, loss, logs))
 
 
 def train_step(

@@ -1,11 +1,13 @@
 """The training loop on given data: for supervised training and reward models."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.config import Decay
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
@@ -24,20 +26,32 @@ from grpo_jax.training.step import Logs, train_step
 _MAX_SKIPPED = 5  # steps in a row without finite gradients
 
 
-class SupervisedConfig(NamedTuple):
+@dataclass(frozen=True)
+class SupervisedConfig:
     """A phase on given data."""
 
     steps: int
-    learning_rate: float  # peak, of AdamW
+    """Optimizer steps."""
+    learning_rate: float
+    """Peak learning rate of AdamW. A tiny model takes 1e-4 to 1e-3, a large one 1e-5."""
     warmup_steps: int = 0
-    decay: Literal["none", "linear", "cosine"] = "none"
+    """Steps of linear warm-up."""
+    decay: Decay = "none"
+    """How the learning rate falls to 0 between warm-up and end."""
     weight_decay: float = 0.0
+    """Of AdamW: of matrices; norms and biases have none."""
     max_grad_norm: float = 1.0
-    microbatches: int = 1  # pieces that a batch is computed in; the result does not depend on it
-    devices: int = 1  # that a batch is spread over; 0 for all
+    """Gradients with a larger norm are scaled down to this one."""
+    microbatches: int = 1
+    """Pieces that a step is computed in, to save memory. Results differ by rounding alone."""
+    devices: int = 1
+    """Devices to spread a step over; 0 for all."""
     checkpoint_every: int = 250
+    """Steps between checkpoints."""
     log_every: int = 50
-    eval_every: int = 0  # steps between evaluations, the first before training; 0: none
+    """Steps between lines of the log."""
+    eval_every: int = 0
+    """Steps between held-out evaluations, the first before training; 0: none in between."""
 
 
 class FitPrograms(NamedTuple):

@@ -148,6 +148,17 @@ def test_context_that_is_not_learned_from_stays_in_the_row():
     np.testing.assert_allclose(in_rows[0, 0], plain[0, 0], atol=1e-5)
 
 
+def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_padded_completions():
+    """As when all completions are cut off and masked."""
+    policy, params = decoder_policy(PLAIN), params_of(PLAIN)
+    batch = jax.tree.map(jnp.asarray, a_batch()._replace(completion_mask=np.zeros((N, G, T), bool)))
+    batch = batch._replace(weights=jnp.zeros((N, G, T)))
+    pieces = packed(lengths_of(batch.completion_mask), 8, 2)
+    loss_fn = grpo_loss_fn(policy, recipe("grpo").loss)
+    whole, found = (accumulate_grads(loss_fn, params, batch, given) for given in (None, pieces))
+    jax.tree.map(np.testing.assert_array_equal, found, whole)
+
+
 def test_a_piece_masks_what_it_does_not_compute():
     batch = jax.tree.map(jnp.asarray, a_batch()._replace(weights=np.ones((N, G, T), np.float32)))
     pieces = packed(lengths_of(batch.completion_mask), 8, 2)

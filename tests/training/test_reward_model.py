@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -285,7 +286,7 @@ def test_resume_is_exact_and_neither_pieces_nor_devices_count(tmp_path):
     assert again.lines() == run.lines()
 
     for changes in ({"microbatches": 4}, {"devices": 2, "microbatches": 2}):
-        _, other = fit_pairs(tmp_path / str(changes), PHASE._replace(steps=2, **changes))
+        _, other = fit_pairs(tmp_path / str(changes), replace(PHASE, steps=2, **changes))
         for line, expected in zip(other.lines(), run.lines(), strict=False):
             assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
@@ -531,7 +532,7 @@ def test_stories_become_happier_by_a_reward_that_was_learned_from_pairs(tmp_path
         (lambda model, folder: load_pretrained(model.folder), "score.weight"),
         (lambda model, folder: pair_batches(PAIRS, 65, 0), "num_pairs is 65, but there are 64"),
         (
-            lambda model, folder: fit_pairs(folder / "run", PHASE._replace(steps=0)),
+            lambda model, folder: fit_pairs(folder / "run", replace(PHASE, steps=0)),
             "steps of supervised training",
         ),
         (lambda model, folder: split_preferences([Preference("a", "b", "c")]), "of 1 pairs"),
