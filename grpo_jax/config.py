@@ -63,9 +63,9 @@ class ModelOptions:
     remat: Remat = "none"
     """What the backward pass computes again to save memory. none: norms, rotations and attention's scores. layer: whole
     layers. No result depends on it."""
-    attention: AttentionKind = "shared"
-    """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for long
-    sequences in bfloat16 on NVIDIA GPUs. They differ by rounding."""
+    attention: AttentionKind = "auto"
+    """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for
+    bfloat16 on NVIDIA GPUs. They differ by rounding. auto: cudnn where it can be used, else shared."""
     lora_rank: int = 0
     """Rank of LoRA adapters, which are then all that is trained; 0: all parameters are trained."""
     lora_alpha: float = 16.0
@@ -203,7 +203,7 @@ class OptimizerConfig:
     """Optimizer steps of a pass; prompts are shuffled among them."""
     microbatches: int = 0
     """Pieces that a minibatch is computed in, to save memory. Results differ by rounding alone. 0: pieces of about
-    1,024 tokens on a CPU, 32,768 elsewhere, in which the padding of completions is left out where that saves work."""
+    1,024 tokens on a CPU, 16,384 elsewhere, in which the padding of completions is left out where that saves work."""
     max_skipped: int = 5
     """The run stops after this many steps in a row with gradients that are not finite. Such a step is skipped, and its
     batch is written to the run's folder."""

@@ -12,7 +12,7 @@ SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layer"]
-AttentionKind = Literal["shared", "xla", "cudnn"]
+AttentionKind = Literal["auto", "shared", "xla", "cudnn"]
 
 
 class RopeScaling(NamedTuple):
@@ -56,8 +56,9 @@ class ModelConfig:
     # "layer": all of a layer.
     remat: Remat = "none"
     # Over prompt and completion in a row. "shared": two products and a softmax between them. "xla" and "cudnn": by
-    # jax.nn.dot_product_attention; cudnn is flash attention, for bfloat16 on NVIDIA GPUs.
-    attention: AttentionKind = "shared"
+    # jax.nn.dot_product_attention; cudnn is flash attention, for bfloat16 on NVIDIA GPUs. "auto": cudnn where it can be
+    # used, else shared.
+    attention: AttentionKind = "auto"
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:

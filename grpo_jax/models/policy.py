@@ -5,6 +5,7 @@ split and merge, a fake in a test. Letters as in `transformer`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +27,11 @@ from grpo_jax.models.transformer import (
     geometry_of_step,
     geometry_of_texts,
     initial_params,
+    keys_for_decoding,
     positions_in_texts,
     prompt_positions,
     select_completions,
+    widen,
 )
 
 
@@ -56,6 +59,15 @@ class Policy(NamedTuple):
     # (cache, chosen int [R], of the N·G completions in a row) -> cache of R prompts with one completion each.
     # None: completions that have ended are decoded along until the last of the batch ends
     select: Callable[[Any, jax.Array], Any] | None = None
+    # (cache, slots) -> cache with room for so many tokens of each completion. None: it has room for all from the start
+    widen: Callable[[Any, int], Any] | None = None
+
+
+def _has_flash_attention(config: ModelConfig) -> bool:
+    """Whether cuDNN's attention can compute this model on this machine: heads of at most 128 features, from Ampere on."""
+    if jax.default_backend() != "gpu" or config.dtype != "bfloat16" or config.head_dim % 8 or config.head_dim > 128:
+        return False
+    return float(getattr(jax.devices()[0], "compute_capability", "0")) >= 8
 
 
 def decoder_policy(config: ModelConfig) -> Policy:
@@ -73,7 +85,9 @@ def decoder_policy(config: ModelConfig) -> Policy:
       UsageError: the attention is one that this machine does not have.
     """
     if config.attention == "cudnn" and jax.default_backend() != "gpu":
-        raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "shared" or "xla"')
+        raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
+    if config.attention == "auto":
+        config = replace(config, attention="cudnn" if _has_flash_attention(config) else "shared")
     model = Transformer(config)
 
     window = config.sliding_window
@@ -122,15 +136,14 @@ def decoder_policy(config: ModelConfig) -> Policy:
         separate = {name: decoding_layout(tree, config) for name, tree in variables(params).items()}
         prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
         prefix = Prefix(prompts, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
-        slots = max(max_tokens - 1, 1)
-        heads = prompt_ids.shape[0] * config.num_key_value_heads * group_size
-        values = jnp.zeros((heads, slots, config.head_dim), config.dtype)
-        cache = prefix, tuple(KeyValues(values.swapaxes(-1, -2), values) for _ in layers)
+        heads = prompt_ids.shape[0] * group_size * config.num_key_value_heads
+        values = jnp.zeros((heads, max(max_tokens - 1, 1), config.head_dim), config.dtype)
+        cache = prefix, tuple(KeyValues(keys_for_decoding(values), values) for _ in layers)
         decoder = Transformer(config, scan_layers=False)
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array):
             prefix, own = cache
-            seen = both(geometry_of_step, prefix, ids.shape[1], slots, step)
+            seen = both(geometry_of_step, prefix, ids.shape[1], own[0].values.shape[1], step)
             hidden, own = decoder.apply(separate, ids, *seen, past=(prefix, Cache(own, step)))
             return hidden, (prefix, own)
 
@@ -154,4 +167,8 @@ def decoder_policy(config: ModelConfig) -> Policy:
         prefix, own = cache
         return select_completions(prefix, own, chosen, config.num_key_value_heads)
 
-    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select)
+    def wider(cache: Any, slots: int) -> Any:
+        prefix, own = cache
+        return prefix, widen(own, slots)
+
+    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select, wider)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.errors import missing
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import AttentionKind, ModelConfig
 from grpo_jax.models.config import Params as Params
 
 try:
@@ -35,13 +35,14 @@ except ModuleNotFoundError as error:
 class KeyValues(NamedTuple):
     """Keys and values of one layer, or with a leading L of all, as a decode step reads them.
 
-    Heads come before tokens, and features of keys before tokens too: the products with one query then read memory in
-    order. On CPU each of the two made attention in a decode step about twice as fast. Completions have one axis for
-    all that is not multiplied: with an axis G of size 1 XLA on CPU copied the whole cache for each token.
+    Heads come before tokens: the products with one query then read memory in order. On a CPU features of keys come
+    before tokens too, which made attention in a decode step about twice as fast there; see `keys_for_decoding`.
+    Completions have one axis for all that is not multiplied: with an axis G of size 1 XLA on CPU copied the whole cache
+    for each token.
     """
 
-    keys: jax.Array  # [N, K, E, P] of prompts; of completions [N·K·G, E, C]
-    values: jax.Array  # [N, K, P, E] of prompts; of completions [N·K·G, C, E]
+    keys: jax.Array  # [N, K, P, E] of prompts, [N·G·K, C, E] of completions; on a CPU [N, K, E, P] and [N·G·K, E, C]
+    values: jax.Array  # [N, K, P, E] of prompts, [N·G·K, C, E] of completions
 
 
 class Prefix(NamedTuple):
@@ -151,6 +152,7 @@ class Transformer(nn.Module):
                 split_rngs={"params": True},
                 in_axes=(nn.broadcast, nn.broadcast, 0),
                 length=len(layers),
+                unroll=len(layers) if unrolls(config) else 1,
             )
             # Which tokens a layer sees is data only where layers differ.
             is_far = None if far is near else jnp.array([layer not in sliding for layer in layers])
@@ -170,14 +172,20 @@ class Transformer(nn.Module):
 _KEPT = ("projected", "attended", "middle", "gated")
 
 
+def unrolls(config: ModelConfig) -> bool:
+    """Whether layers are compiled one by one and not as a loop.
+
+    On a GPU a loop copies what the backward pass needs of each layer into one array of all, and out of it again: a
+    ninth of the time of an update. Compiling 24 layers took half as long again. With remat "layer" little is kept.
+    """
+    return jax.default_backend() == "gpu" and config.remat == "none"
+
+
 def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Module]:
     """The block with less kept for the backward pass: see `ModelConfig.remat`.
 
     Also without remat, norms, rotations and softmax are computed again: that takes less time than writing them down.
-    Flash attention keeps what it needs by itself.
     """
-    if config.remat == "none" and config.attention != "shared":
-        return block
     policy = jax.checkpoint_policies.save_only_these_names(*_KEPT) if config.remat == "none" else None
     return nn.remat(block, prevent_cse=False, policy=policy)
 
@@ -212,17 +220,16 @@ class Attention(nn.Module):
         config = self.config
         heads, kv_heads, features = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
-        def project(name: str, num_heads: int) -> jax.Array:
-            linear = Linear((num_heads, features), config.qkv_bias, name=f"{name}_proj")
-            return checkpoint_name(linear(x), "projected")  # [N, M, heads, E]
+        shapes = {"q_proj": (heads, features), "k_proj": (kv_heads, features), "v_proj": (kv_heads, features)}
+        projected = linears(self, x, shapes, config.qkv_bias)
+        queries, keys, values = (checkpoint_name(y, "projected") for y in projected)  # [N, M, heads, E]
 
-        def rotated(name: str, num_heads: int) -> jax.Array:
-            projected = project(name, num_heads)
+        def rotated(name: str, projected: jax.Array) -> jax.Array:
             if config.qk_norm:
                 projected = RMSNorm(config.rms_norm_eps, name=f"{name}_norm")(projected)
             return rotate(projected, seen.angles)
 
-        queries, keys, values = rotated("q", heads), rotated("k", kv_heads), project("v", kv_heads)
+        queries, keys = rotated("q", queries), rotated("k", keys)
         queries = queries.reshape(*x.shape[:2], kv_heads, heads // kv_heads, features)
         if past is None:
             attended, kept = attend_groups(queries, keys, values, seen.masks, config.attention)
@@ -243,13 +250,29 @@ class MLP(nn.Module):
         """x `[..., D]` -> the same."""
         config = self.config
 
-        def linear(name: str, size: int) -> Linear:
-            return Linear((size,), config.mlp_bias, name=name)
+        sizes = {"gate_proj": (config.intermediate_size,), "up_proj": (config.intermediate_size,)}
+        gate, up = (checkpoint_name(y, "gated") for y in linears(self, x, sizes, config.mlp_bias))
+        return Linear((config.hidden_size,), config.mlp_bias, name="down_proj")(nn.silu(gate) * up)
 
-        gate, up = (
-            checkpoint_name(linear(name, config.intermediate_size)(x), "gated") for name in ("gate_proj", "up_proj")
-        )
-        return linear("down_proj", config.hidden_size)(nn.silu(gate) * up)
+
+def linears(module: nn.Module, x: jax.Array, out_shapes: dict[str, tuple[int, ...]], use_bias: bool) -> list[jax.Array]:
+    """Several linear maps of the same x, by name; one product where `decoding_layout` has joined their matrices.
+
+    Args:
+      module: that they are part of.
+      x: `[..., in]`.
+      out_shapes: name -> `*out`.
+      use_bias: whether they have one.
+
+    Returns:
+      `[..., *out]` of each.
+    """
+    products: list[jax.Array] | list[None] = [None] * len(out_shapes)
+    if module.has_variable("params", "joined"):
+        ends = list(itertools.accumulate(math.prod(shape) for shape in out_shapes.values()))
+        products = jnp.split(_times_transposed(x, module.get_variable("params", "joined")), ends[:-1], axis=-1)
+    maps = (Linear(shape, use_bias, name=name) for name, shape in out_shapes.items())
+    return [linear(x, y) for linear, y in zip(maps, products, strict=True)]
 
 
 class Linear(nn.Module):
@@ -264,12 +287,12 @@ class Linear(nn.Module):
     in_axes: int = 1  # trailing axes of x that are contracted
 
     @nn.compact
-    def __call__(self, x):
-        """x `[..., *in]` -> `[..., *out]`, in the dtype of x."""
+    def __call__(self, x, y=None):
+        """x `[..., *in]` -> `[..., *out]`, in the dtype of x; y is x W `[..., out]`, where that is known."""
         if self.has_variable("params", "transposed"):
-            matrix: jax.Array = self.get_variable("params", "transposed")
-            rows = x.reshape(-1, matrix.shape[1])
-            y = jnp.einsum("ri,oi->ro", rows, matrix).reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
+            y = _times_transposed(x, self.get_variable("params", "transposed"), self.in_axes)
+        if y is not None:
+            y = y.reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
         else:
             kernel = self.param("kernel", _declared, (*x.shape[-self.in_axes :], *self.out_shape))
             y = product(x, kernel, self.in_axes)
@@ -280,6 +303,12 @@ class Linear(nn.Module):
         if self.use_bias:
             y = y + self.param("bias", _declared, self.out_shape).astype(x.dtype)
         return y
+
+
+def _times_transposed(x: jax.Array, matrix: jax.Array, in_axes: int = 1) -> jax.Array:
+    """x `[..., *in]` times a matrix `[out, in]` -> `[..., out]`."""
+    rows = x.reshape(-1, matrix.shape[1])
+    return jnp.einsum("ri,oi->ro", rows, matrix).reshape(*x.shape[: x.ndim - in_axes], -1)
 
 
 @jax.custom_vjp
@@ -367,7 +396,7 @@ def attend_groups(
     keys: jax.Array,
     values: jax.Array,
     masks: tuple[jax.Array, ...],
-    kind: Literal["shared", "xla", "cudnn"],
+    kind: AttentionKind,
 ) -> tuple[jax.Array, KeyValues]:
     """Attention of prompts over themselves, and of the completions behind them over prompt and completion.
 
@@ -386,8 +415,8 @@ def attend_groups(
     n, m, k, q, e = queries.shape
     width = masks[0].shape[-1]
     own_queries, own_keys, own_values = (jnp.split(x, [width], axis=1) for x in (queries, keys, values))
-    prompt = KeyValues(own_keys[0].transpose(0, 2, 3, 1), own_values[0].swapaxes(1, 2))
-    core: Callable[..., jax.Array] = attend if kind == "shared" else partial(attend_fused, implementation=kind)
+    prompt = KeyValues(keys_for_decoding(own_keys[0].swapaxes(1, 2)), own_values[0].swapaxes(1, 2))
+    core: Callable[..., jax.Array] = partial(attend_fused, implementation=kind) if kind in ("xla", "cudnn") else attend
     shared = tuple(x[0].swapaxes(1, 2)[:, :, None] for x in (own_keys, own_values))  # [N, K, 1, P, E]
     attended = core(own_queries[0].transpose(0, 2, 3, 1, 4)[:, :, None], *shared, masks[0])
     attended = attended[:, :, 0].transpose(0, 3, 1, 2, 4)
@@ -508,7 +537,18 @@ def attend_fused(
         mask=even(even(mask.reshape(n * g, 1, s, -1), 2), 3),
         implementation=implementation,
     )
+    attended = checkpoint_name(attended, "attended")
     return attended[:, :s].reshape(n, g, s, k, q, e).transpose(0, 3, 1, 4, 2, 5)
+
+
+def _features_first() -> bool:
+    """Whether features of keys come before tokens. On an H100 the product with such keys took 1.6 times as long."""
+    return jax.default_backend() == "cpu"
+
+
+def keys_for_decoding(keys: jax.Array) -> jax.Array:
+    """Keys `[..., C, E]` as `KeyValues` has them."""
+    return keys.swapaxes(-1, -2) if _features_first() else keys
 
 
 def attend_past(
@@ -528,31 +568,40 @@ def attend_past(
       queries: `[N, G, K, Q, E]`.
       keys, values: `[N, G, K, E]`, written to the cache.
       masks: over the prompt and over the cache.
-      prompt: keys `[N, K, E, P]` and values `[N, K, P, E]`.
-      cache: keys `[N·K·G, E, C]` and values `[N·K·G, C, E]`.
+      prompt, cache: of the layer.
       length: int32 scalar, tokens in the cache.
 
     Returns:
       `[N, G, K, Q, E]`; the cache with the token.
     """
     n, g, k, q, e = queries.shape
-    keys, values = keys.swapaxes(1, 2).reshape(-1, e, 1), values.swapaxes(1, 2).reshape(-1, 1, e)
+    keys_axes, axis = ("ec", 2) if _features_first() else ("ce", 1)
     cache = KeyValues(
-        jax.lax.dynamic_update_slice_in_dim(cache.keys, keys, length, 2),
-        jax.lax.dynamic_update_slice_in_dim(cache.values, values, length, 1),
+        jax.lax.dynamic_update_slice_in_dim(cache.keys, keys_for_decoding(keys.reshape(-1, 1, e)), length, axis),
+        jax.lax.dynamic_update_slice_in_dim(cache.values, values.reshape(-1, 1, e), length, 1),
     )
-    queries = (queries * jnp.asarray(e**-0.5, queries.dtype)).swapaxes(1, 2)  # [N, K, G, Q, E]
-    scores = (
-        _einsum("nkme,nkep->nkmp", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1),
-        _einsum("bqe,bec->bqc", queries.reshape(-1, q, e), cache.keys).reshape(n, k, g, q, -1),
-    )
-    biased = [x + _bias(mask)[..., 0, :] for x, mask in zip(scores, masks, strict=True)]
+    queries = queries * jnp.asarray(e**-0.5, queries.dtype)
+    by_prompt = queries.swapaxes(1, 2).reshape(n, k, g * q, e)
+    of_prompt = _einsum(f"nkme,nk{keys_axes}->nkmc", by_prompt, prompt.keys).reshape(n, k, g, q, -1).swapaxes(1, 2)
+    of_cache = _einsum(f"bqe,b{keys_axes}->bqc", queries.reshape(-1, q, e), cache.keys).reshape(n, g, k, q, -1)
+    biased = [x + _bias(mask)[..., 0, :] for x, mask in zip((of_prompt, of_cache), masks, strict=True)]
     width = masks[0].shape[-1]
     weights = jax.nn.softmax(jnp.concatenate(biased, axis=-1)).astype(queries.dtype)
     of_prompt, of_cache = jnp.split(weights, [width], axis=-1)
-    attended = _einsum("nkmp,nkpe->nkme", of_prompt.reshape(n, k, g * q, width), prompt.values).reshape(queries.shape)
-    attended += _einsum("bqc,bce->bqe", of_cache.reshape(n * k * g, q, -1), cache.values).reshape(queries.shape)
-    return attended.astype(queries.dtype).swapaxes(1, 2), cache
+    by_prompt = _einsum("nkmc,nkce->nkme", of_prompt.swapaxes(1, 2).reshape(n, k, g * q, width), prompt.values)
+    attended = by_prompt.reshape(n, k, g, q, e).swapaxes(1, 2)
+    attended += _einsum("bqc,bce->bqe", of_cache.reshape(n * g * k, q, -1), cache.values).reshape(queries.shape)
+    return attended.astype(queries.dtype), cache
+
+
+def widen(layers: tuple[KeyValues, ...], slots: int) -> tuple[KeyValues, ...]:
+    """A cache of completions with room for `slots` tokens each."""
+
+    def pad(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.pad(x, [(0, slots - size if i == axis else 0) for i, size in enumerate(x.shape)])
+
+    axis = 2 if _features_first() else 1
+    return tuple(KeyValues(pad(layer.keys, axis), pad(layer.values, 1)) for layer in layers)
 
 
 def select_completions(
@@ -569,13 +618,11 @@ def select_completions(
     Returns:
       A copy of its prompt for each completion; their cache.
     """
-    num_prompts = prefix.mask.shape[0]
-    group_size = layers[0].keys.shape[0] // (num_prompts * num_heads)
-    prompt, member = jnp.divmod(chosen, group_size)
+    num_completions = layers[0].keys.shape[0] // num_heads
+    prompt = chosen // (num_completions // prefix.mask.shape[0])
 
     def own(x: jax.Array) -> jax.Array:
-        x = x.reshape(num_prompts, num_heads, group_size, *x.shape[1:])[prompt, :, member]  # [R, K, …]
-        return x.reshape(-1, *x.shape[2:])
+        return x.reshape(num_completions, num_heads, *x.shape[1:])[chosen].reshape(-1, *x.shape[1:])
 
     return jax.tree.map(lambda x: x[prompt], prefix), jax.tree.map(own, layers)
 
@@ -743,11 +790,15 @@ def _einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
 
 
+_OF_ONE_INPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # those of attention, and those of the MLP
+
+
 def decoding_layout(params: Params, config: ModelConfig) -> Params:
     """Parameters of the scanned decoder as those of the one with separate layers.
 
     Kernels become matrices [out, in], named "transposed", in the dtype of the computation. With the few rows of a
-    decode step XLA on CPU multiplies by them 1.5 times as fast as by [in, out].
+    decode step XLA on CPU multiplies by them 1.5 times as fast as by [in, out]. Those of linear maps that have the same
+    input become one, named "joined".
 
     Args:
       params: of the collection "params", or "lora".
@@ -757,19 +808,24 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
       The tree with `layer_0`, `layer_1`, … in place of `layers`.
     """
 
-    def linear(name: str, leaves: Params) -> Params:
-        if "kernel" not in leaves:
-            return leaves
-        inputs = math.prod(leaves["kernel"].shape[: 2 if name == "o_proj" else 1])
-        matrix = leaves["kernel"].astype(config.dtype).reshape(inputs, -1).T
-        return {"transposed": matrix} | {key: value for key, value in leaves.items() if key != "kernel"}
+    def transposed(name: str, kernel: jax.Array) -> jax.Array:
+        inputs = math.prod(kernel.shape[: 2 if name == "o_proj" else 1])
+        return kernel.astype(config.dtype).reshape(inputs, -1).T
+
+    def part(tree: Params) -> Params:
+        """Attention or MLP."""
+        matrices = {name: transposed(name, x["kernel"]) for name, x in tree.items() if "kernel" in x}
+        rest = {
+            name: {key: x[key] for key in x if key != "kernel"} if name in matrices else x for name, x in tree.items()
+        }
+        joined = [matrices.pop(name) for name in _OF_ONE_INPUT if name in matrices]
+        for name, matrix in matrices.items():
+            rest[name]["transposed"] = matrix
+        return rest | ({"joined": jnp.concatenate(joined)} if joined else {})
 
     def block(index: int) -> Params:
         layer = jax.tree.map(lambda x: x[index], params["layers"])
-        return {
-            name: {key: linear(key, leaves) if isinstance(leaves, dict) else leaves for key, leaves in part.items()}
-            for name, part in layer.items()
-        }
+        return {name: tree if "scale" in tree else part(tree) for name, tree in layer.items()}
 
     rest = {name: value for name, value in params.items() if name != "layers"}
     return rest | {f"layer_{i}": block(i) for i in range(config.num_hidden_layers)}

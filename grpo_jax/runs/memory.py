@@ -34,6 +34,7 @@ class Shape(NamedTuple):
     lora_rank: int = 0  # 0: all parameters are trained
     param_bytes: int = FLOAT32  # of each parameter of the decoder
     slice_elements: int = 2**23  # of a slice of the logits: 2¹⁹ on a CPU
+    min_slice_width: int = 512  # tokens of the vocabulary in a slice: 128 on a CPU
 
 
 class Estimate(NamedTuple):
@@ -144,7 +145,7 @@ def _activations(config: ModelConfig, shape: Shape) -> int:
 def _logits(config: ModelConfig, shape: Shape) -> int:
     """Bytes: three slices in float32, hidden states and their gradient, and the matrix in the dtype of activations."""
     rows = -(-shape.num_prompts // shape.microbatches) * shape.group_size * shape.max_tokens
-    width = min(max(shape.slice_elements // rows, 128), config.vocab_size)
+    width = min(max(shape.slice_elements // rows, shape.min_slice_width), config.vocab_size)
     cast = 0 if config.dtype == "float32" else config.vocab_size * config.hidden_size * _BYTES[config.dtype]
     return 3 * FLOAT32 * rows * width + 2 * rows * config.hidden_size * FLOAT32 + cast
 

@@ -12,9 +12,13 @@ import jax.numpy as jnp
 
 
 def sample_categorical(
-    logits: jax.Array, uniforms: jax.Array, *, greedy: jax.Array | None = None
+    logits: jax.Array,
+    uniforms: jax.Array,
+    *,
+    scale: jax.Array | float = 1.0,
+    greedy: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Samples v with probability softmax(logits)[v]: first a block of the vocabulary, then a token of it.
+    """Samples v with probability softmax(scale · logits)[v]: first a block of the vocabulary, then a token of it.
 
     Each choice is the first i at which the running sum exceeds u times the total. Two uniforms
     keep their full resolution where one would be rounded to 2⁻²³ of the whole vocabulary.
@@ -22,6 +26,8 @@ def sample_categorical(
     Args:
       logits: float32 `[..., V]`; −inf is never sampled.
       uniforms: `[..., 2]`, in [0, 1).
+      scale: 1/temperature, above 0, broadcasts against `[...]`. Default 1. Scaled logits would be one more array of
+        this size to write and to read, which takes a GPU a twentieth of a decode step.
       greedy: bool `[...]`, take the largest logit instead.
 
     Returns:
@@ -31,7 +37,8 @@ def sample_categorical(
     width = math.isqrt(vocab_size - 1) + 1
     num_blocks = -(-vocab_size // width)
     maximum = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - maximum)
+    scale = jnp.asarray(scale, jnp.float32)
+    weights = jnp.exp((logits - maximum) * scale[..., None])
     padding = [(0, 0)] * (logits.ndim - 1) + [(0, num_blocks * width - vocab_size)]
     blocks = jnp.pad(weights, padding).reshape(*logits.shape[:-1], num_blocks, width)
     sums = jnp.sum(blocks, axis=-1)
@@ -43,7 +50,7 @@ def sample_categorical(
         likeliest = jax.lax.cond(jnp.any(greedy), lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), lambda: ids)
         ids = jnp.where(greedy, likeliest, ids)
     logit = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-    return ids, logit - maximum[..., 0] - jnp.log(jnp.sum(sums, axis=-1))
+    return ids, (logit - maximum[..., 0]) * scale - jnp.log(jnp.sum(sums, axis=-1))
 
 
 def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:

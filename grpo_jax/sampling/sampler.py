@@ -4,8 +4,10 @@ Letters: N prompts, G completions of each, T completion tokens, P prompt tokens,
 V vocabulary, R = N·G rows.
 """
 
+import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -73,11 +75,12 @@ def sample_groups(
         jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape), truncation or Truncation()),
         _nothing(shape, max_tokens, pad_id, truncation),
     )
-    hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], max_tokens)
+    rooms = _rooms(max_tokens) if policy.widen else (max_tokens,)
+    hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], rooms[0])
     unembedding = policy.unembedding(params)
 
     def add(rows: _Rows, hidden: jax.Array, step: jax.Array) -> _Rows:
-        return _add_token(rows, _logits(hidden, unembedding, rows.temperature), step, eos_ids)
+        return _add_token(rows, _logits(hidden, unembedding), step, eos_ids)
 
     def extend(carry):
         step, cache, rows = carry
@@ -85,8 +88,13 @@ def sample_groups(
         return step + 1, cache, add(rows, hidden, step)
 
     first = add(given, jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))
+    begun = jnp.int32(1), cache, first
+    for room, wider in itertools.pairwise(rooms):
+        step, cache, rows = jax.lax.while_loop(partial(_continues, max_tokens=room), extend, begun)
+        assert policy.widen
+        begun = step, policy.widen(cache, wider - 1), rows
     widths = _widths(math.prod(shape), max_tokens) if policy.select else ()
-    return _decode_all(extend, policy.select, (jnp.int32(1), cache, first), max_tokens, widths)
+    return _decode_all(extend, policy.select, begun, max_tokens, widths)
 
 
 class _Rows(NamedTuple):
@@ -114,6 +122,27 @@ def _widths(num_completions: int, max_tokens: int) -> tuple[int, ...]:
     return fewer, *_widths(fewer, max_tokens)
 
 
+# An accelerator reads the whole cache for every token. Where completions may be this long, it begins with half of it:
+# a quarter less is read, and one more loop is compiled.
+_LONG_CACHE = 128
+
+
+def _rooms(max_tokens: int) -> tuple[int, ...]:
+    """Tokens of a completion that the cache has room for: at first, and later on."""
+    import os
+
+    parts = int(os.environ.get("ROOMS", "2"))
+    if jax.default_backend() == "cpu" and "ROOMS" not in os.environ or max_tokens < _LONG_CACHE:
+        return (max_tokens,)
+    return tuple(max_tokens * i // parts for i in range(1, parts)) + (max_tokens,)
+
+
+def _continues(carry: Any, *, max_tokens: int, fewer: int = 0) -> jax.Array:
+    """Whether more than `fewer` completions have neither ended nor `max_tokens` tokens."""
+    step, _, rows = carry
+    return (step < max_tokens) & (jnp.sum(rows.out.truncated) > fewer)
+
+
 def _decode_all(
     extend: Callable[[Any], Any],
     select: Callable[[Any, jax.Array], Any] | None,
@@ -134,12 +163,7 @@ def _decode_all(
       All completions.
     """
     fewer = widths[0] if widths else 0
-
-    def continues(carry):
-        step, _, rows = carry
-        return (step < max_tokens) & (jnp.sum(rows.out.truncated) > fewer)
-
-    step, cache, rows = jax.lax.while_loop(continues, extend, begun)
+    step, cache, rows = jax.lax.while_loop(partial(_continues, max_tokens=max_tokens, fewer=fewer), extend, begun)
     if not widths or select is None:
         return rows.out
     chosen = jnp.argsort(~rows.out.truncated.ravel(), stable=True)[:fewer]  # those that have not ended come first
@@ -158,11 +182,14 @@ def _nothing(shape: tuple[int, ...], max_tokens: int, pad_id: int, limits: Trunc
 
 
 def _add_token(rows: _Rows, logits: jax.Array, step: jax.Array, eos_ids: tuple[int, ...]) -> _Rows:
-    """Samples token `step` from logits `[N, G, V]`. Completions that have ended stay as they are."""
+    """Samples token `step` from logits `[N, G, V]` before temperature. Completions that have ended stay as they are."""
     running, out = rows.out.truncated, rows.out
-    limited = out.truncated_logprobs is not None
+    limited, greedy = out.truncated_logprobs is not None, rows.temperature == 0
+    scale = 1.0 / jnp.where(greedy, 1.0, rows.temperature)
+    if limited:
+        logits, scale = logits * scale[..., None], 1.0
     candidates = truncate(logits, rows.limits, running.shape) if limited else logits
-    ids, logprob = sample_categorical(candidates, rows.uniforms[:, :, step], greedy=rows.temperature == 0)
+    ids, logprob = sample_categorical(candidates, rows.uniforms[:, :, step], scale=scale, greedy=greedy)
 
     def put(array, value):
         return array.at[:, :, step].set(jnp.where(running, value, array[:, :, step]))
@@ -193,10 +220,9 @@ def _noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:
     return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys).reshape(*shape, 2)
 
 
-def _logits(hidden: jax.Array, unembedding: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Logits after temperature, float32 `[N, G, V]`, as `functional.token_logprobs` computes them."""
-    inverse = 1.0 / jnp.where(temperature == 0, 1.0, temperature)
-    return jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32) * inverse[..., None]
+def _logits(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
+    """Logits before temperature, float32 `[N, G, V]`, as `functional.token_logprobs` computes them."""
+    return jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32)
 
 
 def _logprob_of(logits: jax.Array, ids: jax.Array) -> jax.Array:

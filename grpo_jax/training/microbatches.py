@@ -141,7 +141,7 @@ def choose_microbatches(num_prompts: int, tokens: int) -> int:
     """How many pieces of whole prompts a minibatch is computed in by default.
 
     Small pieces stay in a CPU's cache and need less memory; too small ones leave an accelerator idle. So a piece has
-    about 1,024 tokens on a CPU and 32,768 elsewhere (measured, see BUILD_NOTES.md), or one prompt with its completions
+    about 1,024 tokens on a CPU and 16,384 elsewhere (measured, see BUILD_NOTES.md), or one prompt with its completions
     if that is more.
 
     Args:
@@ -179,7 +179,7 @@ def choose_rows(num_prompts: int, prompt: int, group_size: int, tokens: int) -> 
 
 
 def _piece_tokens() -> int:
-    return 1_024 if jax.default_backend() == "cpu" else 32_768
+    return 1_024 if jax.default_backend() == "cpu" else 16_384
 
 
 def _largest_divisor(number: int, tokens: int, limit: int) -> int:

@@ -25,6 +25,7 @@ def slice_width(monkeypatch):
         monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS", 1)
         monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS_CPU", 1)
         monkeypatch.setattr(logprobs, "_MIN_SLICE_WIDTH", width)
+        monkeypatch.setattr(logprobs, "_MIN_SLICE_WIDTH_CPU", width)
 
     return set_width
 

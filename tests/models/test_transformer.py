@@ -10,6 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 from grpo_jax.errors import UsageError
+from grpo_jax.models import transformer
 from grpo_jax.models.config import ModelConfig, RopeScaling
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import (
@@ -24,10 +25,12 @@ from grpo_jax.models.transformer import (
     geometry_of_groups,
     geometry_of_step,
     geometry_of_texts,
+    keys_for_decoding,
     prompt_positions,
     rms_norm,
     rotary_angles,
     rotate,
+    widen,
 )
 
 LLAMA = ModelConfig(
@@ -463,11 +466,13 @@ def test_gradients_of_attention():
     check_grads(lambda *x: attend_groups(*x, masks, "shared")[0], inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
-def test_attention_to_the_past_is_the_next_row_of_a_group():
+@pytest.mark.parametrize("features_first", [True, False])  # as on a CPU, and on other devices
+def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, monkeypatch):
+    monkeypatch.setattr(transformer, "_features_first", lambda: features_first)
     (queries, keys, values), masks = group_inputs()
     expected, prompt = attend_groups(queries, keys, values, masks, "shared")
-    rows = N_A * K_A * G_A
-    cache = KeyValues(jnp.zeros((rows, E_A, S_A)), jnp.zeros((rows, S_A, E_A)))
+    empty = jnp.zeros((N_A * G_A * K_A, S_A - 1, E_A))
+    (cache,) = widen((KeyValues(keys_for_decoding(empty), empty),), S_A)
     for step in range(S_A):
         tokens = P_A + step + S_A * np.arange(G_A)
         seen = jnp.broadcast_to(jnp.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))

@@ -60,7 +60,7 @@ def test_learn_needs_what_is_estimated_within_a_factor_of_1_4(wide, remat, micro
         head_dim=64 if wide else 16,
         remat=remat,
     )
-    shape = memory.Shape(4, 4, 64, 65 if wide else 257, microbatches, slice_elements=2**19)
+    shape = memory.Shape(4, 4, 64, 65 if wide else 257, microbatches, 0, 4, 2**19, 128)
     ours = memory.estimate(config, shape)
     estimated = ours.params + ours.optimizer + ours.gradients + ours.activations + ours.logits
 

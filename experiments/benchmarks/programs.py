@@ -1,0 +1,168 @@
+"""How fast are the three programs of an iteration by themselves, as a share of what the device can do?
+
+`sample`, `score` and `learn` as `loop.train` compiles them, a decoder with random weights, completions of full length,
+a separate reference, one optimizer step a rollout. Seconds are medians. Operations and bytes are those that the work
+needs (`shapes.cost_of`): nothing that is computed twice counts. They are compared with a matrix product and a copy of
+memory, measured in the same run.
+
+  python -m experiments.benchmarks.programs --shape qwen2.5-0.5b --dtype bfloat16
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.benchmarks.shapes import SHAPES, ShapeName, cost_of
+from grpo_jax.config import recipe
+from grpo_jax.data.types import Prompts
+from grpo_jax.models.config import AttentionKind, Dtype, Remat
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.tasks.task import Task
+from grpo_jax.training import loop
+from grpo_jax.training.grpo import grpo_method
+from grpo_jax.training.rollout import completion_numbers, group_temperatures, noise_of, to_batch
+from grpo_jax.training.state import RewardArrays
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    shape: ShapeName = "tiny"
+    """Decoder and rollout, of experiments/benchmarks/shapes.py."""
+    programs: tuple[str, ...] = ("sample", "score", "learn")
+    """Which to time."""
+    dtype: Dtype = "float32"
+    """Of activations and matrix products."""
+    attention: AttentionKind = "auto"
+    """As in a run."""
+    remat: Remat = "none"
+    """As in a run."""
+    microbatches: int = 0
+    """Pieces of an update; 0: chosen by the library."""
+    repeats: int = 3
+    """Timed calls of each program, after one that is not."""
+    trace: str = ""
+    """Folder for a profile of one more call of each program, to be opened with Perfetto or XProf; empty: none."""
+
+
+def main(config: Config) -> None:
+    """Prints a table, and the same numbers as a line of JSON."""
+    shape = SHAPES[config.shape]
+    model = replace(shape.model, dtype=config.dtype, attention=config.attention, remat=config.remat)
+    policy = decoder_policy(model)
+    run = recipe(
+        num_prompts=shape.num_prompts,
+        group_size=shape.group_size,
+        max_tokens=shape.completion,
+        microbatches=config.microbatches,
+    )
+    ids = np.random.default_rng(0).integers(0, model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
+    prompts = jnp.asarray(ids), jnp.ones(ids.shape, bool)
+    task = Task(lambda _: Prompts(*prompts, []), lambda *_: [], Prompts(*prompts, []), str, (-1,), 0, model.vocab_size)
+    programs = loop.compile_programs(grpo_method(policy, run), policy, task, run)
+    params = jax.jit(policy.init)(jax.random.key(0))
+    numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))
+
+    flops, bandwidth = matmul_flops(config.dtype), copy_bandwidth()
+    cost = cost_of(shape, element=jnp.dtype(config.dtype).itemsize)
+    report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__} | vars(config)
+    report |= {"matmul_tflops": flops / 1e12, "copy_gb_s": bandwidth / 1e9}
+
+    def timed(name: str, program: Callable[..., Any], *args: Any, reuse: bool = False) -> Any:
+        """The last result. With `reuse` its first part is the first argument of the next call."""
+        began = time.perf_counter()
+        compiled = program.lower(*args).compile()  # type: ignore[attr-defined]
+        report[f"{name}_compile_s"] = time.perf_counter() - began
+        if memory := compiled.memory_analysis():
+            report[f"{name}_temporary_gb"] = memory.temp_size_in_bytes / 1e9
+        seconds = []
+        for _ in range(config.repeats + 1):
+            began = time.perf_counter()
+            out = jax.block_until_ready(compiled(*args))
+            seconds.append(time.perf_counter() - began)
+            args = (out[0], *args[1:]) if reuse else args
+        report[f"{name}_s"] = statistics.median(seconds[1:])
+        if config.trace:
+            with jax.profiler.trace(f"{config.trace}/{name}"):
+                out = jax.block_until_ready(compiled(*args))
+        return out
+
+    completions = jax.eval_shape(programs.sampler.program, params, *prompts, numbers, temperature, noise_of(0, 0, 0))
+    completions = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), completions)
+    completions = completions._replace(completion_mask=jnp.ones_like(completions.completion_mask))
+    if "sample" in config.programs:
+        arguments = *prompts, numbers, temperature, noise_of(0, 0, 0)
+        completions = timed("sample", programs.sampler.program, params, *arguments)
+        report["sample_tokens_s"] = numbers.size * shape.completion / report["sample_s"]
+        report["sample_bandwidth_share"] = cost.sample_bytes / report["sample_s"] / bandwidth
+        report["sample_flops_share"] = cost.sample_flops / report["sample_s"] / flops
+    batch = to_batch(*prompts, temperature, completions)
+    start = jax.tree.map(jnp.copy, params)
+    if "score" in config.programs and programs.score is not None:
+        batch = batch._replace(**timed("score", programs.score, params, None, start, batch)._asdict())
+        if "sample" in config.programs:  # of the same parameters: what is left is rounding
+            report["mismatch"] = float(jnp.mean(jnp.abs(batch.sampler_logprobs - batch.ref_logprobs)))
+        report["score_flops_share"] = cost.forward_flops / report["score_s"] / flops
+    if "learn" in config.programs:
+        batch = batch._replace(ref_logprobs=jnp.zeros(batch.completion_ids.shape))
+        rewards = RewardArrays(jnp.asarray(np.random.default_rng(1).random(numbers.shape, np.float32)), numbers >= 0)
+        clock = jnp.zeros(2, jnp.uint32)
+        state = programs.init_state(params)
+        del params
+        timed("learn", programs.learn, state, None, None, batch, rewards, clock, reuse=True)
+        report["learn_flops_share"] = 3 * cost.forward_flops / report["learn_s"] / flops
+        report["learn_tflops"] = 3 * cost.forward_flops / report["learn_s"] / 1e12
+    statistics_of_memory = jax.devices()[0].memory_stats() or {}
+    report["peak_gb"] = statistics_of_memory.get("peak_bytes_in_use", 0) / 1e9
+    show(report)
+
+
+def show(report: dict[str, Any]) -> None:
+    """A row a number, then JSON."""
+    table = Table("", "", show_header=False, box=None)
+    for name, value in report.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    print(json.dumps(report), flush=True)
+
+
+def matmul_flops(dtype: str) -> float:
+    """Operations a second of a large matrix product, best of five."""
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    a = jax.random.normal(jax.random.key(0), (size, size)).astype(dtype)
+    return 2 * size**3 / best_of_five(jax.jit(lambda a: a @ a), a)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, those read and those written, of a sum of a large array and a number, best of five."""
+    a = jnp.zeros(2**26 if jax.default_backend() == "cpu" else 2**29, jnp.float32)
+    return 2 * a.nbytes / best_of_five(jax.jit(lambda a: a + 1), a)
+
+
+def best_of_five(fn: Callable[[jax.Array], jax.Array], a: jax.Array) -> float:
+    """Seconds of a call, several in a row so that starting them does not count."""
+    jax.block_until_ready(fn(a))
+
+    def once(calls: int = 4) -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            out = fn(a)
+        out.block_until_ready()
+        return (time.perf_counter() - began) / calls
+
+    return min(once() for _ in range(5))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, prog="python -m experiments.benchmarks.programs", description=__doc__))

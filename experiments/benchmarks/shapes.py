@@ -1,0 +1,81 @@
+"""Decoders and rollouts that benchmarks measure, and what their programs must compute and move at least."""
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from grpo_jax.models.config import ModelConfig
+
+
+class Shape(NamedTuple):
+    """A decoder and a rollout."""
+
+    model: ModelConfig
+    num_prompts: int
+    prompt: int  # tokens
+    completion: int
+    group_size: int = 8
+    mean_length: int = 0  # of completions, in tokens, where a uniform choice of tokens ends them; 0: none ends
+
+
+TINY = ModelConfig(64, 128, 512, 4, 4, 2, 32)
+MID = ModelConfig(32_000, 512, 2048, 8, 8, 4, 64)
+QWEN2_05B = ModelConfig(151_936, 896, 4864, 24, 14, 2, 64, rope_theta=1e6, qkv_bias=True)
+QWEN2_15B = ModelConfig(151_936, 1536, 8960, 28, 12, 2, 128, rope_theta=1e6, qkv_bias=True)
+QWEN3_06B = ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, qk_norm=True)
+SHAPES = {
+    "tiny": Shape(TINY, 16, 16, 32),
+    "tiny256": Shape(TINY, 16, 16, 256),
+    "mid": Shape(MID, 4, 16, 128),
+    "prompt": Shape(MID, 1, 512, 64),
+    # Weights so small that every token is about as likely as any other.
+    "long-tail": Shape(replace(MID, initializer_range=0.001), 4, 16, 256, mean_length=64),
+    "qwen2.5-0.5b": Shape(QWEN2_05B, 16, 64, 512),
+    "qwen2.5-1.5b": Shape(QWEN2_15B, 16, 64, 512),
+    "qwen3-0.6b": Shape(QWEN3_06B, 16, 64, 256),
+    "qwen3-0.6b-2048": Shape(QWEN3_06B, 256, 64, 128),
+}
+ShapeName = Literal[
+    "tiny",
+    "tiny256",
+    "mid",
+    "prompt",
+    "long-tail",
+    "qwen2.5-0.5b",
+    "qwen2.5-1.5b",
+    "qwen3-0.6b",
+    "qwen3-0.6b-2048",
+]
+
+
+class Cost(NamedTuple):
+    """Of one rollout with completions of full length."""
+
+    sample_flops: float
+    forward_flops: float  # of scoring; an update takes three times as many
+    sample_bytes: float  # read from memory: in every step the weights, and the keys and values that are there
+
+
+def cost_of(shape: Shape, *, element: int) -> Cost:
+    """Operations of products, and bytes that decoding reads, without anything that is computed twice.
+
+    Args:
+      shape: of the rollout.
+      element: bytes of an activation, and of a weight in decoding.
+    """
+    model, completions = shape.model, shape.num_prompts * shape.group_size
+    heads, kv_heads, features = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    projections = model.hidden_size * features * (2 * heads + 2 * kv_heads)
+    layers = model.num_hidden_layers * (projections + 3 * model.hidden_size * model.intermediate_size)
+    unembedding = model.vocab_size * model.hidden_size
+    prompts = shape.num_prompts * shape.prompt
+    tokens = completions * shape.completion
+    # Pairs of a query and a key that it sees; each takes 4E operations a head: scores, and the weighted sum of values.
+    seen_by_prompts = prompts * (shape.prompt + 1) / 2
+    seen = tokens * (shape.prompt + (shape.completion + 1) / 2)
+    attention = 4 * model.num_hidden_layers * heads * features
+    forward = 2 * layers * (prompts + tokens) + attention * (seen_by_prompts + seen) + 2 * unembedding * tokens
+    key_values = 2 * model.num_hidden_layers * kv_heads * features
+    prefixes = prompts * shape.completion
+    own = completions * shape.completion * (shape.completion + 1) / 2
+    read = (layers + unembedding) * shape.completion + key_values * (prefixes + own)
+    return Cost(forward, forward, element * read)
