@@ -15,18 +15,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import tyro
 from rich.console import Console
 
+from experiments.benchmarks.shapes import SHAPES, ShapeName
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Completion, Example, Prompts, rng
-from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs import compilation
 from grpo_jax.runs.folder import RunFolder
@@ -37,36 +37,14 @@ from grpo_jax.training.grpo import grpo_method
 _BEGAN = time.perf_counter() - time.process_time()  # about when the process did
 
 
-class Shape(NamedTuple):
-    """A decoder and a rollout."""
-
-    model: ModelConfig
-    num_prompts: int
-    prompt: int  # tokens
-    completion: int
-    group_size: int = 8
-    mean_length: int = 0  # of completions, in tokens, where a uniform choice of tokens ends them; 0: none ends
-
-
-TINY = ModelConfig(64, 128, 512, 4, 4, 2, 32)
-MID = ModelConfig(32_000, 512, 2048, 8, 8, 4, 64)
-SHAPES = {
-    "tiny": Shape(TINY, 16, 16, 32),
-    "tiny256": Shape(TINY, 16, 16, 256),
-    "mid": Shape(MID, 4, 16, 128),
-    "prompt": Shape(MID, 1, 512, 64),
-    # Weights so small that every token is about as likely as any other.
-    "long-tail": Shape(replace(MID, initializer_range=0.001), 4, 16, 256, mean_length=64),
-}
-
-
 @dataclass(frozen=True)
 class Config:
     """Options of the benchmark."""
 
-    shape: Literal["tiny", "tiny256", "mid", "prompt", "long-tail"] = "tiny"
+    shape: ShapeName = "tiny"
     """tiny, tiny256: a million parameters and completions of 32 or 256 tokens. mid, prompt: 48 million, and completions
-    of 128 tokens or prompts of 512. long-tail: mid with completions of 64 tokens in the mean and 256 at most."""
+    of 128 tokens or prompts of 512. long-tail: mid with completions of 64 tokens in the mean and 256 at most. The
+    others are for accelerators."""
     steps: int = 9
     """Iterations."""
     microbatches: int = 0

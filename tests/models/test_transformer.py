@@ -4,6 +4,7 @@ import dataclasses
 from functools import cache, partial
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -284,6 +285,14 @@ def test_remat_changes_neither_values_nor_gradients(remat):
     assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
 
 
+def test_layers_compiled_one_by_one_change_neither_values_nor_gradients(monkeypatch):
+    (expected_value, _), expected_grads = loss_and_grads(shared_hidden, LLAMA)
+    monkeypatch.setattr(transformer, "unrolls", lambda config: True)
+    (value, _), grads = loss_and_grads.__wrapped__(shared_hidden, LLAMA)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
+
+
 def test_remat_stores_less_for_the_backward_pass():
     *inputs, _ = ragged_batch()
 
@@ -319,7 +328,7 @@ def test_bfloat16_is_close_to_float32():
 
 def num_equations(jaxpr):
     """Equations of a jaxpr and of those inside it."""
-    inner = (sub for eqn in jaxpr.eqns for sub in jax.core.jaxprs_in_params(eqn.params))
+    inner = (sub for eqn in jaxpr.eqns for sub in jax.extend.core.jaxprs_in_params(eqn.params))
     return len(jaxpr.eqns) + sum(num_equations(sub) for sub in inner)
 
 
