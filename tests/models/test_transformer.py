@@ -391,7 +391,7 @@ def test_who_may_look_where_in_a_group(window):
         for key in range(query + 1):
             row[i, query, key] = (allowed[i, key] and place[i, query] - place[i, key] < near) or key == query
 
-    found = geometry_of_groups(LLAMA, jnp.asarray(prompt_mask), g, s, window=window)
+    found = jax.jit(lambda: geometry_of_groups(LLAMA, prompt_mask, g, s, window=window))()
     np.testing.assert_array_equal(found.masks[0][:, 0, 0, 0], row[:, :p, :p])
     np.testing.assert_array_equal(found.masks[1][:, 0, 0, 0], row[:, p:])
     own = jnp.asarray(np.concatenate([place[:, :p], np.tile(place[:, p:], (1, g))], axis=1))
@@ -399,8 +399,9 @@ def test_who_may_look_where_in_a_group(window):
 
     # One token after the other into a cache: each sees what its row says.
     prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(prompt_mask.sum(-1)))
+    of_step = jax.jit(lambda step: geometry_of_step(LLAMA, prefix, g, s, step, window=window))
     for step in range(s):
-        found = geometry_of_step(LLAMA, prefix, g, s, jnp.int32(step), window=window)
+        found = of_step(np.int32(step))
         np.testing.assert_array_equal(found.masks[0][:, 0, 0, 0, 0], row[:, p + step, :p])
         np.testing.assert_array_equal(found.masks[1][:, 0, 0, 0, 0], row[:, p + step, p:])
 
@@ -460,7 +461,7 @@ def test_attention_of_groups_equals_a_loop():
 
 def test_gradients_of_attention():
     inputs, masks = group_inputs()
-    check_grads(lambda *x: attend_groups(*x, masks, "shared")[0], inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
+    check_grads(jax.jit(lambda *x: attend_groups(*x, masks, "shared")[0]), inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
 def test_attention_to_the_past_is_the_next_row_of_a_group():
