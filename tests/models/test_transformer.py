@@ -466,15 +466,16 @@ def test_gradients_of_attention():
 
 def test_attention_to_the_past_is_the_next_row_of_a_group():
     (queries, keys, values), masks = group_inputs()
-    expected, prompt = attend_groups(queries, keys, values, masks, "shared")
+    expected, prompt = jax.jit(partial(attend_groups, kind="shared"))(queries, keys, values, masks)
+    expected, attend_next = np.asarray(expected), jax.jit(attend_past)
     rows = N_A * K_A * G_A
     cache = KeyValues(jnp.zeros((rows, E_A, S_A)), jnp.zeros((rows, S_A, E_A)))
     for step in range(S_A):
         tokens = P_A + step + S_A * np.arange(G_A)
-        seen = jnp.broadcast_to(jnp.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))
-        of_past = jnp.asarray(PREFIX_MASK[:, None, None, None, None]), seen
-        given = (x[:, tokens] for x in (queries, keys, values))
-        attended, cache = attend_past(*given, of_past, prompt, cache, jnp.int32(step))
+        seen = np.broadcast_to(np.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))
+        of_past = PREFIX_MASK[:, None, None, None, None], seen
+        given = (np.asarray(x)[:, tokens] for x in (queries, keys, values))
+        attended, cache = attend_next(*given, of_past, prompt, cache, np.int32(step))
         np.testing.assert_allclose(attended, expected[:, tokens], atol=1e-6)
 
 
@@ -535,7 +536,7 @@ def test_a_group_of_one_is_the_first_of_a_larger_group():
 def test_gradients_of_rms_norm():
     rng = np.random.default_rng(0)
     x, scale = rng.normal(size=(3, 4, 5)).astype(np.float32), rng.normal(size=5).astype(np.float32)
-    check_grads(lambda x, scale: rms_norm(x, scale, 1e-5), (x, scale), 1, modes=["rev"], atol=1e-2, rtol=1e-2)
+    check_grads(jax.jit(lambda x, scale: rms_norm(x, scale, 1e-5)), (x, scale), 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
 def test_rms_norm():
@@ -589,7 +590,7 @@ def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
 @CONFIGS
 def test_new_parameters_have_the_standard_deviation_of_the_configuration(config):
     """The mean of n squares has a standard deviation of √(2/n); the bound is five of them."""
-    params = decoder_policy(dataclasses.replace(config, initializer_range=0.5)).init(jax.random.key(0))
+    params = jax.jit(decoder_policy(dataclasses.replace(config, initializer_range=0.5)).init)(jax.random.key(0))
     seen = []
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if path[-1].key == "scale":
