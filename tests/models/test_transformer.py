@@ -461,7 +461,8 @@ def test_attention_of_groups_equals_a_loop():
 
 def test_gradients_of_attention():
     inputs, masks = group_inputs()
-    check_grads(jax.jit(lambda *x: attend_groups(*x, masks, "shared")[0]), inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
+    attended = jax.jit(lambda *x: attend_groups(*x, masks, "shared")[0])
+    check_grads(attended, inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
 def test_attention_to_the_past_is_the_next_row_of_a_group():

@@ -129,7 +129,8 @@ def packed_groups(params, prompt_ids, prompt_mask, ids, completions):
 BIGRAMS = POLICY._replace(packed_groups=packed_groups), PARAMS
 
 
-# A loss sees log-probabilities and entropies alone: a table has them at once, and the decoder for one loss of each kind.
+# A loss sees log-probabilities and entropies alone, which a table has at once. The decoder computes one loss of tokens
+# and one of completions.
 @pytest.mark.parametrize(
     ("preset", "is_decoder"), [*((preset, False) for preset in DIFFERENT_LOSSES), ("grpo", True), ("gspo", True)]
 )
@@ -155,7 +156,7 @@ def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder)
     for given in (batch, spoiled):
         found = gradient(given, True)
         for a, b in zip(*map(jax.tree.leaves, jax.device_get((whole[0], found[0]))), strict=True):
-            assert 0 < np.linalg.norm(a)
+            assert np.linalg.norm(a) > 0
             assert np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(a)
         np.testing.assert_allclose(found[1], whole[1], rtol=1e-5)
         for name, (total, weight) in whole[2].means.items():
