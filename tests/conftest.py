@@ -2,9 +2,9 @@
 
 The default suite is bound by compile time. Level 0 of LLVM leaves the optimisation of the XLA
 program as it is, and compiles three times faster; without the newer emitters of fusions it takes half
-of that once more, and so does a program in one piece in place of up to 32, a quarter of what is left (flags of jaxlib
-0.10: a later one may not know them). What one process has compiled, the others of the same session (workers, and
-experiments that tests start) read from a folder.
+of that once more, and a large program in one piece in place of up to 32 takes three quarters of what is left (of
+jaxlib 0.10: a later one may not know these flags). What one process has compiled, the others of the same session
+(workers, and experiments that tests start) read from a folder.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
 
 _C = ctypes.CDLL(None)
 _STATM = Path("/proc/self/statm")
-# Of a process, a worker's about 0.6 GB without programs: two may take 4 GB at the highest.
-_ENOUGH_BYTES = 1.2e9
+# A worker has about 0.6 GB without programs, and a module adds up to 0.7 GB: two workers stay below 4 GB.
+_ENOUGH_BYTES = 1e9
 
 # Scripts that need other libraries; their doctests would be collected.
 collect_ignore = ["golden"]
