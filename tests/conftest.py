@@ -2,9 +2,8 @@
 
 The default suite is bound by compile time. Level 0 of LLVM leaves the optimisation of the XLA
 program as it is, and compiles three times faster; without the newer emitters of fusions it takes half
-of that once more, and a large program in one piece in place of up to 32 takes three quarters of what is left (of
-jaxlib 0.10: a later one may not know these flags). What one process has compiled, the others of the same session
-(workers, and experiments that tests start) read from a folder.
+of that once more (of jaxlib 0.10: a later one may not know the flag). What one process has compiled, the others of
+the same session (workers, and experiments that tests start) read from a folder.
 """
 
 import ctypes
@@ -20,7 +19,7 @@ from jaxlib.version import __version_info__ as jaxlib_version
 
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 if jaxlib_version < (0, 11):  # an unknown flag ends the process
-    _FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
 
 _C = ctypes.CDLL(None)
