@@ -1,10 +1,12 @@
 """What others depend on: few packages, a quick import, types, and one program."""
 
+import json
 import os
 import subprocess
 import sys
 import tomllib
 import venv
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -75,22 +77,55 @@ def test_the_extra_is_asked_for_in_one_sentence():
     assert "pip install 'grpo_jax[train]'" in ran.stderr
 
 
+# Of each command line, as the program or as a module of a clone: the exit status, and what it says.
+STARTS = """
+import contextlib, io, json, runpy, sys
+import grpo_jax.commands as commands
+
+def start(file, *args):
+    said = io.StringIO()
+    sys.argv = [file, *args]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            runpy.run_module(file, run_name="__main__", alter_sys=True) if "." in file else commands.main()
+        except SystemExit as ended:
+            return ended.code or 0, said.getvalue()
+    return 0, said.getvalue()
+
+print(json.dumps([start(*line.split()) for line in sys.argv[1:]]))
+"""
+LINES = [
+    "bin/grpo-jax train -h",
+    "bin/grpo-jax evaluate -h",
+    "grpo-jax export no-such-run out",
+    "grpo-jax report no-such-run",
+    "experiments.train -h",
+    "experiments.evaluate -h",
+]
+
+
+@cache
+def started():
+    """(exit status, text) of each line, from one process: to import what they need takes seconds."""
+    ran = python("-c", STARTS, *LINES, COLUMNS="120")
+    assert ran.returncode == 0, ran.stderr
+    return dict(zip(LINES, json.loads(ran.stdout), strict=True))
+
+
 @pytest.mark.parametrize("name", ["train", "evaluate"])
 def test_a_command_and_its_module_in_a_clone_have_one_help(name):
     module = f"experiments.{name}"
-    script = f"import sys; sys.argv[0] = 'bin/grpo-jax'; import grpo_jax.commands as c; c.main(['{name}', '-h'])"
-    helps = [python(*args, COLUMNS="120").stdout for args in (["-c", script], ["-m", module, "-h"])]
+    helps = [started()[line][1] for line in (f"bin/grpo-jax {name} -h", f"{module} -h")]
     heads, rest = zip(*(text.split("[-h]", 1) for text in helps), strict=True)
     assert [" ".join(head.split()) for head in heads] == [f"usage: grpo-jax {name}", f"usage: python -m {module}"]
     assert rest[0].split() == rest[1].split()
 
 
-@pytest.mark.parametrize("name", ["export", "report"])
-def test_commands_of_a_run_name_it(name):
-    script = f"import sys; sys.argv[0] = 'grpo-jax'; import grpo_jax.commands as c; c.main(['{name}', 'no-such-run'])"
-    ran = python("-c", script if name == "report" else script.replace("run']", "run', 'out']"))
-    assert ran.returncode == 2
-    assert "no-such-run" in ran.stderr
+@pytest.mark.parametrize("line", ["export no-such-run out", "report no-such-run"])
+def test_commands_of_a_run_name_it(line):
+    status, said = started()[f"grpo-jax {line}"]
+    assert status == 2
+    assert "no-such-run" in said
 
 
 USER = '''

@@ -68,8 +68,9 @@ def main(config: Config) -> None:
         microbatches=config.microbatches,
     )
     ids = np.random.default_rng(0).integers(0, model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
-    prompts = jnp.asarray(ids), jnp.ones(ids.shape, bool)
-    task = Task(lambda _: Prompts(*prompts, []), lambda *_: [], Prompts(*prompts, []), str, (-1,), 0, model.vocab_size)
+    given = Prompts(ids, np.ones(ids.shape, bool), [])
+    prompts = jnp.asarray(given.ids), jnp.asarray(given.mask)
+    task = Task(lambda _: given, lambda *_: [], given, str, (-1,), 0, model.vocab_size)
     programs = loop.compile_programs(grpo_method(policy, run), policy, task, run)
     params = jax.jit(policy.init)(jax.random.key(0))
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,6 +232,12 @@ def _tensors_of(layout: Any) -> list[Tensor]:
 # ---- in
 
 
+@cache
+def _shapes(config: ModelConfig) -> Any:
+    """Of the parameters: a tree of `jax.ShapeDtypeStruct`, not to be changed."""
+    return jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
+
+
 def load_params(
     folder: Path, config: ModelConfig, *, head: bool = False, dtype: Any = jnp.float32, sharding: Any = None
 ) -> Params:
@@ -248,7 +255,7 @@ def load_params(
       UsageError: names a tensor or file that is missing, not known, cut off, or of another shape or dtype.
     """
     found = find_tensors(folder)
-    shapes = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
+    shapes = _shapes(config)
     layout: Any = tensor_layout(config)
     if head:
         shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)

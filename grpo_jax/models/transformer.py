@@ -14,7 +14,7 @@ K key-value heads, Q = H/K query heads that share one key-value head, E features
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -255,7 +255,9 @@ class MLP(nn.Module):
         return Linear((config.hidden_size,), config.mlp_bias, name="down_proj")(nn.silu(gate) * up)
 
 
-def linears(module: nn.Module, x: jax.Array, out_shapes: dict[str, tuple[int, ...]], use_bias: bool) -> list[jax.Array]:
+def linears(
+    module: nn.Module, x: jax.Array, out_shapes: Mapping[str, tuple[int, ...]], use_bias: bool
+) -> list[jax.Array]:
     """Several linear maps of the same x, by name; one product where `decoding_layout` has joined their matrices.
 
     Args:

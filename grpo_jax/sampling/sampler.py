@@ -90,9 +90,9 @@ def sample_groups(
     first = add(given, jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))
     begun = jnp.int32(1), cache, first
     for room, wider in itertools.pairwise(rooms):
-        step, cache, rows = jax.lax.while_loop(partial(_continues, max_tokens=room), extend, begun)
+        step, cache, begun_rows = jax.lax.while_loop(partial(_continues, max_tokens=room), extend, begun)
         assert policy.widen
-        begun = step, policy.widen(cache, wider - 1), rows
+        begun = step, policy.widen(cache, wider - 1), begun_rows
     widths = _widths(math.prod(shape), max_tokens) if policy.select else ()
     return _decode_all(extend, policy.select, begun, max_tokens, widths)
 
@@ -183,9 +183,10 @@ def _add_token(rows: _Rows, logits: jax.Array, step: jax.Array, eos_ids: tuple[i
     running, out = rows.out.truncated, rows.out
     limited, greedy = out.truncated_logprobs is not None, rows.temperature == 0
     scale = 1.0 / jnp.where(greedy, 1.0, rows.temperature)
+    candidates = logits
     if limited:
-        logits, scale = logits * scale[..., None], 1.0
-    candidates = truncate(logits, rows.limits, running.shape) if limited else logits
+        logits, scale = logits * scale[..., None], jnp.ones_like(scale)
+        candidates = truncate(logits, rows.limits, running.shape)
     ids, logprob = sample_categorical(candidates, rows.uniforms[:, :, step], scale=scale, greedy=greedy)
 
     def put(array, value):

@@ -1,6 +1,6 @@
 """Agreement with what TRL, verl, rlax and torch computed: golden/losses/make.py says how, and where they differ."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -153,15 +153,26 @@ LOSSES_OF_OTHERS = {  # name -> (input, function of it)
 ALL = {name: ("logprobs", function) for name, function in (LOSSES | GRADIENTS).items()} | LOSSES_OF_OTHERS
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_loss_and_gradient(name):
-    variable, function = ALL[name]
-
+def loss_and_gradient(function, x):
     def total(x):
         loss = function(x)
         return jnp.sum(loss), loss
 
-    (_, loss), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(D[variable])
+    (_, loss), gradient = jax.value_and_grad(total, has_aux=True)(x)
+    return loss, gradient
+
+
+@cache
+def losses_and_gradients():
+    """One program for all of them."""
+    inputs = {variable: D[variable] for variable, _ in ALL.values()}
+    of_all = {name: partial(loss_and_gradient, function) for name, (_, function) in ALL.items()}
+    return jax.jit(lambda given: {name: of(given[ALL[name][0]]) for name, of in of_all.items()})(inputs)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_loss_and_gradient(name):
+    loss, gradient = losses_and_gradients()[name]
     if name not in GRADIENTS:
         assert_close(loss, f"{name}.loss")
     assert_close(gradient, f"{name}.gradient")
@@ -269,9 +280,14 @@ ARRAYS = {
 }
 
 
+@cache
+def arrays():
+    return jax.jit(lambda: {name: function() for name, function in ARRAYS.items()})()
+
+
 @pytest.mark.parametrize("name", ARRAYS)
 def test_array(name):
-    assert_close(jax.jit(ARRAYS[name])(), name)
+    assert_close(arrays()[name], name)
 
 
 def test_every_golden_array_is_compared():

@@ -89,6 +89,7 @@ def compiled(log_ratio=token_log_ratio, surrogate=clipped_surrogate, divergence=
 
 
 default = compiled()
+jitted_loss = jax.jit(grpo_loss)
 
 
 # --- numbers derived by hand ---
@@ -99,12 +100,12 @@ def test_by_hand():
     # Clip: −min(3, 1.2 · 2) = −2.4 and −2; their mean is −2.2.
     # KL: log π − log π_ref = log 2 on the first, k3 = ½ − 1 + log 2 = 0.1931; 0 on the second.
     # With β = 0.04: −2.2 + ½ · 0.04 · 0.1931 = −2.19614.
-    logprobs = jnp.log(jnp.array([[0.6, 0.5, 0.9]]))
-    old_logprobs = jnp.log(jnp.array([[0.4, 0.5, 0.1]]))
-    ref_logprobs = jnp.log(jnp.array([[0.3, 0.5, 0.2]]))
-    arguments = logprobs, old_logprobs, jnp.array([2.0]), jnp.array([[True, True, False]])
-    assert_allclose(grpo_loss(*arguments)[0], -2.2, rtol=1e-6)
-    loss, metrics = grpo_loss(*arguments, ref_logprobs=ref_logprobs)
+    logprobs = np.log(np.float32([[0.6, 0.5, 0.9]]))
+    old_logprobs = np.log(np.float32([[0.4, 0.5, 0.1]]))
+    ref_logprobs = np.log(np.float32([[0.3, 0.5, 0.2]]))
+    arguments = logprobs, old_logprobs, np.float32([2]), np.array([[True, True, False]])
+    assert_allclose(jitted_loss(*arguments)[0], -2.2, rtol=1e-6)
+    loss, metrics = jitted_loss(*arguments, ref_logprobs=ref_logprobs)
     assert_allclose(loss, -2.2 + 0.5 * 0.04 * (np.log(2) - 0.5), rtol=1e-6)
 
     # Sums over the two tokens; the first is above the clip on the side where it acts.
@@ -224,15 +225,18 @@ def test_on_policy_gradient_is_reinforce(log_ratio, surrogate):
 
 def test_a_switched_off_divergence_that_overflows_spoils_nothing():
     # k3 of a token that the reference finds e⁹⁴ times likelier is infinite in float32.
-    logprobs, mask = jnp.array([[-95.0, -1.0]]), jnp.ones((1, 2), bool)
+    logprobs, mask = np.float32([[-95, -1]]), np.ones((1, 2), bool)
 
+    @partial(jax.jit, static_argnums=1)
+    @jax.value_and_grad
     def loss(logprobs, kl_coef):
         arguments = logprobs, jax.lax.stop_gradient(logprobs), jnp.array([1.0]), mask
         return grpo_loss(*arguments, ref_logprobs=-jnp.ones((1, 2)), kl_coef=kl_coef)[0]
 
-    assert_allclose(loss(logprobs, 0.0), -1, rtol=1e-6)
-    assert_allclose(jax.grad(loss)(logprobs, 0.0), [[-0.5, -0.5]], rtol=1e-6)
-    assert np.isinf(loss(logprobs, 0.1))
+    value, gradient = loss(logprobs, 0.0)
+    assert_allclose(value, -1, rtol=1e-6)
+    assert_allclose(gradient, [[-0.5, -0.5]], rtol=1e-6)
+    assert np.isinf(loss(logprobs, 0.1)[0])
 
 
 # --- samples of an old policy ---
@@ -536,11 +540,11 @@ def test_a_mask_of_numbers_is_refused():
 
 
 def test_constants_are_the_term_s_by_name():
-    logprobs, old_logprobs = jnp.log(jnp.array([[0.9, 0.1]])), jnp.log(jnp.array([[0.5, 0.5]]))
-    arguments = logprobs, old_logprobs, jnp.array([1.0]), jnp.ones((1, 2), bool)
-    assert_allclose(grpo_loss(*arguments, epsilon_high=0.28)[0], -(1.28 + 0.2) / 2, rtol=1e-6)
+    logprobs, old_logprobs = np.log(np.float32([[0.9, 0.1]])), np.log(np.float32([[0.5, 0.5]]))
+    arguments = logprobs, old_logprobs, np.float32([1]), np.ones((1, 2), bool)
+    assert_allclose(jitted_loss(*arguments, epsilon_high=0.28)[0], -(1.28 + 0.2) / 2, rtol=1e-6)
     # DPPO at a threshold that 0.9 − 0.5 does not exceed: −(1.8 + 0.2)/2.
-    loss, _ = grpo_loss(*arguments, term=dppo_term, threshold=0.5, penalty=0.0)
+    loss, _ = jax.jit(partial(grpo_loss, term=dppo_term, threshold=0.5, penalty=0.0))(*arguments)
     assert_allclose(loss, -1, rtol=1e-6)
     for term, wrong in [(clipped_term, "dual_clip"), (dppo_term, "epsilon_low"), (reinforce_term, "epsilon_high")]:
         with pytest.raises(TypeError, match=wrong):
@@ -625,12 +629,12 @@ def test_vmap_over_keys_of_a_term_that_draws():
 def test_policy_metrics_by_hand():
     # ρ = (0.5, 1, 2) in each completion, the last token of the second masked. Below 0.8 the clip acts
     # on A < 0 only, above 1.28 on A > 0 only.
-    logprobs, old_logprobs = jnp.log(jnp.array([[0.5, 1, 2], [0.5, 1, 2]])) - 3, jnp.full((2, 3), -3.0)
-    mask = jnp.array([[True, True, True], [True, True, False]])
-    arguments = old_logprobs, jnp.array([1.0, -1.0]), mask
+    logprobs, old_logprobs = np.log(np.float32([[0.5, 1, 2], [0.5, 1, 2]])) - 3, np.full((2, 3), -3, np.float32)
+    mask = np.array([[True, True, True], [True, True, False]])
+    arguments = old_logprobs, np.float32([1, -1]), mask
 
     term = partial(clipped_term, epsilon_low=0.2, epsilon_high=0.28)
-    metrics = policy_metrics(logprobs, *arguments, term=term)
+    metrics = jax.jit(partial(policy_metrics, term=term))(logprobs, *arguments)
     expected = {"ratio": (5.0, 5.0), "clip_low": (1.0, 5.0), "clip_high": (1.0, 5.0)}
     assert metrics.keys() == expected.keys()
     for name in expected:

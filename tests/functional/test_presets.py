@@ -233,11 +233,17 @@ ADVANTAGES_OF = {
 }
 
 
+@cache
+def compiled_advantages():
+    """Of all presets at once."""
+    of_all = jax.jit(lambda *given: {name: preset.advantages(*given) for name, preset in PRESETS.items()})
+    return of_all(REWARDS, REWARD_LENGTHS)
+
+
 @every_preset
 def test_advantages_are_the_formula_written_out(name):
     expected = ADVANTAGES_OF.get(name, standardised(R))
-    result = PRESETS[name].advantages(jnp.asarray(REWARDS), jnp.asarray(REWARD_LENGTHS))
-    assert_allclose(result, expected, rtol=1e-4, atol=1e-6)
+    assert_allclose(compiled_advantages()[name], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_where_presets_have_their_kl_and_their_ratio():
@@ -261,15 +267,27 @@ def test_ignore_lengths_gives_constants_and_no_lengths():
     assert_array_equal(ignore_lengths(group_advantages, ddof=0, eps=0.5)(rewards, rubbish), expected)
 
 
-@every_preset
-def test_advantages_of_a_batch_over_devices_are_those_of_the_whole(name):
+@cache
+def advantages_over_devices():
+    """Of all presets at once: of a batch over eight devices, and of the whole."""
     rng = np.random.default_rng(0)
     rewards = (rng.integers(0, 3, (8, 2, 8)) * np.arange(1, 9)[:, None, None]).astype(np.float32)
     lengths, where = rng.integers(1, 9, (8, 2, 8)), rng.random((8, 2, 8)) < 0.9
-    advantages = PRESETS[name].advantages
-    expected = jax.jit(lambda r, n, w: advantages(r, n, where=w))(rewards, lengths, where)
-    over_devices = jax.pmap(lambda r, n, w: advantages(r, n, where=w, axis_name="data"), axis_name="data")
-    assert_allclose(over_devices(rewards, lengths, where), expected, rtol=1e-5, atol=1e-6)
+
+    def of_all(rewards, lengths, where, axis_name=None):
+        return {
+            name: preset.advantages(rewards, lengths, where=where, axis_name=axis_name)
+            for name, preset in PRESETS.items()
+        }
+
+    over_devices = jax.pmap(partial(of_all, axis_name="data"), axis_name="data")
+    return [jax.device_get(f(rewards, lengths, where)) for f in (over_devices, jax.jit(of_all))]
+
+
+@every_preset
+def test_advantages_of_a_batch_over_devices_are_those_of_the_whole(name):
+    over_devices, expected = advantages_over_devices()
+    assert_allclose(over_devices[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
 # --- constants ---
@@ -299,8 +317,9 @@ def test_objectives_are_hashed_by_their_fields():
 def test_the_corrected_divergence_of_an_objective_is_that_of_the_loss():
     logprobs, old_logprobs, ref_logprobs = random_logprobs()
     arguments = logprobs, old_logprobs, ADVANTAGES, MASK
-    expected = grpo_loss(*arguments, ref_logprobs=ref_logprobs, kl_bias_correction=True)
-    result = PRESETS["grpo"]._replace(kl_bias_correction=True).loss(*arguments, ref_logprobs=ref_logprobs)
+    objective = PRESETS["grpo"]._replace(kl_bias_correction=True)
+    expected = jax.jit(partial(grpo_loss, kl_bias_correction=True))(*arguments, ref_logprobs=ref_logprobs)
+    result = jax.jit(objective.loss)(*arguments, ref_logprobs=ref_logprobs)
     jax.tree.map(assert_array_equal, result, expected)
 
 

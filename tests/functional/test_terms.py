@@ -615,7 +615,7 @@ def test_tokens_of_a_batch_over_devices_are_chosen_from_the_whole(name, share, s
     expected = jax.jit(with_gradient(term))(*arrays)
     result = spread(with_gradient(partial(term, axis_name="data")))(*arrays)
     jax.tree.map(partial(assert_allclose, rtol=1e-5, atol=1e-6), result, expected)
-    of_each = jax.vmap(with_gradient(term))(*arrays)
+    of_each = jax.jit(jax.vmap(with_gradient(term)))(*arrays)
     assert not np.allclose(of_each[0], expected[0], atol=1e-3)
 
 

@@ -403,7 +403,7 @@ def test_who_may_look_where_in_a_group(window):
         for key in range(query + 1):
             row[i, query, key] = (allowed[i, key] and place[i, query] - place[i, key] < near) or key == query
 
-    found = geometry_of_groups(LLAMA, jnp.asarray(prompt_mask), g, s, window=window)
+    found = jax.jit(lambda: geometry_of_groups(LLAMA, prompt_mask, g, s, window=window))()
     np.testing.assert_array_equal(found.masks[0][:, 0, 0, 0], row[:, :p, :p])
     np.testing.assert_array_equal(found.masks[1][:, 0, 0, 0], row[:, p:])
     own = jnp.asarray(np.concatenate([place[:, :p], np.tile(place[:, p:], (1, g))], axis=1))
@@ -411,8 +411,9 @@ def test_who_may_look_where_in_a_group(window):
 
     # One token after the other into a cache: each sees what its row says.
     prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(prompt_mask.sum(-1)))
+    of_step = jax.jit(lambda step: geometry_of_step(LLAMA, prefix, g, s, step, window=window))
     for step in range(s):
-        found = geometry_of_step(LLAMA, prefix, g, s, jnp.int32(step), window=window)
+        found = of_step(np.int32(step))
         np.testing.assert_array_equal(found.masks[0][:, 0, 0, 0, 0], row[:, p + step, :p])
         np.testing.assert_array_equal(found.masks[1][:, 0, 0, 0, 0], row[:, p + step, p:])
 
@@ -472,22 +473,24 @@ def test_attention_of_groups_equals_a_loop():
 
 def test_gradients_of_attention():
     inputs, masks = group_inputs()
-    check_grads(lambda *x: attend_groups(*x, masks, "shared")[0], inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
+    attended = jax.jit(lambda *x: attend_groups(*x, masks, "shared")[0])
+    check_grads(attended, inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("features_first", [True, False])  # as on a CPU, and on other devices
 def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, monkeypatch):
     monkeypatch.setattr(transformer, "_features_first", lambda: features_first)
     (queries, keys, values), masks = group_inputs()
-    expected, prompt = attend_groups(queries, keys, values, masks, "shared")
+    expected, prompt = jax.jit(partial(attend_groups, kind="shared"))(queries, keys, values, masks)
+    expected, attend_next = np.asarray(expected), jax.jit(partial(attend_past))  # traced anew for each case
     empty = jnp.zeros((N_A * G_A * K_A, S_A - 1, E_A))
     (cache,) = widen((KeyValues(keys_for_decoding(empty), empty),), S_A)
     for step in range(S_A):
         tokens = P_A + step + S_A * np.arange(G_A)
-        seen = jnp.broadcast_to(jnp.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))
-        of_past = jnp.asarray(PREFIX_MASK[:, None, None, None, None]), seen
-        given = (x[:, tokens] for x in (queries, keys, values))
-        attended, cache = attend_past(*given, of_past, prompt, cache, jnp.int32(step))
+        seen = np.broadcast_to(np.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))
+        of_past = PREFIX_MASK[:, None, None, None, None], seen
+        given = (np.asarray(x)[:, tokens] for x in (queries, keys, values))
+        attended, cache = attend_next(*given, of_past, prompt, cache, np.int32(step))
         np.testing.assert_allclose(attended, expected[:, tokens], atol=1e-6)
 
 
@@ -548,7 +551,7 @@ def test_a_group_of_one_is_the_first_of_a_larger_group():
 def test_gradients_of_rms_norm():
     rng = np.random.default_rng(0)
     x, scale = rng.normal(size=(3, 4, 5)).astype(np.float32), rng.normal(size=5).astype(np.float32)
-    check_grads(lambda x, scale: rms_norm(x, scale, 1e-5), (x, scale), 1, modes=["rev"], atol=1e-2, rtol=1e-2)
+    check_grads(jax.jit(lambda x, scale: rms_norm(x, scale, 1e-5)), (x, scale), 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
 def test_rms_norm():
@@ -602,7 +605,7 @@ def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
 @CONFIGS
 def test_new_parameters_have_the_standard_deviation_of_the_configuration(config):
     """The mean of n squares has a standard deviation of √(2/n); the bound is five of them."""
-    params = decoder_policy(dataclasses.replace(config, initializer_range=0.5)).init(jax.random.key(0))
+    params = jax.jit(decoder_policy(dataclasses.replace(config, initializer_range=0.5)).init)(jax.random.key(0))
     seen = []
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if path[-1].key == "scale":

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bigrams import PARAMS, POLICY, V, states
 
 from grpo_jax.config import recipe
 from grpo_jax.functional.presets import PRESETS
@@ -18,7 +19,7 @@ from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Batch
 from grpo_jax.training.step import accumulate_grads
 
-V, N, G, P, T = 11, 3, 4, 5, 6
+N, G, P, T = 3, 4, 5, 6
 PLAIN = ModelConfig(V, 16, 24, 2, 4, 2, 4, initializer_range=0.4)
 WINDOW = dataclasses.replace(PLAIN, sliding_window=3)
 SOME_LAYERS = dataclasses.replace(PLAIN, sliding_window=3, sliding_layers=(1,))
@@ -43,16 +44,26 @@ def a_batch() -> Batch:
     )
 
 
+@functools.cache
 def params_of(config):
     return jax.jit(decoder_policy(config).init)(jax.random.key(0))
 
 
+compiled = jax.jit(packed, static_argnums=(1, 2))
+
+
+def rows_of(lengths, width, rows):
+    """`packed`, as one program."""
+    return compiled(lengths, width, rows)._replace(width=width)
+
+
 def test_rows_by_hand():
     """Of widths 5, 3, 2, 4 in rows of 8: first 5, then 4 in a row of its own, 3 beside 5, and 2 beside 4."""
-    found = packed(jnp.array([[5, 3, 2, 4]]), 8, 1)
+    found = rows_of(np.array([[5, 3, 2, 4]]), 8, 1)
     assert found.num_used == 2
-    assert found.members[:2, 0].tolist() == [[True, True, False, False], [False, False, True, True]]
-    assert not found.members[2:].any()
+    members = np.asarray(found.members)
+    assert members[:2, 0].tolist() == [[True, True, False, False], [False, False, True, True]]
+    assert not members[2:].any()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
@@ -60,7 +71,7 @@ def test_each_completion_is_in_one_row_and_no_row_is_too_long(rows):
     rng = np.random.default_rng(rows)
     for width in (6, 9, 24):
         lengths = rng.integers(0, 7, (7, 4))
-        found = packed(jnp.asarray(lengths), width, rows)
+        found = rows_of(lengths, width, rows)
         prompts, members = (np.asarray(x).reshape(-1, *x.shape[2:]) for x in (found.prompts, found.members))
         counts = np.zeros_like(lengths)
         for prompt, member in zip(prompts, members, strict=True):
@@ -73,7 +84,7 @@ def test_each_completion_is_in_one_row_and_no_row_is_too_long(rows):
 
 
 def test_shorter_completions_are_fewer_pieces():
-    counts = [int(packed(jnp.full((8, 4), length), 32, 2).num_used) for length in (32, 16, 8, 1, 0)]
+    counts = [int(rows_of(np.full((8, 4), length), 32, 2).num_used) for length in (32, 16, 8, 1, 0)]
     assert counts == [16, 8, 4, 4, 0]
 
 
@@ -108,14 +119,29 @@ def test_packed_scores_are_those_of_padded_completions(config, width, rows):
 DIFFERENT_LOSSES = sorted({(a.term, a.aggregation): name for name, a in PRESETS.items()}.values())
 
 
-@pytest.mark.parametrize("preset", DIFFERENT_LOSSES)
-def test_packed_completions_have_the_gradient_of_padded_ones(preset):
+def packed_groups(params, prompt_ids, prompt_mask, ids, completions):
+    """`Policy.packed_groups` of bigrams: before a completion's first token is the prompt's last."""
+    del prompt_mask
+    before, number_before = (jnp.pad(x, ((0, 0), (1, 0)))[:, :-1] for x in (ids, completions))
+    return states(params, jnp.where(completions == number_before, before, prompt_ids[:, -1:]))
+
+
+BIGRAMS = POLICY._replace(packed_groups=packed_groups), PARAMS
+
+
+# A loss sees log-probabilities and entropies alone, which a table has at once. The decoder computes one loss of tokens
+# and one of completions.
+@pytest.mark.parametrize(
+    ("preset", "is_decoder"), [*((preset, False) for preset in DIFFERENT_LOSSES), ("grpo", True), ("gspo", True)]
+)
+def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder):
     """Relative to the norm of each leaf. Rubbish in what is masked changes nothing either."""
-    policy, params, batch = decoder_policy(PLAIN), params_of(PLAIN), jax.tree.map(jnp.asarray, a_batch())
+    policy, params = (decoder_policy(PLAIN), params_of(PLAIN)) if is_decoder else BIGRAMS
+    batch = a_batch()
     loss_fn, aggregation = grpo_loss_fn(policy, recipe(preset).loss), PRESETS[preset].aggregation
     spoiled = batch._replace(
         **{
-            name: jnp.where(batch.completion_mask, getattr(batch, name), jnp.nan)
+            name: np.where(batch.completion_mask, getattr(batch, name), np.float32(np.nan))
             for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs")
         }
     )
@@ -129,8 +155,9 @@ def test_packed_completions_have_the_gradient_of_padded_ones(preset):
     whole = gradient(batch, False)
     for given in (batch, spoiled):
         found = gradient(given, True)
-        for a, b in zip(*map(jax.tree.leaves, (whole[0], found[0])), strict=True):
-            assert jnp.linalg.norm(a - b) <= 5e-6 * jnp.linalg.norm(a)
+        for a, b in zip(*map(jax.tree.leaves, jax.device_get((whole[0], found[0]))), strict=True):
+            assert np.linalg.norm(a) > 0
+            assert np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(a)
         np.testing.assert_allclose(found[1], whole[1], rtol=1e-5)
         for name, (total, weight) in whole[2].means.items():
             np.testing.assert_allclose(found[2].means[name], (total, weight), rtol=1e-5, atol=1e-6, err_msg=name)
@@ -141,30 +168,42 @@ def test_context_that_is_not_learned_from_stays_in_the_row():
     policy, params, batch = decoder_policy(PLAIN), params_of(PLAIN), a_batch()
     mask = batch.completion_mask.copy()
     mask[0, 0, 2] = False
-    batch = jax.tree.map(jnp.asarray, batch._replace(completion_mask=mask))
-    pieces = packed(lengths_of(batch.completion_mask), 8, 1)
-    plain = score_completion_tokens(policy, params, batch).logprobs
-    in_rows = computed_in_pieces(lambda piece: score_completion_tokens(policy, params, piece).logprobs, batch, pieces)
+    batch = batch._replace(completion_mask=mask)
+
+    @jax.jit
+    def both(batch):
+        def logprobs(batch):
+            return score_completion_tokens(policy, params, batch).logprobs
+
+        return logprobs(batch), computed_in_pieces(logprobs, batch, packed(lengths_of(batch.completion_mask), 8, 1))
+
+    plain, in_rows = both(batch)
     np.testing.assert_allclose(in_rows[0, 0], plain[0, 0], atol=1e-5)
 
 
 def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_padded_completions():
     """As when all completions are cut off and masked."""
     policy, params = decoder_policy(PLAIN), params_of(PLAIN)
-    batch = jax.tree.map(jnp.asarray, a_batch()._replace(completion_mask=np.zeros((N, G, T), bool)))
-    batch = batch._replace(weights=jnp.zeros((N, G, T)))
-    pieces = packed(lengths_of(batch.completion_mask), 8, 2)
+    nothing = np.zeros((N, G, T), bool)
+    batch = a_batch()._replace(completion_mask=nothing, weights=nothing.astype(np.float32))
     loss_fn = grpo_loss_fn(policy, recipe("grpo").loss)
-    whole, found = (accumulate_grads(loss_fn, params, batch, given) for given in (None, pieces))
+
+    @jax.jit
+    def both(batch):
+        pieces = packed(lengths_of(batch.completion_mask), 8, 2)
+        return [accumulate_grads(loss_fn, params, batch, given) for given in (None, pieces)]
+
+    whole, found = both(batch)
     jax.tree.map(np.testing.assert_array_equal, found, whole)
 
 
 def test_a_piece_masks_what_it_does_not_compute():
-    batch = jax.tree.map(jnp.asarray, a_batch()._replace(weights=np.ones((N, G, T), np.float32)))
-    pieces = packed(lengths_of(batch.completion_mask), 8, 2)
-    total = sum(take(batch, pieces, number).completion_mask.sum() for number in range(int(pieces.num_used)))
-    assert total == LENGTHS.sum()
-    piece = take(batch, pieces, 0)
+    batch = a_batch()._replace(weights=np.ones((N, G, T), np.float32))
+    pieces = rows_of(LENGTHS, 8, 2)
+    piece_of = jax.jit(lambda number: take(jax.tree.map(jnp.asarray, batch), pieces, number))
+    taken = [jax.device_get(piece_of(number)) for number in range(int(pieces.num_used))]
+    assert sum(piece.completion_mask.sum() for piece in taken) == LENGTHS.sum()
+    piece = taken[0]
     assert not piece.weights[~piece.completion_mask.any(-1)].any()
     assert piece.packed.shape == (2, 8)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import bigrams
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,14 +89,14 @@ def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, params, make_
 )
 def test_a_row_is_its_runs(side_by_side, devices):
     config = with_options(GRPO, epochs=1, minibatches=1, ref_sync_steps=0, ref_mixup_alpha=1.0)
-    run, heldout = whole_run(POLICY, ON_DEVICE, config), heldout_of(ON_DEVICE, config)
+    run, heldout = whole_run(bigrams.POLICY, ON_DEVICE, config), heldout_of(ON_DEVICE, config)
     options = {"learning_rate": np.array([1e-2, 1e-3]), "kl_coef": np.array([0.0, 0.1]), "scale": np.array([1.0, 5.0])}
     given = prompts_of(ON_DEVICE, config.steps)
-    both = jax.tree.map(lambda x: np.stack([x, x]), (PARAMS, given))
+    both = jax.tree.map(lambda x: np.stack([x, x]), (bigrams.PARAMS, given))
     row = compile_runs(run, side_by_side=side_by_side, devices=devices)(*both, heldout, [0, 1], options)
     single = jax.jit(run)
     for i in range(2):
-        expected = single(PARAMS, given, heldout, i, {name: values[i] for name, values in options.items()})
+        expected = single(bigrams.PARAMS, given, heldout, i, {name: values[i] for name, values in options.items()})
         found = jax.tree.map(lambda x, i=i: x[i], row)
         np.testing.assert_array_equal(found.heldout, expected.heldout)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found.params, expected.params)
