@@ -4,7 +4,9 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import jax.numpy as jnp
 
@@ -219,6 +221,8 @@ class LoggingConfig:
     """Completions sampled of each held-out prompt, besides a greedy one; None: group_size - 1, one group."""
     checkpoint_every: int = 50
     """Steps between checkpoints; 0 for only at the end."""
+    save_every_minutes: float = 0.0
+    """A checkpoint also after a step that ends so many minutes after the last one; 0: none."""
     keep_checkpoints: int = 2
     """Checkpoints kept of each phase."""
     rollouts_every: int = 10
@@ -301,6 +305,28 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in flattened(saved).items()}
     _check_known(options, options_of(default))
     return _replaced(default, options)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a JSON file is of a type, as type hints write it."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return value in args
+    if origin in (Union, UnionType):
+        return any(fits(value, arg) for arg in args)
+    if origin in (tuple, list) or hint is tuple:
+        return isinstance(value, list) and all(fits(x, args[0]) for x in value if args)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(x, args[1]) for x in value.values())
+    if hint is Path:
+        return isinstance(value, str)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else True
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -481,10 +507,16 @@ def validate_logging(config: LoggingConfig) -> None:
     """Refuses options of logging that cannot work, as `validate` does."""
     _require_at_least(config, 0, "eval_every", "checkpoint_every", "rollouts_every")
     _require_at_least(config, 1, "keep_checkpoints")
+    validate_minutes(config.save_every_minutes)
     _require(
         config.eval_samples is None or config.eval_samples >= 1,
         f"eval_samples is {config.eval_samples}: it must be at least 1",
     )
+
+
+def validate_minutes(minutes: float) -> None:
+    """Refuses a `save_every_minutes` that cannot work, as `validate` does."""
+    _require(0 <= minutes < float("inf"), f"save_every_minutes is {minutes}: it must be at least 0, and finite")
 
 
 def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -> None:

@@ -24,15 +24,15 @@ from rich.progress import track
 from rich.table import Table
 
 from grpo_jax.config import GRPOConfig, flattened, recipe, validate
+from grpo_jax.data import digests
 from grpo_jax.data.text import Overlong
-from grpo_jax.data.types import fingerprint
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.runs import flags
-from grpo_jax.runs.folder import write_json, write_text
+from grpo_jax.runs.folder import read_object, write_json, write_text
 from grpo_jax.runs.pretrained import load_run, phase_of
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
@@ -202,9 +202,9 @@ def show(console: Console, numbers: dict[str, float], title: str) -> None:
 
 def changed(run: Path, phase: str | None, task: Task) -> bool:
     """Whether the held-out prompts of a run are others now."""
-    file = run / "task.json"
-    known = read_json(file).get(phase_of(run, phase), {}) if file.exists() else {}
-    return known.get("heldout", "") != fingerprint(task.heldout)
+    file = run / "inputs.json"
+    known = read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
+    return known.get(phase_of(run, phase), {}).get("held-out prompts") != digests.of_prompts(task.heldout)
 
 
 def load(options: Options) -> tuple[Pretrained, int | None]:

@@ -19,10 +19,11 @@ import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method, say_end
 from grpo_jax.config import ModelOptions
+from grpo_jax.data import digests
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.rows import read_rows, text_column
 from grpo_jax.data.text import check_ids, encode_completions
-from grpo_jax.data.types import Prompts, fingerprint, pad_prompts
+from grpo_jax.data.types import Prompts, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import join, split
@@ -97,10 +98,12 @@ def main(config: Config) -> None:
     for note in texts.notes:
         run.console.print(note, markup=False, highlight=False)
     check_width(run, texts, model.pretrained.config.max_position_embeddings)
-    first = batches(0)
-    run.keep_prompts(
-        PHASE, heldout=fingerprint(texts.heldout_prompts), first_step=fingerprint(Prompts(first.ids, first.texts, []))
-    )
+    inputs = {
+        "held-out prompts": digests.of_prompts(texts.heldout_prompts),
+        "held-out texts": digests.of_values(*texts.heldout[:3]),
+        "training rows": digests.of_values(*texts.training[:3]),
+    }
+    run.keep_inputs(PHASE, inputs)
 
     def heldout() -> Any:
         return packed_pieces(texts.heldout, config.num_rows)

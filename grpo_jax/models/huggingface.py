@@ -123,7 +123,8 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         # No limit of its own: prompts that are too long are counted, and are no matter for a warning of transformers.
-        return AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize)
+        # And no code of the folder's is run, nor asked about.
+        return AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize, trust_remote_code=False)
     except Exception as error:  # of broken files each has its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
@@ -478,6 +479,12 @@ def save_description(folder: Path, config: ModelConfig, *, source: Path | None =
         copy_text_files(source, folder)
     else:
         write_json(folder / "config.json", config_to_huggingface(config))
+
+
+def files_of(folder: Path) -> list[str]:
+    """The files of a model's folder that a run depends on: weights, configurations, tokenizer and chat template."""
+    patterns = [pattern for pattern in (*_TEXT_FILES, "*.safetensors") if not pattern.startswith("LICENSE")]
+    return sorted({file.name for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
 
 
 def copy_text_files(source: Path, target: Path) -> None:

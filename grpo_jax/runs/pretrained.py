@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import ModelOptions
+from grpo_jax.data import digests
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface
 from grpo_jax.models.config import Dtype, ModelConfig, config_from_huggingface
@@ -104,11 +105,14 @@ def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> N
     Says the notes of the model.
 
     Raises:
-      UsageError: the run is resumed, and its frozen base is no longer the one that it started from.
+      UsageError: the run is resumed, and the model's files are no longer those that it started from.
     """
     pretrained, lora = loaded.pretrained, None
     for note in pretrained.notes:
         run.warn_once(note, note)
+    names = huggingface.files_of(pretrained.folder)
+    files = digests.of_files(pretrained.folder, names)
+    run.keep_inputs("model", {f"{name} of the model": digest for name, digest in files.items()})
     if options.lora_rank:
         # A hub id stays one, so that the adapter can be used elsewhere.
         base = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
