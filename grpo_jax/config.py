@@ -75,7 +75,7 @@ class ModelOptions:
     lora_targets: tuple[Target, ...] = TARGETS
     """Projections that get adapters."""
     max_prompt_tokens: int | None = None
-    """Longest prompt, in tokens (P); None: as long as they come."""
+    """Longest prompt, in tokens (P); None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"
     """drop: longer prompts are left out. truncate: they lose their beginning. The run says how many."""
 
@@ -465,6 +465,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     Raises:
       UsageError: one sentence that says what to change.
     """
+    validate_sizes(config)
     _require_at_least(config, 1, "steps")
     _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
     validate_logging(config.logging)
@@ -485,6 +486,7 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
       UsageError: one sentence that says what to change.
     """
     run = config.run
+    validate_sizes(config)
     _require(
         run.loss.advantages_of == "sum",
         'advantages_of "components" is for groups, but PPO has a critic for the sum of the rewards: set it to "sum"',
@@ -501,6 +503,13 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
         f"preset {run.loss.preset} has one ratio a completion, but a critic's advantages are of tokens: take lite_ppo, "
         "dapo or another with ratios of tokens",
     )
+
+
+def validate_sizes(config: Any) -> None:
+    """Refuses whole numbers that counters and array sizes cannot hold, as `validate` does."""
+    for name, value in options_of(config).items():
+        if isinstance(value, int) and name != "seed":
+            _require(value < 2**31, f"{name} is {value}: it must be below 2^31")
 
 
 def validate_logging(config: LoggingConfig) -> None:
@@ -528,6 +537,11 @@ def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -
         f"group_size is {config.group_size}: advantages compare completions of one prompt, so set it to at least 2",
     )
     _require_at_least(config, 1, "group_size")
+    tokens = config.num_prompts * config.group_size * config.max_tokens
+    _require(
+        tokens < 2**31,
+        f"num_prompts x group_size x max_tokens is {tokens}: a rollout has less than 2^31 tokens, so lower one of them",
+    )
     _require(
         0 < config.temperature < float("inf") and 0 < config.temperature + config.temperature_spread < float("inf"),
         f"temperature is {config.temperature}, spread {config.temperature_spread}: sampling for training needs "
@@ -650,8 +664,9 @@ def validate_reference(config: GRPOConfig) -> None:
     )
     completions = config.sampling.num_prompts * config.sampling.group_size
     _require(
-        reference.kl_target is None or reference.kl_horizon >= completions,
-        f"kl_horizon is {reference.kl_horizon}: it must be at least the completions of a step ({completions})",
+        reference.kl_horizon >= (1 if reference.kl_target is None else completions),
+        f"kl_horizon is {reference.kl_horizon}: it must be at least the completions of a step ({completions}), or 1 "
+        "where kl_coef is constant",
     )
     _require(
         reference.ref_sync_steps == 0 or (loss.kl_coef > 0 and reference.ref_sync_steps < config.steps),

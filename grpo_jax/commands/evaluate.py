@@ -25,7 +25,7 @@ from rich.table import Table
 
 from grpo_jax.config import GRPOConfig, flattened, recipe, validate
 from grpo_jax.data import digests
-from grpo_jax.data.text import Overlong
+from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
@@ -66,7 +66,7 @@ class Options(TaskOptions):
     min_p: float = 0.0
     """Sample among tokens of at least this share of the largest probability; 0 for all."""
     max_prompt_tokens: int | None = None
-    """Longest prompt, in tokens; None: as long as they come."""
+    """Longest prompt, in tokens; None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"
     """What happens to longer prompts: dropped, or their beginning is cut off."""
     num_prompts: int = 16
@@ -119,6 +119,8 @@ def main(options: Options) -> None:
     of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
     if of_run and options.num_heldout != saved["num_heldout"]:
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
+    if not 0 < options.samples < 2**31:
+        raise UsageError(f"samples is {options.samples}: it must be at least 1, and below 2^31")
     sampling = sampling_of(options)
     validate(sampling)
     check_task_options(options)
@@ -127,6 +129,7 @@ def main(options: Options) -> None:
     if saved:
         options = dataclasses.replace(options, phase=phase_of(Path(options.model), options.phase))
     pretrained, step = load(options)
+    longest = pretrained.config.max_position_embeddings
     usual = saved.get("group_size", _GROUP_SIZE)
     task_of = open_task(
         options,
@@ -134,7 +137,7 @@ def main(options: Options) -> None:
         num_prompts=1,
         group_size=usual,
         seed=0,
-        max_prompt_tokens=options.max_prompt_tokens,
+        max_prompt_tokens=prompt_limit(options.max_prompt_tokens, longest, options.max_tokens),
         overlong=options.overlong,
         training=of_run,
     )

@@ -146,12 +146,12 @@ def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelCo
     """
     model_type = config.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
-        raise UsageError(f"model_type {model_type!r} is not supported; choose one of {SUPPORTED_MODEL_TYPES}")
+        raise UsageError(f"model_type {_shown(model_type)} is not supported; choose one of {SUPPORTED_MODEL_TYPES}")
     if config.get("hidden_act", "silu") != "silu":
-        raise UsageError(f"hidden_act {config['hidden_act']!r} is not supported, only silu")
+        raise UsageError(f"hidden_act {_shown(config['hidden_act'])} is not supported, only silu")
     for unsupported in ("quantization_config", "partial_rotary_factor"):
         if config.get(unsupported) not in (None, 1.0):
-            raise UsageError(f"{unsupported} {config[unsupported]!r} is not supported")
+            raise UsageError(f"{unsupported} {_shown(config[unsupported])} is not supported")
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if missing := [name for name in needed if name not in config]:
         raise UsageError(f"config.json lacks {', '.join(missing)}")
@@ -263,11 +263,11 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     theta = _or(_or(rope.get("rope_theta"), config.get("rope_theta")), 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise UsageError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported")
+        raise UsageError(f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not supported")
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise UsageError(f"rope scaling {rope} is not supported, only llama3")
+        raise UsageError(f"rope scaling {_shown(rope)} is not supported, only llama3")
     if missing := [name for name in RopeScaling._fields if name not in rope]:
         raise UsageError(f"rope scaling llama3 in config.json lacks {', '.join(missing)}")
     return theta, RopeScaling(*(rope[name] for name in RopeScaling._fields))

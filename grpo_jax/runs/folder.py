@@ -398,10 +398,24 @@ def parse_line(line: str | bytes, where: str, fields: Mapping[str, Any]) -> dict
         raise UsageError(f"{where} is not JSON ({_reason(error)}): mend or remove it") from None
     if not isinstance(record, dict):
         raise UsageError(f"{where} holds no object: mend or remove it")
+    check_fields(record, where, fields)
+    return record
+
+
+def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any]) -> None:
+    """Refuses a record that lacks a field, or has one of another type.
+
+    Args:
+      record: of a file of the run.
+      where: names it.
+      fields: name -> type.
+
+    Raises:
+      UsageError: one sentence that names the field.
+    """
     for name, hint in fields.items():
         if not fits(record.get(name), hint):
             raise UsageError(f'{where} has no "{name}" as a run writes it: mend or remove it')
-    return record
 
 
 def _reason(error: Exception) -> str:

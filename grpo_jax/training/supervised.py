@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import Decay, validate_minutes
+from grpo_jax.config import Decay, validate_minutes, validate_sizes
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
@@ -186,6 +186,7 @@ def fit(
 
 def _check(config: SupervisedConfig) -> None:
     validate_minutes(config.save_every_minutes)
+    validate_sizes(config)
     for least, names in (
         (1, ("steps", "microbatches", "checkpoint_every", "log_every")),
         (0, ("eval_every", "warmup_steps", "weight_decay")),
@@ -195,7 +196,9 @@ def _check(config: SupervisedConfig) -> None:
                 raise UsageError(
                     f"{name} of supervised training is {getattr(config, name)}: it must be at least {least}"
                 )
-    if config.max_grad_norm <= 0:
+    if not config.weight_decay < float("inf"):
+        raise UsageError(f"weight_decay is {config.weight_decay}: it must be finite")
+    if not config.max_grad_norm > 0:
         raise UsageError(f"max_grad_norm is {config.max_grad_norm}: it must be above 0")
     if not 0 < config.learning_rate < float("inf"):
         raise UsageError(f"learning_rate is {config.learning_rate}: it must be above 0")
