@@ -11,6 +11,12 @@ class UsageError(ValueError):
     """
 
 
+def shown(value: object) -> str:
+    """A value in an error: one line, and not more than one can read."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
 def missing(package: str | None) -> ImportError:
     """What to raise where a package of the extra `train` cannot be imported."""
     return ImportError(

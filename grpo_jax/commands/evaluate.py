@@ -23,10 +23,10 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from grpo_jax.config import GRPOConfig, flattened, recipe, validate
+from grpo_jax.config import GRPOConfig, fits, flattened, option_types, recipe, validate
 from grpo_jax.data import digests
 from grpo_jax.data.text import Overlong, prompt_limit
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, shown
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
 from grpo_jax.models.policy import decoder_policy
@@ -104,10 +104,20 @@ def parse(args: list[str] | None = None) -> Options:
 
 
 def saved_options(model: str) -> dict[str, Any]:
-    """Options of the run in this folder, by name; of another, none."""
+    """Options of the run in this folder, by name; of another, none.
+
+    Raises:
+      UsageError: its config.json is not as a run writes it.
+    """
     if not (Path(model) / "checkpoints").is_dir():
         return {}
-    return flattened(read_json(Path(model) / "config.json"))
+    file = Path(model) / "config.json"
+    saved, types = flattened(read_json(file)), option_types(GRPOConfig) | option_types(Options)
+    types["max_tokens"] = int | None  # None: of a run that learned completions as long as they came
+    for name, value in saved.items():
+        if name in types and not fits(value, types[name]):
+            raise UsageError(f"{name} in {file} is {shown(value)}: that is not of its type")
+    return saved
 
 
 def main(options: Options) -> None:
@@ -117,7 +127,7 @@ def main(options: Options) -> None:
         raise UsageError("name a model: a folder, an id on the hub, or the folder of a run")
     saved = saved_options(options.model)
     of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
-    if of_run and options.num_heldout != saved["num_heldout"]:
+    if of_run and options.num_heldout != saved.get("num_heldout"):
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
     if not 0 < options.samples < 2**31:
         raise UsageError(f"samples is {options.samples}: it must be at least 1, and below 2^31")

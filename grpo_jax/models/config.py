@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, shown
 
 Params = Any  # of a network: nested dicts of arrays
 
@@ -103,8 +103,8 @@ class ModelConfig:
 
 
 def _check_whole(name: str, value: Any, most: int) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= value <= most:
-        raise UsageError(f"{name} is {_shown(value)}: it must be a whole number from 1 to {most}")
+    if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= most:
+        raise UsageError(f"{name} is {shown(value)}: it must be a whole number from 1 to {most}")
 
 
 def _check_number(
@@ -113,22 +113,16 @@ def _check_number(
     if (
         not isinstance(value, Real)
         or isinstance(value, bool)
-        or not (math.isfinite(value) and least <= value <= most and value > above)
+        or not (math.isfinite(value) and least <= float(value) <= most and float(value) > above)
     ):
         bounds = [f"above {above}"] * (above > -math.inf) + [f"at least {least}"] * (least > -math.inf)
         bounds += [f"at most {most}"] * (most < math.inf)
-        raise UsageError(f"{name} is {_shown(value)}: it must be a finite number {' and '.join(bounds)}")
+        raise UsageError(f"{name} is {shown(value)}: it must be a finite number {' and '.join(bounds)}")
 
 
 def _or(value: Any, default: Any) -> Any:
     """The value, or the default where there is none; 0 is one, and is refused where it makes no sense."""
     return default if value is None else value
-
-
-def _shown(value: Any) -> str:
-    """A value in an error: one line, and not more than one can read."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelConfig:
@@ -146,12 +140,12 @@ def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelCo
     """
     model_type = config.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
-        raise UsageError(f"model_type {_shown(model_type)} is not supported; choose one of {SUPPORTED_MODEL_TYPES}")
+        raise UsageError(f"model_type {shown(model_type)} is not supported; choose one of {SUPPORTED_MODEL_TYPES}")
     if config.get("hidden_act", "silu") != "silu":
-        raise UsageError(f"hidden_act {_shown(config['hidden_act'])} is not supported, only silu")
+        raise UsageError(f"hidden_act {shown(config['hidden_act'])} is not supported, only silu")
     for unsupported in ("quantization_config", "partial_rotary_factor"):
         if config.get(unsupported) not in (None, 1.0):
-            raise UsageError(f"{unsupported} {_shown(config[unsupported])} is not supported")
+            raise UsageError(f"{unsupported} {shown(config[unsupported])} is not supported")
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if missing := [name for name in needed if name not in config]:
         raise UsageError(f"config.json lacks {', '.join(missing)}")
@@ -159,7 +153,7 @@ def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelCo
         _check_whole(name, config[name], _MOST[name])
     for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
         if not isinstance(config.get(name), bool | None):
-            raise UsageError(f"{name} is {_shown(config[name])}: it must be true or false")
+            raise UsageError(f"{name} is {shown(config[name])}: it must be true or false")
     heads = config["num_attention_heads"]
     if config.get("head_dim") is None and model_type != "qwen3" and config["hidden_size"] % heads:
         raise UsageError(
@@ -257,17 +251,17 @@ def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (earlier)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise UsageError(f"the rope scaling is {_shown(rope)}: it must be an object")
+        raise UsageError(f"the rope scaling is {shown(rope)}: it must be an object")
     if any(isinstance(value, dict) for value in rope.values()):
         raise UsageError("rope_parameters that differ between layers are not supported")
     theta = _or(_or(rope.get("rope_theta"), config.get("rope_theta")), 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise UsageError(f"partial_rotary_factor {_shown(rope['partial_rotary_factor'])} is not supported")
+        raise UsageError(f"partial_rotary_factor {shown(rope['partial_rotary_factor'])} is not supported")
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise UsageError(f"rope scaling {_shown(rope)} is not supported, only llama3")
+        raise UsageError(f"rope scaling {shown(rope)} is not supported, only llama3")
     if missing := [name for name in RopeScaling._fields if name not in rope]:
         raise UsageError(f"rope scaling llama3 in config.json lacks {', '.join(missing)}")
     return theta, RopeScaling(*(rope[name] for name in RopeScaling._fields))
@@ -284,13 +278,13 @@ def _sliding(config: dict[str, Any]) -> tuple[int | None, tuple[int, ...] | None
         return None, None
     kinds = config.get("layer_types")
     if kinds and (not isinstance(kinds, Sequence) or len(kinds) < len(layers)):
-        raise UsageError(f"layer_types is {_shown(kinds)}: it must name the kind of each of {len(layers)} layers")
+        raise UsageError(f"layer_types is {shown(kinds)}: it must name the kind of each of {len(layers)} layers")
     if kinds:
         sliding = tuple(layer for layer in layers if kinds[layer] == "sliding_attention")
     else:
         first = config.get("max_window_layers", 28)
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-            raise UsageError(f"max_window_layers is {_shown(first)}: it must be a whole number of at least 0")
+            raise UsageError(f"max_window_layers is {shown(first)}: it must be a whole number of at least 0")
         sliding = tuple(layers[first:])
     if not sliding:
         return None, None

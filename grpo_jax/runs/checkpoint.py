@@ -2,8 +2,8 @@
 
 import hashlib
 import itertools
+import shutil
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from rich.console import Console
+from rich.markup import escape
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
@@ -40,7 +42,7 @@ class Checkpoints:
         every: int = 0,
         minutes: float = 0.0,
         lines: Callable[[], Mapping[str, str]] = dict,
-        warn: Callable[[str], None] = warnings.warn,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         """Names a folder; `restore` and `save` create it.
 
@@ -50,9 +52,9 @@ class Checkpoints:
           every: steps after which one is due; 0: none for that.
           minutes: after which one is due; 0: none for that.
           lines: digests of the run's lines so far, to be kept with a checkpoint.
-          warn: says a sentence.
+          warn: says a sentence; None: on stderr.
         """
-        self._folder, self._keep, self._lines_so_far, self._warn = folder.absolute(), keep, lines, warn
+        self._folder, self._keep, self._lines_so_far, self._warn = folder.absolute(), keep, lines, warn or _say
         self._every, self._minutes = every, minutes
         self._saving: tuple[Path, Mapping[str, str]] | None = None
         self._last_save = time.monotonic()
@@ -72,6 +74,7 @@ class Checkpoints:
         single = jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else x, state)
         items = {name: ocp.args.StandardSave(item) for name, item in _items(single).items()}
         self._manager.wait_until_finished()  # the seal of the one before needs its lines
+        self._check_room(state)
         self._saving = self._folder / str(step), dict(self._lines_so_far())
         self._manager.save(step, args=ocp.args.Composite(**items))
         self._last_save = time.monotonic()
@@ -82,6 +85,16 @@ class Checkpoints:
             folder, lines = self._saving
             unnamed = folder.with_name(folder.name + ocp.path.atomicity.TMP_DIR_SUFFIX)
             write_seal(unnamed if unnamed.is_dir() else folder, lines)
+
+    def _check_room(self, state: State) -> None:
+        """Refuses to go on where the disk has no room for a checkpoint, before a half of it is written."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        if needed > (free := shutil.disk_usage(self._folder).free):
+            raise UsageError(
+                f"a checkpoint takes {needed / 2**20:.1f} MiB, and the disk of {self._folder} has {free / 2**20:.1f} "
+                "free: free some space, then add --resume"
+            )
 
     def is_due(self, step: int) -> bool:
         """Whether to save after a step."""
@@ -94,9 +107,9 @@ class Checkpoints:
         What is newer and does not verify gets another name, and a warning names it.
 
         Raises:
-          UsageError: there are checkpoints, and none verifies.
+          UsageError: there are checkpoints, and none verifies; or the disk has no room for another.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._check_room(jax.eval_shape(like))
         if not (steps := self._steps()):
             return like(), 0
         step, lines, passed = self._newest(steps)
@@ -174,6 +187,10 @@ class Checkpoints:
         if "_manager" in vars(self):
             self._manager.wait_until_finished()
             self._manager.close()
+
+
+def _say(sentence: str) -> None:
+    Console(stderr=True).print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True)
 
 
 def _in_words(passed: Mapping[int, str]) -> str:

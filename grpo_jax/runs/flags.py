@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import shlex
 import signal
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax.config import fits, flattened, from_json, option_types, options_of, with_options
-from grpo_jax.errors import UsageError, lacking
+from grpo_jax.errors import UsageError, lacking, shown
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.runs import compilation, stopping
 from grpo_jax.runs.card import COMMAND
@@ -135,7 +136,7 @@ def _with_file(config_class: type[Config], default: Config, args: list[str]) -> 
     saved, types = flattened(read_options(Path(file).expanduser())), option_types(config_class)
     for name in saved.keys() & types.keys():
         if not fits(saved[name], types[name]):
-            raise UsageError(f"{name} is {saved[name]!r} in {file}: that is not of its type")
+            raise UsageError(f"{name} is {shown(saved[name])} in {file}: that is not of its type")
         if types[name] is Path:
             saved[name] = Path(saved[name])
     try:
@@ -155,7 +156,7 @@ def _of_run(config_class: type[Config], file: Path) -> Config:
     saved, types = read_object(file), option_types(config_class)
     for name, value in flattened(saved).items():
         if name in types and not fits(value, types[name]):
-            raise UsageError(f"{name} is {value!r}: that is not of its type")
+            raise UsageError(f"{name} is {shown(value)}: that is not of its type")
     return from_json(config_class(), saved)
 
 
@@ -213,6 +214,7 @@ def main(
     config = parse(config_class, description, args)
     if config.output.compilation_cache:
         keep_programs()
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what it raises, with every traceback
     try:
         with stopping.listening(say_refusal, partial(_leave, config.output)):
             run(config)
@@ -222,9 +224,11 @@ def main(
     except (UsageError, FloatingPointError) as error:
         refuse(str(error))
     except Exception as error:  # the machine's, which are no defects
-        if sentence := lacking(error):
-            refuse(f"{sentence}; then add --resume to continue {config.output.run_dir}")
-        raise
+        if not (sentence := lacking(error)):
+            raise
+        say_refusal(f"{sentence}; then add --resume to continue {config.output.run_dir}")
+        sys.stdout.flush()
+        os._exit(2)  # threads that wanted to save would fail once more on their way out
 
 
 def _leave(output: RunConfig, number: int) -> NoReturn:

@@ -11,13 +11,17 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from grpo_jax.commands import evaluate, grpo
+from grpo_jax.commands import evaluate, grpo, train
 from grpo_jax.config import PPOConfig, option_types, validate, validate_ppo, with_options
 from grpo_jax.data.rows import read_rows
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import config_from_huggingface
 from grpo_jax.runs import flags
+from grpo_jax.runs.card import model_card
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.pretrained import LoraDescription
 from grpo_jax.runs.report import write_report
 from grpo_jax.tasks.dataset import text_task
 
@@ -226,6 +230,40 @@ def fuzz_report(dice: random.Random, folder: Path) -> bool:
 @pytest.mark.parametrize("count", [200, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_reports_of_broken_runs_at_random(tmp_path, count):
     accepted = [fuzz_report(random.Random(seed), tmp_path / "run") for seed in range(count)]
+    assert 0 < sum(accepted) < count
+
+
+# ---- the files of a run, where commands read them
+
+
+def fuzz_run(dice: random.Random, folder: Path) -> bool:
+    """One of its files is broken; everything that reads it is asked."""
+    shutil.rmtree(folder, ignore_errors=True)
+    make_run(folder)
+    (folder / "checkpoints/grpo").mkdir(parents=True)
+    options = {"steps": 3, "task": "rows.jsonl", "temperature": 0.5, "group_size": 4, "num_heldout": None, "data": ""}
+    (folder / "config.json").write_text(json.dumps({"train": options, "method": "grpo", "devices": 1}))
+    (folder / "inputs.json").write_text(json.dumps({"grpo": {"training rows": "abc"}}))
+    lora = LoraDescription("base", "abc", "float32", 2, 4.0, ("q_proj",))
+    (folder / "lora.json").write_text(json.dumps(lora._asdict()))
+    file = folder / dice.choice(sorted(file.name for file in folder.iterdir() if file.suffix == ".json"))
+    text = json.dumps(changed(json.loads(file.read_text()), dice))
+    file.write_bytes((mutated(text, dice) if dice.random() < 0.3 else text).encode(errors="surrogatepass"))
+
+    def read() -> None:
+        LoraDescription.read(folder)
+        evaluate.saved_options(str(folder))
+        train.method_of(["--resume", "--run-dir", str(folder)])
+        model_card(folder, phase="grpo", step=2, adapter=False)
+        run = RunFolder(folder, json.loads((folder / "config.json").read_text()), console=Console(quiet=True))
+        run.keep_inputs("grpo", {"training rows": "abc"})
+
+    return survives(read)
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_files_of_runs_at_random(tmp_path, count):
+    accepted = [fuzz_run(random.Random(seed), tmp_path / "run") for seed in range(count)]
     assert 0 < sum(accepted) < count
 
 

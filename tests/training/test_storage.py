@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from bigrams import PARAMS, POLICY, V
@@ -15,7 +16,7 @@ from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component, pad_prompts, rng
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.grading import Grader
-from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.seal import check_seal
 from grpo_jax.tasks.task import Task
@@ -260,3 +261,44 @@ def test_a_full_disk_is_told_from_a_defect(tmp_path, programs):
     assert lacking(error.value) == "the disk is full: free some space"
     assert lacking(KeyError("x")) == ""
     assert lacking(FileNotFoundError(2, "No such file", "x")) == ""
+
+
+def test_where_a_checkpoint_has_no_room_nothing_is_trained(tmp_path, programs, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
+    run = RunFolder(tmp_path, dataclasses.asdict(CONFIG))
+    with pytest.raises(UsageError, match="free some space, then add --resume"):
+        train(POLICY, PARAMS, TASK, CONFIG, run, programs=programs)
+    assert not run.lines()
+
+
+# ---- readers
+
+
+def test_parameters_are_read_from_what_verifies_and_stray_things_stay(finished, tmp_path):
+    folder = tmp_path / "grpo"
+    shutil.copytree(finished[0] / "checkpoints/grpo", folder)
+    (folder / "99").mkdir()
+    (folder / "98").write_text("")
+    flip(next(folder.glob("6/params/d/*")), random.Random(0))
+    said: list[str] = []
+    with Checkpoints(folder, warn=said.append) as checkpoints:
+        params, step = checkpoints.restore_params(PARAMS)
+        with pytest.raises(UsageError, match=r"checkpoint 6 is not used, for params/.* is damaged"):
+            checkpoints.restore_params(PARAMS, 6)
+        with pytest.raises(UsageError, match=r"no checkpoint of step 5 .* only of \[4, 6, 98, 99\]"):
+            checkpoints.restore_params(PARAMS, 5)
+        assert checkpoints.restore_params(PARAMS, 4)[1] == 4
+    assert step == 4
+    assert params.keys() == PARAMS.keys()
+    (sentence,) = said
+    assert all(f"checkpoint {number} is not used" in sentence for number in (6, 98, 99))
+    assert (folder / "99").is_dir()
+    assert (folder / "6").is_dir()  # a reader moves nothing
+
+
+def test_the_optimizer_may_be_damaged_where_parameters_are_read_alone(finished, tmp_path):
+    folder = tmp_path / "grpo"
+    shutil.copytree(finished[0] / "checkpoints/grpo", folder)
+    flip(next(folder.glob("6/rest/d/*")), random.Random(0))
+    with Checkpoints(folder, warn=pytest.fail) as checkpoints:
+        assert checkpoints.restore_params(PARAMS)[1] == 6
