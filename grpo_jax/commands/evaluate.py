@@ -247,11 +247,10 @@ def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: 
 def command() -> None:
     """The command line."""
     try:
-        options = parse()
-        if options.compilation_cache:
-            flags.keep_programs()
-        main(options)
-    except UsageError as error:
-        flags.refuse(str(error))
+        with flags.refusing():
+            options = parse()
+            if options.compilation_cache:
+                flags.keep_programs()
+            main(options)
     except KeyboardInterrupt:
         flags.refuse("stopped: nothing was written")

@@ -7,7 +7,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -216,7 +217,7 @@ def main(
         keep_programs()
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what it raises, with every traceback
     try:
-        with stopping.listening(say_refusal, partial(_leave, config.output)):
+        with stopping.listening(_say_note, partial(_leave, config.output)):
             run(config)
     except stopping.Stopped as stopped:
         say_refusal(f"stopped by {stopped}; the last step is saved: add --resume to continue {config.output.run_dir}")
@@ -252,7 +253,11 @@ def keep_programs() -> None:
     try:
         compilation.use_cache()
     except UsageError as error:
-        Console(stderr=True).print(f"[yellow]note:[/] {escape(str(error))}", soft_wrap=True)
+        _say_note(str(error))
+
+
+def _say_note(message: str) -> None:
+    Console(stderr=True).print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
 
 
 def open_run(config: HasOutput) -> RunFolder:
@@ -275,6 +280,19 @@ def open_run(config: HasOutput) -> RunFolder:
         run.trackers.append(weights_and_biases(output.wandb, output.run_dir, flattened(values)))
     run.console.print(f"run folder: {output.run_dir}", markup=False, highlight=False, soft_wrap=True)
     return run
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """A block whose refusals, and what the machine lacks, end the program with one sentence and no traceback."""
+    try:
+        yield
+    except UsageError as error:
+        refuse(str(error))
+    except Exception as error:
+        if sentence := lacking(error):
+            refuse(sentence)
+        raise
 
 
 def refuse(message: str) -> NoReturn:

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
-from grpo_jax.runs.flags import program, refuse
+from grpo_jax.runs.flags import program, refusing
 from grpo_jax.runs.folder import SIDE_PHASES, check_fields, read_object, write_text
 
 _STEPS = 2**53  # below which steps are whole numbers in any browser
@@ -653,10 +653,8 @@ def _tokens(
 def command() -> None:
     """The command line."""
     given = tyro.cli(Options, prog=program(), description=__doc__)
-    try:
+    with refusing():
         written = write_report(given.run, given.phase)
-    except UsageError as error:
-        refuse(str(error))
     Console().print(f"report: {written}", markup=False, highlight=False, soft_wrap=True)
 
 
