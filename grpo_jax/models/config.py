@@ -146,20 +146,8 @@ def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelCo
     for unsupported in ("quantization_config", "partial_rotary_factor"):
         if config.get(unsupported) not in (None, 1.0):
             raise UsageError(f"{unsupported} {shown(config[unsupported])} is not supported")
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    if missing := [name for name in needed if name not in config]:
-        raise UsageError(f"config.json lacks {', '.join(missing)}")
-    for name in needed:
-        _check_whole(name, config[name], _MOST[name])
-    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
-        if not isinstance(config.get(name), bool | None):
-            raise UsageError(f"{name} is {shown(config[name])}: it must be true or false")
+    _check_shapes(config)
     heads = config["num_attention_heads"]
-    if config.get("head_dim") is None and model_type != "qwen3" and config["hidden_size"] % heads:
-        raise UsageError(
-            f"hidden_size ({config['hidden_size']}) must be a multiple of num_attention_heads ({heads}), unless there "
-            "is a head_dim"
-        )
     rope_theta, rope_scaling = _rope(config)
     sliding_window, sliding_layers = _sliding(config)
     attention_bias = bool(config.get("attention_bias")) and model_type in ("llama", "qwen3")
@@ -186,6 +174,24 @@ def config_from_huggingface(config: dict[str, Any], **overrides: Any) -> ModelCo
         initializer_range=config.get("initializer_range", 0.02),
         **overrides,
     )
+
+
+def _check_shapes(config: dict[str, Any]) -> None:
+    """Refuses a config.json that lacks a size, or whose sizes are none. What is optional `ModelConfig` checks."""
+    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    if missing := [name for name in needed if name not in config]:
+        raise UsageError(f"config.json lacks {', '.join(missing)}")
+    for name in needed:
+        _check_whole(name, config[name], _MOST[name])
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
+        if not isinstance(config.get(name), bool | None):
+            raise UsageError(f"{name} is {shown(config[name])}: it must be true or false")
+    heads = config["num_attention_heads"]
+    if config.get("head_dim") is None and config["model_type"] != "qwen3" and config["hidden_size"] % heads:
+        raise UsageError(
+            f"hidden_size ({config['hidden_size']}) must be a multiple of num_attention_heads ({heads}), unless there "
+            "is a head_dim"
+        )
 
 
 def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:

@@ -76,7 +76,8 @@ class Checkpoints:
         self._manager.wait_until_finished()  # the seal of the one before needs its lines
         self._check_room(state)
         self._saving = self._folder / str(step), dict(self._lines_so_far())
-        self._manager.save(step, args=ocp.args.Composite(**items))
+        if not self._manager.save(step, args=ocp.args.Composite(**items)):
+            raise UsageError(f"step {step} cannot be saved in {self._folder}, which holds a later one: start a new run")
         self._last_save = time.monotonic()
 
     def _seal(self) -> None:
@@ -109,7 +110,8 @@ class Checkpoints:
         Raises:
           UsageError: there are checkpoints, and none verifies; or the disk has no room for another.
         """
-        self._check_room(jax.eval_shape(like))
+        shapes = jax.eval_shape(like)
+        self._check_room(shapes)
         if not (steps := self._steps()):
             return like(), 0
         step, lines, passed = self._newest(steps)
@@ -117,7 +119,7 @@ class Checkpoints:
             (self._folder / str(wrong)).rename(_unused(self._folder / f"damaged-{wrong}"))
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; the run goes on from step {step}")
-        shapes, self.lines = jax.eval_shape(like), lines
+        self.lines = lines
         restored = self._restore(step, _items(shapes))
         return shapes._replace(params=restored["params"], **restored["rest"]), step
 
@@ -136,7 +138,7 @@ class Checkpoints:
     def _steps(self) -> list[int]:
         """Steps that something is named after."""
         names = [entry.name for entry in self._folder.iterdir()] if self._folder.is_dir() else []
-        return [int(name) for name in names if name.isascii() and name.isdecimal()]
+        return [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[Params, int]:
         """The policy's trained parameters alone, without reading the optimizer's state or a critic.

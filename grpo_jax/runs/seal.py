@@ -51,7 +51,7 @@ def check_seal(folder: Path, part: str = "") -> tuple[Seal | None, str]:
     try:
         seal = Seal(**_mapping(json.loads((folder / _FILE).read_text())))
         files, _ = _mapping(seal.files), _mapping(seal.lines)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None, f"its {_FILE} cannot be read"
     try:
         if missing := [name for name in files if not (folder / name).is_file()]:

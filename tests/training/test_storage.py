@@ -118,6 +118,7 @@ HARMS = {
     "a stray file": (lambda grpo: (grpo / "99").write_text(""), "checkpoint 99 is not used, for it is no folder"),
     "an older stray folder": (lambda grpo: (grpo / "1").mkdir(), ""),
     "an older damaged one": (lambda grpo: empty(grpo / "4"), ""),
+    "another number": (lambda grpo: (grpo / "007").mkdir(), ""),
     "another name": (lambda grpo: (grpo / "notes").mkdir(), ""),
     "a save that was cut off": (lambda grpo: (grpo / "8.orbax-checkpoint-tmp").mkdir(), ""),
 }
