@@ -56,7 +56,6 @@ def listening(say: Callable[[str], None], leave: Callable[[int], None]) -> Itera
     if threading.current_thread() is not threading.main_thread():  # Python sets handlers in no other
         yield
         return
-    _asked.clear()
     heard, wake = os.pipe()
     os.set_blocking(wake, False)
     before = {number: signal.signal(number, _ignore) for number in _SIGNALS}
@@ -72,6 +71,7 @@ def listening(say: Callable[[str], None], leave: Callable[[int], None]) -> Itera
         os.close(wake)
         thread.join()
         os.close(heard)
+        _asked.clear()
 
 
 def _hear(heard: int, say: Callable[[str], None], leave: Callable[[int], None]) -> None:

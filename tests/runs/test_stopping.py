@@ -143,16 +143,29 @@ def test_a_second_ctrl_c_ends_a_run_whose_step_hangs(tmp_path):
     assert "Ctrl-C ends it now" in said
 
 
-def test_signals_have_their_usual_effect_before_after_and_in_forks():
+FORKS = """
+import os, signal, time
+from grpo_jax.runs import stopping
+with stopping.listening(print, lambda number: os._exit(9)):
+    child = os.fork()
+    if not child:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_ends_by_the_signal_and_is_not_the_run():
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{-signal.SIGTERM}\n")
+
+
+def test_signals_have_their_usual_effect_before_and_after():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     threads = threading.active_count()
     with stopping.listening(print, lambda number: None):
-        child = os.fork()
-        if not child:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(10)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) != before[0]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert threading.active_count() == threads
 
@@ -171,3 +184,5 @@ def test_what_is_asked_for_during_training_is_answered_at_its_end():
     with stopping.listening(said.append, lambda number: None), pytest.raises(stopping.Stopped, match="SIGTERM"):
         train()
     assert len(said) == 1
+    with stopping.between_steps() as asked:  # later training of the same process is not asked to stop
+        assert not asked()
