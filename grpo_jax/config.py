@@ -4,7 +4,9 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import jax.numpy as jnp
 
@@ -73,7 +75,7 @@ class ModelOptions:
     lora_targets: tuple[Target, ...] = TARGETS
     """Projections that get adapters."""
     max_prompt_tokens: int | None = None
-    """Longest prompt, in tokens (P); None: as long as they come."""
+    """Longest prompt, in tokens (P); None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"
     """drop: longer prompts are left out. truncate: they lose their beginning. The run says how many."""
 
@@ -219,6 +221,8 @@ class LoggingConfig:
     """Completions sampled of each held-out prompt, besides a greedy one; None: group_size - 1, one group."""
     checkpoint_every: int = 50
     """Steps between checkpoints; 0 for only at the end."""
+    save_every_minutes: float = 0.0
+    """A checkpoint also after a step that ends so many minutes after the last one; 0: none."""
     keep_checkpoints: int = 2
     """Checkpoints kept of each phase."""
     rollouts_every: int = 10
@@ -301,6 +305,28 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in flattened(saved).items()}
     _check_known(options, options_of(default))
     return _replaced(default, options)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a JSON file is of a type, as type hints write it."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return value in args
+    if origin in (Union, UnionType):
+        return any(fits(value, arg) for arg in args)
+    if origin in (tuple, list) or hint is tuple:
+        return isinstance(value, list) and all(fits(x, args[0]) for x in value if args)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(x, args[1]) for x in value.values())
+    if hint is Path:
+        return isinstance(value, str)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else True
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -439,6 +465,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     Raises:
       UsageError: one sentence that says what to change.
     """
+    validate_sizes(config)
     _require_at_least(config, 1, "steps")
     _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
     validate_logging(config.logging)
@@ -459,6 +486,7 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
       UsageError: one sentence that says what to change.
     """
     run = config.run
+    validate_sizes(config)
     _require(
         run.loss.advantages_of == "sum",
         'advantages_of "components" is for groups, but PPO has a critic for the sum of the rewards: set it to "sum"',
@@ -477,14 +505,27 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
     )
 
 
+def validate_sizes(config: Any) -> None:
+    """Refuses whole numbers that counters and array sizes cannot hold, as `validate` does."""
+    for name, value in options_of(config).items():
+        if isinstance(value, int) and name != "seed":
+            _require(value < 2**31, f"{name} is {value}: it must be below 2^31")
+
+
 def validate_logging(config: LoggingConfig) -> None:
     """Refuses options of logging that cannot work, as `validate` does."""
     _require_at_least(config, 0, "eval_every", "checkpoint_every", "rollouts_every")
     _require_at_least(config, 1, "keep_checkpoints")
+    validate_minutes(config.save_every_minutes)
     _require(
         config.eval_samples is None or config.eval_samples >= 1,
         f"eval_samples is {config.eval_samples}: it must be at least 1",
     )
+
+
+def validate_minutes(minutes: float) -> None:
+    """Refuses a `save_every_minutes` that cannot work, as `validate` does."""
+    _require(0 <= minutes < float("inf"), f"save_every_minutes is {minutes}: it must be at least 0, and finite")
 
 
 def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -> None:
@@ -496,6 +537,11 @@ def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -
         f"group_size is {config.group_size}: advantages compare completions of one prompt, so set it to at least 2",
     )
     _require_at_least(config, 1, "group_size")
+    tokens = config.num_prompts * config.group_size * config.max_tokens
+    _require(
+        tokens < 2**31,
+        f"num_prompts x group_size x max_tokens is {tokens}: a rollout has less than 2^31 tokens, so lower one of them",
+    )
     _require(
         0 < config.temperature < float("inf") and 0 < config.temperature + config.temperature_spread < float("inf"),
         f"temperature is {config.temperature}, spread {config.temperature_spread}: sampling for training needs "
@@ -618,8 +664,9 @@ def validate_reference(config: GRPOConfig) -> None:
     )
     completions = config.sampling.num_prompts * config.sampling.group_size
     _require(
-        reference.kl_target is None or reference.kl_horizon >= completions,
-        f"kl_horizon is {reference.kl_horizon}: it must be at least the completions of a step ({completions})",
+        reference.kl_horizon >= (1 if reference.kl_target is None else completions),
+        f"kl_horizon is {reference.kl_horizon}: it must be at least the completions of a step ({completions}), or 1 "
+        "where kl_coef is constant",
     )
     _require(
         reference.ref_sync_steps == 0 or (loss.kl_coef > 0 and reference.ref_sync_steps < config.steps),

@@ -1,5 +1,6 @@
 """What a user can mend."""
 
+import errno
 from importlib.util import find_spec
 
 
@@ -8,6 +9,12 @@ class UsageError(ValueError):
 
     Programs print it without a traceback; any other error is a defect and keeps its own.
     """
+
+
+def shown(value: object) -> str:
+    """A value in an error: one line, and not more than one can read."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def missing(package: str | None) -> ImportError:
@@ -26,3 +33,19 @@ def need(*packages: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             raise missing(package)
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_UNWRITABLE = {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ESTALE}
+
+
+def lacking(error: BaseException) -> str:
+    """What the machine lacks, in a sentence without its end, where that is why an error was raised; else nothing."""
+    number, text = getattr(error, "errno", None), " ".join(str(error).split())
+    if number in _FULL or "No space left on device" in text or "Disk quota exceeded" in text:
+        return "the disk is full: free some space"
+    if isinstance(error, OSError) and number in _UNWRITABLE:
+        return f"{error.filename or 'a file'} cannot be read or written ({error.strerror}): mend that"
+    if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text or isinstance(error, MemoryError):
+        return "there is not enough memory: see docs/scaling.md for what needs less"
+    return ""

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from grpo_jax.config import GRPOConfig, ModelOptions, option_types, suggestion, with_options
 from grpo_jax.data.rows import SUFFIXES, read_rows
-from grpo_jax.data.text import Message
+from grpo_jax.data.text import Message, prompt_limit
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
@@ -114,7 +114,7 @@ class GRPOTrainer:
         """
         started = time.perf_counter()
         (policy, params, pretrained), options, rows = self._loaded, self._options, _rows(prompts)
-        config, model = options.train, options.model
+        config, model, longest = options.train, options.model, pretrained.config.max_position_embeddings
 
         def task_of(num_prompts: int) -> Task:
             return text_task(
@@ -126,7 +126,7 @@ class GRPOTrainer:
                 seed=config.seed,
                 reward=self._reward,
                 heldout_share=0.0,
-                max_prompt_tokens=model.max_prompt_tokens,
+                max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, config.sampling.max_tokens),
                 overlong=model.overlong,
             )
 
@@ -139,7 +139,7 @@ class GRPOTrainer:
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(options))
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
         keep_description(self.run, self._loaded, model)
-        check_length(self.run, task, config.sampling.max_tokens, pretrained.config.max_position_embeddings)
+        check_length(self.run, task, config.sampling.max_tokens, longest)
         state = train(policy, params, task, config, self.run, programs=programs)
         curves = terminal.curves_of(self.run, [("length_mean", "tokens")])
         terminal.save_results(self.run, {}, params_sha256(state.params), curves, ["grpo"])

@@ -23,16 +23,16 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from grpo_jax.config import GRPOConfig, flattened, recipe, validate
-from grpo_jax.data.text import Overlong
-from grpo_jax.data.types import fingerprint
-from grpo_jax.errors import UsageError
+from grpo_jax.config import GRPOConfig, fits, flattened, option_types, recipe, validate
+from grpo_jax.data import digests
+from grpo_jax.data.text import Overlong, prompt_limit
+from grpo_jax.errors import UsageError, shown
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.runs import flags
-from grpo_jax.runs.folder import write_json, write_text
+from grpo_jax.runs.folder import read_object, write_json, write_text
 from grpo_jax.runs.pretrained import load_run, phase_of
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
@@ -66,7 +66,7 @@ class Options(TaskOptions):
     min_p: float = 0.0
     """Sample among tokens of at least this share of the largest probability; 0 for all."""
     max_prompt_tokens: int | None = None
-    """Longest prompt, in tokens; None: as long as they come."""
+    """Longest prompt, in tokens; None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"
     """What happens to longer prompts: dropped, or their beginning is cut off."""
     num_prompts: int = 16
@@ -104,10 +104,20 @@ def parse(args: list[str] | None = None) -> Options:
 
 
 def saved_options(model: str) -> dict[str, Any]:
-    """Options of the run in this folder, by name; of another, none."""
+    """Options of the run in this folder, by name; of another, none.
+
+    Raises:
+      UsageError: its config.json is not as a run writes it.
+    """
     if not (Path(model) / "checkpoints").is_dir():
         return {}
-    return flattened(read_json(Path(model) / "config.json"))
+    file = Path(model) / "config.json"
+    saved, types = flattened(read_json(file)), option_types(GRPOConfig) | option_types(Options)
+    types["max_tokens"] = int | None  # None: of a run that learned completions as long as they came
+    for name, value in saved.items():
+        if name in types and not fits(value, types[name]):
+            raise UsageError(f"{name} in {file} is {shown(value)}: that is not of its type")
+    return saved
 
 
 def main(options: Options) -> None:
@@ -117,8 +127,10 @@ def main(options: Options) -> None:
         raise UsageError("name a model: a folder, an id on the hub, or the folder of a run")
     saved = saved_options(options.model)
     of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
-    if of_run and options.num_heldout != saved["num_heldout"]:
+    if of_run and options.num_heldout != saved.get("num_heldout"):
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
+    if not 0 < options.samples < 2**31:
+        raise UsageError(f"samples is {options.samples}: it must be at least 1, and below 2^31")
     sampling = sampling_of(options)
     validate(sampling)
     check_task_options(options)
@@ -127,6 +139,7 @@ def main(options: Options) -> None:
     if saved:
         options = dataclasses.replace(options, phase=phase_of(Path(options.model), options.phase))
     pretrained, step = load(options)
+    longest = pretrained.config.max_position_embeddings
     usual = saved.get("group_size", _GROUP_SIZE)
     task_of = open_task(
         options,
@@ -134,7 +147,7 @@ def main(options: Options) -> None:
         num_prompts=1,
         group_size=usual,
         seed=0,
-        max_prompt_tokens=options.max_prompt_tokens,
+        max_prompt_tokens=prompt_limit(options.max_prompt_tokens, longest, options.max_tokens),
         overlong=options.overlong,
         training=of_run,
     )
@@ -202,9 +215,9 @@ def show(console: Console, numbers: dict[str, float], title: str) -> None:
 
 def changed(run: Path, phase: str | None, task: Task) -> bool:
     """Whether the held-out prompts of a run are others now."""
-    file = run / "task.json"
-    known = read_json(file).get(phase_of(run, phase), {}) if file.exists() else {}
-    return known.get("heldout", "") != fingerprint(task.heldout)
+    file = run / "inputs.json"
+    known = read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
+    return known.get(phase_of(run, phase), {}).get("held-out prompts") != digests.of_prompts(task.heldout)
 
 
 def load(options: Options) -> tuple[Pretrained, int | None]:
@@ -234,11 +247,10 @@ def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: 
 def command() -> None:
     """The command line."""
     try:
-        options = parse()
-        if options.compilation_cache:
-            flags.keep_programs()
-        main(options)
-    except UsageError as error:
-        flags.refuse(str(error))
+        with flags.refusing():
+            options = parse()
+            if options.compilation_cache:
+                flags.keep_programs()
+            main(options)
     except KeyboardInterrupt:
         flags.refuse("stopped: nothing was written")

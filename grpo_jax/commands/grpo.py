@@ -21,6 +21,7 @@ from typing import Any
 
 from grpo_jax.commands.common import CONTROL, RUN_DIR, Method, finish, train_with_control
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, validate
+from grpo_jax.data.text import prompt_limit
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
@@ -82,7 +83,9 @@ def opened(model: ModelOptions, task: TaskOptions, train: GRPOConfig) -> Iterato
         num_prompts=train.sampling.num_prompts,
         group_size=train.sampling.group_size,
         seed=train.seed,
-        max_prompt_tokens=model.max_prompt_tokens,
+        max_prompt_tokens=prompt_limit(
+            model.max_prompt_tokens, loaded.pretrained.config.max_position_embeddings, train.sampling.max_tokens
+        ),
         overlong=model.overlong,
     ) as opened_task:
         yield loaded, opened_task

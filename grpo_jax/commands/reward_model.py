@@ -21,6 +21,7 @@ import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method, say_end
 from grpo_jax.config import ModelOptions
+from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
 from grpo_jax.errors import UsageError
 from grpo_jax.models.heads import Headed, add_head, join, split
@@ -121,6 +122,8 @@ def main(config: Config) -> None:
 
     run = flags.open_run(config)
     keep_description(run, model, config.model)
+    pairs = {"training rows": train_pairs, "held-out pairs": heldout_pairs}
+    run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in pairs.items()})
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *train_pairs.notes):
         run.console.print(note, markup=False, highlight=False)
     state = train_reward_model(

@@ -19,10 +19,11 @@ import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method, say_end
 from grpo_jax.config import ModelOptions
+from grpo_jax.data import digests
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.rows import read_rows, text_column
-from grpo_jax.data.text import check_ids, encode_completions
-from grpo_jax.data.types import Prompts, fingerprint, pad_prompts
+from grpo_jax.data.text import check_ids, encode_completions, prompt_limit
+from grpo_jax.data.types import Prompts, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import join, split
@@ -68,8 +69,8 @@ class Config:
     num_heldout: int | None = None
     """Held-out prompts at most. None: 200, and at most a tenth of the rows."""
     max_tokens: int | None = None
-    """Longest completion, in tokens, its EOS included (T); None: as long as they come. `overlong` says what happens to
-    longer ones: they are dropped, or lose their end."""
+    """Longest completion, in tokens, its EOS included (T); None: as long as the model was trained on. `overlong` says
+    what happens to longer ones: they are dropped, or lose their end."""
     num_rows: int = 8
     """Packed rows of a step. The run says how many of them an epoch has."""
     seed: int = 0
@@ -97,10 +98,12 @@ def main(config: Config) -> None:
     for note in texts.notes:
         run.console.print(note, markup=False, highlight=False)
     check_width(run, texts, model.pretrained.config.max_position_embeddings)
-    first = batches(0)
-    run.keep_prompts(
-        PHASE, heldout=fingerprint(texts.heldout_prompts), first_step=fingerprint(Prompts(first.ids, first.texts, []))
-    )
+    inputs = {
+        "held-out prompts": digests.of_prompts(texts.heldout_prompts),
+        "held-out texts": digests.of_values(*texts.heldout[:3]),
+        "training rows": digests.of_values(*texts.training[:3]),
+    }
+    run.keep_inputs(PHASE, inputs)
 
     def heldout() -> Any:
         return packed_pieces(texts.heldout, config.num_rows)
@@ -145,6 +148,7 @@ def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: 
       UsageError: one sentence that says what to change.
     """
     tokenizer, vocab_size = pretrained.tokenizer, pretrained.config.vocab_size
+    longest = pretrained.config.max_position_embeddings
     found = encode_rows(
         tokenizer,
         pretrained.eos_ids,
@@ -155,7 +159,7 @@ def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: 
         chat=bool(tokenizer.chat_template) if config.chat is None else config.chat,
         system=config.system,
         num_heldout=usual_num_heldout(len(rows)) if config.num_heldout is None else config.num_heldout,
-        max_prompt_tokens=config.model.max_prompt_tokens,
+        max_prompt_tokens=prompt_limit(config.model.max_prompt_tokens, longest, config.max_tokens or 1),
         overlong=config.model.overlong,
     )
     notes, parts = list(found.notes), []
@@ -187,7 +191,7 @@ def with_completions(
         pretrained.tokenizer,
         [example[config.completion_column] for example in rows.examples],
         eos_ids=pretrained.eos_ids,
-        max_tokens=config.max_tokens,
+        max_tokens=pretrained.config.max_position_embeddings if config.max_tokens is None else config.max_tokens,
         overlong=config.model.overlong,
     )
     return [rows.token_ids[i] for i in found.kept], found.token_ids, found.summary

@@ -4,19 +4,18 @@ Each method is a module of this folder with its own options. So `grpo-jax train 
 supervised fine-tuning alone.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import get_args
 
 from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.config import flattened, option_types, suggestion
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags
-from grpo_jax.runs.folder import numbered_runs
+from grpo_jax.runs.folder import numbered_runs, read_object
 
 METHODS: tuple[Method, ...] = get_args(Method)
 
@@ -56,8 +55,8 @@ def _of_newest_run(folder: Path) -> str:
     """The method of the newest run in a folder; none if there is no run that says it."""
     runs = numbered_runs(folder)
     try:
-        saved: dict[str, Any] = json.loads((runs[max(runs)] / "config.json").read_text()) if runs else {}
-    except ValueError:  # which is refused where the options are read
+        saved = read_object(runs[max(runs)] / "config.json") if runs else {}
+    except UsageError:  # which is said where the options are read
         return ""
     return str(saved.get("method", ""))
 

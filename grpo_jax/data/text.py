@@ -89,6 +89,30 @@ def encode_prompts(
     return encoded
 
 
+def prompt_limit(asked: int | None, longest: int | None, max_tokens: int) -> int | None:
+    """The longest prompt to take, in tokens: what was asked for, or what a completion leaves of the model's length.
+
+    Args:
+      asked: `max_prompt_tokens`; None: nothing was asked for.
+      longest: the longest text that the model was trained on, in tokens; None: it does not say.
+      max_tokens: of a completion.
+
+    Returns:
+      P, or None where nothing bounds it.
+
+    Raises:
+      UsageError: completions leave no room for a prompt.
+    """
+    if asked is not None or longest is None:
+        return asked
+    if longest <= max_tokens:
+        raise UsageError(
+            f"max_tokens is {max_tokens}, but the model was trained on texts of up to {longest} tokens, prompts "
+            "included: lower it, or say by max_prompt_tokens how long prompts may be"
+        )
+    return longest - max_tokens
+
+
 def encode_completion(tokenizer: Any, text: str, *, eos_ids: tuple[int, ...] = ()) -> list[int]:
     """Token ids of a text that continues another.
 

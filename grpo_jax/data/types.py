@@ -1,7 +1,5 @@
 """What data are made of: examples, prompts, completions, rewards."""
 
-import hashlib
-import json
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,14 +73,6 @@ def pad_prompts(token_ids: Sequence[Sequence[int]], examples: Sequence[Example],
         ids[row, width - len(tokens) :] = tokens
         mask[row, width - len(tokens) :] = True
     return Prompts(ids, mask, list(examples))
-
-
-def fingerprint(prompts: Prompts) -> str:
-    """A checksum of prompts and their columns; of values that JSON does not have, their type alone."""
-    digest = hashlib.sha256(np.ascontiguousarray(prompts.ids).tobytes())
-    digest.update(np.ascontiguousarray(prompts.mask).tobytes())
-    digest.update(json.dumps(prompts.examples, default=lambda value: type(value).__name__).encode())
-    return digest.hexdigest()
 
 
 def pad_completions(groups: Sequence[Sequence[Sequence[int]]], width: int) -> tuple[np.ndarray, np.ndarray]:

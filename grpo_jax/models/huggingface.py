@@ -37,6 +37,7 @@ FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a folder holds besides weights. Never a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 _INDEX = "model.safetensors.index.json"
+_LARGEST = 1e6  # of a weight: those of models are below a thousand, and float16 ends at 65504
 
 
 class Pretrained(NamedTuple):
@@ -124,7 +125,8 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         # No limit of its own: prompts that are too long are counted, and are no matter for a warning of transformers.
-        return AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize)
+        # And no code of the folder's is run, nor asked about.
+        return AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize, trust_remote_code=False)
     except Exception as error:  # of broken files each has its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
@@ -146,7 +148,10 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
     found = {tokenizer.eos_token_id}
     for file in (folder / "config.json", folder / "generation_config.json"):
         ids = read_json(file).get("eos_token_id") if file.exists() else None
-        found |= set(ids) if isinstance(ids, list) else {ids}
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(x, int | None) and not isinstance(x, bool) for x in ids):
+            raise UsageError(f"eos_token_id in {file} is {ids}: it must be a token's number, or a list of them")
+        found |= set(ids)
     ids = tuple(sorted(found - {None}))
     usable = tuple(eos_id for eos_id in ids if eos_id < vocab_size)
     if not usable or usable == ids:
@@ -261,6 +266,8 @@ def load_params(
         shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
         layout = headed_layout(config)
     _check_tensors(found, layout, config)
+    if sharding is None:
+        _check_memory(folder, shapes, dtype)
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shardings = jax.tree.broadcast(default if sharding is None else sharding, shapes)
 
@@ -299,8 +306,8 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
     if names is None:
         if (folder / _INDEX).exists():
             weight_map = read_json(folder / _INDEX).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise UsageError(f"{folder / _INDEX} has no weight_map: download it again")
+            if not isinstance(weight_map, dict) or not all(map(_is_weights_file, weight_map.values())):
+                raise UsageError(f"{folder / _INDEX} has no weight_map of names of files: download it again")
             names = sorted(set(weight_map.values()))
         elif (folder / "model.safetensors").exists():
             names = ["model.safetensors"]
@@ -319,12 +326,18 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
     return found
 
 
+def _is_weights_file(name: Any) -> bool:
+    """Whether this names a file of weights beside its index, and not one elsewhere."""
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+
+
 def _check_tensors(found: dict[str, Found], layout: Any, config: ModelConfig) -> None:
     """Every tensor that is needed, in a shape and dtype that can be read, and none that nobody reads."""
-    needed = {}
-    for tensor in _tensors_of(layout):
-        for layer in range(config.num_hidden_layers if tensor.stacked else 1):
-            needed[tensor.name.format(layer)] = tensor.shape
+    needed = {
+        tensor.name.format(layer): tensor.shape
+        for tensor in _tensors_of(layout)
+        for layer in range(config.num_hidden_layers if tensor.stacked else 1)
+    }
     for name, shape in needed.items():
         if name not in found:
             raise UsageError(f"the model's safetensors files hold no tensor {name!r}")
@@ -344,10 +357,36 @@ def _check_tensors(found: dict[str, Found], layout: Any, config: ModelConfig) ->
         )
 
 
+def _check_memory(folder: Path, shapes: Any, dtype: Any) -> None:
+    """Refuses parameters that are more than all the memory of a device, before any is taken."""
+    device = jax.devices()[0]
+    there = (device.memory_stats() or {}).get("bytes_limit")
+    if there is None and device.platform == "cpu" and hasattr(os, "sysconf"):
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * jnp.dtype(dtype).itemsize
+    if there and needed > there:
+        raise UsageError(
+            f"the parameters in {folder} take {needed / 2**30:.1f} GiB in {jnp.dtype(dtype).name}, and a device has "
+            f"{there / 2**30:.1f} GiB: take a smaller model, param_dtype bfloat16, or a larger device"
+        )
+
+
 def read_tensor(found: dict[str, Found], name: str) -> np.ndarray:
+    """A tensor.
+
+    Raises:
+      UsageError: a value is not finite, or larger than any of a model: the file is damaged.
+    """
     # Opened for each tensor: while a file is open, all that was read of it counts as memory in use.
     with _opened(found[name].file) as opened:
-        return opened.get_tensor(name)
+        tensor = opened.get_tensor(name)
+    largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN, where there is one
+    if not largest <= _LARGEST:
+        raise UsageError(
+            f"tensor {name!r} in {found[name].file} holds {largest:.3g}, which no model has: it is damaged, or its "
+            "training diverged"
+        )
+    return tensor
 
 
 def _opened(file: Path) -> Any:
@@ -367,7 +406,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise UsageError(f"{file.parent} holds no {file.name}: name a folder of a Hugging Face model")
     try:
         contents = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not valid JSON ({error}): download it again") from error
     if not isinstance(contents, dict):
         raise UsageError(f"{file} holds no JSON object: download it again")
@@ -485,6 +524,12 @@ def save_description(folder: Path, config: ModelConfig, *, source: Path | None =
         copy_text_files(source, folder)
     else:
         write_json(folder / "config.json", config_to_huggingface(config))
+
+
+def files_of(folder: Path) -> list[str]:
+    """The files of a model's folder that a run depends on: weights, configurations, tokenizer and chat template."""
+    patterns = [pattern for pattern in (*_TEXT_FILES, "*.safetensors") if not pattern.startswith("LICENSE")]
+    return sorted({file.name for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
 
 
 def copy_text_files(source: Path, target: Path) -> None:

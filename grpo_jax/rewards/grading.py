@@ -43,6 +43,7 @@ class Grader:
     Attributes:
       counts: reason -> how many completions got None for it since the start; every one of REASONS is there.
       messages: reason -> the last thing known about it, the end of a traceback or of the function's stderr.
+      source: digest of the file that the function is in; empty for one of this package.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Grader:
             if number is not None and number != "prompt" and (isinstance(number, str) or number < 1):
                 raise UsageError(f"{name} is {number}: it must be at least 1")
         self._lock = threading.Lock()
+        self.source = ""
         self.counts = dict.fromkeys(REASONS, 0)
         self.messages: dict[str, str] = {}
         self._name, self._deadline, self._budget, self._chunk = reward, deadline, budget, chunk
@@ -227,7 +229,7 @@ class Grader:
                 if not answer.get("ready"):
                     said = answer.get("error") or f"the reward {self._name!r} cannot be loaded: {answer['message']}"
                     raise UsageError(" ".join(said.split()))
-                worker.ready, worker.until = True, math.inf
+                worker.ready, worker.until, self.source = True, math.inf, str(answer.get("source", ""))
 
     def _listen(self, ends: float) -> list[tuple["_Worker", dict[str, Any]]]:
         """What the workers say until `ends`, the next deadline, or the first word; silence is an answer too."""

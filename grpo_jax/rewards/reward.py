@@ -66,6 +66,11 @@ def graders(rewards: Reward | Rewards) -> dict[str, Any]:
     return {name: component.reward for name, component in named.items() if hasattr(component.reward, "counts")}
 
 
+def sources(rewards: Reward | Rewards) -> dict[str, str]:
+    """Digests of the files that rewards were loaded from, by name, where graders know them."""
+    return {name: grader.source for name, grader in graders(rewards).items() if getattr(grader, "source", "")}
+
+
 def ungraded_counts(rewards: Reward | Rewards) -> dict[str, int]:
     """Completions that graders had nothing to say about since their start, by "ungraded_" name and reason."""
     return {

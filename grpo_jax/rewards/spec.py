@@ -78,7 +78,7 @@ def parse_reward(text: str) -> Spec:
 
 @contextmanager
 def open_rewards(
-    texts: Sequence[str], *, group_size: int, deadline: float = 10.0, budget: float = 60.0
+    texts: Sequence[str], *, group_size: int, deadline: float = 10.0, budget: float = 60.0, memory_mb: int | None = None
 ) -> Iterator[Rewards]:
     """Rewards that texts name, each in processes of its own, which end with the block.
 
@@ -87,6 +87,7 @@ def open_rewards(
       group_size: of training. A call has all completions of one prompt, so that a function can compare them.
       deadline: seconds for a call of that many completions, in proportion for more.
       budget: seconds for all the completions of a rollout.
+      memory_mb: that a process may allocate beyond what loading took; None: no limit.
 
     Yields:
       The rewards by name.
@@ -111,6 +112,7 @@ def open_rewards(
                 budget=budget,
                 chunk="prompt",
                 group_size=group_size,
+                memory_mb=memory_mb,
             )
             rewards[spec.name] = Component(stack.enter_context(grader), spec.weight)
         yield rewards

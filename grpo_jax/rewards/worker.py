@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.data import digests
 from grpo_jax.data.types import Reward
 from grpo_jax.errors import UsageError
 
@@ -117,7 +118,7 @@ def _import(place: str, spec: str) -> Any:
         if not path.is_file():
             raise UsageError(f"the reward {spec!r} cannot be loaded: there is no file {path}")
         sys.path.insert(0, str(path.parent))  # for what lies beside it
-        name = f"reward_file_{path.stem}"
+        name = _name_of_file(place)
         loader = importlib.util.spec_from_file_location(name, path)
         assert loader is not None
         assert loader.loader is not None
@@ -128,6 +129,21 @@ def _import(place: str, spec: str) -> Any:
         raise
     except (Exception, SystemExit) as error:  # whatever the module's own lines raise
         raise UsageError(f"the reward {spec!r} cannot be loaded: {_one_line(error)}") from error
+
+
+def _digest_of_source(spec: str) -> str:
+    """The digest of the file that a loaded function is in; empty if it is of this package, or has no file."""
+    place = spec.rpartition(":")[0]
+    if place.partition(".")[0] == __name__.partition(".")[0]:
+        return ""
+    module = sys.modules.get(_name_of_file(place) if place.endswith(".py") else place)
+    file = Path(getattr(module, "__file__", None) or "")
+    return digests.of_file(file) if file.is_file() else ""
+
+
+def _name_of_file(place: str) -> str:
+    """What the module of a file is called."""
+    return f"reward_file_{Path(place).stem}"
 
 
 def _one_line(error: BaseException) -> str:
@@ -153,7 +169,7 @@ def main() -> None:
         return
     if setup["memory_mb"] is not None:
         _limit_memory(setup["memory_mb"])
-    _send(connection, {"ready": True})
+    _send(connection, {"ready": True, "source": _digest_of_source(setup["spec"])})
     with asyncio.Runner() as runner:  # one loop for all calls: clients of a service belong to theirs
         while True:
             _send(connection, _answer(reward, _receive(connection), runner))

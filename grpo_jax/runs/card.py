@@ -8,6 +8,7 @@ from typing import Any
 
 import grpo_jax
 from grpo_jax.config import flattened
+from grpo_jax.runs.folder import read_object
 from grpo_jax.statistics import cell
 
 COMMAND = "command.txt"  # of a run folder: how it was started, a line each time
@@ -22,7 +23,7 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
       step: of the checkpoint.
       adapter: whether adapters alone were exported.
     """
-    config = json.loads((run / "config.json").read_text())
+    config = read_object(run / "config.json")
     options = flattened(config)
     base = str(options.get("model") or "")
     head = ["library_name: " + ("peft" if adapter else "transformers"), "pipeline_tag: text-generation"]
@@ -46,7 +47,7 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
 
 def _results(file: Path) -> str:
     """The rows of results.json as a table."""
-    found = json.loads(file.read_text()) if file.exists() else {}
+    found = read_object(file) if file.exists() else {}
     rows = {name: row for name, row in found.items() if isinstance(row, dict) and _is_of_numbers(row)}
     if not rows:
         return "The run has left no results."

@@ -1,16 +1,23 @@
-"""Checkpoints of a phase of a run: asynchronous, the newest few, restored exactly."""
+"""Checkpoints of a phase of a run: asynchronous, the newest few, verified and restored exactly."""
 
 import hashlib
-from collections.abc import Callable
+import itertools
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from rich.console import Console
+from rich.markup import escape
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
+from grpo_jax.runs.seal import check_seal, write_seal
 
 State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `training.state.TrainState`
 
@@ -18,29 +25,120 @@ State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such 
 class Checkpoints:
     """The checkpoints of one phase, in a folder of its own. A context manager that waits for saves.
 
-    A save that was cut off by a crash is ignored; the one before it restores.
+    A save that was cut off by a crash is ignored, and one that is damaged is found by its seal; the one before it
+    restores.
+
+    Attributes:
+      lines: file of the run -> digest of the lines that led to the restored checkpoint; empty before that.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        """Opens or creates `folder`; the newest `keep` checkpoints stay."""
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+    lines: Mapping[str, str] = {}
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        every: int = 0,
+        minutes: float = 0.0,
+        lines: Callable[[], Mapping[str, str]] = dict,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        """Names a folder; `restore` and `save` create it.
+
+        Args:
+          folder: of the phase.
+          keep: the newest so many stay.
+          every: steps after which one is due; 0: none for that.
+          minutes: after which one is due; 0: none for that.
+          lines: digests of the run's lines so far, to be kept with a checkpoint.
+          warn: says a sentence; None: on stderr.
+        """
+        self._folder, self._keep, self._lines_so_far, self._warn = folder.absolute(), keep, lines, warn or _say
+        self._every, self._minutes = every, minutes
+        self._saving: tuple[Path, Mapping[str, str]] | None = None
+        self._last_save = time.monotonic()
+
+    @cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        """Opened when it is needed: it stumbles over what is no checkpoint, which `restore` sets aside first."""
+        then = ocp.AsyncOptions(post_finalization_callback=self._seal)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep, enable_async_checkpointing=True, async_options=then
+        )
+        return ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, state: State, step: int) -> None:
         """Starts to save; returns when the arrays have been copied."""
         # One copy of what every device holds; orbax would cut it into a slice for each, and compile the cuts.
         single = jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else x, state)
         items = {name: ocp.args.StandardSave(item) for name, item in _items(single).items()}
-        self._manager.save(step, args=ocp.args.Composite(**items))
+        self._manager.wait_until_finished()  # the seal of the one before needs its lines
+        self._check_room(state)
+        self._saving = self._folder / str(step), dict(self._lines_so_far())
+        if not self._manager.save(step, args=ocp.args.Composite(**items)):
+            raise UsageError(f"step {step} cannot be saved in {self._folder}, which holds a later one: start a new run")
+        self._last_save = time.monotonic()
+
+    def _seal(self) -> None:
+        """Before the checkpoint gets its name: it appears with its seal, or not at all."""
+        if self._saving and jax.process_index() == 0:
+            folder, lines = self._saving
+            unnamed = folder.with_name(folder.name + ocp.path.atomicity.TMP_DIR_SUFFIX)
+            write_seal(unnamed if unnamed.is_dir() else folder, lines)
+
+    def _check_room(self, state: State) -> None:
+        """Refuses to go on where the disk has no room for a checkpoint, before a half of it is written."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        if needed > (free := shutil.disk_usage(self._folder).free):
+            raise UsageError(
+                f"a checkpoint takes {needed / 2**20:.1f} MiB, and the disk of {self._folder} has {free / 2**20:.1f} "
+                "free: free some space, then add --resume"
+            )
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after a step."""
+        minutes = (time.monotonic() - self._last_save) / 60
+        return bool(self._every and step % self._every == 0) or 0 < self._minutes <= minutes
 
     def restore(self, like: Callable[[], State]) -> tuple[State, int]:
-        """The newest state and its step, or `like()` and 0 where there is none."""
-        step = self._manager.latest_step()
-        if step is None:
-            return like(), 0
+        """The newest state that verifies and its step, or `like()` and 0 where nothing was saved.
+
+        What is newer and does not verify gets another name, and a warning names it.
+
+        Raises:
+          UsageError: there are checkpoints, and none verifies; or the disk has no room for another.
+        """
         shapes = jax.eval_shape(like)
+        self._check_room(shapes)
+        if not (steps := self._steps()):
+            return like(), 0
+        step, lines, passed = self._newest(steps)
+        for wrong in passed:
+            (self._folder / str(wrong)).rename(_unused(self._folder / f"damaged-{wrong}"))
+        if passed:
+            self._warn(f"{self._folder}: {_in_words(passed)}; the run goes on from step {step}")
+        self.lines = lines
         restored = self._restore(step, _items(shapes))
         return shapes._replace(params=restored["params"], **restored["rest"]), step
+
+    def _newest(self, steps: Sequence[int], part: str = "") -> tuple[int, Mapping[str, str], dict[int, str]]:
+        """The newest of these steps that verifies, its lines, and why newer ones do not."""
+        passed: dict[int, str] = {}
+        for step in sorted(steps, reverse=True):
+            seal, wrong = check_seal(self._folder / str(step), part)
+            if seal is not None:
+                return step, seal.lines, passed
+            passed[step] = wrong
+        raise UsageError(
+            f"{self._folder}: {_in_words(passed)}, and there is no other: put its files back, or start a new run"
+        )
+
+    def _steps(self) -> list[int]:
+        """Steps that something is named after."""
+        names = [entry.name for entry in self._folder.iterdir()] if self._folder.is_dir() else []
+        return [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
 
     def restore_params(self, like: Params, step: int | None = None) -> tuple[Params, int]:
         """The policy's trained parameters alone, without reading the optimizer's state or a critic.
@@ -55,14 +153,16 @@ class Checkpoints:
         Raises:
           UsageError: there is no such checkpoint.
         """
-        steps = sorted(self._manager.all_steps())
-        chosen = (steps or [0])[-1] if step is None else step
-        if chosen not in steps:
-            raise UsageError(f"there is no checkpoint of step {chosen} in {self._manager.directory}, only of {steps}")
+        steps = sorted(self._steps())
+        if step not in (None, *steps) or not steps:
+            raise UsageError(f"there is no checkpoint of step {step or 0} in {self._folder}, only of {steps}")
+        chosen, _, passed = self._newest([step] if step else steps, "params/")
+        if passed:
+            self._warn(f"{self._folder}: {_in_words(passed)}; step {chosen} is taken")
         names = self._names(chosen)
         if "head" in names:
             raise UsageError(
-                f"the checkpoints in {self._manager.directory} are of a reward model, and of no policy: take the run's "
+                f"the checkpoints in {self._folder} are of a reward model, and of no policy: take the run's "
                 "folder reward-model, or name another phase with --phase"
             )
         if names != {"policy", "critic"}:
@@ -79,15 +179,31 @@ class Checkpoints:
 
     def _names(self, step: int) -> set[str]:
         """What the parameters of a checkpoint are called, at the top of their tree."""
-        stored = self._manager.directory / str(step) / "params"
+        stored = self._folder / str(step) / "params"
         return set(ocp.PyTreeCheckpointHandler().metadata(stored).tree)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
+        if "_manager" in vars(self):
+            self._manager.wait_until_finished()
+            self._manager.close()
+
+
+def _say(sentence: str) -> None:
+    Console(stderr=True).print(f"[yellow]warning:[/] {escape(sentence)}", soft_wrap=True)
+
+
+def _in_words(passed: Mapping[int, str]) -> str:
+    """Why checkpoints are passed over."""
+    return ", and ".join(f"checkpoint {step} is not used, for {wrong}" for step, wrong in passed.items())
+
+
+def _unused(path: Path) -> Path:
+    """The path, or where it is taken one with a number behind it."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([path], numbered) if not free.exists())
 
 
 def _on_one_device(tree: Any) -> Any:

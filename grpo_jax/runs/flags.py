@@ -2,28 +2,30 @@
 
 import dataclasses
 import json
+import logging
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import UnionType
-from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import tyro
 import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_jax.config import flattened, from_json, option_types, options_of, with_options
-from grpo_jax.errors import UsageError
+from grpo_jax.config import fits, flattened, from_json, option_types, options_of, with_options
+from grpo_jax.errors import UsageError, lacking, shown
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.runs import compilation
+from grpo_jax.runs import compilation, stopping
 from grpo_jax.runs.card import COMMAND
-from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs
+from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs, read_object
 from grpo_jax.runs.trackers import weights_and_biases
 
 
@@ -41,6 +43,9 @@ class RunConfig:
     """Project of Weights & Biases to log to; needs the package wandb. TensorBoard's files are always written."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
+    stop_code: int = 75
+    """Exit status after SIGTERM, when the run is saved and waits for --resume. 75 is EX_TEMPFAIL: schedulers take 0 for
+    the end of the job, and start others again."""
 
 
 class HasOutput(Protocol):
@@ -91,8 +96,8 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
         refuse(f"there is no run to resume in {folder}: leave out --resume, or name the run's --run-dir")
     newest = runs[max(runs)]
     try:
-        default = from_json(config_class(), json.loads((newest / "config.json").read_text()))
-    except (ValueError, AttributeError, UsageError) as error:
+        default = _of_run(config_class, newest / "config.json")
+    except UsageError as error:
         refuse(f"{newest}/config.json is of another experiment or version ({error}): start a new run")
     try:
         default = _with_file(config_class, default, args)
@@ -131,8 +136,8 @@ def _with_file(config_class: type[Config], default: Config, args: list[str]) -> 
         return default
     saved, types = flattened(read_options(Path(file).expanduser())), option_types(config_class)
     for name in saved.keys() & types.keys():
-        if not _fits(saved[name], types[name]):
-            raise UsageError(f"{name} is {saved[name]!r} in {file}: that is not of its type")
+        if not fits(saved[name], types[name]):
+            raise UsageError(f"{name} is {shown(saved[name])} in {file}: that is not of its type")
         if types[name] is Path:
             saved[name] = Path(saved[name])
     try:
@@ -141,6 +146,19 @@ def _with_file(config_class: type[Config], default: Config, args: list[str]) -> 
         return from_json(default, saved)
     except UsageError as error:
         raise UsageError(f"{file} does not fit ({error})") from None
+
+
+def _of_run(config_class: type[Config], file: Path) -> Config:
+    """The options that a run was begun with.
+
+    Raises:
+      UsageError: the file cannot be read, or an option of it does not fit.
+    """
+    saved, types = read_object(file), option_types(config_class)
+    for name, value in flattened(saved).items():
+        if name in types and not fits(value, types[name]):
+            raise UsageError(f"{name} is {shown(value)}: that is not of its type")
+    return from_json(config_class(), saved)
 
 
 def value_of(flag: str, args: Sequence[str]) -> str:
@@ -179,24 +197,6 @@ def read_options(file: Path) -> dict[str, Any]:
     return saved
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of a file can be that of an option."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return value in args
-    if origin in (Union, UnionType):
-        return any(_fits(value, arg) for arg in args)
-    if origin is tuple or hint is tuple:
-        return isinstance(value, list) and all(_fits(x, args[0]) for x in value if args)
-    if hint is Path:
-        return isinstance(value, str)
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint) if isinstance(hint, type) else True
-
-
 def _in_folder(config: Config, folder: Path) -> Config:
     return with_options(config, run_dir=folder)
 
@@ -215,15 +215,37 @@ def main(
     config = parse(config_class, description, args)
     if config.output.compilation_cache:
         keep_programs()
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what it raises, with every traceback
     try:
-        run(config)
+        with stopping.listening(_say_note, partial(_leave, config.output)):
+            run(config)
+    except stopping.Stopped as stopped:
+        say_refusal(f"stopped by {stopped}; the last step is saved: add --resume to continue {config.output.run_dir}")
+        raise SystemExit(_code(config.output, stopped.number)) from None
     except (UsageError, FloatingPointError) as error:
         refuse(str(error))
-    except KeyboardInterrupt:
-        say_refusal(f"stopped; add --resume to continue the run in {config.output.run_dir}")
+    except Exception as error:  # the machine's, which are no defects
+        if not (sentence := lacking(error)):
+            raise
+        say_refusal(f"{sentence}; then add --resume to continue {config.output.run_dir}")
         sys.stdout.flush()
-        # Not by an exception: a compilation that goes on in a thread would crash the interpreter on its way out.
-        os._exit(128 + signal.SIGINT)
+        os._exit(2)  # threads that wanted to save would fail once more on their way out
+
+
+def _leave(output: RunConfig, number: int) -> NoReturn:
+    """Ends the process at once."""
+    began = (output.run_dir / "config.json").exists()
+    then = f"add --resume to continue the run in {output.run_dir}" if began else "the run had not begun"
+    say_refusal(f"stopped by {signal.Signals(number).name} between checkpoints; {then}")
+    Console(stderr=True).show_cursor(True)
+    sys.stdout.flush()
+    # Not by an exception: a compilation that goes on in a thread would crash the interpreter on its way out.
+    os._exit(_code(output, number))
+
+
+def _code(output: RunConfig, number: int) -> int:
+    """The exit status after a signal."""
+    return output.stop_code if number == signal.SIGTERM else 128 + number
 
 
 def keep_programs() -> None:
@@ -231,7 +253,11 @@ def keep_programs() -> None:
     try:
         compilation.use_cache()
     except UsageError as error:
-        Console(stderr=True).print(f"[yellow]note:[/] {escape(str(error))}", soft_wrap=True)
+        _say_note(str(error))
+
+
+def _say_note(message: str) -> None:
+    Console(stderr=True).print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
 
 
 def open_run(config: HasOutput) -> RunFolder:
@@ -241,6 +267,8 @@ def open_run(config: HasOutput) -> RunFolder:
       UsageError: the folder holds a run with other options.
     """
     output, values = config.output, dataclasses.asdict(config)
+    if not 0 <= output.stop_code <= 255:
+        raise UsageError(f"stop_code is {output.stop_code}: an exit status is between 0 and 255")
     for name in ("run_dir", "resume", "config"):
         del values["output"][name]
     if not output.resume and (output.run_dir / "config.json").exists():
@@ -252,6 +280,19 @@ def open_run(config: HasOutput) -> RunFolder:
         run.trackers.append(weights_and_biases(output.wandb, output.run_dir, flattened(values)))
     run.console.print(f"run folder: {output.run_dir}", markup=False, highlight=False, soft_wrap=True)
     return run
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """A block whose refusals, and what the machine lacks, end the program with one sentence and no traceback."""
+    try:
+        yield
+    except UsageError as error:
+        refuse(str(error))
+    except Exception as error:
+        if sentence := lacking(error):
+            refuse(sentence)
+        raise
 
 
 def refuse(message: str) -> NoReturn:

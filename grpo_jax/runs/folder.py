@@ -6,22 +6,25 @@ times, which never repeat, have a file of their own.
 """
 
 import glob
+import hashlib
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_jax.config import flattened
+from grpo_jax.config import fits, flattened
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compilation import count_programs
+from grpo_jax.runs.lock import hold
 from grpo_jax.runs.progress import Show, progress, waiting
 from grpo_jax.runs.throughput import peak_memory_mb
 from grpo_jax.runs.trackers import tensorboard
@@ -32,7 +35,18 @@ _LINE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
 # The warm start and the control: no phases that a run is for.
 SIDE_PHASES = ("warm", "control")
 # Options that a resumed run may change: its results do not depend on them.
-_FREE_OPTIONS = frozenset({"devices", "keep_checkpoints", "checkpoint_every", "wandb", "compilation_cache"})
+_FREE_OPTIONS = frozenset(
+    {
+        "devices",  # but for rounding
+        "keep_checkpoints",
+        "checkpoint_every",
+        "save_every_minutes",
+        "wandb",
+        "compilation_cache",
+        "stop_code",
+    }
+)
+_LINE = {"phase": str, "step": int}  # what every line of _LINE_FILES has
 
 
 class RunFolder:
@@ -57,38 +71,60 @@ class RunFolder:
         """
         self.path = path
         self.console = console or Console()
-        self.trackers = [tensorboard(path / "tensorboard")]
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
-        path.mkdir(parents=True, exist_ok=True)
-        try:  # to create the file: of two runs that start at once, one succeeds
-            with (path / "config.json").open("x") as file:
-                file.write(json.dumps(config, indent=2) + "\n")
+        self._digests: dict[tuple[str, str], Any] = {}  # (file, phase) -> of the lines so far
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = hold(path)
+            write_new(path / "config.json", config)
         except FileExistsError:
-            saved = json.loads((path / "config.json").read_text())
-            differing = differing_options(saved, config)
-            if differing == ["steps"]:
-                check_more_steps(flattened(saved), flattened(config))
-                write_json(path / "config.json", config)
-            elif differing:
-                raise UsageError(
-                    f"{', '.join(differing)} differ from the options of the run in {path}: leave them out, or start a "
-                    "new run"
-                ) from None
+            self._go_on(config)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written to ({error.strerror}): name another run_dir") from None
+        self.trackers = [tensorboard(path / "tensorboard")]
         self.programs = count_programs()
 
-    def keep_prompts(self, phase: str, **fingerprints: str) -> None:
-        """Notes in task.json which prompts a phase is of.
+    def _go_on(self, config: dict[str, Any]) -> None:
+        """Refuses to go on with other options, and says what differs by rounding."""
+        saved = read_object(self.path / "config.json")
+        differing = differing_options(saved, config)
+        if differing == ["steps"]:
+            check_more_steps(flattened(saved), flattened(config))
+            write_json(self.path / "config.json", config)
+        elif differing:
+            raise UsageError(
+                f"{', '.join(differing)} differ from the options of the run in {self.path}: leave them out, or start a "
+                "new run"
+            )
+        began, now = (flattened(options).get("devices", 1) for options in (saved, config))
+        if began != now:
+            self.warn_once(
+                "devices",
+                f"the run began with --devices {began} and goes on with {now}: sums are rounded in another order, so "
+                "its numbers are no longer those of an uninterrupted run to the bit",
+            )
+
+    def keep_inputs(self, part: str, inputs: Mapping[str, str]) -> None:
+        """Notes in inputs.json what a phase, or the model, was made of.
+
+        Args:
+          part: a phase, or "model".
+          inputs: what it is, in words -> its digest.
 
         Raises:
-          UsageError: the phase is resumed, and they are others.
+          UsageError: the run is resumed, and something of it has changed; the sentence names it.
         """
-        file = self.path / "task.json"
-        known = json.loads(file.read_text()) if file.exists() else {}
-        if known.get(phase, fingerprints) != fingerprints:
-            raise UsageError(f"the task's prompts have changed since the run in {self.path} began: start a new run")
-        write_json(file, known | {phase: fingerprints})
+        file = self.path / "inputs.json"
+        known = read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
+        before = known.get(part, dict(inputs))
+        if changed := sorted(name for name in before.keys() | inputs.keys() if before.get(name) != inputs.get(name)):
+            raise UsageError(
+                f"not what they were when the run in {self.path} began: {', '.join(changed)}; put them back, or start "
+                "a new run"
+            )
+        write_json(file, known | {part: dict(inputs)})
 
     # ---- lines
 
@@ -136,24 +172,45 @@ class RunFolder:
         for group in groups:
             self._append("rollouts.jsonl", {"phase": phase, "step": step, **group})
 
-    def rewind(self, phase: str, step: int) -> None:
-        """Drops lines of `phase` after `step`, all of them for 0, and a last line cut off by a crash."""
+    def rewind(self, phase: str, step: int, lines: Mapping[str, str] | None = None) -> None:
+        """Drops lines of `phase` after `step`, all of them for 0, and a last line cut off by a crash.
+
+        Args:
+          phase: that begins, or begins again.
+          step: reached.
+          lines: file -> digest that the lines up to there had, as `Checkpoints` keeps it; a warning says where they are
+            others now.
+        """
         for name in _LINE_FILES:
             file = self.path / name
+            self._digests.pop((name, phase), None)
             if not file.exists():
                 continue
-            text = file.read_text()
-            complete = text[: text.rfind("\n") + 1].splitlines()
-            kept = [line for line in complete if not _is_later(json.loads(line), phase, step)]
-            write_text(file, "".join(line + "\n" for line in kept))
-        lines = [line for name in _NUMBER_FILES for line in self.lines(name) if line["phase"] == phase]
+            kept = ""
+            for line, record in _complete_lines(file, _LINE):
+                if _is_later(record, phase, step):
+                    continue
+                kept += line + "\n"
+                if record["phase"] == phase:
+                    self._count_line(name, phase, line)
+            write_text(file, kept)
+        if changed := [name for name, digest in (lines or {}).items() if self._line_digests(phase).get(name) != digest]:
+            self.warn_once(
+                f"lines {phase}",
+                f"{' and '.join(changed)} lost lines of {phase} up to step {step}, or hold others than the run wrote: "
+                "curves are not to be trusted there, but the run goes on exactly",
+            )
+        numbers = [line for name in _NUMBER_FILES for line in self.lines(name) if line["phase"] == phase]
         for tracker in self.trackers:
-            tracker.restart(phase, lines)
+            tracker.restart(phase, numbers)
 
     def lines(self, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        """The lines of a file of the run, which may not exist yet."""
-        file = self.path / name
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        """The lines of a file of the run, which may not exist yet.
+
+        Raises:
+          UsageError: a line is not as a run writes it.
+        """
+        return read_lines(self.path / name, _LINE if name in _LINE_FILES else {})
 
     def _log(self, name: str, record: dict[str, Any]) -> None:
         self._append(name, record)
@@ -161,14 +218,30 @@ class RunFolder:
             tracker.log(record)
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
+        line = json.dumps(_finite(record), allow_nan=False)
         with (self.path / name).open("a") as file:
-            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+            file.write(line + "\n")
+        self._count_line(name, record["phase"], line)
+
+    def _count_line(self, name: str, phase: str, line: str) -> None:
+        self._digests.setdefault((name, phase), hashlib.sha256()).update(line.encode() + b"\n")
+
+    def _line_digests(self, phase: str) -> dict[str, str]:
+        """File -> digest of the lines of a phase so far."""
+        return {name: digest.hexdigest() for (name, of), digest in self._digests.items() if of == phase}
 
     # ---- checkpoints, times, words
 
-    def checkpoints(self, phase: str, *, keep: int) -> Checkpoints:
-        """The checkpoints of a phase."""
-        return Checkpoints(self.path / "checkpoints" / phase, keep=keep)
+    def checkpoints(self, phase: str, *, keep: int, every: int = 0, minutes: float = 0.0) -> Checkpoints:
+        """The checkpoints of a phase; the others as in `Checkpoints`."""
+        return Checkpoints(
+            self.path / "checkpoints" / phase,
+            keep=keep,
+            every=every,
+            minutes=minutes,
+            lines=partial(self._line_digests, phase),
+            warn=partial(self.warn_once, f"checkpoints of {phase}"),
+        )
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -264,6 +337,99 @@ def check_more_steps(saved: dict[str, Any], config: dict[str, Any]) -> None:
 
 def _is_later(record: dict[str, Any], phase: str, step: int) -> bool:
     return record["phase"] == phase and (record["step"] > step or step == 0)
+
+
+def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
+    """A JSON file of a run.
+
+    Args:
+      file: that exists.
+      hint: its type.
+
+    Raises:
+      UsageError: it cannot be read, or holds something else.
+    """
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{file} cannot be read ({_reason(error)}): mend it, or start a new run") from None
+    if not fits(value, hint):
+        raise UsageError(f"{file} is not as a run writes it: mend it, or start a new run")
+    return value
+
+
+def read_lines(file: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The lines of a .jsonl file of a run, which may not exist yet; one cut off at the end is left out.
+
+    Args:
+      file: of the run.
+      fields: name -> type of what each line must have.
+
+    Raises:
+      UsageError: a line is not as a run writes it.
+    """
+    return [record for _, record in _complete_lines(file, fields)] if file.exists() else []
+
+
+def _complete_lines(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a file that end, as text and as what they say."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read ({_reason(error)}): mend or remove it") from None
+    for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], 1):
+        yield line, parse_line(line, f"line {number} of {file}", fields)
+
+
+def parse_line(line: str | bytes, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line of a .jsonl file of a run says.
+
+    Args:
+      line: its text.
+      where: names it.
+      fields: name -> type of what it must have.
+
+    Raises:
+      UsageError: it is not as a run writes it.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON ({_reason(error)}): mend or remove it") from None
+    if not isinstance(record, dict):
+        raise UsageError(f"{where} holds no object: mend or remove it")
+    check_fields(record, where, fields)
+    return record
+
+
+def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any]) -> None:
+    """Refuses a record that lacks a field, or has one of another type.
+
+    Args:
+      record: of a file of the run.
+      where: names it.
+      fields: name -> type.
+
+    Raises:
+      UsageError: one sentence that names the field.
+    """
+    for name, hint in fields.items():
+        if not fits(record.get(name), hint):
+            raise UsageError(f'{where} has no "{name}" as a run writes it: mend or remove it')
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error).splitlines()[0]
+
+
+def write_new(path: Path, value: Any) -> None:
+    """Writes JSON to a file that does not exist.
+
+    Raises:
+      FileExistsError: it does.
+    """
+    with path.open("x") as file:  # of two programs that start at once, one succeeds
+        file.write(json.dumps(value, indent=2) + "\n")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,13 +1,13 @@
 """Loads the model of a run: before training, and from its checkpoints."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import ModelOptions
+from grpo_jax.config import ModelOptions, fits
+from grpo_jax.data import digests
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface
 from grpo_jax.models.config import Dtype, ModelConfig, config_from_huggingface
@@ -16,7 +16,7 @@ from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, mer
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, write_json
+from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, read_object, write_json
 
 _LORA_FILE = "lora.json"
 
@@ -32,13 +32,18 @@ class LoraDescription(NamedTuple):
     param_dtype: Dtype  # that they had in the run
     rank: int
     alpha: float
-    targets: Sequence[Target]
+    targets: tuple[Target, ...]
 
     @staticmethod
     def read(folder: Path) -> "LoraDescription | None":
         """The description in a run's model/, if it has one."""
         file = folder / _LORA_FILE
-        return LoraDescription(**huggingface.read_json(file)) if file.exists() else None
+        if not file.exists():
+            return None
+        said = read_object(file)
+        if not all(fits(said.get(name), hint) for name, hint in get_type_hints(LoraDescription).items()):
+            raise UsageError(f"{file} is not as a run writes it: mend it, or start a new run")
+        return LoraDescription(**{name: said[name] for name in LoraDescription._fields})
 
     def check(self, folder: Path) -> None:
         """Refuses to go on with other weights than those that a run in this folder began with.
@@ -104,11 +109,14 @@ def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> N
     Says the notes of the model.
 
     Raises:
-      UsageError: the run is resumed, and its frozen base is no longer the one that it started from.
+      UsageError: the run is resumed, and the model's files are no longer those that it started from.
     """
     pretrained, lora = loaded.pretrained, None
     for note in pretrained.notes:
         run.warn_once(note, note)
+    names = huggingface.files_of(pretrained.folder)
+    files = digests.of_files(pretrained.folder, names)
+    run.keep_inputs("model", {f"{name} of the model": digest for name, digest in files.items()})
     if options.lora_rank:
         # A hub id stays one, so that the adapter can be used elsewhere.
         base = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model

@@ -23,9 +23,10 @@ from rich.console import Console
 
 from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
-from grpo_jax.runs.flags import program, refuse
-from grpo_jax.runs.folder import SIDE_PHASES, write_text
+from grpo_jax.runs.flags import program, refusing
+from grpo_jax.runs.folder import SIDE_PHASES, check_fields, read_object, write_text
 
+_STEPS = 2**53  # below which steps are whole numbers in any browser
 MAX_BYTES = 5_000_000  # of the page; groups are left out to keep to it
 _FOLD = 700  # characters of a completion that are shown unfolded
 _PARTS = 120  # of a long curve, each drawn by its lowest and its highest point
@@ -113,9 +114,7 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
     """
     if not (folder / "config.json").exists():
         raise UsageError(f"{folder} holds no config.json: name the folder of a run")
-    metrics, times = (
-        [line for _, line in _lines(folder / f"{name}.jsonl", "phase", "step")] for name in ("metrics", "times")
-    )
+    metrics, times = ([line for _, line in _lines(folder / f"{name}.jsonl", _LINE)] for name in ("metrics", "times"))
     index = _index(folder / "rollouts.jsonl")
     found = list(dict.fromkeys([*(line["phase"] for line in metrics), *index]))
     if unknown := [phase for phase in phases if phase not in found]:
@@ -146,14 +145,41 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
 # ---- files
 
 
-def _lines(file: Path, *needed: str) -> Iterator[tuple[Place, Line]]:
-    """The lines that have what is needed, of a file which may be absent or end in a line that was cut off."""
+# Types of what lines have; what lacks one is skipped, as in files of earlier versions.
+_LINE: Mapping[str, Any] = {"phase": str, "step": int}
+_GROUP: Mapping[str, Any] = {**_LINE, "prompt": Any, "completions": list[str], "rewards": list[float | None]}
+_OF_GROUP: Mapping[str, Any] = {  # which a group may have
+    "advantages": list[float | None],
+    "lengths": list[int],
+    "truncated": list[bool],
+    "tokens": list[list[str]],
+    "logprobs": list[list[float | None]],
+    "components": dict[str, list[float | None]],
+    "columns": dict[str, Any],
+}
+
+
+def _lines(
+    file: Path, needed: Mapping[str, Any], further: Mapping[str, Any] | None = None
+) -> Iterator[tuple[Place, Line]]:
+    """The lines that have what is needed, of a file which may be absent or end in a line that was cut off.
+
+    Raises:
+      UsageError: a line is not JSON, or what it has is of another type.
+    """
     start = 0
     if file.exists():
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, 1):
-                line = _parse(raw, f"line {number} of {file}") if raw.endswith(b"\n") else None
+                where = f"line {number} of {file}"
+                line = _parse(raw, where) if raw.endswith(b"\n") else None
                 if isinstance(line, dict) and all(line.get(name) is not None for name in needed):
+                    hints = {**needed, **(further or {})}
+                    check_fields(
+                        line, where, {name: hint for name, hint in hints.items() if line.get(name) is not None}
+                    )
+                    if not -_STEPS < line.get("step", 0) < _STEPS:
+                        raise UsageError(f"{where} has the step {line['step']:.0e}: mend or remove it")
                     yield (start, len(raw)), line
                 start += len(raw)
 
@@ -161,14 +187,17 @@ def _lines(file: Path, *needed: str) -> Iterator[tuple[Place, Line]]:
 def _parse(raw: bytes, name: object) -> Any:
     try:
         return json.loads(raw)
-    except ValueError as error:
-        raise UsageError(f"{name} is not JSON ({error}): mend or remove it") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{name} is not JSON ({str(error).splitlines()[0]}): mend or remove it") from None
 
 
 def _index(file: Path) -> Index:
     """Where the groups of each step are: many long rollouts are more than memory should hold."""
     index: dict[str, dict[int, list[Place]]] = {}
-    for place, line in _lines(file, "phase", "step", "prompt", "completions", "rewards"):
+    for number, (place, line) in enumerate(_lines(file, _GROUP, _OF_GROUP), 1):
+        size, parts = len(line["completions"]), line.get("components") or {}
+        if len(line["rewards"]) != size or any(len(values) != size for values in parts.values()):
+            raise UsageError(f"group {number} of {file} has other numbers of rewards than of completions: mend it")
         index.setdefault(line["phase"], {}).setdefault(line["step"], []).append(place)
     return index
 
@@ -229,13 +258,13 @@ def _folded(title: str, html: str) -> str:
 
 
 def _options_html(file: Path) -> str:
-    config = flattened(_parse(file.read_bytes(), file))
+    config = flattened(read_object(file))
     main = {name: config[name] for name in _MAIN if config.get(name) is not None}
     return _pairs(main) + _folded("All options", _pairs(config))
 
 
 def _warnings_html(file: Path) -> str:
-    items = "".join(f"<li>{_text(line['message'])}</li>" for _, line in _lines(file, "message"))
+    items = "".join(f"<li>{_text(line['message'])}</li>" for _, line in _lines(file, {"message": str}))
     return f"<section class=warnings><h2>Warnings</h2><ul>{items}</ul></section>" if items else ""
 
 
@@ -624,10 +653,8 @@ def _tokens(
 def command() -> None:
     """The command line."""
     given = tyro.cli(Options, prog=program(), description=__doc__)
-    try:
+    with refusing():
         written = write_report(given.run, given.phase)
-    except UsageError as error:
-        refuse(str(error))
     Console().print(f"report: {written}", markup=False, highlight=False, soft_wrap=True)
 
 

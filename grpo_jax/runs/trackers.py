@@ -6,7 +6,6 @@ Weights & Biases cannot take back a line, and is sent it again, under the same s
 
 import json
 import math
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -47,7 +46,11 @@ def tensorboard(folder: Path) -> Tracker:
     def restart(phase: str, lines: Iterable[Line]) -> None:
         if phase in writers:
             writers.pop(phase).close()
-        shutil.rmtree(folder / phase, ignore_errors=True)
+        for place in (folder, folder / phase):
+            if place.is_symlink():
+                raise UsageError(f"{place} is a link, and a run deletes no files elsewhere: put a folder in its place")
+        for file in (folder / phase).glob("events*"):  # those that were written here
+            file.unlink()
         for line in lines:
             log(line)
 
@@ -73,7 +76,7 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
     except ImportError:
         raise UsageError("--wandb needs the package wandb: install it, or leave out the option") from None
     id_file = folder / "wandb.json"
-    run_id = json.loads(id_file.read_text())["id"] if id_file.exists() else uuid.uuid4().hex
+    run_id = _known_id(id_file) if id_file.exists() else uuid.uuid4().hex
     id_file.write_text(json.dumps({"id": run_id}) + "\n")
     try:
         theirs = wandb.init(
@@ -91,6 +94,15 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
         theirs.log({f"{phase}/{name}": value for name, value in ({"step": line["step"]} | _numbers(line)).items()})
 
     return Tracker(log, lambda phase, lines: None)
+
+
+def _known_id(file: Path) -> str:
+    try:
+        return str(json.loads(file.read_text())["id"])
+    except (OSError, ValueError, TypeError, KeyError):
+        raise UsageError(
+            f"{file} does not hold the id of a run of Weights & Biases: remove it, for a new one"
+        ) from None
 
 
 def _numbers(line: Line) -> dict[str, float]:

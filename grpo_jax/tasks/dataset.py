@@ -7,6 +7,7 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grpo_jax.data import digests
 from grpo_jax.data.rows import batches, check_messages, column, kind_of, place
 from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts
 from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, check_num_prompts, pad_prompts
@@ -110,6 +111,7 @@ def text_task(
         open_ended=open_ended,
         notes=found.notes,
         answer=answer,
+        rows=digests.of_values(found.training.token_ids, found.training.examples),
     )
 
 

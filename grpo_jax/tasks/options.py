@@ -56,6 +56,8 @@ class TaskOptions:
     of them); it is killed then, and they have no reward."""
     reward_budget: float = 60.0
     """Seconds for all rewards of a kind in a rollout."""
+    reward_memory_mb: int | None = None
+    """Megabytes that a reward's process may allocate beyond what loading it took; None: no limit."""
 
 
 @contextmanager
@@ -91,7 +93,11 @@ def open_task(
     chat = bool(pretrained.tokenizer.chat_template) if options.chat is None else options.chat
     make = _task_maker(options, training)
     with open_rewards(
-        texts, group_size=group_size, deadline=options.reward_deadline, budget=options.reward_budget
+        texts,
+        group_size=group_size,
+        deadline=options.reward_deadline,
+        budget=options.reward_budget,
+        memory_mb=options.reward_memory_mb,
     ) as rewards:
         yield make(
             pretrained.tokenizer,

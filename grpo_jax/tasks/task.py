@@ -4,7 +4,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from grpo_jax.data import digests
 from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, rng
+from grpo_jax.rewards.reward import sources
 
 
 class Task(NamedTuple):
@@ -21,6 +23,17 @@ class Task(NamedTuple):
     open_ended: bool = False  # completions are meant to be cut at max_tokens
     notes: tuple[str, ...] = ()  # what a user should know of the prompts, such as how many were dropped
     answer: Answer | None = None  # what completions vote on (maj@n), where it makes sense
+    rows: str = ""  # digest of all that is trained on; empty where prompts are made of the seed
+
+
+def inputs_of(task: Task) -> dict[str, str]:
+    """What a run of the task depends on, in words, and its digests."""
+    named = {
+        "held-out prompts": digests.of_prompts(task.heldout),
+        "prompts of the first step": digests.of_prompts(task.prompts(0)),
+        "training rows": task.rows,
+    }
+    return named | {f"source of reward {name}": digest for name, digest in sources(task.reward).items()}
 
 
 def padding_id(tokenizer: Any, vocab_size: int) -> int:

@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, LoggingConfig, options_of
-from grpo_jax.data.types import Prompts, Reward, Rewards, fingerprint
+from grpo_jax.data.types import Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import new_counts, ungraded_counts
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.stopping import between_steps
 from grpo_jax.runs.throughput import peak_flops, update_flops
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, inputs_of
 from grpo_jax.training import guards, learn
 from grpo_jax.training.dynamic_sampling import Sampled, sample_with_spread
 from grpo_jax.training.learn import LEARNED_AXES, SAMPLING, Learned, Method, Scored
@@ -163,7 +164,7 @@ def train(
     take_bytes_moved()  # what others moved counts in no line
     for note in task.notes:
         run.warn_once(note, note)
-    run.keep_prompts(phase, heldout=fingerprint(task.heldout), first_step=fingerprint(task.prompts(0)))
+    run.keep_inputs(phase, inputs_of(task))
     start, frozen = method.split(replicate(params, programs.sampler.devices))
     numbers, temperature = completion_numbers(config.sampling), group_temperatures(config.sampling)
     common = Phase(
@@ -180,11 +181,13 @@ def train(
         temperature=to_devices(temperature, programs.sampler.devices),
         update_flops=update_flops(start, frozen, 1),
     )
-    with run.checkpoints(phase, keep=logging.keep_checkpoints) as checkpoints:
+    every, minutes = logging.checkpoint_every, logging.save_every_minutes
+    kept = run.checkpoints(phase, keep=logging.keep_checkpoints, every=every, minutes=minutes)
+    with between_steps() as asked_to_stop, kept as checkpoints:
         state, done = checkpoints.restore(lambda: programs.init_state(start))
         state = replicate(state, programs.sampler.devices)
         common = common._replace(begin=done)
-        run.rewind(phase, done)
+        run.rewind(phase, done, checkpoints.lines)
         if evaluate and logging.eval_every and done == 0:
             run.log(phase, 0, evaluate(common.first, 0))
         unread: Iteration | None = None
@@ -196,12 +199,15 @@ def train(
                 if evaluate and logging.eval_every and ((step + 1) % logging.eval_every == 0 or is_last):
                     with run.timed("evaluate"):
                         evaluated = evaluate(method.actor(state.params, frozen), step + 1)
-                save = is_last or (logging.checkpoint_every and (step + 1) % logging.checkpoint_every == 0)
+                stop = asked_to_stop()
+                save = stop or is_last or checkpoints.is_due(step + 1)
                 if evaluated or save:
                     read(common, unread, show, evaluated)
                     unread = None
                 if save:  # after the lines that it covers
                     checkpoints.save(state, step + 1)
+                if stop:
+                    break
     return state
 
 

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import Decay
+from grpo_jax.config import Decay, validate_minutes, validate_sizes
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.stopping import between_steps
 from grpo_jax.training.guards import check_gradients
 from grpo_jax.training.microbatches import by_prompts
 from grpo_jax.training.parallel import data_parallel, num_devices, replicate, to_devices
@@ -48,6 +49,8 @@ class SupervisedConfig:
     """Devices to spread a step over; 0 for all."""
     checkpoint_every: int = 250
     """Steps between checkpoints."""
+    save_every_minutes: float = 0.0
+    """A checkpoint also after a step that ends so many minutes after the last one; 0: none."""
     log_every: int = 50
     """Steps between lines of the log."""
     eval_every: int = 0
@@ -146,9 +149,10 @@ def fit(
     devices = num_devices(config.devices)
     programs = programs or make_fit_programs(loss_fn, config, aggregation=aggregation)
     params, frozen = replicate(params, devices), replicate(frozen, devices)
-    with run.checkpoints(phase, keep=1) as checkpoints:
+    kept = run.checkpoints(phase, keep=2, every=config.checkpoint_every, minutes=config.save_every_minutes)
+    with between_steps() as asked_to_stop, kept as checkpoints:
         state, done = checkpoints.restore(lambda: programs.init_state(params))
-        run.rewind(phase, done)
+        run.rewind(phase, done, checkpoints.lines)
         if evaluate and config.eval_every and done == 0:
             run.log(phase, 0, evaluate(state.params, frozen))
         with run.progress(phase, config.steps, done) as show:
@@ -172,12 +176,17 @@ def fit(
                     check_gradients(run, f"{phase}_{number:06d}", metrics["skipped"], _MAX_SKIPPED, batch._asdict)
                     run.log_times(phase, number)
                     show(number, f"loss {metrics['loss']:.3f}")
-                if number % config.checkpoint_every == 0 or number == config.steps:
+                stop, is_last = asked_to_stop(), number == config.steps
+                if stop or is_last or checkpoints.is_due(number):
                     checkpoints.save(state, number)
+                if stop:
+                    break
     return state
 
 
 def _check(config: SupervisedConfig) -> None:
+    validate_minutes(config.save_every_minutes)
+    validate_sizes(config)
     for least, names in (
         (1, ("steps", "microbatches", "checkpoint_every", "log_every")),
         (0, ("eval_every", "warmup_steps", "weight_decay")),
@@ -187,7 +196,9 @@ def _check(config: SupervisedConfig) -> None:
                 raise UsageError(
                     f"{name} of supervised training is {getattr(config, name)}: it must be at least {least}"
                 )
-    if config.max_grad_norm <= 0:
+    if not config.weight_decay < float("inf"):
+        raise UsageError(f"weight_decay is {config.weight_decay}: it must be finite")
+    if not config.max_grad_norm > 0:
         raise UsageError(f"max_grad_norm is {config.max_grad_norm}: it must be above 0")
     if not 0 < config.learning_rate < float("inf"):
         raise UsageError(f"learning_rate is {config.learning_rate}: it must be above 0")

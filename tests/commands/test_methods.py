@@ -1,6 +1,7 @@
 """`grpo-jax train` by every method, on a model so small that a run takes seconds."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -217,6 +218,59 @@ def test_a_reward_model_by_the_same_command_and_resumed(folder, tmp_path):
     assert run(folder, out, "", "--resume") == (lines, results)
     with pytest.raises(UsageError, match="reward model, and of no policy: take the run's folder reward-model"):
         export(Options(out, tmp_path / "exported"))
+
+
+# ---- what a run is made of
+
+
+def test_a_run_does_not_go_on_with_other_rows_rewards_or_weights(folder, tmp_path, capsys):
+    """Each change is of what the first step does not show."""
+    (tmp_path / "here").mkdir()
+    here = tmp_path / "here"
+    shutil.copytree(folder, here, dirs_exist_ok=True)
+    out = tmp_path / "run"
+    run(here, out, "ppo", *small(here), "--eval-every", 0)
+    run(here, out, "", "--resume")
+    again = ["--resume", "--run-dir", out, "--no-compilation-cache"]
+
+    def change_rows():
+        lines = (here / "rows.jsonl").read_text().splitlines()
+        lines[40] = json.dumps(json.loads(lines[40]) | {"rejected": "another"})
+        (here / "rows.jsonl").write_text("".join(line + "\n" for line in lines))
+
+    def change_reward():
+        (here / "rewards.py").write_text((here / "rewards.py").read_text().replace("01234", "01235"))
+
+    def change_weights():
+        file = here / "model/model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+
+    for change, named in (
+        (change_rows, "training rows"),
+        (change_reward, "source of reward low"),
+        (change_weights, "model.safetensors of the model"),
+    ):
+        kept = {file: file.read_bytes() for file in here.rglob("*") if file.is_file()}
+        change()
+        assert f"began: {named}" in refused(capsys, *again)
+        for file, content in kept.items():
+            file.write_bytes(content)
+    run(here, out, "", "--resume")
+
+
+def test_other_texts_and_pairs_are_noticed_too(folder, tmp_path, capsys):
+    for method, options in (("sft", SFT), ("reward-model", ("--steps", 2, "--num-pairs", 8))):
+        here = tmp_path / method
+        shutil.copytree(folder, here)
+        run(here, here / "run", method, *options)
+        lines = (here / "rows.jsonl").read_text().splitlines()
+        for number, line in enumerate(lines[1:], 1):
+            row = json.loads(line)
+            lines[number] = json.dumps(row | {"completion": row["rejected"], "rejected": row["chosen"][::-1] + "1"})
+        (here / "rows.jsonl").write_text("".join(line + "\n" for line in lines))
+        assert "training rows" in refused(capsys, "--resume", "--run-dir", here / "run", "--no-compilation-cache")
 
 
 # ---- which method

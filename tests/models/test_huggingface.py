@@ -1,6 +1,7 @@
 """Hugging Face folders: what transformers computes from them, in and out bit by bit, errors, and a real model."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -262,6 +263,23 @@ def test_config_fields(change, field, value):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: it must be a whole number from 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"hidden_size": "x"}, "hidden_size is 'x'"),
+        ({"hidden_size": 10**30}, "hidden_size is 1000"),
+        ({"hidden_size": 63}, "must be a multiple of num_attention_heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"rope_theta": "x"}, "rope_theta is 'x': it must be a finite number above 0"),
+        ({"rope_theta": -5}, "rope_theta is -5"),
+        ({"rope_theta": math.nan}, "rope_theta is nan"),
+        ({"rms_norm_eps": -1000}, "rms_norm_eps is -1000"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings is 'long'"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no': it must be true or false"),
+        ({"rope_scaling": "llama3"}, "the rope scaling is 'llama3'"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1.5}, "max_window_layers is 1.5"),
     ],
 )
 def test_config_that_is_not_supported(change, named):
@@ -527,6 +545,21 @@ def configure(folder, **changes):
     (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | changes))
 
 
+def name_files(folder, name):
+    index = folder / "model.safetensors.index.json"
+    contents = read_json(index)
+    contents["weight_map"] = dict.fromkeys(contents["weight_map"], name)
+    index.write_text(json.dumps(contents))
+
+
+def fill(folder, value):
+    def change(tensors, name):
+        tensors[name] = tensors[name].copy()
+        tensors[name][1, 2] = value
+
+    change_tensors(folder, change)
+
+
 @pytest.mark.parametrize(
     ("break_it", "named"),
     [
@@ -542,6 +575,15 @@ def configure(folder, **changes):
         (only_pickles, "convert the model to safetensors"),
         (lambda folder: remove(folder, "model-00002*"), "lacks model-00002-of-.*download it again"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "index.json is not valid JSON"),
+        (lambda folder: name_files(folder, 3), "no weight_map of names of files"),
+        (lambda folder: name_files(folder, "../model.safetensors"), "no weight_map of names of files"),
+        (
+            lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}'),
+            "eos_token_id in .*generation_config.json is",
+        ),
+        (lambda folder: fill(folder, np.nan), "holds nan, which no model has"),
+        (lambda folder: fill(folder, np.inf), "holds inf, which no model has"),
+        (lambda folder: fill(folder, -1e30), r"'model.layers.0.self_attn.q_proj.weight' in .* holds 1e\+30"),
         (cut, r"model-.* is no complete safetensors file .*download it again"),
         (lambda folder: (folder / "model-00001-of-00003.safetensors").write_text("<html>"), "no complete safetensors"),
     ],
@@ -558,6 +600,12 @@ def configure(folder, **changes):
         "only pickles",
         "a file missing",
         "half an index",
+        "a number for a file",
+        "a file elsewhere",
+        "a text for an EOS",
+        "weights that are NaN",
+        "weights that are infinite",
+        "weights that are absurd",
         "a file cut off",
         "a web page",
     ],
@@ -567,6 +615,18 @@ def test_broken_folders(folder, break_it, named):
     with pytest.raises(UsageError, match=named) as error:
         load_pretrained(folder)
     assert "\n" not in str(error.value)
+
+
+def test_code_of_a_folder_is_never_run_nor_asked_about(folder, monkeypatch):
+    """Of a tokenizer of its own, by somebody who would say yes to anything."""
+    monkeypatch.setattr("builtins.input", lambda *words: "y")
+    (folder / "own.py").write_text(f"open({str(folder / 'was_run')!r}, 'w')\nclass Own: pass\n")
+    remove(folder, "tokenizer.json")
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    with pytest.raises(UsageError, match="holds no tokenizer that transformers can load"):
+        load_pretrained(folder)
+    assert not (folder / "was_run").exists()
 
 
 @pytest.mark.parametrize(

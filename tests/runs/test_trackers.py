@@ -41,6 +41,28 @@ def test_tensorboard_has_each_number_once_and_no_lines_that_were_dropped(tmp_pat
     assert events(tmp_path / "tensorboard" / "control") == {("reward", 1): 9.0}
 
 
+@pytest.mark.parametrize("linked", ["tensorboard", "tensorboard/grpo"])
+def test_nothing_is_deleted_behind_a_link(tmp_path, linked):
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "grpo").mkdir(parents=True)
+    for file in (elsewhere / "events.mine", elsewhere / "grpo/events.mine"):
+        file.write_text("mine")
+    run = RunFolder(tmp_path / "run", {})
+    (run.path / linked).parent.mkdir(exist_ok=True)
+    (run.path / linked).symlink_to(elsewhere)
+    with pytest.raises(UsageError, match=f"{linked} is a link, and a run deletes no files elsewhere"):
+        run.rewind("grpo", 0)
+    assert len(list(elsewhere.rglob("events.mine"))) == 2
+
+
+def test_what_else_is_in_the_folder_of_a_phase_stays(tmp_path):
+    run = RunFolder(tmp_path, {})
+    run.log("grpo", 1, {"reward": 1.0})
+    (tmp_path / "tensorboard/grpo/notes.txt").write_text("mine")
+    run.rewind("grpo", 0)
+    assert [file.name for file in (tmp_path / "tensorboard/grpo").iterdir()] == ["notes.txt"]
+
+
 def test_weights_and_biases_is_one_run_with_a_step_of_its_own(tmp_path, monkeypatch):
     calls = []
     theirs = types.SimpleNamespace(

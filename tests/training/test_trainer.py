@@ -78,7 +78,7 @@ def test_a_run_leaves_the_files_of_the_command_line(folder, tmp_path, capsys):
     trainer = GRPOTrainer(folder, Threes(), run_dir=tmp_path / "run", **options)
     trained = trainer.train(PROMPTS)
     lines = {"metrics.jsonl", "times.jsonl", "rollouts.jsonl", "warnings.jsonl"}
-    made = {"config.json", "task.json", "model", "checkpoints", "tensorboard"}
+    made = {"config.json", "inputs.json", "lock", "model", "checkpoints", "tensorboard"}
     ending = {"curves.png", "report.html", "results.json"}
     assert {file.name for file in trainer.run.path.iterdir()} == lines | made | ending
     checksum = params_sha256(trained.params)

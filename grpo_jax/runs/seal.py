@@ -1,0 +1,81 @@
+"""A checkpoint's seal: the digests of all its files, written when it is complete and checked before it is read."""
+
+import json
+import os
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_jax.data import digests
+
+_FILE = "digests.json"  # within the folder of the checkpoint, so that both are deleted together
+# What orbax writes after a checkpoint is sealed: a time into the first, and the second, which nobody reads.
+_DATED, _TIME, _EMPTY_WORDS = "_CHECKPOINT_METADATA", "commit_timestamp_nsecs", "commit_success.txt"
+
+
+class Seal(NamedTuple):
+    """What a checkpoint says of itself."""
+
+    files: Mapping[str, str]  # path in its folder -> digest
+    lines: Mapping[str, str]  # file of the run -> digest of the lines that led to the checkpoint
+
+
+def write_seal(folder: Path, lines: Mapping[str, str]) -> None:
+    """Seals a complete checkpoint.
+
+    Args:
+      folder: of the checkpoint.
+      lines: as in `Seal`.
+    """
+    names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    seal = Seal(_digests(folder, names - {_EMPTY_WORDS}), dict(lines))
+    temporary = folder / f"{_FILE}.tmp"
+    temporary.write_text(json.dumps(seal._asdict(), indent=1) + "\n")
+    os.replace(temporary, folder / _FILE)
+
+
+def check_seal(folder: Path, part: str = "") -> tuple[Seal | None, str]:
+    """Compares a checkpoint with its seal. One bit that differs is found.
+
+    Args:
+      folder: of the checkpoint.
+      part: only files whose paths begin so are read; their names are always compared.
+
+    Returns:
+      The seal and "", or None and what is wrong, in words.
+    """
+    if not folder.is_dir():
+        return None, "it is no folder"
+    if not (folder / _FILE).exists():
+        return None, "it was never completed" if any(folder.iterdir()) else "it is empty"
+    try:
+        seal = Seal(**_mapping(json.loads((folder / _FILE).read_text())))
+        files, _ = _mapping(seal.files), _mapping(seal.lines)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None, f"its {_FILE} cannot be read"
+    try:
+        if missing := [name for name in files if not (folder / name).is_file()]:
+            return None, f"it lacks {missing[0]}"
+        found = _digests(folder, {name for name in files if name.startswith((part, _DATED))})
+    except OSError as error:
+        return None, f"it cannot be read ({error.strerror})"
+    except (ValueError, TypeError):
+        return None, f"{_DATED} is damaged"
+    if changed := [name for name, digest in found.items() if digest != files[name]]:
+        return None, f"{changed[0]} is damaged"
+    return seal, ""
+
+
+def _digests(folder: Path, names: Set[str]) -> dict[str, str]:
+    """Digests of the files of a checkpoint, without the time at which it was renamed."""
+    found = digests.of_files(folder, names - {_DATED})
+    if _DATED in names:
+        said = _mapping(json.loads((folder / _DATED).read_text()))
+        found[_DATED] = digests.of_values({name: value for name, value in said.items() if name != _TIME})
+    return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return value
