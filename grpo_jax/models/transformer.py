@@ -41,8 +41,8 @@ class KeyValues(NamedTuple):
     for each token.
     """
 
-    keys: jax.Array  # [N, K, P, E] of prompts, [N·G·K, C, E] of completions; on a CPU [N, K, E, P] and [N·G·K, E, C]
-    values: jax.Array  # [N, K, P, E] of prompts, [N·G·K, C, E] of completions
+    keys: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions; on a CPU [N, K, E, P] and [N·K·G, E, C]
+    values: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions
 
 
 class Prefix(NamedTuple):
@@ -577,23 +577,24 @@ def attend_past(
       `[N, G, K, Q, E]`; the cache with the token.
     """
     n, g, k, q, e = queries.shape
+    keys, values = (x.swapaxes(1, 2).reshape(-1, 1, e) for x in (keys, values))
     keys_axes, axis = ("ec", 2) if _features_first() else ("ce", 1)
     cache = KeyValues(
-        jax.lax.dynamic_update_slice_in_dim(cache.keys, keys_for_decoding(keys.reshape(-1, 1, e)), length, axis),
-        jax.lax.dynamic_update_slice_in_dim(cache.values, values.reshape(-1, 1, e), length, 1),
+        jax.lax.dynamic_update_slice_in_dim(cache.keys, keys_for_decoding(keys), length, axis),
+        jax.lax.dynamic_update_slice_in_dim(cache.values, values, length, 1),
     )
-    queries = queries * jnp.asarray(e**-0.5, queries.dtype)
-    by_prompt = queries.swapaxes(1, 2).reshape(n, k, g * q, e)
-    of_prompt = _einsum(f"nkme,nk{keys_axes}->nkmc", by_prompt, prompt.keys).reshape(n, k, g, q, -1).swapaxes(1, 2)
-    of_cache = _einsum(f"bqe,b{keys_axes}->bqc", queries.reshape(-1, q, e), cache.keys).reshape(n, g, k, q, -1)
-    biased = [x + _bias(mask)[..., 0, :] for x, mask in zip((of_prompt, of_cache), masks, strict=True)]
+    queries = (queries * jnp.asarray(e**-0.5, queries.dtype)).swapaxes(1, 2)  # [N, K, G, Q, E]
+    scores = (
+        _einsum(f"nkme,nk{keys_axes}->nkmc", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1),
+        _einsum(f"bqe,b{keys_axes}->bqc", queries.reshape(-1, q, e), cache.keys).reshape(n, k, g, q, -1),
+    )
+    biased = [x + _bias(mask)[..., 0, :] for x, mask in zip(scores, masks, strict=True)]
     width = masks[0].shape[-1]
     weights = jax.nn.softmax(jnp.concatenate(biased, axis=-1)).astype(queries.dtype)
     of_prompt, of_cache = jnp.split(weights, [width], axis=-1)
-    by_prompt = _einsum("nkmc,nkce->nkme", of_prompt.swapaxes(1, 2).reshape(n, k, g * q, width), prompt.values)
-    attended = by_prompt.reshape(n, k, g, q, e).swapaxes(1, 2)
-    attended += _einsum("bqc,bce->bqe", of_cache.reshape(n * g * k, q, -1), cache.values).reshape(queries.shape)
-    return attended.astype(queries.dtype), cache
+    attended = _einsum("nkmp,nkpe->nkme", of_prompt.reshape(n, k, g * q, width), prompt.values).reshape(queries.shape)
+    attended += _einsum("bqc,bce->bqe", of_cache.reshape(n * k * g, q, -1), cache.values).reshape(queries.shape)
+    return attended.astype(queries.dtype).swapaxes(1, 2), cache
 
 
 def widen(layers: tuple[KeyValues, ...], slots: int) -> tuple[KeyValues, ...]:
@@ -602,8 +603,9 @@ def widen(layers: tuple[KeyValues, ...], slots: int) -> tuple[KeyValues, ...]:
     def pad(x: jax.Array, axis: int) -> jax.Array:
         return jnp.pad(x, [(0, slots - size if i == axis else 0) for i, size in enumerate(x.shape)])
 
-    axis = 2 if _features_first() else 1
-    return tuple(KeyValues(pad(layer.keys, axis), pad(layer.values, 1)) for layer in layers)
+    last = layers[0].keys.ndim - 1
+    axis = last if _features_first() else last - 1
+    return tuple(KeyValues(pad(layer.keys, axis), pad(layer.values, last - 1)) for layer in layers)
 
 
 def select_completions(
@@ -620,11 +622,13 @@ def select_completions(
     Returns:
       A copy of its prompt for each completion; their cache.
     """
-    num_completions = layers[0].keys.shape[0] // num_heads
-    prompt = chosen // (num_completions // prefix.mask.shape[0])
+    num_prompts = prefix.mask.shape[0]
+    group_size = layers[0].keys.shape[0] // (num_prompts * num_heads)
+    prompt, member = jnp.divmod(chosen, group_size)
 
     def own(x: jax.Array) -> jax.Array:
-        return x.reshape(num_completions, num_heads, *x.shape[1:])[chosen].reshape(-1, *x.shape[1:])
+        x = x.reshape(num_prompts, num_heads, group_size, *x.shape[1:])[prompt, :, member]  # [R, K, …]
+        return x.reshape(-1, *x.shape[2:])
 
     return jax.tree.map(lambda x: x[prompt], prefix), jax.tree.map(own, layers)
 
