@@ -1,0 +1,113 @@
+"""How long does one iteration of GRPO take here, in TRL and in Tunix?
+
+The same decoder, losses and numbers, in turns on the same core: TRL's GRPOTrainer, this library with its defaults,
+Tunix's GRPOLearner. Each peer has an environment of its own, made by the first call with pip (TRL's takes 2 GB with the
+CPU build of torch, more with another). A number of the table is the median over the iterations from the third on of a
+process. A ratio is that of two processes of one round, the peer's time over ours.
+
+  python -m experiments.benchmarks.peers --shape tiny --rounds 3
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+PACKAGES = {
+    "trl": ("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0", "datasets", "accelerate", "tokenizers"),
+    "tunix": ("google-tunix==0.1.7", "jax==0.10.2"),
+}
+PEERS = tuple(PACKAGES)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    shape: Literal["tiny", "tiny256", "mid"] = "tiny"
+    """Decoder and rollout, as in benchmarks.step. mid takes a quarter of an hour a round."""
+    steps: int = 6
+    """Iterations of each process."""
+    rounds: int = 1
+    """How often all take their turn."""
+    cores: tuple[int, ...] = (0,)
+    """Cores that each process may use."""
+    folder: Path = Path.home() / ".cache" / "grpo_jax" / "peers"
+    """Where the peers' environments are made."""
+    pip_options: tuple[str, ...] = ()
+    """Further arguments of pip install, such as an index with the CPU build of torch."""
+
+
+def main(config: Config) -> None:
+    """Prints a table of medians and ratios."""
+    pythons = {peer: environment(peer, config) for peer in PEERS}
+    ours = [sys.executable, "-m", "experiments.benchmarks.step"]
+    commands = {
+        "trl": [pythons["trl"], str(HERE / "trl_step.py")],
+        "ours": ours,
+        "tunix": [pythons["tunix"], str(HERE / "tunix_step.py")],
+    }
+    rounds = []
+    for number in range(config.rounds):
+        took = {}
+        for name, command in commands.items():
+            print(f"round {number + 1} of {config.rounds}: {name}", file=sys.stderr, flush=True)
+            took[name] = measured([*command, "--shape", config.shape, "--steps", str(config.steps)], config.cores)
+        rounds.append(took)
+    Console().print(table(rounds))
+
+
+def environment(peer: str, config: Config) -> str:
+    """The Python of a peer's environment, which is made if it is not there."""
+    folder = config.folder / peer
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", *config.pip_options, *PACKAGES[peer]], check=True)
+        (folder / "complete").touch()
+    return str(python)
+
+
+def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
+    """Medians of a process's iterations: seconds and those of the processor; and its peak memory in MB."""
+
+    def pin() -> None:
+        os.sched_setaffinity(0, cores)
+
+    done = subprocess.run(command, cwd=ROOT, preexec_fn=pin, stdout=subprocess.PIPE, text=True, check=True)
+    lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    steps = [line for line in lines if "step" in line]
+    memory = lines[-1].get("peak_rss_mb") or lines[-1]["peak_rss_mib"] * 2**20 / 1e6
+    return {
+        name: statistics.median(line[name] for line in steps[2:] or steps[-1:]) for name in ("seconds", "cpu_seconds")
+    } | {"peak_mb": memory}
+
+
+def table(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> Table:
+    """A row of each library and round, and a last one of median ratios."""
+    shown = Table("round", "", "s", "CPU s", "peak MB", "its CPU s over ours")
+    ratios: dict[str, list[float]] = {peer: [] for peer in PEERS}
+    for number, took in enumerate(rounds):
+        for name, values in took.items():
+            ratio = values["cpu_seconds"] / took["ours"]["cpu_seconds"]
+            ratios.get(name, []).append(ratio)
+            figures = (f"{values[key]:.3g}" for key in ("seconds", "cpu_seconds"))
+            shown.add_row(str(number + 1), name, *figures, f"{values['peak_mb']:.0f}", f"{ratio:.2f}")
+    for peer, found in ratios.items():
+        shown.add_row("median", peer, "", "", "", f"{statistics.median(found):.2f}")
+    return shown
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, prog="python -m experiments.benchmarks.peers", description=__doc__))
