@@ -24,7 +24,7 @@ from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs, train
 from grpo_jax.training.guards import check_length
-from grpo_jax.training.parallel import num_devices
+from grpo_jax.training.parallel import devices_of, parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 def _fitting_num_prompts(config: GRPOConfig, left: int) -> int:
     """As many prompts of a step as asked for by default, or as there are, in pieces of one size."""
-    pieces = max(config.optimizer.minibatches * (config.optimizer.microbatches or 1) * num_devices(config.devices), 1)
+    pieces = max(config.optimizer.minibatches * (config.optimizer.microbatches or 1) * parts(devices_of(config)), 1)
     if left < pieces:
         raise UsageError(
             f"there are {left} prompts for {pieces} pieces of a step (minibatches x microbatches x devices): lower "

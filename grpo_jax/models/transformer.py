@@ -23,8 +23,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.errors import missing
+from grpo_jax.models import sharding
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.config import Params as Params
+from grpo_jax.models.sharding import BATCH, DATA, MODEL, TENSOR, put_together, spread
 
 try:
     from flax import linen as nn
@@ -37,7 +39,8 @@ class KeyValues(NamedTuple):
 
     Heads come before tokens, and features of keys before tokens too: the products with one query then read memory in
     order. On CPU each of the two made attention in a decode step about twice as fast. Completions have one axis for
-    all that is not multiplied: with an axis G of size 1 XLA on CPU copied the whole cache for each token.
+    all that is not multiplied: with an axis G of size 1 XLA on CPU copied the whole cache for each token. On a mesh
+    they have two, N and K·G: prompts are spread along other axes of the mesh than heads.
     """
 
     keys: jax.Array  # [N, K, E, P] of prompts; of completions [N·K·G, E, C]
@@ -140,7 +143,9 @@ class Transformer(nn.Module):
         embedding = self.param("embedding", _declared, (config.vocab_size, config.hidden_size))
         if not config.tie_word_embeddings:
             self.param("unembedding", _declared, (config.vocab_size, config.hidden_size))
-        x = embedding[ids].astype(config.dtype)
+        # On a mesh features are cut, not tokens: each device reads its features of all of them.
+        x = spread(embedding[spread(ids, DATA)], DATA, None, MODEL).astype(config.dtype)
+        x = spread(x, BATCH if past is None else DATA)
 
         layers = range(config.num_hidden_layers)
         sliding = layers if config.sliding_layers is None else config.sliding_layers
@@ -174,9 +179,10 @@ def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Modul
     """The block with less kept for the backward pass: see `ModelConfig.remat`.
 
     Also without remat, norms, rotations and softmax are computed again: that takes less time than writing them down.
-    Flash attention keeps what it needs by itself.
+    Flash attention keeps what it needs by itself; on a mesh it is computed again, for the layer's parameters, which are
+    put together for it, must not be kept.
     """
-    if config.remat == "none" and config.attention != "shared":
+    if config.remat == "none" and config.attention != "shared" and sharding.mesh_sizes() is None:
         return block
     policy = jax.checkpoint_policies.save_only_these_names(*_KEPT) if config.remat == "none" else None
     return nn.remat(block, prevent_cse=False, policy=policy)
@@ -194,11 +200,13 @@ class Block(nn.Module):
         Returns x, and keys and values."""
         if is_far is not None:
             seen = seen._replace(masks=jax.tree.map(lambda a, b: jnp.where(is_far, a, b), far_masks, seen.masks))
+        rows = BATCH if past is None else DATA
+        x = spread(x, rows)
         normed = RMSNorm(self.config.rms_norm_eps, name="input_norm")(x)
         attended, key_values = Attention(self.config, name="attention")(normed, seen, past)
-        x = checkpoint_name(x + attended, "middle")
+        x = checkpoint_name(spread(x + attended, rows), "middle")
         normed = RMSNorm(self.config.rms_norm_eps, name="post_attention_norm")(x)
-        return x + MLP(self.config, name="mlp")(normed), key_values
+        return spread(x + MLP(self.config, name="mlp")(normed), rows), key_values
 
 
 class Attention(nn.Module):
@@ -214,7 +222,7 @@ class Attention(nn.Module):
 
         def project(name: str, num_heads: int) -> jax.Array:
             linear = Linear((num_heads, features), config.qkv_bias, name=f"{name}_proj")
-            return checkpoint_name(linear(x), "projected")  # [N, M, heads, E]
+            return checkpoint_name(spread(linear(x), BATCH, None, TENSOR), "projected")  # [N, M, heads, E]
 
         def rotated(name: str, num_heads: int) -> jax.Array:
             projected = project(name, num_heads)
@@ -268,18 +276,26 @@ class Linear(nn.Module):
         """x `[..., *in]` -> `[..., *out]`, in the dtype of x."""
         if self.has_variable("params", "transposed"):
             matrix: jax.Array = self.get_variable("params", "transposed")
-            rows = x.reshape(-1, matrix.shape[1])
-            y = jnp.einsum("ri,oi->ro", rows, matrix).reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
+            of_input, of_output = sharding.decoding_axes(str(self.name))
+            rows = spread(x.reshape(-1, matrix.shape[1]), DATA, of_input)
+            y = spread(jnp.einsum("ri,oi->ro", rows, matrix), DATA, of_output)
+            y = y.reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
         else:
             kernel = self.param("kernel", _declared, (*x.shape[-self.in_axes :], *self.out_shape))
-            y = product(x, kernel, self.in_axes)
+            y = product(x, self._whole("kernel", kernel, x), self.in_axes)
         if self.has_variable("lora", "a"):
             a: jax.Array = self.get_variable("lora", "a")
             b: jax.Array = self.get_variable("lora", "b")
-            y = y + product(product(x, a, self.in_axes), b)
+            y = y + product(product(x, self._whole("a", a, x), self.in_axes), self._whole("b", b, x))
         if self.use_bias:
-            y = y + self.param("bias", _declared, self.out_shape).astype(x.dtype)
+            y = y + self._whole("bias", self.param("bias", _declared, self.out_shape), x).astype(x.dtype)
         return y
+
+    def _whole(self, leaf: str, param: jax.Array, x: jax.Array) -> jax.Array:
+        """A parameter where it is used, which on a mesh travels in the dtype of x. In decoding it stays where it is."""
+        if self.has_variable("params", "transposed"):
+            return param
+        return put_together(str(self.name), leaf, param.astype(x.dtype))
 
 
 @jax.custom_vjp
@@ -529,29 +545,32 @@ def attend_past(
       keys, values: `[N, G, K, E]`, written to the cache.
       masks: over the prompt and over the cache.
       prompt: keys `[N, K, E, P]` and values `[N, K, P, E]`.
-      cache: keys `[N·K·G, E, C]` and values `[N·K·G, C, E]`.
+      cache: keys `[N·K·G, E, C]` and values `[N·K·G, C, E]`, or with `[N, K·G, ...]` in place of their first axis.
       length: int32 scalar, tokens in the cache.
 
     Returns:
       `[N, G, K, Q, E]`; the cache with the token.
     """
     n, g, k, q, e = queries.shape
-    keys, values = keys.swapaxes(1, 2).reshape(-1, e, 1), values.swapaxes(1, 2).reshape(-1, 1, e)
+    rows = cache.keys.shape[:-2]
+    keys, values = keys.swapaxes(1, 2).reshape(*rows, e, 1), values.swapaxes(1, 2).reshape(*rows, 1, e)
     cache = KeyValues(
-        jax.lax.dynamic_update_slice_in_dim(cache.keys, keys, length, 2),
-        jax.lax.dynamic_update_slice_in_dim(cache.values, values, length, 1),
+        jax.lax.dynamic_update_slice_in_dim(cache.keys, keys, length, len(rows) + 1),
+        jax.lax.dynamic_update_slice_in_dim(cache.values, values, length, len(rows)),
     )
     queries = (queries * jnp.asarray(e**-0.5, queries.dtype)).swapaxes(1, 2)  # [N, K, G, Q, E]
     scores = (
         _einsum("nkme,nkep->nkmp", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1),
-        _einsum("bqe,bec->bqc", queries.reshape(-1, q, e), cache.keys).reshape(n, k, g, q, -1),
+        _einsum("...qe,...ec->...qc", queries.reshape(*rows, q, e), cache.keys).reshape(n, k, g, q, -1),
     )
     biased = [x + _bias(mask)[..., 0, :] for x, mask in zip(scores, masks, strict=True)]
     width = masks[0].shape[-1]
     weights = jax.nn.softmax(jnp.concatenate(biased, axis=-1)).astype(queries.dtype)
     of_prompt, of_cache = jnp.split(weights, [width], axis=-1)
     attended = _einsum("nkmp,nkpe->nkme", of_prompt.reshape(n, k, g * q, width), prompt.values).reshape(queries.shape)
-    attended += _einsum("bqc,bce->bqe", of_cache.reshape(n * k * g, q, -1), cache.values).reshape(queries.shape)
+    attended += _einsum("...qc,...ce->...qe", of_cache.reshape(*rows, q, of_cache.shape[-1]), cache.values).reshape(
+        queries.shape
+    )
     return attended.astype(queries.dtype).swapaxes(1, 2), cache
 
 

@@ -32,7 +32,9 @@ _LINE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
 # The warm start and the control: no phases that a run is for.
 SIDE_PHASES = ("warm", "control")
 # Options that a resumed run may change: its results do not depend on them.
-_FREE_OPTIONS = frozenset({"devices", "keep_checkpoints", "checkpoint_every", "wandb", "compilation_cache"})
+_FREE_OPTIONS = frozenset(
+    {"devices", "parallel", "fsdp", "tensor", "keep_checkpoints", "checkpoint_every", "wandb", "compilation_cache"}
+)
 
 
 class RunFolder:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.sharding import BATCH, DATA, MODEL, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.categorical import sample_categorical
 from grpo_jax.sampling.truncation import Truncation, truncate
@@ -73,6 +74,7 @@ def sample_groups(
         jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape), truncation or Truncation()),
         _nothing(shape, max_tokens, pad_id, truncation),
     )
+    given = spread(given, BATCH)
     hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], max_tokens)
     unembedding = policy.unembedding(params)
 
@@ -85,7 +87,8 @@ def sample_groups(
         return step + 1, cache, add(rows, hidden, step)
 
     first = add(given, jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))
-    widths = _widths(math.prod(shape), max_tokens) if policy.select else ()
+    # On a mesh those that are left would not be shared out evenly.
+    widths = _widths(math.prod(shape), max_tokens) if policy.select and mesh_sizes() is None else ()
     return _decode_all(extend, policy.select, (jnp.int32(1), cache, first), max_tokens, widths)
 
 
@@ -196,7 +199,9 @@ def _noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:
 def _logits(hidden: jax.Array, unembedding: jax.Array, temperature: jax.Array) -> jax.Array:
     """Logits after temperature, float32 `[N, G, V]`, as `functional.token_logprobs` computes them."""
     inverse = 1.0 / jnp.where(temperature == 0, 1.0, temperature)
-    return jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32) * inverse[..., None]
+    hidden = spread(hidden, DATA, None, MODEL)  # on a mesh each device adds what its features give
+    logits = jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32)
+    return spread(logits, BATCH) * inverse[..., None]
 
 
 def _logprob_of(logits: jax.Array, ids: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.learn import step_key
-from grpo_jax.training.parallel import data_parallel, num_devices, replicate, to_devices, to_host
+from grpo_jax.training.parallel import Devices, data_parallel, place, to_devices, to_host
 from grpo_jax.training.state import Batch, RewardArrays
 
 
@@ -39,7 +39,7 @@ class Sampler(NamedTuple):
 
     # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions
     program: Callable[..., Completions]
-    devices: int
+    devices: Devices
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
@@ -68,7 +68,7 @@ class Sampler(NamedTuple):
 
     def complete(self, params: Params, *args: Any) -> Completions:
         """The completions of `sample`, waited for, as NumPy arrays. The parameters may be on one device alone."""
-        return to_host(self.sample(replicate(params, self.devices), *args)[1])
+        return to_host(self.sample(place(params, self.devices), *args)[1])
 
 
 def truncation_of(sampling: SamplingConfig) -> Truncation:
@@ -114,16 +114,15 @@ def sample(
     )
 
 
-def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, devices: int = 1) -> Sampler:
+def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, devices: Devices = 1) -> Sampler:
     """The sampler of a run, compiled at its first call.
 
     Args:
       policy: the model's functions.
       task: its tokens.
       sampling: of the run.
-      devices: as in the configuration, 0 for all.
+      devices: that it runs on.
     """
-    devices = num_devices(devices)
 
     def program(params, prompt_ids, prompt_mask, numbers, temperature, noise, *, axis_name) -> Completions:
         del axis_name  # completions do not depend on each other

@@ -13,7 +13,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.training.guards import check_gradients
 from grpo_jax.training.microbatches import by_prompts
-from grpo_jax.training.parallel import data_parallel, num_devices, replicate, to_devices
+from grpo_jax.training.parallel import data_parallel, num_devices, place, to_devices
 from grpo_jax.training.state import (
     TrainState,
     init_state,
@@ -145,7 +145,7 @@ def fit(
     """
     devices = num_devices(config.devices)
     programs = programs or make_fit_programs(loss_fn, config, aggregation=aggregation)
-    params, frozen = replicate(params, devices), replicate(frozen, devices)
+    params, frozen = place(params, devices), place(frozen, devices)
     with run.checkpoints(phase, keep=1) as checkpoints:
         state, done = checkpoints.restore(lambda: programs.init_state(params))
         run.rewind(phase, done)
