@@ -145,7 +145,8 @@ class Transformer(nn.Module):
             self.param("unembedding", _declared, (config.vocab_size, config.hidden_size))
         # On a mesh features are cut, not tokens: each device reads its features of all of them.
         x = spread(embedding[spread(ids, DATA)], DATA, None, MODEL).astype(config.dtype)
-        x = spread(x, BATCH if past is None else DATA)
+        rows = BATCH if past is None else DATA
+        x = spread(x, rows)
 
         layers = range(config.num_hidden_layers)
         sliding = layers if config.sliding_layers is None else config.sliding_layers
@@ -168,7 +169,7 @@ class Transformer(nn.Module):
                 x, own = block(x, near if layer in sliding else far, past=own_past)
                 key_values.append(own)
             key_values = tuple(key_values)
-        return RMSNorm(config.rms_norm_eps, name="final_norm")(x), key_values
+        return spread(RMSNorm(config.rms_norm_eps, name="final_norm")(x), rows), key_values
 
 
 # What the backward pass is given of a layer; all else follows from it without another product but that of the scores.
