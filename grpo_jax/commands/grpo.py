@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.loop import Programs
-from grpo_jax.training.parallel import devices_of, parts, place
+from grpo_jax.training.parallel import Mesh, devices_of, parts, place, shardings
 
 CURVES = (("length_mean", "tokens"),)
 
@@ -75,7 +76,10 @@ def opened(model: ModelOptions, task: TaskOptions, train: GRPOConfig) -> Iterato
       train: the run, checked.
     """
     check_task_options(task)
-    loaded = load_model(model, seed=train.seed)
+    devices = devices_of(train)
+    # A model that is cut over devices may be larger than the first.
+    cut = partial(shardings, devices=devices) if isinstance(devices, Mesh) else None
+    loaded = load_model(model, seed=train.seed, sharding=cut)
     with open_task(
         task,
         loaded.pretrained,

@@ -161,6 +161,13 @@ def put_together(module: str, leaf: str, x: jax.Array) -> jax.Array:
     return laid_out(named, gathered)[module][leaf]
 
 
+def unembedding_axes(vocab_size: int) -> tuple[Axes, Axes]:
+    """What an unembedding `[V, D]` is cut along in decoding: its tokens where the mesh divides them, else features."""
+    sizes, cut = mesh_sizes(), (TENSOR, FSDP)
+    divides = sizes is not None and _fitting(vocab_size, sizes, cut) == cut
+    return (cut, None) if divides else (None, MODEL)
+
+
 def decoding_axes(module: str) -> tuple[Axes, Axes]:
     """What a projection's rows in decoding are cut along: those that go in, and those that come out."""
     inputs, outputs = _PROJECTIONS[module]

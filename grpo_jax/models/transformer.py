@@ -26,7 +26,7 @@ from grpo_jax.errors import missing
 from grpo_jax.models import sharding
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.config import Params as Params
-from grpo_jax.models.sharding import BATCH, DATA, MODEL, TENSOR, put_together, spread
+from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
 
 try:
     from flax import linen as nn
@@ -143,10 +143,10 @@ class Transformer(nn.Module):
         embedding = self.param("embedding", _declared, (config.vocab_size, config.hidden_size))
         if not config.tie_word_embeddings:
             self.param("unembedding", _declared, (config.vocab_size, config.hidden_size))
-        # On a mesh features are cut, not tokens: each device reads its features of all of them.
-        x = spread(embedding[spread(ids, DATA)], DATA, None, MODEL).astype(config.dtype)
         rows = BATCH if past is None else DATA
-        x = spread(x, rows)
+        # On a mesh embeddings are cut by features: each device reads its own of all tokens, and all are exchanged.
+        x = spread(embedding[spread(ids, DATA)], DATA, None, MODEL).astype(config.dtype)
+        x = spread(spread(x, DATA, None, FSDP), rows)  # in two steps: XLA would do one by a copy of everything
 
         layers = range(config.num_hidden_layers)
         sliding = layers if config.sliding_layers is None else config.sliding_layers

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.sharding import BATCH, DATA, MODEL, mesh_sizes, spread
+from grpo_jax.models.sharding import BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.categorical import sample_categorical
 from grpo_jax.sampling.truncation import Truncation, truncate
@@ -77,6 +77,7 @@ def sample_groups(
     given = spread(given, BATCH)
     hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], max_tokens)
     unembedding = policy.unembedding(params)
+    unembedding = spread(unembedding, *unembedding_axes(unembedding.shape[0]))
 
     def add(rows: _Rows, hidden: jax.Array, step: jax.Array) -> _Rows:
         return _add_token(rows, _logits(hidden, unembedding, rows.temperature), step, eos_ids)
@@ -199,8 +200,11 @@ def _noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:
 def _logits(hidden: jax.Array, unembedding: jax.Array, temperature: jax.Array) -> jax.Array:
     """Logits after temperature, float32 `[N, G, V]`, as `functional.token_logprobs` computes them."""
     inverse = 1.0 / jnp.where(temperature == 0, 1.0, temperature)
-    hidden = spread(hidden, DATA, None, MODEL)  # on a mesh each device adds what its features give
+    of_tokens, of_features = unembedding_axes(unembedding.shape[0])
+    hidden = spread(hidden, DATA, None, of_features)
     logits = jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32)
+    # On a mesh each device has made the logits of its tokens of the vocabulary. It samples for its own prompts.
+    logits = spread(spread(logits, DATA, None, of_tokens), BATCH, None, TENSOR)
     return spread(logits, BATCH) * inverse[..., None]
 
 
