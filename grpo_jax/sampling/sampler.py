@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.sharding import BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
+from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.categorical import sample_categorical
 from grpo_jax.sampling.truncation import Truncation, truncate
@@ -203,9 +203,9 @@ def _logits(hidden: jax.Array, unembedding: jax.Array, temperature: jax.Array) -
     of_tokens, of_features = unembedding_axes(unembedding.shape[0])
     hidden = spread(hidden, DATA, None, of_features)
     logits = jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32)
-    # On a mesh each device has made the logits of its tokens of the vocabulary. It samples for its own prompts.
+    # On a mesh each device has made the logits of its tokens of the vocabulary, and samples for prompts of its own.
     logits = spread(spread(logits, DATA, None, of_tokens), BATCH, None, TENSOR)
-    return spread(logits, BATCH) * inverse[..., None]
+    return spread(logits, AXES) * inverse[..., None]
 
 
 def _logprob_of(logits: jax.Array, ids: jax.Array) -> jax.Array:
