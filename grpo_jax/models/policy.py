@@ -125,8 +125,8 @@ def decoder_policy(config: ModelConfig) -> Policy:
         prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
         prefix = Prefix(prompts, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
         slots = max(max_tokens - 1, 1)
-        rows = prompt_ids.shape[0], config.num_key_value_heads * group_size
-        rows = (math.prod(rows),) if mesh_sizes() is None else rows
+        rows = [prompt_ids.shape[0], config.num_key_value_heads * group_size]
+        rows = rows if mesh_sizes() else [math.prod(rows)]
         values = spread(jnp.zeros((*rows, slots, config.head_dim), config.dtype), BATCH, TENSOR)
         cache = prefix, tuple(KeyValues(values.swapaxes(-1, -2), values) for _ in layers)
         decoder = Transformer(config, scan_layers=False)

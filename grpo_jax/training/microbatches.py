@@ -34,8 +34,8 @@ def by_prompts(num_prompts: int, pieces: int) -> Microbatches | None:
     """
     if pieces == 1:
         return None
-    prompts = jnp.arange(num_prompts, dtype=jnp.int32).reshape(batch_parts(), pieces, -1)
-    prompts = prompts.swapaxes(0, 1).reshape(pieces, -1)
+    parts, prompts = batch_parts(), jnp.arange(num_prompts, dtype=jnp.int32)
+    prompts = prompts.reshape(pieces, -1) if parts == 1 else _side_by_side(prompts.reshape(parts, pieces, -1))
     return Microbatches(prompts, jnp.ones((*prompts.shape, 1), bool), pieces, None)
 
 
@@ -56,12 +56,13 @@ def packed(lengths: jax.Array, width: int, rows: int) -> Microbatches:
     own = lengths.reshape(parts, -1, lengths.shape[-1])
     prompts, members, num_used, _ = jax.vmap(lambda lengths: _packed_part(lengths, width, rows)._replace(width=0))(own)
     prompts += jnp.arange(0, num_prompts, num_prompts // parts, dtype=jnp.int32)[:, None, None]
+    return Microbatches(_side_by_side(prompts), _side_by_side(members), jnp.max(num_used), width)
 
-    def side_by_side(x: jax.Array) -> jax.Array:
-        x = x.swapaxes(0, 1)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
 
-    return Microbatches(side_by_side(prompts), side_by_side(members), jnp.max(num_used), width)
+def _side_by_side(x: jax.Array) -> jax.Array:
+    """Pieces of the parts of a batch `[parts, C, n, ...]` as pieces of all of it, `[C, parts · n, ...]`."""
+    x = x.swapaxes(0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _packed_part(lengths: jax.Array, width: int, rows: int) -> Microbatches:
