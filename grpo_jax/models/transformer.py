@@ -237,7 +237,7 @@ class Attention(nn.Module):
             attended, kept = attend_groups(queries, keys, values, seen.masks, config.attention)
         else:
             attended, kept = attend_past(queries, keys, values, seen.masks, *past)
-        attended = attended.reshape(*x.shape[:2], heads, features)
+        attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
         return out(attended), kept
 

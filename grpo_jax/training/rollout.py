@@ -12,6 +12,7 @@ from grpo_jax.data.types import Completion, Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import named_components, score_completions
 from grpo_jax.sampling.sampler import Completions, sample_groups
@@ -168,9 +169,7 @@ def score_completion_tokens(
     if batch.packed is not None and hidden is None:
         return _score_packed_tokens(policy, params, batch)
     hidden = hidden_states(policy, params, batch) if hidden is None else hidden
-    return token_logprobs(
-        hidden, policy.unembedding(params), batch.completion_ids, temperature=batch.temperature[..., None]
-    )
+    return _token_logprobs(hidden, policy.unembedding(params), batch.completion_ids, batch.temperature[..., None])
 
 
 def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
@@ -192,7 +191,7 @@ def _score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> TokenL
     numbers = jnp.where(is_token, completion + 1, 0)
     hidden = policy.packed_groups(params, batch.prompt_ids, batch.prompt_mask, ids, numbers)
     temperature = chosen(batch.temperature, completion)
-    scores = token_logprobs(hidden, policy.unembedding(params), ids, temperature=temperature)
+    scores = _token_logprobs(hidden, policy.unembedding(params), ids, temperature)
 
     def unpacked(x: jax.Array) -> jax.Array:
         whole = jnp.zeros((n, group_size * size), x.dtype)
@@ -200,6 +199,16 @@ def _score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> TokenL
         return whole.reshape(n, group_size, size)
 
     return jax.tree.map(unpacked, scores)
+
+
+def _token_logprobs(hidden: jax.Array, unembedding: jax.Array, ids: jax.Array, temperature: jax.Array) -> TokenLogprobs:
+    """`token_logprobs`. On a mesh all devices share out the tokens, those too that share out heads."""
+    if mesh_sizes() is None:
+        return token_logprobs(hidden, unembedding, ids, temperature=temperature)
+    temperature = jnp.broadcast_to(temperature, ids.shape)
+    rows = spread((hidden.reshape(-1, hidden.shape[-1]), ids.ravel(), temperature.ravel()), AXES)
+    scores = spread(token_logprobs(rows[0], unembedding, rows[1], temperature=rows[2]), AXES)
+    return spread(jax.tree.map(lambda x: x.reshape(ids.shape), scores), BATCH)
 
 
 # ---- text and rewards
