@@ -77,7 +77,7 @@ def case_of(name: str) -> Case:
         params = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)
         noise = iter(jax.random.split(jax.random.key(2), 99))  # B begins at 0, and then A has no gradient
         params = params._replace(
-            adapters=jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), params.adapters)
+            adapters=jax.tree.map(lambda x: x + 0.02 * jax.random.normal(next(noise), x.shape), params.adapters)
         )
     return Case(config, grpo_method(DECODER, config), params)
 
