@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.loop import Programs
-from grpo_jax.training.parallel import Mesh, devices_of, parts, place, shardings
+from grpo_jax.training.parallel import devices_of, parts, place, where_to_load
 
 CURVES = (("length_mean", "tokens"),)
 
@@ -76,10 +75,7 @@ def opened(model: ModelOptions, task: TaskOptions, train: GRPOConfig) -> Iterato
       train: the run, checked.
     """
     check_task_options(task)
-    devices = devices_of(train)
-    # A model that is cut over devices may be larger than the first.
-    cut = partial(shardings, devices=devices) if isinstance(devices, Mesh) else None
-    loaded = load_model(model, seed=train.seed, sharding=cut)
+    loaded = load_model(model, seed=train.seed, sharding=where_to_load(devices_of(train)))
     with open_task(
         task,
         loaded.pretrained,

@@ -223,6 +223,11 @@ def shardings(params: Any, devices: Devices) -> Any:
     return _shardings(params, devices, None)
 
 
+def where_to_load(devices: Devices) -> Callable[[Any], Any] | None:
+    """Where a model is loaded: shapes -> shardings. None: on the first device, from which `place` copies it."""
+    return partial(shardings, devices=devices) if isinstance(devices, Mesh) else None
+
+
 def _check_heads(params: Any, mesh: Mesh) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         heads = x.shape[-2] if [getattr(key, "key", "") for key in path[-2:]] == ["k_proj", "kernel"] else mesh.tensor

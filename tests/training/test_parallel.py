@@ -39,6 +39,19 @@ EOS, PAD = 0, 1
 # Eight key-value heads, so that eight devices can share them out.
 MODEL = ModelConfig(64, 16, 32, 2, 8, 8, 4, qkv_bias=True, initializer_range=0.1)
 DECODER = decoder_policy(MODEL)
+# What other models have: fewer key-value heads, norms of heads, biases, a window in one layer, an unembedding.
+OTHER = dataclasses.replace(
+    MODEL,
+    num_key_value_heads=4,
+    qk_norm=True,
+    o_bias=True,
+    mlp_bias=True,
+    sliding_window=3,
+    sliding_layers=(0,),
+    tie_word_embeddings=False,
+    remat="layer",
+    attention="xla",
+)
 TASK = Task(None, None, None, None, (EOS,), PAD, MODEL.vocab_size)
 
 PMAP, FSDP, TENSOR, ALL = 8, Mesh(fsdp=8), Mesh(tensor=8), Mesh(2, 2, 2)
@@ -69,9 +82,15 @@ def case_of(name: str) -> Case:
     if name in PRESETS:
         config = recipe(name, **options)
         return Case(config, grpo_method(POLICY, config), PARAMS, POLICY)
-    if name == "ppo":
-        config = with_options(PPOConfig(), **options, kl_coef=0.1, minibatches=2)
-        return Case(config, ppo_method(DECODER, critic_policy(MODEL), config), add_critic(MODEL, params))
+    if name in ("ppo", "shared"):
+        critic = "shared" if name == "shared" else "own"
+        config = with_options(PPOConfig(), **options, kl_coef=0.1, minibatches=2, critic=critic)
+        return Case(config, ppo_method(DECODER, critic_policy(MODEL), config), add_critic(MODEL, params, critic))
+    if name in ("moving", "other"):
+        moving = {"ref_sync_steps": 1, "ref_mixup_alpha": 0.5, "divergence": "reverse", "top_entropy": 0.5}
+        config = recipe("grpo", **options, minibatches=2, kl_coef=0.2, **(moving if name == "moving" else {}))
+        policy = DECODER if name == "moving" else decoder_policy(OTHER)
+        return Case(config, grpo_method(policy, config), jax.jit(policy.init)(jax.random.key(0)), policy)
     config = recipe("grpo", **options, epochs=2, microbatches=2, kl_coef=0.2)
     if name == "lora":
         params = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)
@@ -153,6 +172,12 @@ QUICK = {("decoder", FSDP), ("ppo", ALL), ("lora", TENSOR)}
 )
 def test_updates_have_the_gradients_of_one_device(name, devices):
     compare(gradients(name, 1), gradients(name, devices))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shared", "moving", "other"])
+def test_updates_of_other_kinds_have_the_gradients_of_one_device(name):
+    compare(gradients(name, 1), gradients(name, ALL))
 
 
 def compare(one: Any, other: Any) -> None:
