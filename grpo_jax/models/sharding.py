@@ -36,7 +36,7 @@ _PROJECTIONS: dict[str, tuple[tuple[Axes, ...], tuple[Axes, ...]]] = {
 }
 # Of parameters, by the last one or two names of their path. Others, such as norms, are whole on every device, and so is
 # the leading axis L of stacked layers. Embeddings are cut by features alone: slices of the vocabulary stay local.
-_PARAMETERS: dict[tuple[str, ...], tuple[Axes, ...]] = {
+_PARAMETERS: dict[tuple[str | None, ...], tuple[Axes, ...]] = {
     ("embedding",): (None, MODEL),
     ("unembedding",): (None, MODEL),
 }
@@ -83,27 +83,17 @@ def specs(params: Any, sizes: Any, layout: Layout = stored) -> Any:
     """
 
     def spec(path: Any, x: Any) -> PartitionSpec:
-        return _spec(x.shape, sizes, map(layout, _axes_of([_name_of(key) for key in path])))
+        names = tuple(getattr(key, "key", None) for key in path)
+        axes = _PARAMETERS.get(names[-2:], _PARAMETERS.get(names[-1:], ()))
+        if len(axes) > x.ndim:  # of another model, with the same names
+            return PartitionSpec()
+        return _spec(x.shape, sizes, (*[None] * (x.ndim - len(axes)), *map(layout, axes)))
 
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
-def _name_of(key: Any) -> str:
-    return str(getattr(key, "key", getattr(key, "name", "")))
-
-
-def _axes_of(names: list[str]) -> tuple[Axes, ...]:
-    """Of the parameter at a path, for its trailing axes."""
-    return _PARAMETERS.get(tuple(names[-2:]), _PARAMETERS.get(tuple(names[-1:]), ()))
-
-
-def _spec(shape: tuple[int, ...], sizes: Any, axes: Any) -> PartitionSpec:
-    """Of an array, from the axes of its trailing dimensions."""
-    axes = tuple(axes)
-    whole = [None] * (len(shape) - len(axes))
-    return PartitionSpec(
-        *whole, *(_fitting(size, sizes, axis) for size, axis in zip(shape[len(whole) :], axes, strict=True))
-    )
+def _spec(shape: tuple[int, ...], sizes: Any, axes: tuple[Axes, ...]) -> PartitionSpec:
+    return PartitionSpec(*(_fitting(size, sizes, axis) for size, axis in zip(shape, axes, strict=True)))
 
 
 def _fitting(size: int, sizes: Any, axes: Axes) -> Axes:
