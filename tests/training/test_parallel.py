@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,8 @@ from grpo_jax.data.types import Prompts, pad_prompts, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import logprobs
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import ModelConfig, config_from_huggingface
+from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
@@ -29,7 +31,17 @@ from grpo_jax.training.grpo import grpo_method, make_programs, train
 from grpo_jax.training.learn import Method, with_scores
 from grpo_jax.training.loop import compile_programs
 from grpo_jax.training.microbatches import choose_rows
-from grpo_jax.training.parallel import Devices, Mesh, devices_of, parts, place, shardings, to_devices, to_host
+from grpo_jax.training.parallel import (
+    Devices,
+    Mesh,
+    devices_of,
+    parts,
+    place,
+    shardings,
+    to_devices,
+    to_host,
+    where_to_load,
+)
 from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.training.rollout import completion_numbers, group_temperatures, make_sampler, noise_of
 from grpo_jax.training.state import REWARD_AXES, Batch, RewardArrays
@@ -378,3 +390,12 @@ def test_what_a_mesh_does_not_divide_stays_whole():
     placed = place(params, Mesh(fsdp=2, tensor=4))
     assert placed["layers"]["mlp"]["gate_proj"]["kernel"].addressable_shards[0].data.shape == (2, 3, 10)
     assert placed["embedding"].addressable_shards[0].data.shape == (3, 3)
+
+
+def test_a_model_is_read_onto_the_mesh():
+    folder, mesh = Path(__file__).parents[1] / "golden" / "llama", Mesh(fsdp=2, tensor=2)
+    model = config_from_huggingface(read_json(folder / "config.json"))
+    found = load_params(folder, model, sharding=where_to_load(mesh))
+    expected = place(load_params(folder, model), mesh)
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, expected)
+    assert params_sha256(found) == params_sha256(expected)
