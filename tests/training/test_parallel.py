@@ -49,7 +49,7 @@ from grpo_jax.training.state import REWARD_AXES, Batch, RewardArrays
 N, G, P, T = 16, 5, 3, 5
 EOS, PAD = 0, 1
 # Eight key-value heads, so that eight devices can share them out.
-MODEL = ModelConfig(64, 16, 32, 2, 8, 8, 4, qkv_bias=True, initializer_range=0.1)
+MODEL = ModelConfig(64, 16, 32, 2, 8, 8, 4, qkv_bias=True, initializer_range=0.05)
 DECODER = decoder_policy(MODEL)
 # What other models have: fewer key-value heads, norms of heads, biases, a window in one layer, an unembedding.
 OTHER = dataclasses.replace(
