@@ -78,7 +78,7 @@ from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import Evaluation
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.loop import Programs
-from grpo_jax.training.parallel import num_devices, replicate
+from grpo_jax.training.parallel import num_devices, place
 from grpo_jax.training.ppo import ActorCritic, add_critic, critic_policy, make_ppo_programs
 from grpo_jax.training.reward_model import pair_batches, score_pairs, train_reward_model
 from grpo_jax.training.sft import mean_nll, train_sft
@@ -180,7 +180,7 @@ def main(config: Config) -> None:
     programs = {"ppo": ppo._replace(sampler=grpo.sampler), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
     keep_description(run, model, config.model)
-    start = replicate(model.params, num_devices(config.ppo.run.devices))
+    start = place(model.params, num_devices(config.ppo.run.devices))
     judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, start, thirds, judge, programs, run)
     found = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]

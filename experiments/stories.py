@@ -26,7 +26,7 @@ from grpo_jax.statistics import cell
 from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
-from grpo_jax.training.parallel import num_devices, replicate
+from grpo_jax.training.parallel import num_devices, place
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Batch
 
@@ -67,7 +67,7 @@ def main(config: Config) -> None:
         overlong=config.model.overlong,
     )
     programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
-    start = replicate(model.params, num_devices(config.train.devices))
+    start = place(model.params, num_devices(config.train.devices))
     run = flags.open_run(config)
     keep_description(run, model, config.model)
     check_length(run, task, config.train.sampling.max_tokens, model.pretrained.config.max_position_embeddings)

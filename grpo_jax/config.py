@@ -45,6 +45,7 @@ Divergence = Literal["preset", "full", "reverse"]
 AdvantagesOf = Literal["sum", "components"]
 Correction = Literal["none", "token", "sequence", "icepop", "geometric"]
 Decay = Literal["none", "linear", "cosine"]
+Parallel = Literal["auto", "pmap", "mesh"]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -230,6 +231,20 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """How devices share out the work. Of a mesh, `devices` / (fsdp x tensor) more spread prompts alone."""
+
+    parallel: Parallel = "auto"
+    """pmap: every device holds all parameters. mesh: parameters, optimizer and reference are cut over devices, for
+    models larger than one. auto: mesh if fsdp or tensor is above 1."""
+    fsdp: int = 1
+    """Devices of a mesh that parameters are cut over, and prompts too. A layer is put together while it is computed."""
+    tensor: int = 1
+    """Devices of a mesh that heads and features of the MLP are cut over, each of which computes its own. It divides the
+    key-value heads."""
+
+
+@dataclass(frozen=True)
 class GRPOConfig:
     """A GRPO run. `recipe` makes one, and `with_options` changes fields of any group."""
 
@@ -238,7 +253,8 @@ class GRPOConfig:
     seed: int = 0
     """Random seed of prompts, sampling and shuffling."""
     devices: int = 1
-    """Devices to spread prompts over, with jax.pmap; 0 for all."""
+    """Devices to spread prompts over; 0 for all."""
+    mesh: MeshConfig = MeshConfig()
     sampling: SamplingConfig = SamplingConfig()
     loss: LossConfig = LossConfig()
     reference: ReferenceConfig = ReferenceConfig()

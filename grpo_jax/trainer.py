@@ -24,7 +24,7 @@ from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs, train
 from grpo_jax.training.guards import check_length
-from grpo_jax.training.parallel import num_devices
+from grpo_jax.training.parallel import devices_of, parts, where_to_load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,9 @@ class GRPOTrainer:
             raise UsageError(f"model is of type {kind}: give a folder, an id on the hub, or load_pretrained of either")
         self._options, self._lower_num_prompts = with_options(_Options(), **options), "num_prompts" not in options
         self._reward, self._run_dir = _checked_reward(reward_model), Path(run_dir).expanduser()
-        self._loaded = load_model(self._options.model, seed=self._options.train.seed, pretrained=pretrained)
+        train = self._options.train
+        sharding = where_to_load(devices_of(train))
+        self._loaded = load_model(self._options.model, seed=train.seed, pretrained=pretrained, sharding=sharding)
 
     def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:
         """Trains from the model given, in a new run; a second call begins there again.
@@ -178,7 +180,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 def _fitting_num_prompts(config: GRPOConfig, left: int) -> int:
     """As many prompts of a step as asked for by default, or as there are, in pieces of one size."""
-    pieces = max(config.optimizer.minibatches * (config.optimizer.microbatches or 1) * num_devices(config.devices), 1)
+    pieces = max(config.optimizer.minibatches * (config.optimizer.microbatches or 1) * parts(devices_of(config)), 1)
     if left < pieces:
         raise UsageError(
             f"there are {left} prompts for {pieces} pieces of a step (minibatches x microbatches x devices): lower "

@@ -31,7 +31,7 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.loop import Programs
-from grpo_jax.training.parallel import num_devices, replicate
+from grpo_jax.training.parallel import devices_of, parts, place, where_to_load
 
 CURVES = (("length_mean", "tokens"),)
 
@@ -52,7 +52,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Loads model and task, then trains."""
-    validate(config.train, num_devices=num_devices(config.train.devices))  # before a checkpoint is read
+    validate(config.train, num_devices=parts(devices_of(config.train)))  # before a checkpoint is read
     with opened(config.model, config.task, config.train) as (model, task):
         programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
         run_method(
@@ -76,7 +76,7 @@ def opened(model: ModelOptions, task: TaskOptions, train: GRPOConfig) -> Iterato
       train: the run, checked.
     """
     check_task_options(task)
-    loaded = load_model(model, seed=train.seed)
+    loaded = load_model(model, seed=train.seed, sharding=where_to_load(devices_of(train)))
     with open_task(
         task,
         loaded.pretrained,
@@ -119,7 +119,7 @@ def run_method(
     started, config = time.perf_counter(), programs.config
     keep_description(run, model, options)
     check_length(run, task, config.sampling.max_tokens, model.pretrained.config.max_position_embeddings)
-    start = replicate(start, num_devices(config.devices))
+    start = place(start, devices_of(config))
     phases = (phase, CONTROL) if control else (phase,)
     rows, checksum = train_with_control(start, task, config, run, programs, phases=phases)
 

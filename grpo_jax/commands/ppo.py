@@ -18,7 +18,7 @@ from grpo_jax.commands.grpo import CURVES, opened, run_method
 from grpo_jax.config import ModelOptions, PPOConfig, validate_ppo, with_options
 from grpo_jax.runs import flags
 from grpo_jax.tasks.options import TaskOptions
-from grpo_jax.training.parallel import num_devices
+from grpo_jax.training.parallel import devices_of, parts
 from grpo_jax.training.ppo import add_critic, critic_policy, make_ppo_programs
 
 PPO_CURVES = (*CURVES, ("explained_variance", "variance of returns that the critic explains"))
@@ -41,7 +41,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Loads model and task, adds a critic, then trains."""
-    validate_ppo(config.ppo, num_devices=num_devices(config.ppo.run.devices))  # before a checkpoint is read
+    validate_ppo(config.ppo, num_devices=parts(devices_of(config.ppo.run)))  # before a checkpoint is read
     with opened(config.model, config.task, config.ppo.run) as (model, task):
         shape = model.pretrained.config
         programs = make_ppo_programs(model.policy, critic_policy(shape), task, config.ppo)

@@ -64,8 +64,8 @@ def load_pretrained(
       name: a local folder, as `save_pretrained` of transformers writes it, or the id of one on the hub.
       head: of a classifier with one label, such as a reward model: the parameters are `heads.Headed`.
       param_dtype: of the parameters, whatever the files hold; float32, in which small updates are not lost.
-      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that is a prefix of
-        the parameters'; None: the default device.
+      sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that is a prefix of the parameters', or
+        a function of the parameters' shapes that gives one; None: the default device.
       **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
 
     Returns:
@@ -269,6 +269,7 @@ def load_params(
     if sharding is None:
         _check_memory(folder, shapes, dtype)
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = sharding(shapes) if callable(sharding) else sharding
     shardings = jax.tree.broadcast(default if sharding is None else sharding, shapes)
 
     def load(tensor: Tensor, leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding) -> jax.Array:

@@ -4,6 +4,7 @@ Anything that provides them can be trained: the decoder here, an nnx model throu
 split and merge, a fake in a test. Letters as in `transformer`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import variables
+from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import (
     Cache,
     Geometry,
@@ -133,17 +135,19 @@ def decoder_policy(config: ModelConfig) -> Policy:
         last, stacked = run_prompts(params, prompt_ids, prompt_mask)
         # Laid out here, once, and not in every turn of the decode loop.
         layers = range(config.num_hidden_layers)
-        separate = {name: decoding_layout(tree, config) for name, tree in variables(params).items()}
+        separate = {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in variables(params).items()}
         prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
         prefix = Prefix(prompts, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
-        heads = prompt_ids.shape[0] * group_size * config.num_key_value_heads
-        values = jnp.zeros((heads, max(max_tokens - 1, 1), config.head_dim), config.dtype)
+        rows = [prompt_ids.shape[0], config.num_key_value_heads * group_size]
+        rows = rows if mesh_sizes() else [math.prod(rows)]
+        values = jnp.zeros((*rows, max(max_tokens - 1, 1), config.head_dim), config.dtype)
+        values = spread(values, BATCH, TENSOR)
         cache = prefix, tuple(KeyValues(keys_for_decoding(values), values) for _ in layers)
         decoder = Transformer(config, scan_layers=False)
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array):
             prefix, own = cache
-            seen = both(geometry_of_step, prefix, ids.shape[1], own[0].values.shape[1], step)
+            seen = both(geometry_of_step, prefix, ids.shape[1], own[0].values.shape[-2], step)
             hidden, own = decoder.apply(separate, ids, *seen, past=(prefix, Cache(own, step)))
             return hidden, (prefix, own)
 

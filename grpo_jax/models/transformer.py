@@ -23,8 +23,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.errors import missing
+from grpo_jax.models import sharding
 from grpo_jax.models.config import AttentionKind, ModelConfig
 from grpo_jax.models.config import Params as Params
+from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
 
 try:
     from flax import linen as nn
@@ -38,7 +40,7 @@ class KeyValues(NamedTuple):
     Heads come before tokens: the products with one query then read memory in order. On a CPU features of keys come
     before tokens too, which made attention in a decode step about twice as fast there; see `keys_for_decoding`.
     Completions have one axis for all that is not multiplied: with an axis G of size 1 XLA on CPU copied the whole cache
-    for each token.
+    for each token. On a mesh they have two, N and K·G: prompts are spread along other axes of the mesh than heads.
     """
 
     keys: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions; on a CPU [N, K, E, P] and [N·K·G, E, C]
@@ -141,7 +143,10 @@ class Transformer(nn.Module):
         embedding = self.param("embedding", _declared, (config.vocab_size, config.hidden_size))
         if not config.tie_word_embeddings:
             self.param("unembedding", _declared, (config.vocab_size, config.hidden_size))
-        x = embedding[ids].astype(config.dtype)
+        rows = BATCH if past is None else DATA
+        # On a mesh embeddings are cut by features: each device reads its own of all tokens, and all are exchanged.
+        x = spread(embedding[spread(ids, DATA)], DATA, None, MODEL).astype(config.dtype)
+        x = spread(spread(x, DATA, None, FSDP), rows)  # in two steps: XLA would do one by a copy of everything
 
         layers = range(config.num_hidden_layers)
         sliding = layers if config.sliding_layers is None else config.sliding_layers
@@ -165,7 +170,7 @@ class Transformer(nn.Module):
                 x, own = block(x, near if layer in sliding else far, past=own_past)
                 key_values.append(own)
             key_values = tuple(key_values)
-        return RMSNorm(config.rms_norm_eps, name="final_norm")(x), key_values
+        return spread(RMSNorm(config.rms_norm_eps, name="final_norm")(x), rows), key_values
 
 
 # What the backward pass is given of a layer; all else follows from it without another product but that of the scores.
@@ -176,15 +181,17 @@ def unrolls(config: ModelConfig) -> bool:
     """Whether layers are compiled one by one and not as a loop.
 
     On a GPU a loop copies what the backward pass needs of each layer into one array of all, and out of it again: a
-    ninth of the time of an update. Compiling 24 layers took half as long again. With remat "layer" little is kept.
+    ninth of the time of an update. Compiling 24 layers took half as long again. With remat "layer" little is kept. On a
+    mesh one layer after the other is put together.
     """
-    return jax.default_backend() == "gpu" and config.remat == "none"
+    return jax.default_backend() == "gpu" and config.remat == "none" and sharding.mesh_sizes() is None
 
 
 def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Module]:
     """The block with less kept for the backward pass: see `ModelConfig.remat`.
 
     Also without remat, norms, rotations and softmax are computed again: that takes less time than writing them down.
+    On a mesh attention is always computed again: parameters that were put together for a layer must not be kept.
     """
     policy = jax.checkpoint_policies.save_only_these_names(*_KEPT) if config.remat == "none" else None
     return nn.remat(block, prevent_cse=False, policy=policy)
@@ -202,11 +209,13 @@ class Block(nn.Module):
         Returns x, and keys and values."""
         if is_far is not None:
             seen = seen._replace(masks=jax.tree.map(lambda a, b: jnp.where(is_far, a, b), far_masks, seen.masks))
+        rows = BATCH if past is None else DATA
+        x = spread(x, rows)
         normed = RMSNorm(self.config.rms_norm_eps, name="input_norm")(x)
         attended, key_values = Attention(self.config, name="attention")(normed, seen, past)
-        x = checkpoint_name(x + attended, "middle")
+        x = checkpoint_name(spread(x + attended, rows), "middle")
         normed = RMSNorm(self.config.rms_norm_eps, name="post_attention_norm")(x)
-        return x + MLP(self.config, name="mlp")(normed), key_values
+        return spread(x + MLP(self.config, name="mlp")(normed), rows), key_values
 
 
 class Attention(nn.Module):
@@ -221,7 +230,7 @@ class Attention(nn.Module):
         heads, kv_heads, features = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
         shapes = {"q_proj": (heads, features), "k_proj": (kv_heads, features), "v_proj": (kv_heads, features)}
-        projected = linears(self, x, shapes, config.qkv_bias)
+        projected = [spread(y, BATCH, None, TENSOR) for y in linears(self, x, shapes, config.qkv_bias)]
         queries, keys, values = (checkpoint_name(y, "projected") for y in projected)  # [N, M, heads, E]
 
         def rotated(name: str, projected: jax.Array) -> jax.Array:
@@ -235,7 +244,7 @@ class Attention(nn.Module):
             attended, kept = attend_groups(queries, keys, values, seen.masks, config.attention)
         else:
             attended, kept = attend_past(queries, keys, values, seen.masks, *past)
-        attended = attended.reshape(*x.shape[:2], heads, features)
+        attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
         return out(attended), kept
 
@@ -292,19 +301,28 @@ class Linear(nn.Module):
     def __call__(self, x, y=None):
         """x `[..., *in]` -> `[..., *out]`, in the dtype of x; y is x W `[..., out]`, where that is known."""
         if self.has_variable("params", "transposed"):
-            y = _times_transposed(x, self.get_variable("params", "transposed"), self.in_axes)
+            of_input, of_output = sharding.decoding_axes(str(self.name))
+            matrix: jax.Array = self.get_variable("params", "transposed")
+            rows = spread(x.reshape(-1, matrix.shape[1]), DATA, of_input)
+            y = spread(_times_transposed(rows, matrix), DATA, of_output)
         if y is not None:
             y = y.reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
         else:
             kernel = self.param("kernel", _declared, (*x.shape[-self.in_axes :], *self.out_shape))
-            y = product(x, kernel, self.in_axes)
+            y = product(x, self._whole("kernel", kernel, x), self.in_axes)
         if self.has_variable("lora", "a"):
             a: jax.Array = self.get_variable("lora", "a")
             b: jax.Array = self.get_variable("lora", "b")
-            y = y + product(product(x, a, self.in_axes), b)
+            y = y + product(product(x, self._whole("a", a, x), self.in_axes), self._whole("b", b, x))
         if self.use_bias:
-            y = y + self.param("bias", _declared, self.out_shape).astype(x.dtype)
+            y = y + self._whole("bias", self.param("bias", _declared, self.out_shape), x).astype(x.dtype)
         return y
+
+    def _whole(self, leaf: str, param: jax.Array, x: jax.Array) -> jax.Array:
+        """A parameter where it is used, which on a mesh travels in the dtype of x. In decoding it stays where it is."""
+        if self.has_variable("params", "transposed"):
+            return param
+        return put_together(str(self.name), leaf, param.astype(x.dtype))
 
 
 def _times_transposed(x: jax.Array, matrix: jax.Array, in_axes: int = 1) -> jax.Array:
@@ -570,30 +588,34 @@ def attend_past(
       queries: `[N, G, K, Q, E]`.
       keys, values: `[N, G, K, E]`, written to the cache.
       masks: over the prompt and over the cache.
-      prompt, cache: of the layer.
+      prompt: of the layer.
+      cache: of the layer, or with `[N, K·G, ...]` in place of its first axis.
       length: int32 scalar, tokens in the cache.
 
     Returns:
       `[N, G, K, Q, E]`; the cache with the token.
     """
     n, g, k, q, e = queries.shape
-    keys, values = (x.swapaxes(1, 2).reshape(-1, 1, e) for x in (keys, values))
-    keys_axes, axis = ("ec", 2) if _features_first() else ("ce", 1)
+    rows = cache.values.shape[:-2]
+    keys, values = (x.swapaxes(1, 2).reshape(*rows, 1, e) for x in (keys, values))
+    keys_axes, axis = ("ec", len(rows) + 1) if _features_first() else ("ce", len(rows))
     cache = KeyValues(
         jax.lax.dynamic_update_slice_in_dim(cache.keys, keys_for_decoding(keys), length, axis),
-        jax.lax.dynamic_update_slice_in_dim(cache.values, values, length, 1),
+        jax.lax.dynamic_update_slice_in_dim(cache.values, values, length, len(rows)),
     )
     queries = (queries * jnp.asarray(e**-0.5, queries.dtype)).swapaxes(1, 2)  # [N, K, G, Q, E]
     scores = (
         _einsum(f"nkme,nk{keys_axes}->nkmc", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1),
-        _einsum(f"bqe,b{keys_axes}->bqc", queries.reshape(-1, q, e), cache.keys).reshape(n, k, g, q, -1),
+        _einsum(f"...qe,...{keys_axes}->...qc", queries.reshape(*rows, q, e), cache.keys).reshape(n, k, g, q, -1),
     )
     biased = [x + _bias(mask)[..., 0, :] for x, mask in zip(scores, masks, strict=True)]
     width = masks[0].shape[-1]
     weights = jax.nn.softmax(jnp.concatenate(biased, axis=-1)).astype(queries.dtype)
     of_prompt, of_cache = jnp.split(weights, [width], axis=-1)
     attended = _einsum("nkmp,nkpe->nkme", of_prompt.reshape(n, k, g * q, width), prompt.values).reshape(queries.shape)
-    attended += _einsum("bqc,bce->bqe", of_cache.reshape(n * k * g, q, -1), cache.values).reshape(queries.shape)
+    attended += _einsum("...qc,...ce->...qe", of_cache.reshape(*rows, q, of_cache.shape[-1]), cache.values).reshape(
+        queries.shape
+    )
     return attended.astype(queries.dtype).swapaxes(1, 2), cache
 
 
@@ -824,7 +846,8 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
         rest = {
             name: {key: x[key] for key in x if key != "kernel"} if name in matrices else x for name, x in tree.items()
         }
-        joined = [matrices.pop(name) for name in _OF_ONE_INPUT if name in matrices]
+        of_one_input = () if sharding.mesh_sizes() else _OF_ONE_INPUT  # a mesh cuts each by itself
+        joined = [matrices.pop(name) for name in of_one_input if name in matrices]
         for name, matrix in matrices.items():
             rest[name]["transposed"] = matrix
         return rest | ({"joined": jnp.concatenate(joined)} if joined else {})

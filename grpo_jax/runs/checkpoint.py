@@ -102,10 +102,17 @@ class Checkpoints:
         minutes = (time.monotonic() - self._last_save) / 60
         return bool(self._every and step % self._every == 0) or 0 < self._minutes <= minutes
 
-    def restore(self, like: Callable[[], State]) -> tuple[State, int]:
+    def restore(
+        self, like: Callable[[], State], shardings: Callable[[State], State] | None = None
+    ) -> tuple[State, int]:
         """The newest state that verifies and its step, or `like()` and 0 where nothing was saved.
 
         What is newer and does not verify gets another name, and a warning names it.
+
+        Args:
+          like: a first state; of a checkpoint its shapes.
+          shardings: shapes of a state -> where its arrays are put, whatever devices saved them; None: on the first
+            device.
 
         Raises:
           UsageError: there are checkpoints, and none verifies; or the disk has no room for another.
@@ -120,7 +127,7 @@ class Checkpoints:
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; the run goes on from step {step}")
         self.lines = lines
-        restored = self._restore(step, _items(shapes))
+        restored = self._restore(step, _items(shapes), None if shardings is None else _items(shardings(shapes)))
         return shapes._replace(params=restored["params"], **restored["rest"]), step
 
     def _newest(self, steps: Sequence[int], part: str = "") -> tuple[int, Mapping[str, str], dict[int, str]]:
@@ -168,13 +175,13 @@ class Checkpoints:
         if names != {"policy", "critic"}:
             return self._restore(chosen, {"params": like})["params"], chosen
         # Of PPO, whose parameters are those of policy and critic.
-        part = _on_one_device({"policy": like})
+        part = _placed({"policy": like})
         how = ocp.checkpoint_utils.construct_restore_args(part)
         args = ocp.args.PyTreeRestore(part, restore_args=how, partial_restore=True)
         return self._manager.restore(chosen, args=ocp.args.Composite(params=args))["params"]["policy"], chosen
 
-    def _restore(self, step: int, items: dict[str, Any]) -> Any:
-        args = {name: ocp.args.StandardRestore(target) for name, target in _on_one_device(items).items()}
+    def _restore(self, step: int, items: dict[str, Any], shardings: Any = None) -> Any:
+        args = {name: ocp.args.StandardRestore(target) for name, target in _placed(items, shardings).items()}
         return self._manager.restore(step, args=ocp.args.Composite(**args))
 
     def _names(self, step: int) -> set[str]:
@@ -206,10 +213,11 @@ def _unused(path: Path) -> Path:
     return next(free for free in itertools.chain([path], numbered) if not free.exists())
 
 
-def _on_one_device(tree: Any) -> Any:
-    """Shapes and dtypes of a tree, on the first device."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+def _placed(tree: Any, shardings: Any = None) -> Any:
+    """Shapes and dtypes of a tree with their shardings; None: on the first device."""
+    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.map(lambda _: first, tree) if shardings is None else shardings
+    return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings)
 
 
 def _items(state: Any) -> dict[str, Any]:

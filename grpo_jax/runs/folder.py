@@ -38,6 +38,9 @@ SIDE_PHASES = ("warm", "control")
 _FREE_OPTIONS = frozenset(
     {
         "devices",  # but for rounding
+        "parallel",
+        "fsdp",
+        "tensor",
         "keep_checkpoints",
         "checkpoint_every",
         "save_every_minutes",

@@ -64,13 +64,16 @@ class Loaded(NamedTuple):
     pretrained: Pretrained
 
 
-def load_model(options: ModelOptions, *, seed: int, pretrained: Pretrained | None = None) -> Loaded:
+def load_model(
+    options: ModelOptions, *, seed: int, pretrained: Pretrained | None = None, sharding: Any = None
+) -> Loaded:
     """The model that the options name.
 
     Args:
       options: of the run.
       seed: of new adapters.
       pretrained: a model that is loaded already; of the options those of LoRA are then read.
+      sharding: as in `load_pretrained`.
 
     Returns:
       The model.
@@ -94,6 +97,7 @@ def load_model(options: ModelOptions, *, seed: int, pretrained: Pretrained | Non
             dtype=options.dtype,
             remat=options.remat,
             attention=options.attention,
+            sharding=sharding,
         )
     params = pretrained.params
     if options.lora_rank:

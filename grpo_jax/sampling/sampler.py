@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.categorical import sample_categorical
 from grpo_jax.sampling.truncation import Truncation, truncate
@@ -75,9 +76,11 @@ def sample_groups(
         jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape), truncation or Truncation()),
         _nothing(shape, max_tokens, pad_id, truncation),
     )
+    given = spread(given, BATCH)
     rooms = _rooms(max_tokens) if policy.widen else (max_tokens,)
     hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], rooms[0])
     unembedding = policy.unembedding(params)
+    unembedding = spread(unembedding, *unembedding_axes(unembedding.shape[0]))
 
     def add(rows: _Rows, hidden: jax.Array, step: jax.Array) -> _Rows:
         return _add_token(rows, _logits(hidden, unembedding), step, eos_ids)
@@ -93,7 +96,8 @@ def sample_groups(
         step, cache, begun_rows = jax.lax.while_loop(partial(_continues, max_tokens=room), extend, begun)
         assert policy.widen
         begun = step, policy.widen(cache, wider - 1), begun_rows
-    widths = _widths(math.prod(shape), max_tokens) if policy.select else ()
+    # On a mesh those that are left would not be shared out evenly.
+    widths = _widths(math.prod(shape), max_tokens) if policy.select and mesh_sizes() is None else ()
     return _decode_all(extend, policy.select, begun, max_tokens, widths)
 
 
@@ -220,7 +224,11 @@ def _noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:
 
 def _logits(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
     """Logits before temperature, float32 `[N, G, V]`, as `functional.token_logprobs` computes them."""
-    return jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32)
+    of_tokens, of_features = unembedding_axes(unembedding.shape[0])
+    hidden = spread(hidden, DATA, None, of_features)
+    logits = jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32)
+    # On a mesh each device has made the logits of its tokens of the vocabulary, and samples for prompts of its own.
+    return spread(spread(spread(logits, DATA, None, of_tokens), BATCH, None, TENSOR), AXES)
 
 
 def _logprob_of(logits: jax.Array, ids: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.training.parallel import spread_over, to_devices
+from grpo_jax.training.parallel import Devices, size, spread_over, to_devices
 from grpo_jax.training.rollout import Rollout, zero_spread
 from grpo_jax.training.state import Batch
 
@@ -28,7 +28,7 @@ class Sampled(NamedTuple):
 
 
 def sample_with_spread(
-    draw: Callable[[int], tuple[Rollout, Batch]], *, max_rollouts: int, metric: str = "", devices: int = 1
+    draw: Callable[[int], tuple[Rollout, Batch]], *, max_rollouts: int, metric: str = "", devices: Devices = 1
 ) -> Sampled:
     """Draws until N groups have spread, or there were `max_rollouts`; groups without spread then fill up.
 
@@ -60,7 +60,7 @@ def sample_with_spread(
     return Sampled(select(everything, kept), select_on_devices(batches, kept, devices), everything, len(rollouts))
 
 
-def select_on_devices(batches: list[Batch], groups: np.ndarray, devices: int = 1) -> Batch:
+def select_on_devices(batches: list[Batch], groups: np.ndarray, devices: Devices = 1) -> Batch:
     """N groups of several batches of N, by their numbers. One program, however many batches there are.
 
     Args:
@@ -79,10 +79,10 @@ def select_on_devices(batches: list[Batch], groups: np.ndarray, devices: int = 1
 
 
 @partial(jax.jit, static_argnames="devices")
-def _choose(chosen: Batch, batch: Batch, source: jax.Array, *, devices: int) -> Batch:
+def _choose(chosen: Batch, batch: Batch, source: jax.Array, *, devices: Devices) -> Batch:
     """Places of both batches, one behind the other, spread over devices as they were."""
     picked = jax.tree.map(lambda one, other: jnp.concatenate([one, other])[source], chosen, batch)
-    return spread_over(picked, devices) if devices > 1 else picked
+    return spread_over(picked, devices) if size(devices) > 1 else picked
 
 
 def concatenate(rollouts: list[Rollout]) -> Rollout:

@@ -14,7 +14,7 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.statistics import best_of, bootstrap, majority
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.learn import EVALUATION
-from grpo_jax.training.parallel import replicate, to_host
+from grpo_jax.training.parallel import place, to_host
 from grpo_jax.training.rollout import Sampler, decode_groups, noise_of
 
 # Numbers of completions are 32 bits: 12 of them count the completions of a prompt.
@@ -79,7 +79,7 @@ def sample_heldout(
     Raises:
       UsageError: there are no prompts, too many, or an impossible n.
     """
-    params = replicate(params, sampler.devices)
+    params = place(params, sampler.devices)
 
     def start(call: Call) -> Samples:
         temperatures = np.where(call.greedy, 0, temperature).astype(np.float32)

@@ -37,7 +37,7 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
 from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
-from grpo_jax.training.parallel import num_devices
+from grpo_jax.training.parallel import devices_of, parts
 from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import (
     Array,
@@ -97,7 +97,7 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
     Raises:
       UsageError: one sentence that says what to change.
     """
-    validate(config, num_devices=num_devices(config.devices))
+    validate(config, num_devices=parts(devices_of(config)))
     check_task(task, config)
     return compile_programs(grpo_method(policy, config), policy, task, config)
 

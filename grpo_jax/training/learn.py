@@ -19,6 +19,7 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.functional.numerics import maybe_psum
 from grpo_jax.models.lora import join, split
+from grpo_jax.models.sharding import BATCH, batch_parts, spread
 from grpo_jax.models.transformer import Params
 from grpo_jax.training.microbatches import (
     Microbatches,
@@ -168,13 +169,14 @@ def with_scores(batch: Batch, scored: Scored, config: GRPOConfig) -> Batch:
 
 
 def choose_pieces(method: Method, config: GRPOConfig, batch: Batch) -> Microbatches | None:
-    """The pieces that a batch on one device is computed in."""
+    """The pieces that a batch is computed in, from what one device has of it."""
     num_prompts, group_size, tokens = batch.completion_ids.shape
+    own = num_prompts // batch_parts()
     prompt, wanted = batch.prompt_ids.shape[-1], config.optimizer.microbatches
-    rows = choose_rows(num_prompts, prompt, group_size, tokens) if method.packs and not wanted else None
+    rows = choose_rows(own, prompt, group_size, tokens) if method.packs and not wanted else None
     if rows is not None:
         return packed(lengths_of(batch.completion_mask), *rows)
-    pieces = wanted or choose_microbatches(num_prompts, prompt + group_size * tokens)
+    pieces = wanted or choose_microbatches(own, prompt + group_size * tokens)
     return by_prompts(num_prompts, pieces)
 
 
@@ -275,7 +277,7 @@ def _update(method, config, state, frozen, reference, batch, clock, *, axis_name
         seed, step = clock
         order = minibatch_order(seed, step, whole.prompt_ids.shape[0], epochs=epochs, minibatches=minibatches)
         state, history = jax.lax.scan(
-            lambda state, prompts: optimizer_step(state, jax.tree.map(lambda x: x[prompts], whole)),
+            lambda state, prompts: optimizer_step(state, spread(jax.tree.map(lambda x: x[prompts], whole), BATCH)),
             state,
             own_part(order, axis_name),
         )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, LoggingConfig, options_of
+from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig, options_of
 from grpo_jax.data.types import Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
@@ -27,7 +27,17 @@ from grpo_jax.tasks.task import Task, inputs_of
 from grpo_jax.training import guards, learn
 from grpo_jax.training.dynamic_sampling import Sampled, sample_with_spread
 from grpo_jax.training.learn import LEARNED_AXES, SAMPLING, Learned, Method, Scored
-from grpo_jax.training.parallel import data_parallel, replicate, take_bytes_moved, to_devices, to_host
+from grpo_jax.training.parallel import (
+    compiled,
+    data_parallel,
+    devices_of,
+    place,
+    shardings,
+    size,
+    take_bytes_moved,
+    to_devices,
+    to_host,
+)
 from grpo_jax.training.readable import readable
 from grpo_jax.training.rollout import (
     Rollout,
@@ -46,7 +56,8 @@ from grpo_jax.training.rollout import (
 from grpo_jax.training.state import REWARD_AXES, Array, Batch, RewardArrays, TrainState
 
 # Options that the host alone reads, so that programs do not depend on them. Devices are those of the sampler.
-_OF_HOST = {"seed", "devices", "max_rollouts", "filter_metric", "max_skipped"} | options_of(LoggingConfig()).keys()
+_OF_HOST = {"seed", "max_rollouts", "filter_metric", "max_skipped"} | options_of(LoggingConfig()).keys()
+_OF_HOST |= {"devices"} | options_of(MeshConfig()).keys()
 
 
 class Programs(NamedTuple):
@@ -74,7 +85,7 @@ def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOCon
       task: its tokens.
       config: the run, checked.
     """
-    sampler = make_sampler(policy, task, config.sampling, devices=config.devices)
+    sampler = make_sampler(policy, task, config.sampling, devices=devices_of(config))
 
     def reference_logprobs(params: Params, batch: Batch) -> jax.Array:
         return score_completion_tokens(policy, params, batch).logprobs
@@ -94,7 +105,7 @@ def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOCon
         sampler,
         over_devices(score, (None, None, None, 0), 0) if any(learn.needed(method, config)) else None,
         over_devices(update, (None, None, None, 0, REWARD_AXES, None), (None, LEARNED_AXES), donate_argnums=(0,)),
-        jax.jit(lambda trained: learn.begin(method, jax.tree.map(jnp.copy, trained), config)),
+        compiled(lambda trained: learn.begin(method, jax.tree.map(jnp.copy, trained), config), devices=sampler.devices),
         config,
     )
 
@@ -165,7 +176,8 @@ def train(
     for note in task.notes:
         run.warn_once(note, note)
     run.keep_inputs(phase, inputs_of(task))
-    start, frozen = method.split(replicate(params, programs.sampler.devices))
+    devices = programs.sampler.devices
+    start, frozen = method.split(place(params, devices))
     numbers, temperature = completion_numbers(config.sampling), group_temperatures(config.sampling)
     common = Phase(
         name=phase,
@@ -177,15 +189,15 @@ def train(
         begin=0,
         frozen=frozen,
         first=method.actor(start, frozen),
-        numbers=to_devices(numbers, programs.sampler.devices),
-        temperature=to_devices(temperature, programs.sampler.devices),
+        numbers=to_devices(numbers, devices),
+        temperature=to_devices(temperature, devices),
         update_flops=update_flops(start, frozen, 1),
     )
     every, minutes = logging.checkpoint_every, logging.save_every_minutes
     kept = run.checkpoints(phase, keep=logging.keep_checkpoints, every=every, minutes=minutes)
     with between_steps() as asked_to_stop, kept as checkpoints:
-        state, done = checkpoints.restore(lambda: programs.init_state(start))
-        state = replicate(state, programs.sampler.devices)
+        state, done = checkpoints.restore(lambda: programs.init_state(start), partial(shardings, devices=devices))
+        state = place(state, devices)
         common = common._replace(begin=done)
         run.rewind(phase, done, checkpoints.lines)
         if evaluate and logging.eval_every and done == 0:
@@ -360,7 +372,7 @@ def log_times(phase: Phase, iteration: Iteration) -> None:
         iteration.step + 1,
         tokens={"rollout": iteration.sampled["tokens"], "update": trained},
         update_flops=phase.update_flops * trained,
-        peak_flops=peak_flops(devices),
+        peak_flops=peak_flops(size(devices)),
         numbers=moved,
     )
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.models.sharding import BATCH, batch_parts, spread
 from grpo_jax.training.state import Array
 
 # Packing computes a prompt again for each of its rows. Where no completion is padded it may cost this much more.
@@ -25,26 +26,47 @@ class Microbatches(NamedTuple):
 
 
 def by_prompts(num_prompts: int, pieces: int) -> Microbatches | None:
-    """Pieces of whole prompts.
+    """Pieces of whole prompts. On a mesh each has as many of every part of the batch.
 
     Args:
       num_prompts: N.
-      pieces: C, divides N.
+      pieces: C; with the parts of the batch it divides N.
     """
     if pieces == 1:
         return None
-    prompts = jnp.arange(num_prompts, dtype=jnp.int32).reshape(pieces, -1)
+    parts, prompts = batch_parts(), jnp.arange(num_prompts, dtype=jnp.int32)
+    prompts = prompts.reshape(pieces, -1) if parts == 1 else _side_by_side(prompts.reshape(parts, pieces, -1))
     return Microbatches(prompts, jnp.ones((*prompts.shape, 1), bool), pieces, None)
 
 
 def packed(lengths: jax.Array, width: int, rows: int) -> Microbatches:
     """Pieces of packed completions. A row has completions of one prompt, as many as fit: first the longest.
 
+    On a mesh each part of the batch is packed by itself, and a piece has rows of all parts. As many pieces are computed
+    as the fullest part needs.
+
     Args:
       lengths: int `[N, G]`, tokens of each completion, at most `width`; 0 for those that are left out.
       width: S, tokens of a row.
-      rows: n, of a piece.
+      rows: n, of a piece; on a mesh of each part.
     """
+    parts, num_prompts = batch_parts(), lengths.shape[0]
+    if parts == 1:
+        return _packed_part(lengths, width, rows)
+    own = lengths.reshape(parts, -1, lengths.shape[-1])
+    prompts, members, num_used, _ = jax.vmap(lambda lengths: _packed_part(lengths, width, rows)._replace(width=0))(own)
+    prompts += jnp.arange(0, num_prompts, num_prompts // parts, dtype=jnp.int32)[:, None, None]
+    return Microbatches(_side_by_side(prompts), _side_by_side(members), jnp.max(num_used), width)
+
+
+def _side_by_side(x: jax.Array) -> jax.Array:
+    """Pieces of the parts of a batch `[parts, C, n, ...]` as pieces of all of it, `[C, parts · n, ...]`."""
+    x = x.swapaxes(0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _packed_part(lengths: jax.Array, width: int, rows: int) -> Microbatches:
+    """`packed` of one part of a batch."""
     num_prompts, group_size = lengths.shape
     numbers = jnp.arange(group_size)
 
@@ -76,7 +98,7 @@ def packed(lengths: jax.Array, width: int, rows: int) -> Microbatches:
 def take(batch: Any, microbatches: Microbatches, number: Array) -> Any:
     """A piece of a batch. Completions that it does not compute are masked."""
     prompts, members = microbatches.prompts[number], microbatches.members[number]
-    piece = jax.tree.map(lambda x: x[prompts], batch)
+    piece = spread(jax.tree.map(lambda x: x[prompts], batch), BATCH)
     if microbatches.width is None:
         return piece
     piece = piece._replace(completion_mask=piece.completion_mask & members[..., None])
@@ -130,7 +152,7 @@ def computed_in_pieces(fn: Callable[[Any], Any], batch: Any, microbatches: Micro
         return jax.tree.map(add, total, fn(take(batch, microbatches, number)))
 
     shapes = jax.eval_shape(lambda: fn(take(batch, microbatches, 0)))
-    zeros = jax.tree.map(lambda x: jnp.zeros((num_prompts, *x.shape[1:]), x.dtype), shapes)
+    zeros = spread(jax.tree.map(lambda x: jnp.zeros((num_prompts, *x.shape[1:]), x.dtype), shapes), BATCH)
     return jax.lax.fori_loop(0, microbatches.num_used, put, zeros)
 
 

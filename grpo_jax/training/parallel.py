@@ -1,19 +1,39 @@
-"""One device or many: the same pure function, wrapped; and the one place where arrays move between host and devices."""
+"""One device or many: the same pure function, wrapped; and the one place where arrays move between host and devices.
 
+`Devices` says how a program runs. A number: so many devices, each with all parameters; `jax.jit` on one, `jax.pmap` on
+more. A `Mesh`: parameters are cut over devices, as the rules of `models.sharding` say, and `jax.jit` shares out the
+work.
+"""
+
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from grpo_jax.config import GRPOConfig
 from grpo_jax.errors import UsageError
+from grpo_jax.models import sharding
 
 AXIS = "data"
 
 # Bytes moved by `to_devices` and `to_host` since they were last taken.
 bytes_moved = {"to_devices": 0, "to_host": 0}
+
+
+class Mesh(NamedTuple):
+    """Devices in three axes, for a model that is larger than one of them. Prompts are spread over data · fsdp."""
+
+    data: int = 1
+    fsdp: int = 1  # parameters are cut, and each layer is put together while it is computed
+    tensor: int = 1  # parameters are cut, and each device computes its heads and features; divides key-value heads
+
+
+Devices = int | Mesh
 
 
 def num_devices(requested: int) -> int:
@@ -28,32 +48,70 @@ def num_devices(requested: int) -> int:
     return requested or available
 
 
+def devices_of(config: GRPOConfig) -> Devices:
+    """The devices that a run asks for.
+
+    Raises:
+      UsageError: they cannot be had, or not in this way.
+    """
+    count, kind, fsdp, tensor = num_devices(config.devices), *dataclasses.astuple(config.mesh)
+    if min(fsdp, tensor) < 1:
+        raise UsageError(f"fsdp is {fsdp} and tensor is {tensor}: each must be at least 1")
+    if kind == "pmap" and fsdp * tensor > 1:
+        raise UsageError(
+            f"fsdp is {fsdp} and tensor is {tensor}, but parallel is pmap, where every device has all parameters: set "
+            "parallel to mesh"
+        )
+    if kind == "pmap" or (kind == "auto" and fsdp * tensor == 1):
+        return count
+    if count % (fsdp * tensor):
+        raise UsageError(
+            f"fsdp x tensor is {fsdp * tensor}, which does not divide the {count} devices of the run: set devices to a "
+            "multiple, or to 0 for all"
+        )
+    return Mesh(count // (fsdp * tensor), fsdp, tensor)
+
+
+def size(devices: Devices) -> int:
+    """How many devices these are."""
+    return math.prod(devices) if isinstance(devices, Mesh) else devices
+
+
+def parts(devices: Devices) -> int:
+    """How many parts the prompts of a batch are spread over; a group is never split."""
+    return devices.data * devices.fsdp if isinstance(devices, Mesh) else devices
+
+
+# ---- programs
+
+
 def data_parallel(
     fn: Callable[..., Any],
     in_axes: Sequence[Any],
     out_axes: Any,
     *,
-    devices: int = 1,
+    devices: Devices = 1,
     donate_argnums: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """Compiles `fn(*args, axis_name)`: with `jax.jit` for one device, with `jax.pmap` inside it for more.
+    """Compiles `fn(*args, axis_name)`: with `jax.jit` for one device or a mesh, with `jax.pmap` inside it for several.
 
-    Arrays are `[N, ...]` for the caller either way. With several devices each gets N / devices of them, and the
+    Arrays are `[N, ...]` for the caller in any case. With several devices each gets N / devices of them, and the
     caller's arrays are spread over the devices, so that one program's results are the next one's arguments without a
-    copy. Parameters are the same on every device.
+    copy. Parameters are the same on every device, or cut over a mesh.
 
     Args:
-      fn: pure; its keyword `axis_name` is None on one device.
-      in_axes: for each argument 0 (spread its leading axis over devices) or None (the same on all), or a tree of these.
+      fn: pure; its keyword `axis_name` is None but under `jax.pmap`. On a mesh it sees whole arrays.
+      in_axes: for each argument 0 (spread its leading axis over devices) or None (the same on all, or parameters), or a
+        tree of these.
       out_axes: likewise for the result.
-      devices: how many; divides N.
+      devices: that it runs on; N is a multiple of their `parts`.
       donate_argnums: arguments whose memory may be reused.
 
     Returns:
       The compiled function of `*args`.
     """
-    if devices == 1:
-        return jax.jit(partial(fn, axis_name=None), donate_argnums=donate_argnums)
+    if isinstance(devices, Mesh) or devices == 1:
+        return compiled(partial(fn, axis_name=None), out_axes, devices=devices, donate_argnums=donate_argnums)
     mapped = jax.pmap(
         partial(fn, axis_name=AXIS),
         axis_name=AXIS,
@@ -74,31 +132,56 @@ def data_parallel(
     return jax.jit(call, donate_argnums=donate_argnums)
 
 
-def to_devices(tree: Any, devices: int = 1, *, axes: Any = 0) -> Any:
+def compiled(
+    fn: Callable[..., Any], out_axes: Any = None, *, devices: Devices = 1, donate_argnums: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """Compiles a function of whole arrays with `jax.jit`.
+
+    Args:
+      fn: pure.
+      out_axes: as in `data_parallel`; how its result lies on a mesh.
+      devices: where its arguments are.
+      donate_argnums: arguments whose memory may be reused.
+    """
+    if not isinstance(devices, Mesh):
+        return jax.jit(fn, donate_argnums=donate_argnums)
+    mesh = _mesh(devices)
+
+    def call(*args: Any) -> Any:
+        # Not `jax.set_mesh` around the call: this is of the program alone, which can then be lowered and traced.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            result = fn(*args)
+        # Said of every result: the next program takes it as it is, and is compiled once.
+        return jax.lax.with_sharding_constraint(result, _shardings(result, devices, out_axes))
+
+    return jax.jit(call, donate_argnums=donate_argnums)
+
+
+def spread_over(tree: Any, devices: Devices) -> Any:
+    """Within a program: leading axes `[N, ...]` spread over devices as `to_devices` does it. The program that takes the
+    result is then compiled once."""
+    return jax.lax.with_sharding_constraint(tree, _shardings(tree, devices, 0))
+
+
+# ---- where arrays are
+
+
+def to_devices(tree: Any, devices: Devices = 1, *, axes: Any = 0) -> Any:
     """Arrays of the host on the devices. What is there already is not moved.
 
     Args:
       tree: of NumPy arrays `[N, ...]`.
-      devices: how many; divides N.
-      axes: 0: each device gets N / devices. None: every device gets all. Or a tree of these.
+      devices: that programs run on; N is a multiple of their `parts`.
+      axes: 0: each device gets its part of N. None: every device gets all. Or a tree of these.
     """
 
-    def put(spec: PartitionSpec, x: Any) -> Any:
+    def put(x: Any, target: jax.sharding.Sharding) -> Any:
         if getattr(x, "committed", False):
             return x
         bytes_moved["to_devices"] += x.nbytes
-        return jax.device_put(x, NamedSharding(_mesh(devices), spec) if devices > 1 else jax.devices()[0])
+        return jax.device_put(x, target)
 
-    def place(axis: int | None, part: Any) -> Any:
-        return jax.tree.map(partial(put, PartitionSpec() if axis is None else PartitionSpec(AXIS)), part)
-
-    return jax.tree.map(place, axes, tree, is_leaf=_is_none)
-
-
-def spread_over(tree: Any, devices: int) -> Any:
-    """Within a program: leading axes `[N, ...]` spread over devices as `to_devices` does it. The program that takes the
-    result is then compiled once."""
-    return jax.lax.with_sharding_constraint(tree, NamedSharding(_mesh(devices), PartitionSpec(AXIS)))
+    return jax.tree.map(put, tree, _shardings(tree, devices, axes))
 
 
 def to_host(tree: Any) -> Any:
@@ -114,16 +197,61 @@ def take_bytes_moved() -> dict[str, int]:
     return taken
 
 
-def replicate(tree: Any, devices: int) -> Any:
-    """The tree on each of the first `devices` devices; what is there already is not moved.
+def place(params: Any, devices: Devices) -> Any:
+    """Parameters, or a state with them, as programs take them: whole on each device, or cut over a mesh.
 
-    On one device the arrays are committed to it, as results of a step are. A program whose arguments are committed
-    later than at its first call would be compiled again.
+    What is there already is not moved. On one device the arrays are committed to it, as results of a step are. A
+    program whose arguments are committed later than at its first call would be compiled again.
+
+    Raises:
+      UsageError: the mesh would cut key-value heads.
     """
-    if devices > 1:
-        return jax.device_put(tree, NamedSharding(_mesh(devices), PartitionSpec()))
-    first = jax.devices()[0]
-    return jax.tree.map(lambda x: x if getattr(x, "committed", False) else jax.device_put(x, first), tree)
+    if devices == 1:
+        first = jax.devices()[0]
+        return jax.tree.map(lambda x: x if getattr(x, "committed", False) else jax.device_put(x, first), params)
+    return jax.device_put(params, shardings(params, devices))
+
+
+def shardings(params: Any, devices: Devices) -> Any:
+    """Where `place` puts parameters, from their shapes: a tree of shardings.
+
+    Raises:
+      UsageError: the mesh would cut key-value heads.
+    """
+    if isinstance(devices, Mesh):
+        _check_heads(params, devices)
+    return _shardings(params, devices, None)
+
+
+def where_to_load(devices: Devices) -> Callable[[Any], Any] | None:
+    """Where a model is loaded: shapes -> shardings. None: on the first device, from which `place` copies it."""
+    return partial(shardings, devices=devices) if isinstance(devices, Mesh) else None
+
+
+def _check_heads(params: Any, mesh: Mesh) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        heads = x.shape[-2] if [getattr(key, "key", "") for key in path[-2:]] == ["k_proj", "kernel"] else mesh.tensor
+        if heads % mesh.tensor:
+            raise UsageError(
+                f"tensor is {mesh.tensor}, but the model has {heads} key-value heads, which are never cut: set tensor "
+                "to a divisor of them, and fsdp to the rest"
+            )
+
+
+def _shardings(tree: Any, devices: Devices, axes: Any) -> Any:
+    """Of arrays that are spread (0), or parameters or the same on all devices (None), or a tree of these."""
+    if devices == 1:
+        return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), tree)
+    mesh = _mesh(devices)
+    names = sharding.BATCH if isinstance(devices, Mesh) else AXIS
+
+    def of_part(axis: int | None, part: Any) -> Any:
+        if axis is None and isinstance(devices, Mesh):
+            return jax.tree.map(partial(NamedSharding, mesh), sharding.specs(part, mesh.shape))
+        spec = PartitionSpec() if axis is None else PartitionSpec(names)
+        return jax.tree.map(lambda _: NamedSharding(mesh, spec), part)
+
+    return jax.tree.map(of_part, axes, tree, is_leaf=_is_none)
 
 
 def _where_spread(fn: Callable[[jax.Array], jax.Array], axes: Any, tree: Any) -> Any:
@@ -139,5 +267,8 @@ def _is_none(x: Any) -> bool:
     return x is None
 
 
-def _mesh(devices: int) -> jax.sharding.Mesh:
-    return jax.sharding.Mesh(np.asarray(jax.devices()[:devices]), (AXIS,))
+def _mesh(devices: Devices) -> jax.sharding.Mesh:
+    used = jax.devices()[: size(devices)]
+    if isinstance(devices, Mesh):
+        return jax.make_mesh(devices, sharding.AXES, axis_types=(AxisType.Auto,) * 3, devices=used)
+    return jax.sharding.Mesh(np.asarray(used), (AXIS,))

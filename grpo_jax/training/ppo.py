@@ -37,7 +37,7 @@ from grpo_jax.training import loop
 from grpo_jax.training.grpo import grpo_loss_fn, kl_logs, masked, optimizer_of, schedule_of
 from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
-from grpo_jax.training.parallel import num_devices
+from grpo_jax.training.parallel import devices_of, parts
 from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState
 from grpo_jax.training.step import Logs
@@ -125,7 +125,7 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
     Raises:
       UsageError: one sentence that says what to change.
     """
-    validate_ppo(config, num_devices=num_devices(config.run.devices))
+    validate_ppo(config, num_devices=parts(devices_of(config.run)))
     check_task(task, config.run)
     if config.critic.bootstrap_truncated and task.open_ended:
         raise UsageError(

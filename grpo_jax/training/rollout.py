@@ -12,13 +12,14 @@ from grpo_jax.data.types import Completion, Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import named_components, score_completions
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.learn import step_key
-from grpo_jax.training.parallel import data_parallel, num_devices, replicate, to_devices, to_host
+from grpo_jax.training.parallel import Devices, data_parallel, place, to_devices, to_host
 from grpo_jax.training.state import Batch, RewardArrays
 
 
@@ -39,7 +40,7 @@ class Sampler(NamedTuple):
 
     # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions
     program: Callable[..., Completions]
-    devices: int
+    devices: Devices
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
@@ -68,7 +69,7 @@ class Sampler(NamedTuple):
 
     def complete(self, params: Params, *args: Any) -> Completions:
         """The completions of `sample`, waited for, as NumPy arrays. The parameters may be on one device alone."""
-        return to_host(self.sample(replicate(params, self.devices), *args)[1])
+        return to_host(self.sample(place(params, self.devices), *args)[1])
 
 
 def truncation_of(sampling: SamplingConfig) -> Truncation:
@@ -114,16 +115,15 @@ def sample(
     )
 
 
-def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, devices: int = 1) -> Sampler:
+def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, devices: Devices = 1) -> Sampler:
     """The sampler of a run, compiled at its first call.
 
     Args:
       policy: the model's functions.
       task: its tokens.
       sampling: of the run.
-      devices: as in the configuration, 0 for all.
+      devices: that it runs on.
     """
-    devices = num_devices(devices)
 
     def program(params, prompt_ids, prompt_mask, numbers, temperature, noise, *, axis_name) -> Completions:
         del axis_name  # completions do not depend on each other
@@ -169,9 +169,7 @@ def score_completion_tokens(
     if batch.packed is not None and hidden is None:
         return _score_packed_tokens(policy, params, batch)
     hidden = hidden_states(policy, params, batch) if hidden is None else hidden
-    return token_logprobs(
-        hidden, policy.unembedding(params), batch.completion_ids, temperature=batch.temperature[..., None]
-    )
+    return _token_logprobs(hidden, policy.unembedding(params), batch.completion_ids, batch.temperature[..., None])
 
 
 def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
@@ -193,7 +191,7 @@ def _score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> TokenL
     numbers = jnp.where(is_token, completion + 1, 0)
     hidden = policy.packed_groups(params, batch.prompt_ids, batch.prompt_mask, ids, numbers)
     temperature = chosen(batch.temperature, completion)
-    scores = token_logprobs(hidden, policy.unembedding(params), ids, temperature=temperature)
+    scores = _token_logprobs(hidden, policy.unembedding(params), ids, temperature)
 
     def unpacked(x: jax.Array) -> jax.Array:
         whole = jnp.zeros((n, group_size * size), x.dtype)
@@ -201,6 +199,16 @@ def _score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> TokenL
         return whole.reshape(n, group_size, size)
 
     return jax.tree.map(unpacked, scores)
+
+
+def _token_logprobs(hidden: jax.Array, unembedding: jax.Array, ids: jax.Array, temperature: jax.Array) -> TokenLogprobs:
+    """`token_logprobs`. On a mesh all devices share out the tokens, those too that share out heads."""
+    if mesh_sizes() is None:
+        return token_logprobs(hidden, unembedding, ids, temperature=temperature)
+    temperature = jnp.broadcast_to(temperature, ids.shape)
+    rows = spread((hidden.reshape(-1, hidden.shape[-1]), ids.ravel(), temperature.ravel()), AXES)
+    scores = spread(token_logprobs(rows[0], unembedding, rows[1], temperature=rows[2]), AXES)
+    return spread(jax.tree.map(lambda x: x.reshape(ids.shape), scores), BATCH)
 
 
 # ---- text and rewards

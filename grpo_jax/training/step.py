@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.functional import Metrics
+from grpo_jax.models.sharding import laid_out
 from grpo_jax.models.transformer import Params
 from grpo_jax.training.microbatches import Microbatches, take
 from grpo_jax.training.state import Batch, TrainState
@@ -44,14 +45,15 @@ def accumulate_grads(
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     if microbatches is None:
         (loss, logs), grads = grad_fn(params, batch)
-        return grads, loss, logs
+        return laid_out(grads), loss, logs
 
     def add(number: jax.Array, total: Any) -> Any:
         (loss, logs), grads = grad_fn(params, take(batch, microbatches, number))
-        return _combine(total, (grads, loss, logs))
+        return _combine(total, (laid_out(grads), loss, logs))
 
     shapes = jax.eval_shape(lambda: grad_fn(params, take(batch, microbatches, 0)))
     (loss, logs), grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    grads = laid_out(grads)
     logs = logs._replace(maxima=jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), logs.maxima))
     # Also an empty piece, where every completion is left out: the maxima would stay −∞.
     return jax.lax.fori_loop(0, jnp.maximum(microbatches.num_used, 1), add, (grads, loss, logs))

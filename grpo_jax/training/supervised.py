@@ -14,7 +14,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.stopping import between_steps
 from grpo_jax.training.guards import check_gradients
 from grpo_jax.training.microbatches import by_prompts
-from grpo_jax.training.parallel import data_parallel, num_devices, replicate, to_devices
+from grpo_jax.training.parallel import data_parallel, num_devices, place, to_devices
 from grpo_jax.training.state import (
     TrainState,
     init_state,
@@ -148,7 +148,7 @@ def fit(
     """
     devices = num_devices(config.devices)
     programs = programs or make_fit_programs(loss_fn, config, aggregation=aggregation)
-    params, frozen = replicate(params, devices), replicate(frozen, devices)
+    params, frozen = place(params, devices), place(frozen, devices)
     kept = run.checkpoints(phase, keep=2, every=config.checkpoint_every, minutes=config.save_every_minutes)
     with between_steps() as asked_to_stop, kept as checkpoints:
         state, done = checkpoints.restore(lambda: programs.init_state(params))

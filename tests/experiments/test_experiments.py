@@ -82,6 +82,18 @@ def test_arithmetic_from_start_to_table_and_again_resumed(arithmetic_run, capsys
 
 
 @pytest.mark.slow
+def test_arithmetic_on_a_mesh_samples_what_one_device_does(arithmetic_run, tmp_path):
+    mesh = ["--devices", "8", "--parallel", "mesh", "--fsdp", "4", "--tensor", "2"]
+    arithmetic.main(parse(*SMALL, *mesh, "--run-dir", tmp_path / "run"))
+    ours, theirs = (
+        [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        for folder in (tmp_path, arithmetic_run)
+    )
+    assert [line.get("reward") for line in ours] == [line.get("reward") for line in theirs]
+    assert (tmp_path / "run/report.html").exists()
+
+
+@pytest.mark.slow
 def test_ppo_beside_grpo_and_a_coin_over_seeds(tmp_path):
     ppo.main(parse(*SMALL, "--num-seeds", "2", "--run-dir", tmp_path / "run", config=ppo.Config))
     results = json.loads((tmp_path / "run/results.json").read_text())

@@ -25,7 +25,7 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.learn import SAMPLING, with_scores
 from grpo_jax.training.loop import compile_programs
-from grpo_jax.training.parallel import replicate, to_devices
+from grpo_jax.training.parallel import place, to_devices
 from grpo_jax.training.ppo import ActorCritic, critic_policy, ppo_method
 from grpo_jax.training.rollout import completion_numbers, group_temperatures, make_sampler, noise_of
 from grpo_jax.training.state import REWARD_AXES, Batch, RewardArrays
@@ -134,14 +134,14 @@ def replay(case: str, *, devices: int = 1, **options):
     config = with_options(config, devices=devices, **options)
     data = arrays(case)
     programs = compile_programs(method, policy, task_of(policy), config)
-    trained, frozen = method.split(replicate(start, devices))
+    trained, frozen = method.split(place(start, devices))
     reference = method.actor(trained, frozen)
     if tree(case, "reference"):
-        reference = replicate(tree(case, "reference"), devices)
+        reference = place(tree(case, "reference"), devices)
     fields = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "temperature", "sampler_logprobs")
     batch = Batch(**{name: data[name] for name in fields}, truncated=data["truncated"])
     batch = to_devices(batch, devices)
-    state = replicate(programs.init_state(trained), devices)
+    state = place(programs.init_state(trained), devices)
     if programs.score is not None:
         batch = with_scores(batch, programs.score(trained, frozen, reference, batch), config)
     graded = RewardArrays(data["rewards"], np.ones(data["rewards"].shape, bool))

@@ -19,7 +19,7 @@ from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.learn import minibatch_order, needs_old_logprobs, with_scores
 from grpo_jax.training.loop import compile_programs
 from grpo_jax.training.microbatches import choose_microbatches
-from grpo_jax.training.parallel import replicate, to_devices, to_host
+from grpo_jax.training.parallel import place, to_devices, to_host
 from grpo_jax.training.ppo import ActorCritic, ppo_method
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import REWARD_AXES, Batch, RewardArrays, has_weight_decay, make_optimizer
@@ -98,8 +98,8 @@ def learned(config, batch, rewards, *, devices=1):
         params = ActorCritic(PARAMS, Headed(decoder, HEAD))
     method = method._replace(optimizer=recorder(run.optimizer.epochs * run.optimizer.minibatches))
     programs = compile_programs(method, POLICY, TASK, run)
-    trained, frozen = method.split(replicate(params, devices))
-    state = replicate(programs.init_state(trained), devices)
+    trained, frozen = method.split(place(params, devices))
+    state = place(programs.init_state(trained), devices)
     clock = to_devices(np.array([3, 5], np.uint32), devices, axes=None)
     rewards = to_devices(rewards, devices, axes=REWARD_AXES)
     return to_host(programs.learn(state, frozen, None, to_devices(batch, devices), rewards, clock))
@@ -153,7 +153,7 @@ def test_a_ratio_to_the_sampler_is_against_what_it_reported():
 def test_scores_do_not_depend_on_pieces_and_devices(changes):
     def scored(config):
         programs = compile_programs(grpo_method(POLICY, config), POLICY, TASK, config)
-        params = replicate(PARAMS, config.devices)
+        params = place(PARAMS, config.devices)
         reference = jax.tree.map(lambda x: 1.1 * x, params)
         return to_host(programs.score(params, None, reference, to_devices(a_batch(), config.devices)))
 

@@ -256,7 +256,7 @@ def record(case: Case) -> Arrays:
         return state, metrics
 
     temperature = np.asarray(group_temperatures(config.num_prompts, config.algorithm.group_size, 1.0, 0.0))
-    start, frozen = method.split(loop.replicate(case.start, 1))
+    start, frozen = method.split(loop.place(case.start, 1))
     current = method.actor(start, frozen)
     reference = current if case.reference is None else case.reference
     everything: list[Rollout] = []
