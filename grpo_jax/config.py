@@ -484,6 +484,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     validate_sizes(config)
     _require_at_least(config, 1, "steps")
     _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
+    validate_mesh(config.mesh)
     validate_logging(config.logging)
     validate_sampling(config.sampling, compares_groups=compares_groups)
     validate_loss(config, compares_groups=compares_groups)
@@ -526,6 +527,16 @@ def validate_sizes(config: Any) -> None:
     for name, value in options_of(config).items():
         if isinstance(value, int) and name != "seed":
             _require(value < 2**31, f"{name} is {value}: it must be below 2^31")
+
+
+def validate_mesh(config: MeshConfig) -> None:
+    """What devices have nothing to do with."""
+    _require_at_least(config, 1, "fsdp", "tensor")
+    _require(
+        config.parallel != "pmap" or config.fsdp * config.tensor == 1,
+        f"fsdp is {config.fsdp} and tensor is {config.tensor}, but parallel is pmap, where every device has all "
+        "parameters: set parallel to mesh",
+    )
 
 
 def validate_logging(config: LoggingConfig) -> None:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import GRPOConfig, validate_mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.models import sharding
 
@@ -54,14 +54,8 @@ def devices_of(config: GRPOConfig) -> Devices:
     Raises:
       UsageError: they cannot be had, or not in this way.
     """
+    validate_mesh(config.mesh)
     count, kind, fsdp, tensor = num_devices(config.devices), *dataclasses.astuple(config.mesh)
-    if min(fsdp, tensor) < 1:
-        raise UsageError(f"fsdp is {fsdp} and tensor is {tensor}: each must be at least 1")
-    if kind == "pmap" and fsdp * tensor > 1:
-        raise UsageError(
-            f"fsdp is {fsdp} and tensor is {tensor}, but parallel is pmap, where every device has all parameters: set "
-            "parallel to mesh"
-        )
     if kind == "pmap" or (kind == "auto" and fsdp * tensor == 1):
         return count
     if count % (fsdp * tensor):

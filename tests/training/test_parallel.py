@@ -369,7 +369,7 @@ def test_a_run_goes_on_with_other_devices_to_rounding(tmp_path, run_of_four, dev
     [
         ({"fsdp": 3}, "does not divide the 8 devices"),
         ({"parallel": "pmap", "tensor": 2}, "set parallel to mesh"),
-        ({"tensor": 0}, "each must be at least 1"),
+        ({"tensor": 0}, "it must be at least 1"),
         ({"fsdp": 8, "num_prompts": 4}, "must be a multiple of"),
     ],
 )

@@ -479,8 +479,8 @@ def test_of_a_checkpoint_the_policy_alone_is_exported(tmp_path, adapted):
     if adapted:
         adapters = restore(run.path, "ppo", 3, adapter=True).params.adapters
         jax.tree.map(np.testing.assert_array_equal, adapters, policy.adapters)
-    with run.checkpoints("ppo_1", keep=1):
-        pass
+    with run.checkpoints("ppo_1", keep=1) as checkpoints:
+        checkpoints.save(TrainState(trained, {}, jnp.int32(0)), 3)
     with pytest.raises(ValueError, match=r"phases \['ppo', 'ppo_1', 'warm'\]: choose one with --phase"):
         restore(run.path, None, None)
 
