@@ -463,7 +463,9 @@ _MAX_BLOCKS = 8
 def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
     """softmax(q·k/√E) v, causally: of S queries and C keys, query s sees at most the keys up to C − S + s.
 
-    Queries are taken in blocks. Keys that no query of a block may see are left out.
+    Queries are taken in blocks. Keys that no query of a block may see are left out. A block of a long text is computed
+    in parts of `_MIN_BLOCK` queries, one after the other, so that scores of no more queries exist at a time. Each query
+    has its whole row of scores, so no softmax is put together from several.
 
     Args:
       queries: `[N, K, G, Q, S, E]`.
@@ -473,18 +475,47 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
     Returns:
       As queries.
     """
-    *leading, shared, size, features = queries.shape
+    size, features = queries.shape[-2:]
     queries = queries * jnp.asarray(features**-0.5, queries.dtype)
     width = max(_MIN_BLOCK, -(-size // _MAX_BLOCKS))
+    if width > 2 * _MIN_BLOCK:
+        width = -(-width // _MIN_BLOCK) * _MIN_BLOCK
     attended = []
     for start in range(0, size, width):
         end = min(start + width, size)
         seen = keys.shape[-2] - size + end
-        block = queries[..., start:end, :].reshape(*leading, -1, features)
-        mask_rows = jnp.repeat(mask[..., start:end, :seen], shared, axis=3).reshape(*mask.shape[:3], -1, seen)
-        out = _attend_block(block, keys[..., :seen, :], values[..., :seen, :], mask_rows)
-        attended.append(out.reshape(*leading, shared, -1, features))
+        own = (x[..., start:end, :] for x in (queries, mask[..., :seen]))
+        core = _attend_in_parts if end - start > 2 * _MIN_BLOCK else _attend_queries
+        attended.append(core(*own, keys[..., :seen, :], values[..., :seen, :]))
     return jnp.concatenate(attended, axis=-2)
+
+
+def _attend_in_parts(queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    """`_attend_queries`, `_MIN_BLOCK` queries after the other."""
+    size = queries.shape[-2]
+    even = size - size % _MIN_BLOCK
+
+    def parts(x: jax.Array) -> jax.Array:
+        x = x[..., :even, :].reshape(*x.shape[:-2], -1, _MIN_BLOCK, x.shape[-1])
+        return jnp.moveaxis(x, -3, 0)
+
+    # Masks of parts are made again in the backward pass, and not kept.
+    policy = jax.checkpoint_policies.save_only_these_names("attended")
+    attend_part = jax.checkpoint(lambda part: _attend_queries(*part, keys, values), policy=policy, prevent_cse=False)
+    attended = jnp.moveaxis(jax.lax.map(attend_part, (parts(queries), parts(mask))), 0, -3)
+    attended = attended.reshape(*queries.shape[:-2], even, -1)
+    if even == size:
+        return attended
+    rest = _attend_queries(queries[..., even:, :], mask[..., even:, :], keys, values)
+    return jnp.concatenate([attended, rest], axis=-2)
+
+
+def _attend_queries(queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    """`_attend_block` of queries `[N, K, G, Q, S, E]`."""
+    *leading, shared, _, features = queries.shape
+    mask_rows = jnp.repeat(mask, shared, axis=3).reshape(*mask.shape[:3], -1, mask.shape[-1])
+    attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows)
+    return attended.reshape(queries.shape)
 
 
 @jax.custom_vjp
