@@ -65,7 +65,7 @@ class ModelOptions:
     """Dtype of the parameters. bfloat16 halves the memory of LoRA's frozen ones; trained parameters need float32."""
     remat: Remat = "none"
     """What the backward pass computes again to save memory. none: norms, rotations and attention's scores. layer: whole
-    layers. No result depends on it."""
+    layers. Results differ by rounding alone."""
     attention: AttentionKind = "auto"
     """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for
     bfloat16 on NVIDIA GPUs. They differ by rounding. auto: cudnn where it can be used, else shared."""

@@ -191,7 +191,7 @@ def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Modul
     """The block with less kept for the backward pass: see `ModelConfig.remat`.
 
     Also without remat, norms, rotations and softmax are computed again: that takes less time than writing them down.
-    On a mesh attention is always computed again: parameters that were put together for a layer must not be kept.
+    Parameters of a layer that a mesh has put together are not kept either.
     """
     policy = jax.checkpoint_policies.save_only_these_names(*_KEPT) if config.remat == "none" else None
     return nn.remat(block, prevent_cse=False, policy=policy)

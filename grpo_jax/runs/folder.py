@@ -49,6 +49,7 @@ _FREE_OPTIONS = frozenset(
         "stop_code",
     }
 )
+_DEVICES = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # options that change rounding, with defaults
 _LINE = {"phase": str, "step": int}  # what every line of _LINE_FILES has
 
 
@@ -101,12 +102,13 @@ class RunFolder:
                 f"{', '.join(differing)} differ from the options of the run in {self.path}: leave them out, or start a "
                 "new run"
             )
-        began, now = (flattened(options).get("devices", 1) for options in (saved, config))
-        if began != now:
+        began, now = (_DEVICES | flattened(options) for options in (saved, config))
+        if differing := [name for name in _DEVICES if began[name] != now[name]]:
+            before, after = (" ".join(f"--{name} {options[name]}" for name in differing) for options in (began, now))
             self.warn_once(
                 "devices",
-                f"the run began with --devices {began} and goes on with {now}: sums are rounded in another order, so "
-                "its numbers are no longer those of an uninterrupted run to the bit",
+                f"the run began with {before} and goes on with {after}: sums are rounded in another order, so its "
+                "numbers are no longer those of an uninterrupted run to the bit",
             )
 
     def keep_inputs(self, part: str, inputs: Mapping[str, str]) -> None:

@@ -7,8 +7,10 @@ Peak = held + max(sample, learn), in bytes:
 - learn = 4 A · (2 with microbatches, else 1) + activations + logits: gradients, their sum, and one microbatch.
 
 W parameters of the decoder of w bytes each, A that are trained, B bytes of an activation. Without LoRA A is W, and the
-start is a copy of W. With LoRA the start shares its base with the policy. Left out are what the compiler adds,
-fragmentation, a critic of PPO (as much again as the policy), and a reference that moves (one more copy).
+start is a copy of W. With LoRA the start shares its base with the policy. On a mesh all but cache, activations and
+logits are divided by fsdp · tensor, and the prompts are those of one device. Left out are what the compiler adds,
+fragmentation, the parameters of a layer that a mesh has gathered, a critic of PPO (as much again as the policy), and a
+reference that moves (one more copy).
 
 Other letters as in `models.transformer`: N prompts of P tokens, G completions of T tokens each.
 """
@@ -35,6 +37,7 @@ class Shape(NamedTuple):
     param_bytes: int = FLOAT32  # of each parameter of the decoder
     slice_elements: int = 2**23  # of a slice of the logits: 2¹⁹ on a CPU
     min_slice_width: int = 512  # tokens of the vocabulary in a slice: 128 on a CPU
+    shards: int = 1  # devices that each parameter is divided among: fsdp · tensor of a mesh
 
 
 class Estimate(NamedTuple):
@@ -100,14 +103,14 @@ def estimate(config: ModelConfig, shape: Shape) -> Estimate:
     """
     decoder = num_params(config)
     adapters = num_adapter_params(config, shape.lora_rank)
-    trained = adapters or decoder
+    trained = (adapters or decoder) // shape.shards
     activation = _BYTES[config.dtype]
     return Estimate(
-        params=decoder * shape.param_bytes + adapters * FLOAT32,
+        params=(decoder * shape.param_bytes + adapters * FLOAT32) // shape.shards,
         optimizer=2 * FLOAT32 * trained,
         start=FLOAT32 * trained,
         gradients=FLOAT32 * trained * (2 if shape.microbatches > 1 else 1),
-        decoding=_decoding(config),
+        decoding=_decoding(config) // shape.shards,
         cache=_cache(config, shape) * activation,
         activations=_activations(config, shape),
         logits=_logits(config, shape),
@@ -180,10 +183,10 @@ MODELS = {
 
 def table() -> str:
     """README's table: GiB of one device for each model, in markdown."""
-    lines = ["| model | parameters | all trained | LoRA, rank 16 |", "|---|---|---|---|"]
+    lines = ["| model | parameters | all trained | with `--fsdp 8` | LoRA, rank 16 |", "|---|---|---|---|---|"]
     for name, config in MODELS.items():
-        full, lora = (estimate(config, shape) for shape in (Shape(), Shape(lora_rank=16, param_bytes=2)))
-        cells = (f"{of.peak / GIB:.0f} ({of.held / GIB:.0f})" for of in (full, lora))
+        shapes = Shape(), Shape(shards=8), Shape(lora_rank=16, param_bytes=2)
+        cells = (f"{of.peak / GIB:.0f} ({of.held / GIB:.0f})" for of in (estimate(config, shape) for shape in shapes))
         lines.append(f"| {name} | {num_params(config) / 1e9:.2f} billion | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -120,6 +120,7 @@ class Phase(NamedTuple):
     config: GRPOConfig
     run: RunFolder
     begin: int  # the first step of this call
+    start: Params  # trained parameters at the start
     frozen: Any  # parameters that are not trained
     first: Params  # those of the policy at the start
     numbers: Array  # int32 [N, G], of completions, on the devices
@@ -172,27 +173,8 @@ def train(
     """
     check_programs(programs, config)
     method, end, logging = programs.method, config.steps if until is None else until, config.logging
-    take_bytes_moved()  # what others moved counts in no line
-    for note in task.notes:
-        run.warn_once(note, note)
-    run.keep_inputs(phase, inputs_of(task))
-    devices = programs.sampler.devices
-    start, frozen = method.split(place(params, devices))
-    numbers, temperature = completion_numbers(config.sampling), group_temperatures(config.sampling)
-    common = Phase(
-        name=phase,
-        programs=programs,
-        task=task,
-        reward=reward or task.reward,
-        config=config,
-        run=run,
-        begin=0,
-        frozen=frozen,
-        first=method.actor(start, frozen),
-        numbers=to_devices(numbers, devices),
-        temperature=to_devices(temperature, devices),
-        update_flops=update_flops(start, frozen, 1),
-    )
+    common = start_phase(phase, params, task, reward or task.reward, run, programs, config)
+    devices, start = programs.sampler.devices, common.start
     every, minutes = logging.checkpoint_every, logging.save_every_minutes
     kept = run.checkpoints(phase, keep=logging.keep_checkpoints, every=every, minutes=minutes)
     with between_steps() as asked_to_stop, kept as checkpoints:
@@ -210,7 +192,7 @@ def train(
                 evaluated: dict[str, float] = {}
                 if evaluate and logging.eval_every and ((step + 1) % logging.eval_every == 0 or is_last):
                     with run.timed("evaluate"):
-                        evaluated = evaluate(method.actor(state.params, frozen), step + 1)
+                        evaluated = evaluate(method.actor(state.params, common.frozen), step + 1)
                 stop = asked_to_stop()
                 save = stop or is_last or checkpoints.is_due(step + 1)
                 if evaluated or save:
@@ -221,6 +203,39 @@ def train(
                 if stop:
                     break
     return state
+
+
+def start_phase(
+    name: str,
+    params: Params,
+    task: Task,
+    reward: Reward | Rewards,
+    run: RunFolder,
+    programs: Programs,
+    config: GRPOConfig,
+) -> Phase:
+    """What the iterations of a phase have in common, on the devices. `train` says what the arguments are."""
+    take_bytes_moved()  # what others moved counts in no line
+    for note in task.notes:
+        run.warn_once(note, note)
+    run.keep_inputs(name, inputs_of(task))
+    devices = programs.sampler.devices
+    start, frozen = programs.method.split(place(params, devices))
+    return Phase(
+        name=name,
+        programs=programs,
+        task=task,
+        reward=reward,
+        config=config,
+        run=run,
+        begin=0,
+        start=start,
+        frozen=frozen,
+        first=programs.method.actor(start, frozen),
+        numbers=to_devices(completion_numbers(config.sampling), devices),
+        temperature=to_devices(group_temperatures(config.sampling), devices),
+        update_flops=update_flops(start, frozen, 1),
+    )
 
 
 def iterate(

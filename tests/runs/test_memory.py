@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.config import recipe
+from grpo_jax.config import recipe, with_options
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
@@ -16,6 +16,7 @@ from grpo_jax.runs import memory
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.loop import compile_programs
+from grpo_jax.training.parallel import devices_of, shardings, to_devices
 from grpo_jax.training.state import Batch, RewardArrays
 
 README = Path(__file__).parents[2] / "README.md"
@@ -48,10 +49,11 @@ def test_adapters_are_those_of_an_adapted_model():
 
 
 @pytest.mark.parametrize(
-    ("wide", "remat", "microbatches"), [(False, "layer", 1), (False, "none", 2), (True, "layer", 2)]
+    ("wide", "remat", "microbatches", "devices"),
+    [(False, "layer", 1, 1), (False, "none", 2, 1), (True, "layer", 2, 1), (True, "layer", 1, 4)],
 )
-def test_learn_needs_what_is_estimated_within_a_factor_of_1_4(wide, remat, microbatches):
-    """Wide: parameters decide. Otherwise: activations."""
+def test_learn_needs_what_is_estimated_within_a_factor_of_1_4(wide, remat, microbatches, devices):
+    """Wide: parameters decide. Otherwise: activations. Of several devices, each of which has a part of them, one."""
     config = ModelConfig(
         vocab_size=4096 if wide else 512,
         hidden_size=256 if wide else 64,
@@ -61,6 +63,7 @@ def test_learn_needs_what_is_estimated_within_a_factor_of_1_4(wide, remat, micro
         remat=remat,
     )
     shape = memory.Shape(4, 4, 64, 65 if wide else 257, microbatches, 0, 4, 2**19, 128)
+    shape = shape._replace(num_prompts=4 // devices, shards=devices)
     ours = memory.estimate(config, shape)
     estimated = ours.params + ours.optimizer + ours.gradients + ours.activations + ours.logits
 
@@ -69,6 +72,7 @@ def test_learn_needs_what_is_estimated_within_a_factor_of_1_4(wide, remat, micro
 
     policy = decoder_policy(config)
     run = recipe("grpo", num_prompts=4, group_size=4, max_tokens=shape.max_tokens, microbatches=microbatches)
+    run = with_options(run, devices=devices, fsdp=devices)
     task = Task(None, None, None, None, (0,), 0, config.vocab_size)
     programs = compile_programs(grpo_method(policy, run), policy, task, run)
     state = jax.eval_shape(programs.init_state, jax.eval_shape(policy.init, jax.random.key(0)))
@@ -85,6 +89,12 @@ def test_learn_needs_what_is_estimated_within_a_factor_of_1_4(wide, remat, micro
     )
     rewards = RewardArrays(array(jnp.float32, 4, 4), array(bool, 4, 4))
     clock = array(np.uint32, 2)
+    if devices > 1:
+        mesh = devices_of(run)
+        where = shardings(state, mesh)
+        state = jax.tree.map(lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), state, where)
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (batch, rewards))
+        batch, rewards = to_devices(zeros, mesh)
     planned = programs.learn.lower(state, None, None, batch, rewards, clock).compile().memory_analysis()
     bytes_planned = (
         planned.argument_size_in_bytes

@@ -212,10 +212,12 @@ def test_inputs_that_changed_are_named(finished, tmp_path, programs, mode):
             train(POLICY, PARAMS, task, config, RunFolder(tmp_path / "run", {}), programs=programs)
 
 
-def test_other_devices_are_allowed_and_said_to_round_differently(finished, tmp_path, programs):
+@pytest.mark.parametrize("option", ["devices", "fsdp"])
+def test_other_devices_are_allowed_and_said_to_round_differently(finished, tmp_path, option):
     shutil.copytree(finished[0], tmp_path / "run")
-    run = RunFolder(tmp_path / "run", dataclasses.asdict(with_options(CONFIG, devices=2)))
-    assert "goes on with 2: sums are rounded in another order" in run.lines("warnings.jsonl")[0]["message"]
+    run = RunFolder(tmp_path / "run", dataclasses.asdict(with_options(CONFIG, **{option: 2})))
+    said = f"began with --{option} 1 and goes on with --{option} 2: sums are rounded in another order"
+    assert said in run.lines("warnings.jsonl")[0]["message"]
 
 
 # ---- the lock
