@@ -484,8 +484,8 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
     for start in range(0, size, width):
         end = min(start + width, size)
         seen = keys.shape[-2] - size + end
-        own = (x[..., start:end, :] for x in (queries, mask[..., :seen]))
         core = _attend_in_parts if end - start > 2 * _MIN_BLOCK else _attend_queries
+        own = queries[..., start:end, :], mask[..., start:end, :seen]
         attended.append(core(*own, keys[..., :seen, :], values[..., :seen, :]))
     return jnp.concatenate(attended, axis=-2)
 
@@ -501,7 +501,11 @@ def _attend_in_parts(queries: jax.Array, mask: jax.Array, keys: jax.Array, value
 
     # Masks of parts are made again in the backward pass, and not kept.
     policy = jax.checkpoint_policies.save_only_these_names("attended")
-    attend_part = jax.checkpoint(lambda part: _attend_queries(*part, keys, values), policy=policy, prevent_cse=False)
+
+    @partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def attend_part(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _attend_queries(part[0], part[1], keys, values)
+
     attended = jnp.moveaxis(jax.lax.map(attend_part, (parts(queries), parts(mask))), 0, -3)
     attended = attended.reshape(*queries.shape[:-2], even, -1)
     if even == size:
