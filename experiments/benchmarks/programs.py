@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.shapes import SHAPES, ShapeName, cost_of
-from grpo_jax.config import recipe
+from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import Prompts
-from grpo_jax.models.config import AttentionKind, Dtype, Remat
+from grpo_jax.models.config import AttentionKind, Dtype, ModelConfig, Remat
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
@@ -60,73 +60,83 @@ def main(config: Config) -> None:
     """Prints a table, and the same numbers as a line of JSON."""
     shape = SHAPES[config.shape]
     model = replace(shape.model, dtype=config.dtype, attention=config.attention, remat=config.remat)
-    policy = decoder_policy(model)
     run = recipe(
         num_prompts=shape.num_prompts,
         group_size=shape.group_size,
         max_tokens=shape.completion,
         microbatches=config.microbatches,
     )
-    ids = np.random.default_rng(0).integers(0, model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
+    flops, bandwidth = matmul_flops(config.dtype), copy_bandwidth()
+    cost = cost_of(shape, element=jnp.dtype(config.dtype).itemsize)
+    report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__} | vars(config)
+    report |= {"matmul_tflops": flops / 1e12, "copy_gb_s": bandwidth / 1e9}
+    report |= measure(config, model, run)
+    for name, operations in (("sample", 1), ("score", 1), ("learn", 3)):  # in forward passes
+        if name in config.programs:
+            report[f"{name}_flops_share"] = operations * cost.forward_flops / report[f"{name}_s"] / flops
+    if "sample" in config.programs:
+        tokens = shape.num_prompts * shape.group_size * shape.completion
+        report["sample_tokens_s"] = tokens / report["sample_s"]
+        report["sample_bandwidth_share"] = cost.sample_bytes / report["sample_s"] / bandwidth
+    memory = jax.devices()[0].memory_stats() or {}
+    report["peak_gb"] = memory.get("peak_bytes_in_use", 0) / 1e9
+    show(report)
+
+
+def measure(config: Config, model: ModelConfig, run: GRPOConfig) -> dict[str, float]:
+    """Seconds, seconds to compile and temporary memory of each program, by name."""
+    shape, policy = SHAPES[config.shape], decoder_policy(model)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
     given = Prompts(ids, np.ones(ids.shape, bool), [])
     prompts = jnp.asarray(given.ids), jnp.asarray(given.mask)
     task = Task(lambda _: given, lambda *_: [], given, str, (-1,), 0, model.vocab_size)
     programs = loop.compile_programs(grpo_method(policy, run), policy, task, run)
     params = jax.jit(policy.init)(jax.random.key(0))
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))
-
-    flops, bandwidth = matmul_flops(config.dtype), copy_bandwidth()
-    cost = cost_of(shape, element=jnp.dtype(config.dtype).itemsize)
-    report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__} | vars(config)
-    report |= {"matmul_tflops": flops / 1e12, "copy_gb_s": bandwidth / 1e9}
-
-    def timed(name: str, program: Callable[..., Any], *args: Any, reuse: bool = False) -> Any:
-        """The last result. With `reuse` its first part is the first argument of the next call."""
-        began = time.perf_counter()
-        compiled = program.lower(*args).compile()  # type: ignore[attr-defined]
-        report[f"{name}_compile_s"] = time.perf_counter() - began
-        if memory := compiled.memory_analysis():
-            report[f"{name}_temporary_gb"] = memory.temp_size_in_bytes / 1e9
-        seconds = []
-        for _ in range(config.repeats + 1):
-            began = time.perf_counter()
-            out = jax.block_until_ready(compiled(*args))
-            seconds.append(time.perf_counter() - began)
-            args = (out[0], *args[1:]) if reuse else args
-        report[f"{name}_s"] = statistics.median(seconds[1:])
-        if config.trace:
-            with jax.profiler.trace(f"{config.trace}/{name}"):
-                out = jax.block_until_ready(compiled(*args))
-        return out
-
-    completions = jax.eval_shape(programs.sampler.program, params, *prompts, numbers, temperature, noise_of(0, 0, 0))
-    completions = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), completions)
-    completions = completions._replace(completion_mask=jnp.ones_like(completions.completion_mask))
+    arguments = *prompts, numbers, temperature, noise_of(0, 0, 0)
+    found: dict[str, float] = {}
     if "sample" in config.programs:
-        arguments = *prompts, numbers, temperature, noise_of(0, 0, 0)
-        completions = timed("sample", programs.sampler.program, params, *arguments)
-        report["sample_tokens_s"] = numbers.size * shape.completion / report["sample_s"]
-        report["sample_bandwidth_share"] = cost.sample_bytes / report["sample_s"] / bandwidth
-        report["sample_flops_share"] = cost.sample_flops / report["sample_s"] / flops
+        completions = timed("sample", programs.sampler.program, config, found, params, *arguments)
+    else:
+        shapes = jax.eval_shape(programs.sampler.program, params, *arguments)
+        completions = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        completions = completions._replace(completion_mask=jnp.ones_like(completions.completion_mask))
     batch = to_batch(*prompts, temperature, completions)
-    start = jax.tree.map(jnp.copy, params)
-    if "score" in config.programs and programs.score is not None:
-        batch = batch._replace(**timed("score", programs.score, params, None, start, batch)._asdict())
+    if "score" in config.programs:
+        scored = timed("score", programs.score, config, found, params, None, params, batch)
         if "sample" in config.programs:  # of the same parameters: what is left is rounding
-            report["mismatch"] = float(jnp.mean(jnp.abs(batch.sampler_logprobs - batch.ref_logprobs)))
-        report["score_flops_share"] = cost.forward_flops / report["score_s"] / flops
+            found["mismatch"] = float(jnp.mean(jnp.abs(batch.sampler_logprobs - scored.ref_logprobs)))
     if "learn" in config.programs:
         batch = batch._replace(ref_logprobs=jnp.zeros(batch.completion_ids.shape))
-        rewards = RewardArrays(jnp.asarray(np.random.default_rng(1).random(numbers.shape, np.float32)), numbers >= 0)
-        clock = jnp.zeros(2, jnp.uint32)
-        state = programs.init_state(params)
-        del params
-        timed("learn", programs.learn, state, None, None, batch, rewards, clock, reuse=True)
-        report["learn_flops_share"] = 3 * cost.forward_flops / report["learn_s"] / flops
-        report["learn_tflops"] = 3 * cost.forward_flops / report["learn_s"] / 1e12
-    statistics_of_memory = jax.devices()[0].memory_stats() or {}
-    report["peak_gb"] = statistics_of_memory.get("peak_bytes_in_use", 0) / 1e9
-    show(report)
+        rewards = RewardArrays(jnp.asarray(rng.random(numbers.shape, np.float32)), numbers >= 0)
+        state = programs.init_state(params)  # a copy: the start stays, as a reference does
+        timed("learn", programs.learn, config, found, state, None, None, batch, rewards, jnp.zeros(2, jnp.uint32))
+    return found
+
+
+def timed(name: str, program: Any, config: Config, found: dict[str, float], *args: Any) -> Any:
+    """The last result of several calls. Of `learn` the first part is the state, which the next call takes."""
+    began = time.perf_counter()
+    compiled = program.lower(*args).compile()
+    found[f"{name}_compile_s"] = time.perf_counter() - began
+    if memory := compiled.memory_analysis():
+        found[f"{name}_temporary_gb"] = memory.temp_size_in_bytes / 1e9
+
+    def call(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        out = jax.block_until_ready(compiled(*args))
+        return out, (out[0], *args[1:]) if name == "learn" else args
+
+    seconds = []
+    for _ in range(config.repeats + 1):
+        began = time.perf_counter()
+        out, args = call(args)
+        seconds.append(time.perf_counter() - began)
+    found[f"{name}_s"] = statistics.median(seconds[1:])
+    if config.trace:
+        with jax.profiler.trace(f"{config.trace}/{name}"):
+            out, args = call(args)
+    return out
 
 
 def show(report: dict[str, Any]) -> None:

@@ -50,8 +50,7 @@ ShapeName = Literal[
 class Cost(NamedTuple):
     """Of one rollout with completions of full length."""
 
-    sample_flops: float
-    forward_flops: float  # of scoring; an update takes three times as many
+    forward_flops: float  # of sampling, and of scoring; an update takes three times as many
     sample_bytes: float  # read from memory: in every step the weights, and the keys and values that are there
 
 
@@ -78,4 +77,4 @@ def cost_of(shape: Shape, *, element: int) -> Cost:
     prefixes = prompts * shape.completion
     own = completions * shape.completion * (shape.completion + 1) / 2
     read = (layers + unembedding) * shape.completion + key_values * (prefixes + own)
-    return Cost(forward, forward, element * read)
+    return Cost(forward, element * read)

@@ -13,27 +13,31 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.lora import variables
-from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
-from grpo_jax.models.transformer import (
+from grpo_jax.models.attention import (
     Cache,
-    Geometry,
     KeyValues,
-    Params,
     Prefix,
-    Transformer,
-    decoding_layout,
+    keys_for_decoding,
+    select_completions,
+    widen,
+)
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.geometry import (
+    Geometry,
     geometry_of_groups,
     geometry_of_packed_groups,
     geometry_of_step,
     geometry_of_texts,
-    initial_params,
-    keys_for_decoding,
     positions_in_texts,
     prompt_positions,
-    select_completions,
-    widen,
+)
+from grpo_jax.models.lora import variables
+from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
+from grpo_jax.models.transformer import (
+    Params,
+    Transformer,
+    decoding_layout,
+    initial_params,
 )
 
 

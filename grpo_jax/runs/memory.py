@@ -21,7 +21,7 @@ from grpo_jax.models.config import ModelConfig
 
 FLOAT32 = 4
 _BYTES = {"float32": 4, "bfloat16": 2}
-_BLOCK = 128  # queries whose scores exist at a time, as in `models.transformer.attend`
+_BLOCK = 128  # queries whose scores exist at a time, as in `models.attention.attend`
 GIB = 2**30
 
 

@@ -11,27 +11,31 @@ import pytest
 from jax.test_util import check_grads
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models import transformer
-from grpo_jax.models.config import ModelConfig, RopeScaling
-from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.transformer import (
+from grpo_jax.models import attention, transformer
+from grpo_jax.models.attention import (
     KeyValues,
     Prefix,
-    RMSNorm,
-    Transformer,
     attend,
     attend_groups,
     attend_past,
-    decoding_layout,
+    keys_for_decoding,
+    widen,
+)
+from grpo_jax.models.config import ModelConfig, RopeScaling
+from grpo_jax.models.geometry import (
     geometry_of_groups,
     geometry_of_step,
     geometry_of_texts,
-    keys_for_decoding,
     prompt_positions,
-    rms_norm,
     rotary_angles,
     rotate,
-    widen,
+)
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import (
+    RMSNorm,
+    Transformer,
+    decoding_layout,
+    rms_norm,
 )
 
 LLAMA = ModelConfig(
@@ -520,7 +524,7 @@ def test_attention_of_long_texts_needs_a_sixteenth_of_the_memory():
 
 @pytest.mark.parametrize("features_first", [True, False])  # as on a CPU, and on other devices
 def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, monkeypatch):
-    monkeypatch.setattr(transformer, "_features_first", lambda: features_first)
+    monkeypatch.setattr(attention, "_features_first", lambda: features_first)
     (queries, keys, values), masks = group_inputs()
     expected, prompt = jax.jit(partial(attend_groups, kind="shared"))(queries, keys, values, masks)
     expected, attend_next = np.asarray(expected), jax.jit(partial(attend_past))  # traced anew for each case

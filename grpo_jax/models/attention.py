@@ -1,0 +1,331 @@
+"""Attention: of groups, in training, and of one more token of each completion, in decoding.
+
+Letters as in `transformer`. Query heads that share a key-value head have an axis Q of their own, so that keys and
+values are not repeated for them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from grpo_jax.models.config import AttentionKind
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of one layer, or with a leading L of all, as a decode step reads them.
+
+    Heads come before tokens: the products with one query then read memory in order. On a CPU features of keys come
+    before tokens too, which made attention in a decode step about twice as fast there; see `keys_for_decoding`.
+    Completions have one axis for all that is not multiplied: with an axis G of size 1 XLA on CPU copied the whole cache
+    for each token. On a mesh they have two, N and K·G: prompts are spread along other axes of the mesh than heads.
+    """
+
+    keys: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions; on a CPU [N, K, E, P] and [N·K·G, E, C]
+    values: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions
+
+
+class Prefix(NamedTuple):
+    """What the completions of a prompt share."""
+
+    layers: Any  # KeyValues with a leading L, or a tuple of L KeyValues
+    mask: jax.Array  # bool [N, P], true on tokens of the prompt
+    length: jax.Array  # int32 [N], tokens of the prompt: the position of the first completion token
+
+
+class Cache(NamedTuple):
+    """Keys and values of the completion tokens seen so far."""
+
+    layers: tuple[KeyValues, ...]
+    length: jax.Array  # int32 scalar, tokens written; the next one goes there
+
+
+def attend_groups(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    masks: tuple[jax.Array, ...],
+    kind: AttentionKind,
+) -> tuple[jax.Array, KeyValues]:
+    """Attention of prompts over themselves, and of the completions behind them over prompt and completion.
+
+    The prompt's keys and values are repeated for each of the G completions. That takes 2E numbers a key where the
+    scores take Q·S, and one product over prompt and completion in a row is faster than two joined by a softmax.
+
+    Args:
+      queries: `[N, M, K, Q, E]`.
+      keys, values: `[N, M, K, E]`.
+      masks: of prompts, and of completions where there are any: see `Geometry`.
+      kind: `ModelConfig.attention`.
+
+    Returns:
+      `[N, M, K, Q, E]`; keys and values of the prompts.
+    """
+    n, m, k, q, e = queries.shape
+    width = masks[0].shape[-1]
+    own_queries, own_keys, own_values = (jnp.split(x, [width], axis=1) for x in (queries, keys, values))
+    prompt = KeyValues(keys_for_decoding(own_keys[0].swapaxes(1, 2)), own_values[0].swapaxes(1, 2))
+    core: Callable[..., jax.Array] = partial(attend_fused, implementation=kind) if kind in ("xla", "cudnn") else attend
+    shared = tuple(x[0].swapaxes(1, 2)[:, :, None] for x in (own_keys, own_values))  # [N, K, 1, P, E]
+    attended = core(own_queries[0].transpose(0, 2, 3, 1, 4)[:, :, None], *shared, masks[0])
+    attended = attended[:, :, 0].transpose(0, 3, 1, 2, 4)
+    if len(masks) == 1:
+        return attended, prompt
+    size = masks[1].shape[-2]
+    shape = n, (m - width) // size, size, k
+
+    def in_a_row(prompt: jax.Array, own: jax.Array) -> jax.Array:
+        own = own.reshape(*shape, e).transpose(0, 3, 1, 2, 4)
+        return jnp.concatenate([jnp.broadcast_to(prompt, (*own.shape[:3], width, e)), own], axis=3)
+
+    given = own_queries[1].reshape(*shape, q, e).transpose(0, 3, 1, 4, 2, 5)
+    rest = core(given, *map(in_a_row, shared, (own_keys[1], own_values[1])), masks[1])
+    rest = rest.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e)
+    return jnp.concatenate([attended, rest], axis=1), prompt
+
+
+# Queries are taken in blocks of this many at least, and in this many blocks at most: each block is compiled by itself.
+_MIN_BLOCK = 128
+_MAX_BLOCKS = 8
+
+
+def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+    """softmax(q·k/√E) v, causally: of S queries and C keys, query s sees at most the keys up to C − S + s.
+
+    Queries are taken in blocks. Keys that no query of a block may see are left out. A block of a long text is computed
+    in parts of `_MIN_BLOCK` queries, one after the other, so that scores of no more queries exist at a time. Each query
+    has its whole row of scores, so no softmax is put together from several.
+
+    Args:
+      queries: `[N, K, G, Q, S, E]`.
+      keys, values: `[N, K, G, C, E]`.
+      mask: bool `[N, 1, G or 1, 1, S, C]`, or with 1 for N; at least one true a query.
+
+    Returns:
+      As queries.
+    """
+    size, features = queries.shape[-2:]
+    queries = queries * jnp.asarray(features**-0.5, queries.dtype)
+    width = max(_MIN_BLOCK, -(-size // _MAX_BLOCKS))
+    if width > 2 * _MIN_BLOCK:
+        width = -(-width // _MIN_BLOCK) * _MIN_BLOCK
+    attended = []
+    for start in range(0, size, width):
+        end = min(start + width, size)
+        seen = keys.shape[-2] - size + end
+        core = _attend_in_parts if end - start > 2 * _MIN_BLOCK else _attend_queries
+        own = queries[..., start:end, :], mask[..., start:end, :seen]
+        attended.append(core(*own, keys[..., :seen, :], values[..., :seen, :]))
+    return jnp.concatenate(attended, axis=-2)
+
+
+def _attend_in_parts(queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    """`_attend_queries`, `_MIN_BLOCK` queries after the other."""
+    size = queries.shape[-2]
+    even = size - size % _MIN_BLOCK
+
+    def parts(x: jax.Array) -> jax.Array:
+        x = x[..., :even, :].reshape(*x.shape[:-2], -1, _MIN_BLOCK, x.shape[-1])
+        return jnp.moveaxis(x, -3, 0)
+
+    # Masks of parts are made again in the backward pass, and not kept.
+    policy = jax.checkpoint_policies.save_only_these_names("attended")
+
+    @partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def attend_part(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _attend_queries(part[0], part[1], keys, values)
+
+    attended = jnp.moveaxis(jax.lax.map(attend_part, (parts(queries), parts(mask))), 0, -3)
+    attended = attended.reshape(*queries.shape[:-2], even, -1)
+    if even == size:
+        return attended
+    rest = _attend_queries(queries[..., even:, :], mask[..., even:, :], keys, values)
+    return jnp.concatenate([attended, rest], axis=-2)
+
+
+def _attend_queries(queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    """`_attend_block` of queries `[N, K, G, Q, S, E]`."""
+    *leading, shared, _, features = queries.shape
+    mask_rows = jnp.repeat(mask, shared, axis=3).reshape(*mask.shape[:3], -1, mask.shape[-1])
+    attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows)
+    return attended.reshape(queries.shape)
+
+
+@jax.custom_vjp
+def _attend_block(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+    """softmax(q·k) v. The backward pass computes scores again. 2205.14135.
+
+    Queries `[N, K, G, R, E]`, keys and values `[N, K, G, C, E]`, mask against `[N, K, G, R, C]` -> as queries.
+    """
+    return _attend_block_forward(queries, keys, values, mask)[0]
+
+
+def _attend_block_forward(queries, keys, values, mask):
+    # The mask is added and not selected by: XLA on CPU then makes one operation of product, softmax and product.
+    scores = _einsum("nkgre,nkgce->nkgrc", queries, keys) + _bias(mask)
+    maximum = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - maximum)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    # Maximum and total are kept, and not the logarithm of both: exp of that has 2.5 times the rounding error.
+    attended = _einsum("nkgrc,nkgce->nkgre", (weights / total).astype(queries.dtype), values).astype(queries.dtype)
+    attended, maximum, total = (checkpoint_name(x, "attended") for x in (attended, maximum, total))
+    return attended, (queries, keys, values, mask, attended, maximum, total)
+
+
+def _attend_block_backward(kept, gradient):
+    """∂L/∂scores = w (∂L/∂attended · v − ∂L/∂attended · attended), with the softmax's weights w."""
+    queries, keys, values, mask, attended, maximum, total = kept
+    weights = jnp.exp(_einsum("nkgre,nkgce->nkgrc", queries, keys) + _bias(mask) - maximum) / total
+    # A product with ones: see `rms_norm`.
+    mean = (gradient * attended).astype(jnp.float32) @ jnp.ones((attended.shape[-1], 1), jnp.float32)
+    d_scores = weights * (_einsum("nkgre,nkgce->nkgrc", gradient, values) - mean)
+    weights, d_scores = weights.astype(queries.dtype), d_scores.astype(queries.dtype)
+    d_queries = _einsum("nkgrc,nkgce->nkgre", d_scores, keys).astype(queries.dtype)
+    d_keys = _einsum("nkgrc,nkgre->nkgce", d_scores, queries).astype(keys.dtype)
+    d_values = _einsum("nkgrc,nkgre->nkgce", weights, gradient).astype(values.dtype)
+    return d_queries, d_keys, d_values, None
+
+
+_attend_block.defvjp(_attend_block_forward, _attend_block_backward)
+
+
+def attend_fused(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, *, implementation: Literal["xla", "cudnn"]
+) -> jax.Array:
+    """`attend` through `jax.nn.dot_product_attention`.
+
+    Args:
+      queries, keys, values, mask: as in `attend`.
+      implementation: of `jax.nn.dot_product_attention`.
+
+    Returns:
+      As `attend`.
+    """
+    n, k, g, q, s, e = queries.shape
+    mask = jnp.broadcast_to(mask, (n, 1, g, 1, *mask.shape[-2:]))
+
+    def even(x: jax.Array, axis: int) -> jax.Array:
+        """cuDNN wants an even number of tokens. One more query is cut off again, and nobody sees one more key."""
+        pad = [(0, 0)] * x.ndim
+        pad[axis] = (0, x.shape[axis] % 2)
+        return jnp.pad(x, pad)
+
+    def rows(x: jax.Array) -> jax.Array:
+        """`[N, K, G, C, E]` as `[N·G, C, K, E]`."""
+        return even(x.transpose(0, 2, 3, 1, 4).reshape(n * g, -1, k, e), 1)
+
+    attended = jax.nn.dot_product_attention(
+        even(queries.transpose(0, 2, 4, 1, 3, 5).reshape(n * g, s, k * q, e), 1),
+        rows(keys),
+        rows(values),
+        mask=even(even(mask.reshape(n * g, 1, s, -1), 2), 3),
+        implementation=implementation,
+    )
+    attended = checkpoint_name(attended, "attended")
+    return attended[:, :s].reshape(n, g, s, k, q, e).transpose(0, 3, 1, 4, 2, 5)
+
+
+def _features_first() -> bool:
+    """Whether features of keys come before tokens. On an H100 the product with such keys took 1.6 times as long."""
+    return jax.default_backend() == "cpu"
+
+
+def keys_for_decoding(keys: jax.Array) -> jax.Array:
+    """Keys `[..., C, E]` as `KeyValues` has them."""
+    return keys.swapaxes(-1, -2) if _features_first() else keys
+
+
+def attend_past(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    masks: tuple[jax.Array, ...],
+    prompt: KeyValues,
+    cache: KeyValues,
+    length: jax.Array,
+) -> tuple[jax.Array, KeyValues]:
+    """Attention of one token of each completion over the prompt and the cache, the token included.
+
+    Two products with one softmax: decoding reads memory, and the prompt's keys and values are read once for a group.
+
+    Args:
+      queries: `[N, G, K, Q, E]`.
+      keys, values: `[N, G, K, E]`, written to the cache.
+      masks: over the prompt and over the cache.
+      prompt: of the layer.
+      cache: of the layer, or with `[N, K·G, ...]` in place of its first axis.
+      length: int32 scalar, tokens in the cache.
+
+    Returns:
+      `[N, G, K, Q, E]`; the cache with the token.
+    """
+    n, g, k, q, e = queries.shape
+    rows = cache.values.shape[:-2]
+    keys, values = (x.swapaxes(1, 2).reshape(*rows, 1, e) for x in (keys, values))
+    keys_axes, axis = ("ec", len(rows) + 1) if _features_first() else ("ce", len(rows))
+    cache = KeyValues(
+        jax.lax.dynamic_update_slice_in_dim(cache.keys, keys_for_decoding(keys), length, axis),
+        jax.lax.dynamic_update_slice_in_dim(cache.values, values, length, len(rows)),
+    )
+    queries = (queries * jnp.asarray(e**-0.5, queries.dtype)).swapaxes(1, 2)  # [N, K, G, Q, E]
+    scores = (
+        _einsum(f"nkme,nk{keys_axes}->nkmc", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1),
+        _einsum(f"...qe,...{keys_axes}->...qc", queries.reshape(*rows, q, e), cache.keys).reshape(n, k, g, q, -1),
+    )
+    biased = [x + _bias(mask)[..., 0, :] for x, mask in zip(scores, masks, strict=True)]
+    width = masks[0].shape[-1]
+    weights = jax.nn.softmax(jnp.concatenate(biased, axis=-1)).astype(queries.dtype)
+    of_prompt, of_cache = jnp.split(weights, [width], axis=-1)
+    attended = _einsum("nkmp,nkpe->nkme", of_prompt.reshape(n, k, g * q, width), prompt.values).reshape(queries.shape)
+    attended += _einsum("...qc,...ce->...qe", of_cache.reshape(*rows, q, of_cache.shape[-1]), cache.values).reshape(
+        queries.shape
+    )
+    return attended.astype(queries.dtype).swapaxes(1, 2), cache
+
+
+def widen(layers: tuple[KeyValues, ...], slots: int) -> tuple[KeyValues, ...]:
+    """A cache of completions with room for `slots` tokens each."""
+
+    def pad(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.pad(x, [(0, slots - size if i == axis else 0) for i, size in enumerate(x.shape)])
+
+    last = layers[0].keys.ndim - 1
+    axis = last if _features_first() else last - 1
+    return tuple(KeyValues(pad(layer.keys, axis), pad(layer.values, last - 1)) for layer in layers)
+
+
+def select_completions(
+    prefix: Prefix, layers: tuple[KeyValues, ...], chosen: jax.Array, num_heads: int
+) -> tuple[Prefix, tuple[KeyValues, ...]]:
+    """What decoding keeps of some of N·G completions, as that of R prompts with one completion each.
+
+    Args:
+      prefix: the N prompts.
+      layers: the cache, of all completions.
+      chosen: int `[R]`, places of completions among all N·G in a row.
+      num_heads: K.
+
+    Returns:
+      A copy of its prompt for each completion; their cache.
+    """
+    num_prompts = prefix.mask.shape[0]
+    group_size = layers[0].keys.shape[0] // (num_prompts * num_heads)
+    prompt, member = jnp.divmod(chosen, group_size)
+
+    def own(x: jax.Array) -> jax.Array:
+        x = x.reshape(num_prompts, num_heads, group_size, *x.shape[1:])[prompt, :, member]  # [R, K, …]
+        return x.reshape(-1, *x.shape[2:])
+
+    return jax.tree.map(lambda x: x[prompt], prefix), jax.tree.map(own, layers)
+
+
+def _bias(mask: jax.Array) -> jax.Array:
+    """0 where the mask is true, −∞ elsewhere."""
+    return jnp.where(mask, jnp.float32(0), -jnp.inf)
+
+
+def _einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
