@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from grpo_jax.functional.numerics import check_shapes, takes, upcast
+from grpo_jax.functional.numerics import check_shapes, takes, transposed, upcast
 
 # Elements of one [R, C] slice of the logits, and the least C. A backward pass holds about three such arrays. On a CPU
 # they stay in its cache: 2 MiB in float32. Accelerators need larger products: with 16,384 tokens an H100 was fastest at
@@ -298,16 +298,18 @@ def _gradients(logits: _Logits, d_logits) -> _Logits:
         slope = slope.astype(hidden.dtype)
         weight, _ = _slice_weight(logits, index)
         d_hidden += _einsum("rc,cd->rd", slope, weight)
-        d_weight = _einsum("rc,rd->cd", slope, hidden).astype(d_unembedding.dtype)
+        d_weight = _einsum("cr,rd->cd", transposed(slope), hidden).astype(d_unembedding.dtype)
         previous = jax.lax.dynamic_slice_in_dim(d_unembedding, part.start, weight.shape[0])
         d_unembedding = jax.lax.dynamic_update_slice_in_dim(d_unembedding, previous + d_weight, part.start, axis=0)
         return (d_hidden, d_unembedding), None
 
-    zeros = jnp.zeros_like(hidden, dtype=jnp.float32), jnp.zeros_like(unembedding)
+    # Of a bfloat16 array XLA on CPU copies the whole when it writes a slice.
+    dtype = upcast(unembedding).dtype if jax.default_backend() == "cpu" else unembedding.dtype
+    zeros = jnp.zeros_like(hidden, dtype=jnp.float32), jnp.zeros_like(unembedding, dtype=dtype)
     (d_hidden, d_unembedding), _ = jax.lax.scan(accumulate, zeros, jnp.arange(_num_slices(logits)))
     # Σ_v ∂L/∂z[v] · (W h)[v] = h · ∂L/∂h / scale, which saves a pass over the logits.
     d_scale = jnp.sum(d_hidden * hidden.astype(jnp.float32), axis=-1) / scale
-    return _Logits(d_hidden.astype(hidden.dtype), d_unembedding, d_scale)
+    return _Logits(d_hidden.astype(hidden.dtype), d_unembedding.astype(unembedding.dtype), d_scale)
 
 
 def _num_slices(logits: _Logits) -> int:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from numbers import Real
 from typing import Any, TypeVar, cast
 
@@ -129,3 +129,43 @@ def _expected(form: str, known: _Sizes) -> str:
 
 def _brackets(shape: Any) -> str:
     return f"[{', '.join(map(str, shape))}]"
+
+
+def transposed(x: jax.Array) -> jax.Array:
+    """The last two axes exchanged, for a product.
+
+    XLA on CPU has bfloat16 products, but none that contracts the first axes of both matrices: wherever it sees a
+    transpose before a product, it multiplies in float32, which takes three times as long. It does not see this one.
+
+    Args:
+      x: `[..., A, B]`.
+
+    Returns:
+      `[..., B, A]`.
+    """
+    *leading, rows, columns = x.shape
+    if jax.default_backend() != "cpu" or x.dtype != jnp.bfloat16 or rows % 2:
+        return x.swapaxes(-1, -2)
+    return jnp.moveaxis(x.reshape(*leading, -1, 2, columns), -1, -3).reshape(*leading, columns, rows)
+
+
+def write_slice(array: jax.Array, part: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:
+    """The array with `part` in place of what begins at `start` along an axis.
+
+    XLA on CPU writes into a bfloat16 array by making a float32 copy of the whole of it. Of integers it writes the part
+    alone.
+
+    Args:
+      array: any shape.
+      part: as the array, but for the axis.
+      start: int, clipped so that all of the part is written.
+      axis: not negative.
+
+    Returns:
+      As the array.
+    """
+    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=axis)
+    if jax.default_backend() != "cpu" or array.dtype != jnp.bfloat16:
+        return write(array, part)
+    array, part = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, part))
+    return jax.lax.bitcast_convert_type(write(array, part), jnp.bfloat16)

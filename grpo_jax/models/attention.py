@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from grpo_jax.functional.numerics import transposed, write_slice
 from grpo_jax.models.config import AttentionKind
 
 
@@ -184,8 +185,8 @@ def _attend_block_backward(kept, gradient):
     d_scores = weights * (_einsum("nkgre,nkgce->nkgrc", gradient, values) - mean)
     weights, d_scores = weights.astype(queries.dtype), d_scores.astype(queries.dtype)
     d_queries = _einsum("nkgrc,nkgce->nkgre", d_scores, keys).astype(queries.dtype)
-    d_keys = _einsum("nkgrc,nkgre->nkgce", d_scores, queries).astype(keys.dtype)
-    d_values = _einsum("nkgrc,nkgre->nkgce", weights, gradient).astype(values.dtype)
+    d_keys = _einsum("nkgcr,nkgre->nkgce", transposed(d_scores), queries).astype(keys.dtype)
+    d_values = _einsum("nkgcr,nkgre->nkgce", transposed(weights), gradient).astype(values.dtype)
     return d_queries, d_keys, d_values, None
 
 
@@ -267,8 +268,8 @@ def attend_past(
     keys, values = (x.swapaxes(1, 2).reshape(*rows, 1, e) for x in (keys, values))
     keys_axes, axis = ("ec", len(rows) + 1) if _features_first() else ("ce", len(rows))
     cache = KeyValues(
-        jax.lax.dynamic_update_slice_in_dim(cache.keys, keys_for_decoding(keys), length, axis),
-        jax.lax.dynamic_update_slice_in_dim(cache.values, values, length, len(rows)),
+        write_slice(cache.keys, keys_for_decoding(keys), length, axis),
+        write_slice(cache.values, values, length, len(rows)),
     )
     queries = (queries * jnp.asarray(e**-0.5, queries.dtype)).swapaxes(1, 2)  # [N, K, G, Q, E]
     scores = (

@@ -61,6 +61,7 @@ from grpo_jax.functional import (
     weighted_sum,
     whiten,
 )
+from grpo_jax.functional.numerics import transposed, write_slice
 from grpo_jax.functional.presets import PRESETS
 
 X, MASK, A = jnp.zeros((2, 3)), jnp.ones((2, 3), bool), jnp.zeros(2)
@@ -276,3 +277,28 @@ def test_masked_values_may_be_anything_and_losses_check_nothing_by_themselves():
     assert chex.chexify(checked_loss, async_check=False)(bad, bad, mask) == pytest.approx(-1)
     text = str(jax.make_jaxpr(lambda x: grpo_loss(x, x, jnp.ones(1), mask)[0])(GOOD))
     assert "check" not in text
+
+
+# ---- what XLA on CPU would otherwise do in float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(4, 3), (3, 4), (2, 1, 6, 5)])
+def test_a_transposed_array_has_the_numbers_of_any_other(shape, dtype):
+    x = jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
+    chex.assert_trees_all_equal(jax.jit(transposed)(x), jnp.asarray(np.swapaxes(np.asarray(x), -1, -2)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize(("start", "begins"), [(0, 0), (3, 3), (4, 3)])
+def test_a_slice_is_written_where_it_belongs_and_nowhere_else(start, begins, dtype):
+    array, part = jnp.arange(10, dtype=dtype).reshape(2, 5), -jnp.ones((2, 2), dtype)
+    expected = np.array(array)
+    expected[:, begins : begins + 2] = -1
+    chex.assert_trees_all_equal(jax.jit(write_slice, static_argnums=3)(array, part, start, 1), jnp.asarray(expected))
+
+
+def test_no_copy_of_a_bfloat16_array_is_made_in_float32_to_write_a_slice_of_it():
+    array, part = jnp.zeros((64, 32), jnp.bfloat16), jnp.ones((1, 32), jnp.bfloat16)
+    written = jax.jit(lambda array, part, start: write_slice(array, part, start, 0), donate_argnums=0)
+    assert "f32[64,32]" not in written.lower(array, part, 3).compile().as_text()
