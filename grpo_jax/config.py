@@ -106,6 +106,10 @@ class SamplingConfig:
     that differ. If they are too few, groups with equal rewards fill up the batch. 1: every group is used."""
     filter_metric: str = ""
     """The reward that dynamic sampling compares; empty: the weighted sum."""
+    staleness: int = 0
+    """Completions are sampled by the policy of so many steps before, and in the first ones by the start. The next step
+    is sampled while graders work on this one. The trained parameters of as many steps are kept. A correction then
+    weighs the difference; without one the loss takes the completions for the policy's own."""
 
 
 @dataclass(frozen=True)
@@ -558,6 +562,7 @@ def validate_minutes(minutes: float) -> None:
 def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -> None:
     """Refuses options of sampling that cannot work, as `validate` does."""
     _require_at_least(config, 1, "num_prompts", "max_tokens", "max_rollouts")
+    _require_at_least(config, 0, "staleness")
     _require_at_least(config, 0, "top_k")
     _require(
         config.group_size >= 2 or not compares_groups,

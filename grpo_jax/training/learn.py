@@ -113,11 +113,12 @@ def needed(method: Method, config: GRPOConfig) -> Scored:
 
 
 def needs_old_logprobs(config: GRPOConfig) -> bool:
-    """Whether old log-probabilities, those of the policy that sampled, need a pass of their own.
+    """Whether old log-probabilities, those of the policy before the first step on a rollout, need a pass of their own.
 
     With one optimizer step on a rollout, that policy is the one that is differentiated. Its own numbers without
-    gradient then serve. Several steps need the numbers from before the first, and a KL in the reward needs them too. A
-    method whose ratio is defined against the sampler takes the sampler's numbers for both.
+    gradient then serve. It is the one that sampled, but where `staleness` lets an earlier one do so. Several steps need
+    the numbers from before the first, and a KL in the reward needs them too. A method whose ratio is defined against
+    the sampler takes the sampler's numbers for both.
     """
     objective = config.loss.objective
     has_penalty = objective.has_reference and objective.kl_in_reward
@@ -140,7 +141,7 @@ def score(
       method: of the run.
       reference_logprobs: (parameters, batch) -> log-probabilities `[N, G, T]` of the policy's model.
       config: the run.
-      trained: the trained parameters, as they were when the batch was sampled.
+      trained: the trained parameters, before the update on the batch.
       frozen: the other parameters.
       reference: parameters of the reference's policy, or None.
       batch: as sampled.
@@ -197,7 +198,20 @@ def begin(method: Method, trained: Params, config: GRPOConfig) -> TrainState:
         state = state._replace(reference=jax.tree.map(jnp.copy, method.of_policy(trained)))
     if config.reference.kl_target is not None:
         state = state._replace(kl_coef=jnp.float32(config.loss.kl_coef))
-    return state
+    copies = (jax.tree.map(jnp.copy, method.of_policy(trained)) for _ in range(config.sampling.staleness))
+    return state._replace(earlier=tuple(copies))
+
+
+def sampling_policy(method: Method, state: TrainState, frozen: Any, *, ahead: int = 0) -> Params:
+    """All parameters of the policy that samples an iteration.
+
+    Args:
+      method: of the run.
+      state: before the iteration, or `ahead` iterations earlier.
+      frozen: parameters that are not trained.
+      ahead: at most the staleness of the run: without, the policy of a later iteration is not known yet.
+    """
+    return method.actor((*state.earlier, state.params)[ahead], frozen)
 
 
 def learn(
@@ -229,12 +243,13 @@ def learn(
       The next state, and what to log.
     """
     kl_coef = jnp.float32(config.loss.kl_coef) if state.kl_coef is None else state.kl_coef
+    earlier = (*state.earlier, method.of_policy(state.params))[1:] if state.earlier else ()
     advantages = method.advantages(rewards, batch, kl_coef, axis_name)
     state, metrics, order = _update(
-        method, config, state, frozen, reference, advantages.batch, clock, axis_name=axis_name
+        method, config, state._replace(earlier=()), frozen, reference, advantages.batch, clock, axis_name=axis_name
     )
     state = sync_reference(method, state, clock[1], config)
-    state = update_kl_coef(state, advantages.logs, config)
+    state = update_kl_coef(state, advantages.logs, config)._replace(earlier=earlier)
     return state, Learned(advantages.logs | metrics, advantages.by_completion, order)
 
 

@@ -120,12 +120,16 @@ class Phase(NamedTuple):
     config: GRPOConfig
     run: RunFolder
     begin: int  # the first step of this call
+    end: int  # the step after its last one
     start: Params  # trained parameters at the start
     frozen: Any  # parameters that are not trained
     first: Params  # those of the policy at the start
     numbers: Array  # int32 [N, G], of completions, on the devices
     temperature: Array  # float32 [N, G], on the devices
     update_flops: float  # of an update, a token
+
+
+Draw = tuple[Prompts, Batch, Completions]  # of a step, on the devices
 
 
 class Iteration(NamedTuple):
@@ -180,14 +184,15 @@ def train(
     with between_steps() as asked_to_stop, kept as checkpoints:
         state, done = checkpoints.restore(lambda: programs.init_state(start), partial(shardings, devices=devices))
         state = place(state, devices)
-        common = common._replace(begin=done)
+        common = common._replace(begin=done, end=end)
         run.rewind(phase, done, checkpoints.lines)
         if evaluate and logging.eval_every and done == 0:
             run.log(phase, 0, evaluate(common.first, 0))
         unread: Iteration | None = None
+        drawn: Draw | None = None
         with run.progress(phase, config.steps, done) as show:
             for step in range(done, end):
-                state, unread = iterate(common, state, step, unread, show)
+                state, unread, drawn = iterate(common, state, step, unread, drawn, show)
                 is_last = step + 1 == end
                 evaluated: dict[str, float] = {}
                 if evaluate and logging.eval_every and ((step + 1) % logging.eval_every == 0 or is_last):
@@ -229,6 +234,7 @@ def start_phase(
         config=config,
         run=run,
         begin=0,
+        end=config.steps,
         start=start,
         frozen=frozen,
         first=programs.method.actor(start, frozen),
@@ -239,8 +245,13 @@ def start_phase(
 
 
 def iterate(
-    phase: Phase, state: TrainState, step: int, unread: Iteration | None, show: Callable[..., None]
-) -> tuple[TrainState, Iteration]:
+    phase: Phase,
+    state: TrainState,
+    step: int,
+    unread: Iteration | None,
+    drawn: Draw | None,
+    show: Callable[..., None],
+) -> tuple[TrainState, Iteration, Draw | None]:
     """Hands one iteration to the devices. Its numbers are read later.
 
     Args:
@@ -248,16 +259,23 @@ def iterate(
       state: before it; donated.
       step: its number, from 0.
       unread: the iteration before, to be read while the devices sample.
+      drawn: what it returned for this one.
       show: of the progress bar.
+
+    Returns:
+      The state after it; what is to be read of it; the first draw of the next one, if its policy is known already.
     """
     programs, config, run = phase.programs, phase.config, phase.run
     method, objective = programs.method, config.loss.objective
-    policy = method.actor(state.params, phase.frozen)
+    policy = learn.sampling_policy(method, state, phase.frozen)
     reference = phase.first if state.reference is None else method.actor(state.reference, phase.frozen)
 
     # ---- sample: a group of completions for each prompt
     with run.timed("rollout"):
-        first = start_draw(phase, policy, step, 0)
+        first = start_draw(phase, policy, step, 0) if drawn is None else drawn
+        following = None
+        if config.sampling.staleness and step + 1 < phase.end:  # the devices sample it while graders work on this one
+            following = start_draw(phase, learn.sampling_policy(method, state, phase.frozen, ahead=1), step + 1, 0)
     read(phase, unread, show)
 
     # ---- score: while graders work, where no groups are dropped for their rewards
@@ -290,10 +308,10 @@ def iterate(
         state, learned = programs.learn(
             state, phase.frozen, loss_reference, batch, to_devices(rewards, devices, axes=REWARD_AXES), clock
         )
-    return state, Iteration(step, found.rollout, batch, learned, metrics)
+    return state, Iteration(step, found.rollout, batch, learned, metrics), following
 
 
-def start_draw(phase: Phase, policy: Params, step: int, number: int) -> tuple[Prompts, Batch, Completions]:
+def start_draw(phase: Phase, policy: Params, step: int, number: int) -> Draw:
     """Starts to sample the groups of a draw of a step, and does not wait."""
     config = phase.config
     # The first draw of each step is that of a run without further ones, so that every epoch has all its prompts. The
@@ -354,7 +372,8 @@ def read(
     run, config, step = phase.run, phase.config, iteration.step
     with run.timed("update"):
         metrics = {name: value.item() for name, value in to_host(iteration.learned.metrics).items()}
-    guards.check_first_ratio(run, metrics)
+    if not config.sampling.staleness:
+        guards.check_first_ratio(run, metrics)
     update = metrics.pop("skipped_update")
     run.log(phase.name, step + 1, iteration.sampled | metrics | (evaluated or {}))  # also of what stops the run
     guards.check_gradients(

@@ -223,7 +223,7 @@ def _iteration(run: _Run, state: TrainState, inputs: tuple[Array, Prompts]) -> t
     """One iteration of the loop: sample, reward, score, learn."""
     policy, method, task, reward, config, start, frozen, seed = run
     step, given = inputs
-    current = method.actor(state.params, frozen)
+    current = learning.sampling_policy(method, state, frozen)
     reference = method.actor(start if state.reference is None else state.reference, frozen)
     temperature, numbers = jnp.asarray(group_temperatures(config.sampling)), completion_numbers(config.sampling)
 

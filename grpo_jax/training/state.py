@@ -22,6 +22,7 @@ class TrainState(NamedTuple):
     skipped: Array  # int32, optimizer steps skipped in a row, for gradients that were not finite
     reference: Params | None = None  # parameters of the reference, if it moves
     kl_coef: Array = None  # float32, β, if it adapts
+    earlier: tuple[Params, ...] = ()  # parameters of the policy before the last `staleness` iterations, oldest first
 
 
 class Batch(NamedTuple):
