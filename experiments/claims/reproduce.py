@@ -52,6 +52,7 @@ QUESTIONS = (
     "reward_hacking",
     "curriculum",
     "estimators",
+    "staleness",
 )
 SOURCES = """The sources are the texts that this library implements: 000 and 001 are the posts that announced GRPO in
 September 2022, 003 are notes on PPO and GRPO. None of them published data. What they say of other tasks and sizes is

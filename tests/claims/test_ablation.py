@@ -181,6 +181,11 @@ def planted(scores, metrics):
             {},
         ),
         ("estimators", {"seed_001": 0.6, "ppo": 0.4}, {"entropy": 1}),
+        (
+            "staleness",
+            {"corrected": 0.5, "16": 0.2, "8": 0.3},
+            {"kl": 1, "entropy": 1, "first_sampler_mismatch": 1},
+        ),
     ],
 )
 def test_claims_look_the_right_way(name, scores, metrics):
