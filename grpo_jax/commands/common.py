@@ -123,7 +123,7 @@ def train_with_control(
     def row(held: HeldoutResult) -> dict[str, float]:
         return summary(held.evaluation) | examine(*held)
 
-    with run.waiting("evaluating the start: compiling (may take minutes)"):
+    with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
         start = evaluate_heldout(programs, programs.method.actor(*programs.method.split(params)), task, config, run)
     rows, checksum = {"before": row(start)}, ""
     for phase in phases:

@@ -111,7 +111,7 @@ def main(config: Config) -> None:
     def evaluate(params: Params) -> dict[str, float]:
         return {"heldout_nll": mean_nll(model.policy, params, heldout())}
 
-    with run.waiting("evaluating the start: compiling (may take minutes)"):
+    with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
         before = text_nll(model.policy, model.params, heldout())
     state = train_sft(model.policy, model.params, batches, config.train, run, phase=PHASE, evaluate=evaluate)
     trained = join(state.params, split(model.params)[1])
