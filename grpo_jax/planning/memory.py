@@ -32,10 +32,11 @@ from grpo_jax.models.heads import without_vocabulary
 from grpo_jax.models.lora import TARGETS, Target, add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.planning.models import MODELS
 from grpo_jax.planning.pieces import FASTEST, Piece, choose_piece
 
 FLOAT32 = 4
-_BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2}
 # Updates of many parameters exist at a time, and XLA on CPU copies moments: 1.3 to 1.54 numbers for each parameter.
 _UPDATING = 1.4
 _BLOCK = 128  # queries whose scores exist at a time, as in `models.attention.attend`
@@ -142,7 +143,7 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     policies = 2 if shape.moving_reference else 1
     own_critic = 2 if shape.critic == "own" else 1  # decoders that a piece is computed by
     return Estimate(
-        params=FLOAT32 * of_device + _BYTES[shape.param_dtype] * size_on_device(frozen, shape.mesh),
+        params=FLOAT32 * of_device + BYTES[shape.param_dtype] * size_on_device(frozen, shape.mesh),
         optimizer=2 * FLOAT32 * of_device,
         start=FLOAT32 * of_device * policies,
         decoding=_decoding(model, shape),
@@ -215,7 +216,7 @@ def _decoding(model: ModelConfig, shape: Shape) -> int:
 
 def _bytes(model: ModelConfig, shape: Shape) -> int:
     """Of a number that a product takes or gives: XLA on CPU computes bfloat16 in float32."""
-    return FLOAT32 if shape.on_cpu else _BYTES[model.dtype]
+    return FLOAT32 if shape.on_cpu else BYTES[model.dtype]
 
 
 # ---- of the batch
@@ -239,7 +240,7 @@ def _projected(model: ModelConfig, shape: Shape) -> int:
 def _cache(model: ModelConfig, shape: Shape) -> int:
     """Bytes: 2 L K E for each token of a prompt, once a group, and of a completion but its last."""
     tokens = shape.num_prompts * shape.prompt_tokens + _completions(shape) * (shape.max_tokens - 1)
-    return 2 * model.num_hidden_layers * _keys(model, shape) * tokens * _BYTES[model.dtype]
+    return 2 * model.num_hidden_layers * _keys(model, shape) * tokens * BYTES[model.dtype]
 
 
 def _prefill(model: ModelConfig, shape: Shape) -> int:
@@ -249,7 +250,7 @@ def _prefill(model: ModelConfig, shape: Shape) -> int:
     return numbers * tokens * _bytes(model, shape)
 
 
-def _tokens(shape: Shape) -> int:
+def tokens_of_piece(shape: Shape) -> int:
     """Tokens of a piece, padding included. The last token of a completion predicts nothing."""
     piece = shape.piece
     return piece.rows * (shape.prompt_tokens + piece.texts * (piece.width - (not piece.is_packed)))
@@ -258,14 +259,14 @@ def _tokens(shape: Shape) -> int:
 def _kept(model: ModelConfig, shape: Shape) -> int:
     """Bytes that all layers keep of a piece: what goes into each, and without remat its projections."""
     kept = model.hidden_size + (_projected(model, shape) if model.remat == "none" else 0)
-    return model.num_hidden_layers * kept * _tokens(shape) * _bytes(model, shape)
+    return model.num_hidden_layers * kept * tokens_of_piece(shape) * _bytes(model, shape)
 
 
 def _working(model: ModelConfig, shape: Shape) -> int:
     """Bytes that the backward pass of one layer works on."""
     piece, size = shape.piece, _bytes(model, shape)
     # Projections and their gradients; with remat the projections are computed anew.
-    projected = (2 if model.remat == "none" else 3) * _projected(model, shape) * _tokens(shape)
+    projected = (2 if model.remat == "none" else 3) * _projected(model, shape) * tokens_of_piece(shape)
     # A prompt's keys and values are copied to each of its completions; with their gradients.
     in_a_row = piece.rows * piece.texts * (shape.prompt_tokens + piece.width)
     heads = model.num_attention_heads // shape.tensor
@@ -294,36 +295,12 @@ def _logits(model: ModelConfig, shape: Shape) -> int:
 # ---- README's table
 
 
-def _qwen2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        rope_theta=1e6,
-        tie_word_embeddings=tied,
-        qkv_bias=True,
-        dtype="bfloat16",
-        remat="layer",
-    )
-
-
-# As published: config.json of Qwen/Qwen2.5-….
-MODELS = {
-    "Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2, 151936, True),
-    "Qwen2.5-1.5B": _qwen2(1536, 8960, 28, 12, 2, 151936, True),
-    "Qwen2.5-7B": _qwen2(3584, 18944, 28, 28, 4, 152064, False),
-}
-
-
 def table() -> str:
     """README's table: GiB of one device for each model, in markdown."""
     lines = ["| model | parameters | all trained | with `--fsdp 8` | LoRA, rank 16 |", "|---|---|---|---|---|"]
     ours = Shape(microbatches=2)
-    for name, model in MODELS.items():
+    for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"):
+        model = replace(MODELS[name], dtype="bfloat16", remat="layer")
         shapes = ours, ours._replace(fsdp=8), ours._replace(lora_rank=16, param_dtype="bfloat16")
         cells = (f"{of.peak / GIB:.0f} ({of.held / GIB:.0f})" for of in (estimate(model, shape) for shape in shapes))
         lines.append(f"| {name} | {num_params(model) / 1e9:.2f} billion | {' | '.join(cells)} |")

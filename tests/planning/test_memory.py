@@ -12,6 +12,7 @@ from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
+from grpo_jax.planning.models import MODELS
 from grpo_jax.planning.pieces import FASTEST_ON_CPU
 
 README = Path(__file__).parents[2] / "README.md"
@@ -121,10 +122,17 @@ def test_readme_has_the_table():
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("Qwen2.5-0.5B", 0.494), ("Qwen2.5-1.5B", 1.544), ("Qwen2.5-7B", 7.616)]
+    ("name", "billions"),
+    [
+        ("Qwen2.5-0.5B", 0.494),
+        ("Qwen2.5-1.5B", 1.544),
+        ("Qwen2.5-7B", 7.616),
+        ("Qwen3-0.6B", 0.596),
+        ("Llama-3-70B", 70.554),
+    ],
 )
 def test_published_models_have_their_published_size(name, billions):
-    assert memory.num_params(memory.MODELS[name]) / 1e9 == pytest.approx(billions, abs=5e-4)
+    assert memory.num_params(MODELS[name]) / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
 def test_the_peak_is_of_sampling_or_of_learning():
