@@ -108,7 +108,7 @@ def _bytes(dtype: str, dimensions: str) -> int:
 
 def _group_size(line: str) -> int:
     """Devices of each group: of {{0,1},{2,3}} 2, of [4,2]<=[8] 2, and of mesh['a'=4,'b'=2] {'b'} 2."""
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line):
         axes = dict(re.findall(r"('\w+')=(\d+)", mesh[1]))
         named = re.findall(r"('\w+')(?::\(\d+\)(\d+))?", mesh[2])
         return math.prod(int(part or axes[name]) for name, part in named)
@@ -116,4 +116,6 @@ def _group_size(line: str) -> int:
         return len(listed[1].split(","))
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(iota[1])
-    return 2 if "source_target_pairs" in line else 1
+    if "source_target_pairs" in line:
+        return 2
+    raise ValueError(f"the devices of a collective are written in an unknown way: {line.strip()[:200]}")

@@ -42,9 +42,15 @@ class Plan(NamedTuple):
         return {**pieces, "remat": self.model.remat}
 
     def __str__(self) -> str:
-        pieces, needed = self.shape.num_pieces, self.estimate.peak / GB
+        pieces = self.shape.num_pieces
         microbatches = f"{pieces} microbatch{'es' if pieces > 1 else ''}"
-        return f"plan: {microbatches}, remat {self.model.remat}: about {needed:.2g} of {self.limit / GB:.3g} GB"
+        sizes = f"about {_in_gb(self.estimate.peak)} of {_in_gb(self.limit)} GB"
+        return f"plan: {microbatches}, remat {self.model.remat}: {sizes}"
+
+
+def _in_gb(size: int) -> str:
+    """Bytes in GB, with two digits where these are few."""
+    return f"{size / GB:.0f}" if size >= 10 * GB else f"{size / GB:.2g}"
 
 
 def shape_of(config: GRPOConfig | PPOConfig, options: ModelOptions, prompt_tokens: int, *, parts: int) -> Shape:
@@ -126,7 +132,7 @@ def _what_would_fit(model: ModelConfig, shape: Shape, limit: int, smallest: Plan
 
     def fitting(words: str, model: ModelConfig, shape: Shape) -> list[str]:
         plan = list(_plans(model, shape, limit, "layer"))[-1]
-        return [f"{words} (about {plan.estimate.peak / GB:.2g} GB)"] if plan.fits else []
+        return [f"{words} (about {_in_gb(plan.estimate.peak)} GB)"] if plan.fits else []
 
     lora = shape._replace(lora_rank=16, param_dtype="bfloat16")
     half = replace(model, dtype="bfloat16")
@@ -145,7 +151,7 @@ def _what_would_fit(model: ModelConfig, shape: Shape, limit: int, smallest: Plan
         ways += fitting("num_prompts 1", model, shape._replace(num_prompts=1, minibatches=1))
     instead = ", or ".join(ways) or "a smaller model, or fewer and shorter completions"
     return (
-        f"the run needs about {smallest.estimate.peak / GB:.2g} GB of {limit / GB:.3g} on each device, even in the "
+        f"the run needs about {_in_gb(smallest.estimate.peak)} GB of {_in_gb(limit)} on each device, even in the "
         f"smallest microbatches with remat layer: set {instead}; or set microbatches and remat, which are then not "
         "planned"
     )

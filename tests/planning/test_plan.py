@@ -52,7 +52,7 @@ def test_what_is_given_is_not_planned():
 
 def test_where_nothing_fits_the_sentence_names_what_would():
     held = estimate(MID, SHAPE).held
-    with pytest.raises(UsageError, match=r"needs about 1.3 GB of 0.842 on each device.* lora_rank 16, p") as error:
+    with pytest.raises(UsageError, match=r"needs about 1.3 GB of 0.84 on each device.* lora_rank 16, p") as error:
         choose(MID, SHAPE, int(1.1 * held))
     assert "fsdp 2 on 2 times as many devices" in str(error.value)
     assert "set microbatches and remat" in str(error.value)

@@ -37,6 +37,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     f32[8]{0}) while(%start), condition=%more, body=%layer, backend_config={"known_trip_count":{"n":"6"},
     "known_init_step":{"init":"0"}}
   %other = (s32[], f32[8]{0}) while(%loop), condition=%more, body=%decode
+  %cross = f32[8]{0} all-gather(%p), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}, dimensions={0}
   %begun = (f32[4]{0}, f32[32]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}
 }
 """
@@ -47,9 +48,12 @@ def test_collectives_of_a_text_by_hand():
         Collective("all-gather", 4 * 128 * 4, 4, 6),
         Collective("all-reduce", 4 * 3 + 2 * 5, 2, 6),
         Collective("reduce-scatter", 4 * 2 * 4, 4, 10),
+        Collective("all-gather", 4 * 8, 4, 1),
         Collective("all-gather", 4 * 32, 8, 1),
     ]
-    assert sizes(collectives(TEXT))["all-gather"] == 6 * 2048 + 128
+    assert sizes(collectives(TEXT))["all-gather"] == 6 * 2048 + 32 + 128
+    with pytest.raises(ValueError, match="unknown way: %gathered"):
+        collectives(TEXT.replace("[2,4]<=[8]", "any"))
 
 
 def test_bytes_sent_in_a_ring_by_hand():
@@ -104,6 +108,17 @@ def test_replicas_add_up_one_gradient():
     _, found, _ = by_purpose(sizes(collectives(str(text))))
     assert planned(learn_traffic(MODEL, shape, data=8)) == (0, 4 * num_params(MODEL), 0)
     assert found == pytest.approx(4 * num_params(MODEL), rel=0.05)
+
+
+@pytest.mark.slow
+def test_copies_of_a_mesh_add_up_what_each_has_gathered():
+    """XLA on CPU sums over both axes at once, where the plan scatters over fsdp and then sums the parts over data."""
+    shape, _ = shape_and_run(4)
+    run = recipe(num_prompts=16, group_size=G, max_tokens=T, microbatches=1, devices=8, fsdp=4)
+    found = by_purpose(sizes(collectives(str(lowered(MODEL, run, P)["learn"].compile().as_text()))))
+    alone, copied = planned(learn_traffic(MODEL, shape)), planned(learn_traffic(MODEL, shape, data=2))
+    assert found == pytest.approx(alone, rel=0.05)
+    assert copied == (alone[0], alone[1] * 5 // 4, alone[2])
 
 
 def test_of_lora_the_base_travels_and_the_gradients_of_adapters_alone():
