@@ -107,6 +107,18 @@ def test_programs_need_what_is_estimated_within_15_percent(name, model, options,
     assert all(1 / 1.15 < ratio < 1.15 for ratio in ratios.values()), ratios
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_an_update_on_a_mesh_needs_what_is_estimated_within_15_percent(tensor):
+    model = replace(MID, num_hidden_layers=4, remat="layer")
+    config = recipe(num_prompts=8, group_size=4, max_tokens=65, microbatches=1, devices=8)
+    config = with_options(config, fsdp=8 // tensor, tensor=tensor)
+    shape = Shape(tensor, 4, 64, 65, microbatches=1, fsdp=8 // tensor, tensor=tensor, on_cpu=True)
+    ratios = held_against_the_compiler(model, config, 64, shape, ("learn",))
+    print(tensor, ratios)
+    assert 1 / 1.15 < ratios["learn"] < 1.15
+
+
 def test_a_mesh_divides_parameters_and_leaves_the_rest_to_the_prompts():
     """By 4 · 2: exactly what `models.sharding` cuts; norms, which it does not cut, stay whole."""
     model = replace(TINY, num_key_value_heads=4)
