@@ -20,6 +20,7 @@ from grpo_jax.planning.pieces import fastest_piece_tokens
 # The estimate is within 15% of what XLA plans.
 _SHARE = 0.85
 GB = 1e9
+_NO_LIMIT = 2**60
 
 
 class Plan(NamedTuple):
@@ -161,16 +162,16 @@ def _what_would_fit(model: ModelConfig, shape: Shape, limit: int, smallest: Plan
 
 
 def memory_limit(devices: int = 1) -> int:
-    """Bytes that each device may use: as it says itself, or on a CPU its part of what the machine has left.
+    """Bytes that each device may use: as it says itself, or on a CPU its part of what the machine and its group have.
 
     Args:
       devices: that share the memory of a CPU.
     """
-    statistics = jax.devices()[0].memory_stats() or {}
+    statistics = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in statistics:
         return int(statistics["bytes_limit"])
     ours = sum(x.nbytes for x in jax.live_arrays())  # the model that is loaded counts in the plan
-    return (min(_available(), _cgroup_limit()) + ours) // devices
+    return min(_available() + ours, _cgroup_limit()) // devices
 
 
 def _available() -> int:
@@ -178,18 +179,16 @@ def _available() -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return 2**60
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 2**60)
+        return _NO_LIMIT
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), _NO_LIMIT)
 
 
-def _cgroup_limit() -> int:
-    """Bytes that the group of this process may still take; without a limit, more than any machine has."""
-    groups = {"memory.max": "memory.current", "memory/memory.limit_in_bytes": "memory/memory.usage_in_bytes"}
-    for limit, used in groups.items():
+def _cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that the control group of this process may take, as a container sees it."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of the second version, and of the first
         try:
-            most, now = (Path("/sys/fs/cgroup", name).read_text().strip() for name in (limit, used))
+            most = (root / name).read_text().strip()
         except OSError:
             continue
-        if most != "max":
-            return max(int(most) - int(now), 0)
-    return 2**60
+        return _NO_LIMIT if most == "max" else int(most)
+    return _NO_LIMIT

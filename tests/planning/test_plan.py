@@ -69,14 +69,29 @@ def test_the_shape_of_a_run_is_that_of_its_options():
     assert (ppo.packs, ppo.critic, ppo.group_size) == (False, "own", 1)
 
 
-def test_a_cpu_has_what_is_left_of_the_machine_and_of_the_group(monkeypatch):
+def test_a_cpu_has_what_is_left_of_the_machine_and_no_more_than_its_group(monkeypatch):
     ours = sum(x.nbytes for x in jax.live_arrays())
     monkeypatch.setattr(planning, "_available", lambda: 10**9)
     monkeypatch.setattr(planning, "_cgroup_limit", lambda: 4 * 10**8)
-    assert memory_limit() - ours == 4 * 10**8
-    assert memory_limit(4) == (ours + 4 * 10**8) // 4
+    assert memory_limit() == 4 * 10**8
+    assert memory_limit(4) == 10**8
     monkeypatch.setattr(planning, "_cgroup_limit", lambda: 2**60)
-    assert memory_limit() - ours == 10**9
+    assert memory_limit() == 10**9 + ours
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "limit"),
+    [
+        ("memory.max", "max\n", 2**60),
+        ("memory.max", "1024\n", 1024),
+        ("memory/memory.limit_in_bytes", "2048", 2048),
+        ("other", "1", 2**60),
+    ],
+)
+def test_the_limit_of_a_group_is_read_from_its_file(tmp_path, file, text, limit):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert planning._cgroup_limit(tmp_path) == limit
 
 
 def test_a_plan_is_one_line():
