@@ -14,7 +14,7 @@ from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
 from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
-from grpo_jax.models.config import AttentionKind, Dtype, Remat
+from grpo_jax.models.config import AttentionKind, Dtype
 from grpo_jax.models.lora import TARGETS, Target
 
 Preset = Literal[
@@ -46,6 +46,7 @@ AdvantagesOf = Literal["sum", "components"]
 Correction = Literal["none", "token", "sequence", "icepop", "geometric"]
 Decay = Literal["none", "linear", "cosine"]
 Parallel = Literal["auto", "pmap", "mesh"]
+PlannedRemat = Literal["auto", "none", "layer"]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -63,9 +64,10 @@ class ModelOptions:
     """Dtype of activations and matrix products. bfloat16 is faster on accelerators and rounds to 8 bits."""
     param_dtype: Dtype = "float32"
     """Dtype of the parameters. bfloat16 halves the memory of LoRA's frozen ones; trained parameters need float32."""
-    remat: Remat = "none"
+    remat: PlannedRemat = "auto"
     """What the backward pass computes again to save memory. none: norms, rotations and attention's scores. layer: whole
-    layers. Results differ by rounding alone."""
+    layers. Results differ by rounding alone. auto: layer where the memory of the device asks for it, in runs of GRPO
+    and PPO; else none."""
     attention: AttentionKind = "auto"
     """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for
     bfloat16 on NVIDIA GPUs. They differ by rounding. auto: cudnn where it can be used, else shared."""
@@ -209,8 +211,11 @@ class OptimizerConfig:
     minibatches: int = 1
     """Optimizer steps of a pass; prompts are shuffled among them."""
     microbatches: int = 0
-    """Pieces that a minibatch is computed in, to save memory. Results differ by rounding alone. 0: pieces of about
-    1,024 tokens on a CPU, 16,384 elsewhere, in which the padding of completions is left out where that saves work."""
+    """Pieces that a minibatch is computed in, to save memory. Results differ by rounding alone. 0: pieces of
+    `piece_tokens`, in which the padding of completions is left out where that saves work."""
+    piece_tokens: int = 0
+    """Tokens of a piece at most on each device, prompts and padding included, or one prompt with its completions if
+    that is more. 0: 1,024 on a CPU and 16,384 elsewhere, or as many as memory allows."""
     max_skipped: int = 5
     """The run stops after this many steps in a row with gradients that are not finite. Such a step is skipped, and its
     batch is written to the run's folder."""
@@ -716,7 +721,7 @@ def validate_optimizer(config: GRPOConfig, *, num_devices: int = 1) -> None:
     """Refuses options of the optimizer that cannot work, as `validate` does."""
     optimizer, loss = config.optimizer, config.loss
     _require_at_least(optimizer, 1, "epochs", "minibatches", "max_skipped")
-    _require_at_least(optimizer, 0, "microbatches", "warmup_steps")
+    _require_at_least(optimizer, 0, "microbatches", "piece_tokens", "warmup_steps")
     pieces = optimizer.minibatches * (optimizer.microbatches or 1) * num_devices
     _require(
         config.sampling.num_prompts % pieces == 0,

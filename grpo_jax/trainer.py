@@ -19,12 +19,12 @@ from grpo_jax.models.lora import Adapted, join, merge, split
 from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
-from grpo_jax.runs.pretrained import keep_description, load_model
+from grpo_jax.runs.pretrained import keep_description, load_model, planned, say_plan
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs, train
 from grpo_jax.training.guards import check_length
-from grpo_jax.training.parallel import devices_of, parts, where_to_load
+from grpo_jax.training.parallel import devices_of, parts, size, where_to_load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +86,7 @@ class GRPOTrainer:
             for name in {"dtype", "param_dtype", "remat", "attention"} & options.keys():
                 raise UsageError(f"the model is loaded already: give {name} to load_pretrained")
             options |= {"model": str(pretrained.folder), "param_dtype": str(pretrained.params["embedding"].dtype)}
+            options |= {"remat": pretrained.config.remat}
         elif isinstance(model, str | Path):
             options |= {"model": str(model)}
         else:
@@ -115,7 +116,7 @@ class GRPOTrainer:
           FloatingPointError: gradients were not finite too many times in a row.
         """
         started = time.perf_counter()
-        (policy, params, pretrained), options, rows = self._loaded, self._options, _rows(prompts)
+        pretrained, options, rows = self._loaded.pretrained, self._options, _rows(prompts)
         config, model, longest = options.train, options.model, pretrained.config.max_position_embeddings
 
         def task_of(num_prompts: int) -> Task:
@@ -137,10 +138,16 @@ class GRPOTrainer:
             options = with_options(options, num_prompts=_fitting_num_prompts(config, left))
             config = options.train
         task = task_of(config.sampling.num_prompts)
+        devices = devices_of(config)
+        options, loaded, plan = planned(
+            options, config, self._loaded, task, devices=size(devices), parts=parts(devices)
+        )
+        config, (policy, params, pretrained) = options.train, loaded
         programs = make_programs(policy, task, config)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(options))
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
-        keep_description(self.run, self._loaded, model)
+        say_plan(self.run, plan)
+        keep_description(self.run, loaded, model)
         check_length(self.run, task, config.sampling.max_tokens, longest)
         state = train(policy, params, task, config, self.run, programs=programs)
         curves = terminal.curves_of(self.run, [("length_mean", "tokens")])

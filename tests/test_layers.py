@@ -17,6 +17,7 @@ ORDER = [
     "rewards",
     "tasks",
     "config",
+    "planning",
     "runs",
     "training",
     "trainer",

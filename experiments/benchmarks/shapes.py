@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.planning.models import MODELS
 
 
 class Shape(NamedTuple):
@@ -19,9 +20,6 @@ class Shape(NamedTuple):
 
 TINY = ModelConfig(64, 128, 512, 4, 4, 2, 32)
 MID = ModelConfig(32_000, 512, 2048, 8, 8, 4, 64)
-QWEN2_05B = ModelConfig(151_936, 896, 4864, 24, 14, 2, 64, rope_theta=1e6, qkv_bias=True)
-QWEN2_15B = ModelConfig(151_936, 1536, 8960, 28, 12, 2, 128, rope_theta=1e6, qkv_bias=True)
-QWEN3_06B = ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, qk_norm=True)
 SHAPES = {
     "tiny": Shape(TINY, 16, 16, 32),
     "tiny256": Shape(TINY, 16, 16, 256),
@@ -29,10 +27,10 @@ SHAPES = {
     "prompt": Shape(MID, 1, 512, 64),
     # Weights so small that every token is about as likely as any other.
     "long-tail": Shape(replace(MID, initializer_range=0.001), 4, 16, 256, mean_length=64),
-    "qwen2.5-0.5b": Shape(QWEN2_05B, 16, 64, 512),
-    "qwen2.5-1.5b": Shape(QWEN2_15B, 16, 64, 512),
-    "qwen3-0.6b": Shape(QWEN3_06B, 16, 64, 256),
-    "qwen3-0.6b-2048": Shape(QWEN3_06B, 256, 64, 128),
+    "qwen2.5-0.5b": Shape(MODELS["Qwen2.5-0.5B"], 16, 64, 512),
+    "qwen2.5-1.5b": Shape(MODELS["Qwen2.5-1.5B"], 16, 64, 512),
+    "qwen3-0.6b": Shape(MODELS["Qwen3-0.6B"], 16, 64, 256),
+    "qwen3-0.6b-2048": Shape(MODELS["Qwen3-0.6B"], 256, 64, 128),
 }
 ShapeName = Literal[
     "tiny",

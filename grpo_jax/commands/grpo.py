@@ -24,14 +24,14 @@ from grpo_jax.config import GRPOConfig, ModelOptions, recipe, validate
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
+from grpo_jax.runs.pretrained import Loaded, keep_description, load_model, planned, say_plan
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.loop import Programs
-from grpo_jax.training.parallel import devices_of, parts, place, where_to_load
+from grpo_jax.training.parallel import devices_of, parts, place, size, where_to_load
 
 CURVES = (("length_mean", "tokens"),)
 
@@ -52,11 +52,15 @@ class Config:
 
 def main(config: Config) -> None:
     """Loads model and task, then trains."""
-    validate(config.train, num_devices=parts(devices_of(config.train)))  # before a checkpoint is read
+    devices = devices_of(config.train)
+    validate(config.train, num_devices=parts(devices))  # before a checkpoint is read
     with opened(config.model, config.task, config.train) as (model, task):
+        config, model, plan = planned(config, config.train, model, task, devices=size(devices), parts=parts(devices))
         programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
+        run = flags.open_run(config)
+        say_plan(run, plan)
         run_method(
-            flags.open_run(config),
+            run,
             model,
             task,
             programs,

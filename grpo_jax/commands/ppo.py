@@ -17,8 +17,9 @@ from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.grpo import CURVES, opened, run_method
 from grpo_jax.config import ModelOptions, PPOConfig, validate_ppo, with_options
 from grpo_jax.runs import flags
+from grpo_jax.runs.pretrained import planned, say_plan
 from grpo_jax.tasks.options import TaskOptions
-from grpo_jax.training.parallel import devices_of, parts
+from grpo_jax.training.parallel import devices_of, parts, size
 from grpo_jax.training.ppo import add_critic, critic_policy, make_ppo_programs
 
 PPO_CURVES = (*CURVES, ("explained_variance", "variance of returns that the critic explains"))
@@ -41,12 +42,15 @@ class Config:
 
 def main(config: Config) -> None:
     """Loads model and task, adds a critic, then trains."""
-    validate_ppo(config.ppo, num_devices=parts(devices_of(config.ppo.run)))  # before a checkpoint is read
+    devices = devices_of(config.ppo.run)
+    validate_ppo(config.ppo, num_devices=parts(devices))  # before a checkpoint is read
     with opened(config.model, config.task, config.ppo.run) as (model, task):
+        config, model, plan = planned(config, config.ppo, model, task, devices=size(devices), parts=parts(devices))
         shape = model.pretrained.config
         programs = make_ppo_programs(model.policy, critic_policy(shape), task, config.ppo)
         start = add_critic(shape, model.params, config.ppo.critic.critic)
         run = flags.open_run(config)
+        say_plan(run, plan)
         run_method(
             run,
             model,

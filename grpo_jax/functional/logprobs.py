@@ -313,11 +313,23 @@ def _gradients(logits: _Logits, d_logits) -> _Logits:
 
 
 def _num_slices(logits: _Logits) -> int:
-    """Slices of at most `_SLICE_ELEMENTS`; up to twice as many where they are then equally wide without an overlap."""
-    on_cpu = jax.default_backend() == "cpu"
+    rows, size = logits.hidden.shape[0], logits.unembedding.shape[0]
+    return slices_of_vocabulary(rows, size, on_cpu=jax.default_backend() == "cpu")
+
+
+def slices_of_vocabulary(rows: int, size: int, *, on_cpu: bool) -> int:
+    """Slices of at most `_SLICE_ELEMENTS`; up to twice as many where they are then equally wide without an overlap.
+
+    Args:
+      rows: R.
+      size: V.
+      on_cpu: whether the slices are to stay in a CPU's cache.
+
+    Returns:
+      K.
+    """
     elements = _SLICE_ELEMENTS_CPU if on_cpu else _SLICE_ELEMENTS
-    width = max(elements // max(logits.hidden.shape[0], 1), _MIN_SLICE_WIDTH_CPU if on_cpu else _MIN_SLICE_WIDTH)
-    size = logits.unembedding.shape[0]
+    width = max(elements // max(rows, 1), _MIN_SLICE_WIDTH_CPU if on_cpu else _MIN_SLICE_WIDTH)
     fewest = -(-size // width)
     return next((k for k in range(fewest, 2 * fewest) if size % k == 0), fewest)
 

@@ -1,12 +1,13 @@
 """Loads the model of a run: before training, and from its checkpoints."""
 
+import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import ModelOptions, fits
+from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, fits, with_options
 from grpo_jax.data import digests
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface
@@ -15,10 +16,25 @@ from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_descri
 from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, merge, split
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.planning.plan import Plan, choose, memory_limit, shape_of
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, read_object, write_json
+from grpo_jax.tasks.task import Task
 
 _LORA_FILE = "lora.json"
+
+
+class HasModel(Protocol):
+    """A dataclass of a run's options, in groups."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def model(self) -> ModelOptions:
+        """Those of the model."""
+
+
+Options = TypeVar("Options", bound=HasModel)
 
 
 # ---- into a run
@@ -95,7 +111,7 @@ def load_model(
             options.model,
             param_dtype=options.param_dtype,
             dtype=options.dtype,
-            remat=options.remat,
+            remat="none" if options.remat == "auto" else options.remat,  # auto: until it is planned
             attention=options.attention,
             sharding=sharding,
         )
@@ -105,6 +121,42 @@ def load_model(
         targets = options.lora_targets
         params = add_adapters(params, key, rank=options.lora_rank, alpha=options.lora_alpha, targets=targets)
     return Loaded(decoder_policy(pretrained.config), params, pretrained)
+
+
+def planned(
+    options: Options, config: GRPOConfig | PPOConfig, loaded: Loaded, task: Task, *, devices: int, parts: int
+) -> tuple[Options, Loaded, Plan]:
+    """The options and the model of a run, with what its memory leaves to choose: pieces, and remat.
+
+    What was chosen is then an option like others, kept in the run's config.json. So a resumed run is computed as it
+    began, also on a machine with other memory.
+
+    Args:
+      options: all of the run, with those of the model in `model`.
+      config: the method's part of them.
+      loaded: the model.
+      task: its prompts.
+      devices: how many the run uses.
+      parts: that they spread prompts over.
+
+    Raises:
+      UsageError: nothing fits; the sentence names what would.
+    """
+    shape = shape_of(config, options.model, task.prompts(0).ids.shape[-1], parts=parts)
+    plan = choose(loaded.pretrained.config, shape, memory_limit(devices), remat=options.model.remat)
+    pretrained = loaded.pretrained._replace(config=plan.model)
+    return (
+        with_options(options, **plan.options),
+        loaded._replace(policy=decoder_policy(plan.model), pretrained=pretrained),
+        plan,
+    )
+
+
+def say_plan(run: RunFolder, plan: Plan) -> None:
+    """One line, and a warning where what was asked for may not fit."""
+    run.console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
+    if not plan.fits:
+        run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
 
 
 def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> None:

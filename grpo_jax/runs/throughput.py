@@ -6,18 +6,20 @@ from typing import Any
 
 import jax
 
+from grpo_jax.planning.accelerators import DEVICES
+
 # Dense bfloat16 products a second, from the vendors' data sheets, by a part of JAX's device_kind.
 _PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
-    "H100": 989e12,
+    "H100": DEVICES["h100"].flops,
     "A100": 312e12,
     "L40S": 362e12,
-    "TPU v6": 918e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
+    "TPU v6": DEVICES["v6e"].flops,
+    "TPU v5 lite": DEVICES["v5e"].flops,
+    "TPU v5e": DEVICES["v5e"].flops,
+    "TPU v5": DEVICES["v5p"].flops,
     "TPU v4": 275e12,
 }
 

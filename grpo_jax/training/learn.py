@@ -21,11 +21,10 @@ from grpo_jax.functional.numerics import maybe_psum
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
 from grpo_jax.models.transformer import Params
+from grpo_jax.planning.pieces import choose_piece, fastest_piece_tokens
 from grpo_jax.training.microbatches import (
     Microbatches,
     by_prompts,
-    choose_microbatches,
-    choose_rows,
     computed_in_pieces,
     lengths_of,
     packed,
@@ -172,13 +171,19 @@ def with_scores(batch: Batch, scored: Scored, config: GRPOConfig) -> Batch:
 def choose_pieces(method: Method, config: GRPOConfig, batch: Batch) -> Microbatches | None:
     """The pieces that a batch is computed in, from what one device has of it."""
     num_prompts, group_size, tokens = batch.completion_ids.shape
-    own = num_prompts // batch_parts()
-    prompt, wanted = batch.prompt_ids.shape[-1], config.optimizer.microbatches
-    rows = choose_rows(own, prompt, group_size, tokens) if method.packs and not wanted else None
-    if rows is not None:
-        return packed(lengths_of(batch.completion_mask), *rows)
-    pieces = wanted or choose_microbatches(own, prompt + group_size * tokens)
-    return by_prompts(num_prompts, pieces)
+    own, optimizer = num_prompts // batch_parts(), config.optimizer
+    piece = choose_piece(
+        own,
+        batch.prompt_ids.shape[-1],
+        group_size,
+        tokens,
+        microbatches=optimizer.microbatches,
+        piece_tokens=optimizer.piece_tokens or fastest_piece_tokens(on_cpu=jax.default_backend() == "cpu"),
+        packs=method.packs,
+    )
+    if piece.is_packed:
+        return packed(lengths_of(batch.completion_mask), piece.width, piece.rows)
+    return by_prompts(num_prompts, own // piece.rows)
 
 
 # ---- learn

@@ -12,9 +12,6 @@ import jax.numpy as jnp
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
 from grpo_jax.training.state import Array
 
-# Packing computes a prompt again for each of its rows. Where no completion is padded it may cost this much more.
-_MAX_OVERHEAD = 1.05
-
 
 class Microbatches(NamedTuple):
     """Pieces of a batch, each of the same shape. None in place of this: the batch is computed at once."""
@@ -154,56 +151,3 @@ def computed_in_pieces(fn: Callable[[Any], Any], batch: Any, microbatches: Micro
     shapes = jax.eval_shape(lambda: fn(take(batch, microbatches, 0)))
     zeros = spread(jax.tree.map(lambda x: jnp.zeros((num_prompts, *x.shape[1:]), x.dtype), shapes), BATCH)
     return jax.lax.fori_loop(0, microbatches.num_used, put, zeros)
-
-
-# ---- how many
-
-
-def choose_microbatches(num_prompts: int, tokens: int) -> int:
-    """How many pieces of whole prompts a minibatch is computed in by default.
-
-    Small pieces stay in a CPU's cache and need less memory; too small ones leave an accelerator idle. So a piece has
-    about 1,024 tokens on a CPU and 16,384 elsewhere (measured, see BUILD_NOTES.md), or one prompt with its completions
-    if that is more.
-
-    Args:
-      num_prompts: of the minibatch on one device.
-      tokens: of one prompt with its completions, padding included.
-
-    Returns:
-      A divisor of num_prompts.
-    """
-    return num_prompts // _largest_divisor(num_prompts, tokens, _piece_tokens())
-
-
-def choose_rows(num_prompts: int, prompt: int, group_size: int, tokens: int) -> tuple[int, int] | None:
-    """The shape of pieces of packed completions, if packing can save work.
-
-    Args:
-      num_prompts: N.
-      prompt: P.
-      group_size: G.
-      tokens: T.
-
-    Returns:
-      Tokens of a row and rows of a piece, for `packed`; or None.
-    """
-    whole = prompt + group_size * tokens
-    if choose_microbatches(num_prompts, whole) == 1:
-        return None
-    for together in range(1, group_size):
-        rows, width = -(-group_size // together), together * tokens
-        if rows * (prompt + width) <= _MAX_OVERHEAD * whole:
-            # A little above the size of other pieces: rows of full length should fill the last piece too.
-            limit = _piece_tokens() * 9 // 8
-            return width, _largest_divisor(num_prompts * rows, prompt + width, limit)
-    return None
-
-
-def _piece_tokens() -> int:
-    return 1_024 if jax.default_backend() == "cpu" else 16_384
-
-
-def _largest_divisor(number: int, tokens: int, limit: int) -> int:
-    """The largest divisor d with d · tokens ≤ limit; 1 if there is none."""
-    return max((d for d in range(1, number + 1) if number % d == 0 and d * tokens <= limit), default=1)

@@ -185,7 +185,7 @@ def test_rows_at_random(tmp_path, count):
     assert 0 < sum(accepted) < count
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_files_of_options_at_random(tmp_path, count):
     accepted = [fuzz_options(random.Random(seed), tmp_path) for seed in range(count)]
     assert 0 < sum(accepted) < count

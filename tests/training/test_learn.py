@@ -18,7 +18,6 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.learn import minibatch_order, needs_old_logprobs, with_scores
 from grpo_jax.training.loop import compile_programs
-from grpo_jax.training.microbatches import choose_microbatches
 from grpo_jax.training.parallel import place, to_devices, to_host
 from grpo_jax.training.ppo import ActorCritic, ppo_method
 from grpo_jax.training.rollout import score_completion_tokens
@@ -321,18 +320,7 @@ def test_the_minibatch_that_is_skipped_is_told_and_moves_nothing():
         np.testing.assert_allclose(end, start - 0.1 * gradients[:6].sum(0), atol=1e-6)
 
 
-# ---- pieces, and what decays
-
-
-def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
-    for prompts in (1, 2, 6, 7, 12, 32):
-        pieces = [choose_microbatches(prompts, tokens) for tokens in (1, 50, 100, 300, 1_000, 3_000)]
-        assert all(prompts % count == 0 for count in pieces)
-        assert pieces == sorted(pieces)  # longer texts, more pieces
-        assert (pieces[0], pieces[-1]) == (1, prompts)  # all at once, and one by one
-    # 1,024 tokens a piece on a CPU.
-    assert choose_microbatches(32, 256) == 8
-    assert choose_microbatches(32, 257) == 16
+# ---- what decays
 
 
 def test_norms_and_biases_do_not_decay():

@@ -14,7 +14,7 @@ from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.training.grpo import grpo_loss_fn
-from grpo_jax.training.microbatches import choose_rows, computed_in_pieces, lengths_of, packed, take
+from grpo_jax.training.microbatches import computed_in_pieces, lengths_of, packed, take
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Batch
 from grpo_jax.training.step import accumulate_grads
@@ -206,15 +206,3 @@ def test_a_piece_masks_what_it_does_not_compute():
     piece = taken[0]
     assert not piece.weights[~piece.completion_mask.any(-1)].any()
     assert piece.packed.shape == (2, 8)
-
-
-def test_the_shape_of_rows_by_hand():
-    """On a CPU, with pieces of about 1,024 tokens. Without padding, packing may cost 5% more tokens at most."""
-    # 4 prompts of 16 with 8 × 128: 1,040 tokens each. Rows of 144 would be 1,152; 4 rows of 272 are 1,088. 4 a piece.
-    assert choose_rows(4, 16, 8, 128) == (256, 4)
-    # Prompts that are long beside their completions are computed once.
-    assert choose_rows(4, 512, 8, 64) is None
-    # Long completions have a row each: 8 · 1,040 tokens where the group has 8,208.
-    assert choose_rows(4, 16, 8, 1_024) == (1_024, 1)
-    # All fits in one piece.
-    assert choose_rows(2, 4, 4, 8) is None

@@ -23,14 +23,13 @@ from grpo_jax.models.config import ModelConfig, config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.planning import pieces
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import microbatches
 from grpo_jax.training.grpo import grpo_method, make_programs, train
 from grpo_jax.training.learn import Method, with_scores
 from grpo_jax.training.loop import compile_programs
-from grpo_jax.training.microbatches import choose_rows
 from grpo_jax.training.parallel import (
     Devices,
     Mesh,
@@ -215,14 +214,13 @@ def test_losses_have_the_gradients_of_one_device(name):
 
 @pytest.mark.slow
 def test_packed_completions_have_the_gradients_of_one_device(monkeypatch):
-    monkeypatch.setattr(microbatches, "_piece_tokens", lambda: 2 * (P + G * T))
-    monkeypatch.setattr(microbatches, "_MAX_OVERHEAD", 2)  # rows of one completion each
-    case = case_of("decoder")
-    case = case._replace(config=with_options(case.config, microbatches=0))
+    monkeypatch.setattr(pieces, "_MAX_OVERHEAD", 2)  # rows of one completion each
+    case, piece_tokens = case_of("decoder"), 2 * (P + G * T)
+    case = case._replace(config=with_options(case.config, microbatches=0, piece_tokens=piece_tokens))
     found = []
     for devices in (1, ALL):
         program = prepared(case, devices)
-        assert choose_rows(N // parts(devices), P, G, T) is not None
+        assert pieces.choose_rows(N // parts(devices), P, G, T, piece_tokens) is not None
         state, learned = program.learn(*program.args)
         found.append(to_host((state.opt_state.gradients, learned.metrics, learned.advantages)))
     compare(*found)

@@ -1,0 +1,123 @@
+"""The three programs of an iteration from shapes alone: lowered and compiled, with no array made.
+
+Letters as in `training.state`.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from grpo_jax.config import GRPOConfig, PPOConfig, run_of
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.sharding import BATCH
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.grpo import grpo_method
+from grpo_jax.training.learn import Scored, needed, with_scores
+from grpo_jax.training.loop import Programs, compile_programs
+from grpo_jax.training.parallel import Devices, Mesh, devices_of, shardings
+from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.training.rollout import to_batch
+from grpo_jax.training.state import RewardArrays
+
+
+def lowered(
+    model: ModelConfig,
+    config: GRPOConfig | PPOConfig,
+    prompt: int,
+    *,
+    lora_rank: int = 0,
+    param_dtype: str = "float32",
+    programs: tuple[str, ...] = ("sample", "score", "learn"),
+) -> dict[str, jax.stages.Lowered]:
+    """Programs as `loop.train` compiles them, by name; `score` is missing where the update needs no scores.
+
+    Args:
+      model: the decoder.
+      config: the run, with its devices, which have to be there.
+      prompt: P, tokens of a prompt.
+      lora_rank: of adapters; 0: all parameters are trained.
+      param_dtype: of the decoder's parameters.
+      programs: which to lower.
+    """
+    run, found = run_of(config), dict[str, jax.stages.Lowered]()
+    made: Any = programs_of(model, config)
+    params = placed(params_of(model, config, lora_rank=lora_rank, param_dtype=param_dtype), devices_of(run))
+    trained, frozen = made.method.split(params)
+    n, g = run.sampling.num_prompts, run.sampling.group_size
+    array = partial(spread, devices_of(run))
+    prompts = array((n, prompt), jnp.int32), array((n, prompt), bool)
+    temperature, clock = array((n, g), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
+    noise = jax.ShapeDtypeStruct((3,), jnp.uint32)
+    sampling = made.method.actor(trained, frozen), *prompts, array((n, g), jnp.int32), temperature, noise
+    if "sample" in programs:
+        found["sample"] = made.sampler.program.lower(*sampling)
+    completions = jax.eval_shape(made.sampler.program, *sampling)
+    completions = jax.tree.map(lambda x: array(x.shape, x.dtype), completions)
+    batch = to_batch(*prompts, temperature, completions)
+    reference, scores = made.method.actor(trained, frozen), Scored()
+    if made.score is not None:
+        scoring = trained, frozen, reference if needed(made.method, run).ref_logprobs else None, batch
+        scores = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(made.score, *scoring))
+        if "score" in programs:
+            found["score"] = made.score.lower(*scoring)
+    if "learn" in programs:
+        state = placed(jax.eval_shape(made.init_state, trained), devices_of(run))
+        rewards = RewardArrays(array((n, g), jnp.float32), array((n, g), bool))
+        in_loss = reference if run.loss.divergence != "preset" else None
+        found["learn"] = made.learn.lower(state, frozen, in_loss, with_scores(batch, scores, run), rewards, clock)
+    return found
+
+
+def programs_of(model: ModelConfig, config: GRPOConfig | PPOConfig) -> Programs:
+    """The functions of a run, not yet compiled."""
+    policy, run = decoder_policy(model), run_of(config)
+    if isinstance(config, PPOConfig):
+        method = ppo_method(policy, critic_policy(model), config)
+    else:
+        method = grpo_method(policy, config)
+    task: Any = Task(None, None, None, None, (-1,), 0, model.vocab_size)  # type: ignore[arg-type]
+    return compile_programs(method, policy, task, run)
+
+
+def params_of(model: ModelConfig, config: GRPOConfig | PPOConfig, *, lora_rank: int, param_dtype: str) -> Any:
+    """Shapes of the parameters that a run takes."""
+
+    def make() -> Any:
+        params = decoder_policy(model).init(jax.random.key(0))
+        params = jax.tree.map(lambda x: x.astype(param_dtype), params)
+        if lora_rank:
+            params = add_adapters(params, jax.random.key(0), rank=lora_rank, alpha=1.0)
+        return add_critic(model, params, config.critic.critic) if isinstance(config, PPOConfig) else params
+
+    return jax.eval_shape(make)
+
+
+def placed(tree: Any, devices: Devices) -> Any:
+    """Shapes of parameters, with where `parallel.place` puts them."""
+    if not isinstance(devices, Mesh):
+        return tree
+    return jax.tree.map(
+        lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), tree, shardings(tree, devices)
+    )
+
+
+def spread(devices: Devices, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array of a batch, spread over devices."""
+    if not isinstance(devices, Mesh):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    leaf = jax.tree.leaves(shardings({"x": jax.ShapeDtypeStruct((1,), dtype)}, devices))[0]
+    there = NamedSharding(leaf.mesh, PartitionSpec(BATCH))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=there)
+
+
+def planned_bytes(compiled: jax.stages.Compiled) -> Mapping[str, int]:
+    """What the compiler plans for one device: arguments, results that are not in their place, and what is temporary."""
+    memory: Any = compiled.memory_analysis()
+    out = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {"arguments": memory.argument_size_in_bytes, "results": out, "temporary": memory.temp_size_in_bytes}

@@ -1,0 +1,324 @@
+"""A run on paper: what each device needs and exchanges, and how long an iteration takes at least.
+
+Nothing is run and no weights are read. Memory is the estimate that runs are planned by; bytes that devices exchange are
+formulas; seconds follow from the rates of a device, or from yours. Nothing can be faster; real programs are slower.
+
+--compile holds both against XLA: it compiles the programs for as many virtual CPU devices, from shapes alone, and reads
+what they plan and exchange. Passes of accelerators differ: XLA on CPU computes bfloat16 in float32, and sums gradients
+whole where others give each device its part.
+
+  python -m experiments.plan --model Qwen2.5-7B --devices 8
+  python -m experiments.plan --model Llama-3-70B --devices 64 --tensor 8 --device v5p --compile
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.benchmarks import shapes
+from experiments.collectives import collectives
+from experiments.lowered import lowered, planned_bytes
+from grpo_jax.config import GRPOConfig, PlannedRemat, PPOConfig, recipe, with_options
+from grpo_jax.errors import UsageError
+from grpo_jax.models import sharding
+from grpo_jax.models.config import Dtype, ModelConfig, config_from_huggingface
+from grpo_jax.models.huggingface import model_folder, read_json
+from grpo_jax.planning.accelerators import DEVICES, Device
+from grpo_jax.planning.memory import Estimate, Shape, decoder_shapes, estimate, num_params, parts_of
+from grpo_jax.planning.models import MODELS
+from grpo_jax.planning.plan import GB, Plan, choose
+from grpo_jax.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
+from grpo_jax.runs.flags import refusing
+
+Program = Literal["sample", "score", "learn"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the plan."""
+
+    model: str = "Qwen2.5-7B"
+    """Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen2.5-7B, Qwen3-0.6B or Llama-3-70B; or the folder or hub id of a model."""
+    devices: int = 8
+    """Devices of the run."""
+    fsdp: int = 0
+    """As in a run; 0: what tensor leaves of the devices."""
+    tensor: int = 1
+    """As in a run."""
+    device: Literal["h100", "v5e", "v5p", "v6e"] = "h100"
+    """What the devices are."""
+    tflops: float = 0.0
+    """10^12 operations a second of a device; 0: its data sheet's."""
+    bandwidth_gb_s: float = 0.0
+    """10^9 bytes a second of its memory; 0: its data sheet's."""
+    link_gb_s: float = 0.0
+    """10^9 bytes a second that it sends to others; 0: its data sheet's."""
+    prompts_per_device: int = 8
+    """Prompts of a rollout over the devices that they are spread over (data x fsdp)."""
+    group_size: int = 8
+    """G."""
+    prompt_tokens: int = 256
+    """P."""
+    max_tokens: int = 512
+    """T."""
+    dtype: Dtype = "bfloat16"
+    """Of activations and matrix products."""
+    remat: PlannedRemat = "auto"
+    """As in a run."""
+    microbatches: int = 0
+    """As in a run."""
+    lora_rank: int = 0
+    """As in a run; the frozen parameters are then bfloat16."""
+    method: Literal["grpo", "ppo"] = "grpo"
+    """PPO has an own critic."""
+    compile: bool = False
+    """Compile the programs for virtual CPU devices, and compare."""
+    programs: tuple[Program, ...] = ("learn", "score", "sample")
+    """Which to compile. A decoder of 80 layers takes long to compile for sampling."""
+
+
+def main(config: Config) -> None:
+    """Prints the plan, and with --compile what the compiler makes of it."""
+    if config.compile and _flag(config) not in os.environ.get("XLA_FLAGS", ""):
+        raise SystemExit(_again(config))
+    console, shape, data = Console(), shape_of(config), data_of(config)
+    model = replace(model_of(config.model), dtype=config.dtype)
+    device = device_of(config)
+    plan = choose(model, shape, int(device.memory), remat=config.remat)
+    mesh = f"data {data} x fsdp {plan.shape.fsdp} x tensor {plan.shape.tensor}"
+    console.print(f"{config.model}: {num_params(model) / 1e9:.2f} billion parameters on {mesh} {config.device}")
+    console.print(f"{plan}, each device", highlight=False)
+    console.print(memory_table(plan.estimate))
+    found = traffic_of(plan, data)
+    console.print(traffic_table(found, device))
+    console.print(time_table(plan, found, device))
+    console.print(sharding_table(model, plan.shape))
+    if config.compile:
+        console.print(compiled_table(config, plan, data))
+
+
+# ---- what is planned
+
+
+def model_of(name: str) -> ModelConfig:
+    """A published shape, or that of a model's folder.
+
+    Raises:
+      UsageError: there is neither.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    return config_from_huggingface(read_json(Path(model_folder(name)) / "config.json"))
+
+
+def data_of(config: Config) -> int:
+    """Devices of the axis "data".
+
+    Raises:
+      UsageError: fsdp and tensor do not divide the devices.
+    """
+    cut = (config.fsdp or config.devices // config.tensor) * config.tensor
+    if not cut or config.devices % cut:
+        raise UsageError(f"fsdp x tensor is {cut}: set it to a divisor of the {config.devices} devices")
+    return config.devices // cut
+
+
+def shape_of(config: Config) -> Shape:
+    """What the memory of the run depends on, on one device."""
+    return Shape(
+        num_prompts=config.prompts_per_device,
+        group_size=config.group_size,
+        prompt_tokens=config.prompt_tokens,
+        max_tokens=config.max_tokens,
+        microbatches=config.microbatches,
+        piece_tokens=0,
+        packs=config.method == "grpo",
+        lora_rank=config.lora_rank,
+        param_dtype="bfloat16" if config.lora_rank else "float32",
+        critic="own" if config.method == "ppo" else "none",
+        fsdp=config.fsdp or config.devices // config.tensor,
+        tensor=config.tensor,
+    )
+
+
+def device_of(config: Config) -> Device:
+    """The device, with the rates that are given."""
+    given = {"flops": config.tflops * 1e12, "bandwidth": config.bandwidth_gb_s * 1e9, "link": config.link_gb_s * 1e9}
+    return DEVICES[config.device]._replace(**{name: rate for name, rate in given.items() if rate})
+
+
+def traffic_of(plan: Plan, data: int) -> dict[str, list[Exchange]]:
+    """What is exchanged in each program."""
+    return {
+        "sample": sample_traffic(plan.model, plan.shape),
+        "score": score_traffic(plan.model, plan.shape),
+        "learn": learn_traffic(plan.model, plan.shape, data=data),
+    }
+
+
+# ---- tables
+
+
+def memory_table(of: Estimate) -> Table:
+    """GB of one device, by part."""
+    table = Table("GB of a device", "", box=None)
+    for name, size in of._asdict().items():
+        table.add_row(name, f"{size / GB:.2f}")
+    for name in ("held", "sampling", "learning", "peak"):
+        table.add_row(f"[bold]{name}[/]", f"{getattr(of, name) / GB:.2f}")
+    return table
+
+
+def traffic_table(found: dict[str, list[Exchange]], device: Device) -> Table:
+    """Each exchange of an iteration."""
+    table = Table("program", "exchanged", "by", "devices", "GB", "GB sent", "s", box=None)
+    for program, exchanges in found.items():
+        for one in exchanges:
+            sent = f"{one.moved / GB:.2f}", f"{one.moved / device.link:.3f}"
+            table.add_row(program, one.what, one.kind, str(one.devices), f"{one.size / GB:.2f}", *sent)
+    return table
+
+
+def time_table(plan: Plan, found: dict[str, list[Exchange]], device: Device) -> Table:
+    """Seconds of each program at least: if everything else is hidden behind the longest, and if nothing is."""
+    table = Table("program", "s computing", "s reading", "s exchanging", "s at least", "s one by one", box=None)
+    totals = [0.0, 0.0]
+    for program, (flops, read) in costs(plan).items():
+        sent = sum(one.moved for one in found[program])
+        seconds = flops / device.flops, read / device.bandwidth, sent / device.link
+        bounds = max(seconds), max(seconds[:2]) + seconds[2]
+        totals = [total + bound for total, bound in zip(totals, bounds, strict=True)]
+        table.add_row(program, *(f"{number:.3f}" for number in (*seconds, *bounds)))
+    table.add_row("[bold]iteration[/]", "", "", "", *(f"{total:.3f}" for total in totals))
+    return table
+
+
+def costs(plan: Plan) -> dict[str, tuple[float, float]]:
+    """Operations of products, and bytes read in decoding, of each program on one device."""
+    own, cut = plan.shape, plan.shape.fsdp * plan.shape.tensor
+    together = own.num_prompts * own.fsdp  # prompts of all devices that share one copy of the parameters
+    rollout = shapes.Shape(plan.model, together, own.prompt_tokens, own.max_tokens, own.group_size)
+    cost = shapes.cost_of(rollout, element=2 if plan.model.dtype == "bfloat16" else 4)
+    forward, critics = cost.forward_flops / cut, 2 if own.critic == "own" else 1
+    passes = 4 if plan.model.remat == "layer" else 3
+    return {
+        "sample": (forward, cost.sample_bytes / cut),
+        "score": (forward * critics, 0.0),
+        "learn": (forward * passes * critics, 0.0),
+    }
+
+
+def sharding_table(model: ModelConfig, shape: Shape) -> Table:
+    """How each parameter lies on the mesh."""
+    table, params = Table("parameter", "shape", "cut along", "MB of a device", box=None), decoder_shapes(model)
+    specs = jax.tree.leaves(sharding.specs(params, shape.mesh))
+    for (path, x), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True):
+        name, size = "/".join(key.key for key in path), x.size * x.dtype.itemsize / parts_of(spec, shape.mesh)
+        axes = " ".join(_axes(entry, shape) for entry in spec)
+        table.add_row(name, " x ".join(map(str, x.shape)), axes, f"{size / 1e6:.1f}")
+    return table
+
+
+def _axes(entry: sharding.Axes, shape: Shape) -> str:
+    """The axes of the mesh that one axis of an array is cut along; a dash for none."""
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return "*".join(name for name in names if shape.mesh[name] > 1) or "-"
+
+
+# ---- the compiler's word
+
+
+def _flag(config: Config) -> str:
+    return f"--xla_force_host_platform_device_count={config.devices}"
+
+
+def _again(config: Config) -> int:
+    """The same command in a process that sees so many devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {_flag(config)}"
+    command = [sys.executable, "-m", "experiments.plan", *sys.argv[1:]]
+    return subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}).returncode
+
+
+def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig | PPOConfig:
+    """The options of the run that is planned."""
+    options: dict[str, Any] = {
+        "num_prompts": config.prompts_per_device * data * plan.shape.fsdp,
+        "group_size": config.group_size,
+        "max_tokens": config.max_tokens,
+        "microbatches": config.microbatches,
+        "piece_tokens": plan.shape.piece_tokens,
+        "devices": config.devices,
+        "fsdp": plan.shape.fsdp,
+        "tensor": config.tensor,
+    }
+    return recipe(**options) if config.method == "grpo" else with_options(PPOConfig(), **options)
+
+
+def compiled_table(config: Config, plan: Plan, data: int) -> Table:
+    """Plan beside compiled program: memory, and what is exchanged by kind. The plan is as for a CPU, in float32."""
+    on_cpu = plan.shape._replace(on_cpu=True)
+    ours, traffic = estimate(plan.model, on_cpu), traffic_of(_in_float32(plan), data)
+    table = Table("program", "", "planned GB", "compiled GB", "compiled / planned", "s to compile", box=None)
+    run = run_of_plan(config, plan, data)
+    for program in config.programs:
+        began = time.perf_counter()
+        made = lowered(
+            plan.model,
+            run,
+            config.prompt_tokens,
+            lora_rank=config.lora_rank,
+            param_dtype=plan.shape.param_dtype,
+            programs=(program,),
+        )
+        if program not in made:
+            continue
+        compiled = made[program].compile()
+        took = f"{time.perf_counter() - began:.0f}"
+        rows = _memory_rows(program, ours, planned_bytes(compiled))
+        turns = config.max_tokens - 1 if program == "sample" else plan.shape.num_pieces
+        rows += _traffic_rows(traffic[program], str(compiled.as_text()), turns)
+        for name, planned, found in rows:
+            share = f"{found / planned:.2f}" if planned else ""
+            table.add_row(program, name, f"{planned / GB:.2f}", f"{found / GB:.2f}", share, took)
+    return table
+
+
+def _in_float32(plan: Plan) -> Plan:
+    return plan._replace(model=replace(plan.model, dtype="float32"))
+
+
+def _memory_rows(program: str, ours: Estimate, found: Any) -> list[tuple[str, float, float]]:
+    """(name, planned, compiled) of what a program is given, and of what it adds."""
+    given = {"learn": ours.params + ours.optimizer}.get(program, ours.params)
+    adds = {"learn": ours.learning, "sample": ours.sampling}
+    rows = [("given", given, found["arguments"])]
+    return rows + ([("added", adds[program], found["temporary"] + found["results"])] if program in adds else [])
+
+
+def _traffic_rows(exchanges: Iterable[Exchange], text: str, turns: int) -> list[tuple[str, float, float]]:
+    """(name, planned, compiled) bytes by what is done with them; a sum may leave a part on each device, or all."""
+    groups = {"put together": ("all-gather",), "summed": ("reduce-scatter", "all-reduce")}
+    groups |= {"moved": ("all-to-all", "collective-permute")}
+    found = collectives(text, unknown_trips=turns)
+    rows = []
+    for name, kinds in groups.items():
+        planned = sum(one.size for one in exchanges if one.kind in kinds)
+        compiled = sum(one.size * one.times for one in found if one.kind in kinds)
+        rows.append((name, planned, compiled))
+    sent = sum(moved(one.kind, one.size * one.times, one.devices) for one in found)
+    return [*rows, ("sent in a ring", sum(one.moved for one in exchanges), sent)]
+
+
+if __name__ == "__main__":
+    with refusing():
+        main(tyro.cli(Config, prog="python -m experiments.plan", description=__doc__))

@@ -1,0 +1,311 @@
+"""What a run needs of one device's memory, from shapes alone.
+
+`python -m grpo_jax.planning.memory` prints README's table.
+
+Peak = held + max(sampling, learning), in bytes; B bytes of an activation, A trained parameters:
+
+- held = parameters + 8 A + start: parameters, two moments of AdamW in float32, and the trained parameters as they were.
+- sampling = layers laid out for decoding + keys and values + max(a pass over the prompts, 12 R V), R completions.
+- learning = the larger of two moments. In a piece: 4 A · (2 with several pieces, else 1) + kept + max(working, logits):
+  gradients and their sum, what each layer keeps, and what the backward pass of one layer, or the log-probabilities,
+  work on. In the step of the optimizer: 4 A + updating.
+
+Parameters are counted from the trees that the model makes, cut over a mesh as `models.sharding` cuts them. What is
+kept and worked on are formulas, held against `memory_analysis()` of compiled programs (tests/planning/test_memory.py).
+Left out are fragmentation and what an accelerator's compiler does otherwise than XLA on CPU.
+
+Letters as in `models.transformer`: N prompts of P tokens, G completions of T tokens each.
+"""
+
+import math
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.functional.logprobs import slices_of_vocabulary
+from grpo_jax.models import sharding
+from grpo_jax.models.config import Dtype, ModelConfig
+from grpo_jax.models.heads import without_vocabulary
+from grpo_jax.models.lora import TARGETS, Target, add_adapters
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.planning.models import MODELS
+from grpo_jax.planning.pieces import FASTEST, Piece, choose_piece
+
+FLOAT32 = 4
+BYTES = {"float32": 4, "bfloat16": 2}
+# Updates of many parameters exist at a time, and XLA on CPU copies moments: 1.3 to 1.54 numbers for each parameter.
+_UPDATING = 1.4
+_BLOCK = 128  # queries whose scores exist at a time, as in `models.attention.attend`
+GIB = 2**30
+
+
+class Shape(NamedTuple):
+    """What the memory of a run depends on besides the model."""
+
+    num_prompts: int = 8  # N, of one device
+    group_size: int = 8  # G
+    prompt_tokens: int = 256  # P
+    max_tokens: int = 512  # T
+    minibatches: int = 1
+    microbatches: int = 0  # pieces of a minibatch; 0: by piece_tokens
+    piece_tokens: int = FASTEST
+    packs: bool = True  # whether completions may be packed: not by PPO
+    lora_rank: int = 0  # 0: all parameters are trained
+    lora_targets: tuple[Target, ...] = TARGETS
+    param_dtype: Dtype = "float32"  # of the decoder's parameters
+    critic: Literal["none", "own", "shared"] = "none"
+    moving_reference: bool = False
+    fsdp: int = 1
+    tensor: int = 1
+    on_cpu: bool = False
+
+    @property
+    def piece(self) -> Piece:
+        """Of a minibatch."""
+        return choose_piece(
+            self.num_prompts // self.minibatches,
+            self.prompt_tokens,
+            self.group_size,
+            self.max_tokens,
+            microbatches=self.microbatches,
+            piece_tokens=self.piece_tokens,
+            packs=self.packs,
+        )
+
+    @property
+    def num_pieces(self) -> int:
+        """Of a minibatch whose completions are all T tokens long."""
+        rows = self.num_prompts // self.minibatches
+        if self.piece.is_packed:
+            rows *= -(-self.group_size * self.max_tokens // self.piece.width)
+        return -(-rows // self.piece.rows)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the axes of the mesh that cut parameters."""
+        return {sharding.DATA: 1, sharding.FSDP: self.fsdp, sharding.TENSOR: self.tensor}
+
+
+class Estimate(NamedTuple):
+    """Bytes of one device."""
+
+    params: int  # of the decoder, of adapters, and of a critic
+    optimizer: int  # the two moments of AdamW
+    start: int  # the trained parameters as they were: the reference; and a reference that moves
+    decoding: int  # the layers again, laid out for decoding, and the unembedding where it is cast
+    cache: int  # keys and values of prompts and completions
+    choosing: int  # a pass over the prompts, or the logits of one token of each completion
+    gradients: int
+    kept: int  # of one piece, by each layer, for the backward pass
+    working: int  # of one piece, by the backward pass of one layer
+    logits: int  # of one piece: slices of them, and hidden states
+    updating: int  # by the step of the optimizer, beside one gradient
+
+    @property
+    def held(self) -> int:
+        """What stays on the device between programs."""
+        return self.params + self.optimizer + self.start
+
+    @property
+    def sampling(self) -> int:
+        """What `sample` adds."""
+        return self.decoding + self.cache + self.choosing
+
+    @property
+    def learning(self) -> int:
+        """What `learn` adds."""
+        one_gradient = self.optimizer // 2
+        return max(self.gradients + self.kept + max(self.working, self.logits), one_gradient + self.updating)
+
+    @property
+    def peak(self) -> int:
+        """The larger of sampling and learning, with what is held."""
+        return self.held + max(self.sampling, self.learning)
+
+
+def estimate(model: ModelConfig, shape: Shape) -> Estimate:
+    """The memory of a run of GRPO or PPO on one device.
+
+    Args:
+      model: the decoder, with its dtype and remat.
+      shape: of the run.
+
+    Returns:
+      Bytes by purpose.
+    """
+    decoder, trained = weights(model, shape)
+    of_device = size_on_device(trained, shape.mesh)
+    frozen = decoder if shape.lora_rank else {}
+    policies = 2 if shape.moving_reference else 1
+    own_critic = 2 if shape.critic == "own" else 1  # decoders that a piece is computed by
+    return Estimate(
+        params=FLOAT32 * of_device + BYTES[shape.param_dtype] * size_on_device(frozen, shape.mesh),
+        optimizer=2 * FLOAT32 * of_device,
+        start=FLOAT32 * of_device * policies,
+        decoding=_decoding(model, shape),
+        cache=_cache(model, shape),
+        choosing=max(_prefill(model, shape), 3 * FLOAT32 * _completions(shape) * model.vocab_size // shape.tensor),
+        gradients=FLOAT32 * of_device * (2 if shape.num_pieces > 1 else 1),
+        kept=own_critic * _kept(model, shape),
+        working=_working(model, shape),
+        logits=_logits(model, shape),
+        updating=round(_UPDATING * FLOAT32 * of_device),
+    )
+
+
+# ---- parameters
+
+
+@cache
+def decoder_shapes(model: ModelConfig) -> Params:
+    """Shapes of the parameters of a decoder."""
+    return jax.eval_shape(decoder_policy(replace(model, attention="shared")).init, jax.random.key(0))
+
+
+def weights(model: ModelConfig, shape: Shape) -> tuple[Params, Params]:
+    """Shapes of the decoder's parameters, and of all that are trained."""
+    head = jax.ShapeDtypeStruct((model.hidden_size,), jnp.float32)
+    critic = {} if shape.critic == "none" else {"head": head}
+    if shape.critic == "own":
+        critic |= {"decoder": _trained(without_vocabulary(model), shape)}
+    return decoder_shapes(model), {"policy": _trained(model, shape), "critic": critic}
+
+
+def _trained(model: ModelConfig, shape: Shape) -> Params:
+    """Shapes of what is trained of a decoder."""
+    params = decoder_shapes(model)
+    if not shape.lora_rank:
+        return params
+    adapters = partial(add_adapters, rank=shape.lora_rank, alpha=1.0, targets=shape.lora_targets)
+    return jax.eval_shape(adapters, params, jax.random.key(0)).adapters
+
+
+def num_params(model: ModelConfig) -> int:
+    """Parameters of the decoder."""
+    return size_on_device(decoder_shapes(model), dict.fromkeys(sharding.AXES, 1))
+
+
+def size_on_device(tree: Any, mesh: Any, layout: sharding.Layout = sharding.stored) -> int:
+    """Numbers that one device of a mesh has of a tree of parameters.
+
+    Args:
+      tree: of arrays or their shapes.
+      mesh: sizes of its axes, by name.
+      layout: as in `sharding.specs`.
+    """
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(sharding.specs(tree, mesh, layout)), strict=True)
+    return sum(x.size // parts_of(spec, mesh) for x, spec in leaves)
+
+
+def parts_of(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
+    """Parts that an array is cut into by a `PartitionSpec`."""
+    axes = [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
+    return math.prod(mesh[name] for name in axes)
+
+
+def _decoding(model: ModelConfig, shape: Shape) -> int:
+    """Bytes: the layers, and the unembedding where it has to be cast."""
+    layers = sum(x.size for x in jax.tree.leaves(decoder_shapes(model)["layers"]))
+    cast = model.vocab_size * model.hidden_size if model.dtype != shape.param_dtype else 0
+    return _bytes(model, shape) * (layers + cast) // (shape.fsdp * shape.tensor)
+
+
+def _bytes(model: ModelConfig, shape: Shape) -> int:
+    """Of a number that a product takes or gives: XLA on CPU computes bfloat16 in float32."""
+    return FLOAT32 if shape.on_cpu else BYTES[model.dtype]
+
+
+# ---- of the batch
+
+
+def _completions(shape: Shape) -> int:
+    return shape.num_prompts * shape.group_size
+
+
+def _keys(model: ModelConfig, shape: Shape) -> int:
+    """Numbers of a token's keys, of one layer: K E."""
+    return model.num_key_value_heads * model.head_dim // shape.tensor
+
+
+def _projected(model: ModelConfig, shape: Shape) -> int:
+    """Numbers that a token's projections in one layer are: queries, keys, values, attended, middle, gate and up."""
+    heads, features = model.num_attention_heads * model.head_dim, model.intermediate_size
+    return 2 * _keys(model, shape) + (2 * heads + 2 * features) // shape.tensor + model.hidden_size
+
+
+def _cache(model: ModelConfig, shape: Shape) -> int:
+    """Bytes: 2 L K E for each token of a prompt, once a group, and of a completion but its last."""
+    tokens = shape.num_prompts * shape.prompt_tokens + _completions(shape) * (shape.max_tokens - 1)
+    return 2 * model.num_hidden_layers * _keys(model, shape) * tokens * BYTES[model.dtype]
+
+
+def _prefill(model: ModelConfig, shape: Shape) -> int:
+    """Bytes of a pass over the prompts: keys and values of all layers before they are laid out, and one layer."""
+    tokens = shape.num_prompts * shape.prompt_tokens
+    numbers = 2 * model.num_hidden_layers * _keys(model, shape) + _projected(model, shape)
+    return numbers * tokens * _bytes(model, shape)
+
+
+def tokens_of_piece(shape: Shape) -> int:
+    """Tokens of a piece, padding included. The last token of a completion predicts nothing."""
+    piece = shape.piece
+    return piece.rows * (shape.prompt_tokens + piece.texts * (piece.width - (not piece.is_packed)))
+
+
+def _kept(model: ModelConfig, shape: Shape) -> int:
+    """Bytes that all layers keep of a piece: what goes into each, and without remat its projections."""
+    kept = model.hidden_size + (_projected(model, shape) if model.remat == "none" else 0)
+    return model.num_hidden_layers * kept * tokens_of_piece(shape) * _bytes(model, shape)
+
+
+def _working(model: ModelConfig, shape: Shape) -> int:
+    """Bytes that the backward pass of one layer works on."""
+    piece, size = shape.piece, _bytes(model, shape)
+    # Projections and their gradients; with remat the projections are computed anew.
+    projected = (2 if model.remat == "none" else 3) * _projected(model, shape) * tokens_of_piece(shape)
+    # A prompt's keys and values are copied to each of its completions; with their gradients.
+    in_a_row = piece.rows * piece.texts * (shape.prompt_tokens + piece.width)
+    heads = model.num_attention_heads // shape.tensor
+    scores = in_a_row * heads * min(_BLOCK, piece.width)
+    return size * (projected + 4 * _keys(model, shape) * in_a_row) + 4 * FLOAT32 * scores + _gathered(model, shape)
+
+
+def _gathered(model: ModelConfig, shape: Shape) -> int:
+    """Bytes of a layer's parameters that a mesh has put together."""
+    if shape.fsdp == 1:
+        return 0
+    layers = decoder_shapes(model)["layers"]
+    whole = size_on_device(layers, {**shape.mesh, sharding.FSDP: 1}) // model.num_hidden_layers
+    return whole * _bytes(model, shape)
+
+
+def _logits(model: ModelConfig, shape: Shape) -> int:
+    """Bytes: three slices in float32, hidden states and their gradient, and the matrix in the dtype of activations."""
+    piece = shape.piece
+    rows = piece.rows * piece.texts * piece.width // shape.tensor
+    width = -(-model.vocab_size // slices_of_vocabulary(rows, model.vocab_size, on_cpu=shape.on_cpu))
+    cast = 0 if model.dtype == "float32" else model.vocab_size * model.hidden_size * _bytes(model, shape)
+    return 3 * FLOAT32 * rows * width + 2 * rows * model.hidden_size * FLOAT32 + cast
+
+
+# ---- README's table
+
+
+def table() -> str:
+    """README's table: GiB of one device for each model, in markdown."""
+    lines = ["| model | parameters | all trained | with `--fsdp 8` | LoRA, rank 16 |", "|---|---|---|---|---|"]
+    ours = Shape(microbatches=2)
+    for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"):
+        model = replace(MODELS[name], dtype="bfloat16", remat="layer")
+        shapes = ours, ours._replace(fsdp=8), ours._replace(lora_rank=16, param_dtype="bfloat16")
+        cells = (f"{of.peak / GIB:.0f} ({of.held / GIB:.0f})" for of in (estimate(model, shape) for shape in shapes))
+        lines.append(f"| {name} | {num_params(model) / 1e9:.2f} billion | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,14 @@
+"""Shapes of published models, as their config.json has them."""
+
+from grpo_jax.models.config import ModelConfig
+
+# Columns: V, D, F, L, H, K, E.
+MODELS = {
+    "Qwen2.5-0.5B": ModelConfig(151_936, 896, 4864, 24, 14, 2, 64, rope_theta=1e6, qkv_bias=True),
+    "Qwen2.5-1.5B": ModelConfig(151_936, 1536, 8960, 28, 12, 2, 128, rope_theta=1e6, qkv_bias=True),
+    "Qwen2.5-7B": ModelConfig(
+        152_064, 3584, 18_944, 28, 28, 4, 128, rope_theta=1e6, qkv_bias=True, tie_word_embeddings=False
+    ),
+    "Qwen3-0.6B": ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, qk_norm=True),
+    "Llama-3-70B": ModelConfig(128_256, 8192, 28_672, 80, 64, 8, 128, rope_theta=5e5, tie_word_embeddings=False),
+}

@@ -1,0 +1,95 @@
+"""Into which pieces a batch is cut: whole prompts with their completions, or rows of packed completions.
+
+Letters as in `models.transformer`: N prompts of P tokens, G completions of T tokens each.
+"""
+
+from typing import NamedTuple
+
+# Tokens of a piece that was fastest, prompts and padding included: measured, see BUILD_NOTES.md. Small pieces stay in a
+# CPU's cache; too small ones leave an accelerator idle.
+FASTEST_ON_CPU, FASTEST = 1_024, 16_384
+
+# Packing computes a prompt again for each of its rows. Where no completion is padded it may cost this much more.
+_MAX_OVERHEAD = 1.05
+
+
+class Piece(NamedTuple):
+    """The shape of each piece of a batch."""
+
+    rows: int  # prompts, each with completions behind it
+    texts: int  # completions of a row that are padded to one width; 1 where they are packed
+    width: int  # tokens of each; where they are packed, of all in a row
+    is_packed: bool = False
+
+
+def fastest_piece_tokens(*, on_cpu: bool) -> int:
+    """Tokens of a piece that is fastest on a kind of device, where memory does not matter."""
+    return FASTEST_ON_CPU if on_cpu else FASTEST
+
+
+def choose_piece(
+    num_prompts: int, prompt: int, group_size: int, tokens: int, *, microbatches: int, piece_tokens: int, packs: bool
+) -> Piece:
+    """The pieces that a batch is computed in.
+
+    Args:
+      num_prompts: of the batch, on one device.
+      prompt: P.
+      group_size: G.
+      tokens: T.
+      microbatches: how many pieces of whole prompts; 0: as many as `piece_tokens` says, packed where that saves work.
+      piece_tokens: tokens of a piece at most, prompts and padding included, but one prompt at least.
+      packs: whether completions may be packed.
+    """
+    whole = prompt + group_size * tokens
+    rows = choose_rows(num_prompts, prompt, group_size, tokens, piece_tokens) if packs and not microbatches else None
+    if rows is not None:
+        return Piece(rows[1], 1, rows[0], is_packed=True)
+    microbatches = microbatches or choose_microbatches(num_prompts, whole, piece_tokens)
+    return Piece(-(-num_prompts // microbatches), group_size, tokens)
+
+
+def choose_microbatches(num_prompts: int, tokens: int, piece_tokens: int) -> int:
+    """How many pieces of whole prompts a batch is computed in.
+
+    Args:
+      num_prompts: of the batch, on one device.
+      tokens: of one prompt with its completions, padding included.
+      piece_tokens: of a piece at most; one prompt with its completions may be more.
+
+    Returns:
+      A divisor of num_prompts.
+    """
+    return num_prompts // _largest_divisor(num_prompts, tokens, piece_tokens)
+
+
+def choose_rows(
+    num_prompts: int, prompt: int, group_size: int, tokens: int, piece_tokens: int
+) -> tuple[int, int] | None:
+    """The shape of pieces of packed completions, if packing can save work.
+
+    Args:
+      num_prompts: N.
+      prompt: P.
+      group_size: G.
+      tokens: T.
+      piece_tokens: of a piece.
+
+    Returns:
+      Tokens of a row and rows of a piece; or None.
+    """
+    whole = prompt + group_size * tokens
+    if choose_microbatches(num_prompts, whole, piece_tokens) == 1:
+        return None
+    for together in range(1, group_size):
+        rows, width = -(-group_size // together), together * tokens
+        if rows * (prompt + width) <= _MAX_OVERHEAD * whole:
+            # A little above the size of other pieces: rows of full length should fill the last piece too.
+            limit = piece_tokens * 9 // 8
+            return width, _largest_divisor(num_prompts * rows, prompt + width, limit)
+    return None
+
+
+def _largest_divisor(number: int, tokens: int, limit: int) -> int:
+    """The largest divisor d with d · tokens ≤ limit; 1 if there is none."""
+    return max((d for d in range(1, number + 1) if number % d == 0 and d * tokens <= limit), default=1)

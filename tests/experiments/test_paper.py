@@ -1,0 +1,64 @@
+"""A run on paper: its tables, and what they are made of."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments import plan
+from experiments.plan import Config
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.planning.memory import Shape, estimate
+from grpo_jax.planning.plan import Plan
+
+MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
+
+
+def test_tables_name_parts_exchanges_seconds_and_parameters(capsys):
+    plan.main(Config(devices=8, tensor=2))
+    out = capsys.readouterr().out
+    assert "Qwen2.5-7B: 7.62 billion parameters on data 1 x fsdp 4 x tensor 2 h100" in out
+    assert "plan: 4 microbatches" in out
+    for row in ("optimizer", "gradients of layers", "heads and features", "iteration", "layers/mlp/up_proj"):
+        assert row in out
+    assert "- fsdp tensor" in out  # how up_proj is cut
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(UsageError, match="fsdp x tensor is 24: set it to a divisor of the 8 devices"):
+        plan.main(Config(fsdp=8, tensor=3))
+    with pytest.raises(UsageError, match=r"needs about 226 GB of 102 on each device.* fsdp 32 on 4 times"):
+        plan.main(Config(model="Llama-3-70B", device="v5p"))
+
+
+def test_seconds_by_hand():
+    """One layer of one head: 4·2² + 3·2·4 = 40 weights, and an unembedding of 8·2."""
+    model, shape = ModelConfig(8, 2, 4, 1, 1, 1, 2), Shape(1, 1, 1, 2, microbatches=1)
+    of = Plan(model, shape, estimate(model, shape), 0)
+    # Products of 3 tokens with 40 weights and of 2 with 16, 2 operations each; 6 pairs of 8 operations: 1 of the prompt
+    # with itself, 2 and 3 of the completion.
+    flops = 2 * 40 * 3 + 2 * 16 * 2 + 8 * 6
+    assert plan.costs(of)["score"][0] == flops
+    assert plan.costs(of)["learn"][0] == 3 * flops
+    assert plan.costs(of._replace(model=replace(model, remat="layer")))["learn"][0] == 4 * flops
+    # Of each token all weights, and keys and values: 4 numbers of the prompt twice, and of 1 and 2 completion tokens.
+    assert plan.costs(of)["sample"][1] == 4 * (2 * (40 + 16) + 4 * (2 + 3))
+    assert plan.costs(of._replace(shape=shape._replace(fsdp=2)))["learn"][0] == 3 * flops  # twice the prompts, halved
+
+
+def test_rates_that_are_given_replace_those_of_the_data_sheet():
+    assert plan.device_of(Config(tflops=1, link_gb_s=2)) == (1e12, 80e9, 3.35e12, 2e9)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MODEL.exists(), reason="needs the stories260K model")
+def test_the_compiler_agrees_in_a_process_with_so_many_devices():
+    options = ["--model", str(MODEL), "--devices", "4", "--dtype", "float32", "--compile", "--max-tokens", "32"]
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.plan", *options], capture_output=True, text=True, timeout=600, check=True
+    )
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith((" learn    put", " score    put"))]
+    assert len(rows) == 2

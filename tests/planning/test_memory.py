@@ -1,0 +1,154 @@
+"""The estimate of memory: parameters against real ones, programs against what the compiler plans, README's table."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from experiments.benchmarks.shapes import MID, TINY
+from experiments.lowered import lowered, params_of, planned_bytes
+from grpo_jax.config import PPOConfig, recipe, with_options
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.planning import memory
+from grpo_jax.planning.memory import Estimate, Shape, estimate
+from grpo_jax.planning.models import MODELS
+from grpo_jax.planning.pieces import FASTEST_ON_CPU
+
+README = Path(__file__).parents[2] / "README.md"
+SMALL = ModelConfig(vocab_size=31, hidden_size=8, intermediate_size=12, head_dim=4)
+
+
+def size(tree) -> int:
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("critic", ["none", "shared", "own"])
+@pytest.mark.parametrize("lora_rank", [0, 3])
+def test_trained_parameters_are_those_of_a_run(critic, lora_rank):
+    model = replace(SMALL, tie_word_embeddings=False, qkv_bias=True)
+    config = recipe() if critic == "none" else with_options(PPOConfig(), critic=critic)
+    found = memory.weights(model, Shape(critic=critic, lora_rank=lora_rank))[1]
+    params = params_of(model, config, lora_rank=lora_rank, param_dtype="float32")
+    trained = params if critic == "none" else params.policy, () if critic == "none" else params.critic
+    if lora_rank:
+        decoder = getattr(trained[1], "decoder", None)
+        adapters = trained[0].adapters, decoder.adapters if decoder else (), getattr(trained[1], "head", ())
+        trained = adapters
+    assert size(found) == size(trained)
+
+
+# Of a million parameters, completions of 32 tokens: by hand 8 prompts are 4 pieces of 544 tokens.
+NARROW = {"num_prompts": 8, "group_size": 8, "max_tokens": 32}
+
+
+def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_rank=0):
+    """The ratio of the estimate to what the compiler plans for one device, of each program."""
+    of = estimate(model, shape)
+    decoder = of.params if shape.critic == "none" else memory.FLOAT32 * memory.num_params(model)
+    ours = {"sample": decoder + of.sampling, "learn": of.params + of.optimizer + of.learning}
+    made = lowered(model, config, prompt, lora_rank=lora_rank, programs=programs)
+    return {name: ours[name] / sum(planned_bytes(program.compile()).values()) for name, program in made.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "options", "prompt", "programs"),
+    [
+        ("none", TINY, {}, 16, ("sample", "learn")),
+        ("layer", replace(TINY, remat="layer"), {}, 16, ("learn",)),
+        ("lora", TINY, {"lora_rank": 8}, 16, ("learn",)),
+        ("ppo", TINY, {"critic": "own"}, 16, ("learn",)),
+        pytest.param("long", TINY, {"max_tokens": 256}, 16, ("sample", "learn"), marks=pytest.mark.slow),
+        pytest.param(
+            "mid", MID, {"max_tokens": 128, "num_prompts": 4}, 16, ("sample", "learn"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "mid, layer",
+            replace(MID, remat="layer"),
+            {"max_tokens": 128, "num_prompts": 4},
+            16,
+            ("learn",),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "mid, ppo",
+            MID,
+            {"max_tokens": 128, "num_prompts": 4, "critic": "own"},
+            16,
+            ("learn",),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "mid, long prompt",
+            MID,
+            {"max_tokens": 64, "num_prompts": 1},
+            512,
+            ("sample", "learn"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_programs_need_what_is_estimated_within_15_percent(name, model, options, prompt, programs):
+    of_run = NARROW | {key: value for key, value in options.items() if key in NARROW}
+    lora_rank, critic = options.get("lora_rank", 0), options.get("critic", "none")
+    config = recipe(**of_run) if critic == "none" else with_options(PPOConfig(), **of_run)
+    shape = Shape(
+        **of_run,
+        prompt_tokens=prompt,
+        piece_tokens=FASTEST_ON_CPU,
+        packs=critic == "none",
+        lora_rank=lora_rank,
+        critic=critic,
+        on_cpu=True,
+    )
+    ratios = held_against_the_compiler(model, config, prompt, shape, programs, lora_rank=lora_rank)
+    print(name, {program: round(ratio, 3) for program, ratio in ratios.items()})
+    assert all(1 / 1.15 < ratio < 1.15 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_an_update_on_a_mesh_needs_what_is_estimated_within_15_percent(tensor):
+    model = replace(MID, num_hidden_layers=4, remat="layer")
+    config = recipe(num_prompts=8, group_size=4, max_tokens=65, microbatches=1, devices=8)
+    config = with_options(config, fsdp=8 // tensor, tensor=tensor)
+    shape = Shape(tensor, 4, 64, 65, microbatches=1, fsdp=8 // tensor, tensor=tensor, on_cpu=True)
+    ratios = held_against_the_compiler(model, config, 64, shape, ("learn",))
+    print(tensor, ratios)
+    assert 1 / 1.15 < ratios["learn"] < 1.15
+
+
+def test_a_mesh_divides_parameters_and_leaves_the_rest_to_the_prompts():
+    """By 4 · 2: exactly what `models.sharding` cuts; norms, which it does not cut, stay whole."""
+    model = replace(TINY, num_key_value_heads=4)
+    one, cut = (estimate(model, Shape(fsdp=fsdp, tensor=tensor)) for fsdp, tensor in ((1, 1), (4, 2)))
+    norms = 4 * (2 * 4 + 1) * 128
+    assert cut.params == (one.params - norms) // 8 + norms
+    assert cut.cache == one.cache // 2
+    assert cut.optimizer == 2 * cut.params
+
+
+def test_readme_has_the_table():
+    assert memory.table() in README.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen2.5-0.5B", 0.494),
+        ("Qwen2.5-1.5B", 1.544),
+        ("Qwen2.5-7B", 7.616),
+        ("Qwen3-0.6B", 0.596),
+        ("Llama-3-70B", 70.554),
+    ],
+)
+def test_published_models_have_their_published_size(name, billions):
+    assert memory.num_params(MODELS[name]) / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+def test_the_peak_is_of_sampling_or_of_learning():
+    of = Estimate(1, 2, 4, 100, 0, 0, 10, 10, 5, 7, 0)
+    assert (of.held, of.sampling, of.learning, of.peak) == (7, 100, 27, 107)
+    assert of._replace(decoding=0).peak == 34
+    assert of._replace(decoding=0, updating=50).learning == 51

@@ -1,0 +1,100 @@
+"""What a run leaves to memory: first the size of pieces, then remat, and a sentence where nothing fits."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from experiments.benchmarks.shapes import MID
+from grpo_jax.config import ModelOptions, PPOConfig, recipe
+from grpo_jax.errors import UsageError
+from grpo_jax.planning import plan as planning
+from grpo_jax.planning.memory import Shape, estimate
+from grpo_jax.planning.plan import choose, memory_limit, shape_of
+
+# Four prompts of 1,040 tokens; on an accelerator pieces of 16,384 tokens, so that all are one.
+SHAPE = Shape(4, 8, 16, 128, piece_tokens=0)
+
+
+def peak(piece_tokens, remat):
+    return estimate(replace(MID, remat=remat), SHAPE._replace(piece_tokens=piece_tokens)).peak
+
+
+def limit_for(piece_tokens, remat):
+    """Bytes of a device that this just fits into."""
+    return int(peak(piece_tokens, remat) / 0.85) + 1
+
+
+def test_memory_makes_pieces_smaller_and_then_turns_remat_on():
+    fastest = 16_384
+    assert choose(MID, SHAPE, limit_for(fastest, "none")).options == {"piece_tokens": fastest, "remat": "none"}
+    # Less by a byte, and again: each time the next smaller one that fits.
+    sizes = []
+    limit = limit_for(fastest, "none")
+    while (plan := choose(MID, SHAPE, limit)).model.remat == "none":
+        sizes.append(plan.shape.num_pieces)
+        limit = limit_for(plan.shape.piece_tokens, "none") - 1000
+    assert sizes == sorted(sizes)
+    assert (sizes[0], len(set(sizes))) == (1, len(sizes))
+    # With remat too, the largest pieces that fit.
+    assert plan.model.remat == "layer"
+    assert plan.fits
+    assert peak(2 * plan.shape.piece_tokens, "layer") > 0.85 * plan.limit
+
+
+def test_what_is_given_is_not_planned():
+    small = limit_for(16_384, "layer") // 4
+    given = choose(MID, SHAPE._replace(microbatches=2), small, remat="none")
+    assert (given.options, given.shape.num_pieces, given.fits) == ({"remat": "none"}, 2, False)
+    kept = choose(MID, SHAPE._replace(piece_tokens=512), small, remat="layer")
+    assert kept.options == {"piece_tokens": 512, "remat": "layer"}
+
+
+def test_where_nothing_fits_the_sentence_names_what_would():
+    held = estimate(MID, SHAPE).held
+    with pytest.raises(UsageError, match=r"needs about 1.3 GB of 0.84 on each device.* lora_rank 16, p") as error:
+        choose(MID, SHAPE, int(1.1 * held))
+    assert "fsdp 2 on 2 times as many devices" in str(error.value)
+    assert "set microbatches and remat" in str(error.value)
+    with pytest.raises(UsageError, match="a smaller model, or fewer and shorter completions"):
+        choose(MID, SHAPE, 2**20)
+
+
+def test_the_shape_of_a_run_is_that_of_its_options():
+    run = recipe("grpo", num_prompts=8, minibatches=2, divergence="full", ref_sync_steps=5, fsdp=2)
+    shape = shape_of(run, ModelOptions(lora_rank=4, param_dtype="bfloat16"), 7, parts=4)
+    assert (shape.num_prompts, shape.minibatches, shape.prompt_tokens, shape.fsdp) == (2, 2, 7, 2)
+    assert (shape.packs, shape.moving_reference, shape.lora_rank, shape.critic) == (False, True, 4, "none")
+    ppo = shape_of(PPOConfig(), ModelOptions(), 7, parts=1)
+    assert (ppo.packs, ppo.critic, ppo.group_size) == (False, "own", 1)
+
+
+def test_a_cpu_has_what_is_left_of_the_machine_and_no_more_than_its_group(monkeypatch):
+    ours = sum(x.nbytes for x in jax.live_arrays())
+    monkeypatch.setattr(planning, "_available", lambda: 10**9)
+    monkeypatch.setattr(planning, "_cgroup_limit", lambda: 4 * 10**8)
+    assert memory_limit() == 4 * 10**8
+    assert memory_limit(4) == 10**8
+    monkeypatch.setattr(planning, "_cgroup_limit", lambda: 2**60)
+    assert memory_limit() == 10**9 + ours
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "limit"),
+    [
+        ("memory.max", "max\n", 2**60),
+        ("memory.max", "1024\n", 1024),
+        ("memory/memory.limit_in_bytes", "2048", 2048),
+        ("other", "1", 2**60),
+    ],
+)
+def test_the_limit_of_a_group_is_read_from_its_file(tmp_path, file, text, limit):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert planning._cgroup_limit(tmp_path) == limit
+
+
+def test_a_plan_is_one_line():
+    assert str(choose(MID, SHAPE._replace(on_cpu=True), 23 * 10**9)) == (
+        "plan: 4 microbatches, remat none: about 1.5 of 23 GB"
+    )

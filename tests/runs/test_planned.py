@@ -1,0 +1,62 @@
+"""A run's plan: chosen once from memory, then an option like others."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from grpo_jax.commands import grpo
+from grpo_jax.config import GRPOConfig, ModelOptions, from_json, recipe
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs import flags, pretrained
+from grpo_jax.runs.pretrained import Loaded, planned
+
+STORIES = Path(__file__).parents[3] / "shared/data/stories260K-hf"
+MODEL = ModelConfig(64, 32, 128, 4, 4, 2, 8)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a run."""
+
+    train: GRPOConfig = recipe(num_prompts=4, group_size=8, max_tokens=128)
+    model: ModelOptions = ModelOptions()
+
+
+def plan_with(monkeypatch, options: Options, limit: int):
+    monkeypatch.setattr(pretrained, "memory_limit", lambda devices: limit)
+    loaded = Loaded(decoder_policy(MODEL), None, Pretrained(MODEL, None, None, (), Path(), ()))
+    task = SimpleNamespace(prompts=lambda step: SimpleNamespace(ids=np.zeros((4, 16))))
+    return planned(options, options.train, loaded, task, devices=1, parts=1)
+
+
+def test_a_plan_is_kept_with_the_run_and_used_again_whatever_memory_there_is(monkeypatch):
+    begun, loaded, plan = plan_with(monkeypatch, Options(), 10**9)
+    assert (begun.train.optimizer.piece_tokens, begun.model.remat) == (1_024, "none")
+    smaller, loaded, plan = plan_with(monkeypatch, Options(), int(0.7 * plan.estimate.peak))
+    assert plan.fits
+    assert plan.options != {"piece_tokens": 1_024, "remat": "none"}
+    assert loaded.pretrained.config.remat == smaller.model.remat
+    kept = from_json(Options(), json.loads(json.dumps(asdict(smaller))))
+    for limit in (10**9, 2**10):
+        resumed, _, again = plan_with(monkeypatch, kept, limit)
+        assert resumed == smaller
+        assert again.fits == (limit == 10**9)
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K model")
+def test_a_run_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "memory_limit", lambda devices: 2**20)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"Once {i}"}) + "\n" for i in range(12)))
+    folder = tmp_path / "run"
+    given = ["--model", STORIES, "--task", tmp_path / "rows.jsonl", "--reward", "length(maximum=3)"]
+    given += ["--num-prompts", 4, "--run-dir", folder]
+    with pytest.raises(UsageError, match=r"the run needs about \S+ GB of 0.001 on each device"):
+        grpo.main(flags.parse(grpo.Config, None, [str(arg) for arg in given]))
+    assert not folder.exists()
