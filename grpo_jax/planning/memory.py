@@ -58,7 +58,7 @@ class Shape(NamedTuple):
     lora_targets: tuple[Target, ...] = TARGETS
     param_dtype: Dtype = "float32"  # of the decoder's parameters
     critic: Literal["none", "own", "shared"] = "none"
-    moving_reference: bool = False
+    copies: int = 1  # of what is trained: the start, a reference that moves, and the policies of earlier steps
     fsdp: int = 1
     tensor: int = 1
     on_cpu: bool = False
@@ -140,12 +140,11 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     decoder, trained = weights(model, shape)
     of_device = size_on_device(trained, shape.mesh)
     frozen = decoder if shape.lora_rank else {}
-    policies = 2 if shape.moving_reference else 1
     own_critic = 2 if shape.critic == "own" else 1  # decoders that a piece is computed by
     return Estimate(
         params=FLOAT32 * of_device + BYTES[shape.param_dtype] * size_on_device(frozen, shape.mesh),
         optimizer=2 * FLOAT32 * of_device,
-        start=FLOAT32 * of_device * policies,
+        start=FLOAT32 * of_device * shape.copies,
         decoding=_decoding(model, shape),
         cache=_cache(model, shape),
         choosing=max(_prefill(model, shape), 3 * FLOAT32 * _completions(shape) * model.vocab_size // shape.tensor),
@@ -211,11 +210,11 @@ def _decoding(model: ModelConfig, shape: Shape) -> int:
     """Bytes: the layers, and the unembedding where it has to be cast."""
     layers = sum(x.size for x in jax.tree.leaves(decoder_shapes(model)["layers"]))
     cast = model.vocab_size * model.hidden_size if model.dtype != shape.param_dtype else 0
-    return _bytes(model, shape) * (layers + cast) // (shape.fsdp * shape.tensor)
+    return BYTES[model.dtype] * (layers + cast) // (shape.fsdp * shape.tensor)
 
 
 def _bytes(model: ModelConfig, shape: Shape) -> int:
-    """Of a number that a product takes or gives: XLA on CPU computes bfloat16 in float32."""
+    """Of a number that layers keep, or devices exchange: XLA on CPU has these in float32, also of bfloat16."""
     return FLOAT32 if shape.on_cpu else BYTES[model.dtype]
 
 
@@ -264,7 +263,7 @@ def _kept(model: ModelConfig, shape: Shape) -> int:
 
 def _working(model: ModelConfig, shape: Shape) -> int:
     """Bytes that the backward pass of one layer works on."""
-    piece, size = shape.piece, _bytes(model, shape)
+    piece, size = shape.piece, BYTES[model.dtype]
     # Projections and their gradients; with remat the projections are computed anew.
     projected = (2 if model.remat == "none" else 3) * _projected(model, shape) * tokens_of_piece(shape)
     # A prompt's keys and values are copied to each of its completions; with their gradients.

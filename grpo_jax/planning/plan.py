@@ -77,7 +77,7 @@ def shape_of(config: GRPOConfig | PPOConfig, options: ModelOptions, prompt_token
         lora_targets=options.lora_targets,
         param_dtype=options.param_dtype,
         critic=config.critic.critic if isinstance(config, PPOConfig) else "none",
-        moving_reference=run.reference.ref_sync_steps > 0,
+        copies=1 + (run.reference.ref_sync_steps > 0) + run.sampling.staleness,
         fsdp=run.mesh.fsdp,
         tensor=run.mesh.tensor,
         on_cpu=jax.default_backend() == "cpu",

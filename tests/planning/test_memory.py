@@ -56,11 +56,20 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
     [
         ("none", TINY, {}, 16, ("sample", "learn")),
         ("layer", replace(TINY, remat="layer"), {}, 16, ("learn",)),
+        ("bfloat16", replace(TINY, dtype="bfloat16"), {}, 16, ("sample", "learn")),
         ("lora", TINY, {"lora_rank": 8}, 16, ("learn",)),
         ("ppo", TINY, {"critic": "own"}, 16, ("learn",)),
         pytest.param("long", TINY, {"max_tokens": 256}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param(
             "mid", MID, {"max_tokens": 128, "num_prompts": 4}, 16, ("sample", "learn"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "mid, bfloat16",
+            replace(MID, remat="layer", dtype="bfloat16"),
+            {"max_tokens": 128, "num_prompts": 4},
+            16,
+            ("sample", "learn"),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "mid, layer",

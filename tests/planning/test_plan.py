@@ -64,7 +64,7 @@ def test_the_shape_of_a_run_is_that_of_its_options():
     run = recipe("grpo", num_prompts=8, minibatches=2, divergence="full", ref_sync_steps=5, fsdp=2)
     shape = shape_of(run, ModelOptions(lora_rank=4, param_dtype="bfloat16"), 7, parts=4)
     assert (shape.num_prompts, shape.minibatches, shape.prompt_tokens, shape.fsdp) == (2, 2, 7, 2)
-    assert (shape.packs, shape.moving_reference, shape.lora_rank, shape.critic) == (False, True, 4, "none")
+    assert (shape.packs, shape.copies, shape.lora_rank, shape.critic) == (False, 2, 4, "none")
     ppo = shape_of(PPOConfig(), ModelOptions(), 7, parts=1)
     assert (ppo.packs, ppo.critic, ppo.group_size) == (False, "own", 1)
 
