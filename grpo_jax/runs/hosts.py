@@ -1,0 +1,270 @@
+"""A run over several hosts: one process on each, and all of them take the same steps.
+
+What devices share goes through programs. What hosts have to agree on goes through the coordinator of
+`jax.distributed`, as bytes: that waits for no device. Every host calls `gather` in the same order. A thread of each
+host says every few seconds that it is there and what it does; so when one ends the others say which, and end too.
+
+A host is a process of JAX here, and its number is `jax.process_index()`. Several may run on one machine.
+"""
+
+import atexit
+import itertools
+import json
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import jax
+from jax.experimental import multihost_utils
+
+from grpo_jax.errors import UsageError
+
+Value = TypeVar("Value")
+
+_BEAT_SECONDS = 3.0  # between two signs of life
+_SILENT_SECONDS = 30.0  # after which a host that gives none has ended
+_LONG_SECONDS = 120.0  # after which the first host says what all hosts do
+_JAX_SECONDS = 60  # after which JAX itself ends the others: if this thread cannot
+_LOST = 75  # the exit status of hosts that lost another: EX_TEMPFAIL, as after SIGTERM
+_ALIVE, _ROUNDS = "grpo_jax/alive", "grpo_jax/round"
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """Several hosts, each with a process of its own. Names are those of `jax.distributed.initialize`."""
+
+    distributed: bool = False
+    """The same command was started on several hosts, and JAX finds them: with Slurm, Open MPI, Kubernetes or a TPU
+    pod."""
+    coordinator_address: str = ""
+    """Where JAX cannot find them: address and free port of host 0, such as 10.0.0.1:8476. It needs the next two."""
+    num_processes: int | None = None
+    """How many hosts there are."""
+    process_id: int | None = None
+    """The number of this one, from 0."""
+
+
+# ---- which
+
+
+def count() -> int:
+    """How many hosts there are; 1 unless `start` found more. Devices are not touched before."""
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def index() -> int:
+    """The number of this one, from 0."""
+    return jax.process_index() if jax.distributed.is_initialized() else 0
+
+
+def is_first() -> bool:
+    """Whether it is this one that writes the files of the run."""
+    return index() == 0
+
+
+def start(options: HostOptions, say: Callable[[str], None]) -> None:
+    """Finds the other hosts, if the options ask for any. To be called before JAX sees a device.
+
+    Args:
+      options: of the command line.
+      say: tells the user a sentence.
+
+    Raises:
+      UsageError: the options do not fit together, or the others are not found.
+    """
+    given: dict[str, Any] = {
+        "coordinator_address": options.coordinator_address or None,
+        "num_processes": options.num_processes,
+        "process_id": options.process_id,
+    }
+    if not options.distributed and not any(value is not None for value in given.values()):
+        return
+    _check(options)
+    # Its handler of SIGTERM would replace that of `runs.stopping`.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(**given, heartbeat_timeout_seconds=_JAX_SECONDS)
+    except ValueError:
+        raise UsageError(
+            "JAX finds no other hosts here: give each coordinator_address, num_processes and process_id"
+        ) from None
+    except RuntimeError as error:
+        raise UsageError(f"the hosts of the run did not meet ({_line(error)}): start all with one address") from None
+    if count() > 1:
+        _watch(say)
+
+
+def _check(options: HostOptions) -> None:
+    address, number, own = options.coordinator_address, options.num_processes, options.process_id
+    named = [bool(address), number is not None, own is not None]
+    if any(named) and not all(named):
+        raise UsageError(
+            "coordinator_address, num_processes and process_id belong together: give all three, or distributed alone"
+        )
+    if number is None or own is None:
+        return
+    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
+        raise UsageError(f"coordinator_address is {address}: it must be an address and a port, such as 10.0.0.1:8476")
+    if number < 1 or not 0 <= own < number:
+        raise UsageError(f"process_id is {own} of {number} processes: it must be from 0 to num_processes - 1")
+
+
+# ---- what they tell each other
+
+
+def gather(what: str, value: Value) -> list[Value]:
+    """The value of each host, in their order. All hosts call this, in the same order of calls.
+
+    It waits for the other hosts, but for no device. Values are pickled; every host reads those of all.
+
+    Args:
+      what: names it while hosts wait.
+      value: of this host.
+    """
+    if count() == 1:
+        return [value]
+    number, client = next(_numbers), _client()
+    client.key_value_set_bytes(f"{_ROUNDS}/{number}/{index()}", pickle.dumps(value))
+    found = [value if host == index() else _value_of(what, number, host) for host in range(count())]
+    # A host that is in this round has read all of the one before.
+    client.key_value_delete(f"{_ROUNDS}/{number - 1}/{index()}")
+    return found
+
+
+def first_says(what: str, value: Value) -> Value:
+    """The value of the first host, for all."""
+    return gather(what, value if is_first() else None)[0]  # type: ignore[return-value]
+
+
+def check_same(named: Mapping[str, Any]) -> None:
+    """Refuses a host that was given other things than the first.
+
+    Args:
+      named: what it was given, by name.
+
+    Raises:
+      UsageError: one sentence that names what differs.
+    """
+    first = first_says("what each was given", dict(named))
+    differing = sorted(name for name in named.keys() | first.keys() if named.get(name) != first.get(name))
+    if differing:
+        raise UsageError(
+            f"host {index()} was given another {', '.join(differing)} than host 0: start all with the same options and "
+            "the same files"
+        )
+
+
+def _value_of(what: str, number: int, host: int) -> Any:
+    with doing(f"waits for host {host}: {what}"):
+        while True:
+            try:
+                key = f"{_ROUNDS}/{number}/{host}"
+                return pickle.loads(_client().blocking_key_value_get_bytes(key, int(_BEAT_SECONDS * 1000)))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise UsageError(f"host 0 cannot be reached any more ({_line(error)}): see what it said") from None
+
+
+_numbers = itertools.count()
+
+
+def _client() -> Any:
+    """Of the coordinator. JAX itself has no public name for it."""
+    import orbax.checkpoint as ocp
+
+    return ocp.multihost.get_jax_distributed_client()
+
+
+def whole(tree: Any) -> Any:
+    """Arrays that lie on devices of several hosts as NumPy arrays, on every host; others as they are. By the devices,
+    so it waits for them, and all hosts call it."""
+
+    def brought(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return x
+        return multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.tree.map(brought, tree)
+
+
+# ---- whether they are all there
+
+_now: list[tuple[str, float]] = [("starts", time.time())]  # what this host does since when, the innermost last
+
+
+@contextmanager
+def doing(words: str) -> Iterator[None]:
+    """A block that others are told of while they wait."""
+    _now.append((words, time.time()))
+    try:
+        yield
+    finally:
+        _now.pop()
+
+
+def leave(reason: str, code: int) -> NoReturn:
+    """Ends this process, and tells the other hosts why, so that they end too: they would wait for ever."""
+    if count() > 1:
+        _client().key_value_set(
+            f"{_ALIVE}/{index()}", json.dumps({"ended": reason, "code": code}), allow_overwrite=True
+        )
+        if is_first():  # the coordinator ends with it, and the others have yet to read this
+            time.sleep(2 * _BEAT_SECONDS)
+    os._exit(code)  # JAX would wait for the others on its way out
+
+
+def _watch(say: Callable[[str], None]) -> None:
+    """Starts the thread that gives signs of life, and looks for those of the others."""
+    over = threading.Event()
+    thread = threading.Thread(target=_beat, args=(over, say), daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        over.set()
+        thread.join()
+
+    atexit.register(stop)  # before JAX's own, which waits until all hosts are there
+
+
+def _beat(over: threading.Event, say: Callable[[str], None]) -> None:
+    client, own = _client(), index()
+    heard = {host: (-1, time.monotonic()) for host in range(count())}  # the last sign of each, and when
+    told = 0.0
+    for beat in itertools.count():
+        words, since = _now[-1]
+        sign: dict[str, Any] = {"beat": beat, "doing": words, "s": round(time.time() - since)}
+        try:
+            client.key_value_set(f"{_ALIVE}/{own}", json.dumps(sign), allow_overwrite=True)
+            signs = {int(key.rpartition("/")[2]): json.loads(value) for key, value in client.key_value_dir_get(_ALIVE)}
+        except jax.errors.JaxRuntimeError:
+            if not over.is_set():
+                say("host 0 cannot be reached any more, and the others talk through it: see what it said")
+                os._exit(_LOST)
+            return
+        for host, seen in signs.items():
+            if "ended" in seen and host != own:
+                say(f"host {host} has ended: {seen['ended']}")
+                os._exit(seen["code"])
+            if seen.get("beat") != heard[host][0]:
+                heard[host] = seen.get("beat"), time.monotonic()
+        if silent := [host for host, (_, last) in heard.items() if time.monotonic() - last > _SILENT_SECONDS]:
+            say(f"host {silent[0]} has given no sign of life for {_SILENT_SECONDS:.0f} s, so this one ends too")
+            os._exit(_LOST)
+        if own == 0 and sign["s"] > _LONG_SECONDS and since != told:
+            told = since
+            say("this takes long: " + "; ".join(f"host {host}: {_in_words(signs[host])}" for host in sorted(signs)))
+        if over.wait(_BEAT_SECONDS):
+            return
+
+
+def _in_words(sign: Mapping[str, Any]) -> str:
+    return f"{sign['doing']}, for {sign['s']} s"
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
