@@ -4,8 +4,8 @@ Rules that make a resumed run's files equal those of an uninterrupted one: a ste
 written before the checkpoint that covers it; resuming drops the lines of later steps; wall
 times, which never repeat, have a file of their own.
 
-With several hosts the first one writes, and holds the lock. For the others a run folder is quiet and writes nothing,
-but for warnings, which go to stderr: they may be of what this host alone saw. All hosts read the same folder.
+With several hosts the first one writes, and holds the lock. For the others a run folder is quiet, and writes nothing.
+All hosts read the same folder.
 """
 
 import glob
@@ -304,7 +304,6 @@ class RunFolder:
         self._warned.add(name)
         message = message.encode(errors="replace").decode()  # lone surrogates would end the run here
         if not self.writes:
-            Console(stderr=True).print(f"[yellow]warning[/] of host {hosts.index()}: {escape(message)}")
             return
         self.console.print(f"[yellow]warning:[/] {escape(message)}")
         known = self.lines("warnings.jsonl")

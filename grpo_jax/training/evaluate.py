@@ -15,7 +15,7 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.statistics import best_of, bootstrap, majority
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.learn import EVALUATION
-from grpo_jax.training.parallel import place, to_host
+from grpo_jax.training.parallel import all_rows, place
 from grpo_jax.training.rollout import Sampler, decode_groups, noise_of
 
 # Numbers of completions are 32 bits: 12 of them count the completions of a prompt.
@@ -89,7 +89,7 @@ def sample_heldout(
         return Samples(call.prompts, completions, temperatures, call.counted)
 
     def on_host(started: Samples) -> Samples:
-        return started._replace(completions=to_host(started.completions))
+        return started._replace(completions=all_rows(started.completions, sampler.devices))
 
     calls = map(start, heldout_calls(task.heldout, num_prompts=num_prompts, group_size=group_size, samples=samples))
     started = next(calls)

@@ -7,7 +7,8 @@ import numpy as np
 
 from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.reward import ungraded_messages
+from grpo_jax.rewards.reward import graders, ungraded_messages
+from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.rollout import Outcomes, zero_spread
@@ -90,7 +91,12 @@ def _which(rollout: Outcomes) -> str:
 
 def check_graders(run: RunFolder, rewards: Reward | Rewards) -> None:
     """Warns of completions that graders gave no number, once for each reason."""
-    for name, message in ungraded_messages(rewards).items():
+    if not graders(rewards):
+        return
+    messages: dict[str, str] = {}
+    for of_host in hosts.gather("why completions were not graded", ungraded_messages(rewards)):
+        messages |= of_host
+    for name, message in messages.items():
         run.warn_once(
             name, f"{message}; metrics.jsonl counts them as {name}, and those of evaluations as not_graded_share"
         )

@@ -19,7 +19,7 @@ from grpo_jax.data.types import Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.reward import new_counts, ungraded_counts
+from grpo_jax.rewards.reward import graders, new_counts, ungraded_counts
 from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.stopping import between_steps
@@ -330,7 +330,8 @@ def sample_groups_of_step(
     sampled = sample_with_spread(
         draw, max_rollouts=sampling.max_rollouts, metric=metric, devices=phase.programs.sampler.devices
     )
-    metrics = rollout_metrics(sampled.everything) | counts_of_hosts(new_counts(ungraded, ungraded_counts(reward)))
+    counts = counts_of_hosts(reward, new_counts(ungraded, ungraded_counts(reward)))
+    metrics = rollout_metrics(sampled.everything) | counts
     guards.check_rollout(run, sampled.everything, phase.task, step + 1)
     guards.check_graders(run, reward)
     if step == phase.begin:
@@ -342,8 +343,10 @@ def sample_groups_of_step(
     return sampled, metrics
 
 
-def counts_of_hosts(own: dict[str, int]) -> dict[str, int]:
-    """The sums of counts over hosts, by name."""
+def counts_of_hosts(reward: Reward | Rewards, own: dict[str, int]) -> dict[str, int]:
+    """The sums over hosts of what their graders counted, by name."""
+    if not graders(reward):
+        return own
     counts: Counter[str] = Counter()
     for of_host in hosts.gather("what was not graded", own):
         counts.update(of_host)

@@ -202,6 +202,21 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, jax.device_get(hosts.whole(tree)))
 
 
+def all_rows(tree: Any, devices: Devices) -> Any:
+    """Of arrays `[N, ...]` that are spread over devices all rows, as NumPy arrays, on every host. All hosts call
+    this."""
+    if hosts.count() == 1:
+        return to_host(tree)
+    found = hosts.gather("rows", own_rows(tree))  # not by the devices, which would compile a program for each array
+    return jax.tree.map(lambda *parts: in_order(parts, devices), *found)
+
+
+def in_order(parts: Sequence[np.ndarray], devices: Devices) -> np.ndarray:
+    """The rows that each host has as all rows `[N, ...]`."""
+    joined = np.concatenate(parts)
+    return joined[np.argsort(np.concatenate(rows_of_hosts(devices, len(joined))))]
+
+
 def rows_of_hosts(devices: Devices, num_prompts: int) -> list[np.ndarray]:
     """The prompts of a batch of N that lie on the devices of each host, ascending, in the order of hosts."""
     if hosts.count() == 1:

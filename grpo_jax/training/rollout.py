@@ -22,12 +22,13 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.learn import step_key
 from grpo_jax.training.parallel import (
     Devices,
+    all_rows,
     data_parallel,
+    in_order,
     own_rows,
     place,
     rows_of_hosts,
     to_devices,
-    to_host,
 )
 from grpo_jax.training.state import Batch, RewardArrays
 
@@ -91,7 +92,7 @@ class Sampler(NamedTuple):
 
     def complete(self, params: Params, *args: Any) -> Completions:
         """The completions of `sample`, waited for, as NumPy arrays. The parameters may be on one device alone."""
-        return to_host(self.sample(place(params, self.devices), *args)[1])
+        return all_rows(self.sample(place(params, self.devices), *args)[1], self.devices)
 
 
 def truncation_of(sampling: SamplingConfig) -> Truncation:
@@ -285,9 +286,8 @@ def outcomes_of_hosts(own: Rollout, prompts: Prompts, devices: Devices) -> Outco
         "truncated": np.asarray(own.completions.truncated),
         "distinct": np.array([_distinct(group) for group in own.texts]),
     }
-    order = np.argsort(np.concatenate(rows_of_hosts(devices, len(prompts.examples))))
     found = hosts.gather("rewards", numbers)
-    joined = jax.tree.map(lambda *parts: np.concatenate(parts)[order], *found)
+    joined = jax.tree.map(lambda *parts: in_order(parts, devices), *found)
     return Outcomes(prompts=prompts, weights=own.weights, **joined)
 
 
