@@ -226,7 +226,9 @@ def main(
     try:
         with stopping.listening(_say_note, partial(_leave, config.output)):
             run(config)
+            hosts.gather("the end", None)  # others would take a host that has nothing left to do for one that is gone
     except stopping.Stopped as stopped:
+        hosts.gather("the end", None)
         say_refusal(f"stopped by {stopped}; the last step is saved: add --resume to continue {config.output.run_dir}")
         raise SystemExit(_code(config.output, stopped.number)) from None
     except (UsageError, FloatingPointError) as error:

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -194,13 +195,14 @@ def whole(tree: Any) -> Any:
 
 # ---- whether they are all there
 
-_now: list[tuple[str, float]] = [("starts", time.time())]  # what this host does since when, the innermost last
+_now: list[tuple[str, float]] = [("starts", time.monotonic())]  # what this host does since when, the innermost last
+_last_words: dict[str, Any] = {}  # why this host ends, and its exit status
 
 
 @contextmanager
 def doing(words: str) -> Iterator[None]:
     """A block that others are told of while they wait."""
-    _now.append((words, time.time()))
+    _now.append((words, time.monotonic()))
     try:
         yield
     finally:
@@ -210,9 +212,8 @@ def doing(words: str) -> Iterator[None]:
 def leave(reason: str, code: int) -> NoReturn:
     """Ends this process, and tells the other hosts why, so that they end too: they would wait for ever."""
     if count() > 1:
-        _client().key_value_set(
-            f"{_ALIVE}/{index()}", json.dumps({"ended": reason, "code": code}), allow_overwrite=True
-        )
+        _last_words.update(ended=reason, code=code)
+        _say_sign(_last_words)
         if is_first():  # the coordinator ends with it, and the others have yet to read this
             time.sleep(2 * _BEAT_SECONDS)
     os._exit(code)  # JAX would wait for the others on its way out
@@ -232,38 +233,50 @@ def _watch(say: Callable[[str], None]) -> None:
 
 
 def _beat(over: threading.Event, say: Callable[[str], None]) -> None:
-    client, own = _client(), index()
-    heard = {host: (-1, time.monotonic()) for host in range(count())}  # the last sign of each, and when
+    """Gives a sign every few seconds, and ends the process when another host has ended."""
+    heard: dict[int, tuple[Any, float]] = {}  # the last sign of each host, and when it was another than before
     told = 0.0
     for beat in itertools.count():
         words, since = _now[-1]
-        sign: dict[str, Any] = {"beat": beat, "doing": words, "s": round(time.time() - since)}
+        seconds = round(time.monotonic() - since)
         try:
-            client.key_value_set(f"{_ALIVE}/{own}", json.dumps(sign), allow_overwrite=True)
-            signs = {int(key.rpartition("/")[2]): json.loads(value) for key, value in client.key_value_dir_get(_ALIVE)}
-        except jax.errors.JaxRuntimeError:
+            _say_sign(_last_words or {"beat": beat, "doing": words, "s": seconds})
+            signs = {int(key.rpartition("/")[2]): json.loads(sign) for key, sign in _client().key_value_dir_get(_ALIVE)}
+        except jax.errors.JaxRuntimeError:  # where the coordinator is gone JAX ends the process at once, or this does
             if not over.is_set():
-                say("host 0 cannot be reached any more, and the others talk through it: see what it said")
-                os._exit(_LOST)
+                _end(say, "host 0 cannot be reached any more, and hosts talk through it: see what it said", _LOST)
             return
-        for host, seen in signs.items():
-            if "ended" in seen and host != own:
-                say(f"host {host} has ended: {seen['ended']}")
-                os._exit(seen["code"])
-            if seen.get("beat") != heard[host][0]:
-                heard[host] = seen.get("beat"), time.monotonic()
-        if silent := [host for host, (_, last) in heard.items() if time.monotonic() - last > _SILENT_SECONDS]:
-            say(f"host {silent[0]} has given no sign of life for {_SILENT_SECONDS:.0f} s, so this one ends too")
-            os._exit(_LOST)
-        if own == 0 and sign["s"] > _LONG_SECONDS and since != told:
+        for host in range(count()):
+            if heard.get(host, ("", 0.0))[0] != signs.get(host):
+                heard[host] = signs.get(host), time.monotonic()
+            _check_sign(host, signs.get(host, {}), time.monotonic() - heard[host][1], say)
+        if is_first() and seconds > _LONG_SECONDS and since != told:
             told = since
-            say("this takes long: " + "; ".join(f"host {host}: {_in_words(signs[host])}" for host in sorted(signs)))
+            say("note: this takes long; " + "; ".join(_in_words(host, signs[host]) for host in sorted(signs)))
         if over.wait(_BEAT_SECONDS):
             return
 
 
-def _in_words(sign: Mapping[str, Any]) -> str:
-    return f"{sign['doing']}, for {sign['s']} s"
+def _check_sign(host: int, sign: Mapping[str, Any], age: float, say: Callable[[str], None]) -> None:
+    """Ends the process if another host has ended, by its own words or by its silence of `age` seconds."""
+    if "ended" in sign and host != index():
+        _end(say, f"host {host} has ended: {sign['ended']}", sign["code"])
+    if age > _SILENT_SECONDS:
+        _end(say, f"host {host} has given no sign of life for {_SILENT_SECONDS:.0f} s, so this one ends too", _LOST)
+
+
+def _end(say: Callable[[str], None], sentence: str, code: int) -> NoReturn:
+    say(f"{sentence}; add --resume to continue the run")
+    sys.stdout.flush()
+    os._exit(code)  # the main thread may hang in C code
+
+
+def _say_sign(sign: Mapping[str, Any]) -> None:
+    _client().key_value_set(f"{_ALIVE}/{index()}", json.dumps(sign), allow_overwrite=True)
+
+
+def _in_words(host: int, sign: Mapping[str, Any]) -> str:
+    return f"host {host}: {sign.get('doing', 'ends')}, for {sign.get('s', 0)} s"
 
 
 def _line(error: Exception) -> str:

@@ -37,7 +37,7 @@ def launch(folder: Path, *args: str, number: int = 1, devices: int = 1, updates:
 
     def begin(own: int) -> subprocess.Popen:
         where = ["--coordinator-address", address, "--num-processes", str(number), "--process-id", str(own)]
-        given = [f"0.{own}" if arg == "HOST" else arg for arg in args]
+        given = [f"0.{own + 1}" if arg == "HOST" else arg for arg in args]
         options = ["updates", address, str(number), str(own), str(folder)] if updates else [*given, *where]
         if number == 1:
             options = list(args)
