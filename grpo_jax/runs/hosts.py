@@ -115,6 +115,19 @@ def _check(options: HostOptions) -> None:
         raise UsageError(f"process_id is {own} of {number} processes: it must be from 0 to num_processes - 1")
 
 
+def check_alone(what: str) -> None:
+    """Refuses several hosts.
+
+    Args:
+      what: that runs on one, in the plural.
+
+    Raises:
+      UsageError: there are several.
+    """
+    if count() > 1:
+        raise UsageError(f"{what} run on one host, and there are {count()}: GRPO and PPO alone run on several")
+
+
 # ---- what they tell each other
 
 
