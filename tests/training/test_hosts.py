@@ -186,16 +186,14 @@ def test_an_error_of_one_host_ends_all_with_its_sentence(tmp_path):
     assert "Traceback" in second[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        pytest.param(("--devices", "1"), "uses all of their 2 devices: set devices to 0", marks=pytest.mark.slow),
-        pytest.param(
-            ("--devices", "0", "--tensor", "2"), "lies on those of one host: set tensor", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ("--devices", "0", "--learning-rate", "HOST"), "given another learning_rate", marks=pytest.mark.slow
-        ),
+        (("--devices", "1"), "uses all of their 2 devices: set devices to 0"),
+        (("--devices", "0", "--parallel", "pmap"), "pmap is of one host"),
+        (("--devices", "0", "--tensor", "2"), "lies on those of one host: set tensor"),
+        (("--devices", "0", "--learning-rate", "HOST"), "given another learning_rate"),
     ],
 )
 def test_runs_that_hosts_cannot_share_are_refused(tmp_path, args, words):
