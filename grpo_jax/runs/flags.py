@@ -87,7 +87,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
         refuse(str(error))
     config = _read(config_class, _with_preset(default, args), args, prog, description)
     try:
-        hosts.start(config.output.hosts, say_refusal)
+        hosts.start(config.output.hosts, say_refusal, _say_note)
     except UsageError as error:
         refuse(str(error))
     folder = config.output.run_dir.expanduser()

@@ -68,12 +68,13 @@ def is_first() -> bool:
     return index() == 0
 
 
-def start(options: HostOptions, say: Callable[[str], None]) -> None:
+def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str], None]) -> None:
     """Finds the other hosts, if the options ask for any. To be called before JAX sees a device.
 
     Args:
       options: of the command line.
-      say: tells the user a sentence.
+      say: tells the user why this host ends.
+      note: tells the user what takes long.
 
     Raises:
       UsageError: the options do not fit together, or the others are not found.
@@ -97,7 +98,7 @@ def start(options: HostOptions, say: Callable[[str], None]) -> None:
     except RuntimeError as error:
         raise UsageError(f"the hosts of the run did not meet ({_line(error)}): start all with one address") from None
     if count() > 1:
-        _watch(say)
+        _watch(say, note)
 
 
 def _check(options: HostOptions) -> None:
@@ -220,6 +221,7 @@ def doing(words: str) -> Iterator[None]:
         yield
     finally:
         _now.pop()
+        _now[-1] = _now[-1][0] if len(_now) > 1 else "between two parts", time.monotonic()
 
 
 def leave(reason: str, code: int) -> NoReturn:
@@ -232,10 +234,10 @@ def leave(reason: str, code: int) -> NoReturn:
     os._exit(code)  # JAX would wait for the others on its way out
 
 
-def _watch(say: Callable[[str], None]) -> None:
+def _watch(say: Callable[[str], None], note: Callable[[str], None]) -> None:
     """Starts the thread that gives signs of life, and looks for those of the others."""
     over = threading.Event()
-    thread = threading.Thread(target=_beat, args=(over, say), daemon=True)
+    thread = threading.Thread(target=_beat, args=(over, say, note), daemon=True)
     thread.start()
 
     def stop() -> None:
@@ -245,7 +247,7 @@ def _watch(say: Callable[[str], None]) -> None:
     atexit.register(stop)  # before JAX's own, which waits until all hosts are there
 
 
-def _beat(over: threading.Event, say: Callable[[str], None]) -> None:
+def _beat(over: threading.Event, say: Callable[[str], None], note: Callable[[str], None]) -> None:
     """Gives a sign every few seconds, and ends the process when another host has ended."""
     heard: dict[int, tuple[Any, float]] = {}  # the last sign of each host, and when it was another than before
     told = 0.0
@@ -265,7 +267,7 @@ def _beat(over: threading.Event, say: Callable[[str], None]) -> None:
             _check_sign(host, signs.get(host, {}), time.monotonic() - heard[host][1], say)
         if is_first() and seconds > _LONG_SECONDS and since != told:
             told = since
-            say("note: this takes long; " + "; ".join(_in_words(host, signs[host]) for host in sorted(signs)))
+            note("this takes long: " + "; ".join(_in_words(host, signs[host]) for host in sorted(signs)))
         if over.wait(_BEAT_SECONDS):
             return
 

@@ -85,7 +85,7 @@ def run(config: Config) -> None:
 
 def updates(folder: Path, options: hosts.HostOptions) -> None:
     """Gradients, and completions, of a decoder on meshes of all devices; host 0 keeps them."""
-    hosts.start(options, print)
+    hosts.start(options, print, print)
     import jax
     import test_parallel as cases
 

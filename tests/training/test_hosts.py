@@ -215,4 +215,4 @@ def test_runs_that_hosts_cannot_share_are_refused(tmp_path, args, words):
 )
 def test_options_of_hosts_that_do_not_fit_together_are_refused(options, words):
     with pytest.raises(UsageError, match=words):
-        start(options, print)
+        start(options, print, print)
