@@ -4,7 +4,8 @@ What devices share goes through programs. What hosts have to agree on goes throu
 `jax.distributed`, as bytes: that waits for no device. Every host calls `gather` in the same order. A thread of each
 host says every few seconds that it is there and what it does; so when one ends the others say which, and end too.
 
-A host is a process of JAX here, and its number is `jax.process_index()`. Several may run on one machine.
+A host is a process of JAX here, and its number is `jax.process_index()`. Several may run on one machine. Hosts trust
+each other: what they read is unpickled, so the coordinator's port is for them alone.
 """
 
 import atexit
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -228,7 +229,8 @@ def leave(reason: str, code: int) -> NoReturn:
     """Ends this process, and tells the other hosts why, so that they end too: they would wait for ever."""
     if count() > 1:
         _last_words.update(ended=reason, code=code)
-        _say_sign(_last_words)
+        with suppress(jax.errors.JaxRuntimeError):  # the coordinator may be gone
+            _say_sign(_last_words)
         if is_first():  # the coordinator ends with it, and the others have yet to read this
             time.sleep(2 * _BEAT_SECONDS)
     os._exit(code)  # JAX would wait for the others on its way out
