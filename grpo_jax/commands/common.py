@@ -153,7 +153,7 @@ def finish(
     *,
     phases: Sequence[str] = PHASES,
 ) -> None:
-    """Leaves curves.png, results.json and report.html, and says what the run came to.
+    """Leaves curves.png, results.json and report.html, and says what the run came to; of several hosts the first does.
 
     Args:
       run: of the experiment.
@@ -163,6 +163,8 @@ def finish(
       started: by `time.perf_counter`.
       phases: that curves.png has lines of.
     """
+    if not run.writes:
+        return
     explain_control(run, rows)
     terminal.save_results(run, rows, checksum, terminal.curves_of(run, curves), phases)
     say_end(run, started)

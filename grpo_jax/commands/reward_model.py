@@ -28,7 +28,7 @@ from grpo_jax.models.heads import Headed, add_head, join, split
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.runs.pretrained import keep_description, load_model
@@ -101,6 +101,7 @@ def encode_pairs(
 def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, the calibration picture, the model's folder, and a checksum."""
     started = time.perf_counter()
+    hosts.check_alone("supervised phases")
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
     preferences, dropped = read_preferences(config.data, chat=config.chat)

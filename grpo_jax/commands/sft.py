@@ -28,7 +28,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, load_model
@@ -89,6 +89,7 @@ class Texts(NamedTuple):
 def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, a page, and the checksum."""
     started = time.perf_counter()
+    hosts.check_alone("supervised phases")
     rows = read_completions(config)  # before a checkpoint is read
     model = load_model(config.model, seed=config.seed)
     texts = encode_texts(config, rows, model.pretrained)

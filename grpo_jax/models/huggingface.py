@@ -268,7 +268,7 @@ def load_params(
     _check_tensors(found, layout, config)
     if sharding is None:
         _check_memory(folder, shapes, dtype)
-    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     sharding = sharding(shapes) if callable(sharding) else sharding
     shardings = jax.tree.broadcast(default if sharding is None else sharding, shapes)
 
@@ -360,7 +360,7 @@ def _check_tensors(found: dict[str, Found], layout: Any, config: ModelConfig) ->
 
 def _check_memory(folder: Path, shapes: Any, dtype: Any) -> None:
     """Refuses parameters that are more than all the memory of a device, before any is taken."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     there = (device.memory_stats() or {}).get("bytes_limit")
     if there is None and device.platform == "cpu" and hasattr(os, "sysconf"):
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

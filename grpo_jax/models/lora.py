@@ -10,11 +10,13 @@ Leaves have the base's tree: `a` `[L, *in, R]` and `b` `[L, R, *out]` for a kern
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import Params
@@ -105,7 +107,17 @@ def merge(params: Adapted) -> Params:
 def fingerprint(params: Params) -> str:
     """A checksum of a few numbers of each leaf: another one for weights that were trained further, in a moment."""
     digest = hashlib.sha256()
-    few = jax.jit(lambda params: jax.tree.map(lambda x: x[(0,) * (x.ndim - 1)].astype(jnp.float32), params))(params)
+
+    def row(x: jax.Array) -> jax.Array:
+        return x[(0,) * (x.ndim - 1)].astype(jnp.float32)
+
+    def on_all(x: jax.Array) -> Any:
+        """Of a mesh: whole on every device, for several hosts may share the mesh."""
+        sharding = getattr(x, "sharding", None)
+        return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+
+    wanted = jax.tree.map(on_all, params)
+    few = jax.jit(partial(jax.tree.map, row), out_shardings=wanted)(params)
     for (path, leaf), row in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(few), strict=True):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape}".encode() + np.asarray(row).tobytes())
     return digest.hexdigest()

@@ -73,7 +73,7 @@ def _has_flash_attention(config: ModelConfig) -> bool:
     """Whether cuDNN's attention can compute this model here: heads of at most 128 features, on GPUs from Ampere on."""
     if jax.default_backend() != "gpu" or config.dtype != "bfloat16" or config.head_dim % 8 or config.head_dim > 128:
         return False
-    major, _, _ = str(getattr(jax.devices()[0], "compute_capability", "")).partition(".")
+    major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
     return major.isdigit() and int(major) >= 8  # of other vendors it is no number
 
 

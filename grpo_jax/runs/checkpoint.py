@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
+from grpo_jax.runs import hosts
 from grpo_jax.runs.seal import check_seal, write_seal
 
 State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `training.state.TrainState`
@@ -70,8 +71,10 @@ class Checkpoints:
 
     def save(self, state: State, step: int) -> None:
         """Starts to save; returns when the arrays have been copied."""
-        # One copy of what every device holds; orbax would cut it into a slice for each, and compile the cuts.
-        single = jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else x, state)
+        # One copy of what every device holds; orbax would cut it into a slice for each, and compile the cuts. With
+        # several hosts it has to know of all.
+        alone = hosts.count() == 1
+        single = jax.tree.map(lambda x: x.addressable_data(0) if alone and x.is_fully_replicated else x, state)
         items = {name: ocp.args.StandardSave(item) for name, item in _items(single).items()}
         self._manager.wait_until_finished()  # the seal of the one before needs its lines
         self._check_room(state)
@@ -82,7 +85,7 @@ class Checkpoints:
 
     def _seal(self) -> None:
         """Before the checkpoint gets its name: it appears with its seal, or not at all."""
-        if self._saving and jax.process_index() == 0:
+        if self._saving and hosts.is_first():
             folder, lines = self._saving
             unnamed = folder.with_name(folder.name + ocp.path.atomicity.TMP_DIR_SUFFIX)
             write_seal(unnamed if unnamed.is_dir() else folder, lines)
@@ -99,8 +102,10 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Whether to save after a step."""
+        if self._every and step % self._every == 0:
+            return True
         minutes = (time.monotonic() - self._last_save) / 60
-        return bool(self._every and step % self._every == 0) or 0 < self._minutes <= minutes
+        return self._minutes > 0 and hosts.first_says("whether to save", minutes >= self._minutes)
 
     def restore(
         self, like: Callable[[], State], shardings: Callable[[State], State] | None = None
@@ -119,16 +124,23 @@ class Checkpoints:
         """
         shapes = jax.eval_shape(like)
         self._check_room(shapes)
-        if not (steps := self._steps()):
+        found = self._where_to_go_on() if hosts.is_first() else (0, {})
+        step, self.lines = hosts.first_says("where the run goes on", found)
+        if not step:
             return like(), 0
+        restored = self._restore(step, _items(shapes), None if shardings is None else _items(shardings(shapes)))
+        return shapes._replace(params=restored["params"], **restored["rest"]), step
+
+    def _where_to_go_on(self) -> tuple[int, Mapping[str, str]]:
+        """The newest step that verifies, and its lines; 0 where nothing was saved. What is newer gets another name."""
+        if not (steps := self._steps()):
+            return 0, {}
         step, lines, passed = self._newest(steps)
         for wrong in passed:
             (self._folder / str(wrong)).rename(_unused(self._folder / f"damaged-{wrong}"))
         if passed:
             self._warn(f"{self._folder}: {_in_words(passed)}; the run goes on from step {step}")
-        self.lines = lines
-        restored = self._restore(step, _items(shapes), None if shardings is None else _items(shardings(shapes)))
-        return shapes._replace(params=restored["params"], **restored["rest"]), step
+        return step, lines
 
     def _newest(self, steps: Sequence[int], part: str = "") -> tuple[int, Mapping[str, str], dict[int, str]]:
         """The newest of these steps that verifies, its lines, and why newer ones do not."""
@@ -215,7 +227,7 @@ def _unused(path: Path) -> Path:
 
 def _placed(tree: Any, shardings: Any = None) -> Any:
     """Shapes and dtypes of a tree with their shardings; None: on the first device."""
-    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = jax.tree.map(lambda _: first, tree) if shardings is None else shardings
     return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings)
 
@@ -230,7 +242,7 @@ def params_sha256(params: Any) -> str:
     """SHA-256 of all leaves, with their names and shapes: equal exactly when the parameters are."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        array = np.ascontiguousarray(leaf)
+        array = np.ascontiguousarray(hosts.whole(leaf))
         digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import logging
-import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +23,10 @@ from rich.markup import escape
 from grpo_jax.config import fits, flattened, from_json, option_types, options_of, with_options
 from grpo_jax.errors import UsageError, lacking, shown
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.runs import compilation, stopping
+from grpo_jax.runs import compilation, hosts, stopping
 from grpo_jax.runs.card import COMMAND
 from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs, read_object
+from grpo_jax.runs.hosts import HostOptions
 from grpo_jax.runs.trackers import weights_and_biases
 
 
@@ -46,6 +47,7 @@ class RunConfig:
     stop_code: int = 75
     """Exit status after SIGTERM, when the run is saved and waits for --resume. 75 is EX_TEMPFAIL: schedulers take 0 for
     the end of the job, and start others again."""
+    hosts: HostOptions = HostOptions()
 
 
 class HasOutput(Protocol):
@@ -84,14 +86,19 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     except UsageError as error:
         refuse(str(error))
     config = _read(config_class, _with_preset(default, args), args, prog, description)
+    try:
+        hosts.start(config.output.hosts, say_refusal, _say_note)
+    except UsageError as error:
+        refuse(str(error))
     folder = config.output.run_dir.expanduser()
     folder = folder if folder.name else folder.absolute()
     if not config.output.resume:
         try:
-            return _in_folder(config, fresh_folder(folder))
+            fresh = fresh_folder(folder) if hosts.is_first() else folder
+            return _in_folder(config, hosts.first_says("the run folder", fresh))
         except UsageError as error:
             refuse(str(error))
-    runs = numbered_runs(folder)
+    runs = hosts.first_says("the runs", numbered_runs(folder))
     if not runs:
         refuse(f"there is no run to resume in {folder}: leave out --resume, or name the run's --run-dir")
     newest = runs[max(runs)]
@@ -219,17 +226,22 @@ def main(
     try:
         with stopping.listening(_say_note, partial(_leave, config.output)):
             run(config)
+            hosts.gather("the end", None)  # others would take a host that has nothing left to do for one that is gone
     except stopping.Stopped as stopped:
+        hosts.gather("the end", None)
         say_refusal(f"stopped by {stopped}; the last step is saved: add --resume to continue {config.output.run_dir}")
         raise SystemExit(_code(config.output, stopped.number)) from None
     except (UsageError, FloatingPointError) as error:
         refuse(str(error))
     except Exception as error:  # the machine's, which are no defects
         if not (sentence := lacking(error)):
+            if hosts.count() > 1:
+                traceback.print_exc()
+                hosts.leave(f"{type(error).__name__}: {error}".partition("\n")[0], 1)
             raise
         say_refusal(f"{sentence}; then add --resume to continue {config.output.run_dir}")
         sys.stdout.flush()
-        os._exit(2)  # threads that wanted to save would fail once more on their way out
+        hosts.leave(sentence, 2)  # threads that wanted to save would fail once more on their way out
 
 
 def _leave(output: RunConfig, number: int) -> NoReturn:
@@ -240,7 +252,7 @@ def _leave(output: RunConfig, number: int) -> NoReturn:
     Console(stderr=True).show_cursor(True)
     sys.stdout.flush()
     # Not by an exception: a compilation that goes on in a thread would crash the interpreter on its way out.
-    os._exit(_code(output, number))
+    hosts.leave(f"stopped by {signal.Signals(number).name}", _code(output, number))
 
 
 def _code(output: RunConfig, number: int) -> int:
@@ -269,11 +281,14 @@ def open_run(config: HasOutput) -> RunFolder:
     output, values = config.output, dataclasses.asdict(config)
     if not 0 <= output.stop_code <= 255:
         raise UsageError(f"stop_code is {output.stop_code}: an exit status is between 0 and 255")
-    for name in ("run_dir", "resume", "config"):
+    for name in ("run_dir", "resume", "config", "hosts"):
         del values["output"][name]
-    if not output.resume and (output.run_dir / "config.json").exists():
+    hosts.check_same(flattened(values))
+    if hosts.is_first() and not output.resume and (output.run_dir / "config.json").exists():
         raise UsageError(f"another run has just started in {output.run_dir}: try again, or name a --run-dir")
     run = RunFolder(output.run_dir, values)
+    if not run.writes:
+        return run
     with (output.run_dir / COMMAND).open("a") as file:
         file.write(shlex.join([*program().split(), *sys.argv[1:]]) + "\n")
     if output.wandb:
@@ -296,12 +311,15 @@ def refusing() -> Iterator[None]:
 
 
 def refuse(message: str) -> NoReturn:
-    """Ends the program with one sentence."""
+    """Ends the program with one sentence, and so those of other hosts."""
     say_refusal(message)
+    if hosts.count() > 1:
+        hosts.leave(message, 2)
     raise SystemExit(2)
 
 
 def say_refusal(message: str) -> None:
-    """One sentence on stderr."""
-    Console(stderr=True).print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+    """One sentence on stderr, with the number of the host where there are several."""
+    host = f" of host {hosts.index()}" if hosts.count() > 1 else ""
+    Console(stderr=True).print(f"[red]error{host}:[/] {escape(message)}", soft_wrap=True)
     sys.stderr.flush()

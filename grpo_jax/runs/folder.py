@@ -3,6 +3,9 @@
 Rules that make a resumed run's files equal those of an uninterrupted one: a step's lines are
 written before the checkpoint that covers it; resuming drops the lines of later steps; wall
 times, which never repeat, have a file of their own.
+
+With several hosts the first one writes, and holds the lock. For the others a run folder is quiet, and writes nothing.
+All hosts read the same folder.
 """
 
 import glob
@@ -22,12 +25,13 @@ from rich.markup import escape
 
 from grpo_jax.config import fits, flattened
 from grpo_jax.errors import UsageError
+from grpo_jax.runs import hosts
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.lock import hold
 from grpo_jax.runs.progress import Show, progress, waiting
 from grpo_jax.runs.throughput import peak_memory_mb
-from grpo_jax.runs.trackers import tensorboard
+from grpo_jax.runs.trackers import Tracker, tensorboard
 
 # Files whose lines carry "phase" and "step".
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
@@ -54,7 +58,13 @@ _LINE = {"phase": str, "step": int}  # what every line of _LINE_FILES has
 
 
 class RunFolder:
-    """The folder of a run: writes its files, and shows its progress."""
+    """The folder of a run: writes its files, and shows its progress.
+
+    Attributes:
+      path: of the folder.
+      console: where words go.
+      writes: whether this is the host that writes.
+    """
 
     def __init__(
         self,
@@ -73,12 +83,21 @@ class RunFolder:
         Raises:
           UsageError: `path` holds a run with other options.
         """
-        self.path = path
-        self.console = console or Console()
+        self.path, self.writes = path, hosts.is_first()
+        self.console = console or Console(quiet=not self.writes)
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
         self._digests: dict[tuple[str, str], Any] = {}  # (file, phase) -> of the lines so far
+        self.trackers: list[Tracker] = []
+        self.programs = count_programs()
+        if self.writes:
+            self._open(config)
+        hosts.first_says("the run folder is open", None)
+
+    def _open(self, config: dict[str, Any]) -> None:
+        """As `__init__`."""
+        path = self.path
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = hold(path)
@@ -87,8 +106,7 @@ class RunFolder:
             self._go_on(config)
         except OSError as error:
             raise UsageError(f"{path} cannot be written to ({error.strerror}): name another run_dir") from None
-        self.trackers = [tensorboard(path / "tensorboard")]
-        self.programs = count_programs()
+        self.trackers.append(tensorboard(path / "tensorboard"))
 
     def _go_on(self, config: dict[str, Any]) -> None:
         """Refuses to go on with other options, and says what differs by rounding."""
@@ -119,8 +137,12 @@ class RunFolder:
           inputs: what it is, in words -> its digest.
 
         Raises:
-          UsageError: the run is resumed, and something of it has changed; the sentence names it.
+          UsageError: the run is resumed, and something of it has changed, or another host has others; the sentence
+            names it.
         """
+        hosts.check_same(inputs)
+        if not self.writes:
+            return
         file = self.path / "inputs.json"
         known = read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
         before = known.get(part, dict(inputs))
@@ -186,6 +208,8 @@ class RunFolder:
           lines: file -> digest that the lines up to there had, as `Checkpoints` keeps it; a warning says where they are
             others now.
         """
+        if not self.writes:
+            return
         for name in _LINE_FILES:
             file = self.path / name
             self._digests.pop((name, phase), None)
@@ -223,6 +247,8 @@ class RunFolder:
             tracker.log(record)
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
+        if not self.writes:
+            return
         line = json.dumps(_finite(record), allow_nan=False)
         with (self.path / name).open("a") as file:
             file.write(line + "\n")
@@ -252,7 +278,8 @@ class RunFolder:
     def timed(self, part: str) -> Iterator[None]:
         """Adds the seconds inside to `part`."""
         start = time.perf_counter()
-        yield
+        with hosts.doing(part):
+            yield
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
 
     def progress(
@@ -276,6 +303,8 @@ class RunFolder:
             return
         self._warned.add(name)
         message = message.encode(errors="replace").decode()  # lone surrogates would end the run here
+        if not self.writes:
+            return
         self.console.print(f"[yellow]warning:[/] {escape(message)}")
         known = self.lines("warnings.jsonl")
         if {"message": message} not in known:  # the file is written whole: `rewind` mends none without phases

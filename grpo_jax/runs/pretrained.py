@@ -185,6 +185,8 @@ def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> N
             targets=options.lora_targets,
         )
         lora.check(run.path / "model")
+    if not run.writes:
+        return
     save_description(run.path / "model", pretrained.config, source=pretrained.folder)
     if lora:
         write_json(run.path / "model" / _LORA_FILE, lora._asdict())

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from grpo_jax.runs import hosts
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _asked: list[int] = []  # the signals heard during training
 _training: list[None] = []  # one entry for each block of `between_steps` that is open
@@ -31,14 +33,21 @@ def between_steps() -> Iterator[Callable[[], bool]]:
     """A block of training, which stops between two steps.
 
     Yields:
-      Whether to save and to leave the block.
+      Whether to save and to leave the block: the same on all hosts, each of which asks after every step.
 
     Raises:
       Stopped: at the end of the block, if it was asked to stop.
     """
     _training.append(None)
+
+    def asked() -> bool:
+        heard = [number for number in hosts.gather("whether to stop", _asked[0] if _asked else 0) if number]
+        if heard and not _asked:
+            _asked.append(heard[0])
+        return bool(heard)
+
     try:
-        yield lambda: bool(_asked)
+        yield asked
     finally:
         _training.pop()
     if _asked:

@@ -52,13 +52,13 @@ def held_bytes(*trees: Any) -> int:
 
 def peak_flops(devices: int) -> float | None:
     """What the devices can do at most in a second, in bfloat16; None where that is not known."""
-    kind = jax.devices()[0].device_kind
+    kind = jax.local_devices()[0].device_kind
     return next((devices * peak for name, peak in _PEAK_FLOPS.items() if name in kind), None)
 
 
 def peak_memory_mb() -> float:
     """Most memory in use since the start, in MiB: of the first device, or where it does not tell, of the process."""
-    statistics = jax.devices()[0].memory_stats() or {}
+    statistics = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in statistics:
         return round(statistics["peak_bytes_in_use"] / 2**20, 1)
     unit = 1 if sys.platform == "darwin" else 1024

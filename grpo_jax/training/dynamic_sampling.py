@@ -14,21 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.training.parallel import Devices, size, spread_over, to_devices
-from grpo_jax.training.rollout import Rollout, zero_spread
+from grpo_jax.training.rollout import Outcomes, zero_spread
 from grpo_jax.training.state import Batch
 
 
 class Sampled(NamedTuple):
     """What a step sampled, and what of it it learns from."""
 
-    rollout: Rollout  # N groups to learn from
+    rollout: Outcomes  # of N groups to learn from
     batch: Batch  # those groups, on the devices
-    everything: Rollout  # N groups of each draw, in the order of sampling
+    everything: Outcomes  # of N groups of each draw, in the order of sampling
     draws: int
 
 
 def sample_with_spread(
-    draw: Callable[[int], tuple[Rollout, Batch]], *, max_rollouts: int, metric: str = "", devices: Devices = 1
+    draw: Callable[[int], tuple[Outcomes, Batch]], *, max_rollouts: int, metric: str = "", devices: Devices = 1
 ) -> Sampled:
     """Draws until N groups have spread, or there were `max_rollouts`; groups without spread then fill up.
 
@@ -47,7 +47,7 @@ def sample_with_spread(
     """
     rollout, batch = draw(0)
     rollouts, batches, spread = [rollout], [batch], ~zero_spread(rollout, metric)
-    wanted = len(rollout.texts)
+    wanted = len(rollout.rewards)
     while spread.sum() < wanted and len(rollouts) < max_rollouts:
         rollout, batch = draw(len(rollouts))
         rollouts.append(rollout)
@@ -85,8 +85,8 @@ def _choose(chosen: Batch, batch: Batch, source: jax.Array, *, devices: Devices)
     return spread_over(picked, devices) if size(devices) > 1 else picked
 
 
-def concatenate(rollouts: list[Rollout]) -> Rollout:
-    """The groups of several rollouts as one rollout."""
+def concatenate(rollouts: list[Outcomes]) -> Outcomes:
+    """The groups of several rollouts together."""
 
     def join(*parts):
         if isinstance(parts[0], float):
@@ -96,7 +96,7 @@ def concatenate(rollouts: list[Rollout]) -> Rollout:
     return jax.tree.map(join, *rollouts, is_leaf=_is_list)
 
 
-def select(rollout: Rollout, groups: np.ndarray) -> Rollout:
+def select(rollout: Outcomes, groups: np.ndarray) -> Outcomes:
     """Some groups of a rollout, by their numbers."""
 
     def take(part):

@@ -10,11 +10,12 @@ from grpo_jax.data.types import Completion, Prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import Scores, score_completions
+from grpo_jax.runs import hosts
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.statistics import best_of, bootstrap, majority
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.learn import EVALUATION
-from grpo_jax.training.parallel import place, to_host
+from grpo_jax.training.parallel import all_rows, place
 from grpo_jax.training.rollout import Sampler, decode_groups, noise_of
 
 # Numbers of completions are 32 bits: 12 of them count the completions of a prompt.
@@ -88,7 +89,7 @@ def sample_heldout(
         return Samples(call.prompts, completions, temperatures, call.counted)
 
     def on_host(started: Samples) -> Samples:
-        return started._replace(completions=to_host(started.completions))
+        return started._replace(completions=all_rows(started.completions, sampler.devices))
 
     calls = map(start, heldout_calls(task.heldout, num_prompts=num_prompts, group_size=group_size, samples=samples))
     started = next(calls)
@@ -236,8 +237,9 @@ def _if_graded(values: np.ndarray, evaluation: Evaluation) -> np.ndarray:
 
 
 def _scored(task: Task, texts: list[list[Completion]], size: int) -> Scores:
-    """Rewards `[M, n + 1]`, by blocks of whole prompts."""
+    """Rewards `[M, n + 1]`, by blocks of whole prompts, which hosts share out."""
     step = max(1, size // len(texts[0]))
+    starts, own = range(0, len(texts), step), slice(hosts.index(), None, hosts.count())
 
     def block(start: int) -> Scores:
         groups = texts[start : start + step]
@@ -246,4 +248,6 @@ def _scored(task: Task, texts: list[list[Completion]], size: int) -> Scores:
         earned = score_completions(task.reward, [example for example, _ in flat], [text for _, text in flat])
         return jax.tree.map(lambda x: x.reshape(len(groups), -1), earned)
 
-    return jax.tree.map(lambda *x: np.concatenate(x), *(block(start) for start in range(0, len(texts), step)))
+    graded = hosts.gather("rewards of held-out prompts", [block(start) for start in starts[own]])
+    in_turn = [graded[number % hosts.count()][number // hosts.count()] for number in range(len(starts))]
+    return jax.tree.map(lambda *x: np.concatenate(x), *in_turn)

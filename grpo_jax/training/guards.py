@@ -7,10 +7,11 @@ import numpy as np
 
 from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.reward import ungraded_messages
+from grpo_jax.rewards.reward import graders, ungraded_messages
+from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.rollout import Rollout, zero_spread
+from grpo_jax.training.rollout import Outcomes, zero_spread
 
 # In float32 every token's ratio is 1 to about 1e-5. In bfloat16 one was seen off by 0.33, and their mean by 0.013.
 RATIO_TOLERANCE = 1.0
@@ -58,11 +59,11 @@ def check_length(run: RunFolder, task: Task, max_tokens: int, longest: int | Non
         )
 
 
-def check_rollout(run: RunFolder, rollout: Rollout, task: Task, step: int) -> None:
+def check_rollout(run: RunFolder, rollout: Outcomes, task: Task, step: int) -> None:
     """Warns of rollouts that nothing can be learned from. `step` is counted from 1."""
     if not np.isfinite(rollout.rewards).all():
         run.warn_once("reward", "the reward function returned NaN or infinity: such a step is skipped")
-    if rollout.completions.truncated.all() and not task.open_ended:
+    if rollout.truncated.all() and not task.open_ended:
         run.warn_once(
             "truncated",
             "no completion ended within max_tokens: raise max_tokens, or check that the model was trained to write EOS",
@@ -77,26 +78,31 @@ def check_rollout(run: RunFolder, rollout: Rollout, task: Task, step: int) -> No
         )
 
 
-def _compares_nothing(rollout: Rollout) -> bool:
+def _compares_nothing(rollout: Outcomes) -> bool:
     """Whether in all groups the rewards are equal numbers; a group of one has nothing to compare anyway."""
     finite = np.isfinite(rollout.rewards[rollout.applicable]).all()
     return bool(finite) and rollout.rewards.shape[-1] > 1 and bool(zero_spread(rollout).all())
 
 
-def _which(rollout: Rollout) -> str:
+def _which(rollout: Outcomes) -> str:
     values = np.unique(rollout.rewards[rollout.applicable])
     return f" (all are {values[0]:g})" if len(values) == 1 else ""
 
 
 def check_graders(run: RunFolder, rewards: Reward | Rewards) -> None:
     """Warns of completions that graders gave no number, once for each reason."""
-    for name, message in ungraded_messages(rewards).items():
+    if not graders(rewards):
+        return
+    messages: dict[str, str] = {}
+    for of_host in hosts.gather("why completions were not graded", ungraded_messages(rewards)):
+        messages |= of_host
+    for name, message in messages.items():
         run.warn_once(
             name, f"{message}; metrics.jsonl counts them as {name}, and those of evaluations as not_graded_share"
         )
 
 
-def check_not_all_raised(rollout: Rollout, rewards: Reward | Rewards) -> None:
+def check_not_all_raised(rollout: Outcomes, rewards: Reward | Rewards) -> None:
     """Ends a run whose rewards raise an exception on every completion: nothing would be learned until its end.
 
     Args:
@@ -162,7 +168,8 @@ def check_gradients(run: RunFolder, name: str, skipped: int, max_skipped: int, d
         return
     file = run.path / f"skipped_{name}.npz"
     arrays: Any = {name: np.asarray(value) for name, value in dump().items() if value is not None}
-    np.savez_compressed(file, **arrays)
+    if run.writes:
+        np.savez_compressed(file, **arrays)
     run.warn_once("skipped", f"gradients of {name} are not finite: the step is skipped, its batch is in {file}")
     if skipped >= max_skipped:
         raise FloatingPointError(

@@ -5,6 +5,7 @@ prompts, text and rewards. It hands work to the devices as early as it can, and 
 the devices sample the next one.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from grpo_jax.data.types import Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.reward import new_counts, ungraded_counts
+from grpo_jax.rewards.reward import graders, new_counts, ungraded_counts
+from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.stopping import between_steps
 from grpo_jax.runs.throughput import peak_flops, update_flops
@@ -31,7 +33,9 @@ from grpo_jax.training.parallel import (
     compiled,
     data_parallel,
     devices_of,
+    own_rows,
     place,
+    rows_of_hosts,
     shardings,
     size,
     take_bytes_moved,
@@ -40,17 +44,20 @@ from grpo_jax.training.parallel import (
 )
 from grpo_jax.training.readable import readable
 from grpo_jax.training.rollout import (
-    Rollout,
+    Outcomes,
     Sampler,
     completion_numbers,
     grade,
     group_temperatures,
     make_sampler,
     noise_of,
+    outcomes_of_hosts,
+    own_groups,
     read_completions,
     reward_arrays,
     rollout_metrics,
     score_completion_tokens,
+    take_prompts,
     zero_spread,
 )
 from grpo_jax.training.state import REWARD_AXES, Array, Batch, RewardArrays, TrainState
@@ -136,7 +143,7 @@ class Iteration(NamedTuple):
     """An iteration that was handed to the devices, and whose numbers are still to be read."""
 
     step: int  # from 0
-    rollout: Rollout  # that was learned from
+    rollout: Outcomes  # of what was learned from
     batch: Batch
     learned: Learned
     sampled: dict[str, Any]  # metrics of the rollout
@@ -288,13 +295,17 @@ def iterate(
     # ---- rewards: completions to text to numbers
     one_draw = config.sampling.max_rollouts == 1
 
-    def draw(number: int) -> tuple[Rollout, Batch]:
+    devices = programs.sampler.devices
+    own = rows_of_hosts(devices, config.sampling.num_prompts)[hosts.index()]
+
+    def draw(number: int) -> tuple[Outcomes, Batch]:
         prompts, batch, completions = first if number == 0 else start_draw(phase, policy, step, number)
         with run.timed("rollout"):
             sampled = read_completions(completions)
         batch = scored(batch) if one_draw else batch
         with run.timed("reward"):
-            return grade(prompts, sampled, phase.task, phase.reward), batch
+            graded = grade(take_prompts(prompts, own), sampled, phase.task, phase.reward)
+            return outcomes_of_hosts(graded, prompts, devices), batch
 
     found, metrics = sample_groups_of_step(phase, draw, step)
     batch = found.batch if one_draw else scored(found.batch)
@@ -302,7 +313,6 @@ def iterate(
     # ---- learn: advantages, then every prompt once an epoch, in shuffled minibatches
     with run.timed("update"):
         rewards = reward_arrays(found.rollout, with_components=config.loss.advantages_of == "components")
-        devices = programs.sampler.devices
         loss_reference = phase.first if config.loss.divergence != "preset" and state.reference is None else None
         clock = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
         state, learned = programs.learn(
@@ -328,7 +338,7 @@ def start_draw(phase: Phase, policy: Params, step: int, number: int) -> Draw:
 
 
 def sample_groups_of_step(
-    phase: Phase, draw: Callable[[int], tuple[Rollout, Batch]], step: int
+    phase: Phase, draw: Callable[[int], tuple[Outcomes, Batch]], step: int
 ) -> tuple[Sampled, dict[str, Any]]:
     """The groups that a step learns from, and metrics of all that it sampled for them."""
     run, sampling, reward = phase.run, phase.config.sampling, phase.reward
@@ -338,7 +348,8 @@ def sample_groups_of_step(
     sampled = sample_with_spread(
         draw, max_rollouts=sampling.max_rollouts, metric=metric, devices=phase.programs.sampler.devices
     )
-    metrics = rollout_metrics(sampled.everything) | new_counts(ungraded, ungraded_counts(reward))
+    counts = counts_of_hosts(reward, new_counts(ungraded, ungraded_counts(reward)))
+    metrics = rollout_metrics(sampled.everything) | counts
     guards.check_rollout(run, sampled.everything, phase.task, step + 1)
     guards.check_graders(run, reward)
     if step == phase.begin:
@@ -348,6 +359,16 @@ def sample_groups_of_step(
         guards.check_filled(run, sampled.draws, share)
         metrics |= {"rollouts": sampled.draws, "update_zero_spread_share": share}
     return sampled, metrics
+
+
+def counts_of_hosts(reward: Reward | Rewards, own: dict[str, int]) -> dict[str, int]:
+    """The sums over hosts of what their graders counted, by name."""
+    if not graders(reward):
+        return own
+    counts: Counter[str] = Counter()
+    for of_host in hosts.gather("what was not graded", own):
+        counts.update(of_host)
+    return dict(counts)
 
 
 def read(
@@ -388,8 +409,9 @@ def read(
     )
     every = config.logging.rollouts_every
     if every and (step % every == 0 or step + 1 == config.steps):
-        logprobs, advantages = to_host((iteration.batch.sampler_logprobs, iteration.learned.advantages))
-        run.log_rollout(phase.name, step + 1, readable(iteration.rollout, logprobs, advantages, phase.task))
+        groups = own_groups(iteration.rollout, iteration.batch, phase.task, phase.programs.sampler.devices)
+        logprobs, advantages = own_rows((iteration.batch.sampler_logprobs, iteration.learned.advantages))
+        run.log_rollout(phase.name, step + 1, readable(groups, logprobs, advantages, phase.task))
     log_times(phase, iteration)
     reward = iteration.sampled["reward"]
     show(step + 1, "no reward" if reward is None else f"reward {reward:.3f}")
@@ -398,7 +420,7 @@ def read(
 def log_times(phase: Phase, iteration: Iteration) -> None:
     """Seconds, tokens and bytes of an iteration."""
     rollout, devices = iteration.rollout, phase.programs.sampler.devices
-    tokens = int(rollout.prompts.mask.sum() + rollout.completions.completion_mask.sum())
+    tokens = int(rollout.prompts.mask.sum() + rollout.lengths.sum())
     trained = phase.config.optimizer.epochs * tokens
     moved = {f"{way}_bytes": count for way, count in take_bytes_moved().items()}
     phase.run.log_times(

@@ -3,11 +3,14 @@
 `Devices` says how a program runs. A number: so many devices, each with all parameters; `jax.jit` on one, `jax.pmap` on
 more. A `Mesh`: parameters are cut over devices, as the rules of `models.sharding` say, and `jax.jit` shares out the
 work.
+
+With several hosts devices are those of all, always as a `Mesh`, and an array is spread over all of them. Every host
+gives `to_devices` the whole array, of which it puts its part; `own_rows` reads what lies on its own devices.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from grpo_jax.config import GRPOConfig, validate_mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.models import sharding
+from grpo_jax.runs import hosts
 
 AXIS = "data"
 
@@ -40,9 +44,14 @@ def num_devices(requested: int) -> int:
     """Devices to use: `requested`, or all of them for 0.
 
     Raises:
-      UsageError: there are fewer.
+      UsageError: there are fewer, or there are several hosts and not all of their devices are asked for.
     """
     available = jax.device_count()
+    if hosts.count() > 1 and requested not in (0, available):
+        raise UsageError(
+            f"devices is {requested}, but a run over {hosts.count()} hosts uses all of their {available} devices: set "
+            "devices to 0"
+        )
     if not 0 <= requested <= available:
         raise UsageError(f"devices is {requested}, but JAX sees {available}: set it to at most that, or to 0 for all")
     return requested or available
@@ -56,14 +65,22 @@ def devices_of(config: GRPOConfig) -> Devices:
     """
     validate_mesh(config.mesh)
     count, kind, fsdp, tensor = num_devices(config.devices), *dataclasses.astuple(config.mesh)
-    if kind == "pmap" or (kind == "auto" and fsdp * tensor == 1):
+    if hosts.count() > 1 and kind == "pmap":
+        raise UsageError(f"pmap is of one host, and there are {hosts.count()}: leave out parallel, or set it to mesh")
+    if hosts.count() == 1 and (kind == "pmap" or (kind == "auto" and fsdp * tensor == 1)):
         return count
     if count % (fsdp * tensor):
         raise UsageError(
             f"fsdp x tensor is {fsdp * tensor}, which does not divide the {count} devices of the run: set devices to a "
             "multiple, or to 0 for all"
         )
-    return Mesh(count // (fsdp * tensor), fsdp, tensor)
+    mesh = Mesh(count // (fsdp * tensor), fsdp, tensor)
+    if sum(map(len, rows_of_hosts(mesh, parts(mesh)))) > parts(mesh):
+        raise UsageError(
+            f"tensor is {tensor}, but a host has {jax.local_device_count()} devices, and a group lies on those of one "
+            "host: set tensor to a divisor of them, and fsdp to the rest"
+        )
+    return mesh
 
 
 def size(devices: Devices) -> int:
@@ -173,15 +190,59 @@ def to_devices(tree: Any, devices: Devices = 1, *, axes: Any = 0) -> Any:
         if getattr(x, "committed", False):
             return x
         bytes_moved["to_devices"] += x.nbytes
-        return jax.device_put(x, target)
+        return _put(x, target)
 
     return jax.tree.map(put, tree, _shardings(tree, devices, axes))
 
 
 def to_host(tree: Any) -> Any:
-    """Arrays of the devices as NumPy arrays."""
+    """Arrays of the devices as NumPy arrays. What is spread over several hosts is brought to all, which all call
+    this."""
     bytes_moved["to_host"] += sum(x.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
-    return jax.tree.map(np.asarray, jax.device_get(tree))
+    return jax.tree.map(np.asarray, jax.device_get(hosts.whole(tree)))
+
+
+def all_rows(tree: Any, devices: Devices) -> Any:
+    """Of arrays `[N, ...]` that are spread over devices all rows, as NumPy arrays, on every host. All hosts call
+    this."""
+    if hosts.count() == 1:
+        return to_host(tree)
+    found = hosts.gather("rows", own_rows(tree))  # not by the devices, which would compile a program for each array
+    return jax.tree.map(lambda *parts: in_order(parts, devices), *found)
+
+
+def in_order(parts: Sequence[np.ndarray], devices: Devices) -> np.ndarray:
+    """The rows that each host has as all rows `[N, ...]`."""
+    joined = np.concatenate(parts)
+    return joined[np.argsort(np.concatenate(rows_of_hosts(devices, len(joined))))]
+
+
+def rows_of_hosts(devices: Devices, num_prompts: int) -> list[np.ndarray]:
+    """The prompts of a batch of N that lie on the devices of each host, ascending, in the order of hosts."""
+    if hosts.count() == 1:
+        return [np.arange(num_prompts)]
+    rows: list[set[int]] = [set() for _ in range(hosts.count())]
+    spread = NamedSharding(_mesh(devices), PartitionSpec(sharding.BATCH))
+    placed: Mapping[Any, Any] = spread.devices_indices_map((num_prompts,))
+    for device, (part,) in placed.items():
+        rows[device.process_index].update(range(num_prompts)[part])
+    return [np.array(sorted(own), np.int64) for own in rows]
+
+
+def own_rows(tree: Any) -> Any:
+    """Of arrays `[N, ...]` that are spread over devices what lies on those of this host, as NumPy arrays, in the order
+    of `rows_of_hosts`."""
+
+    def pieces(x: jax.Array) -> list[jax.Array]:
+        if x.is_fully_addressable:
+            return [x]
+        found = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}  # copies have one place
+        return [found[start] for start in sorted(found)]
+
+    leaves, structure = jax.tree.flatten(tree)
+    read = to_host([pieces(x) for x in leaves])
+    joined = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in read]
+    return jax.tree.unflatten(structure, joined)
 
 
 def take_bytes_moved() -> dict[str, int]:
@@ -201,9 +262,17 @@ def place(params: Any, devices: Devices) -> Any:
       UsageError: the mesh would cut key-value heads.
     """
     if devices == 1:
-        first = jax.devices()[0]
+        first = jax.local_devices()[0]
         return jax.tree.map(lambda x: x if getattr(x, "committed", False) else jax.device_put(x, first), params)
-    return jax.device_put(params, shardings(params, devices))
+    return jax.tree.map(_put, params, shardings(params, devices))
+
+
+def _put(x: Any, target: jax.sharding.Sharding) -> Any:
+    """An array there. Of one that goes to several hosts, and that each of them has, each puts its part."""
+    if target.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
+        return jax.device_put(x, target)
+    whole = np.asarray(x)
+    return jax.make_array_from_callback(whole.shape, target, lambda index: whole[index])
 
 
 def shardings(params: Any, devices: Devices) -> Any:
@@ -235,7 +304,7 @@ def _check_heads(params: Any, mesh: Mesh) -> None:
 def _shardings(tree: Any, devices: Devices, axes: Any) -> Any:
     """Of arrays that are spread (0), or parameters or the same on all devices (None), or a tree of these."""
     if devices == 1:
-        return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), tree)
+        return jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), tree)
     mesh = _mesh(devices)
     names = sharding.BATCH if isinstance(devices, Mesh) else AXIS
 

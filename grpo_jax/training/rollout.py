@@ -15,11 +15,21 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import named_components, score_completions
+from grpo_jax.runs import hosts
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.learn import step_key
-from grpo_jax.training.parallel import Devices, data_parallel, place, to_devices, to_host
+from grpo_jax.training.parallel import (
+    Devices,
+    all_rows,
+    data_parallel,
+    in_order,
+    own_rows,
+    place,
+    rows_of_hosts,
+    to_devices,
+)
 from grpo_jax.training.state import Batch, RewardArrays
 
 
@@ -33,6 +43,19 @@ class Rollout(NamedTuple):
     applicable: np.ndarray  # bool [N, G], whether any reward applies
     components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where it does not apply
     weights: dict[str, float]  # name -> its weight in the sum, 0 where it is only watched
+
+
+class Outcomes(NamedTuple):
+    """What is told of N prompts with G completions each, the same on every host: prompts, and numbers."""
+
+    prompts: Prompts
+    rewards: np.ndarray  # as in `Rollout`
+    applicable: np.ndarray
+    components: dict[str, np.ndarray]
+    weights: dict[str, float]
+    lengths: np.ndarray  # int [N, G], in tokens, the ending one included
+    truncated: np.ndarray  # bool [N, G]
+    distinct: np.ndarray  # float [N], share of the completions of a group that differ
 
 
 class Sampler(NamedTuple):
@@ -69,7 +92,7 @@ class Sampler(NamedTuple):
 
     def complete(self, params: Params, *args: Any) -> Completions:
         """The completions of `sample`, waited for, as NumPy arrays. The parameters may be on one device alone."""
-        return to_host(self.sample(place(params, self.devices), *args)[1])
+        return all_rows(self.sample(place(params, self.devices), *args)[1], self.devices)
 
 
 def truncation_of(sampling: SamplingConfig) -> Truncation:
@@ -214,10 +237,10 @@ def _token_logprobs(hidden: jax.Array, unembedding: jax.Array, ids: jax.Array, t
 # ---- text and rewards
 
 
-def read_completions(completions: Completions) -> Completions:
-    """What the host needs of completions on the devices: ids, masks, and which were cut off."""
+def read_completions(completions: Completions | Batch) -> Completions:
+    """What the host needs of completions on its devices: ids, masks, and which were cut off."""
     few = (completions.completion_ids, completions.completion_mask, completions.truncated)
-    ids, mask, truncated = to_host(few)
+    ids, mask, truncated = own_rows(few)
     return Completions(ids, mask, None, None, truncated)  # type: ignore[arg-type]
 
 
@@ -242,11 +265,59 @@ def grade(prompts: Prompts, completions: Completions, task: Task, reward: Reward
     return Rollout(prompts, completions, texts, scores.rewards, scores.applicable, scores.components, weights)
 
 
-def reward_arrays(rollout: Rollout, *, with_components: bool) -> RewardArrays:
+def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:
+    """Some prompts, by their numbers."""
+    return Prompts(prompts.ids[rows], prompts.mask[rows], [prompts.examples[row] for row in rows])
+
+
+def outcomes_of_hosts(own: Rollout, prompts: Prompts, devices: Devices) -> Outcomes:
+    """The outcomes of all groups, of which each host graded those on its devices.
+
+    Args:
+      own: those of this host.
+      prompts: of all groups.
+      devices: that they are spread over.
+    """
+    numbers = {
+        "rewards": own.rewards,
+        "applicable": own.applicable,
+        "components": own.components,
+        "lengths": np.asarray(own.completions.completion_mask).sum(-1),
+        "truncated": np.asarray(own.completions.truncated),
+        "distinct": np.array([_distinct(group) for group in own.texts]),
+    }
+    found = hosts.gather("rewards", numbers)
+    joined = jax.tree.map(lambda *parts: in_order(parts, devices), *found)
+    return Outcomes(prompts=prompts, weights=own.weights, **joined)
+
+
+def own_groups(outcomes: Outcomes, batch: Batch, task: Task, devices: Devices) -> Rollout:
+    """The groups of a batch that lie on the devices of this host, with their texts.
+
+    Args:
+      outcomes: of the whole batch.
+      batch: on the devices.
+      task: for its decoder.
+      devices: that the batch is spread over.
+    """
+    rows = rows_of_hosts(devices, len(outcomes.rewards))[hosts.index()]
+    completions = read_completions(batch)
+    return Rollout(
+        take_prompts(outcomes.prompts, rows),
+        completions,
+        decode_groups(completions, task),
+        outcomes.rewards[rows],
+        outcomes.applicable[rows],
+        {name: values[rows] for name, values in outcomes.components.items()},
+        outcomes.weights,
+    )
+
+
+def reward_arrays(rollout: Outcomes, *, with_components: bool) -> RewardArrays:
     """The rewards of a rollout as the arrays that advantages are made of.
 
     Args:
-      rollout: graded.
+      rollout: its outcomes.
       with_components: whether each reward is compared by itself.
     """
     if not with_components:
@@ -283,15 +354,14 @@ def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
 
 
 @np.errstate(invalid="ignore", over="ignore")  # an infinite reward is told by the run, once
-def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
+def rollout_metrics(rollout: Outcomes) -> dict[str, Any]:
     """Metrics of a rollout, as plain numbers.
 
     `distinct_share` is the share of completions of a group that differ. Lengths are in tokens, the ending one included.
     `length_above` is the mean length of completions with more reward than the mean of their group (the solved ones,
     where rewards are 0 and 1), `length_below` of those with less.
     """
-    completions, components = rollout.completions, rollout.components
-    lengths = np.asarray(completions.completion_mask).sum(-1)
+    lengths, components = rollout.lengths, rollout.components
     counts = np.maximum(rollout.applicable.sum(-1, keepdims=True), 1)
     group_mean = np.where(rollout.applicable, rollout.rewards, 0).sum(-1, keepdims=True) / counts
     # Of equal rewards the mean may be off by rounding.
@@ -305,18 +375,18 @@ def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
         **{f"{name}_std": float(values.std()) if values.size else None for name, values in moments.items()},
         "not_applicable_share": float(1 - rollout.applicable.mean()),
         "zero_spread_share": float(zero_spread(rollout).mean()),
-        "distinct_share": float(np.mean([_distinct(group) for group in rollout.texts])),
+        "distinct_share": float(rollout.distinct.mean()),
         "length_mean": float(lengths.mean()),
         "length_min": int(lengths.min()),
         "length_max": int(lengths.max()),
         "length_above": _mean(lengths[above > 0]),
         "length_below": _mean(lengths[above < 0]),
-        "truncated_share": float(completions.truncated.mean()),
+        "truncated_share": float(rollout.truncated.mean()),
         "tokens": int(lengths.sum()),
     }
 
 
-def zero_spread(rollout: Rollout, metric: str = "") -> np.ndarray:
+def zero_spread(rollout: Rollout | Outcomes, metric: str = "") -> np.ndarray:
     """Whether the rewards of a group that apply are all equal, bool `[N]`: such a group teaches nothing.
 
     Args:

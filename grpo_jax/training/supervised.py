@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from grpo_jax.config import Decay, validate_minutes, validate_sizes
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
+from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.stopping import between_steps
 from grpo_jax.training.guards import check_gradients
@@ -83,6 +84,7 @@ def make_fit_programs(
     Raises:
       UsageError: the configuration cannot work.
     """
+    hosts.check_alone("supervised phases")
     devices = num_devices(config.devices)
     _check(config)
     learning_rate = learning_rate_schedule(

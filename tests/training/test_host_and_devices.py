@@ -65,7 +65,7 @@ PROMPTS = N * P * (4 + 1) + 3 * 4  # ids and mask of prompts; seed, stream and i
 REWARDS = N * G * (4 + 1) + 2 * 4  # rewards, and which apply; seed and step
 COMPLETIONS = N * G * (T * (4 + 1) + 1)  # ids and mask; which were cut off
 METRICS = 14 * 4  # numbers
-DUMPED = N * G * (T + 1) * 4  # log-probabilities and advantages, to be read by people
+DUMPED = COMPLETIONS + N * G * (T + 1) * 4  # log-probabilities and advantages too, to be read by people
 
 
 def test_a_step_moves_prompts_and_rewards_up_and_completions_and_scalars_down(tmp_path, programs):

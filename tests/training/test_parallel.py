@@ -72,7 +72,7 @@ def on(devices: Devices, config: Any) -> Any:
     """The configuration of a run there."""
     if isinstance(devices, int):
         return with_options(config, devices=devices)
-    return with_options(config, devices=8, parallel="mesh", fsdp=devices.fsdp, tensor=devices.tensor)
+    return with_options(config, devices=math.prod(devices), parallel="mesh", fsdp=devices.fsdp, tensor=devices.tensor)
 
 
 # ---- updates

@@ -1,0 +1,218 @@
+"""Several hosts, each a process of its own, beside one: the same numbers, and when one ends the others end too."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import on_hosts
+import pytest
+import test_parallel as cases
+
+from grpo_jax.config import with_options
+from grpo_jax.errors import UsageError
+from grpo_jax.runs.hosts import HostOptions, start
+
+Processes = list[subprocess.Popen]
+WORKER = Path(__file__).with_name("on_hosts.py")
+
+
+def launch(folder: Path, *args: str, number: int = 1, devices: int = 1, updates: bool = False) -> Processes:
+    """Starts the worker on so many hosts with so many devices each."""
+    flags = re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
+    flags += " --xla_cpu_multi_thread_eigen=false"
+    path = [str(WORKER.parent), *filter(None, sys.path)]
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def begin(own: int) -> subprocess.Popen:
+        where = ["--coordinator-address", address, "--num-processes", str(number), "--process-id", str(own)]
+        given = [f"0.{own + 1}" if arg == "HOST" else arg for arg in args]
+        options = ["updates", address, str(number), str(own), str(folder)] if updates else [*given, *where]
+        if number == 1:
+            options = list(args)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [sys.executable, str(WORKER), *options]
+        return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload]
+
+    return [begin(own) for own in range(number)]
+
+
+def finish(processes: Processes, codes: tuple[int, ...] = (0, 0, 0, 0)) -> list[tuple[str, str]]:
+    """What each said, once all have ended with these statuses."""
+    try:
+        said = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == list(codes[: len(processes)]), said
+    return [(out, " ".join(error.split())) for out, error in said]
+
+
+def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
+
+
+def assert_close(found: list[dict], expected: list[dict]) -> None:
+    """Lines of metrics.jsonl that differ by rounding alone."""
+    assert [line.keys() for line in found] == [line.keys() for line in expected]
+    for line, other in zip(found, expected, strict=True):
+        for name, value in other.items():
+            if isinstance(value, float) and name not in ("ratio_deviation", "first_ratio_deviation"):
+                assert line[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+            elif not isinstance(value, float):
+                assert line[name] == value, name
+
+
+@pytest.fixture(scope="module")
+def one_host(tmp_path_factory):
+    """The folder of a run that this process makes alone."""
+    folder = tmp_path_factory.mktemp("one")
+    on_hosts.run(with_options(on_hosts.Config(), run_dir=folder / "run"))
+    return folder
+
+
+def test_two_hosts_have_the_numbers_of_one(tmp_path, one_host):
+    """With dynamic sampling, evaluations, and completions that nobody grades. One writes; one goes on alone."""
+    processes = launch(tmp_path, "--devices", "0", number=2)
+    (out, _), (other, _) = finish(processes)
+    assert "checksum" in out
+    assert "checksum" not in other
+    found, expected = lines(tmp_path), lines(one_host)
+    assert_close(found, expected)
+    assert sum(line.get("ungraded_reward_no_number", 0) for line in expected) > 0
+    assert max(line.get("rollouts", 0) for line in expected) > 1
+    groups, others = lines(tmp_path, "rollouts.jsonl"), lines(one_host, "rollouts.jsonl")
+    assert [group["completions"] for group in groups] == [group["completions"] for group in others]
+    assert lines(tmp_path, "warnings.jsonl") == lines(one_host, "warnings.jsonl")
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints/grpo").iterdir()) == ["2", "4"]
+    assert len(lines(tmp_path, "times.jsonl")) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "devices"), [(2, 2), (4, 1)])
+def test_updates_on_several_hosts_have_the_gradients_of_one(tmp_path, number, devices):
+    """Of a decoder and of PPO, with parameters cut over hosts. And the same noise gives the same tokens."""
+    finish(launch(tmp_path, number=number, devices=devices, updates=True))
+    for name in ("decoder", "ppo"):
+        expected = cases.gradients(name, 1)
+        found = list(np.load(tmp_path / f"{name}.npz").values())
+        cases.compare(expected, jax.tree.unflatten(jax.tree.structure(expected), found))
+    one, other = cases.sampled(1), np.load(tmp_path / "sampled.npz")
+    same = (one.completion_ids == other["ids"]).all(-1)
+    assert (~same).sum() <= 1  # rounding may decide between two tokens
+    np.testing.assert_allclose(other["logprobs"][same], one.sampler_logprobs[same], atol=1e-5)
+
+
+# ---- hosts that end
+
+SLOW = ("--mode", "slow", "--steps", "12", "--eval-every", "0")  # steps of a second
+
+
+@pytest.fixture(scope="module")
+def slow_run(tmp_path_factory):
+    """The folder of a run of two hosts that nobody stopped."""
+    folder = tmp_path_factory.mktemp("two")
+    finish(launch(folder, *SLOW, "--devices", "0", number=2))
+    return folder
+
+
+def wait_for_step(process: subprocess.Popen, number: int) -> None:
+    """Until a host grades for this time."""
+    while number and (line := process.stdout.readline()):  # type: ignore[union-attr]
+        number -= line == "step\n"
+    assert not number
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_stops_all_after_the_same_step_and_the_run_goes_on(tmp_path, slow_run):
+    processes = launch(tmp_path, *SLOW, "--devices", "0", number=2)
+    wait_for_step(processes[1], 6)
+    processes[1].send_signal(signal.SIGTERM)
+    for _, error in finish(processes, (75, 75)):
+        assert "stopped by SIGTERM; the last step is saved" in error
+    assert 2 < len(lines(tmp_path)) < 12
+    shutil.copytree(tmp_path / "run", tmp_path / "alone/run")
+    finish(launch(tmp_path, "--resume", number=2))
+    metrics = [(folder / "run/metrics.jsonl").read_bytes() for folder in (tmp_path, slow_run)]
+    assert metrics[0] == metrics[1]
+    finish(launch(tmp_path / "alone", "--resume", "--devices", "1"))
+    assert_close(lines(tmp_path / "alone"), lines(slow_run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_when_a_host_is_gone_the_other_ends_and_says_so_and_goes_on_alone(tmp_path, slow_run, number):
+    processes = launch(tmp_path, *SLOW, "--devices", "0", "--checkpoint-every", "1", number=2)
+    wait_for_step(processes[1], 6)
+    processes[1].send_signal(number)
+    began = time.monotonic()
+    processes[0].wait(timeout=60)
+    assert time.monotonic() - began < 60
+    processes[1].kill()
+    said = finish(processes, (75, -signal.SIGKILL))[0][1]
+    assert "error of host 0: host 1 has given no sign of life for 30 s" in said
+    assert "Traceback" not in said
+    finish(launch(tmp_path, "--resume", "--devices", "1"))
+    assert_close(lines(tmp_path), lines(slow_run))
+
+
+@pytest.mark.slow
+def test_when_the_first_host_is_killed_the_other_ends(tmp_path):
+    processes = launch(tmp_path, *SLOW, "--devices", "0", number=2)
+    wait_for_step(processes[1], 6)
+    processes[0].kill()
+    processes[1].wait(timeout=60)
+    said = processes[1].communicate()[1]
+    assert "another task died" in said or "host 0 cannot be reached" in said
+    processes[0].communicate()
+
+
+@pytest.mark.slow
+def test_an_error_of_one_host_ends_all_with_its_sentence(tmp_path):
+    processes = launch(tmp_path, *SLOW, "--mode", "raise", "--devices", "0", number=2)
+    first, second = finish(processes, (1, 1))
+    assert "error of host 0: host 1 has ended: ZeroDivisionError: of host 1" in first[1]
+    assert "Traceback" in second[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--devices", "1"), "uses all of their 2 devices: set devices to 0"),
+        (("--devices", "0", "--parallel", "pmap"), "pmap is of one host"),
+        (("--devices", "0", "--tensor", "2"), "lies on those of one host: set tensor"),
+        (("--devices", "0", "--learning-rate", "HOST"), "given another learning_rate"),
+    ],
+)
+def test_runs_that_hosts_cannot_share_are_refused(tmp_path, args, words):
+    said = " ".join(error for _, error in finish(launch(tmp_path, *args, number=2), (2, 2)))
+    assert words in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (HostOptions(coordinator_address="10.0.0.1:1"), "give all three"),
+        (HostOptions(num_processes=2, process_id=1), "give all three"),
+        (HostOptions(process_id=0), "give all three"),
+        (HostOptions(False, "10.0.0.1", 2, 1), "an address and a port"),
+        (HostOptions(False, "10.0.0.1:1", 2, 2), "from 0 to num_processes - 1"),
+        (HostOptions(False, "10.0.0.1:1", 0, 0), "from 0 to num_processes - 1"),
+    ],
+)
+def test_options_of_hosts_that_do_not_fit_together_are_refused(options, words):
+    with pytest.raises(UsageError, match=words):
+        start(options, print, print)
