@@ -17,6 +17,7 @@ from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, mer
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.planning.plan import Plan, choose, memory_limit, shape_of
+from grpo_jax.runs import hosts
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, read_object, write_json
 from grpo_jax.tasks.task import Task
@@ -143,7 +144,8 @@ def planned(
       UsageError: nothing fits; the sentence names what would.
     """
     shape = shape_of(config, options.model, task.prompts(0).ids.shape[-1], parts=parts)
-    plan = choose(loaded.pretrained.config, shape, memory_limit(devices), remat=options.model.remat)
+    limits = hosts.gather("the memory of a device", memory_limit(min(devices, jax.local_device_count())))
+    plan = choose(loaded.pretrained.config, shape, min(limits), remat=options.model.remat)
     pretrained = loaded.pretrained._replace(config=plan.model)
     return (
         with_options(options, **plan.options),
