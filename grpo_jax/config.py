@@ -91,6 +91,10 @@ class SamplingConfig:
     """Completions of each prompt (G)."""
     max_tokens: int = 64
     """Longest completion, in tokens, its ending token included (T)."""
+    max_turns: int = 1
+    """Turns of an episode at most, where the task has an environment; max_tokens are then those of all turns."""
+    environment_tokens: int = 0
+    """Tokens of the environment at most, in all its replies of an episode."""
     temperature: float = 1.0
     """Sampling temperature. Log-probabilities are taken after it."""
     temperature_spread: float = 0.0
@@ -557,8 +561,8 @@ def validate_minutes(minutes: float) -> None:
 
 def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -> None:
     """Refuses options of sampling that cannot work, as `validate` does."""
-    _require_at_least(config, 1, "num_prompts", "max_tokens", "max_rollouts")
-    _require_at_least(config, 0, "top_k")
+    _require_at_least(config, 1, "num_prompts", "max_tokens", "max_rollouts", "max_turns")
+    _require_at_least(config, 0, "top_k", "environment_tokens")
     _require(
         config.group_size >= 2 or not compares_groups,
         f"group_size is {config.group_size}: advantages compare completions of one prompt, so set it to at least 2",

@@ -419,6 +419,10 @@ def check_task(task: Task, config: GRPOConfig) -> None:
         raise UsageError(
             f"top_k is {sampling.top_k}, but the model has {task.vocab_size} tokens: set it below that, or to 0 for all"
         )
+    if task.environment is None and (sampling.max_turns > 1 or sampling.environment_tokens):
+        raise UsageError(
+            "max_turns and environment_tokens are for tasks with an environment, and this one has none: leave them out"
+        )
     if loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"

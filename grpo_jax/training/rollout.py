@@ -1,6 +1,7 @@
 """Prompts to completions to text to rewards: what an iteration learns from."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import SamplingConfig
+from grpo_jax.data.episodes import ENDINGS
 from grpo_jax.data.types import Completion, Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
@@ -15,9 +17,10 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import named_components, score_completions
-from grpo_jax.sampling.sampler import Completions, sample_groups
+from grpo_jax.sampling.sampler import Completions, Episodes, begin_episodes, continue_episodes, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.episodes import EpisodePrograms, episode_metrics, play, turns_of
 from grpo_jax.training.learn import step_key
 from grpo_jax.training.parallel import Devices, data_parallel, place, to_devices, to_host
 from grpo_jax.training.state import Batch, RewardArrays
@@ -41,11 +44,14 @@ class Sampler(NamedTuple):
     # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions
     program: Callable[..., Completions]
     devices: Devices
+    # (params, prompt_ids, prompt_mask, numbers, temperature, noise, examples) -> Completions of episodes, turn by turn.
+    # The noise is on the host. None: no environment answers
+    play: Callable[..., Completions] | None = None
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
     ) -> tuple[Batch, Completions]:
-        """Starts to sample a group for each prompt, and does not wait.
+        """Starts to sample a group for each prompt, and does not wait. Episodes are played to their end.
 
         Args:
           params: the policy's.
@@ -63,7 +69,10 @@ class Sampler(NamedTuple):
         if not prompts.mask[:, -1].all():
             raise UsageError("prompts must be padded on the left: data.types.pad_prompts does it")
         given = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
-        completions = self.program(params, *given, to_devices(noise, self.devices, axes=None))
+        if self.play is None:
+            completions = self.program(params, *given, to_devices(noise, self.devices, axes=None))
+        else:
+            completions = self.play(params, *given, noise, prompts.examples)
         ids, mask, _, temperature = given
         return to_batch(ids, mask, temperature, completions), completions
 
@@ -130,7 +139,48 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
         given = prompt_ids, prompt_mask
         return sample(policy, task, sampling, params, given, numbers, temperature, step_key(*noise))
 
-    return Sampler(data_parallel(program, (None, 0, 0, 0, 0, None), 0, devices=devices), devices)
+    over_devices = partial(data_parallel, devices=devices)
+    sample_all = over_devices(program, (None, 0, 0, 0, 0, None), 0)
+    if task.environment is None:
+        return Sampler(sample_all, devices)
+    programs = _episode_programs(policy, task, sampling, devices)
+
+    def play_all(params, prompt_ids, prompt_mask, numbers, temperature, noise, examples) -> Completions:
+        given = prompt_ids, prompt_mask, numbers, temperature
+        return play(programs, params, given, noise, examples, task, sampling, devices)
+
+    return Sampler(sample_all, devices, play_all)
+
+
+def _episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
+    """Of `begin_episodes` and `continue_episodes`."""
+    common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids}
+
+    def begin(params, prompt_ids, prompt_mask, numbers, temperature, noise, *, axis_name) -> Episodes:
+        del axis_name  # completions do not depend on each other
+        return begin_episodes(
+            policy,
+            params,
+            prompt_ids,
+            prompt_mask,
+            numbers,
+            step_key(*noise),
+            environment_tokens=sampling.environment_tokens,
+            temperature=temperature,
+            truncation=truncation_of(sampling),
+            pad_id=task.pad_id,
+            **common,
+        )
+
+    def go_on(params, episodes, replies, counts, goes_on, *, axis_name) -> Episodes:
+        del axis_name
+        return continue_episodes(policy, params, episodes, replies, counts, goes_on, **common)
+
+    over_devices = partial(data_parallel, devices=devices)
+    return EpisodePrograms(
+        over_devices(begin, (None, 0, 0, 0, 0, None), 0),
+        over_devices(go_on, (None, 0, 0, 0, 0), 0, donate_argnums=(1,)),
+    )
 
 
 def noise_of(seed: int, stream: int, index: int) -> np.ndarray:
@@ -149,6 +199,7 @@ def to_batch(prompt_ids: Any, prompt_mask: Any, temperature: Any, completions: C
         completions.sampler_logprobs,
         completions.truncated_logprobs,
         completions.truncated,
+        completions.turn,
     )
 
 
@@ -215,10 +266,8 @@ def _token_logprobs(hidden: jax.Array, unembedding: jax.Array, ids: jax.Array, t
 
 
 def read_completions(completions: Completions) -> Completions:
-    """What the host needs of completions on the devices: ids, masks, and which were cut off."""
-    few = (completions.completion_ids, completions.completion_mask, completions.truncated)
-    ids, mask, truncated = to_host(few)
-    return Completions(ids, mask, None, None, truncated)  # type: ignore[arg-type]
+    """What the host needs of completions on the devices: all but log-probabilities."""
+    return to_host(completions._replace(sampler_logprobs=None, truncated_logprobs=None))  # type: ignore[arg-type]
 
 
 def grade(prompts: Prompts, completions: Completions, task: Task, reward: Reward | Rewards) -> Rollout:
@@ -257,12 +306,15 @@ def reward_arrays(rollout: Rollout, *, with_components: bool) -> RewardArrays:
 
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
-    """Texts `[N][G]` of what was sampled, without the token that ended it."""
-    content = completions.completion_mask & ~np.isin(completions.completion_ids, task.eos_ids)
+    """Texts `[N][G]` of what was sampled, without the token that ended it; of episodes with what was heard."""
+    content = completions.attention_mask & ~np.isin(completions.completion_ids, task.eos_ids)
 
-    def decode(row: tuple[int, ...]) -> Completion:
+    def decode(row: tuple[int, int]) -> Completion:
         ids = completions.completion_ids[row][content[row]].tolist()
-        return Completion(task.decode(ids), ids, bool(completions.truncated[row]))
+        given = task.decode(ids), ids, bool(completions.truncated[row])
+        if completions.turn is None:
+            return Completion(*given)
+        return Completion(*given, turns_of(completions, row, task), ENDINGS[completions.ending[row]])
 
     num_prompts, group_size = completions.truncated.shape
     return [[decode((i, j)) for j in range(group_size)] for i in range(num_prompts)]
@@ -313,6 +365,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, Any]:
         "length_below": _mean(lengths[above < 0]),
         "truncated_share": float(completions.truncated.mean()),
         "tokens": int(lengths.sum()),
+        **({} if completions.turn is None else episode_metrics(completions)),
     }
 
 
