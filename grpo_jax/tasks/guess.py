@@ -1,6 +1,6 @@
 """Higher or lower: find a number by guessing, told after each guess on which side of it the number lies.
 
-Numbers are characters, from 0 to v. A prompt is the ends of the interval, "3k". The policy
+Numbers are characters, from 0 to f. A prompt is the ends of the interval, "3d". The policy
 writes a number and EOS; the environment answers ">" (the number is higher) or "<", until the guess is right or is
 none. A number that is found in turn k of K earns 1 − (k − 1)/K, and one that is not found 0. The best policy halves the
 interval.
@@ -15,14 +15,14 @@ from grpo_jax.data.types import Example, Prompts, rng
 from grpo_jax.tasks.characters import Characters, characters_task, encode_examples
 from grpo_jax.tasks.task import Task
 
-NUMBERS = "0123456789abcdefghijklmnopqrstuv"
+NUMBERS = "0123456789abcdef"
 TEXT = Characters(NUMBERS + "<>")
 PAD_ID, EOS_ID, VOCAB_SIZE = TEXT.pad_id, TEXT.eos_id, TEXT.vocab_size
-MAX_TURNS = 6
+MAX_TURNS = 5
 MAX_TOKENS = 2 * MAX_TURNS  # of the policy: a number and EOS in each turn
 ENVIRONMENT_TOKENS = MAX_TURNS - 1  # ">" or "<" after all but the last
 WIDTHS = range(7, 16)  # numbers of an interval
-NUM_HELDOUT = 300
+NUM_HELDOUT = 100
 
 # (first number, last number, the one to find)
 _GAMES = [

@@ -78,8 +78,9 @@ def play(
             break
         more = to_devices((said, counts, ending < 0), devices)
         episodes = programs.go_on(params, episodes, *more)
-    truncated = to_devices(ending != ENDINGS.index("done"), devices)
-    return episodes.rows.out._replace(truncated=truncated, turn_rewards=rewards, ending=ending)
+    out = episodes.rows.out
+    cut = to_host(out.truncated) | (ending != ENDINGS.index("done"))
+    return out._replace(truncated=to_devices(cut, devices), turn_rewards=rewards, ending=ending)
 
 
 def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
