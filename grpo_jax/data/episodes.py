@@ -13,8 +13,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from grpo_jax.data.types import Completion, Example, Number, Turn
 
 Transcript = Sequence[Turn]  # all turns so far; nothing is heard yet in the last one
@@ -44,7 +42,7 @@ ReplyFn = Callable[[Example, Transcript, Key], Reply | Awaitable[Reply]]
 
 MESSAGE_CHARACTERS = 2000
 # A text this long is longer than any budget of tokens, and is not encoded.
-MAX_CHARACTERS = 2**20
+MAX_CHARACTERS = 2**18
 
 
 class Environment(NamedTuple):
@@ -54,6 +52,7 @@ class Environment(NamedTuple):
     # text of a reply -> ids as the policy reads them, with what delimits turns. Text never becomes a control token
     encode: Callable[[str], Sequence[int]]
     messages: Mapping[str, str]  # failure -> the last thing known about one
+    source: str = ""  # digest of the file that its function was loaded from, where it was
 
 
 def environment(reply: ReplyFn, encode: Callable[[str], Sequence[int]]) -> Environment:
@@ -79,11 +78,15 @@ def messages_of(replies: Sequence[Reply]) -> dict[str, str]:
     return {reply.failure: reply.message for reply in replies if reply.failure}
 
 
-def asked(reply: ReplyFn, episodes: Sequence[tuple[Example, Transcript, Key]]) -> list[Reply]:
-    """What a function replies to each episode, checked."""
+def asked(
+    reply: ReplyFn,
+    episodes: Sequence[tuple[Example, Transcript, Key]],
+    run: Callable[[Any], Any] = asyncio.run,
+) -> list[Reply]:
+    """What a function replies to each episode, checked. `run` runs a coroutine to its end."""
     answers: list[Any] = [_called(reply, *episode) for episode in episodes]
     if any(inspect.isawaitable(answer) for answer in answers):
-        answers = asyncio.run(_gathered(answers))
+        answers = run(_gathered(answers))
     return [checked_reply(answer) for answer in answers]
 
 
@@ -114,11 +117,10 @@ def checked_reply(value: Any) -> Reply:
     wrong = _wrong(value)
     if wrong:
         return Reply(failure="not a reply", message=f"the environment returned {wrong}")
-    ids = None if value.ids is None else [int(i) for i in value.ids]
-    # A text that no budget has room for ends the episode whatever it says.
-    text = value.text if len(value.text) <= MAX_CHARACTERS else value.text[: MAX_CHARACTERS + 1]
+    # What no budget has room for ends the episode, whatever it says.
+    ids = None if value.ids is None else [int(i) for i in value.ids[: MAX_CHARACTERS + 1]]
     reward = None if value.reward is None else float(value.reward)
-    return Reply(str(text), bool(value.done), reward, ids, value.failure, value.message)
+    return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message)
 
 
 def _wrong(value: Any) -> str:
@@ -139,8 +141,10 @@ def _wrong(value: Any) -> str:
         is_number = False
     if not is_number or isinstance(value.reward, str | bytes):
         return "a reward that is no finite number"
-    if value.ids is not None and not all(isinstance(i, int | np.integer) and 0 <= i < 2**31 for i in value.ids):
-        return "ids that are no tokens"
+    ids = value.ids
+    is_list = isinstance(ids, list | tuple)
+    if ids is not None and not (is_list and all(isinstance(i, int) and 0 <= i < 2**31 for i in ids)):
+        return "ids that are no list of tokens"
     return ""
 
 

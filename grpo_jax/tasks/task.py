@@ -35,6 +35,8 @@ def inputs_of(task: Task) -> dict[str, str]:
         "prompts of the first step": digests.of_prompts(task.prompts(0)),
         "training rows": task.rows,
     }
+    if task.environment and task.environment.source:
+        named |= {"source of the environment": task.environment.source}
     return named | {f"source of reward {name}": digest for name, digest in sources(task.reward).items()}
 
 

@@ -322,6 +322,7 @@ def sample_groups_of_step(
     )
     metrics = rollout_metrics(sampled.everything) | new_counts(ungraded, ungraded_counts(reward))
     guards.check_rollout(run, sampled.everything, phase.task, step + 1)
+    guards.check_episodes(run, sampled.everything, phase.task, is_first=step == phase.begin)
     guards.check_graders(run, reward)
     if step == phase.begin:
         guards.check_not_all_raised(sampled.everything, reward)
@@ -379,7 +380,7 @@ def read(
 def log_times(phase: Phase, iteration: Iteration) -> None:
     """Seconds, tokens and bytes of an iteration."""
     rollout, devices = iteration.rollout, phase.programs.sampler.devices
-    tokens = int(rollout.prompts.mask.sum() + rollout.completions.completion_mask.sum())
+    tokens = int(rollout.prompts.mask.sum() + rollout.completions.attention_mask.sum())
     trained = phase.config.optimizer.epochs * tokens
     moved = {f"{way}_bytes": count for way, count in take_bytes_moved().items()}
     phase.run.log_times(
@@ -422,6 +423,11 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     if task.environment is None and (sampling.max_turns > 1 or sampling.environment_tokens):
         raise UsageError(
             "max_turns and environment_tokens are for tasks with an environment, and this one has none: leave them out"
+        )
+    if task.environment and sampling.max_turns > 1 and not sampling.environment_tokens:
+        raise UsageError(
+            "environment_tokens is 0, so no episode could go on after its first turn: set it to the tokens of all "
+            "replies of an episode"
         )
     if loss.mask_truncated and task.open_ended:
         raise UsageError(

@@ -132,6 +132,9 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
       task: its tokens.
       sampling: of the run.
       devices: that it runs on.
+
+    Raises:
+      UsageError: the task has an environment, and the policy cannot go on after its replies.
     """
 
     def program(params, prompt_ids, prompt_mask, numbers, temperature, noise, *, axis_name) -> Completions:
@@ -143,6 +146,8 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
     sample_all = over_devices(program, (None, 0, 0, 0, 0, None), 0)
     if task.environment is None:
         return Sampler(sample_all, devices)
+    if policy.decoder is None:
+        raise UsageError("this policy has no decoder, with which a completion goes on after a reply: give it one")
     programs = _episode_programs(policy, task, sampling, devices)
 
     def play_all(params, prompt_ids, prompt_mask, numbers, temperature, noise, examples) -> Completions:

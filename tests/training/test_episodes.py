@@ -13,12 +13,13 @@ from bigrams import PARAMS, POLICY, V
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.episodes import Reply, environment, episode_return
 from grpo_jax.data.types import pad_prompts, rng
+from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.grpo import grpo_loss_fn, train
+from grpo_jax.training.grpo import grpo_loss_fn, make_programs, train
 from grpo_jax.training.learn import SAMPLING
 from grpo_jax.training.microbatches import lengths_of, packed
 from grpo_jax.training.rollout import (
@@ -251,7 +252,7 @@ def fails(example, transcript, key):
 )
 def test_what_ended_an_episode_is_counted(reply, ending):
     task = with_environment(reply, reward=episode_return)
-    completions = sample(task)
+    completions = sample(task, with_options(CONFIG, max_turns=2))
     texts = decode_groups(completions, task)
     counts = {}
     for text in (text for group in texts for text in group):
@@ -261,3 +262,66 @@ def test_what_ended_an_episode_is_counted(reply, ending):
     assert counts[ending] > 1
     if ending == "raised":
         assert "no answer in turn 1" in task.environment.messages["raised"]
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "words"),
+    [
+        (ECHO, {"environment_tokens": 0}, "environment_tokens is 0"),
+        (TASK, {}, "max_turns and environment_tokens are for tasks with an environment"),
+    ],
+)
+def test_what_cannot_work_is_refused(task, changes, words):
+    with pytest.raises(UsageError, match=words):
+        make_programs(POLICY, task, with_options(CONFIG, **changes))
+
+
+def test_a_policy_that_cannot_go_on_is_refused():
+    with pytest.raises(UsageError, match="no decoder"):
+        make_programs(POLICY._replace(decoder=None), ECHO, CONFIG)
+
+
+def test_an_environment_that_only_raises_ends_the_run(tmp_path):
+    with pytest.raises(UsageError, match=r"no answer in turn 1 \(.*test_episodes.py, line \d+, in fails\)"):
+        train(POLICY, PARAMS, with_environment(fails), CONFIG, open_run(tmp_path))
+
+
+def test_failures_are_counted_and_told_once(tmp_path):
+    def sometimes(example, transcript, key):
+        return echo(example, transcript, key) if key[3] % 4 else fails(example, transcript, key)
+
+    run = open_run(tmp_path)
+    train(POLICY, PARAMS, with_environment(sometimes), CONFIG, run)
+    assert [line["ended_raised"] for line in run.lines()] == [4] * 4
+    assert sum("environment" in line["message"] for line in run.lines("warnings.jsonl")) == 1
+
+
+# ---- the same run, however it is cut
+
+
+class Stop(BaseException):
+    pass
+
+
+def test_a_run_that_is_cut_within_a_turn_ends_with_the_same_bytes(tmp_path):
+    whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
+    expected = train(POLICY, PARAMS, ECHO, CONFIG, whole)
+
+    def stops(example, transcript, key):
+        if key[2] == 3 and key[4] == 1:  # in the second turn of the last step
+            raise Stop
+        return echo(example, transcript, key)
+
+    with pytest.raises(Stop):
+        train(POLICY, PARAMS, with_environment(stops), CONFIG, cut)
+    resumed = train(POLICY, PARAMS, ECHO, CONFIG, open_run(tmp_path / "cut"))
+    assert params_sha256(resumed) == params_sha256(expected)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (cut.path / name).read_text() == (whole.path / name).read_text()
+
+
+def test_nothing_compiles_after_the_first_step(tmp_path):
+    run = open_run(tmp_path)
+    train(POLICY, PARAMS, ECHO, CONFIG, run)
+    counts = [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]
+    assert counts == [counts[0]] * 4
