@@ -126,19 +126,14 @@ def examine(evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float
 def show(run: RunFolder, rows: dict[str, dict[str, float]], task: guess.Task) -> None:
     """Prints two groups of the end, and returns before and after beside the best policy's."""
     terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-2:])
-    examples = task.heldout.examples
-    best = guess.best_return(examples)
+    turns = [guess.best_turns(example) for example in task.heldout.examples]
+    best = float(np.mean([guess.return_of(turn) for turn in turns]))
     for row in rows.values():
         row["share_of_best"] = row["avg"] / best
     names = ("avg", "greedy", "share_of_best", "won", "turns_to_win")
     table = {title: [cell(row, name) for name in names] for title, row in rows.items()}
-    widths = [guess.width_of(example) for example in examples]
-    turns = float(np.mean([guess.turns_by_halving(width).mean() for width in widths]))
-    table["halving"] = [f"{best:.3f}", f"{best:.3f}", "1.000", "1.000", f"{turns:.2f}"]
-    bits = float(np.mean(np.log2(widths)))
-    title = (
-        f"return on {len(examples)} held-out games, with 95% intervals; the numbers of an interval are {bits:.2f} bits"
-    )
+    table["halving"] = [f"{best:.3f}", f"{best:.3f}", "1.000", "1.000", f"{np.mean(turns):.3f}"]
+    title = f"return on {len(turns)} held-out intervals, with 95% intervals"
     terminal.print_table(run, title, ("sampled", "greedy", "share of best", "won", "turns"), table)
 
 

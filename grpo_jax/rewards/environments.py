@@ -76,7 +76,7 @@ def environment_in_processes(
         return replies
 
     try:
-        yield Environment(ask, encode, messages, processes.source)
+        yield Environment(ask, encode, messages, source=processes.source)
     finally:
         processes.close()
 

@@ -49,6 +49,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "reward": Kind("reward", "completions", ("examples", "completions")),
+    "tool": Kind("tool", "calls", ()),
     "environment": Kind("environment", "transcripts", ("example", "transcript", "key")),
 }
 

@@ -1,9 +1,9 @@
-"""Higher or lower: find a number by guessing, told after each guess on which side of it the number lies.
+"""Higher or lower, against an opponent that keeps its number open as long as it can.
 
-Numbers are characters, from 0 to f. A prompt is the ends of the interval, "3d". The policy
-writes a number and EOS; the environment answers ">" (the number is higher) or "<", until the guess is right or is
-none. A number that is found in turn k of K earns 1 − (k − 1)/K, and one that is not found 0. The best policy halves the
-interval.
+A prompt is the ends of an interval, "3d"; numbers are characters, from 0 to v. The policy writes a number and EOS; the
+environment answers ">" (its number is higher) or "<", whichever leaves it more numbers, until one alone is left and the
+policy says it. That earns 1 − (k − 1)/K in turn k of K; a number that is never found earns 0. The best policy halves
+the interval: the least k is ⌈log₂(numbers + 1)⌉. Nothing depends on luck, as it would if the number were drawn.
 """
 
 from collections.abc import Sequence
@@ -15,33 +15,27 @@ from grpo_jax.data.types import Example, Prompts, rng
 from grpo_jax.tasks.characters import Characters, characters_task, encode_examples
 from grpo_jax.tasks.task import Task
 
-NUMBERS = "0123456789abcdef"
+NUMBERS = "0123456789abcdefghijklmnopqrstuv"
 TEXT = Characters(NUMBERS + "<>")
 PAD_ID, EOS_ID, VOCAB_SIZE = TEXT.pad_id, TEXT.eos_id, TEXT.vocab_size
-MAX_TURNS = 5
+MAX_TURNS = 7
 MAX_TOKENS = 2 * MAX_TURNS  # of the policy: a number and EOS in each turn
 ENVIRONMENT_TOKENS = MAX_TURNS - 1  # ">" or "<" after all but the last
-WIDTHS = range(7, 16)  # numbers of an interval
-NUM_HELDOUT = 100
+NUM_HELDOUT = 25
 
-# (first number, last number, the one to find)
-_GAMES = [
-    (first, first + width - 1, secret)
-    for width in WIDTHS
-    for first in range(len(NUMBERS) - width + 1)
-    for secret in range(first, first + width)
-]
+# First and last number.
+_INTERVALS = [(first, first + width - 1) for width in range(6, 16) for first in range(len(NUMBERS) - width + 1)]
 # The split is the same for every seed of a run.
-_ORDER = rng(261).permutation(len(_GAMES))
+_ORDER = rng(261).permutation(len(_INTERVALS))
 _TRAIN, _HELDOUT = _ORDER[NUM_HELDOUT:], _ORDER[:NUM_HELDOUT]
 
 
 def guess_task(*, num_prompts: int, seed: int, reply: ReplyFn | None = None) -> Task:
-    """The task, with `num_prompts` different games a step.
+    """The task, with `num_prompts` different intervals a step.
 
     Args:
       num_prompts: N.
-      seed: of the order of games.
+      seed: of the order of intervals.
       reply: in place of the environment's, such as `noise`.
 
     Returns:
@@ -54,19 +48,32 @@ def guess_task(*, num_prompts: int, seed: int, reply: ReplyFn | None = None) -> 
 
 
 def higher_or_lower(example: Example, transcript: Transcript, key: Key) -> Reply:
-    """Whether the number is higher or lower than the last guess."""
-    del key
-    guess = _guessed(transcript[-1].said)
-    secret = NUMBERS.index(example["secret"])
-    if guess is None or guess == secret:
-        return Reply(done=True, reward=0.0 if guess is None else return_of(len(transcript)))
-    return Reply(">" if secret > guess else "<", reward=0.0)
+    """Whether the number is higher or lower than the last guess, or that it was found. What is no number ends the
+    game."""
+    low, high = ends_of(example)
+    answer = ""
+    for turn, (said, *_) in enumerate(transcript):
+        if len(said) != 1 or said not in NUMBERS:
+            return Reply(done=True, reward=0.0)
+        low, high, answer = _answered(low, high, NUMBERS.index(said), rng(*key[:-1], turn))
+    return Reply(answer, reward=0.0) if answer else Reply(done=True, reward=return_of(len(transcript)))
 
 
 def noise(example: Example, transcript: Transcript, key: Key) -> Reply:
-    """The control: a number that is found is found, but what is said of the others is a coin toss."""
+    """The control: the same game, but what is said of it is a coin toss."""
     reply = higher_or_lower(example, transcript, key)
-    return reply if reply.done else reply._replace(text="<>"[rng(*key).integers(2)])
+    return reply if reply.done else reply._replace(text="<>"[rng(*key, 1).integers(2)])
+
+
+def _answered(low: int, high: int, guess: int, coin: np.random.Generator) -> tuple[int, int, str]:
+    """What is left of an interval after a guess, and the answer; "" if the number was found."""
+    if not low <= guess <= high:
+        return low, high, ">" if guess < low else "<"
+    if low == high:
+        return low, high, ""
+    below, above = guess - low, high - guess
+    is_above = above > below or (above == below and bool(coin.integers(2)))
+    return (guess + 1, high, ">") if is_above else (low, guess - 1, "<")
 
 
 def return_of(turn: int) -> float:
@@ -74,37 +81,24 @@ def return_of(turn: int) -> float:
     return 1 - (turn - 1) / MAX_TURNS
 
 
-def _guessed(text: str) -> int | None:
-    """The number that a text is, or None."""
-    return NUMBERS.index(text) if len(text) == 1 and text in NUMBERS else None
+def ends_of(example: Example) -> tuple[int, int]:
+    """The first and the last number of an interval."""
+    first, last = (NUMBERS.index(character) for character in example["prompt"])
+    return first, last
 
 
 def examples_of(numbers: Sequence[int] | np.ndarray) -> list[Example]:
-    """The "prompt" and "secret" of the games with these numbers."""
-    games = [_GAMES[number] for number in numbers]
-    return [{"prompt": NUMBERS[first] + NUMBERS[last], "secret": NUMBERS[secret]} for first, last, secret in games]
+    """The "prompt" of the intervals with these numbers."""
+    return [{"prompt": NUMBERS[first] + NUMBERS[last]} for first, last in (_INTERVALS[i] for i in numbers)]
 
 
 # ---- players
 
 
-def turns_by_halving(width: int) -> np.ndarray:
-    """The turns in which halving finds each number of an interval: 1 once, 2 twice, 3 four times, … . No policy finds
-    them in fewer turns on average."""
-    turns = np.arange(1, width.bit_length() + 1)
-    return np.repeat(turns, 2 ** (turns - 1))[:width]
-
-
-def best_return(examples: Sequence[Example]) -> float:
-    """The mean return of the best policy on games like these."""
-    turns = [turns_by_halving(width_of(example)) for example in examples]
-    return float(np.mean([np.mean([return_of(turn) for turn in of_game]) for of_game in turns]))
-
-
-def width_of(example: Example) -> int:
-    """How many numbers the interval of a game has."""
-    first, last = (NUMBERS.index(character) for character in example["prompt"])
-    return last - first + 1
+def best_turns(example: Example) -> int:
+    """The turns that halving takes: ⌈log₂(numbers + 1)⌉. No policy needs fewer."""
+    first, last = ends_of(example)
+    return (last - first + 1).bit_length()
 
 
 def bad_games(*, batch_size: int, seed: int, step: int, deaf_share: float) -> tuple[Prompts, np.ndarray, np.ndarray]:
@@ -126,26 +120,25 @@ def bad_games(*, batch_size: int, seed: int, step: int, deaf_share: float) -> tu
     ids = np.full((batch_size, MAX_TOKENS + ENVIRONMENT_TOKENS), PAD_ID, np.int32)
     mask = np.zeros(ids.shape, bool)
     for row, game in enumerate(games):
-        text, own = _bad_game(generator, _GAMES[game], deaf_share)
+        text, own = _bad_game(generator, _INTERVALS[game], deaf_share)
         ids[row, : len(text)], mask[row, : len(text)] = text, own
     return encode_examples(TEXT, examples_of(games)), ids, mask
 
 
 def _bad_game(
-    generator: np.random.Generator, game: tuple[int, int, int], deaf_share: float
+    generator: np.random.Generator, interval: tuple[int, int], deaf_share: float
 ) -> tuple[list[int], list[bool]]:
     """The tokens of a game, and which are the player's own."""
     ids: list[int] = []
     own: list[bool] = []
-    first, last, secret = game
-    low, high = first, last
+    low, high = interval
     for turn in range(MAX_TURNS):
-        is_deaf = generator.random() < deaf_share
-        guess = int(generator.integers(first, last + 1) if is_deaf else generator.integers(low, high + 1))
+        first, last = interval if generator.random() < deaf_share else (low, high)
+        guess = int(generator.integers(first, last + 1))
         ids, own = [*ids, guess, EOS_ID], [*own, True, True]
-        if guess == secret:
+        low, high, answer = _answered(low, high, guess, generator)
+        if not answer:
             break
-        low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
         if turn + 1 < MAX_TURNS:
-            ids, own = [*ids, *TEXT.encode(">" if secret > guess else "<")], [*own, False]
+            ids, own = [*ids, *TEXT.encode(answer)], [*own, False]
     return ids, own

@@ -141,6 +141,14 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task) -> tuple[
     return tuple(one(number) for number in range(1, last + 1))
 
 
+def measured(texts: Sequence[Sequence[Completion]], task: Task) -> dict[str, float]:
+    """Means over episodes of what the environment measures, by name."""
+    if task.environment is None or task.environment.measure is None:
+        return {}
+    found = [task.environment.measure(text) for group in texts for text in group]
+    return {f"environment_{name}": float(np.mean([numbers[name] for numbers in found])) for name in found[0]}
+
+
 def episode_metrics(completions: Completions) -> dict[str, Any]:
     """Metrics of episodes, as plain numbers: turns, tokens of the environment, and how many ended in which way."""
     turn, own = np.asarray(completions.turn), np.asarray(completions.completion_mask)

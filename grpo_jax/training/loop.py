@@ -26,6 +26,7 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task, inputs_of
 from grpo_jax.training import guards, learn
 from grpo_jax.training.dynamic_sampling import Sampled, sample_with_spread
+from grpo_jax.training.episodes import measured
 from grpo_jax.training.learn import LEARNED_AXES, SAMPLING, Learned, Method, Scored
 from grpo_jax.training.parallel import (
     compiled,
@@ -283,7 +284,7 @@ def iterate(
 
     # ---- learn: advantages, then every prompt once an epoch, in shuffled minibatches
     with run.timed("update"):
-        rewards = reward_arrays(found.rollout, with_components=config.loss.advantages_of == "components")
+        rewards = reward_arrays(found.rollout, config.loss.advantages_of)
         devices = programs.sampler.devices
         loss_reference = phase.first if config.loss.divergence != "preset" and state.reference is None else None
         clock = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
@@ -321,6 +322,7 @@ def sample_groups_of_step(
         draw, max_rollouts=sampling.max_rollouts, metric=metric, devices=phase.programs.sampler.devices
     )
     metrics = rollout_metrics(sampled.everything) | new_counts(ungraded, ungraded_counts(reward))
+    metrics |= measured(sampled.everything.texts, phase.task)
     guards.check_rollout(run, sampled.everything, phase.task, step + 1)
     guards.check_episodes(run, sampled.everything, phase.task, is_first=step == phase.begin)
     guards.check_graders(run, reward)
@@ -432,6 +434,10 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     if loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
+        )
+    if loss.advantages_of == "turns" and task.environment is None:
+        raise UsageError(
+            'advantages_of "turns" is for tasks with an environment, and this one has none: set it to "sum"'
         )
     rewards = task.reward if isinstance(task.reward, Mapping) else {}
     counting = [name for name, component in rewards.items() if component.weight]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import SamplingConfig
+from grpo_jax.config import AdvantagesOf, SamplingConfig
 from grpo_jax.data.episodes import ENDINGS
 from grpo_jax.data.types import Completion, Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
@@ -296,18 +296,29 @@ def grade(prompts: Prompts, completions: Completions, task: Task, reward: Reward
     return Rollout(prompts, completions, texts, scores.rewards, scores.applicable, scores.components, weights)
 
 
-def reward_arrays(rollout: Rollout, *, with_components: bool) -> RewardArrays:
+def reward_arrays(rollout: Rollout, advantages_of: AdvantagesOf) -> RewardArrays:
     """The rewards of a rollout as the arrays that advantages are made of.
 
     Args:
       rollout: graded.
-      with_components: whether each reward is compared by itself.
+      advantages_of: what is compared; of the run.
     """
-    if not with_components:
+    if advantages_of == "turns":
+        return RewardArrays(rollout.rewards, rollout.applicable, turns=_rewards_of_turns(rollout))
+    if advantages_of == "sum":
         return RewardArrays(rollout.rewards, rollout.applicable)
     weights = np.array(list(rollout.weights.values()), np.float32)
     components = np.stack([rollout.components[name] for name in rollout.weights], axis=-1)
     return RewardArrays(rollout.rewards, rollout.applicable, np.where(weights != 0, components, np.nan), weights)
+
+
+def _rewards_of_turns(rollout: Rollout) -> np.ndarray:
+    """What the environment gave for each turn, float32 `[N, G, K]`. The last turn of an episode also has what its
+    reward is above their sum: all of it, where the environment gives nothing."""
+    turns = np.nan_to_num(rollout.completions.turn_rewards)
+    last = np.asarray(rollout.completions.turn).max(-1) - 1
+    is_last = np.arange(turns.shape[-1]) == last[..., None]
+    return turns + np.where(is_last, (rollout.rewards - turns.sum(-1))[..., None], 0)
 
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:

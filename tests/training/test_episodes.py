@@ -12,8 +12,9 @@ from bigrams import PARAMS, POLICY, V
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.episodes import Reply, environment, episode_return
-from grpo_jax.data.types import pad_prompts, rng
+from grpo_jax.data.types import Component, pad_prompts, rng
 from grpo_jax.errors import UsageError
+from grpo_jax.functional import turn_advantages
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
@@ -177,6 +178,30 @@ def test_an_episode_of_one_turn_gives_the_numbers_of_a_completion(tmp_path):
         assert {name: other[name] for name in line} == line
 
 
+def test_advantages_by_turn_are_those_of_what_is_still_to_come(tmp_path):
+    config, seen = with_options(CONFIG, advantages_of="turns", steps=1), []
+    task = ECHO._replace(reward={"threes": Component(says_three), "environment": Component(episode_return, 0.5)})
+    programs = make_programs(POLICY, task, config)
+
+    def recorded(state, frozen, reference, batch, rewards, clock):
+        seen.append(jax.device_get((batch, rewards, programs.method.advantages(rewards, batch, 0.0, None))))
+        return programs.learn(state, frozen, reference, batch, rewards, clock)
+
+    run = open_run(tmp_path, config)
+    train(POLICY, PARAMS, task, config, run, programs=programs._replace(learn=recorded))
+    ((batch, rewards, found),) = seen
+    last = np.asarray(batch.turn).max(-1)
+    assert len({*last.ravel().tolist()}) > 1
+    np.testing.assert_allclose(rewards.turns.sum(-1), rewards.rewards, rtol=1e-5)
+    taken = np.arange(1, 4) <= last[..., None]
+    expected = np.asarray(jax.jit(turn_advantages)(rewards.turns, where=taken))
+    for place in np.ndindex(batch.turn.shape):
+        if batch.completion_mask[place]:
+            assert found.batch.advantages[place] == pytest.approx(expected[place[:2]][batch.turn[place] - 1], abs=1e-6)
+    by_group = run.lines("rollouts.jsonl")[0]
+    np.testing.assert_allclose(by_group["advantages"], expected[0, :, 0], atol=1e-4)
+
+
 # ---- what an environment is told, and what it gives
 
 
@@ -235,7 +260,7 @@ def fails(example, transcript, key):
     [
         (lambda *_: Reply(done=True), "done"),
         (lambda *_: Reply("1"), "turns"),
-        (lambda *_: Reply("1234"), "environment_tokens"),
+        (lambda *_: Reply("1234567"), "environment_tokens"),
         (lambda *_: Reply("1" * 2**21), "environment_tokens"),
         (lambda *_: Reply(ids=[0] * 10**6), "environment_tokens"),
         (fails, "raised"),
