@@ -72,8 +72,10 @@ class GRPOTrainer:
             async. An example is a dict: "prompt", and the other columns of its row. Several rewards are given by name
             and added up; `data.types.Component` gives one a weight other than 1.
           clip_epsilon: epsilon_low and epsilon_high in one; None: the preset's.
-          environment: (example, transcript, key) -> `data.episodes.Reply`: answers each turn of the policy; may be async.
-            `data.episodes.episode_return` is the reward of what it gives. It needs max_turns and environment_tokens.
+          environment: (example, transcript, key) -> `data.episodes.Reply`, which answers each turn of the policy; may
+            be async. `data.episodes.episode_return` is the reward of what it gives. It needs max_turns and
+            environment_tokens. Where the tokenizer has a chat template, a prompt that is a text is then a user's
+            message.
           tools: functions that the policy may call, with type hints and docstrings, in place of an environment. The
             tokenizer needs a chat template.
           run_dir: folder of the run; a number is added if it holds one.
@@ -132,6 +134,9 @@ class GRPOTrainer:
         (policy, params, pretrained), options, rows = self._loaded, self._options, _rows(prompts)
         config, model, longest = options.train, options.model, pretrained.config.max_position_embeddings
 
+        chat = bool(self._reply and pretrained.tokenizer.chat_template)
+        if self._tools and not chat:
+            raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
         roles = ("tool", "user") if self._tools else ("user",)
         answers = self._reply and episodes.environment(
             self._reply, reply_encoder(pretrained.tokenizer, pretrained.eos_ids, roles=roles)
@@ -149,7 +154,7 @@ class GRPOTrainer:
                 heldout_share=0.0,
                 max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, config.sampling.max_tokens),
                 overlong=model.overlong,
-                chat=bool(self._tools),
+                chat=chat,
                 tools=schemas_of(self._tools) if self._tools else None,
             )
             measure = count_calls if self._tools else None

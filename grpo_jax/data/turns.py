@@ -23,7 +23,7 @@ def reply_encoder(
     Args:
       tokenizer: of transformers. Without a chat template nothing is put around a reply.
       eos_ids: any of these has ended the policy's turn.
-      roles: of the reply in the chat template: the first that it knows.
+      roles: of the reply in the chat template: the first that it knows. Where none is given, nothing is put around.
 
     Returns:
       text -> ids. Special tokens that the text spells are encoded as the characters that they are.
@@ -31,7 +31,7 @@ def reply_encoder(
     Raises:
       UsageError: the chat template knows none of the roles.
     """
-    around = delimiters(tokenizer, eos_ids, roles) if tokenizer.chat_template else Delimiters([], [])
+    around = delimiters(tokenizer, eos_ids, roles) if tokenizer.chat_template and roles else Delimiters([], [])
 
     def encode(text: str) -> list[int]:
         ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] if text else []

@@ -114,7 +114,7 @@ def open_task(
     if tools and not chat:
         raise UsageError("--tools needs a model with a chat template, which tells it of them, and --chat")
     with (
-        _opened_environment(options, pretrained) as environment,
+        _opened_environment(options, pretrained, chat) as environment,
         open_rewards(
             texts,
             group_size=group_size,
@@ -141,13 +141,13 @@ def open_task(
 
 
 @contextmanager
-def _opened_environment(options: TaskOptions, pretrained: Pretrained) -> Iterator[Environment | None]:
+def _opened_environment(options: TaskOptions, pretrained: Pretrained, chat: bool) -> Iterator[Environment | None]:
     """The environment or the tools that the options name, in processes that end with the block; or None."""
     if not options.environment and not options.tools:
         yield None
         return
     spec, arguments = options.environment, dict[str, str]()
-    roles: tuple[str, ...] = ("user",)
+    roles: tuple[str, ...] = ("user",) if chat else ()
     if options.tools:
         spec, arguments, roles = "grpo_jax.tasks.tools:environment_of_tools", {"tools": options.tools}, ("tool", "user")
     with environment_in_processes(

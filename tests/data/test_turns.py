@@ -68,6 +68,7 @@ def test_without_a_template_nothing_is_put_around(tokenizer):
     assert tokenizer.decode(reply_encoder(tokenizer, (1,))("so")) == "so"
     assert reply_encoder(tokenizer, (1,))("") == []
     tokenizer.chat_template = CHATML
+    assert tokenizer.decode(reply_encoder(tokenizer, (1,), roles=())("so")) == "so"
 
 
 def test_a_template_may_lack_a_role(tokenizer):
