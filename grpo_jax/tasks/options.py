@@ -1,7 +1,7 @@
 """Which task, as a command line says it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,20 +113,19 @@ def open_task(
     tools = schemas_of(load_tools(options.tools)) if options.tools else None
     if tools and not chat:
         raise UsageError("--tools needs a model with a chat template, which tells it of them, and --chat")
-    with (
-        _opened_environment(options, pretrained, chat) as environment,
-        open_rewards(
-            texts,
-            group_size=group_size,
-            deadline=options.reward_deadline,
-            budget=options.reward_budget,
-            memory_mb=options.reward_memory_mb,
-        ) as rewards,
-    ):
+    graded = open_rewards(
+        texts,
+        group_size=group_size,
+        deadline=options.reward_deadline,
+        budget=options.reward_budget,
+        memory_mb=options.reward_memory_mb,
+    )
+    rewarded = graded if texts else nullcontext(episode_return)
+    with _opened_environment(options, pretrained, chat) as environment, rewarded as rewards:
         task = make(
             pretrained.tokenizer,
             pretrained.eos_ids,
-            reward=rewards if texts else episode_return,
+            reward=rewards,
             chat=chat,
             vocab_size=pretrained.config.vocab_size,
             num_prompts=num_prompts,
