@@ -40,7 +40,7 @@ CURVES = (("reward", "return (dots: held out)"), ("turns_mean", "turns"))
 class WarmStart:
     """The supervised phase before."""
 
-    warm_steps: int = 400
+    warm_steps: int = 500
     """Supervised steps before training on rewards."""
     warm_batch: int = 128
     """Games of a supervised step."""
@@ -55,12 +55,16 @@ class Config:
     """Options of the run."""
 
     train: GRPOConfig = recipe(
-        steps=250,
+        steps=200,
         num_prompts=32,
+        epochs=2,
+        minibatches=2,
         max_tokens=guess.MAX_TOKENS,
         max_turns=guess.MAX_TURNS,
         environment_tokens=guess.ENVIRONMENT_TOKENS,
-        learning_rate=4e-4,
+        learning_rate=8e-4,
+        decay="linear",
+        kl_coef=0.01,
         eval_every=50,
     )
     warm: WarmStart = WarmStart()

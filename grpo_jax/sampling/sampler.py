@@ -396,7 +396,7 @@ def _add_token(rows: _Rows, logits: jax.Array, step: jax.Array, eos_ids: tuple[i
         truncated_logprobs=put(out.truncated_logprobs, logprob) if limited else None,
         truncated=out.truncated & ~(running & ends),
     )
-    return rows._replace(ids=jnp.where(running, ids, rows.ids) if step.ndim else ids, out=out)
+    return rows._replace(ids=ids, out=out)
 
 
 def _put(array: jax.Array, step: jax.Array, value: Any, running: jax.Array) -> jax.Array:

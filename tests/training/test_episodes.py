@@ -23,6 +23,7 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import grpo_loss_fn, make_programs, train
 from grpo_jax.training.learn import SAMPLING
 from grpo_jax.training.microbatches import lengths_of, packed
+from grpo_jax.training.parallel import Mesh
 from grpo_jax.training.rollout import (
     completion_numbers,
     decode_groups,
@@ -200,6 +201,22 @@ def test_advantages_by_turn_are_those_of_what_is_still_to_come(tmp_path):
             assert found.batch.advantages[place] == pytest.approx(expected[place[:2]][batch.turn[place] - 1], abs=1e-6)
     by_group = run.lines("rollouts.jsonl")[0]
     np.testing.assert_allclose(by_group["advantages"], expected[0, :, 0], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, Mesh(data=2), Mesh(tensor=2)], ids=["pmap", "data", "tensor"])
+def test_devices_sample_the_same_episodes(devices):
+    policy = decoder_policy(ModelConfig(V, 16, 24, 1, 2, 2, 8, initializer_range=0.5))
+    params, found = jax.jit(policy.init)(jax.random.key(0)), []
+    given = completion_numbers(CONFIG.sampling), group_temperatures(CONFIG.sampling), noise_of(0, SAMPLING, 0)
+    for where in (1, devices):
+        sampler = make_sampler(policy, ECHO, CONFIG.sampling, devices=where)
+        found.append(sampler.complete(params, prompts(0), *given))
+    one, many = found
+    assert one.turn.max() == 3
+    for name in ("completion_ids", "completion_mask", "turn", "ending", "truncated"):
+        np.testing.assert_array_equal(getattr(many, name), getattr(one, name))
+    np.testing.assert_allclose(many.sampler_logprobs, one.sampler_logprobs, atol=1e-5)
 
 
 # ---- what an environment is told, and what it gives
