@@ -15,7 +15,7 @@ from grpo_jax.data.episodes import (
     messages_of,
 )
 from grpo_jax.data.types import Example
-from grpo_jax.rewards.processes import Kind, Processes, Unanswered
+from grpo_jax.rewards.processes import Answers, Processes, Unanswered
 
 
 def _understood(value: Any) -> Reply:
@@ -23,7 +23,7 @@ def _understood(value: Any) -> Reply:
 
 
 # JSON writes some characters as two of six each.
-_REPLIES = Kind("environment", _understood, 12 * MAX_CHARACTERS)
+_REPLIES = Answers("environment", _understood, 12 * MAX_CHARACTERS)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_jax.data.types import Completion, Example, Number
-from grpo_jax.rewards.processes import Kind, Processes, Unanswered
+from grpo_jax.rewards.processes import Answers, Processes, Unanswered
 
 # Why completions have no reward.
 REASONS = ("timeout", "raised", "died", "nan", "not numbers", "wrong length", "budget")
@@ -25,7 +25,7 @@ def _understood(value: Any) -> Number | Unanswered:
     return number if math.isfinite(number) else Unanswered("nan", f"the function returned {number}")
 
 
-_NUMBERS = Kind("reward", _understood, 64)
+_NUMBERS = Answers("reward", _understood, 64)
 
 
 class Grader:

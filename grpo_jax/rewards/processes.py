@@ -35,7 +35,7 @@ class Unanswered(NamedTuple):
     message: str  # the end of a traceback or of the function's stderr
 
 
-class Kind(NamedTuple):
+class Answers(NamedTuple):
     """What functions of a kind answer."""
 
     loads: str  # of `worker.KINDS`
@@ -54,7 +54,7 @@ class Processes:
 
     def __init__(
         self,
-        kind: Kind,
+        expected: Answers,
         spec: str,
         *,
         arguments: Mapping[str, Any] | None = None,
@@ -72,7 +72,7 @@ class Processes:
         unless it gives itself a session of its own.
 
         Args:
-          kind: of the function.
+          expected: what the function answers.
           spec: "package.module:function" or "path/to/file.py:function"; async functions too.
           arguments: None: the function is taken as it is; else it is called with these keywords and returns the one
             that is.
@@ -98,12 +98,12 @@ class Processes:
                 raise UsageError(f"{name} is {number}: it must be at least 1")
         self._lock = threading.Lock()
         self.source = ""
-        self._kind, self._name = kind, f"{KINDS[kind.loads].name} {spec!r}"
+        self._expected, self._name = expected, f"{KINDS[expected.loads].name} {spec!r}"
         self._deadline, self._budget, self._chunk = deadline, budget, chunk
         self._group_size = group_size
         self._start_deadline = start_deadline
         setup = {
-            "kind": kind.loads,
+            "kind": expected.loads,
             "spec": spec,
             "arguments": None if arguments is None else dict(arguments),
             "path": sys.path,
@@ -131,7 +131,7 @@ class Processes:
         if not self._close.alive:
             raise UsageError(f"the {self._name} is closed")
         if len(examples) != len(questions):
-            asked = KINDS[self._kind.loads].asked
+            asked = KINDS[self._expected.loads].asked
             raise UsageError(f"{len(examples)} examples and {len(questions)} {asked}: give one for each")
         with self._lock:
             return self._answers(examples, questions)
@@ -210,7 +210,7 @@ class Processes:
                 pass_fds=(child.fileno(),),
                 start_new_session=True,  # with all its children one group, to be killed at once
             )
-            worker = _Worker(process, parent, self._kind, until=time.monotonic() + self._start_deadline)
+            worker = _Worker(process, parent, self._expected, until=time.monotonic() + self._start_deadline)
         self._workers.append(worker)
         _living.add(worker)
         parent.setblocking(False)
@@ -266,7 +266,7 @@ class _Worker:
 
     process: subprocess.Popen
     connection: socket.socket
-    kind: Kind
+    expected: Answers
     until: float  # when it is killed if it has not answered
     ready: bool = False  # the function is loaded
     chunk: range | None = None  # of the questions that it was asked
@@ -283,7 +283,7 @@ class _Worker:
         """Sends a chunk."""
         part = slice(chunk.start, chunk.stop)
         arguments = list(examples[part]), list(questions[part]), deadline
-        request = _packed(arguments, f"examples, for the {KINDS[self.kind.loads].name} in another process,")
+        request = _packed(arguments, f"examples, for the {KINDS[self.expected.loads].name} in another process,")
         self.chunk, self.until = chunk, time.monotonic() + deadline
         self.send(request, selector)
 
@@ -305,7 +305,7 @@ class _Worker:
 
     def receive(self, selector: Any) -> dict[str, Any] | None:
         """An answer, if it is complete; its death is one."""
-        limit = 2**16 + self.kind.most_bytes * len(self.chunk or ())
+        limit = 2**16 + self.expected.most_bytes * len(self.chunk or ())
         try:
             data = self.connection.recv(_READ_BYTES)
         except BlockingIOError:
@@ -324,7 +324,7 @@ class _Worker:
             return None
         answer, self.incoming = bytes(self.incoming[HEADER.size :]), bytearray()
         try:
-            return _understood(json.loads(answer), len(self.chunk or ()), self.kind)
+            return _understood(json.loads(answer), len(self.chunk or ()), self.expected)
         except (ValueError, TypeError, KeyError):
             return {"reason": "died", "message": "the worker sent nonsense", "kill": True}
 
@@ -406,7 +406,7 @@ def _fill(answers: list[Any], chunk: range, answer: Any) -> None:
     answers[chunk.start : chunk.stop] = [answer] * len(chunk)
 
 
-def _understood(answer: Any, count: int, kind: Kind) -> dict[str, Any]:
+def _understood(answer: Any, count: int, expected: Answers) -> dict[str, Any]:
     """An answer in the form that it must have.
 
     Raises:
@@ -418,7 +418,7 @@ def _understood(answer: Any, count: int, kind: Kind) -> dict[str, Any]:
         )
     if len(answer["values"]) != count:
         raise ValueError("an answer is missing")
-    return {"values": [kind.understood(value) for value in answer["values"]]}
+    return {"values": [expected.understood(value) for value in answer["values"]]}
 
 
 _living: weakref.WeakSet[_Worker] = weakref.WeakSet()
