@@ -2,8 +2,8 @@
 
 A small decoder first learns to call a calculator a quarter of the time, to copy what it says, to add digits by heart,
 and to guess products. A right answer then earns 1 and a call costs 0.2: products need the call, sums are cheaper
-without. The control gets a coin toss for a reward. About two minutes on two CPU cores; expect right answers to products
-to rise from about 0.25 to above 0.9, calls for products to nearly all, and calls for sums to fall.
+without. The control gets a coin toss for a reward. Some minutes on two CPU cores; expect right answers to products to
+rise from about 0.25 to above 0.9, calls for products to nearly all, and calls for sums to fall.
 
   python -m experiments.calculator
 """
@@ -41,7 +41,7 @@ CURVES = (("turns_mean", "turns"),)
 class WarmStart:
     """The supervised phase before."""
 
-    warm_steps: int = 800
+    warm_steps: int = 600
     """Supervised steps before training on rewards."""
     warm_batch: int = 128
     """Tasks of a supervised step."""
@@ -56,7 +56,7 @@ class Config:
     """Options of the run."""
 
     train: GRPOConfig = recipe(
-        steps=80,
+        steps=60,
         num_prompts=32,
         max_tokens=calculator.MAX_TOKENS,
         max_turns=calculator.MAX_TURNS,
