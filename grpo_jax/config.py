@@ -42,7 +42,7 @@ Preset = Literal[
 ]
 
 Divergence = Literal["preset", "full", "reverse"]
-AdvantagesOf = Literal["sum", "components"]
+AdvantagesOf = Literal["sum", "components", "turns"]
 Correction = Literal["none", "token", "sequence", "icepop", "geometric"]
 Decay = Literal["none", "linear", "cosine"]
 Parallel = Literal["auto", "pmap", "mesh"]
@@ -93,6 +93,10 @@ class SamplingConfig:
     """Completions of each prompt (G)."""
     max_tokens: int = 64
     """Longest completion, in tokens, its ending token included (T)."""
+    max_turns: int = 1
+    """Turns of an episode at most, where the task has an environment; max_tokens are then those of all turns."""
+    environment_tokens: int = 0
+    """Tokens of the environment at most, in all its replies of an episode."""
     temperature: float = 1.0
     """Sampling temperature. Log-probabilities are taken after it."""
     temperature_spread: float = 0.0
@@ -144,7 +148,8 @@ class LossConfig:
     advantages_of: AdvantagesOf = "sum"
     """sum: the preset's advantage of the weighted sum of the rewards. components: each reward is standardised in its
     group; the results are added with the weights and whitened over the rollout (GDPO, 2601.05242). Then the scale of
-    one reward does not hide another, and the preset's own advantage is not used."""
+    one reward does not hide another, and the preset's own advantage is not used. turns: what is still to come at each
+    turn of an episode is standardised among the episodes of its group that have that turn."""
     correction: Correction = "none"
     """Importance weights that multiply advantages. w is the trainer's probability over the sampler's. token: min(w, 2)
     of tokens. sequence: min(w, 3) of completions. icepop: w of tokens where it is in [0.5, 5], else 0. geometric: 1 for
@@ -515,7 +520,8 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
     validate_sizes(config)
     _require(
         run.loss.advantages_of == "sum",
-        'advantages_of "components" is for groups, but PPO has a critic for the sum of the rewards: set it to "sum"',
+        f'advantages_of "{run.loss.advantages_of}" is for groups, but PPO has a critic for the sum of the rewards: set '
+        'it to "sum"',
     )
     validate(run, num_devices=num_devices, compares_groups=False)
     validate_critic(config.critic)
@@ -566,9 +572,8 @@ def validate_minutes(minutes: float) -> None:
 
 def validate_sampling(config: SamplingConfig, *, compares_groups: bool = True) -> None:
     """Refuses options of sampling that cannot work, as `validate` does."""
-    _require_at_least(config, 1, "num_prompts", "max_tokens", "max_rollouts")
-    _require_at_least(config, 0, "staleness")
-    _require_at_least(config, 0, "top_k")
+    _require_at_least(config, 1, "num_prompts", "max_tokens", "max_rollouts", "max_turns")
+    _require_at_least(config, 0, "staleness", "top_k", "environment_tokens")
     _require(
         config.group_size >= 2 or not compares_groups,
         f"group_size is {config.group_size}: advantages compare completions of one prompt, so set it to at least 2",
@@ -664,8 +669,8 @@ def _validate_kl(loss: LossConfig) -> None:
     )
     _require(
         loss.advantages_of == "sum" or not (loss.kl_in_reward and loss.kl_coef > 0),
-        f"preset {loss.preset} takes its KL off the sum of the rewards, but advantages_of is components: set kl_coef "
-        "to 0, or kl_in_reward to False",
+        f"preset {loss.preset} takes its KL off the sum of the rewards, but advantages_of is {loss.advantages_of}: set "
+        "kl_coef to 0, or kl_in_reward to False",
     )
 
 
@@ -673,7 +678,12 @@ def _validate_advantages(config: GRPOConfig) -> None:
     """What they are of, and what they are corrected for."""
     loss, sampling = config.loss, config.sampling
     _require(
-        loss.advantages_of == "sum" or sampling.max_rollouts == 1,
+        loss.advantages_of != "turns" or not is_sequence_level(loss.objective),
+        f'preset {loss.preset} has one ratio a completion, but advantages_of "turns" are of tokens: take grpo, dapo or '
+        "another with ratios of tokens",
+    )
+    _require(
+        loss.advantages_of != "components" or sampling.max_rollouts == 1,
         f"max_rollouts is {sampling.max_rollouts}, but dynamic sampling looks at one reward, while advantages_of "
         '"components" learns from each: set max_rollouts to 1, or advantages_of to "sum"',
     )

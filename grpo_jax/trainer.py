@@ -4,14 +4,17 @@ import contextlib
 import dataclasses
 import inspect
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from grpo_jax.config import GRPOConfig, ModelOptions, option_types, suggestion, with_options
+from grpo_jax.data import episodes
+from grpo_jax.data.episodes import ReplyFn
 from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message, prompt_limit
+from grpo_jax.data.turns import reply_encoder
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
@@ -22,6 +25,7 @@ from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.pretrained import keep_description, load_model, planned, say_plan
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
 from grpo_jax.training.grpo import make_programs, train
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import devices_of, parts, size, where_to_load
@@ -55,6 +59,8 @@ class GRPOTrainer:
         reward_model: Reward | Mapping[str, Reward | Component],
         *,
         clip_epsilon: float | None = None,
+        environment: ReplyFn | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
         run_dir: str | Path = "runs/grpo_trainer",
         **options: Any,
     ) -> None:
@@ -66,6 +72,12 @@ class GRPOTrainer:
             async. An example is a dict: "prompt", and the other columns of its row. Several rewards are given by name
             and added up; `data.types.Component` gives one a weight other than 1.
           clip_epsilon: epsilon_low and epsilon_high in one; None: the preset's.
+          environment: (example, transcript, key) -> `data.episodes.Reply`, which answers each turn of the policy; may
+            be async. `data.episodes.episode_return` is the reward of what it gives. It needs max_turns and
+            environment_tokens. Where the tokenizer has a chat template, a prompt that is a text is then a user's
+            message.
+          tools: functions that the policy may call, with type hints and docstrings, in place of an environment. The
+            tokenizer needs a chat template.
           run_dir: folder of the run; a number is added if it holds one.
           **options: as for `config.recipe`, and fields of `ModelOptions`, with their defaults: steps 100, learning_rate
             1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … But num_prompts (32) is
@@ -93,6 +105,10 @@ class GRPOTrainer:
             kind = type(model).__name__
             raise UsageError(f"model is of type {kind}: give a folder, an id on the hub, or load_pretrained of either")
         self._options, self._lower_num_prompts = with_options(_Options(), **options), "num_prompts" not in options
+        if environment is not None and tools:
+            raise UsageError("environment and tools both answer the policy: give one of them")
+        self._tools = {tool.__name__: tool for tool in tools}
+        self._reply = reply_with(self._tools) if tools else environment
         self._reward, self._run_dir = _checked_reward(reward_model), Path(run_dir).expanduser()
         train = self._options.train
         sharding = where_to_load(devices_of(train))
@@ -119,8 +135,16 @@ class GRPOTrainer:
         pretrained, options, rows = self._loaded.pretrained, self._options, _rows(prompts)
         config, model, longest = options.train, options.model, pretrained.config.max_position_embeddings
 
+        chat = bool(self._reply and pretrained.tokenizer.chat_template)
+        if self._tools and not chat:
+            raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
+        roles = ("tool", "user") if self._tools else ("user",)
+        answers = self._reply and episodes.environment(
+            self._reply, reply_encoder(pretrained.tokenizer, pretrained.eos_ids, roles=roles)
+        )
+
         def task_of(num_prompts: int) -> Task:
-            return text_task(
+            task = text_task(
                 pretrained.tokenizer,
                 pretrained.eos_ids,
                 rows,
@@ -131,7 +155,11 @@ class GRPOTrainer:
                 heldout_share=0.0,
                 max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, config.sampling.max_tokens),
                 overlong=model.overlong,
+                chat=chat,
+                tools=schemas_of(self._tools) if self._tools else None,
             )
+            measure = count_calls if self._tools else None
+            return task._replace(environment=answers and answers._replace(measure=measure))
 
         if self._lower_num_prompts:
             left = len(task_of(1).heldout.examples)  # without the empty and overlong ones

@@ -57,6 +57,10 @@ class Options(TaskOptions):
     """Reward that counts; none: the weighted sum."""
     max_tokens: int = 256
     """Longest completion, in tokens."""
+    max_turns: int = 1
+    """Turns of an episode at most, with --environment or --tools."""
+    environment_tokens: int = 0
+    """Tokens of the environment at most, in all its replies of an episode."""
     temperature: float = 1.0
     """Of the sampled completions."""
     top_k: int = 0
@@ -92,7 +96,7 @@ def parse(args: list[str] | None = None) -> Options:
     saved = saved_options(given.model)
     if not saved:
         return given
-    names = {"max_tokens", "temperature", "top_k", "top_p", "min_p"}
+    names = {"max_tokens", "max_turns", "environment_tokens", "temperature", "top_k", "top_p", "min_p"}
     if given.task in ("", saved.get("task")):
         names |= {field.name for field in dataclasses.fields(TaskOptions)} | {"max_prompt_tokens", "overlong"}
     found = {name: saved[name] for name in names & saved.keys()}
@@ -176,6 +180,8 @@ def sampling_of(options: Options) -> GRPOConfig:
         num_prompts=options.num_prompts,
         group_size=max(2, -(-(options.samples + 1) // groups)),
         max_tokens=options.max_tokens,
+        max_turns=options.max_turns,
+        environment_tokens=options.environment_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

@@ -40,6 +40,7 @@ def encode_prompts(
     eos_ids: tuple[int, ...],
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Encoded:
     """Token ids of prompts. Completions are sampled and trained as ids: nothing is ever encoded again.
 
@@ -50,6 +51,7 @@ def encode_prompts(
       eos_ids: dropped at the end of a prompt, for a prompt is to be continued.
       max_prompt_tokens: P; None: as long as they come.
       overlong: what happens to a prompt of more tokens: it is dropped, or keeps its last P tokens.
+      tools: JSON schemas of functions that chat templates tell the model of; None: there are none.
 
     Returns:
       The prompts that are left, and the counts of the others.
@@ -64,7 +66,7 @@ def encode_prompts(
     dropped: Counter[str] = Counter()
     token_ids, texts, kept, truncated = [], [], [], 0
     for number, prompt in enumerate(prompts):
-        text = prompt if isinstance(prompt, str) else _fill_template(tokenizer, prompt, number)
+        text = prompt if isinstance(prompt, str) else _fill_template(tokenizer, prompt, number, tools)
         # A template writes the special tokens itself.
         ids = tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)) if text.strip() else []
         if len(ids) > 1 and ids[0] == ids[1] == getattr(tokenizer, "bos_token_id", None):
@@ -203,14 +205,17 @@ def check_ids(token_ids: Iterable[Sequence[int]], vocab_size: int) -> None:
         )
 
 
-def _fill_template(tokenizer: Any, messages: Sequence[Message], number: int) -> str:
+def _fill_template(
+    tokenizer: Any, messages: Sequence[Message], number: int, tools: Sequence[Mapping[str, Any]] | None
+) -> str:
     if not tokenizer.chat_template:
         raise UsageError(
             "the prompts are chat messages, but the tokenizer has no chat template: give prompts as text, or put a "
             "chat_template.jinja into the model's folder"
         )
     try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **given)
     except Exception as error:  # whatever the template raises, such as that roles must alternate
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"the chat template refuses prompt {number}: {reason}") from error

@@ -10,22 +10,43 @@ from grpo_jax.errors import UsageError
 Example = dict[str, Any]  # the columns of one prompt: "prompt", and what its reward needs
 
 
+Number = float | None  # None: the reward does not apply to this completion
+
+
+class Turn(NamedTuple):
+    """What the policy said, and what an environment answered."""
+
+    said: "Completion"  # of the policy
+    heard: "Completion | None" = None  # of the environment; None at the end of the episode
+    reward: Number = None  # that the environment gave for the turn
+
+
 class Completion(str):
-    """The text of a completion, which also knows its tokens."""
+    """The text of a completion, which also knows its tokens. An episode is a completion of several turns, and its text
+    has what the environment said in it."""
 
-    ids: tuple[int, ...]  # as sampled, without the token that ended it
-    truncated: bool  # nothing ended it within max_tokens
+    ids: tuple[int, ...]  # as sampled, without the tokens that ended it or a turn
+    truncated: bool  # nothing ended it within max_tokens; or an episode was not done
+    _turns: tuple[Turn, ...]
+    ending: str  # why an episode ended, among `episodes.ENDINGS`; "" where no environment answers
 
-    def __new__(cls, text: str, ids: Sequence[int] = (), truncated: bool = False) -> "Completion":
+    def __new__(
+        cls, text: str, ids: Sequence[int] = (), truncated: bool = False, turns: Sequence[Turn] = (), ending: str = ""
+    ) -> "Completion":
         self = super().__new__(cls, text)
-        self.ids, self.truncated = tuple(ids), truncated
+        self.ids, self.truncated, self.ending, self._turns = tuple(ids), truncated, ending, tuple(turns)
         return self
 
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns of an episode. Where no environment answers, the completion is its only turn."""
+        return self._turns or (Turn(self),)
+
     def __getnewargs__(self):
-        return str(self), self.ids, self.truncated  # so that it can be sent to another process
+        # So that it can be sent to another process.
+        return str(self), self.ids, self.truncated, self._turns, self.ending
 
 
-Number = float | None  # None: the reward does not apply to this completion
 # (examples, completions), one entry a completion -> one number each; may be async
 Reward = Callable[[Sequence[Example], Sequence[Completion]], Sequence[Number] | Awaitable[Sequence[Number]]]
 # what a completion answers, for a vote among completions of a prompt; None: nothing

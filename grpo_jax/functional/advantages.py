@@ -398,6 +398,45 @@ def gdpo_advantages(
     return whiten(total, jnp.any(applies, axis=0), ddof=ddof, eps=eps, axis_name=axis_name)
 
 
+@takes(rewards="... G K", where="... G K")
+def turn_advantages(
+    rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: jax.Array | None = None
+) -> jax.Array:
+    """Standardised returns to go: Aᵢₖ = (Rᵢₖ − μₖ) / (sₖ + ε), Rᵢₖ = Σ_{j≥k} rᵢⱼ, of the turns of episodes.
+
+    μₖ and sₖ are the mean and standard deviation of the returns to go of the group at turn k. Where fewer than two of
+    its episodes have that turn, they are those of all turns of the group. This library's choice: of one turn it is
+    `group_advantages`.
+
+    Args:
+      rewards: `[..., G, K]`, of K turns.
+      ddof: as in `group_advantages`.
+      eps: as in `group_advantages`.
+      where: bool `[..., G, K]`, the turns that there were; others count nowhere and get 0. None: all.
+
+    Returns:
+      `[..., G, K]`; 0 at a turn at which all returns to go are equal.
+
+    Examples:
+      >>> rewards, turns = jnp.array([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0]]), jnp.array([[1, 1], [1, 1], [1, 0]])
+      >>> print(turn_advantages(rewards, where=turns > 0))
+      [[ 0.     0.707]
+       [-1.    -0.707]
+       [ 1.     0.   ]]
+    """
+    where = jnp.ones(rewards.shape, bool) if where is None else where
+    kept = jnp.where(where, rewards, 0)
+    returns = jnp.flip(jnp.cumsum(jnp.flip(kept, -1), -1), -1)
+
+    def standardised(returns: jax.Array, where: jax.Array) -> jax.Array:
+        return group_advantages(returns, ddof=ddof, eps=eps, where=where)
+
+    by_turn = standardised(returns.swapaxes(-1, -2), where.swapaxes(-1, -2)).swapaxes(-1, -2)
+    flat = (*returns.shape[:-2], returns.shape[-2] * returns.shape[-1])
+    of_group = standardised(returns.reshape(flat), where.reshape(flat)).reshape(returns.shape)
+    return jnp.where(jnp.sum(where, axis=-2, keepdims=True) < 2, of_group, by_turn)
+
+
 @takes(values="...", mask="...")
 def whiten(
     values: jax.Array,

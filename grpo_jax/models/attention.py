@@ -4,6 +4,7 @@ Letters as in `transformer`. Query heads that share a key-value head have an axi
 values are not repeated for them.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -41,7 +42,7 @@ class Cache(NamedTuple):
     """Keys and values of the completion tokens seen so far."""
 
     layers: tuple[KeyValues, ...]
-    length: jax.Array  # int32 scalar, tokens written; the next one goes there
+    length: jax.Array  # int32 scalar, or [N, G] of each completion: tokens written; the next ones go there
 
 
 def attend_groups(
@@ -248,35 +249,37 @@ def attend_past(
     cache: KeyValues,
     length: jax.Array,
 ) -> tuple[jax.Array, KeyValues]:
-    """Attention of one token of each completion over the prompt and the cache, the token included.
+    """Attention of the next tokens of each completion over the prompt and the cache, those tokens included.
 
     Two products with one softmax: decoding reads memory, and the prompt's keys and values are read once for a group.
 
     Args:
-      queries: `[N, G, K, Q, E]`.
-      keys, values: `[N, G, K, E]`, written to the cache.
+      queries: `[N, G·W, K, Q, E]`, of W tokens of each completion.
+      keys, values: `[N, G·W, K, E]`, written to the cache; what lies beyond its room is dropped.
       masks: over the prompt and over the cache.
       prompt: of the layer.
       cache: of the layer, or with `[N, K·G, ...]` in place of its first axis.
-      length: int32 scalar, tokens in the cache.
+      length: int32, tokens in the cache: a scalar, where W is 1, or `[N, G]`.
 
     Returns:
-      `[N, G, K, Q, E]`; the cache with the token.
+      As queries; the cache with the tokens.
     """
-    n, g, k, q, e = queries.shape
+    n, m, k, q, e = queries.shape
+    w = masks[1].shape[-2]
+    g = m // w
     rows = cache.values.shape[:-2]
-    keys, values = (x.swapaxes(1, 2).reshape(*rows, 1, e) for x in (keys, values))
-    keys_axes, axis = ("ec", len(rows) + 1) if _features_first() else ("ce", len(rows))
-    cache = KeyValues(
-        write_slice(cache.keys, keys_for_decoding(keys), length, axis),
-        write_slice(cache.values, values, length, len(rows)),
-    )
-    queries = (queries * jnp.asarray(e**-0.5, queries.dtype)).swapaxes(1, 2)  # [N, K, G, Q, E]
+    keys, values = (x.reshape(n, g, w, k, e).transpose(0, 3, 1, 2, 4).reshape(*rows, w, e) for x in (keys, values))
+    keys_axes = "ec" if _features_first() else "ce"
+    cache = _written(cache, keys, values, length)
+    queries = (queries * jnp.asarray(e**-0.5, queries.dtype)).reshape(n, g, w, k, q, e).transpose(0, 3, 1, 4, 2, 5)
+    queries, q = queries.reshape(n, k, g, q * w, e), q * w
+    if w > 1:
+        masks = tuple(jnp.repeat(mask, q // w, axis=3).reshape(*mask.shape[:3], 1, q, -1) for mask in masks)
     scores = (
         _einsum(f"nkme,nk{keys_axes}->nkmc", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1),
         _einsum(f"...qe,...{keys_axes}->...qc", queries.reshape(*rows, q, e), cache.keys).reshape(n, k, g, q, -1),
     )
-    biased = [x + _bias(mask)[..., 0, :] for x, mask in zip(scores, masks, strict=True)]
+    biased = [x + _bias(mask)[:, :, :, 0] for x, mask in zip(scores, masks, strict=True)]
     width = masks[0].shape[-1]
     weights = jax.nn.softmax(jnp.concatenate(biased, axis=-1)).astype(queries.dtype)
     of_prompt, of_cache = jnp.split(weights, [width], axis=-1)
@@ -284,7 +287,31 @@ def attend_past(
     attended += _einsum("...qc,...ce->...qe", of_cache.reshape(*rows, q, of_cache.shape[-1]), cache.values).reshape(
         queries.shape
     )
-    return attended.astype(queries.dtype).swapaxes(1, 2), cache
+    attended = attended.astype(queries.dtype).reshape(n, k, g, q // w, w, e).transpose(0, 2, 4, 1, 3, 5)
+    return attended.reshape(n, m, k, q // w, e), cache
+
+
+def _written(cache: KeyValues, keys: jax.Array, values: jax.Array, length: jax.Array) -> KeyValues:
+    """The cache with W tokens more: keys and values `[..., W, E]`, with the leading axes of the cache."""
+    rows = values.shape[:-2]
+    if not length.ndim:
+        axis = len(rows) + 1 if _features_first() else len(rows)
+        return KeyValues(
+            write_slice(cache.keys, keys_for_decoding(keys), length, axis),
+            write_slice(cache.values, values, length, len(rows)),
+        )
+    heads = math.prod(rows) // length.size
+    places = jnp.repeat(length[:, None], heads, axis=1).reshape(rows)[..., None] + jnp.arange(values.shape[-2])
+
+    def put(own: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
+        return own.at[places].set(new, mode="drop")
+
+    def put_keys(own: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
+        return own.at[:, places].set(new.T, mode="drop") if _features_first() else put(own, new, places)
+
+    for _ in rows:
+        put, put_keys = jax.vmap(put), jax.vmap(put_keys)
+    return KeyValues(put_keys(cache.keys, keys, places), put(cache.values, values, places))
 
 
 def widen(layers: tuple[KeyValues, ...], slots: int) -> tuple[KeyValues, ...]:

@@ -14,8 +14,8 @@ class Geometry(NamedTuple):
 
     Masks are bool, true where a query may look, at least once for each query. They broadcast against scores
     `[N, K, G, Q, queries, keys]`, and there are one or two. Prompts alone: over themselves. Groups: of the prompt over
-    itself, and of completions over prompt and completion in a row. One token of each completion: over the prompt, and
-    over the cache.
+    itself, and of completions over prompt and completion in a row. The next tokens of each completion: over the prompt,
+    and over the cache.
     """
 
     angles: tuple[jax.Array, jax.Array]  # of the rotations, from `rotary_angles`
@@ -124,6 +124,34 @@ def geometry_of_step(
     of_cache = (own <= position) & _near(position, own, window)
     angles = rotary_angles(jnp.broadcast_to(position, (position.shape[0], group_size)), config)
     return Geometry(angles, (of_prompt[:, None, None, None, None], of_cache[:, None, None, None, None]))
+
+
+def geometry_of_tokens(
+    config: ModelConfig, prefix: Prefix, lengths: jax.Array, width: int, slots: int, *, window: int | None
+) -> Geometry:
+    """Of the next tokens of each completion, each behind its own.
+
+    Args:
+      config: for the rotations.
+      prefix: the prompts.
+      lengths: int32 `[N, G]`, tokens of each completion before them.
+      width: W, tokens of each completion.
+      slots: C, tokens that the cache has room for.
+      window: tokens that a token attends to, itself included; None for all.
+
+    Returns:
+      `Geometry` with two masks.
+    """
+    number = lengths[..., None] + jnp.arange(width)  # [N, G, W]
+    position = number + prefix.length[:, None, None]
+    of_prompt = prefix.mask[:, None, None] & _near(
+        position[..., None], prompt_positions(prefix.mask)[:, None, None], window
+    )
+    of_prompt = jnp.broadcast_to(of_prompt, (*number.shape, prefix.mask.shape[-1]))
+    own = jnp.arange(slots)
+    of_cache = (own <= number[..., None]) & _near(number[..., None], own, window)
+    angles = rotary_angles(position.reshape(position.shape[0], -1), config)
+    return Geometry(angles, (of_prompt[:, None, :, None], of_cache[:, None, :, None]))
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:

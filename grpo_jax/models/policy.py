@@ -1,4 +1,4 @@
-"""What sampling and training need of a model: four pure functions, and three that it can do without.
+"""What sampling and training need of a model: four pure functions, and five that it can do without.
 
 Anything that provides them can be trained: the decoder here, an nnx model through
 split and merge, a fake in a test. Letters as in `transformer`.
@@ -28,6 +28,7 @@ from grpo_jax.models.geometry import (
     geometry_of_packed_groups,
     geometry_of_step,
     geometry_of_texts,
+    geometry_of_tokens,
     positions_in_texts,
     prompt_positions,
 )
@@ -67,6 +68,10 @@ class Policy(NamedTuple):
     select: Callable[[Any, jax.Array], Any] | None = None
     # (cache, slots) -> cache with room for so many tokens of each completion. None: it has room for all from the start
     widen: Callable[[Any, int], Any] | None = None
+    # params -> append, for a program that goes on with the cache of another one:
+    # append(cache, ids [N, G, W], lengths [N, G]) -> (hidden [N, G, W, D], cache) takes W tokens of each completion
+    # behind its first `lengths`, and drops those that the cache has no room for. None: completions have one turn
+    decoder: Callable[[Params], Callable[..., Any]] | None = None
 
 
 def _has_flash_attention(config: ModelConfig) -> bool:
@@ -95,7 +100,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
     if config.attention == "auto":
         config = replace(config, attention="cudnn" if _has_flash_attention(config) else "shared")
-    model = Transformer(config)
+    model, one_by_one = Transformer(config), Transformer(config, scan_layers=False)
 
     window = config.sliding_window
     differs = config.sliding_layers is not None  # between layers
@@ -136,11 +141,14 @@ def decoder_policy(config: ModelConfig) -> Policy:
         first = jnp.broadcast_to(of_prompt[:, None, -1:], (n, group_size, 1, states.shape[-1]))
         return jnp.concatenate([first, rest.reshape(n, group_size, size - 1, -1)], axis=2)
 
+    def layout(params: Params) -> dict[str, Any]:
+        """As decode steps read parameters: laid out once in a program, and not in every turn of its loops."""
+        return {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in variables(params).items()}
+
     def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):
         last, stacked = run_prompts(params, prompt_ids, prompt_mask)
-        # Laid out here, once, and not in every turn of the decode loop.
         layers = range(config.num_hidden_layers)
-        separate = {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in variables(params).items()}
+        separate = layout(params)
         prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
         prefix = Prefix(prompts, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
         rows = [prompt_ids.shape[0], config.num_key_value_heads * group_size]
@@ -148,15 +156,26 @@ def decoder_policy(config: ModelConfig) -> Policy:
         values = jnp.zeros((*rows, max(max_tokens - 1, 1), config.head_dim), config.dtype)
         values = spread(values, BATCH, TENSOR)
         cache = prefix, tuple(KeyValues(keys_for_decoding(values), values) for _ in layers)
-        decoder = Transformer(config, scan_layers=False)
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array):
             prefix, own = cache
             seen = both(geometry_of_step, prefix, ids.shape[1], own[0].values.shape[-2], step)
-            hidden, own = decoder.apply(separate, ids, *seen, past=(prefix, Cache(own, step)))
+            hidden, own = one_by_one.apply(separate, ids, *seen, past=(prefix, Cache(own, step)))
             return hidden, (prefix, own)
 
         return last, decode, cache
+
+    def decoder(params: Params):
+        separate = layout(params)
+
+        def append(cache: Any, ids: jax.Array, lengths: jax.Array):
+            (prefix, own), (n, group_size, width) = cache, ids.shape
+            seen = both(geometry_of_tokens, prefix, lengths, width, own[0].values.shape[-2])
+            past = prefix, Cache(own, lengths)
+            hidden, own = one_by_one.apply(separate, ids.reshape(n, -1), *seen, past=past)
+            return hidden.reshape(n, group_size, width, -1), (prefix, own)
+
+        return append
 
     def packed(params: Params, ids: jax.Array, texts: jax.Array) -> jax.Array:
         states, _ = model.apply(variables(params), ids, *both(geometry_of_texts, positions_in_texts(texts), texts))
@@ -180,4 +199,4 @@ def decoder_policy(config: ModelConfig) -> Policy:
         prefix, own = cache
         return prefix, widen(own, slots)
 
-    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select, wider)
+    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select, wider, decoder)

@@ -90,10 +90,10 @@ class Transformer(nn.Module):
     def __call__(
         self, ids: jax.Array, near: Geometry, far: Geometry, past: tuple[Prefix, Cache] | None = None
     ) -> tuple[jax.Array, Any]:
-        """Hidden states of prompts alone, of groups, or with `past` of one more token of each completion.
+        """Hidden states of prompts alone, of groups, or with `past` of the next tokens of each completion.
 
         Args:
-          ids: int `[N, M]`: prompts `[N, P]`; groups, prompt and completions in a row; or one token each, `[N, G]`.
+          ids: int `[N, M]`: prompts `[N, P]`; groups, prompt and completions in a row; or W tokens each, `[N, G·W]`.
           near: what tokens see in layers with a sliding window.
           far: what they see in the others; the same object where all layers are alike.
           past: the prompts, and where to write the keys and values of `ids` and what else to attend to.

@@ -7,34 +7,25 @@ A grader is a reward like any other, one that always answers: what its function 
 and counted.
 """
 
-import contextlib
-import json
 import math
-import os
-import pickle
-import selectors
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 from grpo_jax.data.types import Completion, Example, Number
-from grpo_jax.errors import UsageError
-from grpo_jax.rewards.worker import HEADER, MESSAGE_CHARACTERS
+from grpo_jax.rewards.processes import Answers, Processes, Unanswered
 
 # Why completions have no reward.
 REASONS = ("timeout", "raised", "died", "nan", "not numbers", "wrong length", "budget")
-_ROOT = Path(__file__).resolve().parents[2]  # where the package lies
-_READ_BYTES = 2**16
+
+
+def _understood(value: Any) -> Number | Unanswered:
+    if value is None:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else Unanswered("nan", f"the function returned {number}")
+
+
+_NUMBERS = Answers("reward", _understood, 64)
 
 
 class Grader:
@@ -80,38 +71,21 @@ class Grader:
         Raises:
           UsageError: an impossible argument, or the function cannot be loaded.
         """
-        for name, value in (("deadline", deadline), ("budget", budget), ("start_deadline", start_deadline)):
-            if not 0 < value < math.inf:
-                raise UsageError(f"{name} is {value}: it must be a positive number of seconds")
-        numbers = {"chunk": chunk, "group_size": group_size, "workers": workers, "memory_mb": memory_mb}
-        for name, number in numbers.items():
-            if number is not None and number != "prompt" and (isinstance(number, str) or number < 1):
-                raise UsageError(f"{name} is {number}: it must be at least 1")
-        self._lock = threading.Lock()
-        self.source = ""
         self.counts = dict.fromkeys(REASONS, 0)
         self.messages: dict[str, str] = {}
-        self._name, self._deadline, self._budget, self._chunk = reward, deadline, budget, chunk
-        self._group_size = group_size
-        self._start_deadline = start_deadline
-        setup = {
-            "spec": reward,
-            "arguments": None if arguments is None else dict(arguments),
-            "path": sys.path,
-            "folder": os.getcwd(),
-            "memory_mb": memory_mb,
-        }
-        self._setup = _packed(setup, f"the arguments of the reward {reward!r}")
-        self._selector = selectors.DefaultSelector()
-        self._workers: list[_Worker] = []
-        self._close = weakref.finalize(self, _close, self._workers, self._selector, os.getpid())
-        try:
-            for _ in range(1 if chunk is None else workers or min(4, os.cpu_count() or 1)):
-                self._start()
-            self._wait_for_the_first()
-        except BaseException:
-            self.close()
-            raise
+        self._processes = Processes(
+            _NUMBERS,
+            reward,
+            arguments=arguments,
+            deadline=deadline,
+            budget=budget,
+            chunk=chunk,
+            group_size=group_size,
+            workers=workers,
+            memory_mb=memory_mb,
+            start_deadline=start_deadline,
+        )
+        self.source = self._processes.source
 
     def __call__(self, examples: Sequence[Example], completions: Sequence[Completion]) -> list[Number]:
         """Rewards of B completions, each finite or None.
@@ -119,314 +93,21 @@ class Grader:
         Raises:
           UsageError: the examples cannot be sent to another process, or the grader is closed.
         """
-        if not self._close.alive:
-            raise UsageError(f"the grader of {self._name!r} is closed")
-        if len(examples) != len(completions):
-            raise UsageError(f"{len(examples)} examples and {len(completions)} completions: give one for each")
-        with self._lock:
-            return self._grade(examples, completions)
+        return [self._counted(answer) for answer in self._processes.ask(examples, completions)]
+
+    def _counted(self, answer: Any) -> Number:
+        if not isinstance(answer, Unanswered):
+            return answer
+        self.counts[answer.reason] += 1
+        self.messages[answer.reason] = answer.message
+        return None
 
     def close(self) -> None:
         """Kills the processes."""
-        self._close()
+        self._processes.close()
 
     def __enter__(self) -> "Grader":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # ---- answers
-
-    def _grade(self, examples: Sequence[Example], completions: Sequence[Completion]) -> list[Number]:
-        answers: list[Number] = [None] * len(completions)
-        waiting = deque(self._chunks(examples))
-        ends = time.monotonic() + self._budget
-        self._replace_the_dead()
-        try:
-            while (waiting or any(worker.chunk for worker in self._workers)) and time.monotonic() < ends:
-                for worker in self._workers:
-                    if waiting and worker.ready and worker.chunk is None:
-                        chunk = waiting.popleft()
-                        worker.ask(chunk, examples, completions, self._deadline_of(chunk), self._selector)
-                for worker, answer in self._listen(ends):
-                    self._take(worker, answer, answers, waiting)
-        finally:  # also when it is interrupted: no answer may be taken for that of a later question
-            for worker in list(self._workers):
-                if worker.chunk is not None:
-                    self._count("budget", worker.chunk, f"{self._budget} s were over: {worker.last_words()}")
-                    self._replace(worker)
-        for chunk in waiting:
-            self._count("budget", chunk, f"{self._budget} s were over before it was its turn")
-        return answers
-
-    def _chunks(self, examples: Sequence[Example]) -> list[range]:
-        """What is asked at once."""
-        count = len(examples)
-        if self._chunk == "prompt":
-            starts = [i for i in range(count) if i == 0 or examples[i] is not examples[i - 1]]
-        else:
-            starts = list(range(0, count, self._chunk or max(1, count)))
-        return [range(start, end) for start, end in pairwise([*starts, count])] if count else []
-
-    def _deadline_of(self, chunk: range) -> float:
-        return self._deadline * (max(1.0, len(chunk) / self._group_size) if self._chunk == "prompt" else 1.0)
-
-    def _take(self, worker: "_Worker", answer: dict[str, Any], answers: list[Number], waiting: deque[range]) -> None:
-        """Writes what a worker said into `answers`, or counts why it did not."""
-        if answer.get("ready"):
-            worker.ready, worker.until = True, math.inf
-            return
-        chunk = range(0) if worker.chunk is None else worker.chunk  # it may have died with nothing to do
-        worker.chunk, worker.until = None, math.inf
-        if not worker.ready:  # it did not start again: a chunk pays for it, so that this cannot go on for ever
-            chunk = waiting.popleft() if waiting else range(0)
-            answer = {"reason": "died", "message": answer.get("error") or answer.get("message", ""), "kill": True}
-        if "values" in answer:
-            for index, value in zip(chunk, answer["values"], strict=True):
-                if value is None or math.isfinite(value):
-                    answers[index] = value
-                else:
-                    self._count("nan", range(index, index + 1), f"the function returned {value}")
-        else:
-            self._count(answer["reason"], chunk, answer["message"])
-        if answer.get("kill"):
-            self._replace(worker)
-
-    def _count(self, reason: str, chunk: range, message: str) -> None:
-        if chunk:
-            self.counts[reason] += len(chunk)
-            self.messages[reason] = message
-
-    # ---- processes
-
-    def _start(self) -> None:
-        parent, child = socket.socketpair()
-        command = [sys.executable, "-m", "grpo_jax.rewards.worker", str(child.fileno()), str(os.getpid())]
-        with child:
-            process = subprocess.Popen(
-                command,
-                cwd=_ROOT,
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerator is the trainer's
-                stdin=subprocess.PIPE,  # it closes when this process ends
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=(child.fileno(),),
-                start_new_session=True,  # with all its children one group, to be killed at once
-            )
-            worker = _Worker(process, parent, until=time.monotonic() + self._start_deadline)
-        self._workers.append(worker)
-        _living.add(worker)
-        parent.setblocking(False)
-        os.set_blocking(worker.stderr_fd, False)
-        self._selector.register(parent, selectors.EVENT_READ, (worker, worker.receive))
-        self._selector.register(worker.stderr_fd, selectors.EVENT_READ, (worker, worker.drain))
-        worker.send(self._setup, self._selector)
-
-    def _wait_for_the_first(self) -> None:
-        while not any(worker.ready for worker in self._workers):
-            for worker, answer in self._listen(math.inf):
-                if not answer.get("ready"):
-                    said = answer.get("error") or f"the reward {self._name!r} cannot be loaded: {answer['message']}"
-                    raise UsageError(" ".join(said.split()))
-                worker.ready, worker.until, self.source = True, math.inf, str(answer.get("source", ""))
-
-    def _listen(self, ends: float) -> list[tuple["_Worker", dict[str, Any]]]:
-        """What the workers say until `ends`, the next deadline, or the first word; silence is an answer too."""
-        until = min([ends, *(worker.until for worker in self._workers)])
-        events = self._selector.select(None if until == math.inf else max(0.0, until - time.monotonic()))
-        answers = []
-        for key, mask in events:
-            worker, read = key.data
-            if mask & selectors.EVENT_WRITE:
-                worker.write(self._selector)
-            if mask & selectors.EVENT_READ and (answer := read(self._selector)) is not None:
-                answers.append((worker, answer))
-        answered = {id(worker) for worker, _ in answers}
-        for worker in self._workers:
-            if worker.until <= time.monotonic() and id(worker) not in answered:
-                doing = "no answer" if worker.ready else "not loaded"
-                message = f"{doing} within its deadline; {worker.last_words()}"
-                answers.append((worker, {"reason": "timeout", "message": message, "kill": True}))
-        return answers
-
-    def _replace(self, worker: "_Worker") -> None:
-        worker.kill(self._selector)
-        self._workers.remove(worker)
-        self._start()
-
-    def _replace_the_dead(self) -> None:
-        """Starts workers again that ended since the last call, such as for want of memory."""
-        for worker in list(self._workers):
-            if not worker.ready:  # nobody listened to it since it was started
-                worker.until = time.monotonic() + self._start_deadline
-            elif worker.receive(self._selector) is not None:
-                self._replace(worker)
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class _Worker:
-    """A child process, what it is doing, and what is on its way to and from it."""
-
-    process: subprocess.Popen
-    connection: socket.socket
-    until: float  # when it is killed if it has not answered
-    ready: bool = False  # the function is loaded
-    chunk: range | None = None  # what it is grading
-    outgoing: memoryview = field(default_factory=lambda: memoryview(b""))
-    incoming: bytearray = field(default_factory=bytearray)
-    stderr: bytes = b""  # its end
-
-    @property
-    def stderr_fd(self) -> int:
-        assert self.process.stderr is not None
-        return self.process.stderr.fileno()
-
-    def ask(self, chunk: range, examples: Sequence, completions: Sequence, deadline: float, selector: Any) -> None:
-        """Sends a chunk."""
-        part = slice(chunk.start, chunk.stop)
-        arguments = list(examples[part]), list(completions[part]), deadline
-        request = _packed(arguments, "examples, for a reward in another process,")
-        self.chunk, self.until = chunk, time.monotonic() + deadline
-        self.send(request, selector)
-
-    def send(self, message: bytes, selector: Any) -> None:
-        self.outgoing = memoryview(message)
-        self.write(selector)
-
-    def write(self, selector: Any) -> None:
-        """Sends as much as it takes now, and the rest when it takes more."""
-        try:
-            while self.outgoing:
-                self.outgoing = self.outgoing[self.connection.send(self.outgoing) :]
-        except BlockingIOError:
-            pass
-        except OSError:  # it ended: reading will tell
-            self.outgoing = memoryview(b"")
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.outgoing else 0)
-        selector.modify(self.connection, events, selector.get_key(self.connection).data)
-
-    def receive(self, selector: Any) -> dict[str, Any] | None:
-        """An answer, if it is complete; its death is one."""
-        limit = 2**16 + 64 * len(self.chunk or ())  # no list of numbers needs more
-        try:
-            data = self.connection.recv(_READ_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError:
-            data = b""
-        if not data:
-            return {"reason": "died", "message": self._epitaph(selector), "kill": True}
-        self.incoming += data
-        if len(self.incoming) < HEADER.size:
-            return None
-        (length,) = HEADER.unpack_from(self.incoming)
-        if length > limit:
-            return {"reason": "died", "message": "the worker sent nonsense", "kill": True}
-        if len(self.incoming) < HEADER.size + length:
-            return None
-        answer, self.incoming = bytes(self.incoming[HEADER.size :]), bytearray()
-        try:
-            return _understood(json.loads(answer), len(self.chunk or ()))
-        except (ValueError, TypeError, KeyError):
-            return {"reason": "died", "message": "the worker sent nonsense", "kill": True}
-
-    def drain(self, selector: Any) -> None:
-        """Reads stderr and forgets all but the end."""
-        try:
-            data = os.read(self.stderr_fd, _READ_BYTES)
-        except BlockingIOError:
-            return
-        self.stderr = (self.stderr + data)[-4 * MESSAGE_CHARACTERS :]
-        if not data and self.stderr_fd in selector.get_map():  # it closed it
-            selector.unregister(self.stderr_fd)
-
-    def last_words(self) -> str:
-        """The end of its stderr."""
-        text = self.stderr.decode(errors="replace")[-MESSAGE_CHARACTERS:]
-        return f"the end of its stderr: {text}" if text else "it wrote nothing to stderr"
-
-    def _epitaph(self, selector: Any) -> str:
-        """How it ended, for it has."""
-        self._reap(patience=1.0)
-        self.drain(selector)
-        code = self.process.returncode
-        how = f"by a signal ({signal.strsignal(-code)})" if code < 0 else f"with exit status {code}"
-        return f"the process ended {how}; {self.last_words()}"
-
-    def _reap(self, patience: float = 0.0) -> None:
-        """Kills the group, after `patience` seconds to end by itself."""
-        if self.process.returncode is not None:
-            return
-        ends = time.monotonic() + patience
-        # Not by poll(), after which the number of its group may be another's.
-        while not _has_ended(self.process.pid) and time.monotonic() < ends:
-            time.sleep(0.001)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses where only the dead are left
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def kill(self, selector: Any) -> None:
-        """Ends the process and its children, and closes all that led to it."""
-        self._reap()
-        for file in (self.connection, self.stderr_fd):
-            if file in selector.get_map():
-                selector.unregister(file)
-        self.connection.close()
-        for pipe in (self.process.stdin, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
-
-
-def _close(workers: list[_Worker], selector: Any, owner: int) -> None:
-    if os.getpid() != owner:  # a fork's copy of a grader
-        return
-    for worker in workers:
-        worker.kill(selector)
-    workers.clear()
-    selector.close()
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a child has ended, without taking note of it."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except (AttributeError, ChildProcessError):  # macOS has no waitid; or somebody else took note
-        return True
-
-
-def _packed(value: Any, what: str) -> bytes:
-    """A message to a worker."""
-    try:
-        data = pickle.dumps(value)
-    except Exception as error:  # whatever an object's own pickling raises
-        raise UsageError(f"{what} must be picklable: {type(error).__name__}: {error}") from error
-    return HEADER.pack(len(data)) + data
-
-
-def _understood(answer: Any, count: int) -> dict[str, Any]:
-    """An answer in the form that it must have.
-
-    Raises:
-      ValueError, TypeError or KeyError: it has not.
-    """
-    if "values" not in answer:
-        return (
-            answer if "ready" in answer or "error" in answer else {name: answer[name] for name in ("reason", "message")}
-        )
-    if len(answer["values"]) != count:
-        raise ValueError("a reward is missing")
-    return {"values": [None if value is None else float(value) for value in answer["values"]]}
-
-
-_living: weakref.WeakSet[_Worker] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """Closes a fork's copies of the pipes that must close when this process ends."""
-    for worker in _living:
-        assert worker.process.stdin is not None
-        worker.process.stdin.close()
-
-
-os.register_at_fork(after_in_child=_let_go)

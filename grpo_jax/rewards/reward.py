@@ -85,7 +85,7 @@ def ungraded_messages(rewards: Reward | Rewards) -> dict[str, str]:
     return {
         f"ungraded_{name}_{reason.replace(' ', '_')}": (
             f"the reward {name} gave {grader.counts[reason]} completions no number ({reason}), so it is left out of "
-            f"theirs: {_place_and_reason(message)}"
+            f"theirs: {place_and_reason(message)}"
         )
         for name, grader in graders(rewards).items()
         for reason, message in list(grader.messages.items())
@@ -97,7 +97,7 @@ _ERROR = re.compile(r"[\s|]*[A-Za-z_][\w.]*(Error|Exception|Failure|Timeout|Inte
 _OURS = str(Path(__file__).parent)
 
 
-def _place_and_reason(message: str) -> str:
+def place_and_reason(message: str) -> str:
     """Of a traceback, or of the stack of a process that hung, the user's own line and the last words."""
     frames = [found for found in _FRAME.finditer(message) if not found["file"].startswith((_OURS, "<frozen"))]
     # A traceback ends with the innermost frame, a stack of faulthandler begins with it.

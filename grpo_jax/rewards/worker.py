@@ -1,4 +1,4 @@
-"""The child process of grading.py: loads a reward function, then answers requests until it is killed.
+"""The child process of processes.py: loads a function, then answers requests until it is killed.
 
 Requests come as a length and a pickle, answers go back as a length and JSON: what the function returns is
 never unpickled by the parent.
@@ -23,12 +23,13 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_jax.data import digests
+from grpo_jax.data.episodes import ReplyFn, asked
 from grpo_jax.data.types import Reward
 from grpo_jax.errors import UsageError
 
@@ -36,6 +37,21 @@ HEADER = struct.Struct(">Q")  # the length of what follows
 MESSAGE_CHARACTERS = 2000
 _LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
 STDERR = 2
+
+
+class Kind(NamedTuple):
+    """A kind of functions that are called in child processes."""
+
+    name: str
+    asked: str  # what it is asked about, beside examples
+    takes: tuple[str, ...]  # what a function takes by place
+
+
+KINDS = {
+    "reward": Kind("reward", "completions", ("examples", "completions")),
+    "tool": Kind("tool", "calls", ()),
+    "environment": Kind("environment", "transcripts", ("example", "transcript", "key")),
+}
 
 _is_worker = False
 
@@ -46,16 +62,22 @@ def is_worker() -> bool:
 
 
 def load_reward(spec: str, arguments: Mapping[str, Any] | None = None) -> Reward:
+    """The reward function that a text names, as `load` finds it."""
+    return load(KINDS["reward"], spec, arguments)
+
+
+def load(kind: Kind, spec: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """The function that a text names.
 
     Args:
+      kind: of the function; below the words are those of a reward.
       spec: "package.module:function" or "path/to/file.py:function".
       arguments: keywords; None: the function is the reward as it is. A function that can be called with them alone
         makes the reward, as the built-in ones do: what it returns is the reward. One that needs two things before
         them, (examples, completions, *, x), is the reward with these keywords.
 
     Returns:
-      The reward function.
+      The function.
 
     Raises:
       UsageError: there is no such module or function, it cannot be imported, it is no function, or it does not take
@@ -63,60 +85,61 @@ def load_reward(spec: str, arguments: Mapping[str, Any] | None = None) -> Reward
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        raise UsageError(f"the reward {spec!r} must be module:function or path/to/file.py:function")
-    module = _import(place, spec)
+        raise UsageError(f"the {kind.name} {spec!r} must be module:function or path/to/file.py:function")
+    module = _import(kind, place, spec)
     try:
         found = getattr(module, name)
     except AttributeError:
-        raise UsageError(f"the reward {spec!r} cannot be loaded: {place} has no {name!r}") from None
+        raise UsageError(f"the {kind.name} {spec!r} cannot be loaded: {place} has no {name!r}") from None
     if not callable(found):
-        raise UsageError(f"the reward {spec!r} is no function but of type {type(found).__name__}")
+        raise UsageError(f"the {kind.name} {spec!r} is no function but of type {type(found).__name__}")
     if arguments is None:
         return found
-    if _is_reward_itself(found, arguments):
+    if _is_itself(kind, found, arguments):
         return partial(found, **arguments)
+    taken = ", ".join(kind.takes)
     try:
-        reward = found(**arguments)
+        made = found(**arguments)
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(
-            f"the reward {spec!r} refuses its arguments ({', '.join(arguments) or 'none'}): expected a function of "
-            f"(examples, completions, *, further keywords), or one of these keywords that returns a function of "
-            f"(examples, completions); {_one_line(error)}"
+            f"the {kind.name} {spec!r} refuses its arguments ({', '.join(arguments) or 'none'}): expected a function "
+            f"of ({taken}, *, further keywords), or one of these keywords that returns a function of ({taken}); "
+            f"{_one_line(error)}"
         ) from error
-    if not callable(reward):
+    if not callable(made):
         raise UsageError(
-            f"{spec!r} must return a reward function, but returned {type(reward).__name__}: called with keywords "
-            "alone, it has to return a function of (examples, completions)"
+            f"{spec!r} must return the {kind.name}, but returned {type(made).__name__}: called with keywords "
+            f"alone, it has to return a function of ({taken})"
         )
-    return reward
+    return made
 
 
-def _is_reward_itself(function: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether it needs two things beside these keywords: examples and completions."""
+def _is_itself(kind: Kind, function: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether it needs beside these keywords what a function of its kind takes, such as examples and completions."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions in C have none
         return False
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    first = list(signature.parameters.values())[:2]
-    if len(first) < 2 or any(x.kind not in by_place or x.default is not x.empty for x in first):
+    first = list(signature.parameters.values())[: len(kind.takes)]
+    if len(first) < len(kind.takes) or any(x.kind not in by_place or x.default is not x.empty for x in first):
         return False
     try:
-        signature.bind(None, None, **arguments)
+        signature.bind(*kind.takes, **arguments)
     except TypeError:
         return False
     return True
 
 
-def _import(place: str, spec: str) -> Any:
+def _import(kind: Kind, place: str, spec: str) -> Any:
     try:
         if not place.endswith(".py"):
             return importlib.import_module(place)
         path = Path(place).resolve()
         if not path.is_file():
-            raise UsageError(f"the reward {spec!r} cannot be loaded: there is no file {path}")
+            raise UsageError(f"the {kind.name} {spec!r} cannot be loaded: there is no file {path}")
         sys.path.insert(0, str(path.parent))  # for what lies beside it
         name = _name_of_file(place)
         loader = importlib.util.spec_from_file_location(name, path)
@@ -128,7 +151,7 @@ def _import(place: str, spec: str) -> Any:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:  # whatever the module's own lines raise
-        raise UsageError(f"the reward {spec!r} cannot be loaded: {_one_line(error)}") from error
+        raise UsageError(f"the {kind.name} {spec!r} cannot be loaded: {_one_line(error)}") from error
 
 
 def _digest_of_source(spec: str) -> str:
@@ -163,7 +186,7 @@ def main() -> None:
     os.chdir(setup["folder"])
     sys.path[:] = setup["path"]
     try:
-        reward = load_reward(setup["spec"], setup["arguments"])
+        function = load(KINDS[setup["kind"]], setup["spec"], setup["arguments"])
     except UsageError as error:
         _send(connection, {"error": str(error)})
         return
@@ -172,25 +195,37 @@ def main() -> None:
     _send(connection, {"ready": True, "source": _digest_of_source(setup["spec"])})
     with asyncio.Runner() as runner:  # one loop for all calls: clients of a service belong to theirs
         while True:
-            _send(connection, _answer(reward, _receive(connection), runner))
+            _send(connection, _answer(_ANSWERS[setup["kind"]], function, _receive(connection), runner))
 
 
-def _answer(reward: Reward, request: bytes, runner: asyncio.Runner) -> dict[str, Any]:
+def _answer(call: Callable[..., Any], function: Any, request: bytes, runner: asyncio.Runner) -> dict[str, Any]:
     """What the function makes of a request: {"values": ...}, or {"reason": ..., "message": ...}."""
     try:
-        examples, completions, deadline = pickle.loads(request)
+        examples, questions, deadline = pickle.loads(request)
         # Shortly before it is killed, a function that hangs says on stderr where it is.
         faulthandler.dump_traceback_later(0.9 * deadline, file=STDERR)
-        answer = reward(examples, completions)
-        if inspect.isawaitable(answer):
-            answer = runner.run(_wait(answer))
-        return _checked(answer, len(completions))
+        return call(function, examples, questions, runner)
     except SystemExit as error:
         return {"reason": "died", "message": f"the function called sys.exit({error.code!r})"[:MESSAGE_CHARACTERS]}
     except BaseException:
         return {"reason": "raised", "message": traceback.format_exc(limit=-20)[-MESSAGE_CHARACTERS:]}
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _rewards(reward: Reward, examples: Any, completions: Any, runner: asyncio.Runner) -> dict[str, Any]:
+    answer = reward(examples, completions)
+    if inspect.isawaitable(answer):
+        answer = runner.run(_wait(answer))
+    return _checked(answer, len(completions))
+
+
+def _replies(reply: ReplyFn, examples: Any, questions: Any, runner: asyncio.Runner) -> dict[str, Any]:
+    episodes = [(example, *question) for example, question in zip(examples, questions, strict=True)]
+    return {"values": [found._asdict() for found in asked(reply, episodes, runner.run)]}
+
+
+_ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {"reward": _rewards, "environment": _replies}
 
 
 async def _wait(answer):

@@ -1,11 +1,14 @@
 """Sampling of groups: the prompt once, then one token of every completion at a time.
 
+Where an environment answers, a completion is an episode of several turns: `begin_episodes` samples the first turn, and
+`continue_episodes` appends what the environment said and samples the next one. The host asks the environment in
+between. The cache stays on the device, and nothing is encoded or computed twice.
+
 Letters: N prompts, G completions of each, T completion tokens, P prompt tokens,
 V vocabulary, R = N·G rows.
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +31,23 @@ class Completions(NamedTuple):
     sampler_logprobs: jax.Array  # [N, G, T], of the softmax after temperature: what a scorer computes
     truncated_logprobs: jax.Array | None  # [N, G, T], after top-k, top-p and min-p too; None without them
     truncated: jax.Array  # bool [N, G], no token ended the row within T
+    # ---- of episodes; None where no environment answers
+    turn: Any = None  # int32 [N, G, T], the turn of a token, from 1, or that it answers; 0 after the end
+    turn_rewards: Any = None  # float32 [N, G, K] of NumPy, what the environment gave for each turn; NaN for nothing
+    ending: Any = None  # int8 [N, G] of NumPy, why the episode ended: a place in `data.episodes.ENDINGS`
+
+    @property
+    def attention_mask(self) -> jax.Array:
+        """bool `[N, G, T]`, all tokens that there are: the policy's own and those of the environment."""
+        return self.completion_mask if self.turn is None else self.turn > 0
+
+
+class Episodes(NamedTuple):
+    """Completions whose turn has ended, and what it takes to go on with them."""
+
+    cache: Any
+    rows: "_Rows"
+    lengths: jax.Array  # int32 [N, G], tokens of each
 
 
 def sample_groups(
@@ -68,37 +88,151 @@ def sample_groups(
     Returns:
       `Completions`.
     """
-    shape = rows.shape
-    given = _Rows(
-        jnp.zeros(shape, jnp.int32),
-        _noise(key, rows, max_tokens),
-        jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), shape),
-        jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape), truncation or Truncation()),
-        _nothing(shape, max_tokens, pad_id, truncation),
-    )
-    given = spread(given, BATCH)
+    given = _given(rows, key, max_tokens, temperature, truncation, pad_id)
     rooms = _rooms(max_tokens) if policy.widen else (max_tokens,)
-    hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], rooms[0])
-    unembedding = policy.unembedding(params)
-    unembedding = spread(unembedding, *unembedding_axes(unembedding.shape[0]))
-
-    def add(rows: _Rows, hidden: jax.Array, step: jax.Array) -> _Rows:
-        return _add_token(rows, _logits(hidden, unembedding), step, eos_ids)
-
-    def extend(carry):
-        step, cache, rows = carry
-        hidden, cache = decode(cache, rows.ids, step - 1)
-        return step + 1, cache, add(rows, hidden, step)
-
-    first = add(given, jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))
-    begun = jnp.int32(1), cache, first
+    extend, begun = _begun(policy, params, prompt_ids, prompt_mask, given, rooms[0], eos_ids)
     for room, wider in itertools.pairwise(rooms):
         step, cache, begun_rows = jax.lax.while_loop(partial(_continues, max_tokens=room), extend, begun)
         assert policy.widen
         begun = step, policy.widen(cache, wider - 1), begun_rows
     # On a mesh those that are left would not be shared out evenly.
-    widths = _widths(math.prod(shape), max_tokens) if policy.select and mesh_sizes() is None else ()
+    widths = _widths(rows.size, max_tokens) if policy.select and mesh_sizes() is None else ()
     return _decode_all(extend, policy.select, begun, max_tokens, widths)
+
+
+def begin_episodes(
+    policy: Policy,
+    params: Params,
+    prompt_ids: jax.Array,
+    prompt_mask: jax.Array,
+    rows: jax.Array,
+    key: jax.Array,
+    *,
+    max_tokens: int,
+    environment_tokens: int,
+    eos_ids: tuple[int, ...],
+    temperature: jax.Array | float = 1.0,
+    truncation: Truncation | None = None,
+    pad_id: int = 0,
+) -> Episodes:
+    """Samples the first turn of G episodes of each of N prompts: the tokens and numbers of `sample_groups`.
+
+    Args:
+      policy, params, prompt_ids, prompt_mask, rows, key, temperature, truncation, pad_id: as in `sample_groups`.
+      max_tokens: of the policy, in all turns of an episode.
+      environment_tokens: of the environment, in all replies of an episode. T is the sum of both.
+      eos_ids: any of these ends a turn, and belongs to it.
+
+    Returns:
+      `Episodes` after one turn.
+    """
+    size = max_tokens + environment_tokens
+    given = _given(rows, key, size, temperature, truncation, pad_id)
+    extend, begun = _begun(policy, params, prompt_ids, prompt_mask, given, size, eos_ids)
+    _, cache, ended = jax.lax.while_loop(partial(_continues, max_tokens=max_tokens), extend, begun)
+    out = ended.out._replace(turn=ended.out.completion_mask.astype(jnp.int32))
+    return Episodes(cache, ended._replace(out=out), jnp.sum(out.completion_mask, axis=-1, dtype=jnp.int32))
+
+
+# Tokens of the environment are computed so many at a time, of all completions.
+_CHUNK = 32
+
+
+def continue_episodes(
+    policy: Policy,
+    params: Params,
+    episodes: Episodes,
+    replies: jax.Array,
+    counts: jax.Array,
+    goes_on: jax.Array,
+    *,
+    max_tokens: int,
+    eos_ids: tuple[int, ...],
+) -> Episodes:
+    """Appends what the environment said, and samples the next turn of the episodes that go on.
+
+    The others wait. Noise depends on the place of a token in its own row, so the turns of others change no token.
+
+    Args:
+      policy, params, max_tokens, eos_ids: as in `begin_episodes`.
+      episodes: after the turn before; donated by callers that compile this.
+      replies: int32 `[N, G, R]`, in `[..., :counts]`.
+      counts: int32 `[N, G]`, at most R, and what environment_tokens leave; 0 where there is no reply.
+      goes_on: bool `[N, G]`; where false nothing changes but that the reply is appended.
+
+    Returns:
+      The episodes after one more turn.
+    """
+    assert policy.decoder
+    append, unembedding = policy.decoder(params), _unembedding(policy, params)
+    rows, lengths = _with_replies(episodes, replies, counts, goes_on)
+    number = jnp.max(rows.out.turn, axis=-1) + 1
+
+    def add(rows: _Rows, hidden: jax.Array, lengths: jax.Array) -> tuple[_Rows, jax.Array]:
+        """One more token of those whose turn has not ended."""
+        active = _active(rows, max_tokens)
+        added = _add_token(rows, _logits(hidden, unembedding), lengths, eos_ids, active)
+        turn = _put(added.out.turn, lengths, number, active)
+        return added._replace(out=added.out._replace(turn=turn)), lengths + active
+
+    def extend(carry):
+        cache, rows, lengths = carry
+        hidden, cache = append(cache, rows.ids[..., None], lengths - 1)
+        return cache, *add(rows, hidden[:, :, 0], lengths)
+
+    hidden, cache = _computed(append, episodes, rows.out.completion_ids, lengths, min(_CHUNK, replies.shape[-1] + 1))
+    begun = cache, *add(rows, hidden, lengths)
+    return Episodes(*jax.lax.while_loop(lambda carry: jnp.any(_active(carry[1], max_tokens)), extend, begun))
+
+
+def _active(rows: "_Rows", max_tokens: int) -> jax.Array:
+    """Completions that are in their turn, bool `[N, G]`: it has not ended, and there are tokens left for it."""
+    return rows.out.truncated & (jnp.sum(rows.out.completion_mask, axis=-1) < max_tokens)
+
+
+def _with_replies(
+    episodes: Episodes, replies: jax.Array, counts: jax.Array, goes_on: jax.Array
+) -> tuple["_Rows", jax.Array]:
+    """The rows with replies behind them, and in their turn where they go on; the lengths."""
+    rows, lengths = episodes.rows, episodes.lengths + counts
+    out, places = rows.out, jnp.arange(rows.out.completion_ids.shape[-1])
+    within = places - episodes.lengths[..., None]
+    said = jnp.take_along_axis(replies, jnp.clip(within, 0, replies.shape[-1] - 1), axis=-1)
+    is_reply = (within >= 0) & (places < lengths[..., None])
+    out = out._replace(
+        completion_ids=jnp.where(is_reply, said, out.completion_ids),
+        turn=jnp.where(is_reply, jnp.max(out.turn, axis=-1, keepdims=True), out.turn),
+        truncated=jnp.where(goes_on, True, out.truncated),
+    )
+    return rows._replace(out=out), lengths
+
+
+def _computed(
+    append: Callable[..., Any], episodes: Episodes, ids: jax.Array, lengths: jax.Array, width: int
+) -> tuple[jax.Array, Any]:
+    """The hidden state of the last token of each completion `[N, G, D]`, and the cache with all of them but padding.
+
+    The cache lacks the last token of the policy and what was appended behind it. `width` tokens are computed at a time;
+    a completion that has no more of them writes rubbish behind its end, which the tokens that come there replace.
+    """
+
+    def chunk(cache: Any, done: jax.Array) -> tuple[jax.Array, Any]:
+        places = done[..., None] + jnp.arange(width)
+        return append(cache, jnp.take_along_axis(ids, places, axis=-1, mode="clip"), done)
+
+    def more(carry):
+        done, last, cache = carry
+        hidden, cache = chunk(cache, done)
+        place = jnp.clip(lengths - 1 - done, 0, width - 1)[..., None, None]
+        state = jnp.take_along_axis(hidden, place, axis=2)[:, :, 0]
+        has_last = (done < lengths) & (lengths <= done + width)
+        return jnp.minimum(done + width, lengths), jnp.where(has_last[..., None], state, last), cache
+
+    done = episodes.lengths - 1
+    shape = jax.eval_shape(chunk, episodes.cache, done)[0]
+    begun = done, jnp.zeros((*done.shape, shape.shape[-1]), shape.dtype), episodes.cache
+    _, last, cache = jax.lax.while_loop(lambda carry: jnp.any(carry[0] < lengths), more, begun)
+    return last, cache
 
 
 class _Rows(NamedTuple):
@@ -109,6 +243,58 @@ class _Rows(NamedTuple):
     temperature: jax.Array
     limits: Truncation
     out: Completions
+
+
+def _given(
+    rows: jax.Array,
+    key: jax.Array,
+    size: int,
+    temperature: jax.Array | float,
+    truncation: Truncation | None,
+    pad_id: int,
+) -> _Rows:
+    """Completions before the first token, with room for `size`."""
+    shape = rows.shape
+    given = _Rows(
+        jnp.zeros(shape, jnp.int32),
+        _noise(key, rows, size),
+        jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), shape),
+        jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape), truncation or Truncation()),
+        _nothing(shape, size, pad_id, truncation),
+    )
+    return spread(given, BATCH)
+
+
+def _begun(
+    policy: Policy,
+    params: Params,
+    prompt_ids: jax.Array,
+    prompt_mask: jax.Array,
+    given: _Rows,
+    room: int,
+    eos_ids: tuple[int, ...],
+) -> tuple[Callable[[Any], Any], tuple[jax.Array, Any, _Rows]]:
+    """`extend` of (step, cache, rows) by one token, and that after the first one; the cache has room for `room`."""
+    shape = given.ids.shape
+    hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], room)
+    unembedding = _unembedding(policy, params)
+
+    def add(rows: _Rows, hidden: jax.Array, step: jax.Array) -> _Rows:
+        return _add_token(rows, _logits(hidden, unembedding), step, eos_ids, rows.out.truncated)
+
+    def extend(carry):
+        step, cache, rows = carry
+        hidden, cache = decode(cache, rows.ids, step - 1)
+        return step + 1, cache, add(rows, hidden, step)
+
+    first = add(given, jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))
+    return extend, (jnp.int32(1), cache, first)
+
+
+def _unembedding(policy: Policy, params: Params) -> jax.Array:
+    """Of the policy, as logits are computed with it."""
+    unembedding = policy.unembedding(params)
+    return spread(unembedding, *unembedding_axes(unembedding.shape[0]))
 
 
 # Decoding goes on with a quarter of the completions, but with no fewer than 8, and only where texts may be this long:
@@ -182,29 +368,43 @@ def _nothing(shape: tuple[int, ...], max_tokens: int, pad_id: int, limits: Trunc
     return Completions(ids, jnp.zeros(ids.shape, bool), zeros, truncated_logprobs, jnp.ones(shape, bool))
 
 
-def _add_token(rows: _Rows, logits: jax.Array, step: jax.Array, eos_ids: tuple[int, ...]) -> _Rows:
-    """Samples token `step` from logits `[N, G, V]` before temperature. Completions that have ended stay as they are."""
-    running, out = rows.out.truncated, rows.out
+def _add_token(rows: _Rows, logits: jax.Array, step: jax.Array, eos_ids: tuple[int, ...], running: jax.Array) -> _Rows:
+    """Samples token `step`, of all or of each `[N, G]`, from logits `[N, G, V]` before temperature.
+
+    Completions that are not running stay as they are."""
+    out = rows.out
     limited, greedy = out.truncated_logprobs is not None, rows.temperature == 0
     scale = 1.0 / jnp.where(greedy, 1.0, rows.temperature)
     candidates = logits
     if limited:
         logits, scale = logits * scale[..., None], jnp.ones_like(scale)
         candidates = truncate(logits, rows.limits, running.shape)
-    ids, logprob = sample_categorical(candidates, rows.uniforms[:, :, step], scale=scale, greedy=greedy)
+    if step.ndim:
+        uniforms = jnp.take_along_axis(rows.uniforms, step[..., None, None], axis=2, mode="clip")[:, :, 0]
+    else:
+        uniforms = rows.uniforms[:, :, step]
+    ids, logprob = sample_categorical(candidates, uniforms, scale=scale, greedy=greedy)
 
     def put(array, value):
-        return array.at[:, :, step].set(jnp.where(running, value, array[:, :, step]))
+        return _put(array, step, value, running)
 
     ends = jnp.any(ids[..., None] == jnp.asarray(eos_ids, jnp.int32), axis=-1)
-    out = Completions(
-        put(out.completion_ids, ids),
-        put(out.completion_mask, True),
-        put(out.sampler_logprobs, _logprob_of(logits, ids) if limited else logprob),
-        put(out.truncated_logprobs, logprob) if limited else None,
-        running & ~ends,
+    out = out._replace(
+        completion_ids=put(out.completion_ids, ids),
+        completion_mask=put(out.completion_mask, True),
+        sampler_logprobs=put(out.sampler_logprobs, _logprob_of(logits, ids) if limited else logprob),
+        truncated_logprobs=put(out.truncated_logprobs, logprob) if limited else None,
+        truncated=out.truncated & ~(running & ends),
     )
     return rows._replace(ids=ids, out=out)
+
+
+def _put(array: jax.Array, step: jax.Array, value: Any, running: jax.Array) -> jax.Array:
+    """The value `[N, G]` at `step` of `[N, G, T]` where running: one number for all completions, or one of each."""
+    if not step.ndim:
+        return array.at[:, :, step].set(jnp.where(running, value, array[:, :, step]))
+    here = (jnp.arange(array.shape[-1]) == step[..., None]) & running[..., None]
+    return jnp.where(here, jnp.asarray(value)[..., None], array)
 
 
 def _noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:

@@ -33,6 +33,7 @@ def text_task(
     num_heldout: int | None = None,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
+    tools: Sequence[Mapping[str, Any]] | None = None,
     open_ended: bool = False,
     answer: Answer | None = None,
 ) -> Task:
@@ -60,7 +61,7 @@ def text_task(
         same are "held out", which a note says.
       num_heldout: of heldout_rows at most this many; without heldout_rows, this many different prompts instead of a
         share. Always those whose hash is smallest.
-      max_prompt_tokens, overlong: as in `encode_prompts`.
+      max_prompt_tokens, overlong, tools: as in `encode_prompts`.
       open_ended: completions are meant to be cut.
       answer: what completions of a prompt vote on, such as `rewards.builtin.number_vote`; None: there is no vote.
 
@@ -86,6 +87,7 @@ def text_task(
         num_heldout=num_heldout,
         max_prompt_tokens=max_prompt_tokens,
         overlong=overlong,
+        tools=tools,
     )
     size = len(found.training.examples)
     check_num_prompts(num_prompts, size)
@@ -150,6 +152,7 @@ def encode_rows(
     num_heldout: int | None = None,
     max_prompt_tokens: int | None = None,
     overlong: Overlong = "drop",
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> RowsOfTask:
     """Splits rows by their prompts and encodes the prompts. Arguments and errors are those of `text_task`."""
     if num_heldout is not None and num_heldout < 1:
@@ -162,7 +165,7 @@ def encode_rows(
     def encode(chosen: Sequence[_Item]) -> Encoded:
         prompts = [_in_chat(item.prompt, tokenizer, chat, system) for item in chosen]
         return encode_prompts(
-            tokenizer, prompts, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong
+            tokenizer, prompts, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong, tools=tools
         )
 
     def with_columns(encoded: Encoded, chosen: Sequence[_Item], numbers: Iterable[int]) -> EncodedRows:

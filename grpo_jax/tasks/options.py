@@ -1,24 +1,28 @@
 """Which task, as a command line says it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from grpo_jax.data.episodes import Environment, episode_return
 from grpo_jax.data.rows import read_rows
 from grpo_jax.data.text import Overlong
+from grpo_jax.data.turns import reply_encoder
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.rewards.environments import environment_in_processes
 from grpo_jax.rewards.spec import open_rewards, parse_reward
 from grpo_jax.tasks.countdown import countdown_task
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.gsm8k import gsm8k_task
 from grpo_jax.tasks.mathematics import math_rows, math_task
 from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of
 
 # Strict and lenient grading side by side: a model that learns the format alone raises the first only.
 _REWARDS = {
@@ -40,6 +44,13 @@ class TaskOptions:
     """Rewards, each as name=weight*function(argument=value); the function alone is enough. It is file.py:function of
     your own, or exact_answer, gsm8k_answer, math_answer, matches, length, overlong_penalty or repetition. A reward of
     weight 0 is logged and not learned from. Needed for your own rows."""
+    environment: str = ""
+    """What answers each turn of the policy: file.py:make, a function without arguments that returns the environment's
+    own, of (example, transcript, key). Without --reward, its rewards are learned from. It needs --max-turns and
+    --environment-tokens."""
+    tools: str = ""
+    """Functions that the policy may call: file.py:function,function, with type hints and docstrings. It needs a chat
+    template, --max-turns and --environment-tokens."""
     prompt_column: str = "prompt"
     """Column of your own rows with the prompt: text, or a list of chat messages."""
     template: str | None = None
@@ -58,6 +69,13 @@ class TaskOptions:
     """Seconds for all rewards of a kind in a rollout."""
     reward_memory_mb: int | None = None
     """Megabytes that a reward's process may allocate beyond what loading it took; None: no limit."""
+    reply_deadline: float = 10.0
+    """Seconds for a reply of the environment, or for the calls of a turn; the process is killed then, and the episode
+    ends."""
+    reply_budget: float = 60.0
+    """Seconds for the replies of a turn in all episodes of a rollout."""
+    reply_memory_mb: int | None = None
+    """Megabytes that a process of the environment may allocate beyond what loading it took; None: no limit."""
 
 
 @contextmanager
@@ -92,14 +110,19 @@ def open_task(
     texts = check_task_options(options)
     chat = bool(pretrained.tokenizer.chat_template) if options.chat is None else options.chat
     make = _task_maker(options, training)
-    with open_rewards(
+    tools = schemas_of(load_tools(options.tools)) if options.tools else None
+    if tools and not chat:
+        raise UsageError("--tools needs a model with a chat template, which tells it of them, and --chat")
+    graded = open_rewards(
         texts,
         group_size=group_size,
         deadline=options.reward_deadline,
         budget=options.reward_budget,
         memory_mb=options.reward_memory_mb,
-    ) as rewards:
-        yield make(
+    )
+    rewarded = graded if texts else nullcontext(episode_return)
+    with _opened_environment(options, pretrained, chat) as environment, rewarded as rewards:
+        task = make(
             pretrained.tokenizer,
             pretrained.eos_ids,
             reward=rewards,
@@ -111,7 +134,30 @@ def open_task(
             overlong=overlong,
             **({} if options.template is None else {"template": options.template}),
             **({} if options.system is None else {"system": options.system}),
+            **({} if tools is None else {"tools": tools}),
         )
+        yield task._replace(environment=environment)
+
+
+@contextmanager
+def _opened_environment(options: TaskOptions, pretrained: Pretrained, chat: bool) -> Iterator[Environment | None]:
+    """The environment or the tools that the options name, in processes that end with the block; or None."""
+    if not options.environment and not options.tools:
+        yield None
+        return
+    spec, arguments = options.environment, dict[str, str]()
+    roles: tuple[str, ...] = ("user",) if chat else ()
+    if options.tools:
+        spec, arguments, roles = "grpo_jax.tasks.tools:environment_of_tools", {"tools": options.tools}, ("tool", "user")
+    with environment_in_processes(
+        spec,
+        reply_encoder(pretrained.tokenizer, pretrained.eos_ids, roles=roles),
+        arguments=arguments,
+        deadline=options.reply_deadline,
+        budget=options.reply_budget,
+        memory_mb=options.reply_memory_mb,
+    ) as environment:
+        yield environment._replace(measure=count_calls) if options.tools else environment
 
 
 def check_task_options(options: TaskOptions) -> tuple[str, ...]:
@@ -129,8 +175,10 @@ def check_task_options(options: TaskOptions) -> tuple[str, ...]:
         raise UsageError("--data is needed for math: a file or folder with its problems, or an id on the hub")
     if options.prompt_column != "prompt" and not own:
         raise UsageError(f"--prompt-column is for rows of your own, not for {options.task}: leave it out")
-    texts = options.reward or _REWARDS.get(options.task, ())
-    if not texts:
+    if options.environment and options.tools:
+        raise UsageError("--environment and --tools both answer the policy: give one of them")
+    texts = options.reward or (() if options.environment else _REWARDS.get(options.task, ()))
+    if not texts and not options.environment:
         raise UsageError(
             f"--reward is needed for {options.task}: name your function as file.py:function, or exact_answer for rows "
             "with a column answer"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.data import digests
+from grpo_jax.data.episodes import Environment
 from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, rng
 from grpo_jax.rewards.reward import sources
 
@@ -23,6 +24,7 @@ class Task(NamedTuple):
     open_ended: bool = False  # completions are meant to be cut at max_tokens
     notes: tuple[str, ...] = ()  # what a user should know of the prompts, such as how many were dropped
     answer: Answer | None = None  # what completions vote on (maj@n), where it makes sense
+    environment: Environment | None = None  # what answers each turn; None: a completion is its only turn
     rows: str = ""  # digest of all that is trained on; empty where prompts are made of the seed
 
 
@@ -33,6 +35,8 @@ def inputs_of(task: Task) -> dict[str, str]:
         "prompts of the first step": digests.of_prompts(task.prompts(0)),
         "training rows": task.rows,
     }
+    if task.environment and task.environment.source:
+        named |= {"source of the environment": task.environment.source}
     return named | {f"source of reward {name}": digest for name, digest in sources(task.reward).items()}
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.data.episodes import ENDINGS
 from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.reward import graders, ungraded_messages
+from grpo_jax.rewards.reward import graders, place_and_reason, ungraded_messages
 from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
@@ -115,6 +116,30 @@ def check_not_all_raised(rollout: Outcomes, rewards: Reward | Rewards) -> None:
     raised = {name: message for name, message in ungraded_messages(rewards).items() if name.endswith("_raised")}
     if raised and not rollout.applicable.any():
         raise UsageError(f"no completion of the first rollout has a reward: {next(iter(raised.values()))}")
+
+
+def check_episodes(run: RunFolder, rollout: Outcomes, task: Task, *, is_first: bool) -> None:
+    """Warns of what the environment failed at, once for each kind, and of episodes that had too few turns.
+
+    Args:
+      run: says it.
+      rollout: of the step.
+      task: of the run.
+      is_first: whether this is the first step of a call of training.
+
+    Raises:
+      UsageError: every episode of the first rollout ended because the environment raised, or gave no reply.
+    """
+    if task.environment is None or rollout.episodes is None:
+        return
+    endings = {ENDINGS[number] for number in np.unique(rollout.episodes.ending)}
+    for failure, message in task.environment.messages.items():
+        said = f"the environment failed ({failure}), which ends the episode: {place_and_reason(message)}"
+        if is_first and endings <= {"raised", "not a reply"}:
+            raise UsageError(f"every episode of the first rollout ended in its environment: {said}")
+        run.warn_once(f"environment {failure}", f"{said}; metrics.jsonl counts them as ended_{failure}")
+    if endings == {"turns"}:
+        run.warn_once("turns", "every episode was cut off after its last turn: raise max_turns")
 
 
 def check_filled(run: RunFolder, rollouts: int, share: float) -> None:

@@ -28,6 +28,7 @@ from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task, inputs_of
 from grpo_jax.training import guards, learn
 from grpo_jax.training.dynamic_sampling import Sampled, sample_with_spread
+from grpo_jax.training.episodes import measured
 from grpo_jax.training.learn import LEARNED_AXES, SAMPLING, Learned, Method, Scored
 from grpo_jax.training.parallel import (
     compiled,
@@ -47,6 +48,7 @@ from grpo_jax.training.rollout import (
     Outcomes,
     Sampler,
     completion_numbers,
+    decode_groups,
     grade,
     group_temperatures,
     make_sampler,
@@ -312,7 +314,7 @@ def iterate(
 
     # ---- learn: advantages, then every prompt once an epoch, in shuffled minibatches
     with run.timed("update"):
-        rewards = reward_arrays(found.rollout, with_components=config.loss.advantages_of == "components")
+        rewards = reward_arrays(found.rollout, config.loss.advantages_of)
         loss_reference = phase.first if config.loss.divergence != "preset" and state.reference is None else None
         clock = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
         state, learned = programs.learn(
@@ -350,7 +352,10 @@ def sample_groups_of_step(
     )
     counts = counts_of_hosts(reward, new_counts(ungraded, ungraded_counts(reward)))
     metrics = rollout_metrics(sampled.everything) | counts
+    if sampled.everything.episodes is not None:
+        metrics |= measured(decode_groups(sampled.everything.episodes, phase.task), phase.task)
     guards.check_rollout(run, sampled.everything, phase.task, step + 1)
+    guards.check_episodes(run, sampled.everything, phase.task, is_first=step == phase.begin)
     guards.check_graders(run, reward)
     if step == phase.begin:
         guards.check_not_all_raised(sampled.everything, reward)
@@ -421,6 +426,8 @@ def log_times(phase: Phase, iteration: Iteration) -> None:
     """Seconds, tokens and bytes of an iteration."""
     rollout, devices = iteration.rollout, phase.programs.sampler.devices
     tokens = int(rollout.prompts.mask.sum() + rollout.lengths.sum())
+    if rollout.episodes is not None:  # what the environment said is computed too
+        tokens += int((rollout.episodes.attention_mask & ~rollout.episodes.completion_mask).sum())
     trained = phase.config.optimizer.epochs * tokens
     moved = {f"{way}_bytes": count for way, count in take_bytes_moved().items()}
     phase.run.log_times(
@@ -460,9 +467,24 @@ def check_task(task: Task, config: GRPOConfig) -> None:
         raise UsageError(
             f"top_k is {sampling.top_k}, but the model has {task.vocab_size} tokens: set it below that, or to 0 for all"
         )
+    if task.environment is not None and hosts.count() > 1:
+        raise UsageError(f"an environment runs on one host, and there are {hosts.count()}: leave out --distributed")
+    if task.environment is None and (sampling.max_turns > 1 or sampling.environment_tokens):
+        raise UsageError(
+            "max_turns and environment_tokens are for tasks with an environment, and this one has none: leave them out"
+        )
+    if task.environment and sampling.max_turns > 1 and not sampling.environment_tokens:
+        raise UsageError(
+            "environment_tokens is 0, so no episode could go on after its first turn: set it to the tokens of all "
+            "replies of an episode"
+        )
     if loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
+        )
+    if loss.advantages_of == "turns" and task.environment is None:
+        raise UsageError(
+            'advantages_of "turns" is for tasks with an environment, and this one has none: set it to "sum"'
         )
     rewards = task.reward if isinstance(task.reward, Mapping) else {}
     counting = [name for name, component in rewards.items() if component.weight]

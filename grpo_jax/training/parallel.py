@@ -234,7 +234,7 @@ def own_rows(tree: Any) -> Any:
     of `rows_of_hosts`."""
 
     def pieces(x: jax.Array) -> list[jax.Array]:
-        if x.is_fully_addressable:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return [x]
         found = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}  # copies have one place
         return [found[start] for start in sorted(found)]

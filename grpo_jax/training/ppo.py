@@ -125,6 +125,8 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
     Raises:
       UsageError: one sentence that says what to change.
     """
+    if task.environment is not None:
+        raise UsageError("a critic of PPO reads no episodes of several turns: train with GRPO, or without environment")
     validate_ppo(config, num_devices=parts(devices_of(config.run)))
     check_task(task, config.run)
     if config.critic.bootstrap_truncated and task.open_ended:

@@ -24,7 +24,7 @@ def readable(
       For each group the prompt, the example's other columns, and lists over its completions.
     """
     completions = rollout.completions
-    lengths = completions.completion_mask.sum(-1)
+    lengths = completions.attention_mask.sum(-1)
 
     def rounded(values: np.ndarray, digits: int = 4) -> list[float]:
         return values.astype(float).round(digits).tolist()
@@ -46,13 +46,25 @@ def readable(
                 token_texts(ids.tolist(), text, task) for ids, text in zip(sampled, rollout.texts[i], strict=True)
             ],
             "logprobs": [rounded(values[:length], 3) for values, length in of_tokens],
+            **({} if completions.turn is None else of_episodes(i)),
+        }
+
+    def of_episodes(i: int) -> dict[str, Any]:
+        """The turn of each token, negative where the environment said it; rewards of turns; why episodes ended."""
+        own, turn = completions.completion_mask[i], completions.turn[i]
+        signed = np.where(own, turn, -turn)
+        return {
+            "turns": [numbers[:length].tolist() for numbers, length in zip(signed, lengths[i], strict=True)],
+            "turn_rewards": [[turn.reward for turn in text.turns] for text in rollout.texts[i]],
+            "endings": [text.ending for text in rollout.texts[i]],
         }
 
     return [group(i) for i in range(min(num_groups, len(rollout.texts)))]
 
 
 def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
-    """The part of a completion's text that each token adds. Together the parts are the text; EOS adds nothing.
+    """The part of a completion's text that each token adds. Together the parts are the text; EOS adds nothing, also
+    between turns.
 
     Tokens cannot be decoded one by one: a tokenizer may drop the space before the first token, and several tokens may
     make up one character. So a part is what decoding gains by one more token. Text that cannot be assigned yet goes to
@@ -67,17 +79,25 @@ def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
       One text for each id.
     """
     texts = [""] * len(ids)
+    content = [place for place, token in enumerate(ids) if token not in task.eos_ids]
+    for place, part in zip(content, _parts([ids[place] for place in content], text, task), strict=True):
+        texts[place] = part
+    if texts and not content:
+        texts[0] = text
+    return texts
+
+
+def _parts(ids: list[int], text: str, task: Task) -> list[str]:
+    """`token_texts` of tokens none of which is EOS."""
+    texts = [""] * len(ids)
     place, start, done = 0, 0, 0  # in the text; decoded anew from `start`; known up to `done`
     for end in range(1, len(ids) + 1):
-        if ids[end - 1] in task.eos_ids:
-            break
         known, more = task.decode(ids[start:done]), task.decode(ids[start:end])
         part = more[len(known) :]
         if more.startswith(known) and not part.endswith("\ufffd") and text.startswith(part, place):
             texts[end - 1], place, start, done = part, place + len(part), done, end
-    last = max((i for i, token in enumerate(ids) if token not in task.eos_ids), default=0)
     if texts:
-        texts[last] += text[place:]
+        texts[-1] += text[place:]
     return texts
 
 

@@ -1,13 +1,15 @@
 """Prompts to completions to text to rewards: what an iteration learns from."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import SamplingConfig
+from grpo_jax.config import AdvantagesOf, SamplingConfig
+from grpo_jax.data.episodes import ENDINGS
 from grpo_jax.data.types import Completion, Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
@@ -16,9 +18,10 @@ from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import named_components, score_completions
 from grpo_jax.runs import hosts
-from grpo_jax.sampling.sampler import Completions, sample_groups
+from grpo_jax.sampling.sampler import Completions, Episodes, begin_episodes, continue_episodes, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.episodes import EpisodePrograms, episode_metrics, play, turns_of
 from grpo_jax.training.learn import step_key
 from grpo_jax.training.parallel import (
     Devices,
@@ -56,6 +59,7 @@ class Outcomes(NamedTuple):
     lengths: np.ndarray  # int [N, G], in tokens, the ending one included
     truncated: np.ndarray  # bool [N, G]
     distinct: np.ndarray  # float [N], share of the completions of a group that differ
+    episodes: Completions | None = None  # NumPy arrays, where an environment answers, which is on one host alone
 
 
 class Sampler(NamedTuple):
@@ -64,11 +68,14 @@ class Sampler(NamedTuple):
     # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions
     program: Callable[..., Completions]
     devices: Devices
+    # (params, prompt_ids, prompt_mask, numbers, temperature, noise, examples) -> Completions of episodes, turn by turn.
+    # The noise is on the host. None: no environment answers
+    play: Callable[..., Completions] | None = None
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
     ) -> tuple[Batch, Completions]:
-        """Starts to sample a group for each prompt, and does not wait.
+        """Starts to sample a group for each prompt, and does not wait. Episodes are played to their end.
 
         Args:
           params: the policy's.
@@ -86,7 +93,10 @@ class Sampler(NamedTuple):
         if not prompts.mask[:, -1].all():
             raise UsageError("prompts must be padded on the left: data.types.pad_prompts does it")
         given = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
-        completions = self.program(params, *given, to_devices(noise, self.devices, axes=None))
+        if self.play is None:
+            completions = self.program(params, *given, to_devices(noise, self.devices, axes=None))
+        else:
+            completions = self.play(params, *given, noise, prompts.examples)
         ids, mask, _, temperature = given
         return to_batch(ids, mask, temperature, completions), completions
 
@@ -146,6 +156,9 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
       task: its tokens.
       sampling: of the run.
       devices: that it runs on.
+
+    Raises:
+      UsageError: the task has an environment, and the policy cannot go on after its replies.
     """
 
     def program(params, prompt_ids, prompt_mask, numbers, temperature, noise, *, axis_name) -> Completions:
@@ -153,7 +166,50 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
         given = prompt_ids, prompt_mask
         return sample(policy, task, sampling, params, given, numbers, temperature, step_key(*noise))
 
-    return Sampler(data_parallel(program, (None, 0, 0, 0, 0, None), 0, devices=devices), devices)
+    over_devices = partial(data_parallel, devices=devices)
+    sample_all = over_devices(program, (None, 0, 0, 0, 0, None), 0)
+    if task.environment is None:
+        return Sampler(sample_all, devices)
+    if policy.decoder is None:
+        raise UsageError("this policy has no decoder, with which a completion goes on after a reply: give it one")
+    programs = _episode_programs(policy, task, sampling, devices)
+
+    def play_all(params, prompt_ids, prompt_mask, numbers, temperature, noise, examples) -> Completions:
+        given = prompt_ids, prompt_mask, numbers, temperature
+        return play(programs, params, given, noise, examples, task, sampling, devices)
+
+    return Sampler(sample_all, devices, play_all)
+
+
+def _episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
+    """Of `begin_episodes` and `continue_episodes`."""
+    common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids}
+
+    def begin(params, prompt_ids, prompt_mask, numbers, temperature, noise, *, axis_name) -> Episodes:
+        del axis_name  # completions do not depend on each other
+        return begin_episodes(
+            policy,
+            params,
+            prompt_ids,
+            prompt_mask,
+            numbers,
+            step_key(*noise),
+            environment_tokens=sampling.environment_tokens,
+            temperature=temperature,
+            truncation=truncation_of(sampling),
+            pad_id=task.pad_id,
+            **common,
+        )
+
+    def go_on(params, episodes, replies, counts, goes_on, *, axis_name) -> Episodes:
+        del axis_name
+        return continue_episodes(policy, params, episodes, replies, counts, goes_on, **common)
+
+    over_devices = partial(data_parallel, devices=devices)
+    return EpisodePrograms(
+        over_devices(begin, (None, 0, 0, 0, 0, None), 0),
+        over_devices(go_on, (None, 0, 0, 0, 0), 0, donate_argnums=(1,)),
+    )
 
 
 def noise_of(seed: int, stream: int, index: int) -> np.ndarray:
@@ -172,6 +228,7 @@ def to_batch(prompt_ids: Any, prompt_mask: Any, temperature: Any, completions: C
         completions.sampler_logprobs,
         completions.truncated_logprobs,
         completions.truncated,
+        completions.turn,
     )
 
 
@@ -238,7 +295,9 @@ def _token_logprobs(hidden: jax.Array, unembedding: jax.Array, ids: jax.Array, t
 
 
 def read_completions(completions: Completions | Batch) -> Completions:
-    """What the host needs of completions on its devices: ids, masks, and which were cut off."""
+    """What the host needs of completions on its devices: all but log-probabilities."""
+    if isinstance(completions, Completions):
+        return own_rows(completions._replace(sampler_logprobs=None, truncated_logprobs=None))  # type: ignore[arg-type]
     few = (completions.completion_ids, completions.completion_mask, completions.truncated)
     ids, mask, truncated = own_rows(few)
     return Completions(ids, mask, None, None, truncated)  # type: ignore[arg-type]
@@ -288,7 +347,8 @@ def outcomes_of_hosts(own: Rollout, prompts: Prompts, devices: Devices) -> Outco
     }
     found = hosts.gather("rewards", numbers)
     joined = jax.tree.map(lambda *parts: in_order(parts, devices), *found)
-    return Outcomes(prompts=prompts, weights=own.weights, **joined)
+    episodes = None if own.completions.turn is None else own.completions
+    return Outcomes(prompts=prompts, weights=own.weights, episodes=episodes, **joined)
 
 
 def own_groups(outcomes: Outcomes, batch: Batch, task: Task, devices: Devices) -> Rollout:
@@ -301,7 +361,7 @@ def own_groups(outcomes: Outcomes, batch: Batch, task: Task, devices: Devices) -
       devices: that the batch is spread over.
     """
     rows = rows_of_hosts(devices, len(outcomes.rewards))[hosts.index()]
-    completions = read_completions(batch)
+    completions = read_completions(batch) if outcomes.episodes is None else outcomes.episodes
     return Rollout(
         take_prompts(outcomes.prompts, rows),
         completions,
@@ -313,27 +373,42 @@ def own_groups(outcomes: Outcomes, batch: Batch, task: Task, devices: Devices) -
     )
 
 
-def reward_arrays(rollout: Outcomes, *, with_components: bool) -> RewardArrays:
+def reward_arrays(rollout: Outcomes, advantages_of: AdvantagesOf) -> RewardArrays:
     """The rewards of a rollout as the arrays that advantages are made of.
 
     Args:
       rollout: its outcomes.
-      with_components: whether each reward is compared by itself.
+      advantages_of: what is compared; of the run.
     """
-    if not with_components:
+    if advantages_of == "turns":
+        return RewardArrays(rollout.rewards, rollout.applicable, turns=_rewards_of_turns(rollout))
+    if advantages_of == "sum":
         return RewardArrays(rollout.rewards, rollout.applicable)
     weights = np.array(list(rollout.weights.values()), np.float32)
     components = np.stack([rollout.components[name] for name in rollout.weights], axis=-1)
     return RewardArrays(rollout.rewards, rollout.applicable, np.where(weights != 0, components, np.nan), weights)
 
 
-def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
-    """Texts `[N][G]` of what was sampled, without the token that ended it."""
-    content = completions.completion_mask & ~np.isin(completions.completion_ids, task.eos_ids)
+def _rewards_of_turns(rollout: Outcomes) -> np.ndarray:
+    """What the environment gave for each turn, float32 `[N, G, K]`. The last turn of an episode also has what its
+    reward is above their sum: all of it, where the environment gives nothing."""
+    assert rollout.episodes is not None
+    turns = np.nan_to_num(rollout.episodes.turn_rewards)
+    last = np.asarray(rollout.episodes.turn).max(-1) - 1
+    is_last = np.arange(turns.shape[-1]) == last[..., None]
+    return turns + np.where(is_last, (rollout.rewards - turns.sum(-1))[..., None], 0)
 
-    def decode(row: tuple[int, ...]) -> Completion:
+
+def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
+    """Texts `[N][G]` of what was sampled, without the token that ended it; of episodes with what was heard."""
+    content = completions.attention_mask & ~np.isin(completions.completion_ids, task.eos_ids)
+
+    def decode(row: tuple[int, int]) -> Completion:
         ids = completions.completion_ids[row][content[row]].tolist()
-        return Completion(task.decode(ids), ids, bool(completions.truncated[row]))
+        given = task.decode(ids), ids, bool(completions.truncated[row])
+        if completions.turn is None:
+            return Completion(*given)
+        return Completion(*given, turns_of(completions, row, task), ENDINGS[completions.ending[row]])
 
     num_prompts, group_size = completions.truncated.shape
     return [[decode((i, j)) for j in range(group_size)] for i in range(num_prompts)]
@@ -383,6 +458,7 @@ def rollout_metrics(rollout: Outcomes) -> dict[str, Any]:
         "length_below": _mean(lengths[above < 0]),
         "truncated_share": float(rollout.truncated.mean()),
         "tokens": int(lengths.sum()),
+        **({} if rollout.episodes is None else episode_metrics(rollout.episodes)),
     }
 
 

@@ -37,6 +37,7 @@ class Batch(NamedTuple):
     sampler_logprobs: Array = None  # [N, G, T], of the softmax after temperature
     truncated_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
     truncated: Array = None  # bool [N, G], cut off: no token ended the completion
+    turn: Array = None  # int32 [N, G, T], the turn of a token, from 1, or that it answers; None: there is one turn
     # ---- from the scoring pass; None where the update does not need it
     old_logprobs: Array = None  # [N, G, T]; None: those of the policy that is differentiated, without gradient
     ref_logprobs: Array = None  # [N, G, T]
@@ -58,9 +59,10 @@ class RewardArrays(NamedTuple):
     applicable: Array  # bool [N, G], whether any reward applies
     components: Array = None  # float32 [N, G, K], NaN where one does not apply or is only watched
     weights: Array = None  # float32 [K]
+    turns: Array = None  # float32 [N, G, K], of K turns of an episode; their sum is its reward
 
 
-REWARD_AXES = RewardArrays(0, 0, 0, None)  # what devices share out; the weights are the same on all
+REWARD_AXES = RewardArrays(0, 0, 0, None, 0)  # what devices share out; the weights are the same on all
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:

@@ -41,6 +41,19 @@ def own(tmp_path_factory):
         "    return [1.0] * len(texts)\n"
         "def leaves(rows, texts): os._exit(3)\n"
     )
+    (folder / "game.py").write_text(
+        "import time\n"
+        "from grpo_jax.data.episodes import Reply\n"
+        "def make():\n"
+        "    def reply(example, transcript, key):\n"
+        "        if key[3] == 5: time.sleep(1000)\n"
+        "        vowels = sum(map(transcript[-1].said.count, 'aeiou'))\n"
+        "        return Reply(f' and the {example[\"word\"]}', reward=vowels / 8)\n"
+        "    return reply\n"
+        "def tool(a: int) -> int:\n"
+        '    """A tool.\n\n    Args:\n        a: a number.\n    """\n'
+        "    return a\n"
+    )
     return folder
 
 
@@ -84,6 +97,47 @@ def test_own_rows_and_rewards_then_the_checkpoint_evaluated_alone(own, tmp_path,
         evaluate.main(evaluate.parse([str(tmp_path / "run"), "--num-heldout", "9"]))
     other = evaluate.parse([str(tmp_path / "run"), "--task", "other.jsonl", "--temperature", "0.5"])
     assert (other.task, other.reward, other.max_tokens, other.temperature) == ("other.jsonl", (), 8, 0.5)
+
+
+@needs_model
+def test_an_environment_of_a_file_trains_and_is_evaluated(own, tmp_path, capsys):
+    told = ("--environment", f"{own}/game.py:make", "--reply-deadline", 0.5)
+    lines = run(own, tmp_path / "run", *told, "--max-turns", 3, "--environment-tokens", 40, "--num-heldout", 4)
+    for line in lines[1:]:
+        assert line["ended_timeout"] == 1
+        assert line["not_applicable_share"] == 1 / 16
+        assert line["first_ratio_deviation"] < 1e-4
+    assert "the environment failed (timeout)" in " ".join(capsys.readouterr().out.split())
+    group = json.loads((tmp_path / "run/rollouts.jsonl").read_text().splitlines()[0])
+    for texts, text, turns, rewards in zip(
+        group["tokens"], group["completions"], group["turns"], group["turn_rewards"], strict=True
+    ):
+        assert "".join(texts) == text
+        assert max(map(abs, turns)) == len(rewards)
+        heard = "".join(part for part, turn in zip(texts, turns, strict=True) if turn < 0)
+        assert heard.count(group["columns"]["word"]) == sum(turn < 0 for turn in {*turns})
+    out = tmp_path / "out"
+    evaluate.main(evaluate.parse([str(tmp_path / "run"), "--samples", "3", "--seed", "3", "--out", str(out)]))
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert json.loads((out / "numbers.json").read_text())["avg"] == pytest.approx(results["after"]["avg"], abs=1e-6)
+
+
+@needs_model
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--tools", "game.py:tool", "--reward", "exact_answer"), "chat template"),
+        (("--tools", "game.py:none", "--reward", "exact_answer"), "has no 'none'"),
+        (("--tools", "game.py:tool", "--environment", "game.py:make"), "give one of them"),
+        (("--environment", "game.py:make"), "environment_tokens is 0"),
+        (("--environment", "game.py:nobody", "--environment-tokens", 9), "has no 'nobody'"),
+    ],
+)
+def test_an_environment_that_cannot_work_is_refused(own, tmp_path, monkeypatch, args, words):
+    monkeypatch.chdir(own)
+    with pytest.raises(UsageError, match=words) as error:
+        run(own, tmp_path / "run", "--max-turns", 3, *args)
+    assert "\n" not in str(error.value)
 
 
 @needs_model

@@ -18,7 +18,17 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
-from experiments import arithmetic, constitutional, hh_rlhf, multi_objective, online_preference, ppo, stories
+from experiments import (
+    arithmetic,
+    calculator,
+    constitutional,
+    guess,
+    hh_rlhf,
+    multi_objective,
+    online_preference,
+    ppo,
+    stories,
+)
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.lora import join, merge, split
@@ -41,7 +51,18 @@ needs_stories = pytest.mark.skipif(not STORIES_MODEL.exists(), reason="needs the
 FILES = {"config.json", "metrics.jsonl", "times.jsonl", "rollouts.jsonl", "results.json", "report.html"}
 FILES |= {"curves.png", "inputs.json", "lock", "tensorboard", "checkpoints", "model", "command.txt"}
 CONFIGS = [
-    module.Config for module in (arithmetic, constitutional, hh_rlhf, multi_objective, online_preference, ppo, stories)
+    module.Config
+    for module in (
+        arithmetic,
+        calculator,
+        constitutional,
+        guess,
+        hh_rlhf,
+        multi_objective,
+        online_preference,
+        ppo,
+        stories,
+    )
 ]
 SMALL = ["--warm-steps", "4", "--warm-batch", "8", "--steps", "2", "--num-prompts", "8", "--eval-every", "1"]
 

@@ -26,6 +26,7 @@ from grpo_jax.functional import (
     pass_at_k_advantages,
     rank_advantages,
     remax_advantages,
+    turn_advantages,
     whiten,
 )
 
@@ -748,6 +749,66 @@ def test_what_no_reward_applies_to_stays_out_of_gdpo():
     assert_array_equal(advantages[:, 4], np.zeros(3))
     assert_allclose(advantages[:, :4], jitted_gdpo(rewards[:, :, :4]), rtol=1e-5, atol=1e-6)
     assert_array_equal(jitted_gdpo(np.full_like(rewards, NAN)), np.zeros((3, 5)))
+
+
+# --- turns ---
+
+jitted_turns = jax.jit(turn_advantages)
+
+
+def test_turns_by_hand():
+    # Returns to go of three episodes, the last of one turn: (1, 1), (0, 0), (2).
+    # Turn 1: μ = 1, s = 1: 0, −1, 1. Turn 2: μ = ½, s = √½: 0.7071, −0.7071.
+    rewards = np.float32([[[0, 1], [0, 0], [2, 9]]])
+    turns = np.array([[[True, True], [True, True], [True, False]]])
+    expected = [[[0, 0.7071], [-1, -0.7071], [1, 0]]]
+    assert_allclose(jitted_turns(rewards, where=turns), expected, atol=1e-4)
+    # With turn 2 of the first alone: all turns of the group are 1, 1, 0, 2, μ = 1, s = √⅔: 0 for it.
+    turns[0, 1, 1] = False
+    assert_allclose(jitted_turns(rewards, where=turns), [[[0, 0], [-1, 0], [1, 0]]], atol=1e-4)
+    # And with a reward of 3 in it: 3, 3, 0, 2, μ = 2, s = √2: 1/√2.
+    rewards[0, 0, 1] = 3
+    assert_allclose(jitted_turns(rewards, where=turns)[0, 0, 1], 0.7071, atol=1e-4)
+
+
+def loop_turns(rewards, where):
+    advantages = np.zeros(rewards.shape)
+    for n, (group, turns) in enumerate(zip(rewards, where, strict=True)):
+        returns = {
+            (i, k): float(sum(group[i, j] for j in range(k, group.shape[1]) if turns[i, j]))
+            for i, k in zip(*np.nonzero(turns), strict=True)
+        }
+        for k in {place[1] for place in returns}:
+            same = [place for place in returns if place[1] == k]
+            among = same if len(same) > 1 else list(returns)
+            standardised = loop_standardised([returns[place] for place in among])
+            for place, advantage in zip(among, standardised, strict=True):
+                if place in same:
+                    advantages[n, *place] = advantage
+    return advantages
+
+
+@few
+@given(hnp.arrays(np.float32, (2, 3, 4), elements=quarters), hnp.arrays(np.int8, (2, 3), elements=st.integers(0, 4)))
+def test_turns_equal_a_plain_loop(rewards, lengths):
+    where = np.arange(4) < lengths[..., None]
+    assert_allclose(jitted_turns(rewards, where=where), loop_turns(rewards, where), rtol=1e-4, atol=1e-4)
+
+
+def test_turns_that_are_masked_are_turns_that_are_not_there():
+    rewards = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
+    where = np.ones(rewards.shape, bool)
+    where[:, :, 2] = False
+    where[:, 3] = False
+    advantages = jitted_turns(np.where(where, rewards, np.nan), where=where)
+    assert_allclose(advantages[:, :3, :2], jitted_turns(rewards[:, :3, :2]), rtol=1e-5, atol=1e-6)
+    assert_array_equal(advantages[~where], 0)
+
+
+def test_of_one_turn_they_are_those_of_groups():
+    rewards = np.random.default_rng(0).normal(size=(2, 4, 1)).astype(np.float32)
+    assert_array_equal(jitted_turns(rewards)[..., 0], jax.jit(group_advantages)(rewards[..., 0]))
+    assert_allclose(turn_advantages(jnp.asarray(rewards)), jitted_turns(rewards), rtol=1e-6)
 
 
 # --- a batch spread over devices ---

@@ -389,7 +389,7 @@ def test_a_grader_says_at_its_start_that_it_cannot_load_a_file(tmp_path, body, s
     [
         (f"{BUILTIN}:matches", {"no_such": 1}, "refuses its arguments"),
         (f"{BUILTIN}:matches", {"pattern": "("}, "no regular expression"),
-        ("json:dumps", {"obj": 1}, "must return a reward function"),
+        ("json:dumps", {"obj": 1}, "must return the reward"),
     ],
 )
 def test_wrong_arguments_of_a_reward_are_told(spec, arguments, said):

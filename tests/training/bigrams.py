@@ -24,5 +24,9 @@ def prefill(params, prompt_ids, prompt_mask, group_size, max_tokens):
     return states(params, prompt_ids[:, -1]), lambda cache, ids, step: (states(params, ids), cache), ()
 
 
-POLICY = Policy(None, lambda params: params["after"], hidden, prefill)
+def decoder(params):
+    return lambda cache, ids, lengths: (states(params, ids), cache)
+
+
+POLICY = Policy(None, lambda params: params["after"], hidden, prefill, decoder=decoder)
 PARAMS = {name: jax.random.normal(jax.random.key(number), (V, D)) for number, name in enumerate(["before", "after"])}

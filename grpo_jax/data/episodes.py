@@ -1,0 +1,164 @@
+"""Environments: what answers a policy, so that a completion is an episode of several turns.
+
+An environment is a pure function (example, transcript, key) -> reply. It keeps nothing between calls: whatever it needs
+to know follows from the example and from what was said so far. So the same run gives the same numbers, and a run that
+was killed goes on as if it had not been. What an episode begins with is part of its prompt, which the completions of a
+group share.
+"""
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from grpo_jax.data.types import Completion, Example, Number, Turn
+
+Transcript = Sequence[Turn]  # all turns so far; nothing is heard yet in the last one
+Key = tuple[int, ...]  # (seed, stream, step, number of the completion, number of the turn), for `data.types.rng`
+
+
+class Reply(NamedTuple):
+    """What an environment says after a turn of the policy."""
+
+    text: str = ""  # what the policy reads next; not read where the episode ends
+    done: bool = False  # the episode ends here
+    reward: Number = None  # of the turn
+    ids: Sequence[int] | None = None  # tokens in place of the text, delimiters included
+    failure: str = ""  # why there is no reply, among FAILURES: that ends the episode
+    message: str = ""  # about a failure
+
+
+# Why an episode ended: the environment said so; what it was allowed to take was used up; or the environment failed.
+BUDGETS = ("policy tokens", "environment tokens", "turns")
+FAILURES = ("timeout", "raised", "died", "not a reply", "budget")
+ENDINGS = ("done", *BUDGETS, *FAILURES)
+
+# (examples, transcripts, keys), one entry an episode -> as many replies
+Ask = Callable[[Sequence[Example], Sequence[Transcript], Sequence[Key]], Sequence[Reply]]
+# one episode; may be async
+ReplyFn = Callable[[Example, Transcript, Key], Reply | Awaitable[Reply]]
+
+MESSAGE_CHARACTERS = 2000
+# A text this long is longer than any budget of tokens, and is not encoded.
+MAX_CHARACTERS = 2**18
+
+
+class Environment(NamedTuple):
+    """What answers the policy. `environment` makes one of a function."""
+
+    ask: Ask
+    # text of a reply -> ids as the policy reads them, with what delimits turns. Text never becomes a control token
+    encode: Callable[[str], Sequence[int]]
+    messages: Mapping[str, str]  # failure -> the last thing known about one
+    # an episode -> numbers of it, by name, whose means are logged as "environment_" and the name
+    measure: Callable[[Completion], Mapping[str, float]] | None = None
+    source: str = ""  # digest of the file that its function was loaded from, where it was
+
+
+def environment(reply: ReplyFn, encode: Callable[[str], Sequence[int]]) -> Environment:
+    """The environment of a function that is called in this process, without a deadline.
+
+    Args:
+      reply: (example, transcript, key) -> `Reply`; may be async, and then those of all episodes run together. One that
+        raises ends its episode.
+      encode: text of a reply -> ids.
+    """
+    messages: dict[str, str] = {}
+
+    def ask(examples: Sequence[Example], transcripts: Sequence[Transcript], keys: Sequence[Key]) -> list[Reply]:
+        replies = asked(reply, list(zip(examples, transcripts, keys, strict=True)))
+        messages.update(messages_of(replies))
+        return replies
+
+    return Environment(ask, encode, messages)
+
+
+def messages_of(replies: Sequence[Reply]) -> dict[str, str]:
+    """What is known about each kind of failure."""
+    return {reply.failure: reply.message for reply in replies if reply.failure}
+
+
+def asked(
+    reply: ReplyFn,
+    episodes: Sequence[tuple[Example, Transcript, Key]],
+    run: Callable[[Any], Any] = asyncio.run,
+) -> list[Reply]:
+    """What a function replies to each episode, checked. `run` runs a coroutine to its end."""
+    answers: list[Any] = [_called(reply, *episode) for episode in episodes]
+    if any(inspect.isawaitable(answer) for answer in answers):
+        answers = run(_gathered(answers))
+    return [checked_reply(answer) for answer in answers]
+
+
+def _called(reply: ReplyFn, *arguments: Any) -> Any:
+    try:
+        return reply(*arguments)
+    except Exception:
+        return _raised()
+
+
+async def _gathered(answers: Sequence[Any]) -> list[Any]:
+    async def wait(answer: Any) -> Any:
+        try:
+            return await answer if inspect.isawaitable(answer) else answer
+        except Exception:
+            return _raised()
+
+    return await asyncio.gather(*map(wait, answers))
+
+
+def _raised() -> Reply:
+    """Of the exception that is handled."""
+    return Reply(failure="raised", message=traceback.format_exc(limit=-20)[-MESSAGE_CHARACTERS:])
+
+
+def checked_reply(value: Any) -> Reply:
+    """What an environment returned, with plain numbers and text; or a failure that says why it is no reply."""
+    wrong = _wrong(value)
+    if wrong:
+        return Reply(failure="not a reply", message=f"the environment returned {wrong}")
+    # What no budget has room for ends the episode, whatever it says.
+    ids = None if value.ids is None else [int(i) for i in value.ids[: MAX_CHARACTERS + 1]]
+    reward = None if value.reward is None else float(value.reward)
+    return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message)
+
+
+def _wrong(value: Any) -> str:
+    """What keeps a value from being a reply, "" for nothing."""
+    if not isinstance(value, Reply):
+        return f"{type(value).__name__}, not data.episodes.Reply"
+    if value.failure and value.failure not in FAILURES:
+        return f"a reply with the failure {str(value.failure)[:100]!r}, which is none of {', '.join(FAILURES)}"
+    if not isinstance(value.text, str):
+        return f"a reply whose text is of type {type(value.text).__name__}"
+    try:
+        value.text[: MAX_CHARACTERS + 1].encode()
+    except UnicodeEncodeError:
+        return "text that is no valid unicode"
+    try:
+        is_number = value.reward is None or math.isfinite(float(value.reward))
+    except (TypeError, ValueError, OverflowError):
+        is_number = False
+    if not is_number or isinstance(value.reward, str | bytes):
+        return "a reward that is no finite number"
+    ids = value.ids
+    is_list = isinstance(ids, list | tuple)
+    if ids is not None and not (is_list and all(isinstance(i, int) and 0 <= i < 2**31 for i in ids)):
+        return "ids that are no list of tokens"
+    return ""
+
+
+def episode_return(examples: Sequence[Example], completions: Sequence[Completion]) -> list[Number]:
+    """The reward of an episode: the sum of what the environment gave for its turns.
+
+    None, which does not apply, where it gave nothing at all, or where it failed.
+    """
+    del examples
+    return [_return(completion) for completion in completions]
+
+
+def _return(completion: Completion) -> Number:
+    rewards = [turn.reward for turn in completion.turns if turn.reward is not None]
+    return sum(rewards) if rewards and completion.ending not in FAILURES else None

@@ -1,0 +1,87 @@
+"""Environments in processes of their own, which are killed when they hang, as graders are."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from grpo_jax.data.episodes import (
+    FAILURES,
+    MAX_CHARACTERS,
+    Environment,
+    Key,
+    Reply,
+    Transcript,
+    checked_reply,
+    messages_of,
+)
+from grpo_jax.data.types import Example
+from grpo_jax.rewards.processes import Answers, Processes, Unanswered
+
+
+def _understood(value: Any) -> Reply:
+    return checked_reply(Reply(**value))
+
+
+# JSON writes some characters as two of six each.
+_REPLIES = Answers("environment", _understood, 12 * MAX_CHARACTERS)
+
+
+@contextmanager
+def environment_in_processes(
+    spec: str,
+    encode: Callable[[str], Sequence[int]],
+    *,
+    arguments: Mapping[str, Any] | None = None,
+    deadline: float = 10.0,
+    budget: float = 60.0,
+    workers: int | None = None,
+    memory_mb: int | None = None,
+    start_deadline: float = 120.0,
+) -> Iterator[Environment]:
+    """An environment whose function runs in child processes, which end with the block.
+
+    One that hangs, raises, dies or returns something else than a reply ends that episode, and no other.
+
+    Args:
+      spec: "package.module:function" or "path/to/file.py:function", (example, transcript, key) -> `Reply`; async too.
+      encode: text of a reply -> ids.
+      arguments: None: the function is the environment; else it is called with these keywords and returns it.
+      deadline: seconds for a reply.
+      budget: seconds for the replies of a turn of all episodes; those that have none by then end.
+      workers, memory_mb, start_deadline: as in `grading.Grader`.
+
+    Yields:
+      The environment.
+
+    Raises:
+      UsageError: an impossible argument, or the function cannot be loaded.
+    """
+    processes = Processes(
+        _REPLIES,
+        spec,
+        arguments=arguments,
+        deadline=deadline,
+        budget=budget,
+        chunk=1,
+        workers=workers,
+        memory_mb=memory_mb,
+        start_deadline=start_deadline,
+    )
+    messages: dict[str, str] = {}
+
+    def ask(examples: Sequence[Example], transcripts: Sequence[Transcript], keys: Sequence[Key]) -> list[Reply]:
+        questions = [(tuple(transcript), key) for transcript, key in zip(transcripts, keys, strict=True)]
+        replies = [_reply(answer) for answer in processes.ask(examples, questions)]
+        messages.update(messages_of(replies))
+        return replies
+
+    try:
+        yield Environment(ask, encode, messages, source=processes.source)
+    finally:
+        processes.close()
+
+
+def _reply(answer: Reply | Unanswered) -> Reply:
+    if isinstance(answer, Reply):
+        return answer
+    return Reply(failure=answer.reason if answer.reason in FAILURES else "not a reply", message=answer.message)

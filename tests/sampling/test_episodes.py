@@ -1,0 +1,124 @@
+"""Episodes of several turns: the numbers of one pass over the same tokens, whatever the others of the batch do."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.sampling.sampler import begin_episodes, continue_episodes, sample_groups
+from grpo_jax.training.rollout import score_completion_tokens, to_batch
+
+V, EOS, OWN, OTHERS = 9, (7, 8), 9, 44
+N, G = 2, 3
+PLAIN = ModelConfig(V, 16, 24, 2, 4, 2, 4, initializer_range=0.4)
+WINDOW = dataclasses.replace(PLAIN, sliding_window=3, sliding_layers=(1,))
+PROMPTS = np.array([[0, 0, 1, 2], [3, 4, 5, 6]], np.int32), np.array([[False, False, True, True], [True] * 4])
+NUMBERS = np.arange(N * G, dtype=np.int32).reshape(N, G)
+# Tokens of the environment after the first and the second turn: none, few, and more than are computed at a time.
+COUNTS = np.array([[[1, 0, 40], [2, 3, 1]], [[1, 2, 3], [5, 33, 1]]])
+
+
+@functools.cache
+def params_of(config):
+    return jax.jit(decoder_policy(config).init)(jax.random.key(0))
+
+
+@functools.cache
+def programs_of(config):
+    policy, params = decoder_policy(config), params_of(config)
+
+    def begin(numbers):
+        given = (*PROMPTS, numbers, jax.random.key(1))
+        return begin_episodes(
+            policy, params, *given, max_tokens=OWN, environment_tokens=OTHERS, eos_ids=EOS, temperature=1.3, pad_id=0
+        )
+
+    def go_on(episodes, replies, counts, goes_on):
+        given = params, episodes, replies, counts, goes_on
+        return continue_episodes(policy, *given, max_tokens=OWN, eos_ids=EOS)
+
+    return jax.jit(begin), jax.jit(go_on)
+
+
+def replies(turn):
+    """Any tokens, those that end a turn of the policy among them."""
+    return np.random.default_rng(turn).integers(0, V, (N, G, OTHERS)).astype(np.int32)
+
+
+def played(config=PLAIN, counts=COUNTS, waits=()):
+    """Episodes after three turns; those of `waits` end after the first."""
+    begin, go_on = programs_of(config)
+    episodes = begin(NUMBERS)
+    for turn, count in enumerate(counts):
+        goes_on = np.ones((N, G), bool)
+        for place in waits:
+            goes_on[place], count = False, np.where(NUMBERS[place] == NUMBERS, 0, count)
+        episodes = go_on(episodes, replies(turn), count.astype(np.int32), goes_on)
+    return jax.device_get(episodes.rows.out)
+
+
+@pytest.fixture(scope="module", params=[PLAIN, WINDOW], ids=["plain", "window"])
+def config(request):
+    return request.param
+
+
+def test_the_first_turn_is_a_completion_without_an_environment(config):
+    policy, params = decoder_policy(config), params_of(config)
+    options = {"max_tokens": OWN, "eos_ids": EOS, "temperature": 1.3, "pad_id": 0}
+    given = (*PROMPTS, NUMBERS, jax.random.key(1))
+    alone = jax.jit(lambda params: sample_groups(policy, params, *given, **options))(params)
+    first = programs_of(config)[0](NUMBERS).rows.out
+    np.testing.assert_array_equal(first.completion_ids[..., :OWN], alone.completion_ids)
+    np.testing.assert_array_equal(first.completion_mask[..., :OWN], alone.completion_mask)
+    np.testing.assert_allclose(first.sampler_logprobs[..., :OWN], alone.sampler_logprobs, atol=1e-6)
+    np.testing.assert_array_equal(first.truncated, alone.truncated)
+    assert not np.any(first.completion_mask[..., OWN:])
+
+
+def test_probabilities_are_those_of_the_same_tokens_in_one_pass(config):
+    out = played(config)
+    batch = to_batch(*PROMPTS, np.full((N, G), 1.3, np.float32), out)
+    scores = jax.jit(lambda params: score_completion_tokens(decoder_policy(config), params, batch))(params_of(config))
+    own = out.completion_mask
+    assert out.turn.max() == 3
+    assert len({*own.sum(-1).ravel()}) > 2  # lengths differ
+    np.testing.assert_allclose(np.asarray(scores.logprobs)[own], out.sampler_logprobs[own], atol=1e-5)
+
+
+def test_tokens_lie_in_order_and_are_told_apart():
+    out = played()
+    for place in np.ndindex(N, G):
+        turn, own, ids = out.turn[place], out.completion_mask[place], out.completion_ids[place]
+        length = (turn > 0).sum()
+        assert (turn[:length] > 0).all()  # no gaps
+        assert (np.diff(turn[:length]) >= 0).all()
+        assert own.sum() <= OWN
+        for number, count in enumerate(COUNTS, 1):
+            heard = (turn == number) & ~own
+            if own[turn > number].any():  # the episode went on
+                assert heard.sum() == count[place]
+                assert ids[heard].tolist() == replies(number - 1)[place][: count[place]].tolist()
+            said = ids[(turn == number) & own]
+            assert not np.isin(said[:-1], EOS).any()
+        assert not out.sampler_logprobs[place][~own].any()
+
+
+def test_what_others_do_changes_no_token():
+    whole, alone = played(), played(waits=[(0, 2), (1, 0), (1, 1)])  # those with the longest replies
+    for place in [(0, 0), (0, 1), (1, 2)]:
+        np.testing.assert_array_equal(whole.completion_ids[place], alone.completion_ids[place])
+        np.testing.assert_allclose(whole.sampler_logprobs[place], alone.sampler_logprobs[place], atol=1e-6)
+    assert alone.turn[0, 2].max() == 1
+    assert whole.turn[0, 0].max() > 1
+
+
+def test_the_number_of_turns_and_their_lengths_compile_nothing():
+    begin, go_on = programs_of(PLAIN)
+    played()
+    before = begin._cache_size(), go_on._cache_size()
+    played(counts=np.ones((5, N, G), np.int64))
+    assert (begin._cache_size(), go_on._cache_size()) == before

@@ -1,0 +1,151 @@
+"""Tools: schemas, the calls that models write, and results; what is wrong is told to the policy."""
+
+import asyncio
+
+import pytest
+
+from grpo_jax.data.episodes import Reply, asked
+from grpo_jax.data.types import Completion, Turn
+from grpo_jax.errors import UsageError
+from grpo_jax.rewards.environments import environment_in_processes
+from grpo_jax.tasks.tools import Call, calls_of, count_calls, load_tools, parse_tools, reply_with, schemas_of
+
+
+def multiply(a: float, b: float) -> float:
+    """Multiplies two numbers.
+
+    Args:
+        a: one number.
+        b: another one.
+    """
+    return a * b
+
+
+async def later(word: str) -> dict:
+    """Says a word.
+
+    Args:
+        word: to say.
+    """
+    await asyncio.sleep(0.001)
+    return {"said": word}
+
+
+TOOLS = {"multiply": multiply, "later": later}
+
+
+def ask(text, tools=TOOLS):
+    return asked(reply_with(tools), [({}, [Turn(Completion(text))], (0,))])[0]
+
+
+def test_a_schema_has_the_types_and_the_words():
+    (schema,) = schemas_of({"multiply": multiply})
+    assert schema["function"]["name"] == "multiply"
+    assert schema["function"]["description"] == "Multiplies two numbers."
+    assert schema["function"]["parameters"]["properties"]["b"] == {"type": "number", "description": "another one."}
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+
+
+def test_a_function_without_hints_is_refused():
+    def bare(a):
+        """Does nothing."""
+
+    with pytest.raises(UsageError, match="the tool bare needs a type hint"):
+        schemas_of({"bare": bare})
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("The answer is 6.", []),
+        ('{"answer": 6}', []),
+        (
+            'I see.\n<tool_call>\n{"name": "multiply", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
+            [Call("multiply", {"a": 2, "b": 3})],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"name": "g", "arguments": {"x": "<"}}',
+            [Call("f", {}), Call("g", {"x": "<"})],
+        ),
+        ('{"name": "multiply", "parameters": {"a": 2, "b": 3}}', [Call("multiply", {"a": 2, "b": 3})]),
+        (
+            '<|python_tag|>{"name": "f", "parameters": {"x": "a;b"}}; {"name": "g", "parameters": {}}',
+            [Call("f", {"x": "a;b"}), Call("g", {})],
+        ),
+        ('{"type": "function", "name": "f", "parameters": {}}', [Call("f", {})]),
+    ],
+)
+def test_calls_are_read_in_both_formats(text, calls):
+    assert calls_of(text) == calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>multiply(2, 3)</tool_call>",
+        "<tool_call></tool_call>",
+        '<tool_call>{"name": "multiply", "arguments": [2, 3]}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>["multiply"]</tool_call>',
+        "<tool_call>" + "[" * 10**5,
+        '{"name": "multiply", "parameters": {"a": 2,',
+        '{"name": 3, "parameters": {}}',
+        '<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "multiply", "arguments": {"a": 2}}</tool_call>',
+        '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": {}}}</tool_call>',
+        '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3, "c": 4}}</tool_call>',
+        '<tool_call>{"name": "later", "arguments": {}}</tool_call>',
+    ],
+)
+def test_a_bad_call_is_answered_by_an_error_and_counted(text):
+    reply = ask(text)
+    assert not reply.done
+    assert reply.text.startswith("Error: ")
+    assert "\n" not in reply.text
+    episode = Completion("", turns=[Turn(Completion(text), Completion(reply.text)), Turn(Completion("6"))])
+    assert count_calls(episode) == {"calls": 1, "bad_calls": 1}
+
+
+def test_results_are_a_line_each_and_a_turn_without_calls_ends_the_episode():
+    call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+    both = call % ("multiply", '{"a": 2, "b": 3}') + call % ("later", '{"word": "é"}')
+    assert ask(both) == Reply('6\n{"said": "\\u00e9"}')
+    assert ask(both, {"multiply": multiply}).text.startswith("6\nError: there is no tool later")
+    assert ask("6") == Reply(done=True)
+
+
+FILE = '''
+import time
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: one.
+        b: another.
+    """
+    if a == 13:
+        time.sleep(1000)
+    return a + b
+'''
+
+
+def test_tools_of_a_file_run_in_processes_under_a_deadline(tmp_path):
+    file = tmp_path / "tools.py"
+    file.write_text(FILE)
+    spec = "grpo_jax.tasks.tools:environment_of_tools"
+    call = '<tool_call>{"name": "add", "arguments": {"a": %d, "b": 1}}</tool_call>'
+    with environment_in_processes(spec, list, arguments={"tools": f"{file}:add"}, deadline=0.5, workers=1) as found:
+        transcripts = [[Turn(Completion(call % a))] for a in (1, 13, 2)]
+        one, hangs, two = found.ask([{}] * 3, transcripts, [(0,)] * 3)
+    assert (one.text, two.text) == ("2", "3")
+    assert hangs.failure == "timeout"
+
+
+def test_names_of_tools_on_a_command_line(tmp_path):
+    assert parse_tools("my/file.py:f, g") == ("my/file.py", ["f", "g"])
+    for text in ("f", "file.py:", "file.py:f,,g", "file.py:f(1)"):
+        with pytest.raises(UsageError, match="the tools"):
+            parse_tools(text)
+    with pytest.raises(UsageError, match="there is no file"):
+        load_tools(f"{tmp_path}/none.py:f")
