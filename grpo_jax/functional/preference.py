@@ -370,7 +370,7 @@ def kto_loss(
 def kto_kl(
     logprobs: jax.Array, ref_logprobs: jax.Array, *, where: jax.Array | None = None, axis_name: AxisName = None
 ) -> jax.Array:
-    """max(0, mean log π(y′)/π_ref(y′)), no gradient: z₀ of `kto_loss`. KTO (2402.01306).
+    """max(0, mean log π(y′)/π_ref(y′)): z₀ of `kto_loss`, which stops its gradient. KTO (2402.01306).
 
     y′ are completions of other prompts of the batch: that of prompt i + 1 is given to prompt i. They are no samples of
     π, so this is biased; it is what the paper does, since samples cost more.
@@ -388,7 +388,7 @@ def kto_kl(
       >>> print(kto_kl(jnp.array([-3.0, -8.0]), jnp.array([-6.0, -7.0])))  # (3 − 1) / 2
       1.0
     """
-    log_ratio = jax.lax.stop_gradient(_log_ratio(logprobs, ref_logprobs))
+    log_ratio = _log_ratio(logprobs, ref_logprobs)
     where = jnp.ones_like(log_ratio, bool) if where is None else where
     total = maybe_psum(jnp.sum(jnp.where(where, log_ratio, 0)), axis_name)
     count = maybe_psum(jnp.sum(where, dtype=log_ratio.dtype), axis_name)

@@ -123,7 +123,7 @@ PAIRS_BY_HAND = [
     ("robust_dpo_loss", {"beta": 0.25}, 0.1883),  # (0.9 · 0.3133 − 0.1 · 1.3133) / 0.8
     ("length_normalized_dpo_loss", {"beta": 2 / 3}, 0.3133),
     ("length_normalized_dpo_loss", {"beta": 2 / 3, "label_smoothing": 0.1}, 0.4133),
-    ("ipo_loss", {"tau": 0.5}, 0.25),  # of means: (1.5 − 1)²
+    ("ipo_loss", {"tau": 0.25}, 0.25),  # of means: (1.5 − 2)²
     ("hinge_loss", {}, 0.6),  # 1 − 0.1 · 4
     ("hinge_loss", {"beta": 0.25}, 0.0),
     ("simpo_loss", {"gamma": 0.0}, 0.3133),  # 2 (−1.5 + 2) = 1
