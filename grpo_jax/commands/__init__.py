@@ -11,7 +11,7 @@ from grpo_jax.errors import need
 
 # name -> what it does; each is a module of this folder with a function `command`.
 COMMANDS = {
-    "train": "GRPO, PPO, supervised fine-tuning or a reward model, on any model and your data",
+    "train": "GRPO, PPO, DPO, supervised fine-tuning or a reward model, on any model and your data",
     "evaluate": "greedy, avg@n, pass@k and maj@n of a model or of a run, with 95% intervals",
     "export": "a run's checkpoint as a folder in Hugging Face format, or on the hub",
     "report": "a run as a page that opens from disk",

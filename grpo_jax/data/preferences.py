@@ -39,7 +39,8 @@ PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completi
 
 
 class EncodedPairs(NamedTuple):
-    """M preferences as token ids. Nothing stands behind an answer: a score is read at its last token."""
+    """M preferences as token ids. For a reward model nothing stands behind an answer: a score is read at its last
+    token. A policy learns the EOS behind it."""
 
     prompts: list[list[int]]  # [M], each of at least one token
     answers: list[tuple[list[int], list[int]]]  # [M], chosen and rejected, of at least one token each
@@ -212,6 +213,7 @@ def encode_preferences(
     max_tokens: int | None = None,
     overlong: Overlong = "truncate",
     vocab_size: int | None = None,
+    end_id: int | None = None,
 ) -> EncodedPairs:
     """Token ids of preferences.
 
@@ -223,6 +225,7 @@ def encode_preferences(
       max_tokens: of an answer, T; None: as long as they come.
       overlong: what is longer is dropped, or cut: a prompt loses its beginning, an answer its end.
       vocab_size: of the model, which refuses tokens outside of it; None: they are not looked at.
+      end_id: put behind every answer, and counted in its length; None: nothing is.
 
     Returns:
       The pairs; their notes count what was dropped and cut.
@@ -246,12 +249,17 @@ def encode_preferences(
         chosen, rejected = (
             encode_completion(tokenizer, text, eos_ids=eos_ids) for text in (pair.chosen, pair.rejected)
         )
+        if not chosen or not rejected:
+            dropped["whose answers are empty or equal as tokens"] += 1
+            continue
+        if end_id is not None:
+            chosen, rejected = [*chosen, end_id], [*rejected, end_id]
         if max_tokens is not None and max(len(chosen), len(rejected)) > max_tokens:
             if overlong == "drop":
                 dropped[f"with an answer longer than {max_tokens} tokens"] += 1
                 continue
             chosen, rejected, cut = chosen[:max_tokens], rejected[:max_tokens], cut + 1
-        if not chosen or not rejected or chosen == rejected:
+        if chosen == rejected:
             dropped["whose answers are empty or equal as tokens"] += 1
             continue
         kept.append((ids, (chosen, rejected), pair.margin))

@@ -133,6 +133,21 @@ def encode_completion(tokenizer: Any, text: str, *, eos_ids: tuple[int, ...] = (
     return ids
 
 
+def ending_id(tokenizer: Any, eos_ids: tuple[int, ...]) -> int:
+    """The token that is written at the end of a completion.
+
+    Args:
+      tokenizer: of transformers.
+      eos_ids: what ends a completion. Where the tokenizer's own EOS is not among them, the last one is written.
+
+    Raises:
+      UsageError: there is none.
+    """
+    if not eos_ids:
+        raise UsageError("the tokenizer has no EOS token to end completions with: name one in its eos_token")
+    return tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else eos_ids[-1]
+
+
 class EncodedCompletions(NamedTuple):
     """Completions that can be learned."""
 
@@ -164,11 +179,9 @@ def encode_completions(
     Raises:
       UsageError: there is no EOS, or an impossible T.
     """
-    if not eos_ids:
-        raise UsageError("the tokenizer has no EOS token to end completions with: name one in its eos_token")
+    eos_id = ending_id(tokenizer, eos_ids)
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
-    eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else eos_ids[-1]
     dropped, truncated = Counter[str](), 0
     token_ids, kept = [], []
     for number, text in enumerate(texts):

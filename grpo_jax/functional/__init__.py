@@ -79,7 +79,20 @@ from grpo_jax.functional.policy_gradient import (
     unclipped_surrogate,
     vespo_term,
 )
-from grpo_jax.functional.preference import bradley_terry_loss, critic_loss
+from grpo_jax.functional.preference import (
+    bradley_terry_loss,
+    cpo_loss,
+    critic_loss,
+    dpo_loss,
+    hinge_loss,
+    ipo_loss,
+    kto_kl,
+    kto_loss,
+    length_normalized_dpo_loss,
+    orpo_loss,
+    robust_dpo_loss,
+    simpo_loss,
+)
 from grpo_jax.functional.presets import PRESETS, Objective, check, ignore_lengths, is_sequence_level
 from grpo_jax.functional.returns import (
     generalized_advantages,
@@ -165,6 +178,16 @@ __all__ = [  # noqa: RUF022
     "kl_penalized_rewards",
     "overlong_penalty",
     "bradley_terry_loss",
+    "dpo_loss",
+    "robust_dpo_loss",
+    "length_normalized_dpo_loss",
+    "ipo_loss",
+    "hinge_loss",
+    "simpo_loss",
+    "orpo_loss",
+    "cpo_loss",
+    "kto_loss",
+    "kto_kl",
     "critic_loss",
     "TokenLogprobs",
     "token_logprobs",

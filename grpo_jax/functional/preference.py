@@ -1,9 +1,18 @@
-"""Losses of the reward model and of the critic."""
+"""Losses on preferences, of a policy and of a reward model, and the critic's.
+
+A pair is a chosen and a rejected completion of one prompt. Letters: c and r the two, log π(y) = Σₜ log π(yₜ) of a
+completion y, |y| its number of tokens, π_ref the reference, h the difference of log-ratios:
+
+  h = log π(c)/π_ref(c) − log π(r)/π_ref(r)
+
+Log-probabilities are sums over tokens, in nats, and come from a mask: Σₜ of `jnp.where(mask, logprobs, 0)`. Losses are
+elementwise; take their mean over pairs.
+"""
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import takes
+from grpo_jax.functional.numerics import AxisName, maybe_psum, takes, upcast
 
 
 @takes(chosen="number | ...", rejected="number | ...")
@@ -26,6 +35,398 @@ def bradley_terry_loss(
       0.3133
     """
     return jax.nn.softplus(margin - (chosen - rejected)) + center_coef * jnp.square(chosen + rejected)
+
+
+@takes(chosen="...", rejected="...", ref_chosen="...", ref_rejected="...")
+def dpo_loss(
+    chosen: jax.Array,
+    rejected: jax.Array,
+    ref_chosen: jax.Array,
+    ref_rejected: jax.Array,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> jax.Array:
+    """−(1 − ε) log σ(β h) − ε log σ(−β h). DPO (2305.18290), equation 7; with ε > 0 conservative DPO (Mitchell 2023).
+
+    β h is the difference of the rewards that the policy implies: the loss is `bradley_terry_loss` of them.
+
+    Args:
+      chosen: `[...]` in nats, log π(c), with gradient.
+      rejected: `[...]` in nats, log π(r), with gradient.
+      ref_chosen: `[...]` in nats, log π_ref(c).
+      ref_rejected: `[...]` in nats, log π_ref(r).
+      beta: β, how much a nat away from the reference is worth; 0.1 from the paper.
+      label_smoothing: ε, the probability that a pair is the wrong way round. Default 0.
+
+    Returns:
+      `[...]`.
+
+    Examples:
+      >>> log_ratios = jnp.array([5.0]), jnp.array([-5.0])
+      >>> print(dpo_loss(*log_ratios, jnp.zeros(1), jnp.zeros(1)))  # log(1 + e⁻¹)
+      [0.3133]
+    """
+    return _smoothed_logistic(beta * _difference(chosen, rejected, ref_chosen, ref_rejected), label_smoothing)
+
+
+@takes(chosen="...", rejected="...", ref_chosen="...", ref_rejected="...")
+def robust_dpo_loss(
+    chosen: jax.Array,
+    rejected: jax.Array,
+    ref_chosen: jax.Array,
+    ref_rejected: jax.Array,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.1,
+) -> jax.Array:
+    """[−(1 − ε) log σ(β h) + ε log σ(−β h)] / (1 − 2ε). Robust DPO (2403.00409).
+
+    If each pair is the wrong way round with probability ε, this is DPO's loss of the right pairs in expectation. It may
+    be negative, and has no lower bound.
+
+    Args:
+      chosen: `[...]` in nats, log π(c), with gradient.
+      rejected: `[...]` in nats, log π(r), with gradient.
+      ref_chosen: `[...]` in nats, log π_ref(c).
+      ref_rejected: `[...]` in nats, log π_ref(r).
+      beta: β; 0.1 as in DPO.
+      label_smoothing: ε < ½. 0.1: TRL's documentation names it as the paper's.
+
+    Returns:
+      `[...]`.
+
+    Examples:
+      >>> log_ratios = jnp.array([5.0]), jnp.array([-5.0])
+      >>> print(robust_dpo_loss(*log_ratios, jnp.zeros(1), jnp.zeros(1)))  # (0.9 · 0.3133 − 0.1 · 1.3133) / 0.8
+      [0.1883]
+    """
+    z = beta * _difference(chosen, rejected, ref_chosen, ref_rejected)
+    right, wrong = jax.nn.softplus(-z), jax.nn.softplus(z)
+    return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+
+
+@takes(
+    chosen="...",
+    rejected="...",
+    ref_chosen="...",
+    ref_rejected="...",
+    chosen_length="...",
+    rejected_length="...",
+)
+def length_normalized_dpo_loss(
+    chosen: jax.Array,
+    rejected: jax.Array,
+    ref_chosen: jax.Array,
+    ref_rejected: jax.Array,
+    chosen_length: jax.Array,
+    rejected_length: jax.Array,
+    *,
+    beta: float = 5.0,
+    label_smoothing: float = 0.0,
+) -> jax.Array:
+    """`dpo_loss` of log-probabilities per token, log π(y)/|y|. Tülu 3 (2411.15124).
+
+    Args:
+      chosen: `[...]` in nats, log π(c), with gradient.
+      rejected: `[...]` in nats, log π(r), with gradient.
+      ref_chosen: `[...]` in nats, log π_ref(c).
+      ref_rejected: `[...]` in nats, log π_ref(r).
+      chosen_length: `[...]`, |c|; 0 counts as 1.
+      rejected_length: `[...]`, |r|; 0 counts as 1.
+      beta: β, 5 from the paper: per token, log-ratios are small.
+      label_smoothing: ε as in `dpo_loss`. Default 0.
+
+    Returns:
+      `[...]`.
+
+    Examples:
+      >>> log_ratios, lengths = (jnp.array([5.0]), jnp.array([-5.0])), (jnp.array([50]), jnp.array([50]))
+      >>> print(length_normalized_dpo_loss(*log_ratios, jnp.zeros(1), jnp.zeros(1), *lengths))  # log(1 + e⁻¹)
+      [0.3133]
+    """
+    of_chosen = _per_token(chosen, chosen_length), _per_token(ref_chosen, chosen_length)
+    of_rejected = _per_token(rejected, rejected_length), _per_token(ref_rejected, rejected_length)
+    z = beta * _difference(of_chosen[0], of_rejected[0], of_chosen[1], of_rejected[1])
+    return _smoothed_logistic(z, label_smoothing)
+
+
+@takes(
+    chosen="...",
+    rejected="...",
+    ref_chosen="...",
+    ref_rejected="...",
+    chosen_length="...",
+    rejected_length="...",
+)
+def ipo_loss(
+    chosen: jax.Array,
+    rejected: jax.Array,
+    ref_chosen: jax.Array,
+    ref_rejected: jax.Array,
+    chosen_length: jax.Array | None = None,
+    rejected_length: jax.Array | None = None,
+    *,
+    tau: float = 0.1,
+) -> jax.Array:
+    """(h − 1/(2τ))². IPO (2310.12036), equation 17: a finite target for h, where DPO's grows with certain preferences.
+
+    Args:
+      chosen: `[...]` in nats, log π(c), with gradient.
+      rejected: `[...]` in nats, log π(r), with gradient.
+      ref_chosen: `[...]` in nats, log π_ref(c).
+      ref_rejected: `[...]` in nats, log π_ref(r).
+      chosen_length: `[...]`, |c|, 0 counts as 1: log-probabilities are taken per token. So does TRL, whose authors were
+        told by those of the paper that its results are of such. None: the equation as it stands, of sums.
+      rejected_length: `[...]`, |r|, or None: as `chosen_length`.
+      tau: τ, the weight of the KL. 0.1 from TRL; the paper has several.
+
+    Returns:
+      `[...]`.
+
+    Examples:
+      >>> log_ratios = jnp.array([2.0]), jnp.array([-2.0])
+      >>> print(ipo_loss(*log_ratios, jnp.zeros(1), jnp.zeros(1)))  # (4 − 5)²
+      [1.]
+    """
+    _refuse_one(chosen_length=chosen_length, rejected_length=rejected_length)
+    if chosen_length is not None and rejected_length is not None:
+        chosen, ref_chosen = _per_token(chosen, chosen_length), _per_token(ref_chosen, chosen_length)
+        rejected, ref_rejected = _per_token(rejected, rejected_length), _per_token(ref_rejected, rejected_length)
+    return jnp.square(_difference(chosen, rejected, ref_chosen, ref_rejected) - 1 / (2 * tau))
+
+
+@takes(chosen="...", rejected="...", ref_chosen="...", ref_rejected="...")
+def hinge_loss(
+    chosen: jax.Array,
+    rejected: jax.Array,
+    ref_chosen: jax.Array | None = None,
+    ref_rejected: jax.Array | None = None,
+    *,
+    beta: float = 0.1,
+) -> jax.Array:
+    """max(0, 1 − β h). SLiC-HF (2305.10425) without a reference; with one RSO's hinge-norm (2309.06657).
+
+    SLiC-HF writes max(0, δ − log π(c) + log π(r)): δ times this loss at β = 1/δ. It adds −λ log π of a supervised
+    target, which is yours to add.
+
+    Args:
+      chosen: `[...]` in nats, log π(c), with gradient.
+      rejected: `[...]` in nats, log π(r), with gradient.
+      ref_chosen: `[...]` in nats, log π_ref(c). None: no reference.
+      ref_rejected: `[...]` in nats, log π_ref(r). None: no reference.
+      beta: β = 1/δ. 0.1 from TRL.
+
+    Returns:
+      `[...]`.
+
+    Examples:
+      >>> print(hinge_loss(jnp.array([-5.0, -5.0]), jnp.array([-9.0, -25.0])))  # 1 − 0.4; 1 − 2 is below 0
+      [0.6 0. ]
+    """
+    _refuse_one(ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    if ref_chosen is None or ref_rejected is None:
+        return jax.nn.relu(1 - beta * (upcast(chosen) - upcast(rejected)))
+    return jax.nn.relu(1 - beta * _difference(chosen, rejected, ref_chosen, ref_rejected))
+
+
+@takes(chosen="...", rejected="...", chosen_length="...", rejected_length="...")
+def simpo_loss(
+    chosen: jax.Array,
+    rejected: jax.Array,
+    chosen_length: jax.Array,
+    rejected_length: jax.Array,
+    *,
+    beta: float = 2.0,
+    gamma: float = 1.0,
+) -> jax.Array:
+    """−log σ(β log π(c)/|c| − β log π(r)/|r| − γ). SimPO (2405.14734), equation 6. There is no reference.
+
+    Args:
+      chosen: `[...]` in nats, log π(c), with gradient.
+      rejected: `[...]` in nats, log π(r), with gradient.
+      chosen_length: `[...]`, |c|; 0 counts as 1.
+      rejected_length: `[...]`, |r|; 0 counts as 1.
+      beta: β, 2 as in the authors' Llama-3-Base.
+      gamma: γ, the margin that is asked for; 1 as there. TRL has β 0.1 and γ 0.5.
+
+    Returns:
+      `[...]`.
+
+    Examples:
+      >>> lengths = jnp.array([4]), jnp.array([4])
+      >>> print(simpo_loss(jnp.array([-4.0]), jnp.array([-8.0]), *lengths))  # 2 · (−1) − 2 · (−2) − 1 = 1: log(1 + e⁻¹)
+      [0.3133]
+    """
+    margin = _per_token(chosen, chosen_length) - _per_token(rejected, rejected_length)
+    return jax.nn.softplus(gamma - beta * margin)
+
+
+@takes(chosen="...", rejected="...", chosen_length="...", rejected_length="...")
+def orpo_loss(
+    chosen: jax.Array,
+    rejected: jax.Array,
+    chosen_length: jax.Array,
+    rejected_length: jax.Array,
+    *,
+    odds_coef: float = 0.1,
+) -> jax.Array:
+    """−log p(c) − λ log σ(log odds(c) − log odds(r)), odds = p/(1 − p), p(y) = exp(log π(y)/|y|). ORPO (2403.07691).
+
+    There is no reference: the first term is that of supervised fine-tuning, here of the completion alone.
+
+    Args:
+      chosen: `[...]` in nats, log π(c), with gradient.
+      rejected: `[...]` in nats, log π(r), with gradient.
+      chosen_length: `[...]`, |c|; 0 counts as 1.
+      rejected_length: `[...]`, |r|; 0 counts as 1.
+      odds_coef: λ, 0.1 from the paper's Mistral.
+
+    Returns:
+      `[...]`.
+
+    Examples:
+      >>> lengths = jnp.array([2]), jnp.array([2])
+      >>> print(orpo_loss(2 * jnp.log(jnp.array([0.5])), 2 * jnp.log(jnp.array([0.2])), *lengths))
+      [0.7155]
+
+      Odds are 1 and ¼, so it is log 2 + 0.1 · log(1 + ¼).
+    """
+    chosen, rejected = _per_token(chosen, chosen_length), _per_token(rejected, rejected_length)
+    return odds_coef * jax.nn.softplus(_log_odds(rejected) - _log_odds(chosen)) - chosen
+
+
+@takes(chosen="...", rejected="...", chosen_length="...")
+def cpo_loss(
+    chosen: jax.Array,
+    rejected: jax.Array,
+    chosen_length: jax.Array | None = None,
+    *,
+    beta: float = 0.1,
+    nll_coef: float = 1.0,
+) -> jax.Array:
+    """−log σ(β log π(c) − β log π(r)) − λ log π(c). CPO (2401.08417): DPO's with a uniform reference.
+
+    Args:
+      chosen: `[...]` in nats, log π(c), with gradient.
+      rejected: `[...]` in nats, log π(r), with gradient.
+      chosen_length: `[...]`, |c|, 0 counts as 1: the second term is −λ log π(c)/|c|, as in TRL. None: the equation.
+      beta: β, 0.1 from the paper.
+      nll_coef: λ. The paper has 1.
+
+    Returns:
+      `[...]`.
+
+    Examples:
+      >>> print(cpo_loss(jnp.array([-10.0]), jnp.array([-20.0])))  # log(1 + e⁻¹) + 10
+      [10.3133]
+      >>> print(cpo_loss(jnp.array([-10.0]), jnp.array([-20.0]), jnp.array([10])))
+      [1.3133]
+    """
+    learned = upcast(chosen) if chosen_length is None else _per_token(chosen, chosen_length)
+    return jax.nn.softplus(-beta * (upcast(chosen) - upcast(rejected))) - nll_coef * learned
+
+
+@takes(logprobs="...", ref_logprobs="...", desirable="...", kl="number | ...")
+def kto_loss(
+    logprobs: jax.Array,
+    ref_logprobs: jax.Array,
+    desirable: jax.Array,
+    *,
+    kl: jax.Array | float,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> jax.Array:
+    """λ (1 − σ(±β (x − z₀))), x = log π(y)/π_ref(y), + where y is desirable. KTO (2402.01306).
+
+    It takes completions one by one, no pairs: their mean is the loss. z₀ is what KL(π ‖ π_ref) is thought to be, and
+    has no gradient. `kto_kl` is the paper's estimate; 0 assumes a policy at its reference.
+
+    Args:
+      logprobs: `[...]` in nats, log π(y), with gradient.
+      ref_logprobs: `[...]` in nats, log π_ref(y).
+      desirable: bool `[...]`.
+      kl: z₀ ≥ 0 in nats: a number, or `[...]`.
+      beta: β, 0.1 from the paper.
+      desirable_weight: λ_D, 1 from the paper; others balance unequal numbers of both kinds.
+      undesirable_weight: λ_U, 1 from the paper.
+
+    Returns:
+      `[...]`.
+
+    Examples:
+      >>> arrays = jnp.array([3.0, 3.0]), jnp.array([-7.0, -7.0]), jnp.array([True, False])
+      >>> print(jnp.round(kto_loss(*arrays, kl=0.0), 4))  # 1 − σ(1) and 1 − σ(−1)
+      [0.2689 0.7311]
+    """
+    z = beta * (_log_ratio(logprobs, ref_logprobs) - jax.lax.stop_gradient(kl))
+    one = jnp.ones_like(z)
+    weight = jnp.where(desirable, desirable_weight * one, undesirable_weight * one)
+    return weight * jax.nn.sigmoid(jnp.where(desirable, -z, z))
+
+
+@takes(logprobs="...", ref_logprobs="...", where="...")
+def kto_kl(
+    logprobs: jax.Array, ref_logprobs: jax.Array, *, where: jax.Array | None = None, axis_name: AxisName = None
+) -> jax.Array:
+    """max(0, mean log π(y′)/π_ref(y′)): z₀ of `kto_loss`, which stops its gradient. KTO (2402.01306).
+
+    y′ are completions of other prompts of the batch: that of prompt i + 1 is given to prompt i. They are no samples of
+    π, so this is biased; it is what the paper does, since samples cost more.
+
+    Args:
+      logprobs: `[...]` in nats, log π(y′) of mismatched completions.
+      ref_logprobs: `[...]` in nats, log π_ref(y′).
+      where: bool `[...]`, which count. None: all.
+      axis_name: the mapped axes over which the batch is spread, or None.
+
+    Returns:
+      A scalar, 0 where none counts.
+
+    Examples:
+      >>> print(kto_kl(jnp.array([-3.0, -8.0]), jnp.array([-6.0, -7.0])))  # (3 − 1) / 2
+      1.0
+    """
+    log_ratio = _log_ratio(logprobs, ref_logprobs)
+    where = jnp.ones_like(log_ratio, bool) if where is None else where
+    total = maybe_psum(jnp.sum(jnp.where(where, log_ratio, 0)), axis_name)
+    count = maybe_psum(jnp.sum(where, dtype=log_ratio.dtype), axis_name)
+    return jax.nn.relu(total / jnp.maximum(count, 1))
+
+
+def _log_ratio(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+    """log π/π_ref, without a gradient in the reference."""
+    return upcast(logprobs) - jax.lax.stop_gradient(upcast(ref_logprobs))
+
+
+def _difference(chosen: jax.Array, rejected: jax.Array, ref_chosen: jax.Array, ref_rejected: jax.Array) -> jax.Array:
+    """h."""
+    return _log_ratio(chosen, ref_chosen) - _log_ratio(rejected, ref_rejected)
+
+
+def _refuse_one(**given: jax.Array | None) -> None:
+    """Refuses one of two that belong together."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) == 1:
+        raise TypeError(f"{names[0]} is given alone: give both of {' and '.join(given)}, or neither")
+
+
+def _per_token(logprobs: jax.Array, length: jax.Array) -> jax.Array:
+    """log π(y)/|y|. An empty completion has 0, so that rows that fill up a batch give no NaN."""
+    logprobs = upcast(logprobs)
+    return logprobs / jnp.maximum(length, 1).astype(logprobs.dtype)
+
+
+def _smoothed_logistic(z: jax.Array, label_smoothing: float) -> jax.Array:
+    """−(1 − ε) log σ(z) − ε log σ(−z) = softplus(−z) + ε z."""
+    return jax.nn.softplus(-z) + label_smoothing * z
+
+
+def _log_odds(logprobs: jax.Array) -> jax.Array:
+    """log p/(1 − p). A p that rounds to 1 counts as 1 − ε, so that odds and gradients stay finite."""
+    logprobs = jnp.minimum(logprobs, -jnp.finfo(logprobs.dtype).eps)
+    return logprobs - jnp.log(-jnp.expm1(logprobs))
 
 
 @takes(values="number | ...", returns="number | ...", old_values="number | ...")

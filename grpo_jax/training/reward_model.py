@@ -33,7 +33,8 @@ class PairBatch(NamedTuple):
     prompt_mask: Array  # bool [N, P]
     completion_ids: Array  # int32 [N, 2, T], chosen and rejected
     completion_mask: Array  # bool [N, 2, T]; without any token it is no pair, and only fills up the batch
-    margin: Array  # float32 [N]
+    margin: Array  # float32 [N]; of reward models
+    ref_logprobs: Array = None  # float32 [N, 2], sums in nats under a reference; of policies
     weights: Array = None  # float32 [N], made from the mask of a whole optimizer batch
 
 
@@ -148,7 +149,7 @@ def pair_batches(
     if not 1 <= num_pairs <= len(pairs.prompts):
         raise UsageError(f"num_pairs is {num_pairs}, but there are {len(pairs.prompts)} pairs: take 1 to that many")
     batch = batches(len(pairs.prompts), num_pairs, seed)
-    return lambda step: pad_pairs(pairs, batch(step), *(widths or _widths(pairs)))
+    return lambda step: pad_pairs(pairs, batch(step), *(widths or pair_widths(pairs)))
 
 
 def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, prompt_width: int, width: int) -> PairBatch:
@@ -162,14 +163,14 @@ def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, prompt_width: int, width
     return PairBatch(prompts.ids, prompts.mask, ids, mask, margin)
 
 
-def _widths(pairs: EncodedPairs) -> tuple[int, int]:
+def pair_widths(pairs: EncodedPairs) -> tuple[int, int]:
     return max(map(len, pairs.prompts)), max(len(ids) for answers in pairs.answers for ids in answers)
 
 
 def score_pairs(config: ModelConfig, params: Headed, pairs: EncodedPairs, *, num_pairs: int = 32) -> np.ndarray:
     """Scores of chosen and rejected, float32 `[M, 2]`, `num_pairs` at a time with one compiled program."""
     starts = range(0, len(pairs.prompts), num_pairs)
-    pieces = (pad_pairs(pairs, np.arange(start, start + num_pairs), *_widths(pairs)) for start in starts)
+    pieces = (pad_pairs(pairs, np.arange(start, start + num_pairs), *pair_widths(pairs)) for start in starts)
     found = [np.asarray(score_groups(config, params, *piece[:4])) for piece in pieces]
     return np.concatenate(found)[: len(pairs.prompts)]
 

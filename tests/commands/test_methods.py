@@ -1,5 +1,6 @@
 """`grpo-jax train` by every method, on a model so small that a run takes seconds."""
 
+import inspect
 import json
 import shutil
 
@@ -46,7 +47,7 @@ def small(folder):
 
 def run(folder, out, method, *args):
     """The command, as the program calls it; gives the lines of metrics.jsonl and the results."""
-    rows = "--data" if method == "reward-model" else "--task"
+    rows = "--data" if method in ("reward-model", "dpo") else "--task"
     given = ["--method", method, "--model", folder / "model", rows, folder / "rows.jsonl"] if method else []
     train.command([str(arg) for arg in [*given, "--run-dir", out, "--no-compilation-cache", *args]])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -220,6 +221,102 @@ def test_a_reward_model_by_the_same_command_and_resumed(folder, tmp_path):
         export(Options(out, tmp_path / "exported"))
 
 
+# ---- DPO
+
+
+DPO = ("--steps", 8, "--num-pairs", 16, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
+
+
+def test_dpo_learns_pairs_and_is_exported_and_evaluated(folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    lines, results = run(folder, out, "dpo", *DPO)
+    assert {line["phase"] for line in lines} == {"dpo"}
+    held = [line for line in lines if "heldout_loss" in line]
+    assert [line["step"] for line in held] == [0, 4, 8]
+    assert held[0]["heldout_loss"] == pytest.approx(np.log(2))  # the policy is the reference, to the bit
+    assert (held[0]["heldout_accuracy"], held[0]["heldout_margin"]) == (0.5, 0)
+    assert held[-1]["heldout_loss"] == results["after"]["loss"]
+    assert results["after"]["change"] == pytest.approx(results["after"]["loss"] - np.log(2))
+    assert lines[-1]["margin"] > 0.05
+    assert lines[-1]["loss"] < np.log(2)
+    assert "held-out pairs" in capsys.readouterr().out
+    assert {"curves.png", "report.html", "model", "reference.npz"} <= {file.name for file in out.iterdir()}
+
+    assert export(Options(out, tmp_path / "exported")) == 8
+    assert "tags: [dpo, grpo_jax]" in (tmp_path / "exported/README.md").read_text()
+    given = [str(out), "--task", str(folder / "rows.jsonl"), "--reward", "exact_answer(column='completion')"]
+    evaluate.main(evaluate.parse([*given, "--max-tokens", "4", "--out", str(tmp_path / "numbers")]))
+    assert json.loads((tmp_path / "numbers/numbers.json").read_text())["options"]["phase"] == "dpo"
+
+
+def test_a_run_of_dpo_is_resumed_and_keeps_its_reference(folder, tmp_path, capsys):
+    constant = (*DPO, "--decay", "none", "--lora-rank", 2, "--preference-loss", "ipo", "--tau", 0.5)
+    whole = run(folder, tmp_path / "whole", "dpo", *constant)
+    run(folder, tmp_path / "cut", "dpo", *constant, "--steps", 4)
+    kept = (tmp_path / "cut/reference.npz").read_bytes()
+    again = run(folder, tmp_path / "cut", "", "--resume", "--steps", 8)
+    assert again == whole
+    assert (tmp_path / "cut/reference.npz").read_bytes() == kept
+    assert (tmp_path / "whole/reference.npz").read_bytes() == kept
+
+    np.savez(tmp_path / "cut/reference.npz", training=np.zeros((2, 2)), heldout=np.zeros((2, 2)))
+    said = refused(capsys, "--resume", "--run-dir", tmp_path / "cut", "--no-compilation-cache")
+    assert "began: reference.npz" in said
+
+
+def test_a_loss_without_reference_keeps_none(folder, tmp_path):
+    lines, results = run(folder, tmp_path / "run", "dpo", *DPO, "--preference-loss", "simpo", "--steps", 1)
+    assert not (tmp_path / "run/reference.npz").exists()
+    assert "log_ratio_chosen" not in lines[-1]
+    assert results["before"]["logprob_chosen"] < 0
+
+
+def test_completions_of_pairs_end_with_eos_and_count_it(folder):
+    dpo = train.module_of("dpo")
+    args = ["--model", str(folder / "model"), "--data", str(folder / "rows.jsonl"), "--max-tokens", "2"]
+    pretrained = load_pretrained(folder / "model")
+    preferences, _ = dpo.read_preferences(folder / "rows.jsonl")
+    kept = dpo.encode(flags.parse(dpo.Config, None, args), preferences, pretrained)
+    eos_id = arithmetic.TEXT.eos_id
+    assert {(len(ids), ids[-1]) for pair in kept.answers for ids in pair} == {(2, eos_id)}
+    assert any("longer than 2 tokens" in note for note in kept.notes)
+    cut = dpo.encode(flags.parse(dpo.Config, None, [*args, "--overlong", "truncate"]), preferences, pretrained)
+    assert any(pair[0][-1] != eos_id and pair[1][-1] != eos_id for pair in cut.answers)
+    assert len(cut.answers) > len(kept.answers)
+
+
+@pytest.mark.parametrize("name", ["dpo", "robust", "length-normalized", "ipo", "hinge", "simpo", "orpo", "cpo"])
+def test_every_loss_has_constants_of_its_own_and_the_sources_defaults(name):
+    dpo = train.module_of("dpo")
+    assert dpo.loss_of(dpo.Config(preference_loss=name)).keywords == {}
+    own = set(inspect.signature(dpo.LOSSES[name]).parameters) & set(dpo.CONSTANTS)
+    keyword_only = {p.name for p in inspect.signature(dpo.LOSSES[name]).parameters.values() if p.kind == p.KEYWORD_ONLY}
+    assert own == keyword_only
+    config = dpo.Config(preference_loss=name, **dict.fromkeys(own, 0.25))
+    assert dpo.loss_of(config).keywords == dict.fromkeys(own, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--data", ""], "--data is needed"),
+        (["--tau", 0.5], "tau is no constant of --preference-loss dpo: leave it out, or choose ipo"),
+        (["--preference-loss", "simpo", "--label-smoothing", 0.1], "choose dpo or robust or length-normalized"),
+        (["--beta", 0], "beta is 0.0: it must be above 0"),
+        (["--beta", "nan"], "beta is nan: it must be above 0"),
+        (["--preference-loss", "robust", "--label-smoothing", 0.5], "label_smoothing is 0.5: it must be at least 0"),
+        (["--preference-loss", "simpo", "--gamma", -1], "gamma is -1.0: it must be at least 0"),
+        (["--num-pairs", 99], "num_pairs is 99, but there are"),
+        (["--max-tokens", 1], "no pair is left"),
+        (["--heldout-share", 0], "0 are held out"),
+        (["--steps", 0], "steps of supervised training is 0"),
+    ],
+)
+def test_what_dpo_cannot_learn_is_refused(folder, tmp_path, capsys, args, sentence):
+    where = ["--model", folder / "model", "--data", folder / "rows.jsonl", "--run-dir", tmp_path / "run"]
+    assert sentence in refused(capsys, "--method", "dpo", "--no-compilation-cache", *where, *args)
+
+
 # ---- what a run is made of
 
 
@@ -261,7 +358,8 @@ def test_a_run_does_not_go_on_with_other_rows_rewards_or_weights(folder, tmp_pat
 
 
 def test_other_texts_and_pairs_are_noticed_too(folder, tmp_path, capsys):
-    for method, options in (("sft", SFT), ("reward-model", ("--steps", 2, "--num-pairs", 8))):
+    pairs = ("--steps", 2, "--num-pairs", 8)
+    for method, options in (("sft", SFT), ("reward-model", pairs), ("dpo", pairs)):
         here = tmp_path / method
         shutil.copytree(folder, here)
         run(here, here / "run", method, *options)
@@ -310,7 +408,7 @@ def test_a_run_of_another_method_starts_from_the_options_of_a_file(folder, tmp_p
         (["--method", "sft", "--no-whiten"], "--no-whiten is an option of --method ppo, and the method is sft"),
         (["--method", "sft", "--reward", "f"], "--reward is an option of --method grpo and ppo"),
         (["--method", "ppo", "--bins", "8"], "--bins is an option of --method reward-model"),
-        (["--method", "pop"], "there is no method pop: is it ppo?"),
+        (["--method", "pop"], "there is no method pop: is it ppo or dpo?"),
         (["--config", "none.yaml"], "none.yaml cannot be read"),
     ],
 )
@@ -325,12 +423,13 @@ def test_options_of_another_method_are_refused(capsys, args, sentence):
         ("ppo", ["--preset", "--reward", "--critic", "--gae-lambda"], ["--completion-column", "--bins"]),
         ("sft", ["--completion-column", "--num-rows"], ["--preset", "--reward", "--critic", "--bins"]),
         ("reward-model", ["--data", "--bins"], ["--preset", "--reward ", "--critic", "--completion-column"]),
+        ("dpo", ["--data", "--preference-loss", "--beta", "--tau"], ["--preset", "--reward ", "--critic", "--bins"]),
     ],
 )
 def test_help_lists_the_options_of_a_method_alone(capsys, method, has, lacks):
     with pytest.raises(SystemExit):
         train.command(["--method", method, "--help"])
     page = capsys.readouterr().out
-    assert "--method {grpo,ppo,sft,reward-model}" in page
+    assert "--method {grpo,ppo,sft,reward-model,dpo}" in page
     assert all(flag in page for flag in has)
     assert not any(flag in page for flag in lacks)

@@ -27,6 +27,7 @@ from experiments import (
     multi_objective,
     online_preference,
     ppo,
+    preferences,
     stories,
 )
 from grpo_jax.errors import UsageError
@@ -61,6 +62,7 @@ CONFIGS = [
         multi_objective,
         online_preference,
         ppo,
+        preferences,
         stories,
     )
 ]
@@ -196,7 +198,7 @@ def test_help_explains_every_option(config, capsys):
         parse("--help", config=config)
     lines = capsys.readouterr().out.splitlines()
     options = [i for i, line in enumerate(lines) if re.match(r"--[a-z]", line.lstrip("│ "))]
-    assert len(options) >= 25
+    assert len(options) >= 20
     for start, end in zip(options, [*options[1:], len(lines)], strict=True):
         text = " ".join(line.strip("│ ") for line in lines[start:end]).split("(default")[0].split()
         assert len([word for word in text if not word.startswith(("-", "{"))]) >= 3, lines[start]
@@ -447,3 +449,20 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path, script, o
         for name, content in expected.items():
             assert (folder / name).read_bytes() == content, (number, where, name)
         print(f"kill {number} in {moment}: {where}; same bits")
+
+
+def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_path):
+    args = ["--steps", 8, "--num-pairs", 32, "--total-pairs", 64, "--num-seeds", 1, "--warmup-steps", 2]
+    config = parse(*args, "--eval-every", 4, "--run-dir", tmp_path / "run", config=preferences.Config)
+    preferences.main(config)
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    runs = {method: {name: values[0] for name, values in row.items()} for method, row in results["runs"].items()}
+    assert list(runs) == ["start", "dpo", "control", "closed form"]
+    assert (runs["start"]["kl"], runs["start"]["share"]) == (0, 0)
+    assert runs["closed form"]["kl_to_best"] == 0
+    for row in runs.values():  # J(π*) − J(π) = β KL(π ‖ π*), whatever the policy
+        gap = runs["closed form"]["objective"] - row["objective"]
+        assert gap == pytest.approx(row["kl_to_best"], abs=1e-4)
+    assert runs["dpo"]["kl"] > 0
+    preferences.main(parse("--resume", "--run-dir", tmp_path / "run", config=preferences.Config))
+    assert json.loads((tmp_path / "run/results.json").read_text()) == results

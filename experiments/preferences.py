@@ -1,0 +1,186 @@
+"""Does DPO find the policy that the closed form names, from pairs alone?
+
+Completions are three tokens of eight, so that all 512 of a prompt can be enumerated and nothing below is an estimate.
+A completion is worth u = Σₜ w(prompt, oₜ), and of two that the start samples the first is chosen with probability
+σ(u₁ − u₂) (Bradley and Terry). Of J = E u − β KL(π ‖ π_ref) the best policy is π* ∝ π_ref exp(u/β) (2305.18290,
+equation 4), and DPO never sees u. At β = 1 its loss is least at π* itself. The control learns from the same pairs in
+random order. About a minute and a half on two CPU cores for three seeds; expect DPO to gain 0.84 to 0.87 of the J that
+π* gains, and the control a little less than nothing. Left out of the paper: a pretrained model, a supervised start, and
+natural language.
+
+  python -m experiments.preferences
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from scipy import special
+
+from experiments import common
+from experiments.common import Seeds, collect, over_seeds, seeds_of
+from grpo_jax.commands.common import say_end
+from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.data.types import rng
+from grpo_jax.functional import dpo_loss
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.statistics import cell
+from grpo_jax.training.preference import pair_logprobs, preference_batches, score_preferences, train_preference
+from grpo_jax.training.reward_model import PairBatch
+from grpo_jax.training.supervised import SupervisedConfig
+
+VOCAB, TOKENS, PROMPTS = 8, 3, 4
+POLICY = decoder_policy(ModelConfig(VOCAB, 32, 64, 2, 2, 2, 16, initializer_range=0.3))
+COMPLETIONS = np.array(np.unravel_index(np.arange(VOCAB**TOKENS), (VOCAB,) * TOKENS)).T.astype(np.int32)  # [V^T, T]
+COLUMNS = {
+    "share": "share of π*'s gain",
+    "utility": "E u",
+    "objective": "J",
+    "kl": "KL to π_ref",
+    "kl_to_best": "KL to π*",
+}
+METHODS = ("dpo", "control")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the run."""
+
+    train: SupervisedConfig = SupervisedConfig(
+        steps=600,
+        learning_rate=1e-3,
+        warmup_steps=20,
+        decay="linear",
+        checkpoint_every=200,
+        log_every=20,
+        eval_every=100,
+    )
+    seeds: Seeds = Seeds()
+    output: flags.RunConfig = flags.RunConfig(Path("runs/preferences"))
+    num_pairs: int = 64
+    """Pairs of a step."""
+    total_pairs: int = 16384
+    """Pairs in all; a step takes some of them."""
+    beta: float = 1.0
+    """β of the loss and of the objective."""
+    seed: int = 0
+    """First seed: of utilities, parameters and pairs."""
+
+
+def main(config: Config) -> None:
+    """Trains with every seed; a table, curves and results.json."""
+    started = time.perf_counter()
+    seeds = seeds_of(config.seed, config.seeds)
+    runs: dict[str, dict[str, list[float]]] = {}
+    run = flags.open_run(config)
+    for seed in seeds:
+        collect(runs, one_seed(config, seed, run))
+    rows = over_seeds(runs, first="share", control="control")
+    # Worlds differ by far more than methods: an interval is of interest where each is measured against its own start.
+    table = {
+        name: [cell(row, "share"), *(row[column] for column in COLUMNS if column != "share")]
+        for name, row in rows.items()
+    }
+    title = f"exact, by enumeration; means of seeds {seeds[0]} to {seeds[-1]}, 95% interval over seeds"
+    terminal.print_table(run, title, list(COLUMNS.values()), table)
+    phases = {method: [f"{method}_{seed}" for seed in seeds] for method in METHODS}
+    curves = (("loss", "loss of a batch"), ("accuracy", "accuracy of a batch"), ("heldout_objective", "J"))
+    terminal.save_curves(run, curves, phases)
+    write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
+    say_end(run, started)
+
+
+def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, float]]:
+    """Numbers of the start, of both methods and of the closed form, in a world of its own."""
+    params = common.new_params(POLICY, seed)
+    reference = log_probabilities(params)
+    worth = utilities(seed)
+    best = special.log_softmax(reference + worth / config.beta, axis=-1)
+    numbers = partial(judge, reference=reference, worth=worth, best=best, beta=config.beta)
+    found = {"start": numbers(reference)}
+    for method in METHODS:
+        pairs = sample_pairs(reference, worth, config.total_pairs, seed, shuffled=method == "control")
+        ref_logprobs = score_preferences(POLICY, params, pairs, num_pairs=512)
+        state = train_preference(
+            POLICY,
+            params,
+            preference_batches(pairs, ref_logprobs, config.num_pairs, seed),
+            config.train,
+            run,
+            loss=partial(dpo_loss, beta=config.beta),
+            phase=f"{method}_{seed}",
+            evaluate=heldout(numbers),
+        )
+        found[method] = numbers(log_probabilities(state.params))
+    found["closed form"] = numbers(best)
+    start, end = (found[name]["objective"] for name in ("start", "closed form"))
+    return {name: row | {"share": (row["objective"] - start) / (end - start)} for name, row in found.items()}
+
+
+def heldout(numbers: Callable[[np.ndarray], dict[str, float]]) -> Callable[[Params], dict[str, float]]:
+    """What is logged of parameters while they are trained."""
+    return lambda params: {f"heldout_{name}": value for name, value in numbers(log_probabilities(params)).items()}
+
+
+def judge(
+    policy: np.ndarray, *, reference: np.ndarray, worth: np.ndarray, best: np.ndarray, beta: float
+) -> dict[str, float]:
+    """What a policy earns, all `[prompts, completions]`: log-probabilities, and the worth of each completion."""
+    probabilities = np.exp(policy)
+    utility, kl, kl_to_best = (
+        float((probabilities * x).sum(-1).mean()) for x in (worth, policy - reference, policy - best)
+    )
+    return {"utility": utility, "kl": kl, "objective": utility - beta * kl, "kl_to_best": kl_to_best}
+
+
+def utilities(seed: int) -> np.ndarray:
+    """u of every completion of every prompt, with w ~ N(0, 1), float64 `[prompts, completions]`."""
+    return rng(seed, 1).normal(size=(PROMPTS, VOCAB))[:, COMPLETIONS].sum(-1)
+
+
+def log_probabilities(params: Params) -> np.ndarray:
+    """log π of every completion of every prompt, float64 `[prompts, completions]`."""
+    return np.asarray(_log_probabilities(params), np.float64)
+
+
+@jax.jit
+def _log_probabilities(params: Params) -> jax.Array:
+    prompts = np.arange(PROMPTS, dtype=np.int32)[:, None]
+    ids = np.broadcast_to(COMPLETIONS, (PROMPTS, *COMPLETIONS.shape))
+    everything = PairBatch(prompts, np.ones_like(prompts, bool), ids, np.ones_like(ids, bool), np.zeros(PROMPTS))
+    return pair_logprobs(POLICY, params, everything)
+
+
+def sample_pairs(reference: np.ndarray, worth: np.ndarray, number: int, seed: int, *, shuffled: bool) -> EncodedPairs:
+    """Different completions that the start samples, chosen by Bradley and Terry, or by a coin toss.
+
+    Args:
+      reference: log-probabilities `[prompts, completions]`.
+      worth: u, `[prompts, completions]`.
+      number: of pairs.
+      seed: of prompts, completions and choices; pairs are the same whoever chooses.
+      shuffled: whether a coin chooses.
+    """
+    draws, coins = rng(seed, 2), rng(seed, 3)
+    probabilities = special.softmax(reference, axis=-1)
+    prompts, answers = [], []
+    for prompt in draws.integers(0, PROMPTS, number).tolist():
+        first, second = draws.choice(len(COMPLETIONS), 2, replace=False, p=probabilities[prompt]).tolist()
+        difference = 0.0 if shuffled else worth[prompt, first] - worth[prompt, second]
+        if coins.random() > special.expit(difference):
+            first, second = second, first
+        prompts.append([prompt])
+        answers.append((COMPLETIONS[first].tolist(), COMPLETIONS[second].tolist()))
+    return EncodedPairs(prompts, answers, [0.0] * number)
+
+
+if __name__ == "__main__":
+    flags.main(Config, main, __doc__)

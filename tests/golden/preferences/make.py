@@ -1,0 +1,218 @@
+"""Makes golden.npz beside this file: ragged pairs, and what TRL's own trainers compute of them.
+
+Every loss comes from TRL's code: trainers without their __init__, with a stand-in for the model that gives our
+log-probabilities. Losses come with their gradient in the log-probabilities of tokens, by torch's autograd in float64.
+Inputs are float32, multiples of 2⁻¹², so that float32 holds their sums exactly.
+
+Made with torch 2.13.0 (CPU), trl 1.16.0, numpy 2.4.6. The tests that read the file need none of them.
+
+  python tests/golden/preferences/make.py
+
+Where TRL differs from this library, and what is compared then:
+- TRL takes the NLL in CPO and ORPO over all tokens of the batch, ours is one of each pair: one pair at a time.
+- ORPO's NLL in TRL is of the prompt too: the stand-in's prompt is one token, which nothing predicts.
+- ORPOTrainer casts to float32 on its way: the cast is made one to float64.
+- TRL concatenates desirable and undesirable completions: the order does not matter in a mean.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
+
+FILE = Path(__file__).with_name("golden.npz")
+N, T = 5, 9
+ACCELERATOR = SimpleNamespace(
+    device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda model: model
+)
+
+
+def make_inputs() -> dict[str, np.ndarray]:
+    """N pairs of completions of at most T tokens, and N mismatched ones."""
+    rng = np.random.default_rng(0)
+
+    def grid(x):
+        return (np.round(np.asarray(x) * 4096) / 4096).astype(np.float32)
+
+    def near(logprobs, scale):
+        return np.minimum(grid(logprobs + scale * rng.normal(size=logprobs.shape)), np.float32(-1 / 4096))
+
+    lengths = rng.integers(1, T + 1, (N, 2))
+    lengths[0], lengths[1] = (1, T), (T, 2)
+    logprobs = -grid(rng.exponential(1.5, (N, 2, T)) + 1 / 4096)
+    mismatched = -grid(rng.exponential(1.5, (N, T)) + 1 / 4096)
+    return {
+        "mask": np.arange(T) < lengths[..., None],
+        "logprobs": logprobs,
+        "ref": near(logprobs, 1.0),
+        "desirable": np.array([[True, False], [True, False], [True, True], [False, False], [True, False]]),
+        "mismatched_mask": np.arange(T) < rng.integers(1, T + 1, N)[:, None],
+        "mismatched": mismatched,
+        "mismatched_ref": mismatched - np.abs(grid(0.5 * rng.normal(size=mismatched.shape))),
+    }
+
+
+INPUTS = make_inputs()
+GOLDEN: dict[str, np.ndarray] = {}
+
+
+def tensor(name: str) -> torch.Tensor:
+    """An input in float64, or a mask."""
+    x = torch.from_numpy(INPUTS[name])
+    return x if x.dtype == torch.bool else x.double()
+
+
+MASK = tensor("mask")
+
+
+def stacked(x: torch.Tensor) -> torch.Tensor:
+    """[N, 2, ...] as TRL has it: all chosen ones, then all rejected ones."""
+    return torch.cat([x[:, 0], x[:, 1]])
+
+
+def sums(logprobs: torch.Tensor) -> torch.Tensor:
+    """Of tokens, [N, 2]."""
+    return (logprobs * MASK).sum(-1)
+
+
+def save(name: str, loss_of) -> None:
+    """A loss, and its gradient in the log-probabilities of tokens."""
+    x = tensor("logprobs").requires_grad_()
+    loss = loss_of(x)
+    (gradient,) = torch.autograd.grad(loss, x)
+    GOLDEN[f"{name}.loss"], GOLDEN[f"{name}.gradient"] = loss.detach().numpy(), gradient.numpy()
+
+
+def trainer(cls, **attributes):
+    """A TRL trainer without its __init__."""
+    self = object.__new__(cls)
+    defaults = {
+        "model": SimpleNamespace(training=True),
+        "accelerator": ACCELERATOR,
+        "aux_loss_enabled": False,
+        "is_encoder_decoder": False,
+        "_metrics": {"train": defaultdict(list)},
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+    }
+    vars(self).update(defaults | attributes)
+    return self
+
+
+def outputs(logprobs: torch.Tensor) -> SimpleNamespace:
+    """What a model of TRL returns, masked as it masks; none of the rest enters a loss."""
+    zeros = torch.zeros_like(logprobs)
+    return SimpleNamespace(log_probs=logprobs, entropy=zeros, mean_logits=zeros, is_top1=zeros > 0)
+
+
+def with_prompt(mask: torch.Tensor) -> torch.Tensor:
+    """A prompt of one token before each completion."""
+    return torch.nn.functional.pad(mask.long(), (1, 0))
+
+
+def dpo(name: str, loss_type: str, *, beta: float = 0.1, label_smoothing: float = 0.0) -> None:
+    """A loss of DPOTrainer."""
+    mask = stacked(MASK)
+    ref_chosen, ref_rejected = sums(tensor("ref")).T
+    inputs = {
+        "input_ids": with_prompt(mask),
+        "attention_mask": torch.ones(2 * N, T + 1),
+        "completion_mask": with_prompt(mask),
+        "ref_chosen_logps": ref_chosen,
+        "ref_rejected_logps": ref_rejected,
+    }
+    options = {"loss_types": [loss_type], "loss_weights": [1.0], "beta": beta, "label_smoothing": label_smoothing}
+    others = {"ld_alpha": None, "f_divergence_type": "reverse_kl", "use_weighting": False, "precompute_ref_logps": True}
+
+    def loss_of(x):
+        self = trainer(DPOTrainer, **options, **others)
+        return self._compute_loss(lambda **_: outputs(stacked(x * MASK)), inputs, False)
+
+    save(name, loss_of)
+
+
+def logits_of(logprobs: torch.Tensor) -> torch.Tensor:
+    """Logits [..., T + 1, 2] of two tokens, of which number 0 has these log-probabilities."""
+    pair = torch.stack([logprobs, torch.log(-torch.expm1(logprobs))], dim=-1)
+    return torch.nn.functional.pad(pair, (0, 0, 0, 1))  # the last token predicts nothing
+
+
+def pair_by_pair(name: str, cls, **options) -> None:
+    """The whole loss of CPOTrainer or ORPOTrainer, the mean over batches of one pair."""
+
+    def loss_of_pair(x, number):
+        arrays = {}
+        for side, kind in enumerate(("chosen", "rejected")):
+            mask = with_prompt(MASK[number, side][None])
+            arrays[f"{kind}_input_ids"] = torch.zeros_like(mask)
+            attended = mask.clone()
+            attended[:, 0] = 1
+            arrays[f"{kind}_attention_mask"] = attended
+            arrays[f"{kind}_labels"] = torch.where(mask > 0, 0, -100)
+        logits = logits_of(torch.where(MASK[number], x[number], -1.0))
+        self = trainer(cls, **options, pad_token_id=0, padding_value=0)
+        return self.get_batch_loss_metrics(lambda *_, **__: SimpleNamespace(logits=logits), arrays)[0]
+
+    save(name, lambda x: torch.stack([loss_of_pair(x, number) for number in range(N)]).mean())
+
+
+def cpo(name: str, loss_type: str, **options) -> None:
+    """A loss of CPOTrainer, without an NLL unless it is given."""
+    defaults = {"cpo_alpha": 0.0, "simpo_gamma": 0.0, "label_smoothing": 0.0, "alpha": 0.0}
+    pair_by_pair(name, CPOTrainer, loss_type=loss_type, **defaults | options)
+
+
+def kto(name: str, **options) -> None:
+    """The loss of KTOTrainer, with its estimate of the KL."""
+    mask, other = with_prompt(stacked(MASK)), with_prompt(tensor("mismatched_mask"))
+    inputs = {
+        "input_ids": mask,
+        "attention_mask": torch.ones(2 * N, T + 1),
+        "completion_mask": mask,
+        "KL_input_ids": other,
+        "KL_attention_mask": torch.ones(N, T + 1),
+        "KL_completion_mask": other,
+        "label": stacked(tensor("desirable")),
+        "ref_logps": stacked(sums(tensor("ref"))),
+        "ref_KL_logps": (tensor("mismatched_ref") * tensor("mismatched_mask")).sum(-1),
+    }
+    defaults = {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
+
+    def loss_of(x):
+        matched, mismatched = stacked(x * MASK), tensor("mismatched") * tensor("mismatched_mask")
+        self = trainer(KTOTrainer, calculate_KL=True, precompute_ref_logps=True, **defaults | options)
+        return self._compute_loss(
+            lambda input_ids, **_: outputs(matched if len(input_ids) == 2 * N else mismatched), inputs, False
+        )
+
+    save(name, loss_of)
+
+
+def main() -> None:
+    """Writes the file anew."""
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+    dpo("dpo", "sigmoid")
+    dpo("robust_dpo", "robust", label_smoothing=0.1)
+    dpo("length_normalized_dpo", "sigmoid_norm", beta=5.0)
+    dpo("ipo", "ipo")
+    dpo("hinge", "hinge", beta=0.4)
+    cpo("cpo", "sigmoid", beta=0.1, cpo_alpha=1.0)
+    cpo("conservative_without_reference", "sigmoid", beta=0.1, label_smoothing=0.1)
+    cpo("hinge_without_reference", "hinge", beta=0.1)
+    cpo("ipo_without_reference", "ipo", beta=0.5)
+    cpo("simpo", "simpo", beta=2.0, simpo_gamma=1.0)
+    pair_by_pair("orpo", ORPOTrainer, beta=0.1)
+    kto("kto")
+    kto("kto_weighted", beta=0.5, desirable_weight=1.5, undesirable_weight=0.5)
+    np.savez_compressed(FILE, **{f"input.{name}": value for name, value in INPUTS.items()}, **GOLDEN)
+
+
+if __name__ == "__main__":
+    main()
