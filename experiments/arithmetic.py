@@ -28,7 +28,7 @@ from grpo_jax.statistics import cell
 from grpo_jax.tasks import arithmetic
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig
 
 MODEL = ModelConfig(vocab_size=arithmetic.VOCAB_SIZE, initializer_range=0.1)
 CURVES = (("reward", "accuracy (dots: held out)"),)

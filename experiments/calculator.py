@@ -31,7 +31,7 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.evaluate import Evaluation, Samples
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig
 
 MODEL = ModelConfig(vocab_size=calculator.VOCAB_SIZE, initializer_range=0.1)
 CURVES = (("turns_mean", "turns"),)

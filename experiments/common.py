@@ -18,9 +18,9 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import interval_over_runs
 from grpo_jax.tasks.characters import Characters
-from grpo_jax.training.sft import train_sft
 from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.sft import train_sft
 
 # ---- small models of our own
 

@@ -44,7 +44,7 @@ from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import summary
 from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig
 
 TEXT = Characters(letters.LETTERS + ": ?")
 MODEL = ModelConfig(TEXT.vocab_size, initializer_range=0.1)

@@ -30,7 +30,7 @@ from grpo_jax.tasks import guess
 from grpo_jax.training.evaluate import Evaluation, Samples, summary
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig
 
 MODEL = ModelConfig(vocab_size=guess.VOCAB_SIZE, initializer_range=0.1)
 CURVES = (("reward", "return (dots: held out)"), ("turns_mean", "turns"))

@@ -80,9 +80,9 @@ from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.loop import Programs
 from grpo_jax.training.parallel import num_devices, place
 from grpo_jax.training.ppo import ActorCritic, add_critic, critic_policy, make_ppo_programs
-from grpo_jax.training.reward_model import pair_batches, score_pairs, train_reward_model
-from grpo_jax.training.sft import mean_nll, train_sft
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.reward_model import pair_batches, score_pairs, train_reward_model
+from grpo_jax.training.supervised.sft import mean_nll, train_sft
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
 CURVES = (

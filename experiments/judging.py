@@ -19,8 +19,8 @@ from grpo_jax.statistics import bootstrap, cell
 from grpo_jax.training.evaluate import Evaluation
 from grpo_jax.training.learn import needs_old_logprobs
 from grpo_jax.training.ppo import ActorCritic
-from grpo_jax.training.reward_model import evaluate_pairs
 from grpo_jax.training.state import TrainState
+from grpo_jax.training.supervised.reward_model import evaluate_pairs
 
 Answers = dict[str, np.ndarray]  # number -> [M, n], of the sampled answers
 SFT, SHORTEST, BEST = "SFT", "SFT, shortest of n", "SFT, best of n"

@@ -47,7 +47,7 @@ from grpo_jax.training.learn import LABELLING
 from grpo_jax.training.loop import Programs
 from grpo_jax.training.rollout import completion_numbers, grade, group_temperatures, noise_of
 from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, initializer_range=0.1)
 ENOUGH = 8  # letters of the prompt's

@@ -52,7 +52,7 @@ from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.loop import Programs
 from grpo_jax.training.online import OnlineConfig, train_online
 from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig
 
 MODEL = ModelConfig(vocab_size=letters.TEXT.vocab_size, initializer_range=0.1)
 LEARNED = ("frozen", "online")

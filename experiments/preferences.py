@@ -33,9 +33,14 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell
-from grpo_jax.training.preference import pair_logprobs, preference_batches, score_preferences, train_preference
-from grpo_jax.training.reward_model import PairBatch
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.preference import (
+    pair_logprobs,
+    preference_batches,
+    score_preferences,
+    train_preference,
+)
+from grpo_jax.training.supervised.reward_model import PairBatch
 
 VOCAB, TOKENS, PROMPTS = 8, 3, 4
 POLICY = decoder_policy(ModelConfig(VOCAB, 32, 64, 2, 2, 2, 16, initializer_range=0.3))

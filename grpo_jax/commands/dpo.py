@@ -35,7 +35,8 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
 from grpo_jax.statistics import cell, paired_difference
-from grpo_jax.training.preference import (
+from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.preference import (
     PairLoss,
     evaluate_preferences,
     kept_arrays,
@@ -46,8 +47,7 @@ from grpo_jax.training.preference import (
     train_preference,
     with_intervals,
 )
-from grpo_jax.training.reward_model import pad_pairs, pair_widths
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.reward_model import pad_pairs, pair_widths
 
 PHASE = "dpo"
 CURVES = (

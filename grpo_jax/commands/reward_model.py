@@ -33,14 +33,14 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.runs.pretrained import keep_description, load_model
 from grpo_jax.statistics import cell
-from grpo_jax.training.reward_model import (
+from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.reward_model import (
     PairEvaluation,
     evaluate_pairs,
     pair_batches,
     score_pairs,
     train_reward_model,
 )
-from grpo_jax.training.supervised import SupervisedConfig
 
 PHASE = "reward_model"
 CURVES = (("loss", "loss of a batch"), ("heldout_nll", "held-out NLL"), ("heldout_accuracy", "held-out accuracy"))

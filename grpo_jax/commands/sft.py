@@ -36,8 +36,8 @@ from grpo_jax.statistics import bootstrap, cell, paired_difference
 from grpo_jax.tasks.dataset import EncodedRows, encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import padding_id
-from grpo_jax.training.sft import mean_nll, text_nll, train_sft
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.sft import mean_nll, text_nll, train_sft
 
 PHASE = "sft"
 CURVES = ((("loss", "heldout_nll"), "NLL, nats a token (dots: held out)"), ("entropy", "entropy, nats a token"))

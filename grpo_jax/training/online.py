@@ -30,10 +30,10 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.learn import LABELLING
 from grpo_jax.training.loop import Programs, train
-from grpo_jax.training.reward_model import make_reward_model_programs, pair_batches, train_reward_model
 from grpo_jax.training.rollout import completion_numbers, decode_groups, group_temperatures, noise_of
 from grpo_jax.training.state import TrainState
-from grpo_jax.training.supervised import FitPrograms, SupervisedConfig
+from grpo_jax.training.supervised.phase import FitPrograms, SupervisedConfig
+from grpo_jax.training.supervised.reward_model import make_reward_model_programs, pair_batches, train_reward_model
 
 _PATIENCE = 4  # times the rollouts that are needed if all completions differ
 

@@ -17,7 +17,8 @@ from grpo_jax.models.lora import add_adapters, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training.preference import (
+from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.preference import (
     PairScores,
     evaluate_preferences,
     kept_arrays,
@@ -31,8 +32,7 @@ from grpo_jax.training.preference import (
     train_preference,
     with_intervals,
 )
-from grpo_jax.training.reward_model import pad_pairs, pair_weights
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.reward_model import pad_pairs, pair_weights
 
 VOCAB, EOS = 12, 11
 POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))

@@ -41,7 +41,9 @@ from grpo_jax.statistics import calibration, paired_difference
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.stories import happy_sentences, stories_task
 from grpo_jax.training.learn import SAMPLING
-from grpo_jax.training.reward_model import (
+from grpo_jax.training.rollout import completion_numbers, grade, make_sampler, noise_of
+from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.reward_model import (
     evaluate_pairs,
     pad_pairs,
     pair_batches,
@@ -50,8 +52,6 @@ from grpo_jax.training.reward_model import (
     score_pairs,
     train_reward_model,
 )
-from grpo_jax.training.rollout import completion_numbers, grade, make_sampler, noise_of
-from grpo_jax.training.supervised import SupervisedConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden/llama"
 DATA = Path(__file__).parents[2].parent / "shared/data"

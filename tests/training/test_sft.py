@@ -13,9 +13,9 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training.sft import mean_nll, sft_loss_fn, text_nll, train_sft
 from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.sft import mean_nll, sft_loss_fn, text_nll, train_sft
 
 POLICY = decoder_policy(ModelConfig(16, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
 PARAMS = jax.jit(POLICY.init)(jax.random.key(0))

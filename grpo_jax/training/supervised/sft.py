@@ -18,7 +18,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Batch, TrainState
 from grpo_jax.training.step import Logs, LossFn
-from grpo_jax.training.supervised import SupervisedConfig, fit
+from grpo_jax.training.supervised.phase import SupervisedConfig, fit
 
 
 def train_sft(

@@ -23,7 +23,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
 from grpo_jax.training.state import Array, TrainState
 from grpo_jax.training.step import Logs
-from grpo_jax.training.supervised import FitPrograms, SupervisedConfig, fit, make_fit_programs
+from grpo_jax.training.supervised.phase import FitPrograms, SupervisedConfig, fit, make_fit_programs
 
 
 class PairBatch(NamedTuple):

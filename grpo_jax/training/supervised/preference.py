@@ -24,11 +24,11 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import bootstrap
-from grpo_jax.training.reward_model import PairBatch, pad_pairs, pair_weights, pair_widths
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Array, Batch, TrainState
 from grpo_jax.training.step import Logs
-from grpo_jax.training.supervised import SupervisedConfig, fit
+from grpo_jax.training.supervised.phase import SupervisedConfig, fit
+from grpo_jax.training.supervised.reward_model import PairBatch, pad_pairs, pair_weights, pair_widths
 
 # Such as `functional.dpo_loss`: takes those fields of `PairScores` that it has arguments for, and gives [N].
 PairLoss = Callable[..., jax.Array]

@@ -1,0 +1,1 @@
+"""Phases that learn from given examples: completions, rated pairs, and pairs."""
