@@ -1,6 +1,6 @@
 """Every claim of the sources, measured: runs all questions, and writes RESULTS.md.
 
-Twelve questions, each a script of its own in `experiments.claims.questions` (try `--help` of
+Thirteen questions, each a script of its own in `experiments.claims.questions` (try `--help` of
 `python -m experiments.claims.questions.ablate_kl`). Runs are kept as they end: the same command goes on where it
 stopped, and scripts share runs, starts and compiled programs. RESULTS.md
 has for each claim what the source says, our number with its interval, and a verdict by one rule; its last line is a
