@@ -117,6 +117,11 @@ class SamplingConfig:
     is sampled while graders work on this one. The trained parameters of as many steps are kept. A correction then
     weighs the difference; without one the loss takes the completions for the policy's own."""
 
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that a completion has room for, those of an environment included."""
+        return self.max_tokens + self.environment_tokens
+
 
 @dataclass(frozen=True)
 class LossConfig:

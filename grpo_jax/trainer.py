@@ -153,7 +153,7 @@ class GRPOTrainer:
                 seed=config.seed,
                 reward=self._reward,
                 heldout_share=0.0,
-                max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, config.sampling.max_tokens),
+                max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, config.sampling.row_tokens),
                 overlong=model.overlong,
                 chat=chat,
                 tools=schemas_of(self._tools) if self._tools else None,
@@ -176,7 +176,7 @@ class GRPOTrainer:
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
         say_plan(self.run, plan)
         keep_description(self.run, loaded, model)
-        check_length(self.run, task, config.sampling.max_tokens, longest)
+        check_length(self.run, task, config.sampling.row_tokens, longest)
         state = train(policy, params, task, config, self.run, programs=programs)
         curves = terminal.curves_of(self.run, [("length_mean", "tokens")])
         terminal.save_results(self.run, {}, params_sha256(state.params), curves, ["grpo"])

@@ -151,7 +151,9 @@ def main(options: Options) -> None:
         num_prompts=1,
         group_size=usual,
         seed=0,
-        max_prompt_tokens=prompt_limit(options.max_prompt_tokens, longest, options.max_tokens),
+        max_prompt_tokens=prompt_limit(
+            options.max_prompt_tokens, longest, options.max_tokens + options.environment_tokens
+        ),
         overlong=options.overlong,
         training=of_run,
     )

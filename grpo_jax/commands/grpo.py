@@ -88,7 +88,7 @@ def opened(model: ModelOptions, task: TaskOptions, train: GRPOConfig) -> Iterato
         group_size=train.sampling.group_size,
         seed=train.seed,
         max_prompt_tokens=prompt_limit(
-            model.max_prompt_tokens, loaded.pretrained.config.max_position_embeddings, train.sampling.max_tokens
+            model.max_prompt_tokens, loaded.pretrained.config.max_position_embeddings, train.sampling.row_tokens
         ),
         overlong=model.overlong,
     ) as opened_task:
@@ -122,7 +122,7 @@ def run_method(
     """
     started, config = time.perf_counter(), programs.config
     keep_description(run, model, options)
-    check_length(run, task, config.sampling.max_tokens, model.pretrained.config.max_position_embeddings)
+    check_length(run, task, config.sampling.row_tokens, model.pretrained.config.max_position_embeddings)
     start = place(start, devices_of(config))
     phases = (phase, CONTROL) if control else (phase,)
     rows, checksum = train_with_control(start, task, config, run, programs, phases=phases)

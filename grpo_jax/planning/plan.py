@@ -68,7 +68,7 @@ def shape_of(config: GRPOConfig | PPOConfig, options: ModelOptions, prompt_token
         num_prompts=run.sampling.num_prompts // parts,
         group_size=run.sampling.group_size,
         prompt_tokens=prompt_tokens,
-        max_tokens=run.sampling.max_tokens,
+        max_tokens=run.sampling.row_tokens,
         minibatches=run.optimizer.minibatches,
         microbatches=run.optimizer.microbatches,
         piece_tokens=run.optimizer.piece_tokens,

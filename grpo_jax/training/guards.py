@@ -137,7 +137,9 @@ def check_episodes(run: RunFolder, rollout: Outcomes, task: Task, *, is_first: b
         said = f"the environment failed ({failure}), which ends the episode: {place_and_reason(message)}"
         if is_first and endings <= {"raised", "not a reply"}:
             raise UsageError(f"every episode of the first rollout ended in its environment: {said}")
-        run.warn_once(f"environment {failure}", f"{said}; metrics.jsonl counts them as ended_{failure}")
+        run.warn_once(
+            f"environment {failure}", f"{said}; metrics.jsonl counts them as ended_{failure.replace(' ', '_')}"
+        )
     if endings == {"turns"}:
         run.warn_once("turns", "every episode was cut off after its last turn: raise max_turns")
 
