@@ -89,6 +89,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Prints the plan, and with --compile what the compiler makes of it."""
+    check(config)
     if config.compile and _flag(config) not in os.environ.get("XLA_FLAGS", ""):
         raise SystemExit(_again(config))
     console, shape, data = Console(), shape_of(config), data_of(config)
@@ -108,6 +109,28 @@ def main(config: Config) -> None:
 
 
 # ---- what is planned
+
+
+def check(config: Config) -> None:
+    """Refuses what no run could be.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    for least, names in (
+        (1, ("devices", "tensor", "prompts_per_device", "group_size", "prompt_tokens", "max_tokens")),
+        (0, ("fsdp", "microbatches", "lora_rank", "tflops", "bandwidth_gb_s", "link_gb_s")),
+    ):
+        for name in names:
+            if not least <= getattr(config, name) < float("inf"):
+                raise UsageError(f"{name} is {getattr(config, name)}: it must be at least {least}, and finite")
+    if config.microbatches and config.prompts_per_device % config.microbatches:
+        raise UsageError(
+            f"microbatches is {config.microbatches}: it must divide the {config.prompts_per_device} prompts of a device"
+        )
+    data_of(config)
+    if (heads := model_of(config.model).num_key_value_heads) % config.tensor:
+        raise UsageError(f"tensor is {config.tensor}: it must divide the model's {heads} key-value heads")
 
 
 def model_of(name: str) -> ModelConfig:

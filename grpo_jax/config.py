@@ -506,6 +506,11 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     validate_mesh(config.mesh)
     validate_logging(config.logging)
     validate_sampling(config.sampling, compares_groups=compares_groups)
+    _require(
+        config.sampling.staleness < config.steps or not config.sampling.staleness,
+        f"staleness is {config.sampling.staleness}, and steps is {config.steps}, so the start would sample all "
+        "completions: set staleness below steps",
+    )
     validate_loss(config, compares_groups=compares_groups)
     validate_reference(config)
     validate_optimizer(config, num_devices=num_devices)

@@ -35,7 +35,7 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
 from grpo_jax.statistics import cell, paired_difference
-from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.preference import (
     PairLoss,
     evaluate_preferences,
@@ -109,8 +109,8 @@ class Config:
     heldout_share: float = 0.1
     """Share of the pairs that is evaluated and not trained on."""
     max_tokens: int | None = None
-    """Longest completion with its EOS, in tokens (T); None: as long as they come. `overlong` says what happens to pairs
-    with more: they are dropped, or a completion loses its end."""
+    """Longest completion with its EOS, in tokens (T); None: the length that the model was trained on. `overlong` says
+    what happens to pairs with more: they are dropped, or a completion loses its end."""
     num_pairs: int = 16
     """Pairs of a step (N)."""
     seed: int = 0
@@ -129,12 +129,17 @@ def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, a page, and the checksum."""
     started = time.perf_counter()
     loss = loss_of(config)
+    check_supervised(config.train, rows=config.num_pairs, name="num_pairs")
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
     preferences, dropped = read_preferences(config.data, chat=config.chat)
     parts = split_preferences(preferences, config.heldout_share)
     model = load_model(config.model, seed=config.seed)
     training, heldout = (encode(config, part, model.pretrained) for part in parts)
+    if config.num_pairs > len(training.prompts):
+        raise UsageError(
+            f"num_pairs is {config.num_pairs}, but there are {len(training.prompts)} pairs: set it to at most that"
+        )
     run = flags.open_run(config)
     keep_description(run, model, config.model)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *training.notes):
@@ -196,7 +201,7 @@ def encode(config: Config, preferences: Any, pretrained: Pretrained) -> EncodedP
         preferences,
         eos_ids=pretrained.eos_ids,
         max_prompt_tokens=prompt_limit(config.model.max_prompt_tokens, longest, config.max_tokens or 1),
-        max_tokens=config.max_tokens,
+        max_tokens=config.max_tokens or longest,
         overlong=config.model.overlong,
         vocab_size=pretrained.config.vocab_size,
         end_id=ending_id(tokenizer, pretrained.eos_ids),

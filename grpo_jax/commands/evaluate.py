@@ -30,7 +30,7 @@ from grpo_jax.errors import UsageError, shown
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rewards.reward import ungraded_messages
+from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import read_object, write_json, write_text
 from grpo_jax.runs.pretrained import load_run, phase_of
@@ -38,7 +38,7 @@ from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.evaluate import Evaluation, evaluate, sample_heldout, summary
-from grpo_jax.training.guards import check_task
+from grpo_jax.training.guards import check_task, check_turns
 from grpo_jax.training.rollout import make_sampler
 
 _MAX_GROUP = 16  # completions of a prompt sampled at once, to bound the memory
@@ -159,6 +159,7 @@ def main(options: Options) -> None:
     )
     with task_of as task:
         check_task(task)
+        check_turns(task, options.max_turns, options.environment_tokens)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
@@ -168,6 +169,9 @@ def main(options: Options) -> None:
         evaluation = sample_and_score(options, pretrained, sampling, task, console, block)
         for message in ungraded_messages(task.reward).values():
             console.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
+        for failure, message in task.environment.messages.items() if task.environment else ():
+            said = f"the environment failed ({failure}): {place_and_reason(message)}"
+            console.print(f"[yellow]warning:[/] {escape(said)}", soft_wrap=True)
     numbers = summary(evaluation)
     show(console, numbers, f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each")
     console.print(f"{time.perf_counter() - started:.0f} s")

@@ -8,10 +8,11 @@ group share.
 
 import asyncio
 import inspect
-import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from grpo_jax.data.types import Completion, Example, Number, Turn
 
@@ -125,6 +126,9 @@ def checked_reply(value: Any) -> Reply:
     return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message)
 
 
+_LARGEST = np.finfo(np.float32).max  # rewards are float32
+
+
 def _wrong(value: Any) -> str:
     """What keeps a value from being a reply, "" for nothing."""
     if not isinstance(value, Reply):
@@ -138,11 +142,13 @@ def _wrong(value: Any) -> str:
     except UnicodeEncodeError:
         return "text that is no valid unicode"
     try:
-        is_number = value.reward is None or math.isfinite(float(value.reward))
+        is_number = value.reward is None or bool(abs(float(value.reward)) <= _LARGEST)
     except (TypeError, ValueError, OverflowError):
         is_number = False
     if not is_number or isinstance(value.reward, str | bytes):
-        return "a reward that is no finite number"
+        return "a reward that is no finite number of float32"
+    if not isinstance(value.done, bool | np.bool_):
+        return f"a reply whose done is of type {type(value.done).__name__}"
     ids = value.ids
     is_list = isinstance(ids, list | tuple)
     if ids is not None and not (is_list and all(isinstance(i, int) and 0 <= i < 2**31 for i in ids)):

@@ -228,7 +228,13 @@ def _fill_template(
         )
     try:
         given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **given)
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **given)
     except Exception as error:  # whatever the template raises, such as that roles must alternate
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"the chat template refuses prompt {number}: {reason}") from error
+    if tools and not all(tool["function"]["name"] in text for tool in tools):
+        raise UsageError(
+            "the chat template writes no tools into the prompt, so the model would never hear of them: take a model "
+            "whose template does"
+        )
+    return text

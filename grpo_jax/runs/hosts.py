@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -31,6 +32,8 @@ Value = TypeVar("Value")
 _BEAT_SECONDS = 3.0  # between two signs of life
 _SILENT_SECONDS = 30.0  # after which a host that gives none has ended
 _LONG_SECONDS = 120.0  # after which the first host says what all hosts do
+_REACH_SECONDS = 240.0  # for host 0 to answer at the start
+_TOLD_SECONDS = 10.0  # after which a host says that it waits for that
 _JAX_SECONDS = 60  # after which JAX itself ends the others: if this thread cannot
 _LOST = 75  # the exit status of hosts that lost another: EX_TEMPFAIL, as after SIGTERM
 _ALIVE, _ROUNDS = "grpo_jax/alive", "grpo_jax/round"
@@ -90,6 +93,8 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
     _check(options)
     # Its handler of SIGTERM would replace that of `runs.stopping`.
     jax.config.update("jax_enable_preemption_service", False)
+    if options.process_id:
+        _reach(options.coordinator_address, note)
     try:
         jax.distributed.initialize(**given, heartbeat_timeout_seconds=_JAX_SECONDS)
     except ValueError:
@@ -100,6 +105,26 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
         raise UsageError(f"the hosts of the run did not meet ({_line(error)}): start all with one address") from None
     if count() > 1:
         _watch(say, note)
+
+
+def _reach(address: str, note: Callable[[str], None]) -> None:
+    """Waits until host 0 answers. JAX would wait for five minutes without a word, and abort.
+
+    Raises:
+      UsageError: it does not answer.
+    """
+    host, _, port = address.rpartition(":")
+    began, told = time.monotonic(), False
+    while time.monotonic() - began < _REACH_SECONDS:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 3).close()
+            return
+        except OSError:
+            time.sleep(1)
+        if not told and time.monotonic() - began > _TOLD_SECONDS:
+            note(f"waits for host 0 at {address}")
+            told = True
+    raise UsageError(f"host 0 does not answer at {address}: start it, and check address, port and firewall")
 
 
 def _check(options: HostOptions) -> None:
@@ -113,6 +138,8 @@ def _check(options: HostOptions) -> None:
         return
     if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
         raise UsageError(f"coordinator_address is {address}: it must be an address and a port, such as 10.0.0.1:8476")
+    if not 0 < int(address.rpartition(":")[2]) < 2**16:
+        raise UsageError(f"coordinator_address is {address}: a port is between 1 and 65535")
     if number < 1 or not 0 <= own < number:
         raise UsageError(f"process_id is {own} of {number} processes: it must be from 0 to num_processes - 1")
 

@@ -37,7 +37,8 @@ def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
         rows = zip(group["completions"], group["lengths"], group["rewards"], group["advantages"], strict=True)
         for text, length, reward, advantage in rows:
             earned = "–" if reward is None else f"{reward:.2f}"  # none: it does not apply
-            table.add_row(escape(repr(text)), str(length), earned, f"{advantage:+.2f}")
+            compared = "–" if advantage is None else f"{advantage:+.2f}"
+            table.add_row(escape(repr(text)), str(length), earned, compared)
         run.console.print(table)
 
 

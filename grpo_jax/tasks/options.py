@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from grpo_jax.data import digests
 from grpo_jax.data.episodes import Environment, episode_return
 from grpo_jax.data.rows import read_rows
 from grpo_jax.data.text import Overlong
@@ -157,7 +159,11 @@ def _opened_environment(options: TaskOptions, pretrained: Pretrained, chat: bool
         budget=options.reply_budget,
         memory_mb=options.reply_memory_mb,
     ) as environment:
-        yield environment._replace(measure=count_calls) if options.tools else environment
+        if options.tools:
+            file = Path(options.tools.rpartition(":")[0])
+            source = digests.of_file(file) if file.is_file() else ""
+            environment = environment._replace(measure=count_calls, source=source)
+        yield environment
 
 
 def check_task_options(options: TaskOptions) -> tuple[str, ...]:

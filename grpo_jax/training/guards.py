@@ -42,6 +42,23 @@ def check_task(task: Task) -> None:
         )
 
 
+def check_turns(task: Task, max_turns: int, environment_tokens: int) -> None:
+    """Refuses turns without an environment, and an environment without room for its replies.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    if task.environment is None and (max_turns > 1 or environment_tokens):
+        raise UsageError(
+            "max_turns and environment_tokens are for tasks with an environment, and this one has none: leave them out"
+        )
+    if task.environment and max_turns > 1 and not environment_tokens:
+        raise UsageError(
+            "environment_tokens is 0, so no episode could go on after its first turn: set it to the tokens of all "
+            "replies of an episode"
+        )
+
+
 def check_length(run: RunFolder, task: Task, max_tokens: int, longest: int | None) -> None:
     """Warns of texts longer than the model was trained on.
 
@@ -64,7 +81,7 @@ def check_rollout(run: RunFolder, rollout: Outcomes, task: Task, step: int) -> N
     """Warns of rollouts that nothing can be learned from. `step` is counted from 1."""
     if not np.isfinite(rollout.rewards).all():
         run.warn_once("reward", "the reward function returned NaN or infinity: such a step is skipped")
-    if rollout.truncated.all() and not task.open_ended:
+    if rollout.truncated.all() and not task.open_ended and rollout.episodes is None:
         run.warn_once(
             "truncated",
             "no completion ended within max_tokens: raise max_tokens, or check that the model was trained to write EOS",
@@ -135,7 +152,7 @@ def check_episodes(run: RunFolder, rollout: Outcomes, task: Task, *, is_first: b
     endings = {ENDINGS[number] for number in np.unique(rollout.episodes.ending)}
     for failure, message in task.environment.messages.items():
         said = f"the environment failed ({failure}), which ends the episode: {place_and_reason(message)}"
-        if is_first and endings <= {"raised", "not a reply"}:
+        if is_first and endings <= {"raised", "not a reply", "died"}:
             raise UsageError(f"every episode of the first rollout ended in its environment: {said}")
         run.warn_once(
             f"environment {failure}", f"{said}; metrics.jsonl counts them as ended_{failure.replace(' ', '_')}"

@@ -469,15 +469,7 @@ def check_task(task: Task, config: GRPOConfig) -> None:
         )
     if task.environment is not None and hosts.count() > 1:
         raise UsageError(f"an environment runs on one host, and there are {hosts.count()}: leave out --distributed")
-    if task.environment is None and (sampling.max_turns > 1 or sampling.environment_tokens):
-        raise UsageError(
-            "max_turns and environment_tokens are for tasks with an environment, and this one has none: leave them out"
-        )
-    if task.environment and sampling.max_turns > 1 and not sampling.environment_tokens:
-        raise UsageError(
-            "environment_tokens is 0, so no episode could go on after its first turn: set it to the tokens of all "
-            "replies of an episode"
-        )
+    guards.check_turns(task, sampling.max_turns, sampling.environment_tokens)
     if loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"

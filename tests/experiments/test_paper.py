@@ -62,3 +62,19 @@ def test_the_compiler_agrees_in_a_process_with_so_many_devices():
     )
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith((" learn    put", " score    put"))]
     assert len(rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor": 0}, "tensor is 0: it must be at least 1"),
+        ({"devices": -8}, "devices is -8"),
+        ({"prompts_per_device": 0}, "prompts_per_device is 0"),
+        ({"link_gb_s": float("nan")}, "link_gb_s is nan"),
+        ({"microbatches": 3}, "it must divide the 8 prompts of a device"),
+        ({"tensor": 8}, "it must divide the model's 4 key-value heads"),
+    ],
+)
+def test_plans_of_what_no_run_could_be_are_refused(options, words):
+    with pytest.raises(UsageError, match=words):
+        plan.check(plan.Config(**options))

@@ -126,3 +126,8 @@ def test_the_run_as_one_program_is_as_stale(tmp_path):
 def test_a_negative_staleness_is_refused():
     with pytest.raises(UsageError, match="staleness is -1: it must be at least 0"):
         validate(with_options(CONFIG, staleness=-1))
+
+
+def test_a_staleness_of_all_steps_is_refused():
+    with pytest.raises(UsageError, match="staleness is 6, and steps is 6, so the start would sample all"):
+        validate(with_options(CONFIG, staleness=STEPS))

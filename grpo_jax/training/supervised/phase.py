@@ -186,6 +186,23 @@ def fit(
     return state
 
 
+def check_supervised(config: SupervisedConfig, *, rows: int, name: str) -> None:
+    """Refuses options that cannot work, before anything is computed.
+
+    Args:
+      config: the phase.
+      rows: of a step.
+      name: of the option that says how many.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    _check(config)
+    parts = config.microbatches * num_devices(config.devices)
+    if rows < 1 or rows % parts:
+        raise UsageError(f"{name} is {rows}: it must be a multiple of microbatches x devices, {parts}, and at least 1")
+
+
 def _check(config: SupervisedConfig) -> None:
     validate_minutes(config.save_every_minutes)
     validate_sizes(config)
