@@ -158,7 +158,7 @@ def main(config: Config) -> None:
     def heldout_numbers(params: Params) -> dict[str, float]:
         return {f"heldout_{name}": value for name, value in with_intervals(evaluated(params)).items()}
 
-    with run.waiting("evaluating the start: compiling (may take minutes)"):
+    with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
         before = evaluated(model.params)
     state = train_preference(
         model.policy, model.params, batches, config.train, run, loss=loss, phase=PHASE, evaluate=heldout_numbers
@@ -230,7 +230,7 @@ def with_reference(
 
     def score() -> dict[str, np.ndarray]:
         parts = {"training": training, "heldout": heldout}
-        with run.waiting("the reference: compiling (may take minutes)"):
+        with run.waiting("scoring all pairs by the reference (may take minutes)"):
             return {
                 name: score_preferences(model.policy, model.params, part, num_pairs=config.num_pairs)
                 for name, part in parts.items()

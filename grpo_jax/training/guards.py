@@ -145,7 +145,7 @@ def check_episodes(run: RunFolder, rollout: Outcomes, task: Task, *, is_first: b
       is_first: whether this is the first step of a call of training.
 
     Raises:
-      UsageError: every episode of the first rollout ended because the environment raised, or gave no reply.
+      UsageError: every episode of the first rollout ended because the environment raised, died, or gave no reply.
     """
     if task.environment is None or rollout.episodes is None:
         return
