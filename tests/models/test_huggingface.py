@@ -23,6 +23,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from grpo_jax.errors import UsageError
+from grpo_jax.functional import token_logprobs
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models import huggingface
 from grpo_jax.models.config import Llama3Scaling, ModelConfig
@@ -59,34 +60,65 @@ def load_golden(name):
 
 
 @cache
-def logits_fn(config):
+def logits_fn(config, group_size=1):
     """(params, ids [B, S], length of the prompt) -> logits [B, S - length, V] of each token behind the prompt."""
     policy = decoder_policy(config)
 
     @jax.jit
     def logits(params, *batch):
-        return softcapped(policy.hidden(params, *batch)[:, 0] @ policy.unembedding(params).T, policy.softcap)
+        return softcapped(policy.hidden(params, *batch)[:, -1] @ policy.unembedding(params).T, policy.softcap)
 
-    return lambda params, ids, length: logits(params, *padded(ids, length))
+    return lambda params, ids, length: logits(params, *padded(ids, length, group_size))
 
 
-def padded(ids, length):
-    """A prompt of `length` tokens behind three of padding, and the rest as its one completion."""
-    prompt = np.pad(ids[:, :length], ((0, 0), (3, 0)))
-    return prompt, np.broadcast_to(np.arange(length + 3) >= 3, prompt.shape), ids[:, None, length:]
+def padded(ids, length, group_size=1):
+    """A prompt of `length` tokens behind three of padding, and the rest as the last of its completions."""
+    prompt, rest = np.pad(ids[:, :length], ((0, 0), (3, 0))), ids[:, length:]
+    completions = np.stack([rest[:, ::-1]] * (group_size - 1) + [rest], axis=1)
+    return prompt, np.broadcast_to(np.arange(length + 3) >= 3, prompt.shape), completions
 
 
 # ---- what transformers computes
 
 
-@pytest.mark.parametrize("name", [*NAMES, "llama/adapter"])
+WITH_GRADIENTS = sorted(file.parent.name for file in GOLDEN.glob("*/gradients.npz"))
+QUICK = ("smollm3_window", "olmo2_biases", "phi3_window", "gemma2_untied", "gemma3_capped")
+
+
+@pytest.mark.parametrize("name", [*(name for name in NAMES if name not in QUICK), "llama/adapter"])
 def test_logits_are_those_of_transformers(name):
+    """Of the second of two completions that share a prompt."""
     folder, _, adapter = name.partition("/")
     config, params = load_golden(folder)
     params = load_adapter(GOLDEN / name, params) if adapter else params
     golden = np.load(GOLDEN / name / "golden.npz")
-    logits = logits_fn(config)(params, golden["ids"], 9)
+    logits = logits_fn(config, 2)(params, golden["ids"], 9)
     np.testing.assert_allclose(logits, golden["logits"][:, 8:-1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WITH_GRADIENTS]
+)
+def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
+    """Of the mean −log π of that completion."""
+    config, params = load_golden(name)
+    golden, expected = np.load(GOLDEN / name / "golden.npz"), np.load(GOLDEN / name / "gradients.npz")
+    policy = decoder_policy(config)
+
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss(params, batch):
+        hidden, unembedding = policy.hidden(params, *batch)[:, -1], policy.unembedding(params)
+        logprobs = token_logprobs(hidden, unembedding, batch[2][:, -1], softcap=policy.softcap).logprobs
+        return -jnp.mean(logprobs), softcapped(hidden @ unembedding.T, policy.softcap)
+
+    (value, logits), gradients = jax.jit(loss)(params, padded(golden["ids"], 9, 2))
+    np.testing.assert_allclose(logits, golden["logits"][:, 8:-1], atol=1e-4)
+    np.testing.assert_allclose(value, expected["loss"], rtol=1e-5)
+    folder = save_pretrained(tmp_path / "gradients", gradients, config, source=GOLDEN / name)
+    least = 1e-6 * max(np.linalg.norm(x) for x in expected.values())  # the bias of keys that nobody rotates has none
+    for tensor, found in load_file(folder / "model.safetensors").items():
+        norm = max(np.linalg.norm(expected[tensor]), least)
+        assert np.linalg.norm(found - expected[tensor]) <= 1e-4 * norm, tensor
 
 
 DECODED = [
