@@ -1,0 +1,113 @@
+"""Mixtures of experts against plain loops in NumPy."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from grpo_jax.models.experts import grouped_product, mixture, route
+
+TOKENS, EXPERTS, CHOSEN, WIDTH, INNER = 37, 6, 3, 8, 5
+# An expert without tokens among them, and one with more rows than a block.
+SIZES = {"ragged": [3, 0, 70, 1, 17, 20], "one for all": [0, 0, 0, 111, 0, 0], "empty at both ends": [0, 50, 0, 61, 0, 0]}
+
+
+def randoms(*shapes, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def product_in_a_loop(rows, kernels, sizes):
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    return np.stack([row @ kernels[group] for row, group in zip(rows, owner, strict=True)])
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_each_row_is_multiplied_by_the_kernel_of_its_group(sizes):
+    rows, kernels = randoms((sum(sizes), WIDTH), (EXPERTS, WIDTH, INNER))
+    made = jax.jit(grouped_product)(rows, kernels, jnp.array(sizes))
+    np.testing.assert_allclose(made, product_in_a_loop(rows, kernels, sizes), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(made, jax.lax.ragged_dot(rows, kernels, jnp.array(sizes)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_gradients_of_the_product_of_groups(sizes):
+    """Against those that JAX has of `ragged_dot`, and finite differences."""
+    rows, kernels, weights = randoms((sum(sizes), WIDTH), (EXPERTS, WIDTH, INNER), (sum(sizes), INNER))
+
+    def value(product, rows, kernels):
+        return jnp.sum(weights * jnp.sin(product(rows, kernels, jnp.array(sizes))))
+
+    own, expected = (
+        jax.jit(jax.grad(partial(value, product), (0, 1)))(rows, kernels) for product in (grouped_product, jax.lax.ragged_dot)
+    )
+    for x, y in zip(own, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    check_grads(partial(value, grouped_product), (rows, kernels), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+def mixture_in_a_loop(x, router, kernels, *, normalise):
+    """Token by token, expert by expert, in float64."""
+    x, router, gate, up, down = (np.asarray(y, np.float64) for y in (x, router, *kernels))
+    out = np.zeros_like(x)
+    for token, row in enumerate(x):
+        scores = row @ router
+        probabilities = np.exp(scores) / np.exp(scores).sum()
+        chosen = np.argsort(-probabilities)[:CHOSEN]
+        total = probabilities[chosen].sum() if normalise else 1.0
+        for expert in chosen:
+            gated = row @ gate[expert]
+            inner = gated / (1 + np.exp(-gated)) * (row @ up[expert])
+            out[token] += probabilities[expert] / total * (inner @ down[expert])
+    return out
+
+
+def mixed(x, router, gate, up, down, *, normalise=True):
+    routes = route(x, router, CHOSEN, normalise=normalise)
+    kernels = {"gate_proj": {"kernel": gate}, "up_proj": {"kernel": up}, "down_proj": {"kernel": down}}
+    return mixture(x, routes, kernels)
+
+
+ARRAYS = (
+    (TOKENS, WIDTH),
+    (WIDTH, EXPERTS),
+    (EXPERTS, WIDTH, INNER),
+    (EXPERTS, WIDTH, INNER),
+    (EXPERTS, INNER, WIDTH),
+)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_mixture_equals_a_loop_over_tokens_and_experts(normalise):
+    x, router, *kernels = randoms(*ARRAYS)
+    made = jax.jit(partial(mixed, normalise=normalise))(x, router, *kernels)
+    np.testing.assert_allclose(made, mixture_in_a_loop(x, router, kernels, normalise=normalise), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_a_mixture_equal_finite_differences():
+    """Also of the router, through the weights."""
+    arrays = randoms(*ARRAYS)
+    check_grads(jax.jit(mixed), arrays, order=1, modes=["rev"], atol=2e-2, rtol=2e-2, eps=1e-3)
+
+
+def test_tokens_that_all_go_to_one_expert_are_all_computed():
+    x, _, *kernels = randoms(*ARRAYS)
+    router = jnp.zeros((WIDTH, EXPERTS))  # ties: the first experts have all tokens
+    expected = mixture_in_a_loop(x, router, kernels, normalise=True)
+    np.testing.assert_allclose(jax.jit(mixed)(x, router, *kernels), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_choosing_is_of_float32_for_bfloat16_tokens():
+    x, router = randoms((TOKENS, WIDTH), (WIDTH, EXPERTS), dtype=jnp.bfloat16)
+    exact = route(x.astype(jnp.float32), router.astype(jnp.float32), CHOSEN, normalise=True)
+    np.testing.assert_array_equal(route(x, router, CHOSEN, normalise=True).weights, exact.weights)
+
+
+def test_in_bfloat16_a_mixture_is_close_to_the_exact_one():
+    x, router, *kernels = randoms(*ARRAYS, dtype=jnp.bfloat16)
+    made, expected = jax.jit(mixed)(x, router, *kernels), mixture_in_a_loop(x, router, kernels, normalise=True)
+    assert made.dtype == jnp.bfloat16
+    assert np.linalg.norm(np.asarray(made, np.float64) - expected) / np.linalg.norm(expected) < 0.01
