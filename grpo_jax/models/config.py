@@ -38,11 +38,20 @@ class RopeScaling(NamedTuple):
     original_max_position_embeddings: int
 
 
+class ExpertsConfig(NamedTuple):
+    """A mixture of experts in place of every layer's MLP."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int  # features of each expert's MLP
+    norm_topk_prob: bool  # whether the weights of a token's experts are made to add up to 1
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: RMS norm, rotary positions, gated MLP, grouped-query attention.
 
-    Llama (SmolLM too), Mistral, Qwen2 and Qwen3 are settings of it. Names follow config.json.
+    Llama (SmolLM too), Mistral, Qwen2 and Qwen3 are settings of it, and Mixtral and Qwen3-MoE with experts. Names follow config.json.
     """
 
     vocab_size: int
@@ -64,6 +73,7 @@ class ModelConfig:
     sliding_layers: tuple[int, ...] | None = None  # that have the window; None: all
     max_position_embeddings: int | None = None  # the longest texts that it was trained on, in tokens
     initializer_range: float = 0.02
+    experts: ExpertsConfig | None = None  # None: each layer has one MLP. Qwen3-MoE, Mixtral
     # Of activations and matrix products; norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
     # What the backward pass computes again. "none": norms, rotations and attention's scores, but no projection;
@@ -78,6 +88,8 @@ class ModelConfig:
         for name, most in MOST.items():
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), most)
+        if self.experts:
+            _check_experts(self.experts)
         check_number("rope_theta", self.rope_theta, above=0, most=1e12)
         check_number("rms_norm_eps", self.rms_norm_eps, least=0, most=1)
         check_number("initializer_range", self.initializer_range, least=0, most=100)
@@ -97,6 +109,18 @@ class ModelConfig:
                 raise UsageError(f"{name} is {getattr(self, name)!r}: choose one of {get_args(choices)}")
         if self.attention == "cudnn" and self.dtype != "bfloat16":
             raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
+
+
+def _check_experts(experts: ExpertsConfig) -> None:
+    for name, most in (("num_experts", 10**5), ("num_experts_per_tok", 10**5), ("moe_intermediate_size", 10**8)):
+        check_whole(name, getattr(experts, name), most)
+    if experts.num_experts_per_tok > experts.num_experts:
+        raise UsageError(
+            f"num_experts_per_tok is {experts.num_experts_per_tok}: it must be at most num_experts, "
+            f"{experts.num_experts}"
+        )
+    if not isinstance(experts.norm_topk_prob, bool):
+        raise UsageError(f"norm_topk_prob is {shown(experts.norm_topk_prob)}: it must be true or false")
 
 
 def check_whole(name: str, value: Any, most: int) -> None:

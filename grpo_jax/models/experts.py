@@ -11,7 +11,7 @@ travels and none waits for an expert that has more of them.
 Letters: M tokens, X experts, J experts of each token, D features, F features of an expert's MLP, R the rank of adapters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,13 +19,78 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax.sharding import PartitionSpec
+
 from grpo_jax.errors import missing
 from grpo_jax.functional.numerics import transposed
+from grpo_jax.models import sharding
+from grpo_jax.models.config import ExpertsConfig
 
 try:
     from flax import linen as nn
 except ModuleNotFoundError as error:
     raise missing(error.name) from None
+
+
+class Experts(nn.Module):
+    """The mixture of a layer."""
+
+    config: ExpertsConfig
+    is_decoding: bool = False  # one more token of each completion: on a mesh kernels then stay cut
+
+    @nn.compact
+    def __call__(self, x):
+        """x `[N, M, D]` -> the same."""
+        config, width = self.config, x.shape[-1]
+        shapes = {
+            "gate_proj": (config.num_experts, width, config.moe_intermediate_size),
+            "up_proj": (config.num_experts, width, config.moe_intermediate_size),
+            "down_proj": (config.num_experts, config.moe_intermediate_size, width),
+        }
+        router = Kernel((width, config.num_experts), self.is_decoding, name="router")(jnp.float32)["kernel"]
+        kernels = {name: Kernel(shape, self.is_decoding, name=name)(x.dtype) for name, shape in shapes.items()}
+
+        def mixed(x: jax.Array, router: jax.Array, kernels: Any) -> jax.Array:
+            tokens = x.reshape(-1, width)
+            routes = route(tokens, router, config.num_experts_per_tok, normalise=config.norm_topk_prob)
+            return mixture(tokens, routes, kernels).reshape(x.shape)
+
+        return _shared_out(mixed, x, router, kernels, is_decoding=self.is_decoding)
+
+
+class Kernel(nn.Module):
+    """A parameter `kernel`, and of its adapter `a` and `b` where the collection "lora" has them."""
+
+    shape: tuple[int, ...]
+    is_decoding: bool
+
+    @nn.compact
+    def __call__(self, dtype):
+        """The arrays by name, where they are used."""
+        arrays = {"kernel": self.param("kernel", nn.initializers.zeros, self.shape)}
+        arrays |= {leaf: self.get_variable("lora", leaf) for leaf in "ab" if self.has_variable("lora", leaf)}
+        arrays = {leaf: x.astype(dtype) for leaf, x in arrays.items()}
+        if self.is_decoding:
+            return arrays
+        return {leaf: sharding.put_together(str(self.name), leaf, x) for leaf, x in arrays.items()}
+
+
+def _shared_out(
+    mixed: Callable[..., jax.Array], x: jax.Array, router: jax.Array, kernels: Any, *, is_decoding: bool
+) -> jax.Array:
+    """`mixed(x, router, kernels)`. On a mesh each device computes its tokens, with its features of all experts."""
+    sizes = sharding.mesh_sizes()
+    if sizes is None:
+        return mixed(x, router, kernels)
+    cuts = sharding.specs(kernels, sizes, sharding.decoding if is_decoding else sharding.gathered)
+    features = cuts["gate_proj"]["kernel"][-1]
+    rows = PartitionSpec(sharding.fitting(x.shape[0], sizes, sharding.DATA if is_decoding else sharding.BATCH))
+
+    def on_device(x: jax.Array, router: jax.Array, kernels: Any) -> jax.Array:
+        part = mixed(x, router, kernels)
+        return jax.lax.psum(part, features) if features else part
+
+    return jax.shard_map(on_device, in_specs=(rows, PartitionSpec(), cuts), out_specs=rows)(x, router, kernels)
 
 
 class Routes(NamedTuple):

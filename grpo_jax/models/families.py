@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.errors import UsageError, shown
-from grpo_jax.models.config import MOST, ModelConfig, RopeScaling, check_whole
+from grpo_jax.models.config import MOST, ExpertsConfig, ModelConfig, RopeScaling, check_whole
 
 File = dict[str, Any]  # the contents of a config.json
 Fields = dict[str, Any]  # of ModelConfig, by name
@@ -248,7 +248,45 @@ def _qwen3(file: File) -> Fields:
     return {"qk_norm": True, **_attention_bias(file), **_qwen_window(file)}
 
 
+def _mixtral(file: File) -> Fields:
+    sizes = (file[name] for name in ("num_local_experts", "num_experts_per_tok", "intermediate_size"))
+    return {**_mistral(file), "experts": ExpertsConfig(*sizes, norm_topk_prob=True)}
+
+
+def _mixtral_experts(config: ModelConfig) -> File:
+    experts = config.experts
+    if experts is None:
+        return {}
+    return {"num_local_experts": experts.num_experts, "num_experts_per_tok": experts.num_experts_per_tok}
+
+
+def _qwen3_moe(file: File) -> Fields:
+    """Where there is a window, all layers have it."""
+    if file.get("mlp_only_layers") or file.get("decoder_sparse_step", 1) != 1:
+        raise UsageError("mlp_only_layers and decoder_sparse_step are not supported: every layer must have experts")
+    count = file.get("num_experts", file.get("num_local_experts", 128))  # transformers 5 writes the second name
+    sizes = (file[name] for name in ("num_experts_per_tok", "moe_intermediate_size"))
+    experts = ExpertsConfig(count, *sizes, norm_topk_prob=file["norm_topk_prob"])
+    window = _mistral(file) if file.get("use_sliding_window") else {}
+    return {"qk_norm": True, **_attention_bias(file), **window, "experts": experts}
+
+
+def _qwen3_moe_experts(config: ModelConfig) -> File:
+    if config.experts is None:
+        return {}
+    always = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_local_experts": config.experts.num_experts}
+    return config.experts._asdict() | always | {"use_sliding_window": config.sliding_window is not None}
+
+
 _QWEN = {"sliding_window": 4096, "max_window_layers": 28}
+
+_MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
+_QWEN3_MOE = {
+    "sliding_window": 4096,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+}
 
 # By model_type.
 FAMILIES: dict[str, Family] = {
@@ -256,4 +294,6 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("Mistral", _mistral, defaults={"sliding_window": 4096}),
     "qwen2": Family("Qwen2", _qwen2, _qwen_windows, _QWEN),
     "qwen3": Family("Qwen3", _qwen3, _qwen_windows, {**_QWEN, "head_dim": 128}),
+    "mixtral": Family("Mixtral", _mixtral, _mixtral_experts, _MIXTRAL),
+    "qwen3_moe": Family("Qwen3Moe", _qwen3_moe, _qwen3_moe_experts, _QWEN3_MOE),
 }

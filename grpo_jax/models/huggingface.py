@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
 from grpo_jax.errors import UsageError, missing
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
 from grpo_jax.models.heads import Headed, add_head, without_vocabulary
 from grpo_jax.models.lora import Adapted
@@ -38,6 +39,7 @@ FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a folder holds besides weights. Never a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 _INDEX = "model.safetensors.index.json"
+_MIXTRAL_NAMES = "block_sparse_moe", "w1", "w3", "w2"  # of the mixture, and of an expert's gate, up and down
 _LARGEST = 1e6  # of a weight: those of models are below a thousand, and float16 ends at 65504
 
 
@@ -167,14 +169,14 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
 class Tensor(NamedTuple):
     """A tensor of a folder, and how it is laid out there."""
 
-    name: str  # "{}" stands for the layer
+    name: str  # the first "{}" stands for the layer, the second for the expert
     shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
     linear: bool  # here [*in, *out]: transposed, with axes for heads
 
     @property
-    def stacked(self) -> bool:
-        """Whether there is one for each layer, here the leading axis of one leaf."""
-        return "{}" in self.name
+    def stacked(self) -> int:
+        """Leading axes of its leaf that are tensors of their own in the folder: layers, and then experts."""
+        return self.name.count("{}")
 
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """As part of a leaf, with the shape that it has there."""
@@ -222,12 +224,27 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
                 "gate_proj": linear("mlp.gate_proj", width, inner, config.mlp_bias),
                 "up_proj": linear("mlp.up_proj", width, inner, config.mlp_bias),
                 "down_proj": linear("mlp.down_proj", inner, width, config.mlp_bias),
-            },
+            }
+            if config.experts is None
+            else _experts_layout(config, config.experts),
         },
     }
     if not config.tie_word_embeddings:
         layout["unembedding"] = Tensor("lm_head.weight", (config.vocab_size, width), False)
     return layout
+
+
+def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Any]:
+    """The part of `tensor_layout` that stands in place of an MLP. Mixtral has names of its own."""
+    width, inner = config.hidden_size, experts.moe_intermediate_size
+    module, gate, up, down = ("mlp", "gate_proj", "up_proj", "down_proj") if config.qk_norm else _MIXTRAL_NAMES
+    stem = f"model.layers.{{}}.{module}"
+    return {
+        "router": {"kernel": Tensor(f"{stem}.gate.weight", (experts.num_experts, width), True)},
+        "gate_proj": {"kernel": Tensor(f"{stem}.experts.{{}}.{gate}.weight", (inner, width), True)},
+        "up_proj": {"kernel": Tensor(f"{stem}.experts.{{}}.{up}.weight", (inner, width), True)},
+        "down_proj": {"kernel": Tensor(f"{stem}.experts.{{}}.{down}.weight", (width, inner), True)},
+    }
 
 
 def _tensors_of(layout: Any) -> list[Tensor]:
@@ -260,9 +277,9 @@ def load_params(
     Raises:
       UsageError: names a tensor or file that is missing, not known, cut off, or of another shape or dtype.
     """
-    found = find_tensors(folder)
     shapes = _shapes(config)
     layout: Any = tensor_layout(config)
+    found = _one_by_one(find_tensors(folder), layout, config)
     if head:
         shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
         layout = headed_layout(config)
@@ -276,13 +293,11 @@ def load_params(
     def load(tensor: Tensor, leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding) -> jax.Array:
         def part(index: Any) -> np.ndarray:
             """What one device holds, a tuple of slices: of each layer its part."""
-            if not tensor.stacked:
-                return tensor.to_leaf(read_tensor(found, tensor.name), leaf.shape)[index].astype(dtype)
-            layers = range(leaf.shape[0])[index[0]]
-            sizes = (len(range(size)[part]) for size, part in zip(leaf.shape[1:], index[1:], strict=True))
-            piece = np.empty((len(layers), *sizes), dtype)
-            for row, layer in enumerate(layers):
-                piece[row] = tensor.to_leaf(read_tensor(found, tensor.name.format(layer)), leaf.shape[1:])[index[1:]]
+            places = [range(size)[part] for size, part in zip(leaf.shape, index, strict=True)]
+            stacked, piece = tensor.stacked, np.empty([len(own) for own in places], dtype)
+            for place, numbers in zip(np.ndindex(piece.shape[:stacked]), product(*places[:stacked]), strict=True):
+                whole = tensor.to_leaf(read_tensor(found, tensor.name.format(*numbers)), leaf.shape[stacked:])
+                piece[place] = whole[index[stacked:]]
             return piece
 
         return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, target, part))
@@ -301,6 +316,7 @@ class Found(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str  # by safetensors' names
+    part: tuple[str, tuple[int | slice, ...]] | None = None  # of another tensor; None: it is one itself
 
 
 def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
@@ -333,12 +349,42 @@ def _is_weights_file(name: Any) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
+def _one_by_one(found: dict[str, Found], layout: Any, config: ModelConfig) -> dict[str, Found]:
+    """Tensors by the names of the layout, also where a folder has one for all experts of a layer.
+
+    transformers 5 holds them so, gate and up in one, and writes them so with save_original_format=False.
+    """
+    if config.experts is None:
+        return found
+    found, mlp, inner = dict(found), layout["layers"]["mlp"], config.experts.moe_intermediate_size
+    parts = {
+        "gate_proj": ("gate_up_proj", slice(0, inner)),
+        "up_proj": ("gate_up_proj", slice(inner, 2 * inner)),
+        "down_proj": ("down_proj", slice(None)),
+    }
+    for layer in range(config.num_hidden_layers):
+        stem = f"model.layers.{layer}.mlp"
+        whole = {name: found.pop(f"{stem}.experts.{name}", None) for name in ("gate_up_proj", "down_proj")}
+        for name, (of, rows) in parts.items():
+            if (tensor := whole[of]) is None:
+                continue
+            for expert in range(tensor.shape[0] if len(tensor.shape) == 3 else 0):
+                shape = (len(range(tensor.shape[1])[rows]), tensor.shape[2])
+                part = f"{stem}.experts.{of}", (expert, rows)
+                found[mlp[name]["kernel"].name.format(layer, expert)] = Found(tensor.file, shape, tensor.dtype, part)
+        if any(whole.values()) and f"{stem}.gate.weight" in found:
+            router = found.pop(f"{stem}.gate.weight")._replace(part=(f"{stem}.gate.weight", ()))
+            found[mlp["router"]["kernel"].name.format(layer)] = router
+    return found
+
+
 def _check_tensors(found: dict[str, Found], layout: Any, config: ModelConfig) -> None:
     """Every tensor that is needed, in a shape and dtype that can be read, and none that nobody reads."""
+    counts = config.num_hidden_layers, config.experts.num_experts if config.experts else 0
     needed = {
-        tensor.name.format(layer): tensor.shape
+        tensor.name.format(*numbers): tensor.shape
         for tensor in _tensors_of(layout)
-        for layer in range(config.num_hidden_layers if tensor.stacked else 1)
+        for numbers in np.ndindex(counts[: tensor.stacked])
     }
     for name, shape in needed.items():
         if name not in found:
@@ -381,7 +427,8 @@ def read_tensor(found: dict[str, Found], name: str) -> np.ndarray:
     """
     # Opened for each tensor: while a file is open, all that was read of it counts as memory in use.
     with _opened(found[name].file) as opened:
-        tensor = opened.get_tensor(name)
+        whole, index = found[name].part or (name, ())
+        tensor = opened.get_slice(whole)[index] if index else opened.get_tensor(whole)
     largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN, where there is one
     if not largest <= _LARGEST:
         raise UsageError(
@@ -549,11 +596,8 @@ def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndar
     for tensor, leaf in zip(_tensors_of(layout), jax.tree.leaves(params), strict=True):
         # From many devices to one; on CPU nothing is copied.
         whole = np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))
-        if tensor.stacked:
-            for layer in range(config.num_hidden_layers):
-                yield tensor.name.format(layer), tensor.from_leaf(whole[layer])
-        else:
-            yield tensor.name, tensor.from_leaf(whole)
+        for numbers in np.ndindex(whole.shape[: tensor.stacked]):
+            yield tensor.name.format(*numbers), tensor.from_leaf(whole[numbers])
 
 
 def _shards(

@@ -1,7 +1,7 @@
 """Makes the folders beside this file: one random tiny model per family and option, and what transformers computes.
 
 Each holds what `save_pretrained` of transformers wrote, and golden.npz: ids [B, S] and logits [B, S, V] in float32 by
-the installed transformers. `llama/adapter` is a LoRA adapter as peft wrote it, and its logits; `llama/classifier` has
+the installed transformers. `gradients` holds those of its cross entropy. `llama/adapter` is a LoRA adapter as peft wrote it, and its logits; `llama/classifier` has
 one label, and logits [B, 1] of texts that are padded on the right. This script needs torch, transformers and peft; the
 tests that read the folders do not.
 
@@ -15,7 +15,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, set_seed
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    set_seed,
+)
 from transformers.models.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HERE = Path(__file__).parent
@@ -58,7 +66,28 @@ MODELS = {
     ),
     "qwen3": Qwen3Config(**SHAPE, rope_parameters=ROPE, head_dim=6, tie_word_embeddings=True),
     "qwen3_biases": Qwen3Config(**SHAPE, rope_parameters=ROPE, head_dim=8, attention_bias=True),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE,
+        rope_parameters=ROPE,
+        head_dim=6,
+        **{"attention_bias": True, "use_sliding_window": True, "sliding_window": 7},
+        **{"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "norm_topk_prob": True},
+    ),
+    "qwen3_moe_plain": Qwen3MoeConfig(
+        **SHAPE,
+        rope_parameters=ROPE,
+        head_dim=6,
+        tie_word_embeddings=True,
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    ),
+    "mixtral": MixtralConfig(
+        **SHAPE | {"intermediate_size": 8},
+        rope_parameters=ROPE,
+        **{"head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
+
+WITH_GRADIENTS = ("qwen3_moe", "mixtral")
 
 
 def random_ids() -> torch.Tensor:
@@ -72,6 +101,17 @@ def save_golden(folder: Path, model: torch.nn.Module) -> None:
     with torch.no_grad():
         logits = model.eval()(ids).logits
     np.savez_compressed(folder / "golden.npz", ids=ids.numpy().astype(np.int32), logits=logits.numpy())
+
+
+def save_gradients(folder: Path, model: torch.nn.Module) -> None:
+    """Those of the mean cross entropy of the next token, under the names of the parameters, as model.safetensors."""
+    ids = random_ids()
+    model.eval()(ids, labels=ids).loss.backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(folder)
+    for file in folder.glob("*.json"):
+        file.unlink()
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -92,6 +132,8 @@ def main() -> None:
         randomise(model)
         model.save_pretrained(folder)
         save_golden(folder, model)
+        if name in WITH_GRADIENTS:
+            save_gradients(folder / "gradients", model)
     base = AutoModelForCausalLM.from_pretrained(HERE / "llama", attn_implementation="eager")
     lora = LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])
     adapted = get_peft_model(base, lora)

@@ -88,7 +88,7 @@ def test_logits_are_those_of_transformers(name):
     np.testing.assert_allclose(logits, golden["logits"][:, 8:-1], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mistral_window", "qwen2_mixed", "qwen3"])
+@pytest.mark.parametrize("name", ["mistral_window", "qwen2_mixed", "qwen3", "qwen3_moe"])
 def test_logits_one_token_after_the_other(name):
     config, params = load_golden(name)
     policy = decoder_policy(config)
@@ -108,6 +108,28 @@ def test_logits_one_token_after_the_other(name):
     golden = np.load(GOLDEN / name / "golden.npz")
     logits = decoded(params, *padded(golden["ids"], 9))
     np.testing.assert_allclose(logits, golden["logits"][:, 8:], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(file.parent.name for file in GOLDEN.glob("*/gradients")))
+def test_gradients_are_those_of_torch(name, tmp_path):
+    config, params = load_golden(name)
+    ids, policy = np.load(GOLDEN / name / "golden.npz")["ids"], decoder_policy(config)
+
+    @jax.jit
+    @jax.grad
+    def gradients(params):
+        """Of the cross entropy of the next token, the prompt being one."""
+        mask = np.ones((len(ids), 1), bool)
+        hidden = policy.hidden(params, ids[:, :1], mask, ids[:, None, 1:])
+        logprobs = jax.nn.log_softmax(hidden[:, 0] @ policy.unembedding(params).T)
+        return -jnp.mean(jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1))
+
+    folder = save_pretrained(tmp_path / "out", gradients(params), config)
+    made, expected = (load_file(x / "model.safetensors") for x in (folder, GOLDEN / name / "gradients"))
+    assert made.keys() == expected.keys()
+    for tensor, own in made.items():
+        error = np.linalg.norm(own - expected[tensor]) / max(np.linalg.norm(expected[tensor]), 1e-6)
+        assert error < 1e-4, (tensor, error)
 
 
 def torch_logits(model, ids):
