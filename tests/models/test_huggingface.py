@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface
-from grpo_jax.models.config import ModelConfig, RopeScaling
+from grpo_jax.models.config import ExpertsConfig, ModelConfig, RopeScaling
 from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
 from grpo_jax.models.huggingface import (
     load_params,
@@ -170,6 +170,30 @@ def test_peft_and_its_reading_of_a_saved_adapter(tmp_path):
     np.testing.assert_allclose(logits_fn(config)(adapted, ids, 9), expected[:, 8:-1], atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_that_are_one_tensor_a_layer(name, tmp_path):
+    """As transformers 5 writes them with save_original_format=False."""
+    (config, params), tensors = load_golden(name), dict(original_tensors(name))
+    module, *projections = ("mlp", "gate_proj", "up_proj", "down_proj")
+    if name == "mixtral":
+        module, *projections = ("block_sparse_moe", "w1", "w3", "w2")
+    for layer in range(config.num_hidden_layers):
+        stem, numbers = f"model.layers.{layer}", range(config.experts.num_experts)
+        gate, up, down = (
+            np.stack([tensors.pop(f"{stem}.{module}.experts.{i}.{projection}.weight") for i in numbers])
+            for projection in projections
+        )
+        tensors[f"{stem}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{stem}.mlp.experts.down_proj"] = down
+        tensors[f"{stem}.mlp.gate.weight"] = tensors.pop(f"{stem}.{module}.gate.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    bit_for_bit(load_params(tmp_path, config), params)
+    short = tensors | {f"{stem}.mlp.experts.down_proj": down[:-1]}
+    save_file(short, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="hold no tensor 'model.layers.1.*experts"):
+        load_params(tmp_path, config)
+
+
 # ---- config.json
 
 CONFIG_JSON = {
@@ -235,6 +259,9 @@ def test_rotations_of_earlier_and_later_transformers(scaling):
         (QWEN_WINDOW | {"max_window_layers": 1}, (5, (1, 2))),
         (QWEN_WINDOW, (None, None)),  # from layer 28 on
         (QWEN_WINDOW | {"model_type": "qwen3", "max_window_layers": 2}, (5, (2,))),
+        (QWEN_WINDOW | {"model_type": "qwen3_moe", "max_window_layers": 2}, (5, None)),
+        (WINDOW | {"model_type": "mixtral"}, (5, None)),
+        ({"model_type": "mixtral"}, (None, None)),
         (QWEN_WINDOW | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, (5, (0,))),
     ],
 )
@@ -274,9 +301,38 @@ def test_config_fields(change, field, value):
     assert getattr(config_from_huggingface(CONFIG_JSON | change), field) == value
 
 
+MOE = {"model_type": "qwen3_moe"}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (MOE, ExpertsConfig(128, 8, 768, norm_topk_prob=False)),  # what transformers takes a file to mean
+        (MOE | {"num_experts": 4, "num_experts_per_tok": 2}, ExpertsConfig(4, 2, 768, norm_topk_prob=False)),
+        (MOE | {"num_local_experts": 16, "norm_topk_prob": True}, ExpertsConfig(16, 8, 768, norm_topk_prob=True)),
+        (MOE | {"mlp_only_layers": [], "decoder_sparse_step": 1}, ExpertsConfig(128, 8, 768, norm_topk_prob=False)),
+        ({"model_type": "mixtral"}, ExpertsConfig(8, 2, 64, norm_topk_prob=True)),
+        ({"model_type": "mixtral", "num_local_experts": 3}, ExpertsConfig(3, 2, 64, norm_topk_prob=True)),
+        ({"model_type": "qwen3"}, None),
+    ],
+)
+def test_experts(change, expected):
+    assert config_from_huggingface(CONFIG_JSON | change).experts == expected
+
+
+def test_theta_of_a_mixtral_that_says_none():
+    rest = {name: value for name, value in CONFIG_JSON.items() if name != "rope_theta"}
+    assert config_from_huggingface(rest | {"model_type": "mixtral"}).rope_theta == 1e6
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        (MOE | {"mlp_only_layers": [0]}, "mlp_only_layers and decoder_sparse_step are not supported"),
+        (MOE | {"decoder_sparse_step": 2}, "mlp_only_layers and decoder_sparse_step are not supported"),
+        (MOE | {"num_experts": 4}, "num_experts_per_tok is 8: it must be at most num_experts, 4"),
+        (MOE | {"num_experts": "x"}, "num_experts is 'x'"),
+        (MOE | {"norm_topk_prob": 1}, "norm_topk_prob is 1: it must be true or false"),
         ({"model_type": "gpt2"}, "gpt2"),
         ({"model_type": None}, "model_type"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
