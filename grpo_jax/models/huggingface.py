@@ -39,7 +39,8 @@ FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a folder holds besides weights. Never a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 _INDEX = "model.safetensors.index.json"
-_MIXTRAL_NAMES = "block_sparse_moe", "w1", "w3", "w2"  # of the mixture, and of an expert's gate, up and down
+# Of an expert's projections. The mixture is called block_sparse_moe there, in place of mlp.
+MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LARGEST = 1e6  # of a weight: those of models are below a thousand, and float16 ends at 65504
 
 
@@ -237,13 +238,12 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
 def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Any]:
     """The part of `tensor_layout` that stands in place of an MLP. Mixtral has names of its own."""
     width, inner = config.hidden_size, experts.moe_intermediate_size
-    module, gate, up, down = ("mlp", "gate_proj", "up_proj", "down_proj") if config.qk_norm else _MIXTRAL_NAMES
-    stem = f"model.layers.{{}}.{module}"
-    return {
-        "router": {"kernel": Tensor(f"{stem}.gate.weight", (experts.num_experts, width), True)},
-        "gate_proj": {"kernel": Tensor(f"{stem}.experts.{{}}.{gate}.weight", (inner, width), True)},
-        "up_proj": {"kernel": Tensor(f"{stem}.experts.{{}}.{up}.weight", (inner, width), True)},
-        "down_proj": {"kernel": Tensor(f"{stem}.experts.{{}}.{down}.weight", (width, inner), True)},
+    shapes = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+    names = {name: name for name in shapes} if config.qk_norm else MIXTRAL_NAMES
+    stem = f"model.layers.{{}}.{'mlp' if config.qk_norm else 'block_sparse_moe'}"
+    return {"router": {"kernel": Tensor(f"{stem}.gate.weight", (experts.num_experts, width), True)}} | {
+        name: {"kernel": Tensor(f"{stem}.experts.{{}}.{names[name]}.weight", shape, True)}
+        for name, shape in shapes.items()
     }
 
 

@@ -10,13 +10,14 @@ import numpy as np
 from grpo_jax.errors import UsageError, missing
 from grpo_jax.models.huggingface import (
     FLOAT_DTYPES,
+    MIXTRAL_NAMES,
     complete_or_not_at_all,
     find_tensors,
     read_json,
     read_tensor,
     write_json,
 )
-from grpo_jax.models.lora import TARGETS, Adapted, Target, sites, split_shape
+from grpo_jax.models.lora import TARGETS, Adapted, sites, split_shape
 from grpo_jax.models.transformer import Params
 
 try:
@@ -30,19 +31,20 @@ _REFUSED_IN_ADAPTERS = (
     "rank_pattern",
     "alpha_pattern",
     "modules_to_save",
+    "target_parameters",  # of experts that are one tensor a layer; each may have modules of its own instead
     "layers_to_transform",
     "alora_invocation_tokens",
 )
 _INITS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
-def adapter_config(*, rank: int, alpha: float, targets: Sequence[Target], base: str) -> dict[str, Any]:
+def adapter_config(*, rank: int, alpha: float, targets: Sequence[str], base: str) -> dict[str, Any]:
     """The adapter_config.json of LoRA adapters.
 
     Args:
       rank: R.
       alpha: α.
-      targets: the projections.
+      targets: the projections, as the base names them.
       base: folder or hub id of the base model.
 
     Returns:
@@ -81,12 +83,12 @@ def save_adapter(folder: str | Path, params: Adapted, *, base: str) -> Path:
         if name not in params.adapters["layers"].get(block, {}):
             continue
         a, b = (np.asarray(params.adapters["layers"][block][name][matrix]) for matrix in "ab")
-        rank = b.shape[1]
-        targets.append(name)
-        for layer in range(len(a)):
-            stem = _peft_name(layer, block, name)
-            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[layer].reshape(-1, rank).T)
-            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[layer].reshape(rank, -1).T)
+        rank, stacked = a.shape[-1], split_shape(name, params.base["layers"][block][name]["kernel"].shape)[0]
+        for numbers in np.ndindex(stacked):
+            stem = _peft_name(params.base, block, name, *numbers)
+            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[numbers].reshape(-1, rank).T)
+            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[numbers].reshape(rank, -1).T)
+        targets.append(stem.rsplit(".", 1)[1])
     config = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
     with complete_or_not_at_all(folder) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", {"format": "pt"})
@@ -133,14 +135,14 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
     layers: dict[str, Any] = {}
     for block, name in sites(TARGETS):
         kernel = params["layers"][block][name]["kernel"]
-        inputs, outputs = split_shape(name, kernel.shape)
-        stems = [_peft_name(layer, block, name) for layer in range(kernel.shape[0])]
+        stacked, inputs, outputs = split_shape(name, kernel.shape)
+        stems = [_peft_name(params, block, name, *numbers) for numbers in np.ndindex(stacked)]
         if f"{stems[0]}.lora_A.weight" in left:
             a = [take(f"{stem}.lora_A.weight", (rank, int(np.prod(inputs)))) for stem in stems]
             b = [take(f"{stem}.lora_B.weight", (int(np.prod(outputs)), rank)) for stem in stems]
             layers.setdefault(block, {})[name] = {
-                "a": jnp.asarray(np.stack(a).reshape(-1, *inputs, rank)),
-                "b": jnp.asarray(np.stack(b).reshape(-1, rank, *outputs)),
+                "a": jnp.asarray(np.stack(a).reshape(*stacked, *inputs, rank)),
+                "b": jnp.asarray(np.stack(b).reshape(*stacked, rank, *outputs)),
             }
     if left or not layers:
         raise UsageError(f"{folder} holds adapters that this decoder does not have: {sorted(left)[:3]}")
@@ -148,6 +150,11 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
     return Adapted(params, {"layers": layers}, jnp.float32(scale))
 
 
-def _peft_name(layer: int, block: str, name: str) -> str:
+def _peft_name(params: Params, block: str, name: str, layer: int, expert: int | None = None) -> str:
+    """Of a projection, in the files of PEFT; an expert's as in transformers 4, where each is a module of its own."""
     module = "self_attn" if block == "attention" else block
+    if expert is not None:
+        is_mixtral = "q_norm" not in params["layers"]["attention"]
+        module, name = ("block_sparse_moe", MIXTRAL_NAMES[name]) if is_mixtral else (module, name)
+        module = f"{module}.experts.{expert}"
     return f"base_model.model.model.layers.{layer}.{module}.{name}"

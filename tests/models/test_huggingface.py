@@ -34,6 +34,7 @@ from grpo_jax.models.huggingface import (
     read_json,
     save_pretrained,
 )
+from grpo_jax.models.lora import add_adapters, merge
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import sample_groups
@@ -192,6 +193,42 @@ def test_experts_that_are_one_tensor_a_layer(name, tmp_path):
     save_file(short, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match="hold no tensor 'model.layers.1.*experts"):
         load_params(tmp_path, config)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_peft_and_its_reading_of_adapted_experts(name, tmp_path):
+    """PEFT reads an expert's adapter by the name of transformers 4, and makes one of all experts of it."""
+    peft = pytest.importorskip("peft")
+    config, params = load_golden(name)
+    adapted = random_adapters(add_adapters(params, jax.random.key(0), rank=2, alpha=3.0))
+    ids = np.random.default_rng(1).integers(0, config.vocab_size, (2, 30))
+    folder = save_adapter(tmp_path / "out", adapted, base=str(GOLDEN / name))
+    expected = torch_logits(peft.AutoPeftModelForCausalLM.from_pretrained(folder), ids)
+    np.testing.assert_allclose(logits_fn(config)(adapted, ids, 9), expected[:, 8:-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_adapted_experts_are_merged_saved_and_loaded(name, tmp_path):
+    config, params = load_golden(name)
+    new = add_adapters(params, jax.random.key(0), rank=2, alpha=3.0)
+    golden = np.load(GOLDEN / name / "golden.npz")
+    adapted = random_adapters(new)
+    plain, computed, merged = (logits_fn(config)(given, golden["ids"], 9) for given in (params, adapted, merge(adapted)))
+    assert np.abs(plain - computed).max() > 0.1
+    np.testing.assert_allclose(computed, merged, atol=1e-4)
+    np.testing.assert_array_equal(logits_fn(config)(new, golden["ids"], 9), plain)
+    folder = save_adapter(tmp_path / "out", adapted, base="somewhere")
+    bit_for_bit(load_adapter(folder, params), adapted)
+    expert = "mlp.experts.4.up_proj" if name == "qwen3_moe" else "block_sparse_moe.experts.3.w3"
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert saved[f"base_model.model.model.layers.1.{expert}.lora_A.weight"].shape == (2, 16)
+
+
+def random_adapters(adapted):
+    """A B of 0 would hide mistakes."""
+    rng = np.random.default_rng(0)
+    random = jax.tree.map(lambda x: jnp.asarray(rng.normal(scale=0.3, size=x.shape), jnp.float32), adapted.adapters)
+    return adapted._replace(adapters=random)
 
 
 # ---- config.json
