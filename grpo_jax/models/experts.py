@@ -32,8 +32,16 @@ except ModuleNotFoundError as error:
     raise missing(error.name) from None
 
 
+class Routing(NamedTuple):
+    """Where tokens went, of one layer; with an axis L before the last of `experts`, and behind that of `entropy`, of
+    all."""
+
+    experts: jax.Array  # int32 [..., J]
+    entropy: jax.Array  # float32 [...], of the router's probabilities, in nats
+
+
 class Experts(nn.Module):
-    """The mixture of a layer."""
+    """The mixture of a layer. It puts `Routing` into the collection "routing", if that is asked for."""
 
     config: ExpertsConfig
     is_decoding: bool = False  # one more token of each completion: on a mesh kernels then stay cut
@@ -50,12 +58,16 @@ class Experts(nn.Module):
         router = Kernel((width, config.num_experts), self.is_decoding, name="router")(jnp.float32)["kernel"]
         kernels = {name: Kernel(shape, self.is_decoding, name=name)(x.dtype) for name, shape in shapes.items()}
 
-        def mixed(x: jax.Array, router: jax.Array, kernels: Any) -> jax.Array:
+        def mixed(x: jax.Array, router: jax.Array, kernels: Any) -> tuple[jax.Array, Routing]:
             tokens = x.reshape(-1, width)
             routes = route(tokens, router, config.num_experts_per_tok, normalise=config.norm_topk_prob)
-            return mixture(tokens, routes, kernels).reshape(x.shape)
+            routing = Routing(routes.experts, jnp.sum(jax.scipy.special.entr(routes.probabilities), axis=-1))
+            routing = jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), routing)
+            return mixture(tokens, routes, kernels).reshape(x.shape), jax.lax.stop_gradient(routing)
 
-        return _shared_out(mixed, x, router, kernels, is_decoding=self.is_decoding)
+        y, routing = _shared_out(mixed, x, router, kernels, is_decoding=self.is_decoding)
+        self.sow("routing", "routing", routing, init_fn=lambda: None, reduce_fn=lambda _, new: new)
+        return y
 
 
 class Kernel(nn.Module):
@@ -76,8 +88,8 @@ class Kernel(nn.Module):
 
 
 def _shared_out(
-    mixed: Callable[..., jax.Array], x: jax.Array, router: jax.Array, kernels: Any, *, is_decoding: bool
-) -> jax.Array:
+    mixed: Callable[..., tuple[jax.Array, Routing]], x: jax.Array, router: jax.Array, kernels: Any, *, is_decoding: bool
+) -> tuple[jax.Array, Routing]:
     """`mixed(x, router, kernels)`. On a mesh each device computes its tokens, with its features of all experts."""
     sizes = sharding.mesh_sizes()
     if sizes is None:
@@ -86,9 +98,9 @@ def _shared_out(
     features = cuts["gate_proj"]["kernel"][-1]
     rows = PartitionSpec(sharding.fitting(x.shape[0], sizes, sharding.DATA if is_decoding else sharding.BATCH))
 
-    def on_device(x: jax.Array, router: jax.Array, kernels: Any) -> jax.Array:
-        part = mixed(x, router, kernels)
-        return jax.lax.psum(part, features) if features else part
+    def on_device(x: jax.Array, router: jax.Array, kernels: Any) -> tuple[jax.Array, Routing]:
+        part, routing = mixed(x, router, kernels)
+        return (jax.lax.psum(part, features) if features else part), routing
 
     return jax.shard_map(on_device, in_specs=(rows, PartitionSpec(), cuts), out_specs=rows)(x, router, kernels)
 
@@ -275,3 +287,35 @@ def _gradient_of_kernels(rows: jax.Array, gradient: jax.Array, kernels: jax.Arra
 
     begun = jnp.zeros_like(rows, jnp.float32, shape=kernels.shape)
     return jax.lax.fori_loop(0, blocks.count, add, begun).astype(kernels.dtype)
+
+
+# ---- what is logged
+
+
+def load(routing: Routing, mask: jax.Array, num_experts: int) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """How tokens are shared out among the experts, as (weighted sum, weight).
+
+    Args:
+      routing: of all layers: experts `[..., L, J]`, entropy `[..., L]`.
+      mask: bool `[...]`, tokens that count.
+      num_experts: X.
+
+    Returns:
+      `expert_share`, float32 `[L, X]`: of the places that tokens have, the share at each expert. `router_entropy`, of
+      the router's probabilities, the mean over layers in nats: log X where all experts are as likely.
+    """
+    *_, layers, num_chosen = routing.experts.shape
+    weights = mask.reshape(-1).astype(jnp.float32)
+    experts = routing.experts.reshape(-1, layers, num_chosen) + num_experts * jnp.arange(layers)[:, None]
+    shares = jnp.broadcast_to(weights[:, None, None] / num_chosen, experts.shape)
+    total = jnp.zeros(layers * num_experts).at[experts.ravel()].add(shares.ravel())
+    entropy = jnp.sum(jnp.mean(routing.entropy, axis=-1).ravel() * weights)
+    return {
+        "expert_share": (total.reshape(layers, num_experts), jnp.sum(weights)),
+        "router_entropy": (entropy, jnp.sum(weights)),
+    }
+
+
+def busiest(share: jax.Array) -> jax.Array:
+    """The share of the expert with most tokens, the mean over layers: from 1/X to 1/J. `[L, X]` -> scalar."""
+    return jnp.mean(jnp.max(share, axis=-1))

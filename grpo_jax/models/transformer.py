@@ -116,7 +116,7 @@ class Transformer(nn.Module):
         if self.scan_layers:
             scanned = nn.scan(
                 rematerialised(Block, config),
-                variable_axes={"params": 0, "lora": 0},
+                variable_axes={"params": 0, "lora": 0, "routing": 0},
                 split_rngs={"params": True},
                 in_axes=(nn.broadcast, nn.broadcast, 0),
                 length=len(layers),

@@ -19,7 +19,7 @@ from grpo_jax.data.types import Prompts, pad_prompts, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import logprobs
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
@@ -64,6 +64,8 @@ OTHER = dataclasses.replace(
     remat="layer",
     attention="xla",
 )
+# Of 5 experts, whose features the devices share out.
+EXPERTS = dataclasses.replace(MODEL, qk_norm=True, experts=ExpertsConfig(5, 2, 16, norm_topk_prob=True))
 TASK = Task(None, None, None, None, (EOS,), PAD, MODEL.vocab_size)
 
 PMAP, FSDP, TENSOR, ALL = 8, Mesh(fsdp=8), Mesh(tensor=8), Mesh(2, 2, 2)
@@ -104,13 +106,17 @@ def case_of(name: str) -> Case:
         policy = DECODER if name == "moving" else decoder_policy(OTHER)
         return Case(config, grpo_method(policy, config), jax.jit(policy.init)(jax.random.key(0)), policy)
     config = recipe("grpo", **options, epochs=2, microbatches=2, kl_coef=0.2)
-    if name == "lora":
+    policy = DECODER
+    if name in ("experts", "adapted experts"):
+        policy = decoder_policy(EXPERTS)
+        params = jax.jit(policy.init)(jax.random.key(0))
+    if name in ("lora", "adapted experts"):
         params = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)
         noise = iter(jax.random.split(jax.random.key(2), 99))  # B begins at 0, and then A has no gradient
         params = params._replace(
             adapters=jax.tree.map(lambda x: x + 0.02 * jax.random.normal(next(noise), x.shape), params.adapters)
         )
-    return Case(config, grpo_method(DECODER, config), params)
+    return Case(config, grpo_method(policy, config), params, policy)
 
 
 @cache
@@ -171,14 +177,14 @@ def gradients(name: str, devices: Devices) -> Any:
     return to_host((state.opt_state.gradients, found.metrics, found.advantages))
 
 
-QUICK = {("decoder", FSDP), ("ppo", ALL), ("lora", TENSOR)}
+QUICK = {("decoder", FSDP), ("ppo", ALL), ("lora", TENSOR), ("experts", ALL)}
 
 
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
         pytest.param(name, devices, marks=() if (name, devices) in QUICK else pytest.mark.slow)
-        for name in ("decoder", "ppo", "lora")
+        for name in ("decoder", "ppo", "lora", "experts")
         for devices in (PMAP, FSDP, TENSOR, ALL)
     ],
 )
@@ -187,7 +193,7 @@ def test_updates_have_the_gradients_of_one_device(name, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shared", "moving", "other"])
+@pytest.mark.parametrize("name", ["shared", "moving", "other", "adapted experts"])
 def test_updates_of_other_kinds_have_the_gradients_of_one_device(name):
     compare(gradients(name, 1), gradients(name, ALL))
 
