@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from grpo_jax.models.experts import grouped_product, mixture, route
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.experts import Routing, busiest, grouped_product, load, mixture, route
+from grpo_jax.models.policy import decoder_policy
 
 TOKENS, EXPERTS, CHOSEN, WIDTH, INNER = 37, 6, 3, 8, 5
 # An expert without tokens among them, and one with more rows than a block.
@@ -111,3 +113,54 @@ def test_in_bfloat16_a_mixture_is_close_to_the_exact_one():
     made, expected = jax.jit(mixed)(x, router, *kernels), mixture_in_a_loop(x, router, kernels, normalise=True)
     assert made.dtype == jnp.bfloat16
     assert np.linalg.norm(np.asarray(made, np.float64) - expected) / np.linalg.norm(expected) < 0.01
+
+
+# ---- where tokens go
+
+
+def test_the_load_of_experts_equals_counting():
+    rng, layers = np.random.default_rng(0), 3
+    experts = np.stack([rng.permuted(np.arange(EXPERTS))[:CHOSEN] for _ in range(2 * 4 * layers)])
+    experts = experts.reshape(2, 4, layers, CHOSEN).astype(np.int32)
+    entropy, mask = rng.random((2, 4, layers)).astype(np.float32), rng.random((2, 4)) < 0.6
+    counts = np.zeros((layers, EXPERTS))
+    for place in zip(*np.nonzero(mask), strict=True):
+        for layer in range(layers):
+            counts[layer, experts[place][layer]] += 1
+    made = load(Routing(jnp.asarray(experts), jnp.asarray(entropy)), jnp.asarray(mask), EXPERTS)
+    total, weight = made["expert_share"]
+    assert weight == mask.sum() == made["router_entropy"][1]
+    np.testing.assert_allclose(total, counts / CHOSEN, rtol=1e-6)
+    np.testing.assert_allclose(made["router_entropy"][0], entropy[mask].mean(-1).sum(), rtol=1e-6)
+    share = counts / counts.sum(-1, keepdims=True)
+    np.testing.assert_allclose(busiest(total / weight), share.max(-1).mean(), rtol=1e-6)
+
+
+MODEL = ModelConfig(
+    29, 16, 20, 2, 4, 2, 4, qk_norm=True, initializer_range=0.3, experts=ExpertsConfig(5, 2, 12, norm_topk_prob=True)
+)
+
+
+def test_the_routing_of_states_is_there_for_packed_completions_too():
+    """Three completions of a prompt in one row, against the same beside each other; and in their order."""
+    policy = decoder_policy(MODEL)
+    params, rng = jax.jit(policy.init)(jax.random.key(0)), np.random.default_rng(0)
+    ids, mask = rng.integers(0, 29, (2, 4)), np.array([[False, True, True, True], [True] * 4])
+    completions, lengths = rng.integers(0, 29, (2, 3, 5)), (2, 5, 3)
+    side_by_side, packed, num_experts = policy.routed
+    assert num_experts == 5
+    hidden, routing = jax.jit(side_by_side)(params, ids, mask, completions)
+    assert routing.experts.shape == (2, 3, 5, 2, 2)
+    assert routing.entropy.shape == (2, 3, 5, 2)
+    np.testing.assert_allclose(hidden, jax.jit(policy.hidden)(params, ids, mask, completions), atol=1e-5)
+    row = np.concatenate([completions[:, i, :length] for i, length in enumerate(lengths)], axis=-1)
+    numbers = np.broadcast_to(np.repeat([1, 2, 3], lengths), row.shape)
+    _, of_row = jax.jit(packed)(params, ids, mask, row, numbers)
+    expected = [np.concatenate([x[:, i, :length] for i, length in enumerate(lengths)], axis=1) for x in routing]
+    np.testing.assert_array_equal(np.sort(of_row.experts), np.sort(expected[0]))
+    np.testing.assert_allclose(of_row.entropy, expected[1], atol=1e-5)
+    assert len(np.unique(routing.experts)) > 2
+
+
+def test_a_dense_model_has_no_routing():
+    assert decoder_policy(ModelConfig(29)).routed is None
