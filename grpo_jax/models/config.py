@@ -37,6 +37,7 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 Norms = Literal["before", "after", "around"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layer"]
+Router = Literal["trained", "frozen"]
 AttentionKind = Literal["auto", "shared", "xla", "cudnn"]
 
 
@@ -152,6 +153,8 @@ class ModelConfig:
     # jax.nn.dot_product_attention; cudnn is flash attention, for bfloat16 on NVIDIA GPUs. "auto": cudnn where it can be
     # used, else shared.
     attention: AttentionKind = "auto"
+    # Whether the routers of experts learn. "frozen": they have no gradient.
+    router: Router = "trained"
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -159,6 +162,8 @@ class ModelConfig:
                 check_whole(name, getattr(self, name), most)
         if self.experts:
             _check_experts(self.experts, self.hidden_act)
+        elif self.router == "frozen":
+            raise UsageError('router "frozen" is of models with experts, and this one has none: set it to "trained"')
         for name in _POSITIVE:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0, most=1e12)
@@ -219,7 +224,7 @@ class ModelConfig:
         )
 
 
-_CHOICES = {"hidden_act": Activation, "norms": Norms, "dtype": Dtype, "remat": Remat, "attention": AttentionKind}
+_CHOICES = {"hidden_act": Activation, "norms": Norms, "dtype": Dtype, "remat": Remat, "attention": AttentionKind, "router": Router}
 
 
 def _check_scaling(scaling: RopeScaling | None, features: int) -> None:

@@ -44,6 +44,7 @@ class Experts(nn.Module):
     """The mixture of a layer. It puts `Routing` into the collection "routing", if that is asked for."""
 
     config: ExpertsConfig
+    has_frozen_router: bool = False
     is_decoding: bool = False  # one more token of each completion: on a mesh kernels then stay cut
 
     @nn.compact
@@ -56,6 +57,7 @@ class Experts(nn.Module):
             "down_proj": (config.num_experts, config.moe_intermediate_size, width),
         }
         router = Kernel((width, config.num_experts), self.is_decoding, name="router")(jnp.float32)["kernel"]
+        router = jax.lax.stop_gradient(router) if self.has_frozen_router else router
         kernels = {name: Kernel(shape, self.is_decoding, name=name)(x.dtype) for name, shape in shapes.items()}
 
         def mixed(x: jax.Array, router: jax.Array, kernels: Any) -> tuple[jax.Array, Routing]:

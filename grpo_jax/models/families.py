@@ -43,7 +43,7 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
 
     Args:
       config: the parsed file.
-      **overrides: fields of ModelConfig that the file does not determine (dtype, remat, attention).
+      **overrides: fields of ModelConfig that the file does not determine (dtype, remat, attention, router).
 
     Returns:
       The configuration.
@@ -74,7 +74,7 @@ def config_to_huggingface(config: ModelConfig) -> File:
     Raises:
       UsageError: no supported family has this combination.
     """
-    not_in_the_file = {name: getattr(config, name) for name in ("dtype", "remat", "attention")}
+    not_in_the_file = {name: getattr(config, name) for name in ("dtype", "remat", "attention", "router")}
 
     def reads_back(written: File) -> bool:
         try:

@@ -70,7 +70,7 @@ def load_pretrained(
       param_dtype: of the parameters, whatever the files hold; float32, in which small updates are not lost.
       sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that is a prefix of the parameters', or
         a function of the parameters' shapes that gives one; None: the default device.
-      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
+      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention, router.
 
     Returns:
       The model.

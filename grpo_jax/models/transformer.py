@@ -186,7 +186,8 @@ class Block(nn.Module):
         x = checkpoint_name(spread(x + after("attention_output_norm", attended), rows), "middle")
         normed = before("post_attention_norm", x)  # of the residual stream behind attention
         if config.experts:
-            mlp: nn.Module = Experts(config.experts, is_decoding=past is not None, name="mlp")
+            is_frozen, is_decoding = config.router == "frozen", past is not None
+            mlp: nn.Module = Experts(config.experts, is_frozen, is_decoding, name="mlp")
         else:
             mlp = MLP(config, name="mlp")
         return spread(x + after("mlp_output_norm", mlp(normed)), rows), key_values

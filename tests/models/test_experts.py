@@ -1,5 +1,6 @@
 """Mixtures of experts against plain loops in NumPy."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.experts import Routing, busiest, grouped_product, load, mixture, route
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.training.state import make_optimizer
 
 TOKENS, EXPERTS, CHOSEN, WIDTH, INNER = 37, 6, 3, 8, 5
 # An expert without tokens among them, and one with more rows than a block.
@@ -160,6 +163,29 @@ def test_the_routing_of_states_is_there_for_packed_completions_too():
     np.testing.assert_array_equal(np.sort(of_row.experts), np.sort(expected[0]))
     np.testing.assert_allclose(of_row.entropy, expected[1], atol=1e-5)
     assert len(np.unique(routing.experts)) > 2
+
+
+@pytest.mark.parametrize("router", ["trained", "frozen"])
+def test_a_frozen_router_stays_as_it_is(router):
+    """Under weight decay too, and all else learns."""
+    policy = decoder_policy(dataclasses.replace(MODEL, router=router))
+    params, optimizer = jax.jit(policy.init)(jax.random.key(0)), make_optimizer(1e-2, weight_decay=0.1)
+    ids = np.random.default_rng(0).integers(0, 29, (2, 4))
+
+    @jax.jit
+    def update(params):
+        grads = jax.grad(lambda params: jnp.sum(jnp.sin(policy.packed(params, ids, jnp.ones_like(ids)))))(params)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return jax.tree.map(jnp.add, params, updates)
+
+    before, after = (dict(x["layers"]["mlp"]) for x in (params, update(params)))
+    moved = {name: bool((before[name]["kernel"] != after[name]["kernel"]).any()) for name in before}
+    assert moved == {"gate_proj": True, "up_proj": True, "down_proj": True, "router": router == "trained"}
+
+
+def test_a_frozen_router_of_a_model_without_experts_is_refused():
+    with pytest.raises(UsageError, match='router "frozen" is of models with experts'):
+        ModelConfig(29, router="frozen")
 
 
 def test_a_dense_model_has_no_routing():
