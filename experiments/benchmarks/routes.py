@@ -95,7 +95,9 @@ def compare(config: ModelConfig, options: Options) -> tuple[float, float, float,
 
 def main(options: Options) -> None:
     """Prints the table."""
-    table = Table("dtype", "places", "tokens", "mean exp |Δ log p|", "of tokens that went the same way", "their largest")
+    table = Table(
+        "dtype", "places", "tokens", "mean exp |Δ log p|", "of tokens that went the same way", "their largest"
+    )
     for dtype in ("float32", "bfloat16"):
         places, tokens, *mismatch = compare(replace(MODEL, dtype=dtype), options)
         table.add_row(dtype, f"{places:.3%}", f"{tokens:.3%}", *(f"{x:.6f}" for x in mismatch))

@@ -224,7 +224,14 @@ class ModelConfig:
         )
 
 
-_CHOICES = {"hidden_act": Activation, "norms": Norms, "dtype": Dtype, "remat": Remat, "attention": AttentionKind, "router": Router}
+_CHOICES = {
+    "hidden_act": Activation,
+    "norms": Norms,
+    "dtype": Dtype,
+    "remat": Remat,
+    "attention": AttentionKind,
+    "router": Router,
+}
 
 
 def _check_scaling(scaling: RopeScaling | None, features: int) -> None:

@@ -12,13 +12,11 @@ Letters: M tokens, X experts, J experts of each token, D features, F features of
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-
 from jax.sharding import PartitionSpec
 
 from grpo_jax.errors import missing
@@ -207,11 +205,10 @@ def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> ja
       `[M, O]`, in the dtype of the rows.
     """
     kernels = kernels.astype(rows.dtype)
-    if jax.default_backend() != "cpu":
-        return jax.lax.ragged_dot(rows, kernels, sizes)
-    # Under shard_map a custom gradient must have the type of its input: see `transformer.product`.
-    kernels, rows = kernels + jnp.zeros_like(rows, shape=()), rows + jnp.zeros_like(kernels, shape=())
-    return _by_blocks(rows, kernels, sizes)
+    # Under shard_map all must vary over the same axes: see `transformer.product`.
+    zero = jnp.zeros_like(rows, shape=()) + jnp.zeros_like(kernels, shape=())
+    rows, kernels, sizes = (x + zero.astype(x.dtype) for x in (rows, kernels, sizes))
+    return (_by_blocks if jax.default_backend() == "cpu" else jax.lax.ragged_dot)(rows, kernels, sizes)
 
 
 class _Blocks(NamedTuple):

@@ -327,7 +327,9 @@ def load_params(
             """What one device holds, a tuple of slices: of each layer its part."""
             places = [range(size)[part] for size, part in zip(leaf.shape, index, strict=True)]
             stacked, piece = tensor.stacked, np.empty([len(own) for own in places], dtype)
-            for place, numbers in zip(np.ndindex(piece.shape[:stacked]), itertools.product(*places[:stacked]), strict=True):
+            for place, numbers in zip(
+                np.ndindex(piece.shape[:stacked]), itertools.product(*places[:stacked]), strict=True
+            ):
                 whole = tensor.to_leaf(read_tensor(found, tensor.name.format(*numbers)), leaf.shape[stacked:])
                 piece[place] = whole[index[stacked:]]
             return piece

@@ -141,7 +141,9 @@ def decoder_policy(config: ModelConfig) -> Policy:
         n, group_size, size = completion_ids.shape
         given = completion_ids[..., :-1].reshape(n, -1)  # the last token predicts nothing
         if size == 1:
-            states = run(params, prompt_ids, geometry_of_texts(config, prompt_positions(prompt_mask), prompt_mask), routed)
+            states = run(
+                params, prompt_ids, geometry_of_texts(config, prompt_positions(prompt_mask), prompt_mask), routed
+            )
             return jax.tree.map(
                 lambda x: jnp.broadcast_to(x[:, -1][:, None, None], (n, group_size, 1, *x.shape[2:])), states
             )

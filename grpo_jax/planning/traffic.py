@@ -135,7 +135,9 @@ def _in_layers(tree: object, shape: Shape) -> int:
     cut = {**shape.mesh, sharding.FSDP: 1}
     # Norms and routers are whole on every device.
     inside = [
-        (path, x) for path, x in leaves if "layers" in str(path) and path[-1].key != "scale" and path[-2].key != "router"
+        (path, x)
+        for path, x in leaves
+        if "layers" in str(path) and path[-1].key != "scale" and path[-2].key != "router"
     ]
     return sum(size_on_device({path[-2].key: {path[-1].key: x}}, cut) for path, x in inside)
 
