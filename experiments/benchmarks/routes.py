@@ -51,7 +51,7 @@ class Options:
 
 
 def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Hidden states after each token but the last `[N, G, T − 1, D]` and experts `[N, G, T − 1, L, J]`, by decode steps."""
+    """By decode steps, after each token but the last: hidden states `[N, G, T − 1, D]` and experts `[..., L, J]`."""
     policy, model = decoder_policy(config), Transformer(config, scan_layers=False)
     n, g, size = completions.shape
     mask = jnp.ones(ids.shape, bool)
@@ -83,6 +83,7 @@ def compare(config: ModelConfig, options: Options) -> tuple[float, float, float,
     sampled = jax.jit(sampler)(params, ids, jnp.ones(ids.shape, bool), rows, jax.random.key(1))
     completions = sampled.completion_ids
     _, by_step = jax.jit(partial(decoded, config))(params, ids, completions)
+    assert policy.routed
     hidden, routing = jax.jit(policy.routed[0])(params, ids, jnp.ones(ids.shape, bool), completions)
     scores = token_logprobs(hidden, policy.unembedding(params), completions, temperature=1.0)
     # State t predicts token t: the first is the prompt's, which no step computes.
@@ -95,9 +96,7 @@ def compare(config: ModelConfig, options: Options) -> tuple[float, float, float,
 
 def main(options: Options) -> None:
     """Prints the table."""
-    table = Table(
-        "dtype", "places", "tokens", "mean exp |Δ log p|", "of tokens that went the same way", "their largest"
-    )
+    table = Table("dtype", "places", "tokens", "mean exp |Δ log p|", "of tokens that went one way", "their largest")
     for dtype in ("float32", "bfloat16"):
         places, tokens, *mismatch = compare(replace(MODEL, dtype=dtype), options)
         table.add_row(dtype, f"{places:.3%}", f"{tokens:.3%}", *(f"{x:.6f}" for x in mismatch))

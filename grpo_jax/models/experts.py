@@ -1,14 +1,15 @@
 """A mixture of experts in place of a layer's MLP: each token is sent to a few of many MLPs, and none is dropped.
 
-y = Σⱼ wⱼ · down_eⱼ(silu(gate_eⱼ x) · up_eⱼ x) over the J experts eⱼ with the largest p = softmax(router x), with w their p,
-or their p over its sum (`ExpertsConfig.norm_topk_prob`). 1701.06538; as Qwen3-MoE and Mixtral have it.
+y = Σⱼ wⱼ · down_eⱼ(silu(gate_eⱼ x) · up_eⱼ x) over the J experts eⱼ with the largest p = softmax(router x). The
+weights w are their p, or their p over its sum (`ExpertsConfig.norm_topk_prob`). 1701.06538; as Qwen3-MoE and Mixtral
+have it.
 
-Every pair of a token and an expert is a row. Rows are sorted by expert, so that those of an expert are one matrix: each
-projection is then one product of groups of rows, each group with its own kernel. On a mesh each device sorts the tokens
-that it has. Experts are cut as an MLP is, in their features F: every device has a part of each of them, so that no token
-travels and none waits for an expert that has more of them.
+Every pair of a token and one of its experts is a row. Rows are sorted by expert, so that those of an expert are one
+matrix. Each projection is then one product of groups of rows, each group with its own kernel. On a mesh each device
+sorts the tokens that it has. Experts are cut as an MLP is, in their features F: every device has a part of each of
+them. No token travels, and none waits for an expert that has more of them.
 
-Letters: M tokens, X experts, J experts of each token, D features, F features of an expert's MLP, R the rank of adapters.
+Letters: M tokens, X experts, J experts of each token, D features, F features of an expert's MLP, R rank of adapters.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,11 +32,10 @@ except ModuleNotFoundError as error:
 
 
 class Routing(NamedTuple):
-    """Where tokens went, of one layer; with an axis L before the last of `experts`, and behind that of `entropy`, of
-    all."""
+    """Where tokens went, of one layer; of all layers with an axis L behind that of the tokens."""
 
-    experts: jax.Array  # int32 [..., J]
-    entropy: jax.Array  # float32 [...], of the router's probabilities, in nats
+    experts: jax.Array  # int32 [N, M, J] or [..., L, J]
+    entropy: jax.Array  # float32 [N, M] or [..., L], of the router's probabilities, in nats
 
 
 class Experts(nn.Module):
@@ -144,8 +144,8 @@ def mixture(x: jax.Array, routes: Routes, kernels: Mapping[str, Any]) -> jax.Arr
     Args:
       x: `[M, D]`.
       routes: of its tokens.
-      kernels: by projection. Each holds `kernel`: gate_proj and up_proj `[X, D, F]`, down_proj `[X, F, D]`; and where it
-        is adapted `a` `[X, in, R]` and `b` `[X, R, out]`.
+      kernels: by projection. Each holds `kernel`: gate_proj and up_proj `[X, D, F]`, down_proj `[X, F, D]`. Where it is
+        adapted it holds `a` `[X, in, R]` and `b` `[X, R, out]` too.
 
     Returns:
       `[M, D]`, in the dtype of x.
@@ -216,7 +216,7 @@ class _Blocks(NamedTuple):
     behind its own."""
 
     size: int
-    count: jax.Array  # int32, of blocks
+    used: jax.Array  # int32, how many there are
     group: jax.Array  # int32 [blocks at most]
     start: jax.Array  # int32 [blocks at most], its first row
     end: jax.Array  # int32 [blocks at most], behind its last row
@@ -268,7 +268,7 @@ def _times_kernels(rows: jax.Array, kernels: jax.Array, sizes: jax.Array, axis: 
         return jax.lax.dynamic_update_slice_in_dim(products, made, blocks.start[number], axis=0)
 
     begun = jnp.zeros_like(rows, jnp.float32, shape=(padded.shape[0], kernels.shape[3 - axis]))
-    return jax.lax.fori_loop(0, blocks.count, put, begun)[: rows.shape[0]].astype(rows.dtype)
+    return jax.lax.fori_loop(0, blocks.used, put, begun)[: rows.shape[0]].astype(rows.dtype)
 
 
 def _gradient_of_kernels(rows: jax.Array, gradient: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -285,7 +285,7 @@ def _gradient_of_kernels(rows: jax.Array, gradient: jax.Array, kernels: jax.Arra
         return total.at[group].add(more)
 
     begun = jnp.zeros_like(rows, jnp.float32, shape=kernels.shape)
-    return jax.lax.fori_loop(0, blocks.count, add, begun).astype(kernels.dtype)
+    return jax.lax.fori_loop(0, blocks.used, add, begun).astype(kernels.dtype)
 
 
 # ---- what is logged

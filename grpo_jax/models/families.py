@@ -345,8 +345,13 @@ def _qwen3(file: File) -> Fields:
 
 
 def _mixtral(file: File) -> Fields:
-    sizes = (file[name] for name in ("num_local_experts", "num_experts_per_tok", "intermediate_size"))
-    return {**_mistral(file), "experts": ExpertsConfig(*sizes, norm_topk_prob=True)}
+    experts = ExpertsConfig(
+        num_experts=file["num_local_experts"],
+        num_experts_per_tok=file["num_experts_per_tok"],
+        moe_intermediate_size=file["intermediate_size"],
+        norm_topk_prob=True,
+    )
+    return {**_mistral(file), "experts": experts}
 
 
 def _mixtral_experts(config: ModelConfig) -> File:
@@ -360,9 +365,12 @@ def _qwen3_moe(file: File) -> Fields:
     """Where there is a window, all layers have it."""
     if file.get("mlp_only_layers") or file.get("decoder_sparse_step", 1) != 1:
         raise UsageError("mlp_only_layers and decoder_sparse_step are not supported: every layer must have experts")
-    count = file.get("num_experts", file.get("num_local_experts", 128))  # transformers 5 writes the second name
-    sizes = (file[name] for name in ("num_experts_per_tok", "moe_intermediate_size"))
-    experts = ExpertsConfig(count, *sizes, norm_topk_prob=file["norm_topk_prob"])
+    experts = ExpertsConfig(
+        num_experts=file["num_experts" if "num_experts" in file else "num_local_experts"],  # in transformers 5
+        num_experts_per_tok=file["num_experts_per_tok"],
+        moe_intermediate_size=file["moe_intermediate_size"],
+        norm_topk_prob=file["norm_topk_prob"],
+    )
     window = _mistral(file) if file.get("use_sliding_window") else {}
     return {"qk_norm": True, **_attention_bias(file), **window, "experts": experts}
 
@@ -454,6 +462,7 @@ def _gemma3_file(config: ModelConfig) -> File:
 _MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
 _QWEN3_MOE = {
     "sliding_window": 4096,
+    "num_local_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "norm_topk_prob": False,

@@ -326,7 +326,7 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
         # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
         sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
         mismatch = jnp.where(mask, fresh - sampled, 0)
-        if routing is not None:
+        if routing is not None and policy.routed is not None:
             metrics |= load(routing, mask, policy.routed[2])
         metrics["entropy"] = masked_sum(scores.entropy, mask)
         metrics["sampler_mismatch"] = masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
