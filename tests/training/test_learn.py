@@ -332,9 +332,14 @@ def test_the_minibatch_that_is_skipped_is_told_and_moves_nothing():
 def test_norms_and_biases_do_not_decay():
     params = {
         "embedding": jnp.ones((3, 2)),
+        "final_norm": {"offset": jnp.ones(2)},
         "layers": {"norm": {"scale": jnp.ones((2, 2))}, "q_proj": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}},
     }
-    decays = {"embedding": True, "layers": {"norm": {"scale": False}, "q_proj": {"kernel": True, "bias": False}}}
+    decays = {
+        "embedding": True,
+        "final_norm": {"offset": False},
+        "layers": {"norm": {"scale": False}, "q_proj": {"kernel": True, "bias": False}},
+    }
     assert has_weight_decay(params) == decays
     optimizer = make_optimizer(0.5, weight_decay=0.2)
 
