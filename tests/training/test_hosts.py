@@ -19,10 +19,17 @@ import test_parallel as cases
 
 from grpo_jax.config import with_options
 from grpo_jax.errors import UsageError
+from grpo_jax.runs import hosts
 from grpo_jax.runs.hosts import HostOptions, start
 
 Processes = list[subprocess.Popen]
 WORKER = Path(__file__).with_name("on_hosts.py")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def launch(folder: Path, *args: str, number: int = 1, devices: int = 1, updates: bool = False) -> Processes:
@@ -31,9 +38,7 @@ def launch(folder: Path, *args: str, number: int = 1, devices: int = 1, updates:
     flags += " --xla_cpu_multi_thread_eigen=false"
     path = [str(WORKER.parent), *filter(None, sys.path)]
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
 
     def begin(own: int) -> subprocess.Popen:
         where = ["--coordinator-address", address, "--num-processes", str(number), "--process-id", str(own)]
@@ -216,3 +221,46 @@ def test_runs_that_hosts_cannot_share_are_refused(tmp_path, args, words):
 def test_options_of_hosts_that_do_not_fit_together_are_refused(options, words):
     with pytest.raises(UsageError, match=words):
         start(options, print, print)
+
+
+# ---- hosts that never come
+
+ALONE = """
+import sys
+from grpo_jax.runs import hosts
+hosts._TOLD_SECONDS, hosts._MEET_SECONDS = 1, 3
+hosts.start(hosts.HostOptions(False, sys.argv[1], 2, 0), print, print)
+print("met")
+"""
+
+
+def test_the_first_host_says_how_long_it_waits_for_the_others_and_ends():
+    command = [sys.executable, "-c", ALONE, f"127.0.0.1:{free_port()}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75
+    assert done.stdout.splitlines() == [
+        "waits until all hosts are there, 3 s at most",
+        "not all hosts were there within 3 s: start all at once, and see what the others say",
+    ]
+
+
+def test_a_host_waits_for_the_first_until_it_answers(monkeypatch):
+    """JAX is only asked then: it would abort the process."""
+    monkeypatch.setattr(hosts, "_MEET_SECONDS", 1.5)
+    monkeypatch.setattr(hosts, "_TOLD_SECONDS", 0.5)
+    said: list[str] = []
+    address = f"127.0.0.1:{free_port()}"
+    options = HostOptions(False, address, 2, 1)
+    with pytest.raises(UsageError, match=f"host 0 does not answer at {address}: start it"):
+        start(options, pytest.fail, said.append)
+    assert said == [f"waits for host 0 at {address}, 2 s at most"]
+
+    def initialize(**given):
+        raise RuntimeError(f"asked to meet at {given['coordinator_address']}")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with socket.socket() as first:
+        first.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        first.listen()
+        with pytest.raises(UsageError, match=f"did not meet .asked to meet at {address}"):
+            start(options, pytest.fail, pytest.fail)
