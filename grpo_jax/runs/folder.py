@@ -33,9 +33,20 @@ from grpo_jax.runs.progress import Show, progress, waiting
 from grpo_jax.runs.throughput import peak_memory_mb
 from grpo_jax.runs.trackers import Tracker, tensorboard
 
-# Files whose lines carry "phase" and "step".
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
-_LINE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
+_LINE = {"phase": str, "step": int}
+# What the lines of each file have, by name and type.
+_LINE_FILES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(_NUMBER_FILES, _LINE),
+    "rollouts.jsonl": _LINE
+    | {
+        "prompt": str | list,
+        "completions": list[str],
+        "lengths": list[int],
+        "rewards": list[float | None],
+        "advantages": list[float | None],
+    },
+}
 # The warm start and the control: no phases that a run is for.
 SIDE_PHASES = ("warm", "control")
 # Options that a resumed run may change: its results do not depend on them.
@@ -56,7 +67,6 @@ _FREE_OPTIONS = frozenset(
 _DEVICES = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # options that change rounding, with defaults
 _OPTIONS, _INPUTS = "config.json", "inputs.json"
 _UNBEGUN = {"lock", f"{_OPTIONS}.tmp"}  # what a run leaves that is killed before it has written its options
-_LINE = {"phase": str, "step": int}  # what every line of _LINE_FILES has
 
 
 class RunFolder:
@@ -245,13 +255,13 @@ class RunFolder:
         """
         if not self.writes:
             return
-        for name in _LINE_FILES:
+        for name, fields in _LINE_FILES.items():
             file = self.path / name
             self._digests.pop((name, phase), None)
             if not file.exists():
                 continue
             kept = ""
-            for line, record in _complete_lines(file, _LINE):
+            for line, record in _complete_lines(file, fields):
                 if _is_later(record, phase, step):
                     continue
                 kept += line + "\n"
@@ -274,7 +284,7 @@ class RunFolder:
         Raises:
           UsageError: a line is not as a run writes it.
         """
-        return read_lines(self.path / name, _LINE if name in _LINE_FILES else {})
+        return read_lines(self.path / name, _LINE_FILES.get(name, {}))
 
     def _log(self, name: str, record: dict[str, Any]) -> None:
         self._append(name, record)

@@ -26,6 +26,7 @@ TESTS = Path(__file__).parents[1]
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 MOMENTS = ("imports", "compile", "rollout", "reward", "update", "evaluate", "save")
 COMPARED = ("metrics.jsonl", "rollouts.jsonl", "results.json", "inputs.json")
+ENDINGS = (0, 75, 130, *(-number for number in SIGNALS))  # 0: the run was at its end
 MARK = "GRPO_JAX_KILLS"  # in the environment of all processes of a case
 SECONDS = 600  # after which a process hangs
 
@@ -184,8 +185,9 @@ def kill(process: Process, run: Path, moment: str, number: int, dice: random.Ran
     lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
     found: dict[str, Any] = {"moment": moment, "signal": signal.Signals(number).name, "hit": hit, "status": status}
     found |= {"line": lines[-1][:30] if lines else "", "half_saved": saving}
-    traced = [word for word in process.words if word.startswith("Traceback")]
-    return found | ({"said": process.words[-30:]} if traced or (hit and status not in (-9, 75, 130)) else {})
+    # A traceback is Python's own where Ctrl-C meets the imports.
+    traced = status != -signal.SIGINT and any(word.startswith("Traceback") for word in process.words)
+    return found | ({"said": process.words[-30:]} if traced or status not in ENDINGS else {})
 
 
 def left(mark: str) -> list[int]:
