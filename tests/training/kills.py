@@ -25,6 +25,7 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 MOMENTS = ("imports", "compile", "rollout", "reward", "update", "evaluate", "save")
+SAVING = "checkpoints/*/*.orbax-checkpoint-tmp"
 COMPARED = ("metrics.jsonl", "rollouts.jsonl", "results.json", "inputs.json")
 ENDINGS = (0, 75, 130, *(-number for number in SIGNALS))  # 0: the run was at its end
 MARK = "GRPO_JAX_KILLS"  # in the environment of all processes of a case
@@ -44,7 +45,7 @@ from grpo_jax.data.types import rng
 
 async def reply(example, transcript, key):
     await asyncio.sleep(random.random() / 50)
-    said = transcript[-1].said.text
+    said = transcript[-1].said
     return Reply("".join(str(int(x)) for x in rng(*key).integers(0, 8, 2)), reward=float(said.count("3")))
 
 def make():
@@ -168,11 +169,12 @@ class Process:
 
 def kill(process: Process, run: Path, moment: str, number: int, dice: random.Random) -> dict[str, Any]:
     """Waits for a moment, sends a signal, and waits for the end; what happened."""
+    before = set(run.glob(SAVING))  # of an earlier kill
     if moment == "imports":
         reached = True
         time.sleep(dice.uniform(0, 6))
     elif moment == "save":
-        reached = process.wait_until(lambda: any(run.glob("checkpoints/*/*.orbax-checkpoint-tmp")))
+        reached = process.wait_until(lambda: bool(set(run.glob(SAVING)) - before))
         time.sleep(dice.uniform(0, 0.02))
     else:
         count = dice.randrange(1, 12)
@@ -181,7 +183,7 @@ def kill(process: Process, run: Path, moment: str, number: int, dice: random.Ran
     hit = reached and process.process.poll() is None
     process.process.send_signal(number)
     status = process.end()
-    saving = [path.name for path in run.glob("checkpoints/*/*.orbax-checkpoint-tmp")]
+    saving = sorted(path.name for path in set(run.glob(SAVING)) - before)
     lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
     found: dict[str, Any] = {"moment": moment, "signal": signal.Signals(number).name, "hit": hit, "status": status}
     found |= {"line": lines[-1][:30] if lines else "", "half_saved": saving}
@@ -250,6 +252,7 @@ def is_same(result: dict[str, Any]) -> bool:
 
 def main(folder: Path, wanted: int) -> None:
     """Adds cases to the tally until so many kills hit a run."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would runs
     folder.mkdir(parents=True, exist_ok=True)
     prepare(folder)
     file = folder / "tally.json"
