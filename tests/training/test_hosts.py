@@ -156,6 +156,39 @@ def test_a_signal_to_one_stops_all_after_the_same_step_and_the_run_goes_on(tmp_p
 
 
 @pytest.mark.slow
+def test_all_hosts_go_on_from_the_newest_checkpoint_that_verifies(tmp_path, slow_run):
+    shutil.copytree(slow_run, tmp_path, dirs_exist_ok=True)
+    (damaged,) = (tmp_path / "run/checkpoints/grpo/12/params/d").iterdir()
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    finish(launch(tmp_path, "--resume", number=2))
+    (warned,) = (line["message"] for line in lines(tmp_path, "warnings.jsonl") if "checkpoint" in line["message"])
+    assert re.search("checkpoint 12 is not used, .* is damaged; the run goes on from step 10", warned)
+    metrics = [(folder / "run/metrics.jsonl").read_bytes() for folder in (tmp_path, slow_run)]
+    assert metrics[0] == metrics[1]
+    assert {path.name for path in (tmp_path / "run/checkpoints/grpo").iterdir()} == {"10", "12", "damaged-12"}
+
+
+@pytest.mark.slow
+def test_hosts_agree_when_minutes_are_over(tmp_path, slow_run):
+    minutes = ("--checkpoint-every", "0", "--save-every-minutes", "0.02")
+    finish(launch(tmp_path, *SLOW, *minutes, "--devices", "0", number=2))
+    saved = sorted(int(path.name) for path in (tmp_path / "run/checkpoints/grpo").iterdir())
+    assert len(saved) == 2
+    assert saved[0] < saved[1] == 12
+    metrics = [(folder / "run/metrics.jsonl").read_bytes() for folder in (tmp_path, slow_run)]
+    assert metrics[0] == metrics[1]
+
+
+@pytest.mark.slow
+def test_gradients_that_are_not_finite_on_one_host_end_all_after_as_many_steps(tmp_path):
+    more = ("--mode", "nan", "--max-skipped", "2", "--max-rollouts", "1", "--devices", "0")
+    said = finish(launch(tmp_path, *SLOW, *more, number=2), (2, 2))
+    assert all("gradients were not finite 2 times in a row" in error for _, error in said)
+    assert [line["skipped"] for line in lines(tmp_path)][-3:] == [0, 1, 2]
+    assert len(list((tmp_path / "run").glob("skipped_*.npz"))) == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_when_a_host_is_gone_the_other_ends_and_says_so_and_goes_on_alone(tmp_path, slow_run, number):
     processes = launch(tmp_path, *SLOW, "--devices", "0", "--checkpoint-every", "1", number=2)
