@@ -205,14 +205,14 @@ def starts(call: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize("method", BASES)
-@profiles(10, 250)
+@profiles(8, 200)
 def test_command_lines(inputs, method, examples):
     base = ["--method", method, "--model", "model", *BASES[method], "--run-dir", "run", "--no-compilation-cache"]
     given = flags_of(train.module_of(method).Config)
     fuzz(examples, given, lambda words: starts(lambda: train.command([*base, *words])))
 
 
-@profiles(10, 250)
+@profiles(8, 200)
 def test_command_lines_of_evaluations(inputs, examples):
     base = ["model", "--task", "rows.jsonl", "--reward", "length(maximum=3)", "--no-compilation-cache"]
 
@@ -223,7 +223,7 @@ def test_command_lines_of_evaluations(inputs, examples):
     fuzz(examples, flags_of(evaluate.Options), lambda words: starts(lambda: run(words)))
 
 
-@profiles(15, 300)
+@profiles(15, 250)
 def test_files_of_options(inputs, examples):
     types = option_types(train.module_of("grpo").Config)
     names = st.sampled_from(sorted(types.keys() - {"method", "model", "task", "data", "wandb", "environment", "tools"}))
@@ -274,7 +274,7 @@ QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_wind
 SCALED = LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}
 
 
-@profiles(150, 20_000)
+@profiles(100, 10_000)
 def test_configurations_of_models(examples):
     types = st.sampled_from(["gemma", "gemma3_text", "qwen3", "mistral", "phi3", "gpt2", "mixtral", "qwen3_moe"])
     others = types.map(lambda name: LLAMA | {"model_type": name})
@@ -302,7 +302,7 @@ def files_of(rows: st.SearchStrategy[list[Any]]) -> st.SearchStrategy[tuple[str,
     return as_lines | st.tuples(st.just("rows.json"), broken(rows.map(json.dumps)))
 
 
-@profiles(150, 10_000)
+@profiles(100, 5_000)
 def test_rows(tmp_path, examples):
     row, message = {"prompt": "1+1=", "answer": "2"}, {"role": "user", "content": "1+1="}
     chat = st.lists(replaced(message) | st.just(message), max_size=3).map(lambda chat: row | {"prompt": chat})
@@ -316,7 +316,7 @@ def test_rows(tmp_path, examples):
     fuzz(examples, files_of(rows), run)
 
 
-@profiles(100, 10_000)
+@profiles(80, 5_000)
 def test_preferences(tmp_path, examples):
     row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     talk = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}
@@ -336,7 +336,7 @@ NAMES = st.sampled_from(["a", "b", "*args", "**kwargs", "self", "x: int = 3", "y
 DOCS = st.sampled_from(['"""Adds."""', '""', "", "3", '"""Adds.\n\n    Args:\n      a: of it.\n    """', "'''\x00'''"])
 
 
-@profiles(60, 5_000)
+@profiles(60, 2_000)
 def test_files_of_tools(tmp_path, examples):
     parameters = st.lists(st.tuples(NAMES, HINTS).map("".join), max_size=3).map(", ".join)
     bodies = st.sampled_from(["return 1", "raise ValueError", "yield", "pass", "1 +"])
