@@ -192,8 +192,7 @@ def resumed() -> int:
         with without_override():
             train.command(["--resume", *AGAIN])
     except SystemExit as ended:
-        assert isinstance(ended.code, int)
-        return ended.code
+        return int(ended.code or 0)
     return 0
 
 

@@ -30,7 +30,8 @@ from grpo_jax.config import option_types
 from grpo_jax.data.preferences import read_preferences
 from grpo_jax.data.rows import read_rows
 from grpo_jax.errors import UsageError
-from grpo_jax.models.config import ModelConfig, config_from_huggingface
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs import flags, hosts
