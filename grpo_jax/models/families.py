@@ -385,6 +385,10 @@ def _qwen3_moe_experts(config: ModelConfig) -> File:
 _QWEN = {"sliding_window": 4096, "max_window_layers": 28}
 
 
+# Transformers' default is a token that a small vocabulary does not have.
+_NO_PADDING = {"pad_token_id": None}
+
+
 def _smollm3(file: File) -> Fields:
     """The window, with use_sliding_window, is in layers without rotation unless layer_types says in which."""
     layers = range(file["num_hidden_layers"])
@@ -401,7 +405,7 @@ def _smollm3(file: File) -> Fields:
 
 def _smollm3_file(config: ModelConfig) -> File:
     rotates = [int(rotation is not None) for rotation in config.rotations]
-    return {"no_rope_layers": rotates, **_qwen_windows(config)}
+    return {"no_rope_layers": rotates, **_qwen_windows(config), **_NO_PADDING}
 
 
 def _olmo2(file: File) -> Fields:
@@ -415,7 +419,7 @@ def _phi3(file: File) -> Fields:
 def _phi3_file(config: ModelConfig) -> File:
     part, rope = {"partial_rotary_factor": config.partial_rotary_factor}, _rope_parameters(config)
     original = {x: y for x, y in rope.items() if x == "original_max_position_embeddings"}
-    return {"rope_parameters": rope | part, **part, **original}
+    return {"rope_parameters": rope | part, **part, **original, **_NO_PADDING}
 
 
 def _gemma(file: File) -> Fields:

@@ -129,7 +129,7 @@ def sites(targets: Sequence[Target] = TARGETS) -> list[tuple[str, Target]]:
     return [("attention" if name in TARGETS[:4] else "mlp", name) for name in TARGETS if name in targets]
 
 
-def split_shape(name: Target, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """(layers, in, out) of a kernel `[L, *in, *out]`: o_proj alone contracts two axes, heads and features.
 
     Of a mixture's kernel `[L, X, in, out]` the first are layers and experts."""

@@ -123,11 +123,11 @@ def make_optimizer(
 
 
 def has_weight_decay(params: Params) -> Any:
-    """For each parameter, whether weight decay applies: it is no norm's scale, no bias and no router of experts."""
+    """For each parameter, whether weight decay applies: not to a norm's scale or its offset, a bias, or a router."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
         names = {getattr(key, "key", None) for key in path[-2:]}
-        return not names & {"scale", "bias", "router"}
+        return not names & {"scale", "offset", "bias", "router"}
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
