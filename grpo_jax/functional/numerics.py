@@ -30,7 +30,7 @@ def check_beta(beta: Any) -> None:
     Raises:
       ValueError: it is.
     """
-    if isinstance(beta, Real) and not 0 < beta < 1:
+    if isinstance(beta, float | int) and not 0 < beta < 1:
         raise ValueError(f"beta is {beta}: it must be between 0 and 1; for the ends take the forward or the reverse KL")
 
 
