@@ -23,7 +23,7 @@ BETAS = {"forward_kl": 0.0, "jsd_0.1": 0.1, "jsd_0.5": 0.5, "jsd_0.9": 0.9, "rev
 
 
 def make_inputs() -> dict[str, np.ndarray]:
-    """Logits [N, T, V], of which the first are near each other; none so far apart that TRL cuts the tail off, at 1e-7."""
+    """Logits [N, T, V], the first near each other; none so far apart that TRL cuts the tail off, at 1e-7."""
     rng = np.random.default_rng(0)
     teacher = rng.normal(size=(N, T, V))
     distance = np.array([0.1, 1.0, 3.0])[:, None, None]
