@@ -175,9 +175,9 @@ def test_a_policy_nears_its_teacher_without_a_reward_and_resumes_to_the_bit(tmp_
 @pytest.mark.parametrize(
     "options",
     [
-        {"distillation": "k1", "epochs": 2, "minibatches": 2},
         {"distillation": "jsd", "distillation_top_k": 3, "group_size": 1},
-        {"reward_coef": 0.5, "kl_coef": 0.1, "microbatches": 2},
+        pytest.param({"distillation": "k1", "epochs": 2, "minibatches": 2}, marks=pytest.mark.slow),
+        pytest.param({"reward_coef": 0.5, "kl_coef": 0.1, "microbatches": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_kinds_and_mixtures_over_devices_are_the_same_run(tmp_path, options):
