@@ -37,7 +37,7 @@ from grpo_jax.runs.pretrained import (
 )
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, inputs_of
 from grpo_jax.training.distillation import Taught, make_distillation_programs
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
@@ -176,6 +176,8 @@ def run_method(
     check_length(run, task, config.sampling.row_tokens, model.pretrained.config.max_position_embeddings)
     start = place(start, devices_of(config))
     phases = (phase, CONTROL) if control else (phase,)
+    for name in phases:  # before the start is evaluated, which takes long
+        run.keep_inputs(name, inputs_of(task))
     rows, checksum = train_with_control(start, task, config, run, programs, phases=phases)
 
     groups = [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase]

@@ -23,7 +23,6 @@ from grpo_jax.models.attention import (
 )
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import (
-    Geometry,
     geometry_of_groups,
     geometry_of_packed_groups,
     geometry_of_step,
@@ -72,10 +71,14 @@ class Policy(NamedTuple):
     # append(cache, ids [N, G, W], lengths [N, G]) -> (hidden [N, G, W, D], cache) takes W tokens of each completion
     # behind its first `lengths`, and drops those that the cache has no room for. None: completions have one turn
     decoder: Callable[[Params], Callable[..., Any]] | None = None
+    # c of logits c·tanh(W h / c), with W the unembedding; None: they are W h
+    softcap: float | None = None
 
 
 def _has_flash_attention(config: ModelConfig) -> bool:
     """Whether cuDNN's attention can compute this model here: heads of at most 128 features, on GPUs from Ampere on."""
+    if config.attn_logit_softcapping is not None:
+        return False
     if jax.default_backend() != "gpu" or config.dtype != "bfloat16" or config.head_dim % 8 or config.head_dim > 128:
         return False
     major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
@@ -102,17 +105,9 @@ def decoder_policy(config: ModelConfig) -> Policy:
         config = replace(config, attention="cudnn" if _has_flash_attention(config) else "shared")
     model, one_by_one = Transformer(config), Transformer(config, scan_layers=False)
 
-    window = config.sliding_window
-    differs = config.sliding_layers is not None  # between layers
-
-    def both(geometry: Callable[..., Geometry], *args: Any) -> tuple[Geometry, Geometry]:
-        """What tokens see in layers with the window and in the others; one object where all have it, or none."""
-        near = geometry(config, *args, window=window)
-        return near, geometry(config, *args, window=None) if differs else near
-
     def init(key: jax.Array) -> Params:
         token = jnp.zeros((1, 1), jnp.int32)
-        shapes = jax.eval_shape(lambda: model.init(key, token, *both(geometry_of_texts, token, token)))["params"]
+        shapes = jax.eval_shape(lambda: model.init(key, token, geometry_of_texts(config, token, token)))["params"]
         return initial_params(key, shapes, config.initializer_range)
 
     def unembedding(params: Params) -> jax.Array:
@@ -120,7 +115,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         return matrix.astype(config.dtype)
 
     def run_prompts(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, Any]:
-        hidden, layers = model.apply(variables(params), ids, *both(geometry_of_texts, prompt_positions(mask), mask))
+        hidden, layers = model.apply(variables(params), ids, geometry_of_texts(config, prompt_positions(mask), mask))
         return hidden[:, -1], layers
 
     def hidden(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array) -> jax.Array:
@@ -132,10 +127,10 @@ def decoder_policy(config: ModelConfig) -> Policy:
         ids = jnp.concatenate([prompt_ids, given], axis=-1)
         if group_size == 1:  # a prompt and its completion are one text
             texts = jnp.concatenate([prompt_mask, jnp.ones(given.shape, bool)], axis=-1)
-            seen = both(geometry_of_texts, prompt_positions(texts), texts)
+            seen = geometry_of_texts(config, prompt_positions(texts), texts)
         else:
-            seen = both(geometry_of_groups, prompt_mask, group_size, size - 1)
-        states, _ = model.apply(variables(params), ids, *seen)
+            seen = geometry_of_groups(config, prompt_mask, group_size, size - 1)
+        states, _ = model.apply(variables(params), ids, seen)
         of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
         # The prompt predicts the first completion token.
         first = jnp.broadcast_to(of_prompt[:, None, -1:], (n, group_size, 1, states.shape[-1]))
@@ -159,8 +154,8 @@ def decoder_policy(config: ModelConfig) -> Policy:
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array):
             prefix, own = cache
-            seen = both(geometry_of_step, prefix, ids.shape[1], own[0].values.shape[-2], step)
-            hidden, own = one_by_one.apply(separate, ids, *seen, past=(prefix, Cache(own, step)))
+            seen = geometry_of_step(config, prefix, ids.shape[1], own[0].values.shape[-2], step)
+            hidden, own = one_by_one.apply(separate, ids, seen, past=(prefix, Cache(own, step)))
             return hidden, (prefix, own)
 
         return last, decode, cache
@@ -170,22 +165,22 @@ def decoder_policy(config: ModelConfig) -> Policy:
 
         def append(cache: Any, ids: jax.Array, lengths: jax.Array):
             (prefix, own), (n, group_size, width) = cache, ids.shape
-            seen = both(geometry_of_tokens, prefix, lengths, width, own[0].values.shape[-2])
+            seen = geometry_of_tokens(config, prefix, lengths, width, own[0].values.shape[-2])
             past = prefix, Cache(own, lengths)
-            hidden, own = one_by_one.apply(separate, ids.reshape(n, -1), *seen, past=past)
+            hidden, own = one_by_one.apply(separate, ids.reshape(n, -1), seen, past=past)
             return hidden.reshape(n, group_size, width, -1), (prefix, own)
 
         return append
 
     def packed(params: Params, ids: jax.Array, texts: jax.Array) -> jax.Array:
-        states, _ = model.apply(variables(params), ids, *both(geometry_of_texts, positions_in_texts(texts), texts))
+        states, _ = model.apply(variables(params), ids, geometry_of_texts(config, positions_in_texts(texts), texts))
         return states
 
     def packed_groups(
         params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, ids: jax.Array, completions: jax.Array
     ) -> jax.Array:
-        seen = both(geometry_of_packed_groups, prompt_mask, completions)
-        states, _ = model.apply(variables(params), jnp.concatenate([prompt_ids, ids], axis=-1), *seen)
+        seen = geometry_of_packed_groups(config, prompt_mask, completions)
+        states, _ = model.apply(variables(params), jnp.concatenate([prompt_ids, ids], axis=-1), seen)
         of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
         # The prompt predicts the first token of each completion.
         before = jnp.concatenate([of_prompt[:, -1:], rest[:, :-1]], axis=1)
@@ -199,4 +194,5 @@ def decoder_policy(config: ModelConfig) -> Policy:
         prefix, own = cache
         return prefix, widen(own, slots)
 
-    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select, wider, decoder)
+    softcap = config.final_logit_softcapping
+    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select, wider, decoder, softcap)

@@ -134,7 +134,7 @@ def _in_layers(tree: object, shape: Shape) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     cut = {**shape.mesh, sharding.FSDP: 1}
     # Norms are whole on every device.
-    inside = [(path, x) for path, x in leaves if "layers" in str(path) and path[-1].key != "scale"]
+    inside = [(path, x) for path, x in leaves if "layers" in str(path) and path[-1].key not in ("scale", "offset")]
     return sum(size_on_device({path[-2].key: {path[-1].key: x}}, cut) for path, x in inside)
 
 

@@ -8,7 +8,6 @@ run as one program, and checkpoints are the same.
 Letters as in `state`; V tokens that policy and teacher both have, E features of the teacher.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +39,13 @@ from grpo_jax.training.parallel import devices_of, parts
 from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Array, Batch, RewardArrays, Teaching
 from grpo_jax.training.step import Logs
+
+
+class Head(NamedTuple):
+    """What makes logits of hidden states."""
+
+    unembedding: jax.Array  # [V, D]
+    softcap: float | None  # of `Policy`
 
 
 class Taught(NamedTuple):
@@ -101,8 +107,9 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
         loss, logs = policy_loss_fn(params, batch, reference, hidden=hidden)
         divergence = token_divergence(
             own,
-            (hidden, policy.unembedding(params)),
-            teacher.unembedding(frozen.teacher),
+            hidden,
+            Head(policy.unembedding(params), policy.softcap),
+            Head(teacher.unembedding(frozen.teacher), teacher.softcap),
             batch.teacher,
             batch.temperature[..., None],
         )
@@ -142,7 +149,8 @@ def teach(teacher: Policy, params: Params, config: DistillationConfig, batch: Ba
         return Teaching(hidden=hidden)
     unembedding = teacher.unembedding(params)[:vocab_size]
     ids = top_tokens(hidden, unembedding, config.distillation_top_k)
-    logits = bucket_logits(hidden, unembedding, ids, temperature=batch.temperature[..., None])
+    temperature = batch.temperature[..., None]
+    logits = bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=teacher.softcap)
     return Teaching(ids=ids, logits=logits)
 
 
@@ -170,36 +178,37 @@ def taught_advantages(found: Advantages, config: DistillationConfig, axis_name: 
 
 def token_divergence(
     config: DistillationConfig,
-    student: tuple[jax.Array, jax.Array],
-    unembedding: jax.Array,
+    hidden: jax.Array,
+    student: Head,
+    teacher: Head,
     teaching: Teaching | None,
-    temperature: jax.Array,
+    temperature: jax.Array | float,
 ) -> jax.Array:
-    """The divergence of a policy from its teacher at each token, of the kind that the run asks for, `[N, G, T]`.
+    """The divergence of a policy from its teacher at each token, of the kind that the run asks for.
 
     Tokens that one of them alone has, as the padding of embeddings, are left out of both.
 
     Args:
       config: of the run.
-      student: hidden states `[N, G, T, D]` of the policy, and its unembedding.
-      unembedding: of the teacher.
+      hidden: of the policy, `[..., T, D]`.
+      student: the policy's.
+      teacher: the teacher's.
       teaching: of `teach`.
-      temperature: of the sampler, `[N, G, 1]`.
+      temperature: of both, broadcasts against `[..., T]`.
+
+    Returns:
+      `[..., T]`, in nats.
     """
     assert teaching is not None
-    hidden, own = student
-    size = min(len(own), len(unembedding))
+    kind, beta, size = config.distillation, config.distillation_beta, min(len(student[0]), len(teacher[0]))
+    own = student.unembedding[:size]
+    common: Any = {"temperature": temperature, "softcap": student.softcap}
     if config.distillation_top_k:
-        logits = bucket_logits(hidden, own[:size], teaching.ids, temperature=temperature)
-        of_logits: Any = {
-            "reverse_kl": kl_full,
-            "forward_kl": partial(kl_full, reverse=True),
-            "jsd": partial(jsd_full, beta=config.distillation_beta),
-        }[config.distillation]
-        return of_logits(logits, teaching.logits)
-    of_hidden: Any = {
-        "reverse_kl": token_kl,
-        "forward_kl": partial(token_kl, reverse=True),
-        "jsd": partial(token_jsd, beta=config.distillation_beta),
-    }[config.distillation]
-    return of_hidden(hidden, own[:size], teaching.hidden, unembedding[:size], temperature=temperature)
+        logits = bucket_logits(hidden, own, teaching.ids, **common)
+        if kind == "jsd":
+            return jsd_full(logits, teaching.logits, beta=beta)
+        return kl_full(logits, teaching.logits, reverse=kind == "forward_kl")
+    theirs = teaching.hidden, teacher.unembedding[:size]
+    if kind == "jsd":
+        return token_jsd(hidden, own, *theirs, beta=beta, teacher_softcap=teacher.softcap, **common)
+    return token_kl(hidden, own, *theirs, reverse=kind == "forward_kl", ref_softcap=teacher.softcap, **common)

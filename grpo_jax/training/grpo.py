@@ -331,4 +331,6 @@ def _full_kl(policy, params, hidden, batch, reference, *, reverse):
         policy.unembedding(reference),
         temperature=batch.temperature[..., None],
         reverse=reverse,
+        softcap=policy.softcap,
+        ref_softcap=policy.softcap,
     )

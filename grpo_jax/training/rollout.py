@@ -249,7 +249,7 @@ def score_completion_tokens(
     if batch.packed is not None and hidden is None:
         return _score_packed_tokens(policy, params, batch)
     hidden = hidden_states(policy, params, batch) if hidden is None else hidden
-    return _token_logprobs(hidden, policy.unembedding(params), batch.completion_ids, batch.temperature[..., None])
+    return _token_logprobs(policy, params, hidden, batch.completion_ids, batch.temperature[..., None])
 
 
 def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
@@ -271,7 +271,7 @@ def _score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> TokenL
     numbers = jnp.where(is_token, completion + 1, 0)
     hidden = policy.packed_groups(params, batch.prompt_ids, batch.prompt_mask, ids, numbers)
     temperature = chosen(batch.temperature, completion)
-    scores = _token_logprobs(hidden, policy.unembedding(params), ids, temperature)
+    scores = _token_logprobs(policy, params, hidden, ids, temperature)
 
     def unpacked(x: jax.Array) -> jax.Array:
         whole = jnp.zeros((n, group_size * size), x.dtype)
@@ -281,13 +281,16 @@ def _score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> TokenL
     return jax.tree.map(unpacked, scores)
 
 
-def _token_logprobs(hidden: jax.Array, unembedding: jax.Array, ids: jax.Array, temperature: jax.Array) -> TokenLogprobs:
+def _token_logprobs(
+    policy: Policy, params: Params, hidden: jax.Array, ids: jax.Array, temperature: jax.Array
+) -> TokenLogprobs:
     """`token_logprobs`. On a mesh all devices share out the tokens, those too that share out heads."""
+    scored = partial(token_logprobs, unembedding=policy.unembedding(params), softcap=policy.softcap)
     if mesh_sizes() is None:
-        return token_logprobs(hidden, unembedding, ids, temperature=temperature)
+        return scored(hidden, ids=ids, temperature=temperature)
     temperature = jnp.broadcast_to(temperature, ids.shape)
     rows = spread((hidden.reshape(-1, hidden.shape[-1]), ids.ravel(), temperature.ravel()), AXES)
-    scores = spread(token_logprobs(rows[0], unembedding, rows[1], temperature=rows[2]), AXES)
+    scores = spread(scored(rows[0], ids=rows[1], temperature=rows[2]), AXES)
     return spread(jax.tree.map(lambda x: x.reshape(ids.shape), scores), BATCH)
 
 

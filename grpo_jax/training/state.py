@@ -132,10 +132,10 @@ def make_optimizer(
 
 
 def has_weight_decay(params: Params) -> Any:
-    """For each parameter, whether weight decay applies: it is neither a norm's scale nor a bias."""
+    """For each parameter, whether weight decay applies: it is neither a norm's scale, or its offset, nor a bias."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-        return getattr(path[-1], "key", None) not in ("scale", "bias")
+        return getattr(path[-1], "key", None) not in ("scale", "offset", "bias")
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 

@@ -214,9 +214,13 @@ def test_a_truncated_divergence_grows_with_its_tokens_up_to_that_of_all(slice_wi
     hidden, unembedding, teacher_hidden, teacher_unembedding = random_models(11)
     found = []
     for k in (1, 3, 10, 11):
-        ids = top_tokens(teacher_hidden, teacher_unembedding, k)
-        pair = bucket_logits(hidden, unembedding, ids), bucket_logits(teacher_hidden, teacher_unembedding, ids)
-        found.append(divergence(*pair))
+
+        def truncated(hidden, teacher_hidden, k=k):
+            ids = top_tokens(teacher_hidden, teacher_unembedding, k)
+            pair = bucket_logits(hidden, unembedding, ids), bucket_logits(teacher_hidden, teacher_unembedding, ids)
+            return divergence(*pair)
+
+        found.append(jax.jit(truncated)(hidden, teacher_hidden))
     whole = divergence(scaled(hidden, unembedding, 1.0), scaled(teacher_hidden, teacher_unembedding, 1.0))
     assert np.all(np.diff(found, axis=0) >= -1e-6)
     assert np.all(found[0] < whole)
@@ -289,6 +293,23 @@ def test_masked_tokens_are_physically_removed(slice_width):
 
 
 # --- transformations, dtypes, devices, refusals ---
+
+
+def test_capped_logits(slice_width):
+    """As Gemma 2 has them: c·tanh(z / c), each model its own c, before the temperature."""
+    slice_width(4)
+    models, ids = random_models(11), random_ids(11, 3)
+
+    def capped(hidden, unembedding, c):
+        return c * jnp.tanh(hidden @ unembedding.T / c) / 0.7
+
+    found = token_jsd(*models, temperature=0.7, softcap=1.5, teacher_softcap=2.0)
+    assert_allclose(found, jsd_full(capped(*models[:2], 1.5), capped(*models[2:], 2.0)), rtol=1e-4, atol=1e-6)
+    buckets = bucket_logits(*models[:2], ids, temperature=0.7, softcap=1.5)
+    expected = jnp.take_along_axis(capped(*models[:2], 1.5), ids, axis=-1)
+    assert_allclose(buckets[..., :-1], expected, rtol=1e-4, atol=1e-5)
+    whole = jax.nn.logsumexp(capped(*models[:2], 1.5), axis=-1)
+    assert_allclose(jax.nn.logsumexp(buckets, axis=-1), whole, rtol=1e-5)
 
 
 def test_under_jit_and_vmap(slice_width):
