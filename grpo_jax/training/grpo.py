@@ -105,6 +105,10 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
       UsageError: one sentence that says what to change.
     """
     validate(config, num_devices=parts(devices_of(config)))
+    if config.distillation.distillation != "none":
+        raise UsageError(
+            f"distillation {config.distillation.distillation} needs a teacher: name one (--teacher), or leave it out"
+        )
     check_task(task, config)
     return compile_programs(grpo_method(policy, config), policy, task, config)
 
