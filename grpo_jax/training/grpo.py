@@ -39,7 +39,7 @@ from grpo_jax.training import loop
 from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
-from grpo_jax.training.rollout import hidden_states, score_completion_tokens
+from grpo_jax.training.rollout import Sampler, hidden_states, score_completion_tokens
 from grpo_jax.training.state import (
     Array,
     Batch,
@@ -84,13 +84,14 @@ def train(
     return loop.train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=evaluate, until=until)
 
 
-def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
+def make_programs(policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None) -> Programs:
     """Checks everything that can be checked, and compiles nothing yet.
 
     Args:
       policy: the model's functions.
       task: its tokens.
       config: the run.
+      sampler: another engine; None: the policy's own.
 
     Returns:
       The functions of GRPO, compiled at their first call.
@@ -100,7 +101,7 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
     """
     validate(config, num_devices=parts(devices_of(config)))
     check_task(task, config)
-    return compile_programs(grpo_method(policy, config), policy, task, config)
+    return compile_programs(grpo_method(policy, config), policy, task, config, sampler=sampler)
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:

@@ -63,19 +63,20 @@ class Outcomes(NamedTuple):
 
 
 class Sampler(NamedTuple):
-    """The compiled sampler of a run: one program, for training and evaluation alike."""
+    """What draws completions, for training and evaluation alike: the policy's own program, or another engine."""
 
-    # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions
-    program: Callable[..., Completions]
+    # (params, prompts, numbers int32 [N, G], temperature float32 [N, G], noise uint32 [3]) -> Completions on the devices.
+    # Numbers and temperature may be on the devices; the noise is on the host
+    draw: Callable[..., Completions]
     devices: Devices
-    # (params, prompt_ids, prompt_mask, numbers, temperature, noise, examples) -> Completions of episodes, turn by turn.
-    # The noise is on the host. None: no environment answers
-    play: Callable[..., Completions] | None = None
+    # Of the policy's own: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the devices
+    program: Callable[..., Completions] | None = None
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
     ) -> tuple[Batch, Completions]:
-        """Starts to sample a group for each prompt, and does not wait. Episodes are played to their end.
+        """Samples a group for each prompt. The policy's own program is started and not waited for; episodes and other
+        engines are waited for.
 
         Args:
           params: the policy's.
@@ -89,15 +90,12 @@ class Sampler(NamedTuple):
 
         Raises:
           UsageError: prompts are not padded on the left.
+          Interruption: an engine is gone.
         """
         if not prompts.mask[:, -1].all():
             raise UsageError("prompts must be padded on the left: data.types.pad_prompts does it")
-        given = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
-        if self.play is None:
-            completions = self.program(params, *given, to_devices(noise, self.devices, axes=None))
-        else:
-            completions = self.play(params, *given, noise, prompts.examples)
-        ids, mask, _, temperature = given
+        ids, mask, numbers, temperature = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
+        completions = self.draw(params, prompts._replace(ids=ids, mask=mask), numbers, temperature, noise)
         return to_batch(ids, mask, temperature, completions), completions
 
     def complete(self, params: Params, *args: Any) -> Completions:
@@ -166,19 +164,23 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
         given = prompt_ids, prompt_mask
         return sample(policy, task, sampling, params, given, numbers, temperature, step_key(*noise))
 
-    over_devices = partial(data_parallel, devices=devices)
-    sample_all = over_devices(program, (None, 0, 0, 0, 0, None), 0)
+    sample_all = data_parallel(program, (None, 0, 0, 0, 0, None), 0, devices=devices)
+
+    def draw(params, prompts, numbers, temperature, noise) -> Completions:
+        noise = to_devices(noise, devices, axes=None)
+        return sample_all(params, prompts.ids, prompts.mask, numbers, temperature, noise)
+
     if task.environment is None:
-        return Sampler(sample_all, devices)
+        return Sampler(draw, devices, sample_all)
     if policy.decoder is None:
         raise UsageError("this policy has no decoder, with which a completion goes on after a reply: give it one")
     programs = _episode_programs(policy, task, sampling, devices)
 
-    def play_all(params, prompt_ids, prompt_mask, numbers, temperature, noise, examples) -> Completions:
-        given = prompt_ids, prompt_mask, numbers, temperature
-        return play(programs, params, given, noise, examples, task, sampling, devices)
+    def draw_episodes(params, prompts, numbers, temperature, noise) -> Completions:
+        given = prompts.ids, prompts.mask, numbers, temperature
+        return play(programs, params, given, noise, prompts.examples, task, sampling, devices)
 
-    return Sampler(sample_all, devices, play_all)
+    return Sampler(draw_episodes, devices, sample_all)
 
 
 def _episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
