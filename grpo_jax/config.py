@@ -84,6 +84,21 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
+class EngineOptions:
+    """Another engine that samples: a server of the completions protocol."""
+
+    engine: str = ""
+    """Address of a server that samples in place of this process, such as http://localhost:8000. Empty: none."""
+    engine_kind: Literal["vllm", "sglang"] = "vllm"
+    """How the server is told to load parameters."""
+    engine_timeout: float = 300.0
+    """Seconds that an answer may take, and that a server which does not answer is waited for."""
+    engine_folder: str = ""
+    """Folder for parameters, which the server has to see under the same name. Empty: a temporary one of this
+    machine."""
+
+
+@dataclass(frozen=True)
 class SamplingConfig:
     """How a step samples completions."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.commands.common import CONTROL, RUN_DIR, Method, finish, train_with_control
-from grpo_jax.config import GRPOConfig, ModelOptions, recipe, validate
+from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, recipe, validate
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
@@ -28,6 +28,7 @@ from grpo_jax.runs.pretrained import Loaded, keep_description, load_model, plann
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.engine import sampler_of
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.loop import Programs
@@ -42,6 +43,7 @@ class Config:
 
     train: GRPOConfig = recipe(eval_every=20)
     model: ModelOptions = ModelOptions()
+    engine: EngineOptions = EngineOptions()
     task: TaskOptions = TaskOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "grpo"
@@ -56,7 +58,9 @@ def main(config: Config) -> None:
     validate(config.train, num_devices=parts(devices))  # before a checkpoint is read
     with opened(config.model, config.task, config.train) as (model, task):
         config, model, plan = planned(config, config.train, model, task, devices=size(devices), parts=parts(devices))
-        programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
+        sampler = sampler_of(config.engine, model.pretrained, task, config.train, note=flags.say_note)
+        # Bad options are refused before anything is compiled.
+        programs = make_programs(model.policy, task, config.train, sampler=sampler)
         run = flags.open_run(config)
         say_plan(run, plan)
         run_method(

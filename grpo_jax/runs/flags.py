@@ -87,7 +87,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
         refuse(str(error))
     config = _read(config_class, _with_preset(default, args), args, prog, description)
     try:
-        hosts.start(config.output.hosts, say_refusal, _say_note)
+        hosts.start(config.output.hosts, say_refusal, say_note)
     except UsageError as error:
         refuse(str(error))
     folder = config.output.run_dir.expanduser()
@@ -224,7 +224,7 @@ def main(
         keep_programs()
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what it raises, with every traceback
     try:
-        with stopping.listening(_say_note, partial(_leave, config.output)):
+        with stopping.listening(say_note, partial(_leave, config.output)):
             run(config)
             hosts.gather("the end", None)  # others would take a host that has nothing left to do for one that is gone
     except stopping.Stopped as stopped:
@@ -265,10 +265,11 @@ def keep_programs() -> None:
     try:
         compilation.use_cache()
     except UsageError as error:
-        _say_note(str(error))
+        say_note(str(error))
 
 
-def _say_note(message: str) -> None:
+def say_note(message: str) -> None:
+    """One sentence on stderr that refuses nothing."""
     Console(stderr=True).print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
 
 

@@ -65,8 +65,8 @@ class Outcomes(NamedTuple):
 class Sampler(NamedTuple):
     """What draws completions, for training and evaluation alike: the policy's own program, or another engine."""
 
-    # (params, prompts, numbers int32 [N, G], temperature float32 [N, G], noise uint32 [3]) -> Completions on the devices.
-    # Numbers and temperature may be on the devices; the noise is on the host
+    # (params, prompts, numbers int32 [N, G], temperature float32 [N, G], noise uint32 [3]) -> Completions. The noise is
+    # on the host, all others on the devices
     draw: Callable[..., Completions]
     devices: Devices
     # Of the policy's own: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the devices
