@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from server import Server
 
+from grpo_jax.commands import grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
 from grpo_jax.data.types import Prompts, pad_prompts, rng
 from grpo_jax.errors import Interruption, UsageError
@@ -18,6 +19,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_params
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.engine import sampler_of, seed_of
@@ -25,6 +27,7 @@ from grpo_jax.training.grpo import make_programs, train
 from grpo_jax.training.learn import EVALUATION, SAMPLING
 from grpo_jax.training.rollout import completion_numbers, make_sampler, noise_of
 
+MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 V, EOS, PAD, P = 8, 6, 7, 3
 SHAPE = ModelConfig(V, 8, 16, 1, 2, 1, 4, initializer_range=0.5)
 POLICY = decoder_policy(SHAPE)
@@ -163,3 +166,40 @@ def test_what_an_engine_does_not_do_is_refused(server, options, words):
     with pytest.raises(UsageError, match=words):
         sampler_of(EngineOptions(server.url), pretrained, TASK, with_options(CONFIG, **options), note=print)
     assert sampler_of(EngineOptions(), pretrained, TASK, CONFIG, note=print) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MODEL.exists(), reason="needs the stories260K model")
+@pytest.mark.parametrize("method", [["--lora-rank", "2"], ["--method", "ppo"]])
+def test_the_command_trains_a_pretrained_model_through_a_server(tmp_path, method):
+    rows = [{"prompt": f"Once there was a {word}", "word": word} for word in ["cat", "dog", "bear", "frog"] * 4]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = huggingface.load_pretrained(MODEL)
+    task = TASK._replace(eos_ids=model.eos_ids, vocab_size=model.config.vocab_size)
+    sampler = make_sampler(decoder_policy(model.config), task, with_options(CONFIG, max_tokens=8).sampling)
+
+    def sample(folder, body):
+        assert folder  # the server was told of parameters before it was asked
+        if (Path(folder) / "adapter_config.json").exists():
+            params = peft.load_adapter(folder, model.params)
+        else:
+            params = huggingface.load_pretrained(folder).params
+        prompt = pad_prompts([body["prompt"]], [{}], width=16, pad_id=0)
+        number, temperature = np.full((1, 1), body["seed"], np.int32), np.full((1, 1), body["temperature"], np.float32)
+        out = sampler.complete(params, prompt, number, temperature, noise_of(0, 0, 0))
+        mask = out.completion_mask[0, 0]
+        return out.completion_ids[0, 0][mask].tolist(), out.sampler_logprobs[0, 0][mask].tolist()
+
+    server = Server(sample, lambda ids: model.tokenizer.decode(ids, skip_special_tokens=True), model.eos_ids)
+    command = ppo if "ppo" in method else grpo
+    args = (
+        f"--model {MODEL} --task {tmp_path}/rows.jsonl --reward length(maximum=20) --run-dir {tmp_path}/run --steps 2"
+    )
+    args += f" --num-prompts 2 --group-size 2 --max-tokens 8 --num-heldout 2 --eval-every 0 --engine {server.url}"
+    args += " --eval-samples 1 --learning-rate 1e-3"
+    command.main(flags.parse(command.Config, None, [*args.split(), *method]))
+    server.stop()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    deviations = [line["first_ratio_deviation"] for line in lines if line["step"]]
+    assert len(deviations) == 2
+    assert max(deviations) < 1e-4
