@@ -42,7 +42,7 @@ Preset = Literal[
 ]
 
 Divergence = Literal["preset", "full", "reverse"]
-AdvantagesOf = Literal["sum", "components", "turns"]
+AdvantagesOf = Literal["sum", "components", "turns", "spans"]
 Correction = Literal["none", "token", "sequence", "icepop", "geometric"]
 Decay = Literal["none", "linear", "cosine"]
 Parallel = Literal["auto", "pmap", "mesh"]
@@ -169,7 +169,8 @@ class LossConfig:
     """sum: the preset's advantage of the weighted sum of the rewards. components: each reward is standardised in its
     group; the results are added with the weights and whitened over the rollout (GDPO, 2601.05242). Then the scale of
     one reward does not hide another, and the preset's own advantage is not used. turns: what is still to come at each
-    turn of an episode is standardised among the episodes of its group that have that turn."""
+    turn of an episode is standardised among the episodes of its group that have that turn. spans: the same of the spans
+    of completions that rewards tell apart."""
     correction: Correction = "none"
     """Importance weights that multiply advantages. w is the trainer's probability over the sampler's. token: min(w, 2)
     of tokens. sequence: min(w, 3) of completions. icepop: w of tokens where it is in [0.5, 5], else 0. geometric: 1 for
@@ -703,9 +704,9 @@ def _validate_advantages(config: GRPOConfig) -> None:
     """What they are of, and what they are corrected for."""
     loss, sampling = config.loss, config.sampling
     _require(
-        loss.advantages_of != "turns" or not is_sequence_level(loss.objective),
-        f'preset {loss.preset} has one ratio a completion, but advantages_of "turns" are of tokens: take grpo, dapo or '
-        "another with ratios of tokens",
+        loss.advantages_of not in ("turns", "spans") or not is_sequence_level(loss.objective),
+        f'preset {loss.preset} has one ratio a completion, but advantages_of "{loss.advantages_of}" are of tokens: '
+        "take grpo, dapo or another with ratios of tokens",
     )
     _require(
         loss.advantages_of != "components" or sampling.max_rollouts == 1,

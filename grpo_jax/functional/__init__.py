@@ -21,6 +21,7 @@ from grpo_jax.functional.advantages import (
     pass_at_k_advantages,
     rank_advantages,
     remax_advantages,
+    span_advantages,
     turn_advantages,
     whiten,
 )
@@ -134,6 +135,7 @@ __all__ = [  # noqa: RUF022
     "reinforce_pp_baseline_advantages",
     "generalized_advantages",
     "rewards_at_end",
+    "span_advantages",
     "turn_advantages",
     "whiten",
     "token_log_ratio",

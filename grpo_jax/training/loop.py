@@ -333,7 +333,7 @@ def iterate(phase: Phase, state: TrainState, step: int, first: Draw) -> tuple[Tr
 
     # ---- learn: advantages, then every prompt once an epoch, in shuffled minibatches
     with run.timed("update"):
-        rewards = reward_arrays(found.rollout, config.loss.advantages_of)
+        rewards = reward_arrays(found.rollout, config.loss.advantages_of, batch.completion_ids.shape[-1])
         loss_reference = phase.first if config.loss.divergence != "preset" and state.reference is None else None
         clock = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
         state, learned = programs.learn(
@@ -492,6 +492,10 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     if loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
+        )
+    if loss.advantages_of == "spans" and task.environment is not None:
+        raise UsageError(
+            'advantages_of "spans" is for completions of one turn, and this task has an environment: set it to "turns"'
         )
     if loss.advantages_of == "turns" and task.environment is None:
         raise UsageError(

@@ -10,6 +10,7 @@ import numpy as np
 
 from grpo_jax.config import AdvantagesOf, SamplingConfig
 from grpo_jax.data.episodes import ENDINGS
+from grpo_jax.data.spans import in_tokens, total
 from grpo_jax.data.types import Completion, Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
@@ -35,6 +36,8 @@ from grpo_jax.training.parallel import (
 )
 from grpo_jax.training.state import Batch, RewardArrays
 
+_ROUNDING = 1e-6  # of float32, in which rewards are added up
+
 
 class Rollout(NamedTuple):
     """N prompts with G completions each, and what they earned, on the host."""
@@ -46,6 +49,7 @@ class Rollout(NamedTuple):
     applicable: np.ndarray  # bool [N, G], whether any reward applies
     components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where it does not apply
     weights: dict[str, float]  # name -> its weight in the sum, 0 where it is only watched
+    spans: np.ndarray | None = None  # object [N, G], of tuples of `Span` of tokens, ordered by their ends
 
 
 class Outcomes(NamedTuple):
@@ -60,6 +64,7 @@ class Outcomes(NamedTuple):
     truncated: np.ndarray  # bool [N, G]
     distinct: np.ndarray  # float [N], share of the completions of a group that differ
     episodes: Completions | None = None  # NumPy arrays, where an environment answers, which is on one host alone
+    spans: np.ndarray | None = None  # as in `Rollout`
 
 
 class Sampler(NamedTuple):
@@ -320,10 +325,14 @@ def grade(prompts: Prompts, completions: Completions, task: Task, reward: Reward
     texts = decode_groups(completions, task)
     shape = completions.truncated.shape
     examples = [example for example in prompts.examples for _ in range(shape[1])]
-    scores = score_completions(reward, examples, [text for group in texts for text in group])
+    flat = [text for group in texts for text in group]
+    scores = score_completions(reward, examples, flat)
+    for number, (parts, text) in enumerate(zip(scores.spans, flat, strict=True)):
+        scores.spans[number] = in_tokens(parts, text, task.decode)
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     weights = {name: float(component.weight) for name, component in named_components(reward).items()}
-    return Rollout(prompts, completions, texts, scores.rewards, scores.applicable, scores.components, weights)
+    graded = scores.rewards, scores.applicable, scores.components
+    return Rollout(prompts, completions, texts, *graded, weights, scores.spans)
 
 
 def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:
@@ -346,6 +355,7 @@ def outcomes_of_hosts(own: Rollout, prompts: Prompts, devices: Devices) -> Outco
         "lengths": np.asarray(own.completions.completion_mask).sum(-1),
         "truncated": np.asarray(own.completions.truncated),
         "distinct": np.array([_distinct(group) for group in own.texts]),
+        "spans": own.spans,
     }
     found = hosts.gather("rewards", numbers)
     joined = jax.tree.map(lambda *parts: in_order(parts, devices), *found)
@@ -372,16 +382,20 @@ def own_groups(outcomes: Outcomes, batch: Batch, task: Task, devices: Devices) -
         outcomes.applicable[rows],
         {name: values[rows] for name, values in outcomes.components.items()},
         outcomes.weights,
+        None if outcomes.spans is None else outcomes.spans[rows],
     )
 
 
-def reward_arrays(rollout: Outcomes, advantages_of: AdvantagesOf) -> RewardArrays:
+def reward_arrays(rollout: Outcomes, advantages_of: AdvantagesOf, num_tokens: int) -> RewardArrays:
     """The rewards of a rollout as the arrays that advantages are made of.
 
     Args:
       rollout: its outcomes.
       advantages_of: what is compared; of the run.
+      num_tokens: T.
     """
+    if advantages_of == "spans":
+        return RewardArrays(rollout.rewards, rollout.applicable, spans=_rewards_of_spans(rollout, num_tokens))
     if advantages_of == "turns":
         return RewardArrays(rollout.rewards, rollout.applicable, turns=_rewards_of_turns(rollout))
     if advantages_of == "sum":
@@ -399,6 +413,25 @@ def _rewards_of_turns(rollout: Outcomes) -> np.ndarray:
     last = np.asarray(rollout.episodes.turn).max(-1) - 1
     is_last = np.arange(turns.shape[-1]) == last[..., None]
     return turns + np.where(is_last, (rollout.rewards - turns.sum(-1))[..., None], 0)
+
+
+def _rewards_of_spans(rollout: Outcomes, num_tokens: int) -> np.ndarray:
+    """What each span earned, at the last of its tokens, float32 `[N, G, T]`; NaN where no span ends.
+
+    The last span of a completion also has what its reward is above their sum: what whole completions earned. Where
+    there are no spans, the completion is one.
+    """
+    earned = np.full((*rollout.rewards.shape, num_tokens), np.nan, np.float32)
+    for i, j in np.ndindex(rollout.rewards.shape):
+        spans: Any = () if rollout.spans is None else rollout.spans[i, j]
+        whole = float(rollout.rewards[i, j])
+        rest = whole - total(spans)
+        if abs(rest) <= _ROUNDING * abs(whole):  # or what rounding leaves would tell equal completions apart
+            rest = 0.0
+        last = spans[-1].end - 1 if spans else int(rollout.lengths[i, j]) - 1
+        for token, reward in [*((span.end - 1, span.reward) for span in spans), (last, rest)]:
+            earned[i, j, token] = np.nan_to_num(earned[i, j, token]) + reward
+    return earned
 
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
@@ -460,8 +493,15 @@ def rollout_metrics(rollout: Outcomes) -> dict[str, Any]:
         "length_below": _mean(lengths[above < 0]),
         "truncated_share": float(rollout.truncated.mean()),
         "tokens": int(lengths.sum()),
+        **_span_metrics(rollout),
         **({} if rollout.episodes is None else episode_metrics(rollout.episodes)),
     }
+
+
+def _span_metrics(rollout: Outcomes) -> dict[str, float]:
+    """Spans of a completion, if a reward gives any."""
+    counts = [] if rollout.spans is None else [len(spans) for spans in rollout.spans.ravel()]
+    return {"spans_mean": float(np.mean(counts))} if any(counts) else {}
 
 
 def zero_spread(rollout: Rollout | Outcomes, metric: str = "") -> np.ndarray:
