@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.data.types import Completion, Span
+from grpo_jax.errors import shown
 
 MOST = 1000  # of one completion
 Decode = Callable[[Sequence[int]], str]  # ids to text
-_FIELDS = 3
 
 
 class BadSpans(ValueError):
@@ -20,7 +20,7 @@ class BadSpans(ValueError):
 
 def are_spans(value: Any) -> bool:
     """Whether a reward says of a completion how good its parts are, in place of a number."""
-    return isinstance(value, list | tuple)
+    return isinstance(value, list | tuple) and all(isinstance(part, list | tuple) for part in value)
 
 
 def checked(value: Sequence[Any], completion: Completion) -> tuple[Span, ...]:
@@ -51,15 +51,13 @@ def checked(value: Sequence[Any], completion: Completion) -> tuple[Span, ...]:
 
 
 def _span(part: Any) -> Span:
-    if not isinstance(part, list | tuple) or len(part) < _FIELDS:
-        raise BadSpans("a span must be (start, end, reward)")
     try:
         start, end, reward, *unit = part
         span = Span(int(start), int(end), float(reward), *unit)
     except (TypeError, ValueError, OverflowError):
-        raise BadSpans(f"{str(part)[:60]} is no span: it must be (start, end, reward)") from None
+        raise BadSpans(f"{shown(part)} is no span: it must be (start, end, reward)") from None
     if span[:2] != (start, end) or span.unit not in ("characters", "tokens"):
-        raise BadSpans(f"{str(part)[:60]} is no span of characters or tokens")
+        raise BadSpans(f"{shown(part)} is no span of characters or tokens")
     return span
 
 

@@ -135,7 +135,7 @@ def _checked(
     try:
         answer = list(answer)
     except TypeError:
-        raise UsageError(f"reward {name} must return one number (or None) for each completion") from None
+        raise UsageError(f"reward {name} must return one number (or None, or spans) for each completion") from None
     count = len(completions)
     if len(answer) != count:
         raise UsageError(f"the reward function {name} returned {len(answer)} rewards for {count} completions")
@@ -147,5 +147,5 @@ def _checked(
     except spans.BadSpans as error:
         raise UsageError(f"reward {name} returned spans that cannot be: {error}") from None
     except (TypeError, ValueError):
-        raise UsageError(f"reward {name} must return one number (or None) for each completion") from None
+        raise UsageError(f"reward {name} must return one number (or None, or spans) for each completion") from None
     return values, applies, parts
