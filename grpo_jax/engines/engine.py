@@ -138,7 +138,7 @@ class Engine:
                 if time.monotonic() - gone_since >= self._timeout:
                     raise Interruption(
                         f"the engine at {self._url} has not answered for {self._timeout:g} s ({error}), with {left} of "
-                        f"{len(asked)} completions missing: start it again, and resume the run"
+                        f"{len(asked)} completions missing: start it again"
                     ) from None
                 time.sleep(min(next(pauses), self._timeout))
 

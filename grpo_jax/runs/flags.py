@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax.config import fits, flattened, from_json, option_types, options_of, with_options
-from grpo_jax.errors import UsageError, lacking, shown
+from grpo_jax.errors import Interruption, UsageError, lacking, shown
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.runs import compilation, hosts, stopping
 from grpo_jax.runs.card import COMMAND
@@ -231,6 +231,8 @@ def main(
         hosts.gather("the end", None)
         say_refusal(f"stopped by {stopped}; the last step is saved: add --resume to continue {config.output.run_dir}")
         raise SystemExit(_code(config.output, stopped.number)) from None
+    except Interruption as error:
+        refuse(f"{error}; add --resume to continue {config.output.run_dir}")
     except (UsageError, FloatingPointError) as error:
         refuse(str(error))
     except Exception as error:  # the machine's, which are no defects
