@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.commands.common import CONTROL, RUN_DIR, Method, finish, train_with_control
-from grpo_jax.config import GRPOConfig, ModelOptions, recipe, validate
+from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, recipe, validate
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
@@ -39,6 +39,7 @@ from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task, inputs_of
 from grpo_jax.training.distillation import Taught, make_distillation_programs
+from grpo_jax.training.engine import sampler_of
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.loop import Programs
@@ -54,6 +55,7 @@ class Config:
 
     train: GRPOConfig = recipe(eval_every=20)
     model: ModelOptions = ModelOptions()
+    engine: EngineOptions = EngineOptions()
     task: TaskOptions = TaskOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "grpo"
@@ -84,12 +86,14 @@ def main(config: Config) -> None:
             parts=parts(devices),
             teacher=teacher.pretrained.config if teacher else None,
         )
+        sampler = sampler_of(config.engine, model.pretrained, task, config.train, note=flags.say_note)
         start: Any = model.params
+        # Bad options are refused before anything is compiled.
         if teacher:
-            programs = make_distillation_programs(model.policy, teacher.policy, task, config.train)
+            programs = make_distillation_programs(model.policy, teacher.policy, task, config.train, sampler=sampler)
             start = Taught(model.params, teacher.params)
         else:
-            programs = make_programs(model.policy, task, config.train)
+            programs = make_programs(model.policy, task, config.train, sampler=sampler)
         run = flags.open_run(config)
         say_plan(run, plan)
         if teacher:

@@ -11,21 +11,27 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from grpo_jax.data.types import Completion, Example, Number
+from grpo_jax.data.spans import MOST, total
+from grpo_jax.data.types import Completion, Earned, Example, Span
 from grpo_jax.rewards.processes import Answers, Processes, Unanswered
 
 # Why completions have no reward.
-REASONS = ("timeout", "raised", "died", "nan", "not numbers", "wrong length", "budget")
+REASONS = ("timeout", "raised", "died", "nan", "not numbers", "bad spans", "wrong length", "budget")
 
 
-def _understood(value: Any) -> Number | Unanswered:
+def _understood(value: Any) -> Earned | Unanswered:
     if value is None:
         return None
-    number = float(value)
-    return number if math.isfinite(number) else Unanswered("nan", f"the function returned {number}")
+    if isinstance(value, dict):
+        return Unanswered(value["reason"], value["message"])
+    spans = tuple(Span(*part) for part in value) if isinstance(value, list) else None
+    number = float(value) if spans is None else total(spans)
+    if not math.isfinite(number):
+        return Unanswered("nan", f"the function returned {number}")
+    return number if spans is None else spans
 
 
-_NUMBERS = Answers("reward", _understood, 64)
+_NUMBERS = Answers("reward", _understood, 128 * MOST)
 
 
 class Grader:
@@ -87,7 +93,7 @@ class Grader:
         )
         self.source = self._processes.source
 
-    def __call__(self, examples: Sequence[Example], completions: Sequence[Completion]) -> list[Number]:
+    def __call__(self, examples: Sequence[Example], completions: Sequence[Completion]) -> list[Earned]:
         """Rewards of B completions, each finite or None.
 
         Raises:
@@ -95,7 +101,7 @@ class Grader:
         """
         return [self._counted(answer) for answer in self._processes.ask(examples, completions)]
 
-    def _counted(self, answer: Any) -> Number:
+    def _counted(self, answer: Any) -> Earned:
         if not isinstance(answer, Unanswered):
             return answer
         self.counts[answer.reason] += 1

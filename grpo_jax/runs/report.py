@@ -620,6 +620,7 @@ def _card_html(group: Line, i: int, characters: int | None) -> str:
     cut = "<strong class=cut>cut off</strong>" if own.get("truncated") else ""
     more = f"<p class=soft>… {len(whole) - len(text)} characters more</p>" if len(text) < len(whole) else ""
     tokens = _tokens(text, own.get("tokens"), own.get("logprobs"), characters) + (" data-cut" if cut or more else "")
+    more += _spans_html(own.get("tokens"), own.get("spans"), characters)
     if len(text) > _FOLD or text.count("\n") > 12:
         more += "<label class=more><input type=checkbox> show all of it</label>"
     return (
@@ -627,6 +628,15 @@ def _card_html(group: Line, i: int, characters: int | None) -> str:
         f"<h4>Completion {i + 1} {cut}</h4>{_pairs(numbers)}{_pairs(components)}"
         f"<div class=text{tokens}>{_text(text)}</div>{more}</li>"
     )
+
+
+def _spans_html(tokens: Sequence[str] | None, spans: Sequence[tuple[int, int, float]] | None, most: int | None) -> str:
+    """What each span of a completion earned, with its text."""
+    if not tokens or not spans:
+        return ""
+    texts = [_cut("".join(tokens[start:end]), most) for start, end, _ in spans]
+    items = [f"<li>{_number(span[2], sign='+')}: {_text(text)}" for span, text in zip(spans, texts, strict=True)]
+    return _folded(f"{len(spans)} spans", f"<ol>{''.join(items)}</ol>")
 
 
 def _tokens(

@@ -22,6 +22,7 @@ from grpo_jax.functional import (
     rejection_weights,
     sequence_log_ratio,
     sequence_mean_log_ratio,
+    span_advantages,
     token_kl,
     token_log_ratio,
     top_entropy_tokens,
@@ -41,6 +42,7 @@ from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
 from grpo_jax.training.rollout import (
+    Sampler,
     hidden_and_routing,
     hidden_states,
     score_completion_tokens,
@@ -90,13 +92,14 @@ def train(
     return loop.train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=evaluate, until=until)
 
 
-def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
+def make_programs(policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None) -> Programs:
     """Checks everything that can be checked, and compiles nothing yet.
 
     Args:
       policy: the model's functions.
       task: its tokens.
       config: the run.
+      sampler: another engine; None: the policy's own.
 
     Returns:
       The functions of GRPO, compiled at their first call.
@@ -110,7 +113,7 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
             f"distillation {config.distillation.distillation} needs a teacher: name one (--teacher), or leave it out"
         )
     check_task(task, config)
-    return compile_programs(grpo_method(policy, config), policy, task, config)
+    return compile_programs(grpo_method(policy, config), policy, task, config, sampler=sampler)
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
@@ -127,9 +130,10 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
             components = jnp.moveaxis(rewards.components, -1, 0)
             by_completion = gdpo_advantages(components, weights=rewards.weights, axis_name=axis_name)
             by_completion = jnp.where(jnp.isnan(total), jnp.nan, by_completion)  # a reward that is NaN stays visible
-        elif config.loss.advantages_of == "turns":
-            advantages = advantages_by_turn(rewards, batch)
-            # To show, of an episode: that of its first turn, which looks at all of its reward.
+        elif config.loss.advantages_of in ("turns", "spans"):
+            of_turns = config.loss.advantages_of == "turns"
+            advantages = advantages_by_turn(rewards, batch) if of_turns else advantages_by_span(rewards)
+            # To show, of a completion: that of its first turn or span, which looks at all of its reward.
             batch, by_completion = batch._replace(advantages=advantages), advantages[..., 0]
             return Advantages(masked(batch, config.loss, axis_name), by_completion, logs)
         else:
@@ -211,6 +215,18 @@ def advantages_by_turn(rewards: RewardArrays, batch: Batch) -> jax.Array:
     by_turn = turn_advantages(rewards.turns, where=where)
     by_turn = jnp.where(where & jnp.isnan(rewards.rewards)[..., None], jnp.nan, by_turn)  # a NaN stays visible
     return jnp.take_along_axis(by_turn, jnp.maximum(batch.turn - 1, 0), axis=-1)
+
+
+def advantages_by_span(rewards: RewardArrays) -> jax.Array:
+    """`span_advantages`, `[N, G, T]`.
+
+    Args:
+      rewards: with those of spans.
+    """
+    ends = ~jnp.isnan(rewards.spans)
+    advantages = span_advantages(jnp.where(ends, rewards.spans, 0), ends, where=rewards.applicable)
+    is_bad = rewards.applicable & jnp.isnan(rewards.rewards)
+    return jnp.where(is_bad[..., None], jnp.nan, advantages)  # a NaN stays visible
 
 
 def masked(batch: Batch, config: LossConfig, axis_name: AxisName) -> Batch:

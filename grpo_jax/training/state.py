@@ -70,9 +70,10 @@ class RewardArrays(NamedTuple):
     components: Array = None  # float32 [N, G, K], NaN where one does not apply or is only watched
     weights: Array = None  # float32 [K]
     turns: Array = None  # float32 [N, G, K], of K turns of an episode; their sum is its reward
+    spans: Array = None  # float32 [N, G, T], of spans at the token that ends each, NaN elsewhere; likewise
 
 
-REWARD_AXES = RewardArrays(0, 0, 0, None, 0)  # what devices share out; the weights are the same on all
+REWARD_AXES = RewardArrays(0, 0, 0, None, 0, 0)  # what devices share out; the weights are the same on all
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:

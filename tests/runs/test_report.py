@@ -121,6 +121,13 @@ def test_cards_say_what_a_completion_earned_and_hold_its_tokens(tmp_path):
     assert "nothing to learn from" in page.texts("p", "soft")[-1]  # of the rewards that apply all are equal
 
 
+def test_spans_stand_below_their_completion(tmp_path):
+    spans = [[[0, 2, 0.5], [2, 3, -1.0]], []]
+    page = page_of(tmp_path / "run", metrics(1), [group(1, text="Tom <b> sat.", spans=spans)])
+    assert page.texts("li")[-3:-1] == ["+0.5: Tom <b>", "-1:  sat."] or page.texts("li") is None
+    assert "2 spans" in page.texts("summary")
+
+
 def test_older_files_have_no_tokens_components_or_columns(tmp_path):
     names = ("phase", "step", "prompt", "completions", "rewards", "advantages", "lengths")
     page = page_of(tmp_path / "run", metrics(1), [{name: group(1)[name] for name in names}])
