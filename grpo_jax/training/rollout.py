@@ -172,7 +172,7 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
         return Sampler(sample_all, devices)
     if policy.decoder is None:
         raise UsageError("this policy has no decoder, with which a completion goes on after a reply: give it one")
-    programs = _episode_programs(policy, task, sampling, devices)
+    programs = episode_programs(policy, task, sampling, devices)
 
     def play_all(params, prompt_ids, prompt_mask, numbers, temperature, noise, examples) -> Completions:
         given = prompt_ids, prompt_mask, numbers, temperature
@@ -181,7 +181,7 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
     return Sampler(sample_all, devices, play_all)
 
 
-def _episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
+def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
     """Of `begin_episodes` and `continue_episodes`."""
     common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids}
 
