@@ -118,10 +118,9 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
             by_completion = gdpo_advantages(components, weights=rewards.weights, axis_name=axis_name)
             by_completion = jnp.where(jnp.isnan(total), jnp.nan, by_completion)  # a reward that is NaN stays visible
         elif config.loss.advantages_of == "turns":
-            advantages = advantages_by_turn(rewards, batch)
-            # To show, of an episode: that of its first turn, which looks at all of its reward.
-            batch, by_completion = batch._replace(advantages=advantages), advantages[..., 0]
-            return Advantages(masked(batch, config.loss, axis_name), by_completion, logs)
+            by_turn = advantages_by_turn(rewards, batch)
+            of_tokens = jnp.take_along_axis(by_turn, jnp.maximum(batch.turn - 1, 0), axis=-1)
+            return Advantages(masked(batch._replace(advantages=of_tokens), config.loss, axis_name), by_turn, logs)
         else:
             lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
             by_completion = objective.advantages(total, lengths, where=rewards.applicable, axis_name=axis_name)
@@ -190,7 +189,7 @@ def kl_logs(batch: Batch, kl_coef: Array, axis_name: AxisName) -> dict[str, jax.
 
 
 def advantages_by_turn(rewards: RewardArrays, batch: Batch) -> jax.Array:
-    """`turn_advantages` of the turn that each token is of, `[N, G, T]`.
+    """`turn_advantages` of the turns of episodes, `[N, G, K]`.
 
     Args:
       rewards: with those of turns.
@@ -199,8 +198,7 @@ def advantages_by_turn(rewards: RewardArrays, batch: Batch) -> jax.Array:
     numbers = jnp.arange(1, rewards.turns.shape[-1] + 1)
     where = (numbers <= jnp.max(batch.turn, axis=-1)[..., None]) & rewards.applicable[..., None]
     by_turn = turn_advantages(rewards.turns, where=where)
-    by_turn = jnp.where(where & jnp.isnan(rewards.rewards)[..., None], jnp.nan, by_turn)  # a NaN stays visible
-    return jnp.take_along_axis(by_turn, jnp.maximum(batch.turn - 1, 0), axis=-1)
+    return jnp.where(where & jnp.isnan(rewards.rewards)[..., None], jnp.nan, by_turn)  # a NaN stays visible
 
 
 def masked(batch: Batch, config: LossConfig, axis_name: AxisName) -> Batch:

@@ -53,7 +53,7 @@ class Advantages(NamedTuple):
     """What `Method.advantages` makes of rewards."""
 
     batch: Batch  # with advantages
-    by_completion: jax.Array  # [N, G], to show
+    by_completion: jax.Array  # [N, G], to show; [N, G, K] of turns
     logs: dict[str, jax.Array]  # scalars, the same on all devices
 
 
@@ -82,7 +82,7 @@ class Learned(NamedTuple):
     """What `learn` returns to log."""
 
     metrics: dict[str, jax.Array]  # scalars
-    advantages: jax.Array  # [N, G]
+    advantages: jax.Array  # [N, G]; [N, G, K] of turns
     order: jax.Array  # int32 [U, n], the prompts of each optimizer step
 
 
