@@ -15,10 +15,10 @@ if __name__ == "__main__":  # before the library is imported, and in no other pr
     jax.config.update("jax_enable_x64", True)
     jnp.float32 = jnp.float64
 
-import test_sampled_episodes as episodes  # noqa: E402
+import test_sampled_episodes as episodes
 
-from grpo_jax.models import config as models  # noqa: E402
-from grpo_jax.training.rollout import score_completion_tokens, to_batch  # noqa: E402
+from grpo_jax.models import config as models
+from grpo_jax.training.rollout import score_completion_tokens, to_batch
 
 PLACES = [(0, 0), (0, 2), (1, 1)]
 
