@@ -20,6 +20,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks import arithmetic
+from grpo_jax.tasks.adapters import trl_reward
 
 STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 PROMPTS = ["1+1=", "2+2=", "12+3="]
@@ -122,6 +123,26 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+class Adder:
+    """As for TRL."""
+
+    def reset(self, **kwargs):
+        self.sum = 0
+        return "=="
+
+    def get_reward(self):
+        return float(self.sum)
+
+    def more(self, a: int) -> int:
+        """Adds.
+
+        Args:
+            a: how much.
+        """
+        self.sum += a
+        return self.sum
+
+
 def test_an_environment_answers_each_turn(folder, tmp_path):
     options = {"steps": 2, "max_tokens": 6, "group_size": 4, "learning_rate": 0.1, "max_turns": 3}
     trainer = GRPOTrainer(
@@ -151,6 +172,13 @@ def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, t
     trainer.train(PROMPTS)
     line = trainer.run.lines()[0]
     assert (line["environment_calls"], line["environment_bad_calls"], line["turns_mean"]) == (0, 0, 1)
+    reward = trl_reward(Adder)
+    trainer = GRPOTrainer(told, reward, environment_factory=Adder, run_dir=tmp_path / "trl", **options)
+    trainer.train(PROMPTS)
+    group = trainer.run.lines("rollouts.jsonl")[0]
+    assert group["prompt"].endswith("==")  # what `reset` shows
+    assert group["prompt"].startswith("more")
+    assert {*group["rewards"]} == {0.0}
     template.write_text(turns)
     with pytest.raises(UsageError, match="writes no tools into the prompt"):
         GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "none", **options).train(PROMPTS)
@@ -161,6 +189,7 @@ def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, t
     [
         ({"tools": [add]}, "tools need a tokenizer with a chat template"),
         ({"tools": [add], "environment": higher}, "give one of them"),
+        ({"environment_factory": Adder, "environment": higher}, "give one of them"),
         ({"environment": higher, "max_turns": 2}, "environment_tokens is 0"),
         ({"max_turns": 2}, "this one has none: leave them out"),
     ],
