@@ -131,7 +131,7 @@ def game(vocab_size: int, num_prompts: int, width: int) -> Task:
 
     ends = tuple(range(vocab_size // TURN))
     task = Task(prompts, lambda *_: [], prompts(0), lambda ids: " ".join(map(str, ids)), ends, 0, vocab_size)
-    return task._replace(environment=environment(reply, list))
+    return task._replace(environment=environment(reply, lambda text: []))
 
 
 if __name__ == "__main__":
