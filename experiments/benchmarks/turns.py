@@ -1,7 +1,8 @@
 """Where does the time of episodes go: the host, what is computed of prompts and replies, or tokens one by one?
 
-A decoder with random weights plays three turns, in float32. Turns are of 16 tokens in the mean and end when a token
-says so, replies are as long, and half of the tokens are the environment's. "host" is what the devices wait for: reading
+A decoder with random weights plays three turns, in float32. A turn ends by a token that is as likely as any other, after
+16 tokens in the mean. Replies are half as long again, and the last turn has none, so that half of the tokens are the
+environment's. "host" is what the devices wait for: reading
 tokens, text, the environment, and what goes back. "prefill" computes prompts and replies, "decode" samples. Medians of
 several rollouts, after one to warm up.
 
@@ -44,7 +45,7 @@ class Config:
     """Of `experiments.benchmarks.step`: the decoder, prompts and groups of it."""
     turns: int = 3
     """Of an episode."""
-    rollouts: int = 7
+    rollouts: int = 5
     """Rollouts that are measured."""
 
 
@@ -55,9 +56,9 @@ def main(config: Config) -> None:
     sampling = recipe(
         num_prompts=shape.num_prompts,
         group_size=shape.group_size,
-        max_tokens=4 * TURN * config.turns,
+        max_tokens=2 * TURN * config.turns,
         max_turns=config.turns,
-        environment_tokens=4 * TURN * (config.turns - 1),
+        environment_tokens=2 * TURN * config.turns,
     ).sampling
     policy = decoder_policy(shape.model)
     params = jax.block_until_ready(jax.jit(policy.init)(jax.random.key(0)))
