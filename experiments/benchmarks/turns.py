@@ -1,10 +1,9 @@
 """Where does the time of episodes go: the host, what is computed of prompts and replies, or tokens one by one?
 
-A decoder with random weights plays three turns, in float32. A turn ends by a token that is as likely as any other, after
-16 tokens in the mean. Replies are half as long again, and the last turn has none, so that half of the tokens are the
-environment's. "host" is what the devices wait for: reading
-tokens, text, the environment, and what goes back. "prefill" computes prompts and replies, "decode" samples. Medians of
-several rollouts, after one to warm up.
+A decoder with random weights plays three turns, in float32. A turn ends by a token that is as likely as any other,
+after 16 tokens in the mean. Replies are half as long again, and the last turn has none, so that half of the tokens are
+the environment's. "host" is what the devices wait for: reading tokens, text, the environment, and what goes back.
+"prefill" computes prompts and replies, "decode" samples. Medians of several rollouts, after one to warm up.
 
   python -m experiments.benchmarks.turns
 """
