@@ -14,7 +14,7 @@ from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
 from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
-from grpo_jax.models.config import AttentionKind, Dtype
+from grpo_jax.models.config import AttentionKind, Dtype, Router
 from grpo_jax.models.lora import TARGETS, Target
 
 Preset = Literal[
@@ -71,6 +71,9 @@ class ModelOptions:
     attention: AttentionKind = "auto"
     """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for
     bfloat16 on NVIDIA GPUs. They differ by rounding. auto: cudnn where it can be used, else shared."""
+    router: Router = "trained"
+    """Of models with experts. trained: their routers learn with all other parameters. frozen: they stay as they are, as
+    they do under LoRA."""
     lora_rank: int = 0
     """Rank of LoRA adapters, which are then all that is trained; 0: all parameters are trained."""
     lora_alpha: float = 16.0

@@ -27,7 +27,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model, planned, say_plan
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, inputs_of
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.loop import Programs
@@ -125,6 +125,8 @@ def run_method(
     check_length(run, task, config.sampling.row_tokens, model.pretrained.config.max_position_embeddings)
     start = place(start, devices_of(config))
     phases = (phase, CONTROL) if control else (phase,)
+    for name in phases:  # before the start is evaluated, which takes long
+        run.keep_inputs(name, inputs_of(task))
     rows, checksum = train_with_control(start, task, config, run, programs, phases=phases)
 
     groups = [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase]

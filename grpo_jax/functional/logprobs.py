@@ -6,13 +6,13 @@ features, V vocabulary, R tokens of all leading axes in one, C width of a slice 
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from grpo_jax.functional.numerics import check_shapes, takes, transposed, upcast
+from grpo_jax.functional.numerics import check_shapes, softcapped, takes, transposed, upcast
 
 # Elements of one [R, C] slice of the logits, and the least C. A backward pass holds about three such arrays. On a CPU
 # they stay in its cache: 2 MiB in float32. Accelerators need larger products: with 16,384 tokens an H100 was fastest at
@@ -66,12 +66,15 @@ def token_logprobs(
     ids: jax.Array,
     *,
     temperature: jax.Array | float = 1.0,
+    softcap: jax.Array | float | None = None,
 ) -> TokenLogprobs:
     """log π(id) = z[id] − log Σ_v exp z[v] and H = −Σ_v π(v) log π(v), where z = W h / τ.
 
+    With a `softcap` c, z = c·tanh(W h / c) / τ, as Gemma 2 has it (2408.00118).
+
     Never holds `[..., T, V]`: each slice of the vocabulary is reduced at once, and the
     backward pass computes it again. Both results are differentiable in `hidden`,
-    `unembedding` and `temperature`. Products are taken in the dtype of the inputs and
+    `unembedding`, `temperature` and `softcap`. Products are taken in the dtype of the inputs and
     accumulated in float32.
 
     Args:
@@ -79,6 +82,7 @@ def token_logprobs(
       unembedding: `[V, D]`.
       ids: int `[..., T]`, in [0, V). What an id outside gives is unspecified; mask it.
       temperature: τ > 0, broadcasts against `[..., T]`; that of the sampler. Default 1.
+      softcap: c > 0, a scalar; None, the default: logits are not capped.
 
     Returns:
       `TokenLogprobs(logprobs, entropy)`, both float32 `[..., T]`, of the distribution
@@ -93,7 +97,7 @@ def token_logprobs(
       >>> print(result.logprobs, result.entropy)  # −log 4, log 4
       [[-1.386 -1.386]] [[1.386 1.386]]
     """
-    (logits,) = _logits_of((hidden, unembedding), temperature=temperature)
+    (logits,) = _logits_of((hidden, unembedding, softcap), temperature=temperature)
     logprobs, entropy = _token_logprobs(logits, ids.ravel())
     return TokenLogprobs(logprobs.reshape(ids.shape), entropy.reshape(ids.shape))
 
@@ -107,6 +111,8 @@ def token_kl(
     *,
     temperature: jax.Array | float = 1.0,
     reverse: bool = False,
+    softcap: jax.Array | float | None = None,
+    ref_softcap: jax.Array | float | None = None,
 ) -> jax.Array:
     """KL(π ‖ π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)), or with `reverse` KL(π_ref ‖ π); π ∝ exp(W h / τ), so π_ref.
 
@@ -121,6 +127,8 @@ def token_kl(
       ref_unembedding: `[V, D']`.
       temperature: τ > 0 of both, broadcasts against `[..., T]`; that of the sampler. Default 1.
       reverse: take the expectation under the reference instead.
+      softcap: c > 0 of the policy, as in `token_logprobs`; None, the default: its logits are not capped.
+      ref_softcap: that of the reference.
 
     Returns:
       float32 `[..., T]` in nats, never negative; up to about 1e-6 by rounding where the distributions are equal.
@@ -134,34 +142,37 @@ def token_kl(
       [0.1438]
     """
     shape = hidden.shape[:-1]
-    reference = jax.lax.stop_gradient((ref_hidden, ref_unembedding))
-    policy, ref = _logits_of((hidden, unembedding), reference, temperature=temperature)
+    reference = jax.lax.stop_gradient((ref_hidden, ref_unembedding, ref_softcap))
+    policy, ref = _logits_of((hidden, unembedding, softcap), reference, temperature=temperature)
     return (_kl(ref, policy) if reverse else _kl(policy, ref)).reshape(shape)
 
 
 class _Logits(NamedTuple):
-    """z = scale · W h, not yet computed; or the gradients of the three."""
+    """z = scale · W h, or scale · c·tanh(W h / c), not yet computed; or the gradients of what it is made of."""
 
     hidden: jax.Array  # [R, D]
     unembedding: jax.Array  # [V, D]
     scale: jax.Array  # float32 [R], 1/τ
+    softcap: jax.Array | None  # float32 scalar, c
 
 
-def _logits_of(*models: tuple[jax.Array, jax.Array], temperature: jax.Array | float) -> list[_Logits]:
-    """One `_Logits` for each pair (hidden, unembedding).
+def _logits_of(*models: tuple[jax.Array, jax.Array, Any], temperature: jax.Array | float) -> list[_Logits]:
+    """One `_Logits` for each (hidden, unembedding, softcap).
 
     Under shard_map hidden states vary over devices, while a replicated matrix does not, and a custom gradient must have
     the type of its input. Adding a zero that varies gives all arrays one type, and JAX sums the gradient of the matrix
     over devices. XLA removes the addition.
     """
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
-    zeros = (jnp.zeros_like(x, shape=(), dtype=jnp.float32) for x in jax.tree.leaves((models, scale)))
+    arrays = jax.tree.leaves(([model[:2] for model in models], scale))
+    zeros = (jnp.zeros_like(x, shape=(), dtype=jnp.float32) for x in arrays)
     zero = sum(zeros, start=jnp.float32(0))
 
-    def logits(hidden: jax.Array, unembedding: jax.Array) -> _Logits:
+    def logits(hidden: jax.Array, unembedding: jax.Array, softcap: Any) -> _Logits:
         flat = hidden.reshape(-1, hidden.shape[-1])
         scales = jnp.broadcast_to(scale, hidden.shape[:-1]).ravel()
-        return _Logits(*(x + zero.astype(x.dtype) for x in (flat, unembedding, scales)))
+        cap = None if softcap is None else jnp.asarray(softcap, jnp.float32)
+        return jax.tree.map(lambda x: x + zero.astype(x.dtype), _Logits(flat, unembedding, scales, cap))
 
     return [logits(*model) for model in models]
 
@@ -288,28 +299,37 @@ def _combine(maximum, total, moment):
 
 
 def _gradients(logits: _Logits, d_logits) -> _Logits:
-    """Those of hidden states, matrix and scale, from d_logits(z, slice) -> ∂L/∂z, `[R, C]`."""
-    hidden, unembedding, scale = logits
+    """Those of what logits are made of, from d_logits(z, slice) -> ∂L/∂z, `[R, C]`."""
+    hidden, unembedding, scale, softcap = logits
 
     def accumulate(carry, index):
-        d_hidden, d_unembedding = carry
-        z, part = _slice_logits(logits, index)
-        slope = _only_new(d_logits(z, part), part, 0) * scale[:, None]
+        d_hidden, d_unembedding, d_rest = carry
+        products, part = _slice_products(logits, index)
+        z, pull = jax.vjp(_of_products, products, scale, softcap)
+        slope = _only_new(d_logits(z, part), part, 0)
+        if softcap is None:
+            slope = slope * scale[:, None]
+        else:
+            slope, *own = pull(slope)
+            d_rest = jax.tree.map(jnp.add, d_rest, tuple(own))
         slope = slope.astype(hidden.dtype)
         weight, _ = _slice_weight(logits, index)
         d_hidden += _einsum("rc,cd->rd", slope, weight)
         d_weight = _einsum("cr,rd->cd", transposed(slope), hidden).astype(d_unembedding.dtype)
         previous = jax.lax.dynamic_slice_in_dim(d_unembedding, part.start, weight.shape[0])
         d_unembedding = jax.lax.dynamic_update_slice_in_dim(d_unembedding, previous + d_weight, part.start, axis=0)
-        return (d_hidden, d_unembedding), None
+        return (d_hidden, d_unembedding, d_rest), None
 
     # Of a bfloat16 array XLA on CPU copies the whole when it writes a slice.
     dtype = upcast(unembedding).dtype if jax.default_backend() == "cpu" else unembedding.dtype
     zeros = jnp.zeros_like(hidden, dtype=jnp.float32), jnp.zeros_like(unembedding, dtype=dtype)
-    (d_hidden, d_unembedding), _ = jax.lax.scan(accumulate, zeros, jnp.arange(_num_slices(logits)))
-    # Σ_v ∂L/∂z[v] · (W h)[v] = h · ∂L/∂h / scale, which saves a pass over the logits.
-    d_scale = jnp.sum(d_hidden * hidden.astype(jnp.float32), axis=-1) / scale
-    return _Logits(d_hidden.astype(hidden.dtype), d_unembedding.astype(unembedding.dtype), d_scale)
+    of_rest: tuple[Any, ...] = () if softcap is None else (jnp.zeros_like(scale), jnp.zeros_like(softcap))
+    carry, _ = jax.lax.scan(accumulate, (*zeros, of_rest), jnp.arange(_num_slices(logits)))
+    d_hidden, d_unembedding, d_rest = carry
+    if softcap is None:
+        # Σ_v ∂L/∂z[v] · (W h)[v] = h · ∂L/∂h / scale, which saves a pass over the logits.
+        d_rest = (jnp.sum(d_hidden * hidden.astype(jnp.float32), axis=-1) / scale, None)
+    return _Logits(d_hidden.astype(hidden.dtype), d_unembedding.astype(unembedding.dtype), *d_rest)
 
 
 def _num_slices(logits: _Logits) -> int:
@@ -347,10 +367,21 @@ def _slice_weight(logits: _Logits, index):
     return jax.lax.dynamic_slice_in_dim(logits.unembedding, start, width), part
 
 
+def _slice_products(logits: _Logits, index):
+    """W h `[R, C]` of slice `index`, and the slice."""
+    weight, part = _slice_weight(logits, index)
+    return _einsum("rd,cd->rc", logits.hidden, weight), part
+
+
+def _of_products(products, scale, softcap):
+    """z of W h, both `[R, C]`."""
+    return softcapped(products, softcap) * scale[:, None]
+
+
 def _slice_logits(logits: _Logits, index):
     """z `[R, C]` of slice `index`, and the slice."""
-    weight, part = _slice_weight(logits, index)
-    return _einsum("rd,cd->rc", logits.hidden, weight) * logits.scale[:, None], part
+    products, part = _slice_products(logits, index)
+    return _of_products(products, logits.scale, logits.softcap), part
 
 
 _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -169,3 +169,8 @@ def write_slice(array: jax.Array, part: jax.Array, start: jax.Array | int, axis:
         return write(array, part)
     array, part = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, part))
     return jax.lax.bitcast_convert_type(write(array, part), jnp.bfloat16)
+
+
+def softcapped(x: jax.Array, softcap: jax.Array | float | None) -> jax.Array:
+    """c·tanh(x/c), which is close to x near 0 and stays between −c and c (2408.00118); x where the cap c is None."""
+    return x if softcap is None else softcap * jnp.tanh(x / softcap)

@@ -115,6 +115,7 @@ def load_model(
             dtype=options.dtype,
             remat="none" if options.remat == "auto" else options.remat,  # auto: until it is planned
             attention=options.attention,
+            router=options.router,
             sharding=sharding,
         )
     params = pretrained.params
@@ -208,7 +209,7 @@ def load_run(
       phase: of the run; None: `phase_of`.
       step: of the checkpoint; None: the newest.
       base: where the base of a LoRA run is now, if it has moved.
-      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
+      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention, router.
 
     Returns:
       The model, whose folder is the run's model/; and its step.

@@ -111,7 +111,8 @@ def make_optimizer(
 
     Args:
       learning_rate: a rate, or a schedule.
-      weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL.
+      weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL. Routers of experts
+        have none either: they may be frozen.
       max_grad_norm: norm above which a gradient is scaled down; default 1.
 
     Returns:
@@ -122,10 +123,11 @@ def make_optimizer(
 
 
 def has_weight_decay(params: Params) -> Any:
-    """For each parameter, whether weight decay applies: it is neither a norm's scale nor a bias."""
+    """For each parameter, whether weight decay applies: not to a norm's scale or its offset, a bias, or a router."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-        return getattr(path[-1], "key", None) not in ("scale", "bias")
+        names = {getattr(key, "key", None) for key in path[-2:]}
+        return not names & {"scale", "offset", "bias", "router"}
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
