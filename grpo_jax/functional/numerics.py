@@ -24,6 +24,16 @@ def is_zero(coefficient: Any) -> bool:
     return isinstance(coefficient, Real) and coefficient == 0
 
 
+def check_beta(beta: Any) -> None:
+    """Refuses a β outside of (0, 1), where a divergence is 0 whatever its arguments. A traced number is not checked.
+
+    Raises:
+      ValueError: it is.
+    """
+    if isinstance(beta, float | int) and not 0 < beta < 1:
+        raise ValueError(f"beta is {beta}: it must be between 0 and 1; for the ends take the forward or the reverse KL")
+
+
 def maybe_psum(value: jax.Array, axis_name: AxisName) -> jax.Array:
     """The sum over the mapped axes; the value itself if there are none."""
     return value if axis_name is None else jax.lax.psum(value, axis_name)
