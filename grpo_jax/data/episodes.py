@@ -135,8 +135,9 @@ def _wrong(value: Any) -> str:
         return f"{type(value).__name__}, not data.episodes.Reply"
     if value.failure and value.failure not in FAILURES:
         return f"a reply with the failure {str(value.failure)[:100]!r}, which is none of {', '.join(FAILURES)}"
-    if not isinstance(value.text, str):
-        return f"a reply whose text is of type {type(value.text).__name__}"
+    for name in ("text", "message"):
+        if not isinstance(getattr(value, name), str):
+            return f"a reply whose {name} is of type {type(getattr(value, name)).__name__}"
     try:
         value.text[: MAX_CHARACTERS + 1].encode()
     except UnicodeEncodeError:
