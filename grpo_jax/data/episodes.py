@@ -126,7 +126,7 @@ def checked_reply(value: Any) -> Reply:
     return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message)
 
 
-_LARGEST = np.finfo(np.float32).max  # rewards are float32
+_LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
 
 
 def _wrong(value: Any) -> str:

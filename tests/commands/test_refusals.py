@@ -84,3 +84,11 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(tmp_path, more,
     with pytest.raises(UsageError, match=re.escape(sentence)):
         grpo.main(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_sentence_is_one_line_whatever_it_quotes():
+    error = UsageError("there is no column a\n\nb\u2028c" + "d" * 5000 + ": name another")
+    assert len(str(error).splitlines()) == 1
+    assert len(str(error)) < 1000
+    assert str(error).startswith("there is no column a  b c")
+    assert str(error).endswith("d: name another")
