@@ -46,7 +46,8 @@ def need(*packages: str) -> None:
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_UNWRITABLE = {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ESTALE}
+_UNWRITABLE = {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE}
+_UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}  # something else, or a dead link, in its place
 
 
 def lacking(error: BaseException) -> str:
