@@ -217,7 +217,7 @@ def test_command_lines(inputs, method, examples):
 
 @profiles(8, 200)
 def test_command_lines_of_evaluations(inputs, examples):
-    base = ["model", "--task", "rows.jsonl", "--reward", "length(maximum=3)", "--no-compilation-cache"]
+    base = ["model", "--no-compilation-cache", *GRADED]
 
     def run(words: list[str]) -> None:
         with flags.refusing():

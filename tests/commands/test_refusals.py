@@ -73,6 +73,7 @@ def test_a_prompt_of_a_million_characters_is_bounded_by_the_model_and_counted(tm
     [
         (["--max-tokens", 512], "max_tokens is 512, but the model was trained on texts of up to 512 tokens"),
         (["--group-size", 10**9], "a rollout has less than 2^31 tokens"),
+        (["--lora-rank", 10**30], f"lora_rank is {10**30}: it must be at most 64, the width of the model"),
         (["--reward-memory-mb", 0], "memory_mb is 0: it must be at least 1"),
         (["--save-every-minutes", "nan"], "save_every_minutes is nan"),
     ],
