@@ -21,6 +21,11 @@ class UsageError(ValueError):
 _LONGEST = 1000  # characters of a sentence
 
 
+class Interruption(UsageError):
+    """Something that a run waits for is gone, or not what it was. Nothing of the run is wrong: what it has learned is
+    saved, and it can be resumed."""
+
+
 def shown(value: object) -> str:
     """A value in an error: one line, and not more than one can read."""
     text = repr(value)
