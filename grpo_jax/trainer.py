@@ -95,10 +95,10 @@ class GRPOTrainer:
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
         pretrained = model if isinstance(model, Pretrained) else None
         if pretrained:
-            for name in {"dtype", "param_dtype", "remat", "attention"} & options.keys():
+            for name in {"dtype", "param_dtype", "remat", "attention", "router"} & options.keys():
                 raise UsageError(f"the model is loaded already: give {name} to load_pretrained")
             options |= {"model": str(pretrained.folder), "param_dtype": str(pretrained.params["embedding"].dtype)}
-            options |= {"remat": pretrained.config.remat}
+            options |= {"remat": pretrained.config.remat, "router": pretrained.config.router}
         elif isinstance(model, str | Path):
             options |= {"model": str(model)}
         else:

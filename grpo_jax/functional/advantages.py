@@ -443,6 +443,27 @@ def turn_advantages(
     return jnp.where(jnp.sum(where, axis=-2, keepdims=True) < 2, of_group, by_turn)
 
 
+@takes(logprobs="...", teacher_logprobs="...")
+def teacher_advantages(logprobs: jax.Array, teacher_logprobs: jax.Array) -> jax.Array:
+    """A = log π_T − log π_old of each sampled token, −k1. On-policy distillation (Thinking Machines 2025).
+
+    Of a token alone: later ones are not credited to it (a discount of 0). Its expectation over samples of π_old is
+    −KL(π_old ‖ π_T) at each token, and the on-policy policy gradient is that of the reverse KL of tokens.
+
+    Args:
+      logprobs: `[..., T]` in nats, of the policy that sampled.
+      teacher_logprobs: `[..., T]` in nats.
+
+    Returns:
+      `[..., T]`, without gradient; at masked places anything.
+
+    Examples:
+      >>> print(teacher_advantages(jnp.array([-1.0, -2.0]), jnp.array([-1.5, -0.5])))
+      [-0.5  1.5]
+    """
+    return jax.lax.stop_gradient(upcast(teacher_logprobs) - upcast(logprobs))
+
+
 @takes(rewards="... G T", ends="... G T", where="... G")
 def span_advantages(
     rewards: jax.Array, ends: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: jax.Array | None = None

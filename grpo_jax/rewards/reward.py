@@ -65,6 +65,11 @@ def named_components(rewards: Reward | Rewards) -> Rewards:
     return rewards if isinstance(rewards, Mapping) else {"reward": Component(rewards)}
 
 
+def no_reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[None]:
+    """A reward that applies to nothing, where nothing is learned from rewards."""
+    return [None] * len(completions)
+
+
 def graders(rewards: Reward | Rewards) -> dict[str, Any]:
     """The rewards that count what they could not grade, as `grading.Grader` does, by name."""
     named = named_components(rewards)

@@ -34,7 +34,8 @@ def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
         table.add_column("completion", overflow="fold")
         for column in ("tokens", "reward", "advantage"):
             table.add_column(column, justify="right")
-        rows = zip(group["completions"], group["lengths"], group["rewards"], group["advantages"], strict=True)
+        columns = (group[name] for name in ("completions", "lengths", "rewards", "advantages"))
+        rows = zip(*columns, strict=False)  # where a line is damaged, the report says so
         for text, length, reward, advantage in rows:
             earned = "–" if reward is None else f"{reward:.2f}"  # none: it does not apply
             compared = "–" if advantage is None else f"{advantage:+.2f}"

@@ -31,6 +31,7 @@ from grpo_jax.functional import (
     weighted_sum,
 )
 from grpo_jax.functional.numerics import maybe_psum
+from grpo_jax.models.experts import Routing, load
 from grpo_jax.models.lora import join
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -40,7 +41,13 @@ from grpo_jax.training import loop
 from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
-from grpo_jax.training.rollout import Sampler, hidden_states, score_completion_tokens
+from grpo_jax.training.rollout import (
+    Sampler,
+    hidden_and_routing,
+    hidden_states,
+    score_completion_tokens,
+    score_packed_tokens,
+)
 from grpo_jax.training.state import (
     Array,
     Batch,
@@ -101,6 +108,10 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sa
       UsageError: one sentence that says what to change.
     """
     validate(config, num_devices=parts(devices_of(config)))
+    if config.distillation.distillation != "none":
+        raise UsageError(
+            f"distillation {config.distillation.distillation} needs a teacher: name one (--teacher), or leave it out"
+        )
     check_task(task, config)
     return compile_programs(grpo_method(policy, config), policy, task, config, sampler=sampler)
 
@@ -288,13 +299,18 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
       config: the run's. With another divergence than "preset" the loss needs the parameters of a reference.
 
     Returns:
-      The loss function. Hidden states `[N, G, T, D]` that are computed already can be given to it.
+      The loss function. What `hidden_and_routing` gives can be given to it, if it is computed already.
     """
     in_full = config.divergence != "preset"
     objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective
 
     def loss_fn(
-        params: Params, batch: Batch, reference: Params | None = None, *, hidden: jax.Array | None = None
+        params: Params,
+        batch: Batch,
+        reference: Params | None = None,
+        *,
+        hidden: jax.Array | None = None,
+        routing: Routing | None = None,
     ) -> tuple[jax.Array, Logs]:
         if objective.has_reference and not objective.kl_in_reward and batch.ref_logprobs is None:
             raise UsageError(
@@ -304,9 +320,13 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
             raise UsageError(
                 f"divergence {config.divergence} needs the parameters of a reference: give them to the loss"
             )
-        if in_full and hidden is None:
-            hidden = hidden_states(policy, params, batch)
-        scores, mask = score_completion_tokens(policy, params, batch, hidden=hidden), batch.completion_mask
+        mask = batch.completion_mask
+        if hidden is None and (in_full or batch.packed is None):
+            hidden, routing = hidden_and_routing(policy, params, batch)
+        if hidden is None:
+            scores, routing = score_packed_tokens(policy, params, batch)
+        else:
+            scores = score_completion_tokens(policy, params, batch, hidden=hidden)
         fresh = jax.lax.stop_gradient(scores.logprobs)
         old_logprobs = fresh if batch.old_logprobs is None else batch.old_logprobs
         advantages, more = corrected_advantages(batch, fresh, old_logprobs, config)
@@ -326,6 +346,8 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
         # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
         sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
         mismatch = jnp.where(mask, fresh - sampled, 0)
+        if routing is not None and policy.routed is not None:
+            metrics |= load(routing, mask, policy.routed[2])
         metrics["entropy"] = masked_sum(scores.entropy, mask)
         metrics["sampler_mismatch"] = masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
         return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})
@@ -342,4 +364,6 @@ def _full_kl(policy, params, hidden, batch, reference, *, reverse):
         policy.unembedding(reference),
         temperature=batch.temperature[..., None],
         reverse=reverse,
+        softcap=policy.softcap,
+        ref_softcap=policy.softcap,
     )

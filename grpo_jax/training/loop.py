@@ -19,7 +19,7 @@ from grpo_jax.data.types import Prompts, Reward, Rewards
 from grpo_jax.errors import Interruption, UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.reward import graders, new_counts, ungraded_counts
+from grpo_jax.rewards.reward import graders, new_counts, no_reward, ungraded_counts
 from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.stopping import between_steps
@@ -253,7 +253,7 @@ def start_phase(
         name=name,
         programs=programs,
         task=task,
-        reward=reward,
+        reward=reward if config.distillation.reward_coef else no_reward,
         config=config,
         run=run,
         begin=0,
@@ -263,7 +263,7 @@ def start_phase(
         first=programs.method.actor(start, frozen),
         numbers=to_devices(completion_numbers(config.sampling), devices),
         temperature=to_devices(group_temperatures(config.sampling), devices),
-        update_flops=update_flops(start, frozen, 1),
+        update_flops=update_flops(start, programs.method.updated(frozen), 1),
     )
 
 
@@ -373,7 +373,8 @@ def sample_groups_of_step(
     metrics = rollout_metrics(sampled.everything) | counts
     if sampled.everything.episodes is not None:
         metrics |= measured(decode_groups(sampled.everything.episodes, phase.task), phase.task)
-    guards.check_rollout(run, sampled.everything, phase.task, step + 1)
+    graded = phase.config.distillation.reward_coef > 0
+    guards.check_rollout(run, sampled.everything, phase.task, step + 1, graded=graded)
     guards.check_episodes(run, sampled.everything, phase.task, is_first=step == phase.begin)
     guards.check_graders(run, reward)
     if step == phase.begin:
@@ -427,7 +428,7 @@ def read(
         metrics["skipped"],
         config.optimizer.max_skipped,
         lambda: to_host(
-            iteration.batch._asdict()
+            iteration.batch._replace(teacher=None)._asdict()  # which can be computed again
             | {"advantages": iteration.learned.advantages, "prompts": iteration.learned.order[update]}
         ),
     )

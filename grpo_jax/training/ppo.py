@@ -38,7 +38,7 @@ from grpo_jax.training.grpo import grpo_loss_fn, kl_logs, masked, optimizer_of, 
 from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
-from grpo_jax.training.rollout import Sampler, hidden_states, score_completion_tokens
+from grpo_jax.training.rollout import Sampler, hidden_and_routing, score_completion_tokens
 from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState
 from grpo_jax.training.step import Logs
 
@@ -257,8 +257,8 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[.
     policy_loss_fn, options = grpo_loss_fn(policy, config.run.loss), config.critic
 
     def loss_fn(params: ActorCritic, batch: Batch, reference: Params | None = None) -> tuple[jax.Array, Logs]:
-        hidden, mask = hidden_states(policy, params.policy, batch), batch.completion_mask
-        loss, logs = policy_loss_fn(params.policy, batch, reference, hidden=hidden)
+        (hidden, routing), mask = hidden_and_routing(policy, params.policy, batch), batch.completion_mask
+        loss, logs = policy_loss_fn(params.policy, batch, reference, hidden=hidden, routing=routing)
         if is_shared(params):
             values = heads.read(hidden, params.critic.head)
         else:

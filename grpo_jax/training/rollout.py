@@ -14,6 +14,7 @@ from grpo_jax.data.spans import in_tokens, total
 from grpo_jax.data.types import Completion, Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
+from grpo_jax.models.experts import Routing
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
@@ -252,9 +253,9 @@ def score_completion_tokens(
       hidden: of `hidden_states`, if they are computed already.
     """
     if batch.packed is not None and hidden is None:
-        return _score_packed_tokens(policy, params, batch)
+        return score_packed_tokens(policy, params, batch)[0]
     hidden = hidden_states(policy, params, batch) if hidden is None else hidden
-    return _token_logprobs(hidden, policy.unembedding(params), batch.completion_ids, batch.temperature[..., None])
+    return _token_logprobs(policy, params, hidden, batch.completion_ids, batch.temperature[..., None])
 
 
 def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
@@ -262,8 +263,16 @@ def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
     return policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
 
 
-def _score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> TokenLogprobs:
-    """`score_completion_tokens` of the tokens in `batch.packed` alone."""
+def hidden_and_routing(policy: Policy, params: Params, batch: Batch) -> tuple[jax.Array, Routing | None]:
+    """`hidden_states`, and where these went in each layer `[N, G, T, L]`, if the model has experts."""
+    if policy.routed is None:
+        return hidden_states(policy, params, batch), None
+    hidden, _, _ = policy.routed
+    return hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+
+
+def score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> tuple[TokenLogprobs, Routing | None]:
+    """`score_completion_tokens` of the tokens in `batch.packed` alone, and their routing as in `hidden_and_routing`."""
     assert policy.packed_groups
     n, group_size, size = batch.completion_ids.shape
     is_token = batch.packed < group_size * size
@@ -274,25 +283,31 @@ def _score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> TokenL
 
     ids = jnp.where(is_token, chosen(batch.completion_ids, batch.packed), 0)
     numbers = jnp.where(is_token, completion + 1, 0)
-    hidden = policy.packed_groups(params, batch.prompt_ids, batch.prompt_mask, ids, numbers)
+    states, routing = policy.packed_groups if policy.routed is None else policy.routed[1], None
+    hidden = states(params, batch.prompt_ids, batch.prompt_mask, ids, numbers)
+    if policy.routed:
+        hidden, routing = hidden
     temperature = chosen(batch.temperature, completion)
-    scores = _token_logprobs(hidden, policy.unembedding(params), ids, temperature)
+    scores = _token_logprobs(policy, params, hidden, ids, temperature)
 
     def unpacked(x: jax.Array) -> jax.Array:
-        whole = jnp.zeros((n, group_size * size), x.dtype)
+        whole = jnp.zeros((n, group_size * size, *x.shape[2:]), x.dtype)
         whole = jax.vmap(lambda row, places, x: row.at[places].set(x, mode="drop"))(whole, batch.packed, x)
-        return whole.reshape(n, group_size, size)
+        return whole.reshape(n, group_size, size, *x.shape[2:])
 
-    return jax.tree.map(unpacked, scores)
+    return jax.tree.map(unpacked, (scores, routing))
 
 
-def _token_logprobs(hidden: jax.Array, unembedding: jax.Array, ids: jax.Array, temperature: jax.Array) -> TokenLogprobs:
+def _token_logprobs(
+    policy: Policy, params: Params, hidden: jax.Array, ids: jax.Array, temperature: jax.Array
+) -> TokenLogprobs:
     """`token_logprobs`. On a mesh all devices share out the tokens, those too that share out heads."""
+    scored = partial(token_logprobs, unembedding=policy.unembedding(params), softcap=policy.softcap)
     if mesh_sizes() is None:
-        return token_logprobs(hidden, unembedding, ids, temperature=temperature)
+        return scored(hidden, ids=ids, temperature=temperature)
     temperature = jnp.broadcast_to(temperature, ids.shape)
     rows = spread((hidden.reshape(-1, hidden.shape[-1]), ids.ravel(), temperature.ravel()), AXES)
-    scores = spread(token_logprobs(rows[0], unembedding, rows[1], temperature=rows[2]), AXES)
+    scores = spread(scored(rows[0], ids=rows[1], temperature=rows[2]), AXES)
     return spread(jax.tree.map(lambda x: x.reshape(ids.shape), scores), BATCH)
 
 

@@ -25,6 +25,15 @@ class TrainState(NamedTuple):
     earlier: tuple[Params, ...] = ()  # parameters of the policy before the last `staleness` iterations, oldest first
 
 
+class Teaching(NamedTuple):
+    """What a teacher says of completions; None where the kind of distillation does not need it."""
+
+    logprobs: Array = None  # [N, G, T], of the sampled tokens
+    hidden: Array = None  # [N, G, T, E], of the teacher's decoder
+    ids: Array = None  # int32 [N, G, T, K], its likeliest tokens
+    logits: Array = None  # [N, G, T, K + 1], theirs, and of all others in one
+
+
 class Batch(NamedTuple):
     """Completions to learn from."""
 
@@ -43,6 +52,7 @@ class Batch(NamedTuple):
     ref_logprobs: Array = None  # [N, G, T]
     old_entropy: Array = None  # [N, G, T], in nats
     old_values: Array = None  # [N, G, T + 1], of a critic when the completions were sampled
+    teacher: Teaching | None = None
     # ---- from the rewards
     advantages: Array = None  # [N, G], or [N, G, T]
     returns: Array = None  # [N, G, T], what a critic learns
@@ -112,7 +122,8 @@ def make_optimizer(
 
     Args:
       learning_rate: a rate, or a schedule.
-      weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL.
+      weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL. Routers of experts
+        have none either: they may be frozen.
       max_grad_norm: norm above which a gradient is scaled down; default 1.
 
     Returns:
@@ -123,10 +134,11 @@ def make_optimizer(
 
 
 def has_weight_decay(params: Params) -> Any:
-    """For each parameter, whether weight decay applies: it is neither a norm's scale nor a bias."""
+    """For each parameter, whether weight decay applies: not to a norm's scale or its offset, a bias, or a router."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-        return getattr(path[-1], "key", None) not in ("scale", "bias")
+        names = {getattr(key, "key", None) for key in path[-2:]}
+        return not names & {"scale", "offset", "bias", "router"}
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 

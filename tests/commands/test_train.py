@@ -145,11 +145,16 @@ def test_an_environment_that_cannot_work_is_refused(own, tmp_path, monkeypatch, 
     ("name", "reason"),
     [
         ("hangs", "timeout"),
-        ("raises", "raised"),
-        ("nan", "nan"),
-        ("short", "wrong_length"),
-        ("leaves", "died"),
-        pytest.param("prints", None, marks=pytest.mark.slow),
+        *(  # what each of them counts, without a run, is in tests/rewards
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("raises", "raised"),
+                ("nan", "nan"),
+                ("short", "wrong_length"),
+                ("leaves", "died"),
+                ("prints", None),
+            ]
+        ),
     ],
 )
 def test_a_run_ends_whatever_a_grader_does_and_counts_it(own, tmp_path, capsys, name, reason):
@@ -173,6 +178,7 @@ def test_a_run_ends_whatever_a_grader_does_and_counts_it(own, tmp_path, capsys, 
 
 
 @needs_gsm8k
+@pytest.mark.slow
 def test_gsm8k_says_that_a_story_model_finds_nothing_to_learn(tmp_path, capsys):
     given = ["--model", MODEL, "--task", "gsm8k", "--data", GSM8K, "--num-heldout", 8, "--max-prompt-tokens", 160]
     given += ["--template", "Q: {question} A:"]

@@ -56,6 +56,14 @@ class Threes:
         return [text.count("3") for text in completions]
 
 
+class Rising(Threes):
+    """Rewards that differ in every group, whatever is sampled."""
+
+    def __call__(self, rows, completions):
+        super().__call__(rows, completions)
+        return list(range(len(completions)))
+
+
 def test_the_five_lines_as_they_are_written(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope = {"model": folder, "reward_model": Threes(), "prompts": PROMPTS}
@@ -88,7 +96,7 @@ def test_a_run_leaves_the_files_of_the_command_line(folder, tmp_path, capsys):
 
 
 def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
-    loaded, reward = load_pretrained(folder), Threes()
+    loaded, reward = load_pretrained(folder), Rising()
     before = params_sha256(loaded.params)
     trainer = GRPOTrainer(
         loaded, reward, run_dir=tmp_path / "run", steps=1, max_tokens=2, lora_rank=2, learning_rate=0.1, minibatches=2
