@@ -52,7 +52,7 @@ class Environment(NamedTuple):
     ask: Ask
     # text of a reply -> ids as the policy reads them, with what delimits turns. Text never becomes a control token
     encode: Callable[[str], Sequence[int]]
-    messages: Mapping[str, str]  # failure -> the last thing known about one
+    messages: dict[str, str]  # failure -> the last thing known about one
     # an episode -> numbers of it, by name, whose means are logged as "environment_" and the name
     measure: Callable[[Completion], Mapping[str, float]] | None = None
     source: str = ""  # digest of the file that its function was loaded from, where it was

@@ -126,21 +126,21 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
 
     def advantages(rewards: RewardArrays, batch: Batch, kl_coef: Array, axis_name: AxisName) -> Advantages:
         total, logs, batch = penalized_rewards(rewards.rewards, batch, config.loss, kl_coef, axis_name)
-        if config.loss.advantages_of == "components":
+        kind = config.loss.advantages_of
+        if kind == "turns":
+            shown = advantages_by_turn(rewards, batch)
+            found = jnp.take_along_axis(shown, jnp.maximum(batch.turn - 1, 0), axis=-1)
+        elif kind == "spans":
+            found = advantages_by_span(rewards)
+            shown = found[..., 0]  # of the first span, which looks at all of a completion's reward
+        elif kind == "components":
             components = jnp.moveaxis(rewards.components, -1, 0)
-            by_completion = gdpo_advantages(components, weights=rewards.weights, axis_name=axis_name)
-            by_completion = jnp.where(jnp.isnan(total), jnp.nan, by_completion)  # a reward that is NaN stays visible
-        elif config.loss.advantages_of in ("turns", "spans"):
-            of_turns = config.loss.advantages_of == "turns"
-            advantages = advantages_by_turn(rewards, batch) if of_turns else advantages_by_span(rewards)
-            # To show, of a completion: that of its first turn or span, which looks at all of its reward.
-            batch, by_completion = batch._replace(advantages=advantages), advantages[..., 0]
-            return Advantages(masked(batch, config.loss, axis_name), by_completion, logs)
+            found = gdpo_advantages(components, weights=rewards.weights, axis_name=axis_name)
+            found = shown = jnp.where(jnp.isnan(total), jnp.nan, found)  # a reward that is NaN stays visible
         else:
             lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
-            by_completion = objective.advantages(total, lengths, where=rewards.applicable, axis_name=axis_name)
-        batch = masked(batch._replace(advantages=by_completion), config.loss, axis_name)
-        return Advantages(batch, by_completion, logs)
+            found = shown = objective.advantages(total, lengths, where=rewards.applicable, axis_name=axis_name)
+        return Advantages(masked(batch._replace(advantages=found), config.loss, axis_name), shown, logs)
 
     def loss_fn(trained: Params, frozen: Any, batch: Batch, reference: Params | None):
         return policy_loss_fn(join(trained, frozen), batch, reference)
@@ -204,7 +204,7 @@ def kl_logs(batch: Batch, kl_coef: Array, axis_name: AxisName) -> dict[str, jax.
 
 
 def advantages_by_turn(rewards: RewardArrays, batch: Batch) -> jax.Array:
-    """`turn_advantages` of the turn that each token is of, `[N, G, T]`.
+    """`turn_advantages` of the turns of episodes, `[N, G, K]`.
 
     Args:
       rewards: with those of turns.
@@ -213,8 +213,7 @@ def advantages_by_turn(rewards: RewardArrays, batch: Batch) -> jax.Array:
     numbers = jnp.arange(1, rewards.turns.shape[-1] + 1)
     where = (numbers <= jnp.max(batch.turn, axis=-1)[..., None]) & rewards.applicable[..., None]
     by_turn = turn_advantages(rewards.turns, where=where)
-    by_turn = jnp.where(where & jnp.isnan(rewards.rewards)[..., None], jnp.nan, by_turn)  # a NaN stays visible
-    return jnp.take_along_axis(by_turn, jnp.maximum(batch.turn - 1, 0), axis=-1)
+    return jnp.where(where & jnp.isnan(rewards.rewards)[..., None], jnp.nan, by_turn)  # a NaN stays visible
 
 
 def advantages_by_span(rewards: RewardArrays) -> jax.Array:

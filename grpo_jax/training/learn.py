@@ -54,7 +54,7 @@ class Advantages(NamedTuple):
     """What `Method.advantages` makes of rewards."""
 
     batch: Batch  # with advantages
-    by_completion: jax.Array  # [N, G], to show
+    shown: jax.Array  # [N, G] of completions; [N, G, K] of turns
     logs: dict[str, jax.Array]  # scalars, the same on all devices
 
 
@@ -87,7 +87,7 @@ class Learned(NamedTuple):
     """What `learn` returns to log."""
 
     metrics: dict[str, jax.Array]  # scalars
-    advantages: jax.Array  # [N, G]
+    advantages: jax.Array  # [N, G]; [N, G, K] of turns
     order: jax.Array  # int32 [U, n], the prompts of each optimizer step
 
 
@@ -263,7 +263,7 @@ def learn(
     )
     state = sync_reference(method, state, clock[1], config)
     state = update_kl_coef(state, advantages.logs, config)._replace(earlier=earlier)
-    return state, Learned(advantages.logs | metrics, advantages.by_completion, order)
+    return state, Learned(advantages.logs | metrics, advantages.shown, order)
 
 
 def _update(method, config, state, frozen, reference, batch, clock, *, axis_name):

@@ -17,7 +17,7 @@ def readable(
     Args:
       rollout: N groups.
       logprobs: `[N, G, T]`, of the sampler.
-      advantages: `[N, G]`.
+      advantages: `[N, G]`; of turns `[N, G, K]`, whose first looks at all of an episode's reward.
       task: for the texts of tokens.
       num_groups: at most.
 
@@ -27,6 +27,8 @@ def readable(
     completions = rollout.completions
     lengths = completions.attention_mask.sum(-1)
     spans = None if rollout.spans is None or not any(rollout.spans.ravel()) else rollout.spans
+    by_turn = advantages if advantages.ndim == 3 else None
+    by_completion = advantages if by_turn is None else by_turn[..., 0]
 
     def rounded(values: np.ndarray, digits: int = 4) -> list[float]:
         return values.astype(float).round(digits).tolist()
@@ -41,7 +43,7 @@ def readable(
             "completions": rollout.texts[i],
             "rewards": np.where(rollout.applicable[i], rollout.rewards[i], np.nan).tolist(),
             "components": {name: rounded(values[i]) for name, values in rollout.components.items()},
-            "advantages": rounded(advantages[i]),
+            "advantages": rounded(by_completion[i]),
             "lengths": lengths[i].tolist(),
             "truncated": completions.truncated[i].tolist(),
             "tokens": [
@@ -53,14 +55,17 @@ def readable(
         }
 
     def of_episodes(i: int) -> dict[str, Any]:
-        """The turn of each token, negative where the environment said it; rewards of turns; why episodes ended."""
+        """The turn of each token, negative where the environment said it; what turns earned; why episodes ended."""
         own, turn = completions.completion_mask[i], completions.turn[i]
         signed = np.where(own, turn, -turn)
         return {
             "turns": [numbers[:length].tolist() for numbers, length in zip(signed, lengths[i], strict=True)],
             "turn_rewards": [[turn.reward for turn in text.turns] for text in rollout.texts[i]],
             "endings": [text.ending for text in rollout.texts[i]],
-        }
+        } | ({} if by_turn is None else {"turn_advantages": of_turns(i, by_turn[i])})
+
+    def of_turns(i: int, values: np.ndarray) -> list[list[float]]:
+        return [rounded(row[: len(text.turns)]) for row, text in zip(values, rollout.texts[i], strict=True)]
 
     return [group(i) for i in range(min(num_groups, len(rollout.texts)))]
 

@@ -178,7 +178,7 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
         return Sampler(draw, devices, sample_all)
     if policy.decoder is None:
         raise UsageError("this policy has no decoder, with which a completion goes on after a reply: give it one")
-    programs = _episode_programs(policy, task, sampling, devices)
+    programs = episode_programs(policy, task, sampling, devices)
 
     def draw_episodes(params, prompts, numbers, temperature, noise) -> Completions:
         given = prompts.ids, prompts.mask, numbers, temperature
@@ -187,7 +187,7 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
     return Sampler(draw_episodes, devices, sample_all)
 
 
-def _episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
+def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
     """Of `begin_episodes` and `continue_episodes`."""
     common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids}
 

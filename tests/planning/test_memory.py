@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from experiments.benchmarks.shapes import MID, TINY
-from experiments.lowered import lowered, params_of, planned_bytes
+from experiments.paper.lowered import lowered, params_of, planned_bytes
 from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.planning import memory
