@@ -120,6 +120,22 @@ def test_programs_need_what_is_estimated_within_15_percent(name, model, options,
     assert all(1 / 1.15 < ratio < 1.15 for ratio in ratios.values()), ratios
 
 
+def test_a_teacher_counts_with_its_parameters_and_what_it_says_of_a_rollout():
+    """By hand: of 8 prompts, 4 completions of 16 tokens each."""
+    teacher = replace(SMALL, hidden_size=16)
+    shape = Shape(num_prompts=8, group_size=4, max_tokens=16)
+    alone = estimate(SMALL, shape)
+    assert alone.teacher == alone.taught == alone.teaching == alone.scoring == 0
+    tokens = 8 * 4 * 16
+    for top_k, of_token in ((0, 4 * 16), (5, 4 * 5 + 4 * 6), (None, 4)):  # hidden states; ids and logits; one number
+        found = estimate(SMALL, shape._replace(teacher=teacher, distillation_top_k=top_k))
+        assert found.teacher == 4 * memory.num_params(teacher)
+        assert found.held == alone.held + found.teacher
+        assert found.taught == of_token * tokens
+        assert found.learning == alone.learning + found.taught
+        assert found.scoring > found.taught
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_an_update_on_a_mesh_needs_what_is_estimated_within_15_percent(tensor):

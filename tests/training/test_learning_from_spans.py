@@ -10,7 +10,7 @@ from bigrams import PARAMS, POLICY, V
 from grpo_jax.config import recipe, validate, with_options
 from grpo_jax.data.types import Component, Span, pad_prompts, rng
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import group_advantages, span_advantages
+from grpo_jax.functional import group_advantages
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
@@ -67,19 +67,6 @@ def test_a_reward_that_is_nan_stays_visible():
     found = outcomes([[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], lambda *_: [float("nan"), 1.0])
     advantages = jax.jit(advantages_by_span)(reward_arrays(found, "spans", T))
     assert np.isnan(advantages[0, 0]).all()
-
-
-def test_weights_leave_no_rounding_behind():
-    def uneven(examples, completions):
-        return [[(0, 1, 0.1), (1, 2, 0.2), (2, 3, 0.7)] for _ in completions]
-
-    found = outcomes(
-        [[[0, 1, 2, EOS], [2, 1, 0, EOS]]], {"a": Component(uneven, 0.3), "b": Component(lambda *_: [0, 0])}
-    )
-    arrays = reward_arrays(found, "spans", T)
-    assert np.ptp(arrays.spans[..., 2]) == 0
-    ends = ~np.isnan(arrays.spans)
-    np.testing.assert_array_equal(jax.jit(span_advantages)(np.nan_to_num(arrays.spans), ends), 0)
 
 
 def test_a_run_learns_from_spans_and_shows_them(tmp_path):
