@@ -297,8 +297,9 @@ def load_params(
 
     def load(tensor: Tensor, leaf: Any, target: Any) -> Any:
         if is_quantised(leaf):
-            layers = (read_tensor(found, tensor.name.format(layer)).astype(dtype) for layer in range(leaf.shape[0]))
-            return _quantised((tensor.to_leaf(x, leaf.shape[1:]) for x in layers), leaf, target)
+            read = (read_tensor(found, tensor.name.format(layer)) for layer in range(leaf.shape[0]))
+            rounded = (x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype) for x in read)
+            return _quantised((tensor.to_leaf(x, leaf.shape[1:]) for x in rounded), leaf, target)
 
         def part(index: Any) -> np.ndarray:
             """What one device holds, a tuple of slices: of each layer its part."""

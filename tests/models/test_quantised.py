@@ -1,6 +1,5 @@
 """Kernels in 8 and 4 bits: numbers by hand, what a model computes with them, adapters on them, and their folder."""
 
-import math
 from functools import cache, partial
 from pathlib import Path
 
@@ -112,11 +111,11 @@ def test_what_is_quantised_already_stays(kind):
 
 @FORMATS
 def test_errors_of_normal_weights(kind):
-    """A step of int8 has an error of step / √12. That of nf4 has no formula; bitsandbytes has 0.091 σ (0.45.0)."""
+    """A step of int8 has an error of step / √12. That of nf4 has no formula: qwix 0.1.8 has 0.092."""
     matrix = np.random.default_rng(0).normal(size=(1024, 256)).astype(np.float32)
     of = there_and_back(matrix, kind)
     error = np.sqrt(np.mean(np.square(dequantised(of, jnp.float32) - matrix)))
-    expected = np.sqrt(np.mean(np.square(of.scales)) / 12) if kind == "int8" else 0.091
+    expected = np.sqrt(np.mean(np.square(of.scales)) / 12) if kind == "int8" else 0.092
     assert error == pytest.approx(expected, rel=0.02)
 
 
