@@ -31,7 +31,8 @@ from experiments.lowered import lowered, planned_bytes
 from grpo_jax.config import GRPOConfig, PlannedRemat, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.models import sharding
-from grpo_jax.models.config import Dtype, ModelConfig, config_from_huggingface
+from grpo_jax.models.config import Dtype, ModelConfig
+from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import model_folder, read_json
 from grpo_jax.planning.accelerators import DEVICES, Device
 from grpo_jax.planning.memory import Estimate, Shape, decoder_shapes, estimate, num_params, parts_of

@@ -20,7 +20,8 @@ import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
 from grpo_jax.errors import UsageError, missing
-from grpo_jax.models.config import ModelConfig, config_from_huggingface, config_to_huggingface
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
 from grpo_jax.models.heads import Headed, add_head, without_vocabulary
 from grpo_jax.models.lora import Adapted
 from grpo_jax.models.policy import decoder_policy

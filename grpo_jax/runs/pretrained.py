@@ -11,7 +11,8 @@ from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, fits, with_opti
 from grpo_jax.data import digests
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface
-from grpo_jax.models.config import Dtype, ModelConfig, config_from_huggingface
+from grpo_jax.models.config import Dtype, ModelConfig
+from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description
 from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, merge, split
 from grpo_jax.models.policy import Policy, decoder_policy

@@ -17,7 +17,7 @@ from grpo_jax.commands import evaluate, grpo, train
 from grpo_jax.config import PPOConfig, option_types, validate, validate_ppo, with_options
 from grpo_jax.data.rows import read_rows
 from grpo_jax.errors import UsageError
-from grpo_jax.models.config import config_from_huggingface
+from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.runs import flags
 from grpo_jax.runs.card import model_card
 from grpo_jax.runs.folder import RunFolder

@@ -24,7 +24,8 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface
-from grpo_jax.models.config import ModelConfig, RopeScaling, config_from_huggingface, config_to_huggingface
+from grpo_jax.models.config import ModelConfig, RopeScaling
+from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
 from grpo_jax.models.huggingface import (
     load_params,
     load_pretrained,
@@ -754,7 +755,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from grpo_jax.models.config import config_from_huggingface
+from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json, save_pretrained
 
 def memory(kind):

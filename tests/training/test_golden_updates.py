@@ -16,7 +16,8 @@ import pytest
 
 from grpo_jax.config import PPOConfig, options_of, recipe, run_of, with_options
 from grpo_jax.data.types import pad_prompts, rng
-from grpo_jax.models.config import ModelConfig, config_from_huggingface
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.heads import Headed
 from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import Adapted

@@ -19,7 +19,8 @@ from grpo_jax.data.types import Prompts, pad_prompts, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import logprobs
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models.config import ModelConfig, config_from_huggingface
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy

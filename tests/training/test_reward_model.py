@@ -27,7 +27,8 @@ from grpo_jax.data.types import Completion, Component, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import bradley_terry_loss
 from grpo_jax.models import heads
-from grpo_jax.models.config import ModelConfig, config_from_huggingface
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_params, load_pretrained, load_tokenizer, read_json, save_pretrained
 from grpo_jax.models.lora import add_adapters

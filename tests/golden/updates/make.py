@@ -29,7 +29,8 @@ import optax
 from grpo_jax.training.run import RunFolder
 
 from grpo_jax.config import GRPOConfig, PPOConfig
-from grpo_jax.models.config import ModelConfig, config_from_huggingface
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
