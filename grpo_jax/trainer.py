@@ -19,10 +19,11 @@ from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, join, merge, split
+from grpo_jax.models.quantised import format_of
 from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
-from grpo_jax.runs.pretrained import keep_description, load_model, planned, say_plan
+from grpo_jax.runs.pretrained import keep_description, load_model, planned, restore, say_plan
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
@@ -95,10 +96,10 @@ class GRPOTrainer:
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
         pretrained = model if isinstance(model, Pretrained) else None
         if pretrained:
-            for name in {"dtype", "param_dtype", "remat", "attention"} & options.keys():
+            for name in {"dtype", "param_dtype", "quantize", "remat", "attention"} & options.keys():
                 raise UsageError(f"the model is loaded already: give {name} to load_pretrained")
             options |= {"model": str(pretrained.folder), "param_dtype": str(pretrained.params["embedding"].dtype)}
-            options |= {"remat": pretrained.config.remat}
+            options |= {"remat": pretrained.config.remat, "quantize": format_of(pretrained.params)}
         elif isinstance(model, str | Path):
             options |= {"model": str(model)}
         else:
@@ -124,8 +125,8 @@ class GRPOTrainer:
             All of them are trained on.
 
         Returns:
-          The trained model, adapters merged in. `save_pretrained` writes its params and config, with its folder as the
-          source. The model given stays as it was.
+          The trained model, adapters merged in: with quantize into the original weights, which are read again.
+          `save_pretrained` writes its params and config, with its folder as the source. The model given stays as it was.
 
         Raises:
           UsageError: one sentence that says what to change.
@@ -182,6 +183,8 @@ class GRPOTrainer:
         terminal.save_results(self.run, {}, params_sha256(state.params), curves, ["grpo"])
         terminal.say_end(self.run, started)
         trained = join(state.params, split(params)[1])
+        if model.quantize != "none":
+            trained = restore(self.run.path, "grpo", None).merged()
         return pretrained._replace(params=merge(trained) if isinstance(trained, Adapted) else trained)
 
 

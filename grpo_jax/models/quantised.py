@@ -54,9 +54,15 @@ def is_quantised(x: Any) -> bool:
     return isinstance(x, Quantised)
 
 
+def format_of(params: Any) -> Quantize:
+    """How the kernels of a tree of parameters are held."""
+    leaves = jax.tree.leaves(params, is_leaf=is_quantised)
+    return next((x.format for x in leaves if is_quantised(x)), "none")
+
+
 def holds_quantised(params: Any) -> bool:
     """Whether any kernel of a tree of parameters is quantised."""
-    return any(map(is_quantised, jax.tree.leaves(params, is_leaf=is_quantised)))
+    return format_of(params) != "none"
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))

@@ -223,7 +223,7 @@ def parts_of(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
 
 
 def _decoding(model: ModelConfig, shape: Shape) -> int:
-    """Bytes: the layers, and the unembedding where it has to be cast. Of quantised layers the codes, and one of them."""
+    """Bytes: the layers, and the unembedding where it has to be cast. Of quantised layers the codes, and one layer."""
     layers = sum(x.size for x in jax.tree.leaves(decoder_shapes(model)["layers"]))
     cast = model.vocab_size * model.hidden_size if model.dtype != shape.param_dtype else 0
     codes = 0

@@ -115,9 +115,7 @@ def load_model(
             f"quantize {options.quantize} is of frozen parameters, and without LoRA all are trained: set lora_rank "
             "above 0, or quantize to none"
         )
-    if pretrained is not None:
-        pretrained = pretrained._replace(params=quantise_params(pretrained.params, options.quantize))
-    else:
+    if pretrained is None:
         pretrained = load_pretrained(
             options.model,
             param_dtype=options.param_dtype,

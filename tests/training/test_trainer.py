@@ -106,6 +106,22 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
         assert params_sha256(params) == params_sha256(trained.params)
 
 
+def test_adapters_on_a_quantised_model_are_merged_into_the_original(folder, tmp_path):
+    loaded = load_pretrained(folder, quantize="int8")
+    trainer = GRPOTrainer(
+        loaded, Threes(), run_dir=tmp_path / "run", steps=1, max_tokens=2, lora_rank=2, learning_rate=0.1
+    )
+    trained, original = trainer.train(PROMPTS).params, load_pretrained(folder).params
+    assert jax.tree.structure(trained) == jax.tree.structure(original)
+    np.testing.assert_array_equal(trained["embedding"], original["embedding"])
+    moved = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), trained["layers"], original["layers"])
+    assert moved["mlp"]["up_proj"]["kernel"] > 0
+    export(Options(tmp_path / "run", tmp_path / "exported"))
+    assert params_sha256(load_pretrained(tmp_path / "exported").params) == params_sha256(trained)
+    (folder_of_run,) = (tmp_path / "run").glob("model/lora.json")
+    assert json.loads(folder_of_run.read_text())["quantize"] == "int8"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -130,6 +146,8 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
         ({"reward_model": {"a": Component(Threes(), None)}}, "the weight of reward a is None"),
         ({"filter_metric": "b", "max_rollouts": 2, "prompts": PROMPTS}, 'filter_metric "b" is no reward'),
         ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"quantize": "int4"}, "quantize is 'int4': choose among none, int8, nf4"),
+        ({"quantize": "nf4"}, "quantize nf4 is of frozen parameters, and without LoRA all are trained"),
         ({"group_size": 1, "prompts": PROMPTS}, "group_size is 1"),
         ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
         ({"prompts": "1+1="}, "prompts is one text: put it into brackets"),
