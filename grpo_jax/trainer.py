@@ -126,7 +126,8 @@ class GRPOTrainer:
 
         Returns:
           The trained model, adapters merged in: with quantize into the original weights, which are read again.
-          `save_pretrained` writes its params and config, with its folder as the source. The model given stays as it was.
+          `save_pretrained` writes its params and config, with its folder as the source. The model given stays as it
+          was.
 
         Raises:
           UsageError: one sentence that says what to change.

@@ -1,17 +1,24 @@
 """Kernels in 8 and 4 bits: numbers by hand, what a model computes with them, adapters on them, and their folder."""
 
+import json
+import os
+import subprocess
+import sys
 from functools import cache, partial
 from pathlib import Path
+from statistics import NormalDist
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import load_params, save_pretrained
+from grpo_jax.models.families import config_to_huggingface
+from grpo_jax.models.huggingface import Tensor, load_params, save_pretrained, tensor_layout
 from grpo_jax.models.lora import add_adapters, join, merge, sites, split
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
@@ -79,8 +86,6 @@ def test_64_inputs_of_an_output_share_their_largest():
 
 def test_a_table_has_the_quantiles_of_the_paper():
     """2305.14314, section 3: eight quantiles of each side of a normal distribution, one of which both share, as 0."""
-    from statistics import NormalDist
-
     share = (1 - 1 / 30 + 1 - 1 / 32) / 2  # offset of the outermost quantile, as in bitsandbytes: 0.9677083
     above = [NormalDist().inv_cdf(p) for p in np.linspace(share, 0.5, 9)[:-1]]
     below = [-NormalDist().inv_cdf(p) for p in np.linspace(share, 0.5, 8)[:-1]]
@@ -312,3 +317,51 @@ def test_adapters_go_onto_the_original_base(kind, tmp_path):
         np.testing.assert_allclose(other - one, plain - codes, atol=1e-6)
         error = np.linalg.norm(plain - codes) / np.linalg.norm(plain)
         assert error < (0.01 if kind == "int8" else 0.1)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.families import config_from_huggingface
+from grpo_jax.models.huggingface import load_params, read_json
+
+def memory(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(kind))
+
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+jnp.zeros(3).block_until_ready()
+before = memory("VmRSS")
+params = load_params(folder, config_from_huggingface(read_json(folder / "config.json")), quantize=kind)
+print(memory("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_loading_peaks_near_the_quantised_size(tmp_path):
+    config = ModelConfig(8000, 1024, 2816, 48, 16, 16, 64, tie_word_embeddings=False)
+    rng, weights = np.random.default_rng(0), 0
+    weight_map: dict[str, str] = {}
+    layout = tensor_layout(config)
+    tensors = jax.tree.leaves(layout, is_leaf=lambda x: isinstance(x, Tensor))
+    for layer in range(config.num_hidden_layers):
+        of_layer = {x.name.format(layer): x.shape for x in tensors if x.stacked or layer == 0}
+        drawn = {name: (0.02 * rng.standard_normal(x, np.float32)).astype(jnp.bfloat16) for name, x in of_layer.items()}
+        save_file(drawn, tmp_path / f"{layer}.safetensors")
+        weight_map |= dict.fromkeys(drawn, f"{layer}.safetensors")
+        weights += sum(x.nbytes for x in drawn.values())
+    assert weights > 1e9
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps(config_to_huggingface(config)))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    for kind in ("int8", "nf4"):
+        command = [sys.executable, "-c", MEASURE, str(tmp_path), kind]
+        output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        peak, size = map(int, output.split())
+        print(kind, peak / size)
+        assert peak < 1.3 * size
