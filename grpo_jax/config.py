@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError
+from grpo_jax.functional.numerics import is_zero
 from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
 from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
-from grpo_jax.models.config import AttentionKind, Dtype
+from grpo_jax.models.config import AttentionKind, Dtype, Router
 from grpo_jax.models.lora import TARGETS, Target
 from grpo_jax.models.quantised import Quantize
 
@@ -43,8 +44,9 @@ Preset = Literal[
 ]
 
 Divergence = Literal["preset", "full", "reverse"]
-AdvantagesOf = Literal["sum", "components", "turns"]
+AdvantagesOf = Literal["sum", "components", "turns", "spans"]
 Correction = Literal["none", "token", "sequence", "icepop", "geometric"]
+Distillation = Literal["none", "reverse_kl", "forward_kl", "jsd", "k1"]
 Decay = Literal["none", "linear", "cosine"]
 Parallel = Literal["auto", "pmap", "mesh"]
 PlannedRemat = Literal["auto", "none", "layer"]
@@ -75,6 +77,9 @@ class ModelOptions:
     attention: AttentionKind = "auto"
     """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for
     bfloat16 on NVIDIA GPUs. They differ by rounding. auto: cudnn where it can be used, else shared."""
+    router: Router = "trained"
+    """Of models with experts. trained: their routers learn with all other parameters. frozen: they stay as they are, as
+    they do under LoRA."""
     lora_rank: int = 0
     """Rank of LoRA adapters, which are then all that is trained; 0: all parameters are trained."""
     lora_alpha: float = 16.0
@@ -85,6 +90,21 @@ class ModelOptions:
     """Longest prompt, in tokens (P); None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"
     """drop: longer prompts are left out. truncate: they lose their beginning. The run says how many."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Another engine that samples: a server of the completions protocol."""
+
+    engine: str = ""
+    """Address of a server that samples in place of this process, such as http://localhost:8000. Empty: none."""
+    engine_kind: Literal["vllm", "sglang"] = "vllm"
+    """How the server is told to load parameters."""
+    engine_timeout: float = 300.0
+    """Seconds that an answer may take, and that a server which does not answer is waited for."""
+    engine_folder: str = ""
+    """Folder for parameters, which the server has to see under the same name. Empty: a temporary one of this
+    machine."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +178,8 @@ class LossConfig:
     """sum: the preset's advantage of the weighted sum of the rewards. components: each reward is standardised in its
     group; the results are added with the weights and whitened over the rollout (GDPO, 2601.05242). Then the scale of
     one reward does not hide another, and the preset's own advantage is not used. turns: what is still to come at each
-    turn of an episode is standardised among the episodes of its group that have that turn."""
+    turn of an episode is standardised among the episodes of its group that have that turn. spans: the same of the spans
+    of completions that rewards tell apart."""
     correction: Correction = "none"
     """Importance weights that multiply advantages. w is the trainer's probability over the sampler's. token: min(w, 2)
     of tokens. sequence: min(w, 3) of completions. icepop: w of tokens where it is in [0.5, 5], else 0. geometric: 1 for
@@ -188,6 +209,26 @@ class LossConfig:
         """Those of the preset's term, by name, with these numbers in place of its own."""
         own = {name: getattr(self, name) for name in ("epsilon_low", "epsilon_high", "delta")}
         return {**PRESETS[self.preset].constants} | {name: value for name, value in own.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """How much a teacher is learned from, and how much rewards are."""
+
+    distillation: Distillation = "none"
+    """What the policy π learns from a teacher π_T at each token that it sampled. reverse_kl: KL(π ‖ π_T) is added to
+    the loss; forward_kl: KL(π_T ‖ π); jsd: the generalised Jensen-Shannon divergence (GKD, 2306.13649); all of them of
+    the whole vocabulary. k1: log π_T - log π of the sampled token is added to its advantage (Thinking Machines 2025).
+    All of them need a teacher."""
+    distillation_coef: float = 1.0
+    """Weight of that."""
+    distillation_top_k: int = 0
+    """Divergences of the teacher's k likeliest tokens and of all others in one, in place of the whole vocabulary; 0:
+    the whole."""
+    distillation_beta: float = 0.5
+    """Weight β of the teacher in the mixture of jsd: near 0 it is like forward_kl, near 1 like reverse_kl."""
+    reward_coef: float = 1.0
+    """Weight of the advantages that rewards give, beside the teacher. 0: completions of training are not graded."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +321,7 @@ class GRPOConfig:
     mesh: MeshConfig = MeshConfig()
     sampling: SamplingConfig = SamplingConfig()
     loss: LossConfig = LossConfig()
+    distillation: DistillationConfig = DistillationConfig()
     reference: ReferenceConfig = ReferenceConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -509,6 +551,8 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
     validate_mesh(config.mesh)
     validate_logging(config.logging)
+    validate_distillation(config)
+    compares_groups = compares_groups and not is_zero(config.distillation.reward_coef)
     validate_sampling(config.sampling, compares_groups=compares_groups)
     _require(
         config.sampling.staleness < config.steps or not config.sampling.staleness,
@@ -536,6 +580,10 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
         run.loss.advantages_of == "sum",
         f'advantages_of "{run.loss.advantages_of}" is for groups, but PPO has a critic for the sum of the rewards: set '
         'it to "sum"',
+    )
+    _require(
+        run.distillation.distillation == "none",
+        f"distillation {run.distillation.distillation} is of GRPO alone: leave it out, or take --method grpo",
     )
     validate(run, num_devices=num_devices, compares_groups=False)
     validate_critic(config.critic)
@@ -692,9 +740,9 @@ def _validate_advantages(config: GRPOConfig) -> None:
     """What they are of, and what they are corrected for."""
     loss, sampling = config.loss, config.sampling
     _require(
-        loss.advantages_of != "turns" or not is_sequence_level(loss.objective),
-        f'preset {loss.preset} has one ratio a completion, but advantages_of "turns" are of tokens: take grpo, dapo or '
-        "another with ratios of tokens",
+        loss.advantages_of not in ("turns", "spans") or not is_sequence_level(loss.objective),
+        f'preset {loss.preset} has one ratio a completion, but advantages_of "{loss.advantages_of}" are of tokens: '
+        "take grpo, dapo or another with ratios of tokens",
     )
     _require(
         loss.advantages_of != "components" or sampling.max_rollouts == 1,
@@ -711,6 +759,68 @@ def _validate_advantages(config: GRPOConfig) -> None:
         "correction geometric drops all completions when top_k, top_p or min_p change their probabilities: leave these "
         "out, or take another correction",
     )
+
+
+def validate_distillation(config: GRPOConfig) -> None:
+    """Refuses options of distillation that cannot work, as `validate` does."""
+    own, kind = config.distillation, config.distillation.distillation
+    if kind == "none":
+        for name, value in options_of(DistillationConfig()).items():
+            _require(
+                getattr(own, name) == value,
+                f"{name} is {getattr(own, name)}, but distillation is none: leave it out, or choose reverse_kl, "
+                "forward_kl, jsd or k1",
+            )
+        return
+    _require_at_least(own, 0, "distillation_top_k")
+    _require(
+        0 < own.distillation_coef < float("inf"),
+        f"distillation_coef is {own.distillation_coef}: it must be above 0, and finite",
+    )
+    _require(
+        0 <= own.reward_coef < float("inf"), f"reward_coef is {own.reward_coef}: it must be at least 0, and finite"
+    )
+    _require(
+        0 < own.distillation_beta < 1,
+        f"distillation_beta is {own.distillation_beta}: it must be between 0 and 1; at the ends take forward_kl or "
+        "reverse_kl",
+    )
+    _require(
+        kind == "jsd" or own.distillation_beta == DistillationConfig().distillation_beta,
+        f"distillation_beta is {own.distillation_beta}, but {kind} has no mixture: leave it out, or set distillation "
+        "to jsd",
+    )
+    _require(
+        kind != "k1" or own.distillation_top_k == 0,
+        f"distillation_top_k is {own.distillation_top_k}, but k1 looks at the sampled token alone: leave it out, or "
+        "set distillation to reverse_kl, forward_kl or jsd",
+    )
+    _require(
+        kind != "k1" or not is_sequence_level(config.loss.objective),
+        f"preset {config.loss.preset} has one ratio a completion, but the advantages of distillation k1 are of tokens: "
+        "take grpo, dapo or another with ratios of tokens, or set distillation to reverse_kl",
+    )
+    if is_zero(own.reward_coef):
+        _validate_without_rewards(config)
+
+
+def _validate_without_rewards(config: GRPOConfig) -> None:
+    """What only changes advantages, or compares rewards."""
+    loss, sampling = config.loss, config.sampling
+    has_advantages = config.distillation.distillation == "k1"
+    unused = {
+        "max_rollouts": sampling.max_rollouts > 1,
+        "advantages_of": loss.advantages_of != "sum",
+        "kl_in_reward": loss.kl_in_reward and loss.kl_coef > 0,
+        "top_entropy": loss.top_entropy < 1,
+        "correction": loss.correction != "none" and not has_advantages,
+        "off_policy_threshold": loss.off_policy_threshold is not None and not has_advantages,
+    }
+    for name, is_set in unused.items():
+        _require(
+            not is_set,
+            f"reward_coef is 0, so {name} would change nothing: leave it out, or set reward_coef above 0",
+        )
 
 
 def validate_reference(config: GRPOConfig) -> None:

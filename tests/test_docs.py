@@ -14,7 +14,7 @@ import pytest
 
 from grpo_jax import functional as F
 from grpo_jax.commands import dpo, sft
-from grpo_jax.config import CriticConfig, GRPOConfig, PPOConfig, options_of
+from grpo_jax.config import CriticConfig, EngineOptions, GRPOConfig, PPOConfig, options_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -68,13 +68,14 @@ def test_page_runs(file, tmp_path, monkeypatch):
 def test_commands_run_one_after_another(tmp_path):
     """Rows, training, evaluation, presets, methods, export, memory: each command of a page, made shorter by options."""
     make, train, evaluate = blocks("rewards.md", "bash")
-    preset, ppo, sft = blocks("training.md", "bash")
+    preset, teacher, ppo, sft = blocks("training.md", "bash")
     (export,), (memory,) = (blocks(f"{page}.md", "bash") for page in ("pretrained", "scaling"))
     short = " --steps 2 --group-size 2 --max-tokens 8 --num-prompts 2\n"
     pairs = [{"prompt": f"Once there was a {word}.", "completion": f" The {word} was red."} for word in "abcdefghijkl"]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     shown = [make, train.rstrip() + short, evaluate, preset.rstrip() + short]
     shown += [export.replace("runs/stories", "runs/train"), memory]
+    shown += [teacher.replace("SMALL", "DIR").replace("LARGE", "DIR").rstrip() + short]
     shown += [ppo.rstrip() + short, sft.replace("--run-dir", "--steps 2 --run-dir")]
     program = ".venv/bin/python -c 'from grpo_jax.commands import main; main()'"
     commands = "".join(shown).replace("DIR", str(MODEL)).replace(".venv/bin/grpo-jax", program)
@@ -195,6 +196,11 @@ def test_every_option_is_in_its_group_with_its_default():
     groups["run"] = {name: value for name, value in vars(config).items() if name not in groups}
     groups["critic (PPO)"] = options_of(CriticConfig())
     assert stated == {(group, name): value for group, options in groups.items() for name, value in options.items()}
+
+
+def test_options_of_an_engine_have_their_defaults():
+    stated = {row[0].strip("`"): literal_eval(row[1].strip("`")) for row in table("of an engine", "training.md")}
+    assert stated == options_of(EngineOptions())
 
 
 def test_defaults_of_ppo_are_as_written():

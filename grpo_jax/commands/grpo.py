@@ -3,13 +3,14 @@
 A row is a JSON object with a prompt and the columns that its rewards need. A reward is a Python function of (examples,
 completions) that returns a number for each; an example is a row with its prompt as text. The function runs in a process
 of its own, which is killed when it hangs. Held-out prompts are evaluated before, during and after training. --control
-also trains on a coin toss, which must not learn. A model of 260 thousand parameters takes minutes on two CPU cores; one
-of a billion needs an accelerator.
+also trains on a coin toss, which must not learn. With --teacher another model judges each token, beside the reward or
+in its place. A model of 260 thousand parameters takes minutes on two CPU cores; one of a billion needs an accelerator.
 
 Other methods are --method ppo, sft, reward-model and dpo; each has a --help of its own.
 
   grpo-jax train --model DIR --task rows.jsonl --reward my_rewards.py:solved
   grpo-jax train --model DIR --task gsm8k --data DIR --preset dapo --max-rollouts 4
+  grpo-jax train --model DIR --task gsm8k --teacher DIR --distillation reverse_kl --reward-coef 0 --kl-coef 0
 """
 
 import time
@@ -20,20 +21,32 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.commands.common import CONTROL, RUN_DIR, Method, finish, train_with_control
-from grpo_jax.config import GRPOConfig, ModelOptions, recipe, validate
+from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, recipe, validate
 from grpo_jax.data.text import prompt_limit
+from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded, keep_description, load_model, planned, say_plan
+from grpo_jax.runs.pretrained import (
+    Loaded,
+    keep_description,
+    keep_files,
+    load_model,
+    load_teacher,
+    planned,
+    say_plan,
+)
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, inputs_of
+from grpo_jax.training.distillation import Taught, make_distillation_programs
+from grpo_jax.training.engine import sampler_of
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.loop import Programs
 from grpo_jax.training.parallel import devices_of, parts, place, size, where_to_load
 
 CURVES = (("length_mean", "tokens"),)
+TAUGHT_CURVES = (("distillation", "divergence from the teacher, nats a token"),)
 
 
 @dataclass(frozen=True)
@@ -42,33 +55,75 @@ class Config:
 
     train: GRPOConfig = recipe(eval_every=20)
     model: ModelOptions = ModelOptions()
+    engine: EngineOptions = EngineOptions()
     task: TaskOptions = TaskOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "grpo"
     """What trains the model. Each method has options of its own: `--method ppo --help` lists those of PPO."""
     control: bool = False
     """Train on a coin toss as well, from the same start."""
+    teacher: str = ""
+    """Folder of a Hugging Face model, or its id on the hub, that the policy learns from (--distillation). It has the
+    model's tokenizer and may be of any size."""
 
 
 def main(config: Config) -> None:
     """Loads model and task, then trains."""
     devices = devices_of(config.train)
     validate(config.train, num_devices=parts(devices))  # before a checkpoint is read
+    check_teacher(config)
     with opened(config.model, config.task, config.train) as (model, task):
-        config, model, plan = planned(config, config.train, model, task, devices=size(devices), parts=parts(devices))
-        programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
+        teacher = None
+        if config.teacher:
+            sharding = where_to_load(devices)
+            teacher = load_teacher(config.teacher, config.model, model.pretrained, sharding=sharding)
+        config, model, plan = planned(
+            config,
+            config.train,
+            model,
+            task,
+            devices=size(devices),
+            parts=parts(devices),
+            teacher=teacher.pretrained.config if teacher else None,
+        )
+        sampler = sampler_of(config.engine, model.pretrained, task, config.train, note=flags.say_note)
+        start: Any = model.params
+        # Bad options are refused before anything is compiled.
+        if teacher:
+            programs = make_distillation_programs(model.policy, teacher.policy, task, config.train, sampler=sampler)
+            start = Taught(model.params, teacher.params)
+        else:
+            programs = make_programs(model.policy, task, config.train, sampler=sampler)
         run = flags.open_run(config)
         say_plan(run, plan)
+        if teacher:
+            keep_files(run, "teacher", teacher.pretrained.folder)
         run_method(
             run,
             model,
             task,
             programs,
-            model.params,
+            start,
             phase="grpo",
             options=config.model,
             control=config.control,
+            curves=(*CURVES, *TAUGHT_CURVES) if teacher else CURVES,
         )
+
+
+def check_teacher(config: Config) -> None:
+    """Refuses a teacher that nothing is learned from, and the reverse.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    kind = config.train.distillation.distillation
+    if config.teacher and kind == "none":
+        raise UsageError("--teacher needs --distillation: choose reverse_kl, forward_kl, jsd or k1")
+    if kind != "none" and not config.teacher:
+        raise UsageError(f"--distillation {kind} needs --teacher: name a folder of a model with the same tokenizer")
+    if config.teacher and config.control:
+        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
 
 
 @contextmanager
@@ -125,6 +180,8 @@ def run_method(
     check_length(run, task, config.sampling.row_tokens, model.pretrained.config.max_position_embeddings)
     start = place(start, devices_of(config))
     phases = (phase, CONTROL) if control else (phase,)
+    for name in phases:  # before the start is evaluated, which takes long
+        run.keep_inputs(name, inputs_of(task))
     rows, checksum = train_with_control(start, task, config, run, programs, phases=phases)
 
     groups = [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase]

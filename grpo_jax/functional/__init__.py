@@ -21,6 +21,8 @@ from grpo_jax.functional.advantages import (
     pass_at_k_advantages,
     rank_advantages,
     remax_advantages,
+    span_advantages,
+    teacher_advantages,
     turn_advantages,
     whiten,
 )
@@ -42,6 +44,7 @@ from grpo_jax.functional.divergence import (
     adaptive_entropy_coef,
     adaptive_kl_coef,
     entropy,
+    jsd_full,
     kl_abs,
     kl_full,
     kl_k1,
@@ -49,7 +52,15 @@ from grpo_jax.functional.divergence import (
     kl_k3,
     kl_unbiased,
 )
-from grpo_jax.functional.logprobs import TokenLogprobs, check_logprobs, token_kl, token_logprobs
+from grpo_jax.functional.logprobs import (
+    TokenLogprobs,
+    bucket_logits,
+    check_logprobs,
+    token_jsd,
+    token_kl,
+    token_logprobs,
+    top_tokens,
+)
 from grpo_jax.functional.losses import (
     Metrics,
     clipped_term,
@@ -134,7 +145,9 @@ __all__ = [  # noqa: RUF022
     "reinforce_pp_baseline_advantages",
     "generalized_advantages",
     "rewards_at_end",
+    "span_advantages",
     "turn_advantages",
+    "teacher_advantages",
     "whiten",
     "token_log_ratio",
     "sequence_log_ratio",
@@ -170,6 +183,7 @@ __all__ = [  # noqa: RUF022
     "kl_k3",
     "kl_unbiased",
     "kl_full",
+    "jsd_full",
     "adaptive_kl_coef",
     "entropy",
     "adaptive_entropy_coef",
@@ -192,5 +206,8 @@ __all__ = [  # noqa: RUF022
     "TokenLogprobs",
     "token_logprobs",
     "token_kl",
+    "token_jsd",
+    "top_tokens",
+    "bucket_logits",
     "check_logprobs",
 ]

@@ -1,4 +1,4 @@
-"""How far the policy is from the reference, per token.
+"""How far the policy is from the reference, or a student from its teacher, per token.
 
 k1, k2 and k3 estimate KL(π ‖ π_ref) from the log-probabilities of sampled tokens, x = log π − log π_ref, as means over
 samples of π: http://joschu.net/blog/kl-approx.html. Where the samples are of an older policy, `grpo_loss` corrects them
@@ -8,7 +8,7 @@ samples of π: http://joschu.net/blog/kl-approx.html. Where the samples are of a
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import takes, upcast
+from grpo_jax.functional.numerics import check_beta, takes, upcast
 
 
 @takes(logprobs="number | ...", ref_logprobs="number | ...")
@@ -189,6 +189,40 @@ def kl_full(logits: jax.Array, ref_logits: jax.Array, *, reverse: bool = False) 
     if reverse:
         log_p, log_q = log_q, log_p
     return jnp.sum(_expectation_terms(log_p, log_q), axis=-1)
+
+
+@takes(logits="... V", teacher_logits="... V", beta="number")
+def jsd_full(logits: jax.Array, teacher_logits: jax.Array, *, beta: jax.Array | float = 0.5) -> jax.Array:
+    """JSD_β = β KL(π_T ‖ M) + (1 − β) KL(π ‖ M), M = β π_T + (1 − β) π. GKD (2306.13649), equation 1.
+
+    The generalised Jensen–Shannon divergence of a student π and its teacher π_T. Divided by β it tends to the forward
+    KL(π_T ‖ π) as β goes to 0; divided by 1 − β, to the reverse KL(π ‖ π_T) as β goes to 1. `kl_full` has these two.
+
+    Args:
+      logits: `[..., V]`, unnormalised, of the student.
+      teacher_logits: `[..., V]`, unnormalised, of the teacher.
+      beta: β, between 0 and 1; 0.5 is the symmetric divergence, as in TRL.
+
+    Returns:
+      `[...]` in nats, from 0 to −β log β − (1 − β) log(1 − β). A token that both give no probability (−inf)
+      contributes 0.
+
+    Raises:
+      ValueError: beta is not between 0 and 1 (a traced value is not checked).
+
+    Examples:
+      >>> print(jsd_full(jnp.array([0.0, -99.0]), jnp.array([-99.0, 0.0])))  # they share no token: log 2
+      0.6931
+    """
+    check_beta(beta)
+    log_q, log_p = jax.nn.log_softmax(upcast(logits)), jax.nn.log_softmax(upcast(teacher_logits))
+    beta = jnp.asarray(beta, log_q.dtype)
+    possible = (log_q > -jnp.inf) | (log_p > -jnp.inf)
+    log_mixture = jnp.logaddexp(
+        jnp.where(possible, log_p, 0) + jnp.log(beta), jnp.where(possible, log_q, 0) + jnp.log1p(-beta)
+    )
+    of_teacher, of_student = _expectation_terms(log_p, log_mixture), _expectation_terms(log_q, log_mixture)
+    return jnp.sum(beta * of_teacher + (1 - beta) * of_student, axis=-1)
 
 
 @takes(logits="... V")

@@ -6,13 +6,13 @@ features, V vocabulary, R tokens of all leading axes in one, C width of a slice 
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from grpo_jax.functional.numerics import check_shapes, takes, transposed, upcast
+from grpo_jax.functional.numerics import check_beta, check_shapes, softcapped, takes, transposed, upcast
 
 # Elements of one [R, C] slice of the logits, and the least C. A backward pass holds about three such arrays. On a CPU
 # they stay in its cache: 2 MiB in float32. Accelerators need larger products: with 16,384 tokens an H100 was fastest at
@@ -66,12 +66,15 @@ def token_logprobs(
     ids: jax.Array,
     *,
     temperature: jax.Array | float = 1.0,
+    softcap: jax.Array | float | None = None,
 ) -> TokenLogprobs:
     """log π(id) = z[id] − log Σ_v exp z[v] and H = −Σ_v π(v) log π(v), where z = W h / τ.
 
+    With a `softcap` c, z = c·tanh(W h / c) / τ, as Gemma 2 has it (2408.00118).
+
     Never holds `[..., T, V]`: each slice of the vocabulary is reduced at once, and the
     backward pass computes it again. Both results are differentiable in `hidden`,
-    `unembedding` and `temperature`. Products are taken in the dtype of the inputs and
+    `unembedding`, `temperature` and `softcap`. Products are taken in the dtype of the inputs and
     accumulated in float32.
 
     Args:
@@ -79,6 +82,7 @@ def token_logprobs(
       unembedding: `[V, D]`.
       ids: int `[..., T]`, in [0, V). What an id outside gives is unspecified; mask it.
       temperature: τ > 0, broadcasts against `[..., T]`; that of the sampler. Default 1.
+      softcap: c > 0, a scalar; None, the default: logits are not capped.
 
     Returns:
       `TokenLogprobs(logprobs, entropy)`, both float32 `[..., T]`, of the distribution
@@ -93,7 +97,7 @@ def token_logprobs(
       >>> print(result.logprobs, result.entropy)  # −log 4, log 4
       [[-1.386 -1.386]] [[1.386 1.386]]
     """
-    (logits,) = _logits_of((hidden, unembedding), temperature=temperature)
+    (logits,) = _logits_of((hidden, unembedding, softcap), temperature=temperature)
     logprobs, entropy = _token_logprobs(logits, ids.ravel())
     return TokenLogprobs(logprobs.reshape(ids.shape), entropy.reshape(ids.shape))
 
@@ -107,6 +111,8 @@ def token_kl(
     *,
     temperature: jax.Array | float = 1.0,
     reverse: bool = False,
+    softcap: jax.Array | float | None = None,
+    ref_softcap: jax.Array | float | None = None,
 ) -> jax.Array:
     """KL(π ‖ π_ref) = Σ_v π(v) (log π(v) − log π_ref(v)), or with `reverse` KL(π_ref ‖ π); π ∝ exp(W h / τ), so π_ref.
 
@@ -121,6 +127,8 @@ def token_kl(
       ref_unembedding: `[V, D']`.
       temperature: τ > 0 of both, broadcasts against `[..., T]`; that of the sampler. Default 1.
       reverse: take the expectation under the reference instead.
+      softcap: c > 0 of the policy, as in `token_logprobs`; None, the default: its logits are not capped.
+      ref_softcap: that of the reference.
 
     Returns:
       float32 `[..., T]` in nats, never negative; up to about 1e-6 by rounding where the distributions are equal.
@@ -134,34 +142,162 @@ def token_kl(
       [0.1438]
     """
     shape = hidden.shape[:-1]
-    reference = jax.lax.stop_gradient((ref_hidden, ref_unembedding))
-    policy, ref = _logits_of((hidden, unembedding), reference, temperature=temperature)
+    reference = jax.lax.stop_gradient((ref_hidden, ref_unembedding, ref_softcap))
+    policy, ref = _logits_of((hidden, unembedding, softcap), reference, temperature=temperature)
     return (_kl(ref, policy) if reverse else _kl(policy, ref)).reshape(shape)
 
 
+@takes(hidden="... D", unembedding="V D", teacher_hidden="... E", teacher_unembedding="V E", beta="number")
+def token_jsd(
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    teacher_hidden: jax.Array,
+    teacher_unembedding: jax.Array,
+    *,
+    beta: jax.Array | float = 0.5,
+    temperature: jax.Array | float = 1.0,
+    softcap: jax.Array | float | None = None,
+    teacher_softcap: jax.Array | float | None = None,
+) -> jax.Array:
+    """JSD_β = β KL(π_T ‖ M) + (1 − β) KL(π ‖ M), M = β π_T + (1 − β) π; π ∝ exp(W h / τ), so π_T. GKD (2306.13649).
+
+    `jsd_full` of the logits without holding `[..., T, V]`: slice by slice, as in `token_logprobs`. Differentiable in
+    `hidden`, `unembedding`, `beta` and `temperature`; the teacher gets no gradient.
+
+    Args:
+      hidden: `[..., T, D]`, of the student's decoder after its last norm.
+      unembedding: `[V, D]`.
+      teacher_hidden: `[..., T, D']`, of the teacher's decoder, which may have another width.
+      teacher_unembedding: `[V, D']`.
+      beta: β, between 0 and 1. Near 0 the divergence is β times the forward KL, near 1 it is (1 − β) times the reverse
+        one. 0.5 as in the paper's symmetric divergence and in TRL.
+      temperature: τ > 0 of both, broadcasts against `[..., T]`; that of the sampler. Default 1.
+      softcap: c > 0 of the student, as in `token_logprobs`; None, the default: its logits are not capped.
+      teacher_softcap: that of the teacher.
+
+    Returns:
+      float32 `[..., T]` in nats, never negative; up to about 1e-6 by rounding where the distributions are equal.
+
+    Raises:
+      AssertionError: shapes disagree (at trace time).
+      ValueError: beta is not between 0 and 1 (a traced value is not checked).
+
+    Examples:
+      >>> one, certain = jnp.ones((1, 1)), jnp.array([[0.0], [-99.0]])  # T = 1, D = 1, V = 2
+      >>> print(token_jsd(one, certain, one, certain[::-1]))  # they share no token: log 2
+      [0.693]
+    """
+    check_beta(beta)
+    shape = hidden.shape[:-1]
+    teacher = jax.lax.stop_gradient((teacher_hidden, teacher_unembedding, teacher_softcap))
+    student, taught = _logits_of((hidden, unembedding, softcap), teacher, temperature=temperature)
+    # β in the type of the logits under shard_map, as `_logits_of` says.
+    beta = jnp.asarray(beta, jnp.float32) + 0 * student.scale
+    return _jsd(student, taught, beta).reshape(shape)
+
+
+@takes(hidden="... D", unembedding="V D")
+def top_tokens(hidden: jax.Array, unembedding: jax.Array, k: int) -> jax.Array:
+    """The k likeliest tokens, argtop_k W h, without holding `[..., T, V]`.
+
+    Args:
+      hidden: `[..., T, D]`, of the decoder after its last norm.
+      unembedding: `[V, D]`.
+      k: at most V.
+
+    Returns:
+      int32 `[..., T, k]`, the likeliest first.
+
+    Raises:
+      AssertionError: shapes disagree (at trace time).
+      ValueError: k is not between 1 and V.
+
+    Examples:
+      >>> print(top_tokens(jnp.ones((1, 1)), jnp.array([[0.0], [2.0], [1.0]]), 2))
+      [[1 2]]
+    """
+    if not 1 <= k <= unembedding.shape[0]:
+        raise ValueError(f"k is {k}: it must be between 1 and the {unembedding.shape[0]} tokens of the vocabulary")
+    # Neither a temperature nor a cap changes their order.
+    (logits,) = _logits_of((*jax.lax.stop_gradient((hidden, unembedding)), None), temperature=1.0)
+
+    def merge(best, index):
+        values, ids = best
+        z, part = _slice_logits(logits, index)
+        columns = jnp.broadcast_to(part.start + jnp.arange(z.shape[1], dtype=jnp.int32), z.shape)
+        values = jnp.concatenate([values, _only_new(z, part, -jnp.inf)], axis=1)
+        values, places = jax.lax.top_k(values, k)
+        return (values, jnp.take_along_axis(jnp.concatenate([ids, columns], axis=1), places, axis=1)), None
+
+    rows = jnp.zeros_like(logits.hidden, shape=(logits.hidden.shape[0], k), dtype=jnp.float32)
+    nothing = rows - jnp.inf, rows.astype(jnp.int32)
+    (_, ids), _ = jax.lax.scan(merge, nothing, jnp.arange(_num_slices(logits)))
+    return ids.reshape(*hidden.shape[:-1], k)
+
+
+@takes(ids="... K", hidden="... D", unembedding="V D")
+def bucket_logits(
+    hidden: jax.Array,
+    unembedding: jax.Array,
+    ids: jax.Array,
+    *,
+    temperature: jax.Array | float = 1.0,
+    softcap: jax.Array | float | None = None,
+) -> jax.Array:
+    """Logits of K chosen tokens and of all others in one: z[ids], and log Σ exp z[v] over v ∉ ids; z = W h / τ.
+
+    Their softmax is π with all tokens but the chosen ones put into one bucket. A divergence of two such distributions,
+    `kl_full` or `jsd_full` of the logits, is at most that of the whole vocabulary, and is equal to it where K is V − 1.
+    Never holds `[..., T, V]`; differentiable as `token_logprobs` is.
+
+    Args:
+      hidden: `[..., T, D]`, of the decoder after its last norm.
+      unembedding: `[V, D]`.
+      ids: int `[..., T, K]`, different ones in [0, V), such as the teacher's `top_tokens`.
+      temperature: τ > 0, broadcasts against `[..., T]`; that of the sampler. Default 1.
+      softcap: c > 0, as in `token_logprobs`; None, the default: logits are not capped.
+
+    Returns:
+      float32 `[..., T, K + 1]`, the bucket last; −inf there if nothing is left for it.
+
+    Raises:
+      AssertionError: shapes disagree (at trace time).
+
+    Examples:
+      >>> logits = bucket_logits(jnp.ones((1, 1)), jnp.log(jnp.array([[5.0], [2.0], [3.0]])), jnp.array([[0]]))
+      >>> print(jnp.exp(logits))  # 5, and 2 + 3
+      [[5. 5.]]
+    """
+    (logits,) = _logits_of((hidden, unembedding, softcap), temperature=temperature)
+    return _bucket_logits(logits, ids.reshape(-1, ids.shape[-1])).reshape(*ids.shape[:-1], ids.shape[-1] + 1)
+
+
 class _Logits(NamedTuple):
-    """z = scale · W h, not yet computed; or the gradients of the three."""
+    """z = scale · W h, or scale · c·tanh(W h / c), not yet computed; or the gradients of what it is made of."""
 
     hidden: jax.Array  # [R, D]
     unembedding: jax.Array  # [V, D]
     scale: jax.Array  # float32 [R], 1/τ
+    softcap: jax.Array | None  # float32 scalar, c
 
 
-def _logits_of(*models: tuple[jax.Array, jax.Array], temperature: jax.Array | float) -> list[_Logits]:
-    """One `_Logits` for each pair (hidden, unembedding).
+def _logits_of(*models: tuple[jax.Array, jax.Array, Any], temperature: jax.Array | float) -> list[_Logits]:
+    """One `_Logits` for each (hidden, unembedding, softcap).
 
     Under shard_map hidden states vary over devices, while a replicated matrix does not, and a custom gradient must have
     the type of its input. Adding a zero that varies gives all arrays one type, and JAX sums the gradient of the matrix
     over devices. XLA removes the addition.
     """
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
-    zeros = (jnp.zeros_like(x, shape=(), dtype=jnp.float32) for x in jax.tree.leaves((models, scale)))
+    arrays = jax.tree.leaves(([model[:2] for model in models], scale))
+    zeros = (jnp.zeros_like(x, shape=(), dtype=jnp.float32) for x in arrays)
     zero = sum(zeros, start=jnp.float32(0))
 
-    def logits(hidden: jax.Array, unembedding: jax.Array) -> _Logits:
+    def logits(hidden: jax.Array, unembedding: jax.Array, softcap: Any) -> _Logits:
         flat = hidden.reshape(-1, hidden.shape[-1])
         scales = jnp.broadcast_to(scale, hidden.shape[:-1]).ravel()
-        return _Logits(*(x + zero.astype(x.dtype) for x in (flat, unembedding, scales)))
+        cap = None if softcap is None else jnp.asarray(softcap, jnp.float32)
+        return jax.tree.map(lambda x: x + zero.astype(x.dtype), _Logits(flat, unembedding, scales, cap))
 
     return [logits(*model) for model in models]
 
@@ -253,6 +389,114 @@ def _kl_backward(residuals, d_kl):
 _kl.defvjp(_kl_forward, _kl_backward)
 
 
+@jax.custom_vjp
+def _jsd(student: _Logits, teacher: _Logits, beta: jax.Array):
+    """JSD_β of the teacher P and the student Q, `[R]`; β `[R]`."""
+    return _jsd_forward(student, teacher, beta)[0]
+
+
+def _to_mixture(log_q, log_p, beta):
+    """log Q − log M and log P − log M of one slice, `[R, C]`."""
+    gap = log_q - log_p
+    over_teacher = jnp.logaddexp(jnp.log(beta)[:, None], jnp.log1p(-beta)[:, None] + gap)  # log M − log P
+    return gap - over_teacher, -over_teacher
+
+
+def _jsd_forward(student, teacher, beta):
+    """A pass for the normalisers, and one for KL(Q ‖ M) and KL(P ‖ M)."""
+    slices = jnp.arange(_num_slices(student))
+
+    def normalizers(index):
+        (z, part), (other, _) = _slice_logits(student, index), _slice_logits(teacher, index)
+        return _moments(z, z, part), _moments(other, other, part)
+
+    of_student, of_teacher = jax.lax.map(normalizers, slices)
+    normalizer, other_normalizer = _combine(*of_student)[0], _combine(*of_teacher)[0]
+
+    def divergences(index):
+        (z, part), (other, _) = _slice_logits(student, index), _slice_logits(teacher, index)
+        log_q, log_p = z - normalizer[:, None], other - other_normalizer[:, None]
+        of_q, of_p = _to_mixture(log_q, log_p, beta)
+        terms = jnp.exp(log_q) * of_q, jnp.exp(log_p) * of_p
+        return tuple(jnp.sum(_only_new(x, part, 0), axis=-1) for x in terms)
+
+    # Rounding may leave a little less than 0 where the distributions are equal.
+    kl_q, kl_p = (jnp.maximum(jnp.sum(x, axis=0), 0) for x in jax.lax.map(divergences, slices))
+    jsd = beta * kl_p + (1 - beta) * kl_q
+    return jsd, (student, teacher, beta, normalizer, other_normalizer, kl_q, kl_p)
+
+
+def _jsd_backward(residuals, d_jsd):
+    """∂JSD/∂z_Q[v] = (1 − β) Q(v) (log Q(v)/M(v) − KL(Q ‖ M)), ∂JSD/∂z_P[v] = β P(v) (log P(v)/M(v) − KL(P ‖ M)).
+
+    ∂JSD/∂β = KL(P ‖ M) − KL(Q ‖ M). XLA drops what is not asked for.
+    """
+    student, teacher, beta, normalizer, other_normalizer, kl_q, kl_p = residuals
+
+    def d_student(z, part):
+        log_q, log_p = z - normalizer[:, None], _slice_logits(teacher, part.number)[0] - other_normalizer[:, None]
+        of_q, _ = _to_mixture(log_q, log_p, beta)
+        return (d_jsd * (1 - beta))[:, None] * jnp.exp(log_q) * (of_q - kl_q[:, None])
+
+    def d_teacher(z, part):
+        log_q, log_p = _slice_logits(student, part.number)[0] - normalizer[:, None], z - other_normalizer[:, None]
+        _, of_p = _to_mixture(log_q, log_p, beta)
+        return (d_jsd * beta)[:, None] * jnp.exp(log_p) * (of_p - kl_p[:, None])
+
+    return _gradients(student, d_student), _gradients(teacher, d_teacher), d_jsd * (kl_p - kl_q)
+
+
+_jsd.defvjp(_jsd_forward, _jsd_backward)
+
+
+# ---- chosen tokens, and the others in one bucket
+
+
+@jax.custom_vjp
+def _bucket_logits(logits: _Logits, ids: jax.Array):
+    return _bucket_forward(logits, ids)[0]
+
+
+def _at_columns(values, ids, part, width):
+    """`values` `[R, K]` at their columns of a slice, 0 elsewhere: `[R, C]`."""
+    place = ids - part.start
+    place = jnp.where(place < 0, width, place)  # a negative one would count from the end
+    row = jnp.arange(ids.shape[0])[:, None]
+    return jnp.zeros_like(values, shape=(ids.shape[0], width)).at[row, place].add(values, mode="drop")
+
+
+def _bucket_forward(logits, ids):
+    def reduce_slice(chosen, index):
+        z, part = _slice_logits(logits, index)
+        place = ids - part.start
+        here = (place >= part.num_seen) & (place < z.shape[1])
+        found = jnp.take_along_axis(z, jnp.clip(place, 0, z.shape[1] - 1), axis=1)
+        is_chosen = _at_columns(jnp.ones_like(chosen), ids, part, z.shape[1]) > 0
+        others = jnp.where(is_chosen, -jnp.inf, _only_new(z, part, -jnp.inf))
+        return jnp.where(here, found, chosen), jax.nn.logsumexp(others, axis=1)
+
+    zeros = jnp.zeros_like(logits.scale, shape=ids.shape)
+    chosen, others = jax.lax.scan(reduce_slice, zeros, jnp.arange(_num_slices(logits)))  # [R, K], and of slices [R]
+    others = jax.nn.logsumexp(others, axis=0)
+    return jnp.concatenate([chosen, others[:, None]], axis=1), (logits, ids, others)
+
+
+def _bucket_backward(residuals, d_buckets):
+    """∂L/∂z[v] = g[k] where v is ids[k], and g[K] exp(z[v]) / Σ_others exp z elsewhere."""
+    logits, ids, others = residuals
+    d_chosen, d_others = d_buckets[:, :-1], d_buckets[:, -1:]
+
+    def d_logits(z, part):
+        slope = _at_columns(d_chosen, ids, part, z.shape[1])
+        is_chosen = _at_columns(jnp.ones_like(d_chosen), ids, part, z.shape[1]) > 0
+        return jnp.where(is_chosen, slope, d_others * jnp.exp(jnp.where(is_chosen, 0, z - others[:, None])))
+
+    return _gradients(logits, d_logits), None
+
+
+_bucket_logits.defvjp(_bucket_forward, _bucket_backward)
+
+
 # ---- slices of the vocabulary
 
 
@@ -288,28 +532,37 @@ def _combine(maximum, total, moment):
 
 
 def _gradients(logits: _Logits, d_logits) -> _Logits:
-    """Those of hidden states, matrix and scale, from d_logits(z, slice) -> ∂L/∂z, `[R, C]`."""
-    hidden, unembedding, scale = logits
+    """Those of what logits are made of, from d_logits(z, slice) -> ∂L/∂z, `[R, C]`."""
+    hidden, unembedding, scale, softcap = logits
 
     def accumulate(carry, index):
-        d_hidden, d_unembedding = carry
-        z, part = _slice_logits(logits, index)
-        slope = _only_new(d_logits(z, part), part, 0) * scale[:, None]
+        d_hidden, d_unembedding, d_rest = carry
+        products, part = _slice_products(logits, index)
+        z, pull = jax.vjp(_of_products, products, scale, softcap)
+        slope = _only_new(d_logits(z, part), part, 0)
+        if softcap is None:
+            slope = slope * scale[:, None]
+        else:
+            slope, *own = pull(slope)
+            d_rest = jax.tree.map(jnp.add, d_rest, tuple(own))
         slope = slope.astype(hidden.dtype)
         weight, _ = _slice_weight(logits, index)
         d_hidden += _einsum("rc,cd->rd", slope, weight)
         d_weight = _einsum("cr,rd->cd", transposed(slope), hidden).astype(d_unembedding.dtype)
         previous = jax.lax.dynamic_slice_in_dim(d_unembedding, part.start, weight.shape[0])
         d_unembedding = jax.lax.dynamic_update_slice_in_dim(d_unembedding, previous + d_weight, part.start, axis=0)
-        return (d_hidden, d_unembedding), None
+        return (d_hidden, d_unembedding, d_rest), None
 
     # Of a bfloat16 array XLA on CPU copies the whole when it writes a slice.
     dtype = upcast(unembedding).dtype if jax.default_backend() == "cpu" else unembedding.dtype
     zeros = jnp.zeros_like(hidden, dtype=jnp.float32), jnp.zeros_like(unembedding, dtype=dtype)
-    (d_hidden, d_unembedding), _ = jax.lax.scan(accumulate, zeros, jnp.arange(_num_slices(logits)))
-    # Σ_v ∂L/∂z[v] · (W h)[v] = h · ∂L/∂h / scale, which saves a pass over the logits.
-    d_scale = jnp.sum(d_hidden * hidden.astype(jnp.float32), axis=-1) / scale
-    return _Logits(d_hidden.astype(hidden.dtype), d_unembedding.astype(unembedding.dtype), d_scale)
+    of_rest: tuple[Any, ...] = () if softcap is None else (jnp.zeros_like(scale), jnp.zeros_like(softcap))
+    carry, _ = jax.lax.scan(accumulate, (*zeros, of_rest), jnp.arange(_num_slices(logits)))
+    d_hidden, d_unembedding, d_rest = carry
+    if softcap is None:
+        # Σ_v ∂L/∂z[v] · (W h)[v] = h · ∂L/∂h / scale, which saves a pass over the logits.
+        d_rest = (jnp.sum(d_hidden * hidden.astype(jnp.float32), axis=-1) / scale, None)
+    return _Logits(d_hidden.astype(hidden.dtype), d_unembedding.astype(unembedding.dtype), *d_rest)
 
 
 def _num_slices(logits: _Logits) -> int:
@@ -347,10 +600,21 @@ def _slice_weight(logits: _Logits, index):
     return jax.lax.dynamic_slice_in_dim(logits.unembedding, start, width), part
 
 
+def _slice_products(logits: _Logits, index):
+    """W h `[R, C]` of slice `index`, and the slice."""
+    weight, part = _slice_weight(logits, index)
+    return _einsum("rd,cd->rc", logits.hidden, weight), part
+
+
+def _of_products(products, scale, softcap):
+    """z of W h, both `[R, C]`."""
+    return softcapped(products, softcap) * scale[:, None]
+
+
 def _slice_logits(logits: _Logits, index):
     """z `[R, C]` of slice `index`, and the slice."""
-    weight, part = _slice_weight(logits, index)
-    return _einsum("rd,cd->rc", logits.hidden, weight) * logits.scale[:, None], part
+    products, part = _slice_products(logits, index)
+    return _of_products(products, logits.scale, logits.softcap), part
 
 
 _einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)

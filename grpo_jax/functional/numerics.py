@@ -24,6 +24,16 @@ def is_zero(coefficient: Any) -> bool:
     return isinstance(coefficient, Real) and coefficient == 0
 
 
+def check_beta(beta: Any) -> None:
+    """Refuses a β outside of (0, 1), where a divergence is 0 whatever its arguments. A traced number is not checked.
+
+    Raises:
+      ValueError: it is.
+    """
+    if isinstance(beta, float | int) and not 0 < beta < 1:
+        raise ValueError(f"beta is {beta}: it must be between 0 and 1; for the ends take the forward or the reverse KL")
+
+
 def maybe_psum(value: jax.Array, axis_name: AxisName) -> jax.Array:
     """The sum over the mapped axes; the value itself if there are none."""
     return value if axis_name is None else jax.lax.psum(value, axis_name)
@@ -169,3 +179,8 @@ def write_slice(array: jax.Array, part: jax.Array, start: jax.Array | int, axis:
         return write(array, part)
     array, part = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, part))
     return jax.lax.bitcast_convert_type(write(array, part), jnp.bfloat16)
+
+
+def softcapped(x: jax.Array, softcap: jax.Array | float | None) -> jax.Array:
+    """c·tanh(x/c), which is close to x near 0 and stays between −c and c (2408.00118); x where the cap c is None."""
+    return x if softcap is None else softcap * jnp.tanh(x / softcap)

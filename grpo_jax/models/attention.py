@@ -13,8 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from grpo_jax.functional.numerics import transposed, write_slice
+from grpo_jax.functional.numerics import softcapped, transposed, write_slice
 from grpo_jax.models.config import AttentionKind
+
+
+class Scores(NamedTuple):
+    """How attention makes its scores of products q·k."""
+
+    scale: float | None = None  # that they are multiplied by; None: 1/√E
+    softcap: float | None = None  # c of c·tanh(s/c), before the mask and the softmax; None: they are not capped
+
+    def scaled(self, queries: jax.Array) -> jax.Array:
+        """Queries `[..., E]` whose products are scaled."""
+        scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return queries * jnp.asarray(scale, queries.dtype)
 
 
 class KeyValues(NamedTuple):
@@ -51,6 +63,7 @@ def attend_groups(
     values: jax.Array,
     masks: tuple[jax.Array, ...],
     kind: AttentionKind,
+    scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> tuple[jax.Array, KeyValues]:
     """Attention of prompts over themselves, and of the completions behind them over prompt and completion.
 
@@ -62,6 +75,7 @@ def attend_groups(
       keys, values: `[N, M, K, E]`.
       masks: of prompts, and of completions where there are any: see `Geometry`.
       kind: `ModelConfig.attention`.
+      scores: how they are made.
 
     Returns:
       `[N, M, K, Q, E]`; keys and values of the prompts.
@@ -71,6 +85,7 @@ def attend_groups(
     own_queries, own_keys, own_values = (jnp.split(x, [width], axis=1) for x in (queries, keys, values))
     prompt = KeyValues(keys_for_decoding(own_keys[0].swapaxes(1, 2)), own_values[0].swapaxes(1, 2))
     core: Callable[..., jax.Array] = partial(attend_fused, implementation=kind) if kind in ("xla", "cudnn") else attend
+    core = partial(core, scores=scores)
     shared = tuple(x[0].swapaxes(1, 2)[:, :, None] for x in (own_keys, own_values))  # [N, K, 1, P, E]
     attended = core(own_queries[0].transpose(0, 2, 3, 1, 4)[:, :, None], *shared, masks[0])
     attended = attended[:, :, 0].transpose(0, 3, 1, 2, 4)
@@ -94,7 +109,14 @@ _MIN_BLOCK = 128
 _MAX_BLOCKS = 8
 
 
-def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+def attend(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    *,
+    scores: Scores = Scores(),  # noqa: B008, it is a tuple
+) -> jax.Array:
     """softmax(q·k/√E) v, causally: of S queries and C keys, query s sees at most the keys up to C − S + s.
 
     Queries are taken in blocks. Keys that no query of a block may see are left out. A block of a long text is computed
@@ -105,12 +127,13 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
       queries: `[N, K, G, Q, S, E]`.
       keys, values: `[N, K, G, C, E]`.
       mask: bool `[N, 1, G or 1, 1, S, C]`, or with 1 for N; at least one true a query.
+      scores: how they are made.
 
     Returns:
       As queries.
     """
-    size, features = queries.shape[-2:]
-    queries = queries * jnp.asarray(features**-0.5, queries.dtype)
+    size = queries.shape[-2]
+    queries = scores.scaled(queries)
     width = max(_MIN_BLOCK, -(-size // _MAX_BLOCKS))
     if width > 2 * _MIN_BLOCK:
         width = -(-width // _MIN_BLOCK) * _MIN_BLOCK
@@ -120,11 +143,13 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Arr
         seen = keys.shape[-2] - size + end
         core = _attend_in_parts if end - start > 2 * _MIN_BLOCK else _attend_queries
         own = queries[..., start:end, :], mask[..., start:end, :seen]
-        attended.append(core(*own, keys[..., :seen, :], values[..., :seen, :]))
+        attended.append(core(*own, keys[..., :seen, :], values[..., :seen, :], scores.softcap))
     return jnp.concatenate(attended, axis=-2)
 
 
-def _attend_in_parts(queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+def _attend_in_parts(
+    queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, softcap: float | None
+) -> jax.Array:
     """`_attend_queries`, `_MIN_BLOCK` queries after the other."""
     size = queries.shape[-2]
     even = size - size % _MIN_BLOCK
@@ -138,36 +163,40 @@ def _attend_in_parts(queries: jax.Array, mask: jax.Array, keys: jax.Array, value
 
     @partial(jax.checkpoint, policy=policy, prevent_cse=False)
     def attend_part(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return _attend_queries(part[0], part[1], keys, values)
+        return _attend_queries(part[0], part[1], keys, values, softcap)
 
     attended = jnp.moveaxis(jax.lax.map(attend_part, (parts(queries), parts(mask))), 0, -3)
     attended = attended.reshape(*queries.shape[:-2], even, -1)
     if even == size:
         return attended
-    rest = _attend_queries(queries[..., even:, :], mask[..., even:, :], keys, values)
+    rest = _attend_queries(queries[..., even:, :], mask[..., even:, :], keys, values, softcap)
     return jnp.concatenate([attended, rest], axis=-2)
 
 
-def _attend_queries(queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+def _attend_queries(
+    queries: jax.Array, mask: jax.Array, keys: jax.Array, values: jax.Array, softcap: float | None
+) -> jax.Array:
     """`_attend_block` of queries `[N, K, G, Q, S, E]`."""
     *leading, shared, _, features = queries.shape
     mask_rows = jnp.repeat(mask, shared, axis=3).reshape(*mask.shape[:3], -1, mask.shape[-1])
-    attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows)
+    attended = _attend_block(queries.reshape(*leading, -1, features), keys, values, mask_rows, softcap)
     return attended.reshape(queries.shape)
 
 
-@jax.custom_vjp
-def _attend_block(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """softmax(q·k) v. The backward pass computes scores again. 2205.14135.
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend_block(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, softcap: float | None
+) -> jax.Array:
+    """softmax(q·k) v, of capped scores. The backward pass computes scores again. 2205.14135.
 
     Queries `[N, K, G, R, E]`, keys and values `[N, K, G, C, E]`, mask against `[N, K, G, R, C]` -> as queries.
     """
-    return _attend_block_forward(queries, keys, values, mask)[0]
+    return _attend_block_forward(queries, keys, values, mask, softcap)[0]
 
 
-def _attend_block_forward(queries, keys, values, mask):
+def _attend_block_forward(queries, keys, values, mask, softcap):
     # The mask is added and not selected by: XLA on CPU then makes one operation of product, softmax and product.
-    scores = _einsum("nkgre,nkgce->nkgrc", queries, keys) + _bias(mask)
+    scores = softcapped(_einsum("nkgre,nkgce->nkgrc", queries, keys), softcap) + _bias(mask)
     maximum = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - maximum)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -177,13 +206,19 @@ def _attend_block_forward(queries, keys, values, mask):
     return attended, (queries, keys, values, mask, attended, maximum, total)
 
 
-def _attend_block_backward(kept, gradient):
-    """∂L/∂scores = w (∂L/∂attended · v − ∂L/∂attended · attended), with the softmax's weights w."""
+def _attend_block_backward(softcap, kept, gradient):
+    """∂L/∂scores = w (∂L/∂attended · v − ∂L/∂attended · attended), with the softmax's weights w.
+
+    A cap s = c·tanh(x/c) has ∂s/∂x = 1 − (s/c)².
+    """
     queries, keys, values, mask, attended, maximum, total = kept
-    weights = jnp.exp(_einsum("nkgre,nkgce->nkgrc", queries, keys) + _bias(mask) - maximum) / total
+    scores = softcapped(_einsum("nkgre,nkgce->nkgrc", queries, keys), softcap)
+    weights = jnp.exp(scores + _bias(mask) - maximum) / total
     # A product with ones: see `rms_norm`.
     mean = (gradient * attended).astype(jnp.float32) @ jnp.ones((attended.shape[-1], 1), jnp.float32)
     d_scores = weights * (_einsum("nkgre,nkgce->nkgrc", gradient, values) - mean)
+    if softcap is not None:
+        d_scores = d_scores * (1 - jnp.square(scores / softcap))
     weights, d_scores = weights.astype(queries.dtype), d_scores.astype(queries.dtype)
     d_queries = _einsum("nkgrc,nkgce->nkgre", d_scores, keys).astype(queries.dtype)
     d_keys = _einsum("nkgcr,nkgre->nkgce", transposed(d_scores), queries).astype(keys.dtype)
@@ -195,12 +230,18 @@ _attend_block.defvjp(_attend_block_forward, _attend_block_backward)
 
 
 def attend_fused(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, *, implementation: Literal["xla", "cudnn"]
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    *,
+    implementation: Literal["xla", "cudnn"],
+    scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> jax.Array:
-    """`attend` through `jax.nn.dot_product_attention`.
+    """`attend` through `jax.nn.dot_product_attention`, which has no cap: `ModelConfig` refuses one.
 
     Args:
-      queries, keys, values, mask: as in `attend`.
+      queries, keys, values, mask, scores: as in `attend`.
       implementation: of `jax.nn.dot_product_attention`.
 
     Returns:
@@ -224,6 +265,7 @@ def attend_fused(
         rows(keys),
         rows(values),
         mask=even(even(mask.reshape(n * g, 1, s, -1), 2), 3),
+        scale=scores.scale,
         implementation=implementation,
     )
     attended = checkpoint_name(attended, "attended")
@@ -248,6 +290,7 @@ def attend_past(
     prompt: KeyValues,
     cache: KeyValues,
     length: jax.Array,
+    scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> tuple[jax.Array, KeyValues]:
     """Attention of the next tokens of each completion over the prompt and the cache, those tokens included.
 
@@ -260,6 +303,7 @@ def attend_past(
       prompt: of the layer.
       cache: of the layer, or with `[N, K·G, ...]` in place of its first axis.
       length: int32, tokens in the cache: a scalar, where W is 1, or `[N, G]`.
+      scores: how they are made.
 
     Returns:
       As queries; the cache with the tokens.
@@ -271,15 +315,15 @@ def attend_past(
     keys, values = (x.reshape(n, g, w, k, e).transpose(0, 3, 1, 2, 4).reshape(*rows, w, e) for x in (keys, values))
     keys_axes = "ec" if _features_first() else "ce"
     cache = _written(cache, keys, values, length)
-    queries = (queries * jnp.asarray(e**-0.5, queries.dtype)).reshape(n, g, w, k, q, e).transpose(0, 3, 1, 4, 2, 5)
+    queries = scores.scaled(queries).reshape(n, g, w, k, q, e).transpose(0, 3, 1, 4, 2, 5)
     queries, q = queries.reshape(n, k, g, q * w, e), q * w
     if w > 1:
         masks = tuple(jnp.repeat(mask, q // w, axis=3).reshape(*mask.shape[:3], 1, q, -1) for mask in masks)
-    scores = (
+    products = (
         _einsum(f"nkme,nk{keys_axes}->nkmc", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1),
         _einsum(f"...qe,...{keys_axes}->...qc", queries.reshape(*rows, q, e), cache.keys).reshape(n, k, g, q, -1),
     )
-    biased = [x + _bias(mask)[:, :, :, 0] for x, mask in zip(scores, masks, strict=True)]
+    biased = [softcapped(x, scores.softcap) + _bias(mask)[:, :, :, 0] for x, mask in zip(products, masks, strict=True)]
     width = masks[0].shape[-1]
     weights = jax.nn.softmax(jnp.concatenate(biased, axis=-1)).astype(queries.dtype)
     of_prompt, of_cache = jnp.split(weights, [width], axis=-1)

@@ -1,16 +1,20 @@
-"""Where tokens stand and what they look at: positions, rotations and masks. Letters as in `transformer`."""
+"""Where tokens stand and what they look at: positions and masks. Letters as in `transformer`."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.errors import UsageError
 from grpo_jax.models.attention import Prefix
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.rotary import Angles, rotary_angles
 
 
-class Geometry(NamedTuple):
-    """Where the tokens of a call stand and what they look at; the same for all layers.
+class Seen(NamedTuple):
+    """Where the tokens of a call stand in one layer, and what they look at there.
 
     Masks are bool, true where a query may look, at least once for each query. They broadcast against scores
     `[N, K, G, Q, queries, keys]`, and there are one or two. Prompts alone: over themselves. Groups: of the prompt over
@@ -18,22 +22,80 @@ class Geometry(NamedTuple):
     and over the cache.
     """
 
-    angles: tuple[jax.Array, jax.Array]  # of the rotations, from `rotary_angles`
+    angles: Angles
     masks: tuple[jax.Array, ...]
 
 
-def geometry_of_texts(config: ModelConfig, positions: jax.Array, texts: jax.Array, *, window: int | None) -> Geometry:
+class Geometry(NamedTuple):
+    """`Seen` of all layers: what differs between them once, and not for each layer."""
+
+    angles: tuple[Angles, ...]  # one for each rotation that there is among the layers
+    masks: tuple[tuple[jax.Array, ...], ...]  # one for each window
+
+    def of_layer(self, kind: "LayerKind") -> Seen:
+        """What a layer of this kind sees."""
+        return Seen(_chosen(self.angles, kind.rotation), _chosen(self.masks, kind.window))
+
+
+class LayerKind(NamedTuple):
+    """Which of the `Geometry` a layer takes: places, as ints or int32 scalars. None: there is but one."""
+
+    rotation: Any
+    window: Any
+
+
+def layer_kinds(config: ModelConfig) -> list[LayerKind]:
+    """Of each layer."""
+
+    def places(of_layers: Iterable[Any]) -> list[int | None]:
+        of_layers = list(of_layers)
+        different = _different(of_layers)
+        return [None if len(different) == 1 else different.index(x) for x in of_layers]
+
+    return [LayerKind(*kind) for kind in zip(places(config.rotations), places(config.windows), strict=True)]
+
+
+def _different(values: Iterable[Any]) -> list[Any]:
+    """Each once, in the order of their first."""
+    return list(dict.fromkeys(values))
+
+
+def _chosen(variants: tuple[Any, ...], place: Any) -> Any:
+    if place is None or isinstance(place, int):
+        return variants[place or 0]
+    return jax.tree.map(lambda *leaves: jax.lax.select_n(place, *leaves), *variants)
+
+
+def _geometry(
+    config: ModelConfig, positions: jax.Array, longest: int, masks_of: Callable[[int | None], tuple[jax.Array, ...]]
+) -> Geometry:
+    """Of tokens at positions `[N, M]`, of texts of so many tokens at most, with the masks of a window."""
+    if config.longest_text and longest > config.longest_text:
+        raise UsageError(
+            f"texts of up to {longest} tokens, padding included, are longer than the {config.longest_text} above which "
+            "this model's rotary scaling changes with a text's length: lower max_tokens or max_prompt_tokens"
+        )
+    masks = tuple(masks_of(window) for window in _different(config.windows))
+    rotations = _different(config.rotations)
+    return Geometry(tuple(rotary_angles(positions, x, config.rotary_features) for x in rotations), masks)
+
+
+def geometry_of_texts(config: ModelConfig, positions: jax.Array, texts: jax.Array) -> Geometry:
     """Of texts, each token of which sees those of its own text up to itself.
 
     Args:
-      config: for the rotations.
+      config: for rotations and windows.
       positions: int `[N, S]`, from 0 at the first token of a text.
       texts: int or bool `[N, S]`: several texts in a row, counted from 1, and 0 for padding.
-      window: tokens that a token attends to, itself included; None for all.
 
     Returns:
-      `Geometry` with one mask.
+      `Geometry` with one mask a window.
     """
+    masks = partial(_mask_of_texts, positions, texts)
+    return _geometry(config, positions, positions.shape[-1], lambda window: (masks(window),))
+
+
+def _mask_of_texts(positions: jax.Array, texts: jax.Array, window: int | None) -> jax.Array:
     width, texts = positions.shape[-1], texts.astype(jnp.int32)
     queries, keys = texts[:, :, None], texts[:, None, :]
     causal = jnp.tril(jnp.ones((width, width), bool))
@@ -41,48 +103,46 @@ def geometry_of_texts(config: ModelConfig, positions: jax.Array, texts: jax.Arra
     seen = (queries == keys) & (keys > 0) & causal & near
     # Padding attends to itself, so that no row of scores is all −∞. Nobody reads what it computes.
     seen = seen | jnp.eye(width, dtype=bool)
-    return Geometry(rotary_angles(positions, config), (seen[:, None, None, None],))
+    return seen[:, None, None, None]
 
 
-def geometry_of_groups(
-    config: ModelConfig, prompt_mask: jax.Array, group_size: int, size: int, *, window: int | None
-) -> Geometry:
+def geometry_of_groups(config: ModelConfig, prompt_mask: jax.Array, group_size: int, size: int) -> Geometry:
     """Of prompts, each with completions behind it.
 
     Args:
-      config: for the rotations.
+      config: for rotations and windows.
       prompt_mask: bool `[N, P]`.
       group_size: G.
       size: S, tokens of a completion.
-      window: tokens that a token attends to, itself included; None for all.
 
     Returns:
-      `Geometry` with two masks.
+      `Geometry` with two masks a window.
     """
     of_prompt = prompt_positions(prompt_mask)
     own = jnp.sum(prompt_mask, axis=-1, keepdims=True, dtype=jnp.int32) + jnp.arange(size)  # [N, S]
     in_a_row = jnp.concatenate([of_prompt, own], axis=-1)
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (*own.shape, size))
     of_prompt_seen = jnp.broadcast_to(prompt_mask[:, None], (*own.shape, prompt_mask.shape[-1]))
-    seen = jnp.concatenate([of_prompt_seen, causal], axis=-1) & _near(own[:, :, None], in_a_row[:, None, :], window)
-    alone = geometry_of_texts(config, of_prompt, prompt_mask, window=window)
+
+    def masks_of(window: int | None) -> tuple[jax.Array, ...]:
+        near = _near(own[:, :, None], in_a_row[:, None, :], window)
+        seen = jnp.concatenate([of_prompt_seen, causal], axis=-1) & near
+        return _mask_of_texts(of_prompt, prompt_mask, window), seen[:, None, None, None]
+
     positions = jnp.concatenate([of_prompt, jnp.tile(own, (1, group_size))], axis=-1)
-    return Geometry(rotary_angles(positions, config), (*alone.masks, seen[:, None, None, None]))
+    return _geometry(config, positions, in_a_row.shape[-1], masks_of)
 
 
-def geometry_of_packed_groups(
-    config: ModelConfig, prompt_mask: jax.Array, completions: jax.Array, *, window: int | None
-) -> Geometry:
+def geometry_of_packed_groups(config: ModelConfig, prompt_mask: jax.Array, completions: jax.Array) -> Geometry:
     """Of prompts, each with several of its completions behind it in one row.
 
     Args:
-      config: for the rotations.
+      config: for rotations and windows.
       prompt_mask: bool `[N, P]`.
       completions: int `[N, S]`: numbered from 1, each in one piece, and 0 for padding.
-      window: tokens that a token attends to, itself included; None for all.
 
     Returns:
-      `Geometry` with two masks.
+      `Geometry` with two masks a window.
     """
     of_prompt = prompt_positions(prompt_mask)
     own = jnp.sum(prompt_mask, axis=-1, keepdims=True, dtype=jnp.int32) + positions_in_texts(completions)
@@ -90,9 +150,13 @@ def geometry_of_packed_groups(
     # Padding sees the prompt and itself, as if it were a completion. Nobody reads what it computes.
     same = (completions[:, :, None] == completions[:, None, :]) & jnp.tril(jnp.ones((size, size), bool))
     of_prompt_seen = jnp.broadcast_to(prompt_mask[:, None], (*own.shape, prompt_mask.shape[-1]))
-    seen = jnp.concatenate([of_prompt_seen, same], axis=-1) & _near(own[:, :, None], positions[:, None, :], window)
-    alone = geometry_of_texts(config, of_prompt, prompt_mask, window=window)
-    return Geometry(rotary_angles(positions, config), (*alone.masks, seen[:, None, None, None]))
+
+    def masks_of(window: int | None) -> tuple[jax.Array, ...]:
+        near = _near(own[:, :, None], positions[:, None, :], window)
+        seen = jnp.concatenate([of_prompt_seen, same], axis=-1) & near
+        return _mask_of_texts(of_prompt, prompt_mask, window), seen[:, None, None, None]
+
+    return _geometry(config, positions, positions.shape[-1], masks_of)
 
 
 def positions_in_texts(texts: jax.Array) -> jax.Array:
@@ -102,56 +166,56 @@ def positions_in_texts(texts: jax.Array) -> jax.Array:
     return place - jax.lax.cummax(begins, axis=1)
 
 
-def geometry_of_step(
-    config: ModelConfig, prefix: Prefix, group_size: int, slots: int, step: jax.Array, *, window: int | None
-) -> Geometry:
+def geometry_of_step(config: ModelConfig, prefix: Prefix, group_size: int, slots: int, step: jax.Array) -> Geometry:
     """Of token number `step` of all completions.
 
     Args:
-      config: for the rotations.
+      config: for rotations and windows.
       prefix: the prompts.
       group_size: G.
       slots: C, tokens that the cache has room for.
       step: int32 scalar.
-      window: tokens that a token attends to, itself included; None for all.
 
     Returns:
-      `Geometry` with two masks.
+      `Geometry` with two masks a window.
     """
     position = prefix.length[:, None] + step  # [N, 1]
-    of_prompt = prefix.mask & _near(position, prompt_positions(prefix.mask), window)
     own = jnp.arange(slots)[None] + prefix.length[:, None]
-    of_cache = (own <= position) & _near(position, own, window)
-    angles = rotary_angles(jnp.broadcast_to(position, (position.shape[0], group_size)), config)
-    return Geometry(angles, (of_prompt[:, None, None, None, None], of_cache[:, None, None, None, None]))
+
+    def masks_of(window: int | None) -> tuple[jax.Array, ...]:
+        of_prompt = prefix.mask & _near(position, prompt_positions(prefix.mask), window)
+        of_cache = (own <= position) & _near(position, own, window)
+        return of_prompt[:, None, None, None, None], of_cache[:, None, None, None, None]
+
+    positions = jnp.broadcast_to(position, (position.shape[0], group_size))
+    return _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
 
 
-def geometry_of_tokens(
-    config: ModelConfig, prefix: Prefix, lengths: jax.Array, width: int, slots: int, *, window: int | None
-) -> Geometry:
+def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, width: int, slots: int) -> Geometry:
     """Of the next tokens of each completion, each behind its own.
 
     Args:
-      config: for the rotations.
+      config: for rotations and windows.
       prefix: the prompts.
       lengths: int32 `[N, G]`, tokens of each completion before them.
       width: W, tokens of each completion.
       slots: C, tokens that the cache has room for.
-      window: tokens that a token attends to, itself included; None for all.
 
     Returns:
-      `Geometry` with two masks.
+      `Geometry` with two masks a window.
     """
     number = lengths[..., None] + jnp.arange(width)  # [N, G, W]
     position = number + prefix.length[:, None, None]
-    of_prompt = prefix.mask[:, None, None] & _near(
-        position[..., None], prompt_positions(prefix.mask)[:, None, None], window
-    )
-    of_prompt = jnp.broadcast_to(of_prompt, (*number.shape, prefix.mask.shape[-1]))
-    own = jnp.arange(slots)
-    of_cache = (own <= number[..., None]) & _near(number[..., None], own, window)
-    angles = rotary_angles(position.reshape(position.shape[0], -1), config)
-    return Geometry(angles, (of_prompt[:, None, :, None], of_cache[:, None, :, None]))
+    places, own = prompt_positions(prefix.mask)[:, None, None], jnp.arange(slots)
+
+    def masks_of(window: int | None) -> tuple[jax.Array, ...]:
+        of_prompt = prefix.mask[:, None, None] & _near(position[..., None], places, window)
+        of_prompt = jnp.broadcast_to(of_prompt, (*number.shape, prefix.mask.shape[-1]))
+        of_cache = (own <= number[..., None]) & _near(number[..., None], own, window)
+        return of_prompt[:, None, :, None], of_cache[:, None, :, None]
+
+    positions = position.reshape(position.shape[0], -1)
+    return _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:
@@ -162,43 +226,3 @@ def prompt_positions(mask: jax.Array) -> jax.Array:
 def _near(queries: jax.Array, keys: jax.Array, window: int | None) -> Any:
     """Whether a key is within the window of a query, from positions that broadcast against each other."""
     return True if window is None else queries - keys < window
-
-
-def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of position · θ^(−2i/E), i = 0 … E/2 − 1. RoPE (2104.09864).
-
-    With Llama 3's scaling, waves longer than original/low are stretched by `factor`, those shorter than
-    original/high stay, and frequencies in between are mixed linearly in original/wavelength (2407.21783).
-
-    Args:
-      positions: int `[N, M]`.
-      config: `head_dim`, `rope_theta`, `rope_scaling`.
-
-    Returns:
-      (cos, cos) and (−sin, sin), float32 `[N, M, 1, E]`.
-    """
-    frequencies = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
-    if config.rope_scaling:
-        factor, low, high, original = config.rope_scaling
-        waves = original * frequencies / (2 * jnp.pi)  # that fit into the original context
-        kept = jnp.clip((waves - low) / (high - low), 0.0, 1.0)
-        frequencies = frequencies * (kept + (1 - kept) / factor)
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-
-
-def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns feature i against feature i + E/2, as Hugging Face checkpoints pair them.
-
-    Args:
-      x: `[N, M, heads, E]`.
-      angles: from `rotary_angles`.
-
-    Returns:
-      As x.
-    """
-    cos, sin = angles
-    exact = x.astype(jnp.float32)
-    first, second = jnp.split(exact, 2, axis=-1)
-    return (exact * cos + jnp.concatenate([second, first], axis=-1) * sin).astype(x.dtype)

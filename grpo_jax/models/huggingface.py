@@ -3,6 +3,7 @@
 Tensors are read and written one at a time; what is held at once is the parameters and one of their leaves.
 """
 
+import itertools
 import json
 import os
 import re
@@ -20,8 +21,8 @@ import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
 from grpo_jax.errors import UsageError, missing
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface
 from grpo_jax.models.heads import Headed, add_head, without_vocabulary
 from grpo_jax.models.lora import Adapted
 from grpo_jax.models.policy import decoder_policy
@@ -46,6 +47,8 @@ FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a folder holds besides weights. Never a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 _INDEX = "model.safetensors.index.json"
+# Of an expert's projections. The mixture is called block_sparse_moe there, in place of mlp.
+MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LARGEST = 1e6  # of a weight: those of models are below a thousand, and float16 ends at 65504
 
 
@@ -82,7 +85,7 @@ def load_pretrained(
       quantize: int8 or nf4: the kernels of projections are held in 8 or 4 bits, for LoRA; see `models.quantised`.
       sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that is a prefix of the parameters', or
         a function of the parameters' shapes that gives one; None: the default device.
-      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
+      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention, router.
 
     Returns:
       The model.
@@ -180,23 +183,32 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
 
 
 class Tensor(NamedTuple):
-    """A tensor of a folder, and how it is laid out there."""
+    """A tensor of a folder, or some rows of one, and how it is laid out there."""
 
-    name: str  # "{}" stands for the layer
+    name: str  # the first "{}" stands for the layer, the second for the expert
     shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
     linear: bool  # here [*in, *out]: transposed, with axes for heads
+    first: int = 0  # row of the folder's tensor
+    rows: int | None = None  # that the folder's tensor has; None: those of the shape
 
     @property
-    def stacked(self) -> bool:
-        """Whether there is one for each layer, here the leading axis of one leaf."""
-        return "{}" in self.name
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the folder's tensor."""
+        return self.shape if self.rows is None else (self.rows, *self.shape[1:])
+
+    @property
+    def stacked(self) -> int:
+        """Leading axes of its leaf that are tensors of their own in the folder: layers, and then experts."""
+        return self.name.count("{}")
 
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """As part of a leaf, with the shape that it has there."""
+        """As part of a leaf, with the shape that it has there, from the folder's tensor."""
+        if self.rows is not None:
+            tensor = tensor[self.first : self.first + self.shape[0]]
         return (tensor.T if self.linear else tensor).reshape(shape)
 
     def from_leaf(self, leaf: np.ndarray) -> np.ndarray:
-        """The inverse of `to_leaf`."""
+        """The inverse of `to_leaf`, but for other rows."""
         return np.ascontiguousarray(leaf.reshape(self.shape[::-1]).T if self.linear else leaf.reshape(self.shape))
 
 
@@ -205,43 +217,80 @@ def headed_layout(config: ModelConfig) -> Headed:
     return Headed(tensor_layout(config), Tensor("score.weight", (1, config.hidden_size), False))  # type: ignore[arg-type]
 
 
+# Names of norms here, and in folders. Of those with norms around, the second one has what is a name of others.
+_NORMS = {
+    "before": {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+    "after": {
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+    "around": {
+        "input_norm": "input_layernorm",
+        "attention_output_norm": "post_attention_layernorm",
+        "post_attention_norm": "pre_feedforward_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+}
+# Linear maps of one input that are one tensor in a folder with fused projections.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
 def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     """A `Tensor` for every leaf of the scanned decoder's parameters, in a tree like theirs."""
     width, inner, features = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * features, config.num_key_value_heads * features
-
-    def linear(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, Tensor]:
-        stem = f"model.layers.{{}}.{name}"
-        kernel = {"kernel": Tensor(f"{stem}.weight", (outputs, inputs), True)}
-        return kernel | ({"bias": Tensor(f"{stem}.bias", (outputs,), False)} if bias else {})
+    layer = "model.layers.{}"
 
     def norm(name: str, size: int) -> dict[str, Tensor]:
-        return {"scale": Tensor(f"model.layers.{{}}.{name}.weight", (size,), False)}
+        return {"offset" if config.zero_centered_norms else "scale": Tensor(f"{name}.weight", (size,), False)}
 
-    attention = {
-        "q_proj": linear("self_attn.q_proj", width, queries, config.qkv_bias),
-        "k_proj": linear("self_attn.k_proj", width, keys, config.qkv_bias),
-        "v_proj": linear("self_attn.v_proj", width, keys, config.qkv_bias),
-        "o_proj": linear("self_attn.o_proj", queries, width, config.o_bias),
-    }
+    out_sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    attention = _linears(f"{layer}.self_attn", width, out_sizes, config.qkv_bias, "qkv_proj", config)
+    attention |= _linears(f"{layer}.self_attn", queries, {"o_proj": width}, config.o_bias)
     if config.qk_norm:
-        attention |= {f"{x}_norm": norm(f"self_attn.{x}_norm", features) for x in "qk"}
+        sizes = {"q": queries, "k": keys} if config.qk_norm_across_heads else {"q": features, "k": features}
+        attention |= {f"{x}_norm": norm(f"{layer}.self_attn.{x}_norm", size) for x, size in sizes.items()}
+    out_sizes = {"gate_proj": inner, "up_proj": inner}
+    mlp = _linears(f"{layer}.mlp", width, out_sizes, config.mlp_bias, "gate_up_proj", config)
+    mlp |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
+    if config.experts:
+        mlp = _experts_layout(config, config.experts)
+    norms = {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in _NORMS[config.norms].items()}
     layout = {
         "embedding": Tensor("model.embed_tokens.weight", (config.vocab_size, width), False),
-        "final_norm": {"scale": Tensor("model.norm.weight", (width,), False)},
-        "layers": {
-            "attention": attention,
-            "input_norm": norm("input_layernorm", width),
-            "post_attention_norm": norm("post_attention_layernorm", width),
-            "mlp": {
-                "gate_proj": linear("mlp.gate_proj", width, inner, config.mlp_bias),
-                "up_proj": linear("mlp.up_proj", width, inner, config.mlp_bias),
-                "down_proj": linear("mlp.down_proj", inner, width, config.mlp_bias),
-            },
-        },
+        "final_norm": norm("model.norm", width),
+        "layers": {"attention": attention, "mlp": mlp, **norms},
     }
     if not config.tie_word_embeddings:
         layout["unembedding"] = Tensor("lm_head.weight", (config.vocab_size, width), False)
+    return layout
+
+
+def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Any]:
+    """The part of `tensor_layout` that stands in place of an MLP. Mixtral has names of its own."""
+    width, inner = config.hidden_size, experts.moe_intermediate_size
+    shapes = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+    names = {name: name for name in shapes} if config.qk_norm else MIXTRAL_NAMES
+    stem = f"model.layers.{{}}.{'mlp' if config.qk_norm else 'block_sparse_moe'}"
+    return {"router": {"kernel": Tensor(f"{stem}.gate.weight", (experts.num_experts, width), True)}} | {
+        name: {"kernel": Tensor(f"{stem}.experts.{{}}.{names[name]}.weight", shape, True)}
+        for name, shape in shapes.items()
+    }
+
+
+def _linears(
+    module: str, inputs: int, out_sizes: dict[str, int], bias: bool, fused: str = "", config: ModelConfig | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """Linear maps of one input, by name; rows of one tensor `fused` where the configuration says so."""
+    is_fused = config is not None and config.fused_projections
+    firsts = itertools.accumulate(out_sizes.values(), initial=0)
+    rows = sum(out_sizes.values()) if is_fused else None
+    layout = {}
+    for (name, outputs), first in zip(out_sizes.items(), firsts, strict=False):
+        stem, place = f"{module}.{fused if is_fused else name}", (first if is_fused else 0, rows)
+        layout[name] = {"kernel": Tensor(f"{stem}.weight", (outputs, inputs), True, *place)}
+        if bias:
+            layout[name]["bias"] = Tensor(f"{stem}.bias", (outputs,), False, *place)
     return layout
 
 
@@ -281,9 +330,9 @@ def load_params(
     Raises:
       UsageError: names a tensor or file that is missing, not known, cut off, or of another shape or dtype.
     """
-    found = find_tensors(folder)
     shapes = _shapes(config)
     layout: Any = tensor_layout(config)
+    found = _one_by_one(find_tensors(folder), layout, config)
     if head:
         shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
         layout = headed_layout(config)
@@ -304,13 +353,13 @@ def load_params(
 
         def part(index: Any) -> np.ndarray:
             """What one device holds, a tuple of slices: of each layer its part."""
-            if not tensor.stacked:
-                return tensor.to_leaf(read_tensor(found, tensor.name), leaf.shape)[index].astype(dtype)
-            layers = range(leaf.shape[0])[index[0]]
-            sizes = (len(range(size)[part]) for size, part in zip(leaf.shape[1:], index[1:], strict=True))
-            piece = np.empty((len(layers), *sizes), dtype)
-            for row, layer in enumerate(layers):
-                piece[row] = tensor.to_leaf(read_tensor(found, tensor.name.format(layer)), leaf.shape[1:])[index[1:]]
+            places = [range(size)[part] for size, part in zip(leaf.shape, index, strict=True)]
+            stacked, piece = tensor.stacked, np.empty([len(own) for own in places], dtype)
+            for place, numbers in zip(
+                np.ndindex(piece.shape[:stacked]), itertools.product(*places[:stacked]), strict=True
+            ):
+                whole = tensor.to_leaf(read_tensor(found, tensor.name.format(*numbers)), leaf.shape[stacked:])
+                piece[place] = whole[index[stacked:]]
             return piece
 
         return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, target, part))
@@ -356,6 +405,7 @@ class Found(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str  # by safetensors' names
+    part: tuple[str, tuple[int | slice, ...]] | None = None  # of another tensor; None: it is one itself
 
 
 def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
@@ -388,12 +438,42 @@ def _is_weights_file(name: Any) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
+def _one_by_one(found: dict[str, Found], layout: Any, config: ModelConfig) -> dict[str, Found]:
+    """Tensors by the names of the layout, also where a folder has one for all experts of a layer.
+
+    transformers 5 holds them so, gate and up in one, and writes them so with save_original_format=False.
+    """
+    if config.experts is None:
+        return found
+    found, mlp, inner = dict(found), layout["layers"]["mlp"], config.experts.moe_intermediate_size
+    parts = {
+        "gate_proj": ("gate_up_proj", slice(0, inner)),
+        "up_proj": ("gate_up_proj", slice(inner, 2 * inner)),
+        "down_proj": ("down_proj", slice(None)),
+    }
+    for layer in range(config.num_hidden_layers):
+        stem = f"model.layers.{layer}.mlp"
+        whole = {name: found.pop(f"{stem}.experts.{name}", None) for name in ("gate_up_proj", "down_proj")}
+        for name, (of, rows) in parts.items():
+            if (tensor := whole[of]) is None:
+                continue
+            for expert in range(tensor.shape[0] if len(tensor.shape) == 3 else 0):
+                shape = (len(range(tensor.shape[1])[rows]), tensor.shape[2])
+                part = f"{stem}.experts.{of}", (expert, rows)
+                found[mlp[name]["kernel"].name.format(layer, expert)] = Found(tensor.file, shape, tensor.dtype, part)
+        if any(whole.values()) and f"{stem}.gate.weight" in found:
+            router = found.pop(f"{stem}.gate.weight")._replace(part=(f"{stem}.gate.weight", ()))
+            found[mlp["router"]["kernel"].name.format(layer)] = router
+    return found
+
+
 def _check_tensors(found: dict[str, Found], layout: Any, config: ModelConfig) -> None:
     """Every tensor that is needed, in a shape and dtype that can be read, and none that nobody reads."""
+    counts = config.num_hidden_layers, config.experts.num_experts if config.experts else 0
     needed = {
-        tensor.name.format(layer): tensor.shape
+        tensor.name.format(*numbers): tensor.whole_shape
         for tensor in _tensors_of(layout)
-        for layer in range(config.num_hidden_layers if tensor.stacked else 1)
+        for numbers in np.ndindex(counts[: tensor.stacked])
     }
     for name, shape in needed.items():
         if name not in found:
@@ -436,7 +516,8 @@ def read_tensor(found: dict[str, Found], name: str) -> np.ndarray:
     """
     # Opened for each tensor: while a file is open, all that was read of it counts as memory in use.
     with _opened(found[name].file) as opened:
-        tensor = opened.get_tensor(name)
+        whole, index = found[name].part or (name, ())
+        tensor = opened.get_slice(whole)[index] if index else opened.get_tensor(whole)
     largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN, where there is one
     if not largest <= _LARGEST:
         raise UsageError(
@@ -538,7 +619,8 @@ def save_pretrained(
 
 def _of_classifier(written: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a decoder, as that of a classifier with one label."""
-    architectures = [re.sub(r"For\w+$", "ForSequenceClassification", name) for name in written["architectures"]]
+    family = FAMILIES[written["model_type"]]
+    architectures = [f"{family.classifier or family.name}ForSequenceClassification"]
     one_label = {"num_labels": 1, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     # transformers reads the score at the last token that is not this one, and refuses batches without it. No text that
     # is scored has an ending token behind it, so that one will do.
@@ -605,14 +687,16 @@ def copy_text_files(source: Path, target: Path) -> None:
 def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Names and tensors as the folder has them, one fetched at a time."""
     layout = headed_layout(config) if isinstance(params, Headed) else tensor_layout(config)
+    parts: dict[str, list[tuple[Tensor, jax.Array]]] = {}
     for tensor, leaf in zip(_tensors_of(layout), jax.tree.leaves(params), strict=True):
+        parts.setdefault(tensor.name, []).append((tensor, leaf))
+    for name, leaves in parts.items():
+        leaves.sort(key=lambda part: part[0].first)
         # From many devices to one; on CPU nothing is copied.
-        whole = np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))
-        if tensor.stacked:
-            for layer in range(config.num_hidden_layers):
-                yield tensor.name.format(layer), tensor.from_leaf(whole[layer])
-        else:
-            yield tensor.name, tensor.from_leaf(whole)
+        wholes = [(tensor, np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))) for tensor, leaf in leaves]
+        for numbers in np.ndindex(wholes[0][1].shape[: wholes[0][0].stacked]):
+            rows = [tensor.from_leaf(whole[numbers]) for tensor, whole in wholes]
+            yield name.format(*numbers), rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def _shards(

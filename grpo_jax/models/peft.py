@@ -1,5 +1,7 @@
 """LoRA adapters as PEFT folders: adapter_config.json and adapter_model.safetensors, in and out."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,15 @@ import numpy as np
 from grpo_jax.errors import UsageError, missing
 from grpo_jax.models.huggingface import (
     FLOAT_DTYPES,
+    FUSED,
+    MIXTRAL_NAMES,
     complete_or_not_at_all,
     find_tensors,
     read_json,
     read_tensor,
     write_json,
 )
-from grpo_jax.models.lora import TARGETS, Adapted, Target, sites
+from grpo_jax.models.lora import Adapted, sites
 from grpo_jax.models.quantised import split_shape
 from grpo_jax.models.transformer import Params
 
@@ -31,19 +35,20 @@ _REFUSED_IN_ADAPTERS = (
     "rank_pattern",
     "alpha_pattern",
     "modules_to_save",
+    "target_parameters",  # of experts that are one tensor a layer; each may have modules of its own instead
     "layers_to_transform",
     "alora_invocation_tokens",
 )
 _INITS_BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
-def adapter_config(*, rank: int, alpha: float, targets: Sequence[Target], base: str) -> dict[str, Any]:
+def adapter_config(*, rank: int, alpha: float, targets: Sequence[str], base: str) -> dict[str, Any]:
     """The adapter_config.json of LoRA adapters.
 
     Args:
       rank: R.
       alpha: α.
-      targets: the projections.
+      targets: the modules.
       base: folder or hub id of the base model.
 
     Returns:
@@ -63,13 +68,18 @@ def adapter_config(*, rank: int, alpha: float, targets: Sequence[Target], base: 
     }
 
 
-def save_adapter(folder: str | Path, params: Adapted, *, base: str) -> Path:
+def save_adapter(folder: str | Path, params: Adapted, *, base: str, fused_projections: bool = False) -> Path:
     """Writes adapters as a folder that PEFT loads.
+
+    PEFT adapts a tensor as a whole. Where q, k and v are one in the base's folder, their adapters become one of the sum
+    of their ranks, with each one's B in its own rows; so for gate and up. All modules get the largest rank, with zeros.
+    ΔW is the same.
 
     Args:
       folder: must not exist, or be empty.
       params: with adapters.
       base: folder or hub id of the base model, for adapter_config.json.
+      fused_projections: of the base's `ModelConfig`.
 
     Returns:
       The folder.
@@ -77,22 +87,57 @@ def save_adapter(folder: str | Path, params: Adapted, *, base: str) -> Path:
     Raises:
       UsageError: the folder is in use.
     """
-    tensors, targets, rank = {}, [], 0
-    for block, name in sites():
-        if name not in params.adapters["layers"].get(block, {}):
-            continue
-        a, b = (np.asarray(params.adapters["layers"][block][name][matrix]) for matrix in "ab")
-        rank = b.shape[1]
-        targets.append(name)
-        for layer in range(len(a)):
-            stem = _peft_name(layer, block, name)
-            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[layer].reshape(-1, rank).T)
-            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[layer].reshape(rank, -1).T)
+    layers = params.adapters["layers"]
+    adapted = [(block, name) for block, name in sites() if name in layers.get(block, {})]
+    modules = dict.fromkeys((block, _fused(name) if fused_projections else name) for block, name in adapted)
+    matrices = {site: _matrices(params, *site) for site in modules}
+    rank = max(a.shape[-2] for a, _ in matrices.values())
+    tensors, targets = {}, []
+    for (block, module), (a, b) in matrices.items():
+        none, more = (0, 0), (0, rank - a.shape[-2])
+        a = np.pad(a, [none] * (a.ndim - 2) + [more, none])
+        b = np.pad(b, [none] * (b.ndim - 2) + [none, more])
+        for numbers in np.ndindex(a.shape[:-2]):
+            stem = _peft_name(params.base, block, module, *numbers)
+            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[numbers])
+            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[numbers])
+        targets.append(stem.rsplit(".", 1)[1])
     config = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
     with complete_or_not_at_all(folder) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", {"format": "pt"})
         write_json(partial / "adapter_config.json", config)
     return Path(folder).expanduser()
+
+
+def _fused(name: str) -> str:
+    """The tensor that a projection is part of in a folder with fused projections."""
+    return next((fused for fused, parts in FUSED.items() if name in parts), name)
+
+
+def _parts(kernels: Params, module: str) -> list[tuple[str, int, int]]:
+    """The projections in a module of PEFT: name, first row of its output, and rows."""
+    names: Any = FUSED.get(module, (module,))
+    sizes = [math.prod(split_shape(name, kernels[name]["kernel"].shape)[2]) for name in names]
+    return list(zip(names, itertools.accumulate(sizes, initial=0), sizes, strict=False))
+
+
+def _matrices(params: Adapted, block: str, module: str) -> tuple[np.ndarray, np.ndarray]:
+    """A `[L, R, in]` and B `[L, out, R]` of a module of PEFT, with R the sum of the ranks of what is adapted in it.
+
+    Those of experts have an axis of experts behind L."""
+    kernels = params.base["layers"][block]
+    adapters, parts = params.adapters["layers"][block], _parts(kernels, module)
+    all_a, all_b = [], []
+    for name, first, size in parts:
+        if name not in adapters:
+            continue
+        a, b = (np.asarray(adapters[name][matrix]) for matrix in "ab")
+        stacked, rank = split_shape(name, kernels[name]["kernel"].shape)[0], a.shape[-1]
+        all_a.append(a.reshape(*stacked, -1, rank).swapaxes(-1, -2))
+        below, none = sum(size for _, _, size in parts) - first - size, (0, 0)
+        transposed = b.reshape(*stacked, rank, -1).swapaxes(-1, -2)
+        all_b.append(np.pad(transposed, [none] * len(stacked) + [(first, below), none]))
+    return np.concatenate(all_a, axis=-2), np.concatenate(all_b, axis=-1)
 
 
 def load_adapter(folder: str | Path, params: Params) -> Adapted:
@@ -125,23 +170,28 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
     rank, left = config.get("r", 8), set(found)  # 8 and 8 are PEFT's defaults
 
     def take(name: str, shape: tuple[int, int]) -> np.ndarray:
-        if name not in left or found[name].shape != shape or found[name].dtype not in FLOAT_DTYPES:
+        if name not in found or found[name].shape != shape or found[name].dtype not in FLOAT_DTYPES:
             there = found[name]._asdict() if name in found else "missing"
             raise UsageError(f"{folder}: {name} must be floats of shape {shape}, but is {there}")
         left.discard(name)
         return read_tensor(found, name).astype(np.float32).T
 
     layers: dict[str, Any] = {}
-    for block, name in sites(TARGETS):
-        kernel = params["layers"][block][name]["kernel"]
-        inputs, outputs = split_shape(name, kernel.shape)
-        stems = [_peft_name(layer, block, name) for layer in range(kernel.shape[0])]
-        if f"{stems[0]}.lora_A.weight" in left:
-            a = [take(f"{stem}.lora_A.weight", (rank, int(np.prod(inputs)))) for stem in stems]
-            b = [take(f"{stem}.lora_B.weight", (int(np.prod(outputs)), rank)) for stem in stems]
+    for block, name in sites():
+        kernels = params["layers"][block]
+        kernel = kernels[name]["kernel"]
+        stacked, inputs, outputs = split_shape(name, kernel.shape)
+        module = _fused(name) if f"{_peft_name(params, block, _fused(name), 0)}.lora_A.weight" in found else name
+        sizes = {part: (first, size) for part, first, size in _parts(kernels, module)}
+        first, size = sizes[name]
+        stems = [_peft_name(params, block, module, *numbers) for numbers in np.ndindex(stacked)]
+        if f"{stems[0]}.lora_A.weight" in found:
+            shape = sum(size for _, size in sizes.values()), rank
+            a = [take(f"{stem}.lora_A.weight", (rank, math.prod(inputs))) for stem in stems]
+            b = [take(f"{stem}.lora_B.weight", shape)[:, first : first + size] for stem in stems]
             layers.setdefault(block, {})[name] = {
-                "a": jnp.asarray(np.stack(a).reshape(-1, *inputs, rank)),
-                "b": jnp.asarray(np.stack(b).reshape(-1, rank, *outputs)),
+                "a": jnp.asarray(np.stack(a).reshape(*stacked, *inputs, rank)),
+                "b": jnp.asarray(np.stack(b).reshape(*stacked, rank, *outputs)),
             }
     if left or not layers:
         raise UsageError(f"{folder} holds adapters that this decoder does not have: {sorted(left)[:3]}")
@@ -149,6 +199,11 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
     return Adapted(params, {"layers": layers}, jnp.float32(scale))
 
 
-def _peft_name(layer: int, block: str, name: str) -> str:
+def _peft_name(params: Params, block: str, name: str, layer: int, expert: int | None = None) -> str:
+    """Of a projection, in the files of PEFT; an expert's as in transformers 4, where each is a module of its own."""
     module = "self_attn" if block == "attention" else block
+    if expert is not None:
+        is_mixtral = "q_norm" not in params["layers"]["attention"]
+        module, name = ("block_sparse_moe", MIXTRAL_NAMES[name]) if is_mixtral else (module, name)
+        module = f"{module}.experts.{expert}"
     return f"base_model.model.model.layers.{layer}.{module}.{name}"

@@ -7,6 +7,7 @@ split and merge, a fake in a test. Letters as in `transformer`.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -72,10 +73,17 @@ class Policy(NamedTuple):
     # append(cache, ids [N, G, W], lengths [N, G]) -> (hidden [N, G, W, D], cache) takes W tokens of each completion
     # behind its first `lengths`, and drops those that the cache has no room for. None: completions have one turn
     decoder: Callable[[Params], Callable[..., Any]] | None = None
+    # c of logits c·tanh(W h / c), with W the unembedding; None: they are W h
+    softcap: float | None = None
+    # `hidden` and `packed_groups`, which then give (hidden, `experts.Routing` of these states), and the number of
+    # experts. None: the model has none
+    routed: tuple[Callable[..., Any], Callable[..., Any], int] | None = None
 
 
 def _has_flash_attention(config: ModelConfig) -> bool:
     """Whether cuDNN's attention can compute this model here: heads of at most 128 features, on GPUs from Ampere on."""
+    if config.attn_logit_softcapping is not None:
+        return False
     if jax.default_backend() != "gpu" or config.dtype != "bfloat16" or config.head_dim % 8 or config.head_dim > 128:
         return False
     major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
@@ -102,17 +110,9 @@ def decoder_policy(config: ModelConfig) -> Policy:
         config = replace(config, attention="cudnn" if _has_flash_attention(config) else "shared")
     model, one_by_one = Transformer(config), Transformer(config, scan_layers=False)
 
-    window = config.sliding_window
-    differs = config.sliding_layers is not None  # between layers
-
-    def both(geometry: Callable[..., Geometry], *args: Any) -> tuple[Geometry, Geometry]:
-        """What tokens see in layers with the window and in the others; one object where all have it, or none."""
-        near = geometry(config, *args, window=window)
-        return near, geometry(config, *args, window=None) if differs else near
-
     def init(key: jax.Array) -> Params:
         token = jnp.zeros((1, 1), jnp.int32)
-        shapes = jax.eval_shape(lambda: model.init(key, token, *both(geometry_of_texts, token, token)))["params"]
+        shapes = jax.eval_shape(lambda: model.init(key, token, geometry_of_texts(config, token, token)))["params"]
         return initial_params(key, shapes, config.initializer_range)
 
     def unembedding(params: Params) -> jax.Array:
@@ -120,26 +120,47 @@ def decoder_policy(config: ModelConfig) -> Policy:
         return matrix.astype(config.dtype)
 
     def run_prompts(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, Any]:
-        hidden, layers = model.apply(variables(params), ids, *both(geometry_of_texts, prompt_positions(mask), mask))
+        hidden, layers = model.apply(variables(params), ids, geometry_of_texts(config, prompt_positions(mask), mask))
         return hidden[:, -1], layers
 
-    def hidden(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array) -> jax.Array:
+    def run(params: Params, ids: jax.Array, seen: Geometry, routed: bool) -> Any:
+        """States `[N, M, D]`; with `routed` a pair of these and of `Routing` with the same leading axes."""
+        if not routed:
+            return model.apply(variables(params), ids, seen)[0]
+        (states, _), sown = model.apply(variables(params), ids, seen, mutable=["routing"])
+        return states, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), sown["routing"]["layers"]["mlp"]["routing"])
+
+    def hidden(
+        params: Params,
+        prompt_ids: jax.Array,
+        prompt_mask: jax.Array,
+        completion_ids: jax.Array,
+        *,
+        routed: bool = False,
+    ) -> Any:
         n, group_size, size = completion_ids.shape
         given = completion_ids[..., :-1].reshape(n, -1)  # the last token predicts nothing
         if size == 1:
-            states, _ = run_prompts(params, prompt_ids, prompt_mask)
-            return jnp.broadcast_to(states[:, None, None], (n, group_size, 1, states.shape[-1]))
+            states = run(
+                params, prompt_ids, geometry_of_texts(config, prompt_positions(prompt_mask), prompt_mask), routed
+            )
+            return jax.tree.map(
+                lambda x: jnp.broadcast_to(x[:, -1][:, None, None], (n, group_size, 1, *x.shape[2:])), states
+            )
         ids = jnp.concatenate([prompt_ids, given], axis=-1)
         if group_size == 1:  # a prompt and its completion are one text
             texts = jnp.concatenate([prompt_mask, jnp.ones(given.shape, bool)], axis=-1)
-            seen = both(geometry_of_texts, prompt_positions(texts), texts)
+            seen = geometry_of_texts(config, prompt_positions(texts), texts)
         else:
-            seen = both(geometry_of_groups, prompt_mask, group_size, size - 1)
-        states, _ = model.apply(variables(params), ids, *seen)
-        of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
-        # The prompt predicts the first completion token.
-        first = jnp.broadcast_to(of_prompt[:, None, -1:], (n, group_size, 1, states.shape[-1]))
-        return jnp.concatenate([first, rest.reshape(n, group_size, size - 1, -1)], axis=2)
+            seen = geometry_of_groups(config, prompt_mask, group_size, size - 1)
+
+        def by_token(states: jax.Array) -> jax.Array:
+            of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
+            # The prompt predicts the first completion token.
+            first = jnp.broadcast_to(of_prompt[:, None, -1:], (n, group_size, 1, *states.shape[2:]))
+            return jnp.concatenate([first, rest.reshape(n, group_size, size - 1, *states.shape[2:])], axis=2)
+
+        return jax.tree.map(by_token, run(params, ids, seen, routed))
 
     def layout(params: Params) -> dict[str, Any]:
         """As decode steps read parameters: laid out once in a program, and not in every turn of its loops."""
@@ -159,8 +180,8 @@ def decoder_policy(config: ModelConfig) -> Policy:
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array):
             prefix, own = cache
-            seen = both(geometry_of_step, prefix, ids.shape[1], own[0].values.shape[-2], step)
-            hidden, own = one_by_one.apply(separate, ids, *seen, past=(prefix, Cache(own, step)))
+            seen = geometry_of_step(config, prefix, ids.shape[1], own[0].values.shape[-2], step)
+            hidden, own = one_by_one.apply(separate, ids, seen, past=(prefix, Cache(own, step)))
             return hidden, (prefix, own)
 
         return last, decode, cache
@@ -170,26 +191,36 @@ def decoder_policy(config: ModelConfig) -> Policy:
 
         def append(cache: Any, ids: jax.Array, lengths: jax.Array):
             (prefix, own), (n, group_size, width) = cache, ids.shape
-            seen = both(geometry_of_tokens, prefix, lengths, width, own[0].values.shape[-2])
+            seen = geometry_of_tokens(config, prefix, lengths, width, own[0].values.shape[-2])
             past = prefix, Cache(own, lengths)
-            hidden, own = one_by_one.apply(separate, ids.reshape(n, -1), *seen, past=past)
+            hidden, own = one_by_one.apply(separate, ids.reshape(n, -1), seen, past=past)
             return hidden.reshape(n, group_size, width, -1), (prefix, own)
 
         return append
 
     def packed(params: Params, ids: jax.Array, texts: jax.Array) -> jax.Array:
-        states, _ = model.apply(variables(params), ids, *both(geometry_of_texts, positions_in_texts(texts), texts))
+        states, _ = model.apply(variables(params), ids, geometry_of_texts(config, positions_in_texts(texts), texts))
         return states
 
     def packed_groups(
-        params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, ids: jax.Array, completions: jax.Array
-    ) -> jax.Array:
-        seen = both(geometry_of_packed_groups, prompt_mask, completions)
-        states, _ = model.apply(variables(params), jnp.concatenate([prompt_ids, ids], axis=-1), *seen)
-        of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
-        # The prompt predicts the first token of each completion.
-        before = jnp.concatenate([of_prompt[:, -1:], rest[:, :-1]], axis=1)
-        return jnp.where((positions_in_texts(completions) == 0)[..., None], of_prompt[:, -1:], before)
+        params: Params,
+        prompt_ids: jax.Array,
+        prompt_mask: jax.Array,
+        ids: jax.Array,
+        completions: jax.Array,
+        *,
+        routed: bool = False,
+    ) -> Any:
+        seen = geometry_of_packed_groups(config, prompt_mask, completions)
+
+        def by_token(states: jax.Array) -> jax.Array:
+            of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
+            # The prompt predicts the first token of each completion.
+            before = jnp.concatenate([of_prompt[:, -1:], rest[:, :-1]], axis=1)
+            is_first = positions_in_texts(completions) == 0
+            return jnp.where(is_first.reshape(*is_first.shape, *[1] * (states.ndim - 2)), of_prompt[:, -1:], before)
+
+        return jax.tree.map(by_token, run(params, jnp.concatenate([prompt_ids, ids], axis=-1), seen, routed))
 
     def select(cache: Any, chosen: jax.Array) -> Any:
         prefix, own = cache
@@ -199,4 +230,8 @@ def decoder_policy(config: ModelConfig) -> Policy:
         prefix, own = cache
         return prefix, widen(own, slots)
 
-    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select, wider, decoder)
+    routed = None
+    if config.experts:
+        routed = partial(hidden, routed=True), partial(packed_groups, routed=True), config.experts.num_experts
+    softcap = config.final_logit_softcapping
+    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select, wider, decoder, softcap, routed)

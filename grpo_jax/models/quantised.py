@@ -108,17 +108,20 @@ def quantise_params(params: Params, format: Quantize) -> Params:
       The parameters. They are frozen: LoRA's adapters are trained on them.
 
     Raises:
-      UsageError: they are quantised already.
+      UsageError: they are quantised already, or are of a mixture of experts.
     """
     if format == "none":
         return params
+    names = {str(getattr(key, "key", "")) for path, _ in jax.tree_util.tree_leaves_with_path(params) for key in path}
+    if "router" in names:
+        raise UsageError(f"quantize {format} is not of mixtures of experts: set it to none")
     if holds_quantised(params):
         raise UsageError("these parameters are quantised already: give those of the original model")
 
     def leaf(path: Any, x: jax.Array) -> Any:
         names = [str(getattr(key, "key", "")) for key in path]
         is_projection = names[-4:-3] == ["layers"] and names[-1] == "kernel"  # layers, block, projection, kernel
-        return quantise(x, *split_shape(names[-2], x.shape), format) if is_projection else x
+        return quantise(x, *split_shape(names[-2], x.shape)[1:], format) if is_projection else x
 
     return jax.tree_util.tree_map_with_path(leaf, params)
 
@@ -133,10 +136,13 @@ def dequantise_params(params: Params, dtype: Any = jnp.float32) -> Params:
     return jax.tree.map(lambda x: dequantised(x, dtype) if is_quantised(x) else x, params, is_leaf=is_quantised)
 
 
-def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(in, out) of a projection's kernel `[L, *in, *out]`: o_proj alone contracts two axes, heads and features."""
-    axes = 3 if name == "o_proj" else 2
-    return kernel_shape[1:axes], kernel_shape[axes:]
+def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """(layers, in, out) of a kernel `[L, *in, *out]`: o_proj alone contracts two axes, heads and features.
+
+    Of a mixture's kernel `[L, X, in, out]` the first are layers and experts."""
+    stacked = 2 if name in ("gate_proj", "up_proj", "down_proj") and len(kernel_shape) == 4 else 1
+    axes = stacked + (2 if name == "o_proj" else 1)
+    return kernel_shape[:stacked], kernel_shape[stacked:axes], kernel_shape[axes:]
 
 
 # ---- the two formats, of matrices [..., I, O]

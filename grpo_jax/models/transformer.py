@@ -15,7 +15,7 @@ K key-value heads, Q = H/K query heads that share one key-value head, E features
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,11 +26,13 @@ from jax.ad_checkpoint import checkpoint_name
 from grpo_jax.errors import missing
 from grpo_jax.functional.numerics import transposed
 from grpo_jax.models import sharding
-from grpo_jax.models.attention import Cache, KeyValues, Prefix, attend_groups, attend_past
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.attention import Cache, KeyValues, Prefix, Scores, attend_groups, attend_past
+from grpo_jax.models.config import Activation, ModelConfig
 from grpo_jax.models.config import Params as Params
-from grpo_jax.models.geometry import Geometry, rotate
+from grpo_jax.models.experts import Experts
+from grpo_jax.models.geometry import Geometry, LayerKind, Seen, layer_kinds
 from grpo_jax.models.quantised import Quantised, dequantised, holds_quantised, is_quantised
+from grpo_jax.models.rotary import rotate
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
 
 try:
@@ -44,7 +46,7 @@ _declared = nn.initializers.zeros
 
 
 def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> Params:
-    """Kernels and embeddings ~ N(0, initializer_range²), biases 0, norms' scales 1.
+    """Kernels and embeddings ~ N(0, initializer_range²), biases 0, norms' scales 1, or their offsets from 1 0.
 
     All numbers are one draw: on CPU each further draw takes .2 s to compile.
 
@@ -56,7 +58,7 @@ def initial_params(key: jax.Array, shapes: Params, initializer_range: float) -> 
     Returns:
       The parameters.
     """
-    constants = {"bias": jnp.zeros, "scale": jnp.ones}
+    constants = {"bias": jnp.zeros, "scale": jnp.ones, "offset": jnp.zeros}
 
     def name(path: Any) -> str:
         return path[-1].key
@@ -90,14 +92,13 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, ids: jax.Array, near: Geometry, far: Geometry, past: tuple[Prefix, Cache] | None = None
+        self, ids: jax.Array, geometry: Geometry, past: tuple[Prefix, Cache] | None = None
     ) -> tuple[jax.Array, Any]:
         """Hidden states of prompts alone, of groups, or with `past` of the next tokens of each completion.
 
         Args:
           ids: int `[N, M]`: prompts `[N, P]`; groups, prompt and completions in a row; or W tokens each, `[N, G·W]`.
-          near: what tokens see in layers with a sliding window.
-          far: what they see in the others; the same object where all layers are alike.
+          geometry: where they stand and what they see.
           past: the prompts, and where to write the keys and values of `ids` and what else to attend to.
 
         Returns:
@@ -111,35 +112,35 @@ class Transformer(nn.Module):
         # On a mesh embeddings are cut by features: each device reads its own of all tokens, and all are exchanged.
         x = spread(embedding[spread(ids, DATA)], DATA, None, MODEL).astype(config.dtype)
         x = spread(spread(x, DATA, None, FSDP), rows)  # in two steps: XLA would do one by a copy of everything
+        if config.embedding_multiplier != 1:  # in the dtype of the activations, as transformers has it
+            x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
 
-        layers = range(config.num_hidden_layers)
-        sliding = layers if config.sliding_layers is None else config.sliding_layers
+        kinds = layer_kinds(config)
         if self.scan_layers:
             scanned = nn.scan(
                 rematerialised(Block, config),
-                variable_axes={"params": 0, "lora": 0},
+                variable_axes={"params": 0, "lora": 0, "routing": 0},
                 split_rngs={"params": True},
-                in_axes=(nn.broadcast, nn.broadcast, 0),
-                length=len(layers),
+                in_axes=(nn.broadcast, 0),
+                length=len(kinds),
                 # Of quantised layers one at a time is dequantised.
-                unroll=len(layers) if unrolls(config) and not holds_quantised(self.variables["params"]) else 1,
+                unroll=len(kinds) if unrolls(config) and not holds_quantised(self.variables["params"]) else 1,
             )
-            # Which tokens a layer sees is data only where layers differ.
-            is_far = None if far is near else jnp.array([layer not in sliding for layer in layers])
-            x, key_values = scanned(config, name="layers")(x, near, far.masks, is_far)
+            # Which rotation and window a layer has is data only where layers differ.
+            of_layers = jax.tree.map(lambda *places: jnp.array(places, jnp.int32), *kinds)
+            x, key_values = scanned(config, name="layers")(x, geometry, of_layers)
         else:
             key_values = []
-            for layer in layers:
+            for layer, kind in enumerate(kinds):
                 own_past = None if past is None else (past[0].layers[layer], past[1].layers[layer], past[1].length)
-                block = Block(config, name=f"layer_{layer}")
-                x, own = block(x, near if layer in sliding else far, past=own_past)
+                x, own = Block(config, name=f"layer_{layer}")(x, geometry, kind, past=own_past)
                 key_values.append(own)
             key_values = tuple(key_values)
-        return spread(RMSNorm(config.rms_norm_eps, name="final_norm")(x), rows), key_values
+        return spread(norm(config, "final_norm")(x), rows), key_values
 
 
 # What the backward pass is given of a layer; all else follows from it without another product but that of the scores.
-_KEPT = ("projected", "attended", "middle", "gated")
+_KEPT = ("projected", "attended", "middle", "gated", "output", "routed")
 
 
 def unrolls(config: ModelConfig) -> bool:
@@ -158,29 +159,41 @@ def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Modul
     Also without remat, norms, rotations and softmax are computed again: that takes less time than writing them down.
     Parameters of a layer that a mesh has put together are not kept either.
     """
-    policy = jax.checkpoint_policies.save_only_these_names(*_KEPT) if config.remat == "none" else None
+    kept = _KEPT if config.remat == "none" else ("routed",) if config.experts else ()
+    policy = jax.checkpoint_policies.save_only_these_names(*kept) if kept else None
     return nn.remat(block, prevent_cse=False, policy=policy)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then + MLP(norm(x))."""
+    """x + attention(norm(x)), then + MLP(norm(x)); or norm(attention(x)), or norm(attention(norm(x))): see `Norms`.
+
+    A mixture of experts may stand in place of the MLP.
+    """
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, seen: Geometry, far_masks=None, is_far=None, past=None):
-        """x `[N, M, D]`; what it sees, and `far_masks` instead where the bool `is_far` says so; the layer's past.
+    def __call__(self, x, geometry: Geometry, kind: LayerKind, past=None):
+        """x `[N, M, D]`; what there is to see and the kind of layer; its past -> x, and keys and values."""
+        config, rows = self.config, BATCH if past is None else DATA
 
-        Returns x, and keys and values."""
-        if is_far is not None:
-            seen = seen._replace(masks=jax.tree.map(lambda a, b: jnp.where(is_far, a, b), far_masks, seen.masks))
-        rows = BATCH if past is None else DATA
+        def before(name: str, x: jax.Array) -> jax.Array:
+            return x if config.norms == "after" else norm(config, name)(x)
+
+        def after(name: str, x: jax.Array) -> jax.Array:
+            return x if config.norms == "before" else norm(config, name)(checkpoint_name(x, "output"))
+
         x = spread(x, rows)
-        normed = RMSNorm(self.config.rms_norm_eps, name="input_norm")(x)
-        attended, key_values = Attention(self.config, name="attention")(normed, seen, past)
-        x = checkpoint_name(spread(x + attended, rows), "middle")
-        normed = RMSNorm(self.config.rms_norm_eps, name="post_attention_norm")(x)
-        return spread(x + MLP(self.config, name="mlp")(normed), rows), key_values
+        normed = before("input_norm", x)
+        attended, key_values = Attention(config, name="attention")(normed, geometry.of_layer(kind), past)
+        x = checkpoint_name(spread(x + after("attention_output_norm", attended), rows), "middle")
+        normed = before("post_attention_norm", x)  # of the residual stream behind attention
+        if config.experts:
+            is_frozen, is_decoding = config.router == "frozen", past is not None
+            mlp: nn.Module = Experts(config.experts, is_frozen, is_decoding, name="mlp")
+        else:
+            mlp = MLP(config, name="mlp")
+        return spread(x + after("mlp_output_norm", mlp(normed)), rows), key_values
 
 
 class Attention(nn.Module):
@@ -189,7 +202,7 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, seen: Geometry, past: tuple[KeyValues, KeyValues, jax.Array] | None = None):
+    def __call__(self, x, seen: Seen, past: tuple[KeyValues, KeyValues, jax.Array] | None = None):
         """x `[N, M, D]`; past: the prompt, the cache and its length -> as x; keys and values of prompt or cache."""
         config = self.config
         heads, kv_heads, features = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -199,34 +212,45 @@ class Attention(nn.Module):
         queries, keys, values = (checkpoint_name(y, "projected") for y in projected)  # [N, M, heads, E]
 
         def rotated(name: str, projected: jax.Array) -> jax.Array:
-            if config.qk_norm:
-                projected = RMSNorm(config.rms_norm_eps, name=f"{name}_norm")(projected)
+            if config.qk_norm_across_heads:
+                together = projected.reshape(*projected.shape[:2], -1)
+                projected = norm(config, f"{name}_norm")(together).reshape(projected.shape)
+            elif config.qk_norm:
+                projected = norm(config, f"{name}_norm")(projected)
             return rotate(projected, seen.angles)
 
         queries, keys = rotated("q", queries), rotated("k", keys)
         queries = queries.reshape(*x.shape[:2], kv_heads, heads // kv_heads, features)
+        scalar = config.query_pre_attn_scalar
+        scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping)
         if past is None:
-            attended, kept = attend_groups(queries, keys, values, seen.masks, config.attention)
+            attended, kept = attend_groups(queries, keys, values, seen.masks, config.attention, scores)
         else:
-            attended, kept = attend_past(queries, keys, values, seen.masks, *past)
+            attended, kept = attend_past(queries, keys, values, seen.masks, *past, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
         return out(attended), kept
 
 
+_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": nn.silu,
+    "gelu_pytorch_tanh": partial(nn.gelu, approximate=True),
+}
+
+
 class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
+    """down(activation(gate(x)) · up(x))."""
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x):
         """x `[..., D]` -> the same."""
-        config = self.config
+        config, activation = self.config, _ACTIVATIONS[self.config.hidden_act]
 
         sizes = {"gate_proj": (config.intermediate_size,), "up_proj": (config.intermediate_size,)}
         gate, up = (checkpoint_name(y, "gated") for y in linears(self, x, sizes, config.mlp_bias))
-        return Linear((config.hidden_size,), config.mlp_bias, name="down_proj")(nn.silu(gate) * up)
+        return Linear((config.hidden_size,), config.mlp_bias, name="down_proj")(activation(gate) * up)
 
 
 def linears(
@@ -374,15 +398,23 @@ def product(x: jax.Array, kernel: jax.Array, in_axes: int = 1) -> jax.Array:
     return y.reshape(*x.shape[: x.ndim - in_axes], *kernel.shape[in_axes:])
 
 
+def norm(config: ModelConfig, name: str) -> "RMSNorm":
+    """A norm of the decoder, by its name in the tree of parameters."""
+    return RMSNorm(config.rms_norm_eps, config.zero_centered_norms, name=name)
+
+
 class RMSNorm(nn.Module):
-    """x / √(mean x² + ε) · scale, in float32. 1910.07467."""
+    """x / √(mean x² + ε) · scale, in float32. 1910.07467. The parameter is `scale`, or `offset`: the scale less 1."""
 
     eps: float
+    zero_centered: bool = False
 
     @nn.compact
     def __call__(self, x):
         """x `[..., D]` -> the same."""
-        scale = self.param("scale", _declared, (x.shape[-1],))
+        scale = self.param("offset" if self.zero_centered else "scale", _declared, (x.shape[-1],))
+        if self.zero_centered:
+            scale = 1 + scale.astype(jnp.float32)
         return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # as in `product`
 
 
@@ -432,12 +464,17 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
       The tree with `layer_0`, `layer_1`, … in place of `layers`.
     """
 
+    def cast(kernel: jax.Array) -> jax.Array:
+        return kernel.astype(config.dtype)
+
     def transposed(name: str, kernel: jax.Array) -> jax.Array:
         inputs = math.prod(kernel.shape[: 2 if name == "o_proj" else 1])
         return kernel.astype(config.dtype).reshape(inputs, -1).T
 
     def part(tree: Params) -> Params:
-        """Attention or MLP."""
+        """Attention, MLP or experts."""
+        if "router" in tree:  # whose kernels are not multiplied one by one
+            return {name: x if name == "router" else jax.tree.map(cast, x) for name, x in tree.items()}
         tree = {
             name: {"quantised" if is_quantised(leaf) else key: leaf for key, leaf in x.items()}
             for name, x in tree.items()
@@ -454,7 +491,7 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
 
     def block(index: int) -> Params:
         layer = jax.tree.map(lambda x: x[index], params["layers"])
-        return {name: tree if "scale" in tree else part(tree) for name, tree in layer.items()}
+        return {name: part(tree) if name in ("attention", "mlp") else tree for name, tree in layer.items()}
 
     rest = {name: value for name, value in params.items() if name != "layers"}
     return rest | {f"layer_{i}": block(i) for i in range(config.num_hidden_layers)}

@@ -4,7 +4,8 @@
 
 Peak = held + max(sampling, learning), in bytes; B bytes of an activation, A trained parameters:
 
-- held = parameters + 8 A + start: parameters, two moments of AdamW in float32, and the trained parameters as they were.
+- held = parameters + 8 A + start: parameters, two moments of AdamW in float32, and the trained parameters as they were;
+  with a teacher its parameters too. What it says of a rollout is there until the update is done.
 - sampling = layers laid out for decoding + keys and values + max(a pass over the prompts, 12 R V), R completions.
 - learning = the larger of two moments. In a piece: 4 A · (2 with several pieces, else 1) + kept + max(working, logits):
   gradients and their sum, what each layer keeps, and what the backward pass of one layer, or the log-probabilities,
@@ -60,6 +61,8 @@ class Shape(NamedTuple):
     param_dtype: Dtype = "float32"  # of the decoder's parameters
     quantize: Quantize = "none"  # of its frozen projections
     critic: Literal["none", "own", "shared"] = "none"
+    teacher: ModelConfig | None = None  # of distillation; its parameters have the dtype of its activations
+    distillation_top_k: int | None = None  # 0: hidden states of the whole rollout are kept; None: one number a token
     copies: int = 1  # of what is trained: the start, a reference that moves, and the policies of earlier steps
     fsdp: int = 1
     tensor: int = 1
@@ -98,6 +101,9 @@ class Estimate(NamedTuple):
     params: int  # of the decoder, of adapters, and of a critic
     optimizer: int  # the two moments of AdamW
     start: int  # the trained parameters as they were: the reference; and a reference that moves
+    teacher: int  # parameters of a teacher
+    taught: int  # what it says of a rollout, until the update is done
+    teaching: int  # of one piece, by the teacher's pass
     decoding: int  # the layers again, laid out for decoding, and the unembedding where it is cast
     cache: int  # keys and values of prompts and completions
     choosing: int  # a pass over the prompts, or the logits of one token of each completion
@@ -110,7 +116,7 @@ class Estimate(NamedTuple):
     @property
     def held(self) -> int:
         """What stays on the device between programs."""
-        return self.params + self.optimizer + self.start
+        return self.params + self.optimizer + self.start + self.teacher
 
     @property
     def sampling(self) -> int:
@@ -121,12 +127,18 @@ class Estimate(NamedTuple):
     def learning(self) -> int:
         """What `learn` adds."""
         one_gradient = self.optimizer // 2
-        return max(self.gradients + self.kept + max(self.working, self.logits), one_gradient + self.updating)
+        in_a_piece = self.gradients + self.kept + max(self.working, self.logits)
+        return self.taught + max(in_a_piece, one_gradient + self.updating)
+
+    @property
+    def scoring(self) -> int:
+        """What `score` adds by a teacher. Without one it needs less than `learn`."""
+        return self.taught + self.teaching
 
     @property
     def peak(self) -> int:
-        """The larger of sampling and learning, with what is held."""
-        return self.held + max(self.sampling, self.learning)
+        """The largest of sampling, scoring and learning, with what is held."""
+        return self.held + max(self.sampling, self.scoring, self.learning)
 
 
 def estimate(model: ModelConfig, shape: Shape) -> Estimate:
@@ -145,6 +157,9 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         params=FLOAT32 * of_device + (bytes_on_device(frozen(model, shape), shape.mesh) if shape.lora_rank else 0),
         optimizer=2 * FLOAT32 * of_device,
         start=FLOAT32 * of_device * shape.copies,
+        teacher=_teacher(model, shape),
+        taught=_taught(model, shape),
+        teaching=_teaching(model, shape),
         decoding=_decoding(model, shape),
         cache=_cache(model, shape),
         choosing=max(_prefill(model, shape), 3 * FLOAT32 * _completions(shape) * model.vocab_size // shape.tensor),
@@ -251,9 +266,15 @@ def _keys(model: ModelConfig, shape: Shape) -> int:
 
 
 def _projected(model: ModelConfig, shape: Shape) -> int:
-    """Numbers that a token's projections in one layer are: queries, keys, values, attended, middle, gate and up."""
+    """Numbers that a token's projections in one layer are: queries, keys, values, attended, middle, gate and up.
+
+    Where norms follow attention and MLP, what both put out as well.
+    """
     heads, features = model.num_attention_heads * model.head_dim, model.intermediate_size
-    return 2 * _keys(model, shape) + (2 * heads + 2 * features) // shape.tensor + model.hidden_size
+    if model.experts:
+        features = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
+    streams = 1 if model.norms == "before" else 3
+    return 2 * _keys(model, shape) + (2 * heads + 2 * features) // shape.tensor + streams * model.hidden_size
 
 
 def _cache(model: ModelConfig, shape: Shape) -> int:
@@ -290,8 +311,18 @@ def _working(model: ModelConfig, shape: Shape) -> int:
     in_a_row = piece.rows * piece.texts * (shape.prompt_tokens + piece.width)
     heads = model.num_attention_heads // shape.tensor
     scores = in_a_row * heads * min(_BLOCK, piece.width)
-    attended = 4 * _keys(model, shape) * in_a_row
-    return size * (projected + attended) + 4 * FLOAT32 * scores + max(_gathered(model, shape), _plain(model, shape))
+    attended = size * (projected + 4 * _keys(model, shape) * in_a_row) + 4 * FLOAT32 * scores
+    return attended + max(_gathered(model, shape), _plain(model, shape)) + _routed(model, shape)
+
+
+def _routed(model: ModelConfig, shape: Shape) -> int:
+    """Bytes of a mixture of experts: tokens once for each of their experts, sorted, what comes back for them, and the
+    gradients of both; and the gradient of a layer's kernels before it is put to those of all."""
+    if model.experts is None:
+        return 0
+    rows = model.experts.num_experts_per_tok * model.hidden_size * tokens_of_piece(shape)
+    kernels = 3 * model.experts.num_experts * model.hidden_size * model.experts.moe_intermediate_size // shape.tensor
+    return 6 * rows * _bytes(model, shape) + kernels * _bytes(model, shape)
 
 
 def _plain(model: ModelConfig, shape: Shape) -> int:
@@ -318,6 +349,36 @@ def _logits(model: ModelConfig, shape: Shape) -> int:
     width = -(-model.vocab_size // slices_of_vocabulary(rows, model.vocab_size, on_cpu=shape.on_cpu))
     cast = 0 if model.dtype == "float32" else model.vocab_size * model.hidden_size * _bytes(model, shape)
     return 3 * FLOAT32 * rows * width + 2 * rows * model.hidden_size * FLOAT32 + cast
+
+
+# ---- of a teacher
+
+
+def _teacher(model: ModelConfig, shape: Shape) -> int:
+    """Bytes of its parameters."""
+    if shape.teacher is None:
+        return 0
+    return BYTES[model.dtype] * size_on_device(decoder_shapes(shape.teacher), shape.mesh)
+
+
+def _taught(model: ModelConfig, shape: Shape) -> int:
+    """Bytes of what it says of each token: hidden states, or ids and logits of a few tokens, or one number."""
+    if shape.teacher is None:
+        return 0
+    tokens = _completions(shape) * shape.max_tokens
+    if shape.distillation_top_k is None:
+        return FLOAT32 * tokens
+    if shape.distillation_top_k:
+        return FLOAT32 * (2 * shape.distillation_top_k + 1) * tokens
+    return BYTES[model.dtype] * shape.teacher.hidden_size * tokens
+
+
+def _teaching(model: ModelConfig, shape: Shape) -> int:
+    """Bytes of its pass over a piece: one layer at a time, and no gradients."""
+    if shape.teacher is None:
+        return 0
+    teacher = replace(shape.teacher, dtype=model.dtype, remat="none")
+    return _working(teacher, shape) // 2 + (0 if shape.distillation_top_k == 0 else _logits(teacher, shape))
 
 
 # ---- README's table

@@ -54,7 +54,14 @@ def _in_gb(size: int) -> str:
     return f"{size / GB:.0f}" if size >= 10 * GB else f"{size / GB:.2g}"
 
 
-def shape_of(config: GRPOConfig | PPOConfig, options: ModelOptions, prompt_tokens: int, *, parts: int) -> Shape:
+def shape_of(
+    config: GRPOConfig | PPOConfig,
+    options: ModelOptions,
+    prompt_tokens: int,
+    *,
+    parts: int,
+    teacher: ModelConfig | None = None,
+) -> Shape:
     """What the memory of a run depends on, from its options.
 
     Args:
@@ -62,8 +69,10 @@ def shape_of(config: GRPOConfig | PPOConfig, options: ModelOptions, prompt_token
       options: of the model.
       prompt_tokens: P.
       parts: of the mesh that prompts are spread over.
+      teacher: of distillation.
     """
     run = run_of(config)
+    by_token = run.distillation.distillation in ("none", "k1")
     return Shape(
         num_prompts=run.sampling.num_prompts // parts,
         group_size=run.sampling.group_size,
@@ -72,12 +81,14 @@ def shape_of(config: GRPOConfig | PPOConfig, options: ModelOptions, prompt_token
         minibatches=run.optimizer.minibatches,
         microbatches=run.optimizer.microbatches,
         piece_tokens=run.optimizer.piece_tokens,
-        packs=isinstance(config, GRPOConfig) and run.loss.divergence == "preset",
+        packs=isinstance(config, GRPOConfig) and run.loss.divergence == "preset" and by_token,
         lora_rank=options.lora_rank,
         lora_targets=options.lora_targets,
         param_dtype=options.param_dtype,
         quantize=options.quantize,
         critic=config.critic.critic if isinstance(config, PPOConfig) else "none",
+        teacher=teacher,
+        distillation_top_k=None if by_token else run.distillation.distillation_top_k,
         copies=1 + (run.reference.ref_sync_steps > 0) + run.sampling.staleness,
         fsdp=run.mesh.fsdp,
         tensor=run.mesh.tensor,

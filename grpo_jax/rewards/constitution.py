@@ -27,6 +27,7 @@ import numpy as np
 from grpo_jax.data.text import check_ids, encode_completion, encode_prompts
 from grpo_jax.data.types import Completion, Component, Example, Number, Rewards
 from grpo_jax.errors import UsageError
+from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
@@ -216,7 +217,8 @@ def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: An
     def total(tokens: jax.Array) -> jax.Array:
         # Over all tokens the softmax has one denominator, which the difference does without.
         words = policy.unembedding(params)[tokens]
-        return jax.nn.logsumexp(jnp.einsum("ngd,yd->ngy", last, words, preferred_element_type=jnp.float32), axis=-1)
+        logits = jnp.einsum("ngd,yd->ngy", last, words, preferred_element_type=jnp.float32)
+        return jax.nn.logsumexp(softcapped(logits, policy.softcap), axis=-1)
 
     return total(yes) - total(no)
 

@@ -63,7 +63,8 @@ def export(options: Options) -> int:
         check_login()  # before anything is written
     trained = restore(options.run, options.phase, options.step, base=options.base, adapter=options.adapter)
     if options.adapter and trained.lora:
-        peft.save_adapter(options.out, trained.params, base=str(options.base or trained.lora.base))
+        base, is_fused = str(options.base or trained.lora.base), trained.config.fused_projections
+        peft.save_adapter(options.out, trained.params, base=base, fused_projections=is_fused)
     else:
         _save_model(options, trained)
     phase, adapter = phase_of(options.run, options.phase), bool(options.adapter and trained.lora)

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax.config import fits, flattened
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, shown
 from grpo_jax.runs import hosts
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compilation import count_programs
@@ -33,9 +33,20 @@ from grpo_jax.runs.progress import Show, progress, waiting
 from grpo_jax.runs.throughput import peak_memory_mb
 from grpo_jax.runs.trackers import Tracker, tensorboard
 
-# Files whose lines carry "phase" and "step".
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
-_LINE_FILES = (*_NUMBER_FILES, "rollouts.jsonl")
+_LINE = {"phase": str, "step": int}
+# What the lines of each file have, by name and type.
+_LINE_FILES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(_NUMBER_FILES, _LINE),
+    "rollouts.jsonl": _LINE
+    | {
+        "prompt": str | list,
+        "completions": list[str],
+        "lengths": list[int],
+        "rewards": list[float | None],
+        "advantages": list[float | None],
+    },
+}
 # The warm start and the control: no phases that a run is for.
 SIDE_PHASES = ("warm", "control")
 # Options that a resumed run may change: its results do not depend on them.
@@ -51,10 +62,13 @@ _FREE_OPTIONS = frozenset(
         "wandb",
         "compilation_cache",
         "stop_code",
+        "engine_timeout",
+        "engine_folder",
     }
 )
 _DEVICES = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # options that change rounding, with defaults
-_LINE = {"phase": str, "step": int}  # what every line of _LINE_FILES has
+_OPTIONS, _INPUTS = "config.json", "inputs.json"
+_UNBEGUN = {"lock", f"{_OPTIONS}.tmp"}  # what a run leaves that is killed before it has written its options
 
 
 class RunFolder:
@@ -101,26 +115,47 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = hold(path)
-            write_new(path / "config.json", config)
-        except FileExistsError:
-            self._go_on(config)
+            self._keep_options(config)
         except OSError as error:
             raise UsageError(f"{path} cannot be written to ({error.strerror}): name another run_dir") from None
         self.trackers.append(tensorboard(path / "tensorboard"))
 
-    def _go_on(self, config: dict[str, Any]) -> None:
-        """Refuses to go on with other options, and says what differs by rounding."""
-        saved = read_object(self.path / "config.json")
-        differing = differing_options(saved, config)
+    def _keep_options(self, config: dict[str, Any]) -> None:
+        """Writes the options of a new run; refuses to go on with others.
+
+        config.json is there to be read, and so it may be edited; inputs.json holds the same options.
+        """
+        file, now = self.path / _OPTIONS, flattened(json.loads(json.dumps(config)))  # as the file holds them
+        saved = flattened(read_object(file)) if file.exists() else None
+        noted = self._noted_options()
+        began = next(options for options in (noted, saved, now) if options is not None)
+        if not self._inputs() and (self.path / "checkpoints").exists():
+            self.warn_once(
+                "inputs",
+                f"{self.path / _INPUTS} is gone, so it is not known whether options, rows, rewards and model are those "
+                "that the run began with",
+            )
+        if edited := [name for name in differing_options(began, saved or began) if name != "steps"]:
+            before = ", ".join(f"{name} was {shown(began.get(name))}" for name in edited)
+            raise UsageError(f"{file} is not what it was when the run began ({before}): mend it, or start a new run")
+        differing = differing_options(began, now)
         if differing == ["steps"]:
-            check_more_steps(flattened(saved), flattened(config))
-            write_json(self.path / "config.json", config)
+            check_more_steps(began, now)
         elif differing:
             raise UsageError(
                 f"{', '.join(differing)} differ from the options of the run in {self.path}: leave them out, or start a "
                 "new run"
             )
-        began, now = (_DEVICES | flattened(options) for options in (saved, config))
+        if saved is None or differing:
+            write_text(file, json.dumps(config, indent=2) + "\n")
+        if noted is None or differing:  # after config.json, so that a crash in between leaves more steps there
+            began |= {name: now[name] for name in differing}
+            as_text = {name: json.dumps(value) for name, value in began.items()}
+            write_json(self.path / _INPUTS, self._inputs() | {_OPTIONS: as_text})
+        self._warn_of_devices(_DEVICES | began, _DEVICES | now)
+
+    def _warn_of_devices(self, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Says which options differ by rounding."""
         if differing := [name for name in _DEVICES if began[name] != now[name]]:
             before, after = (" ".join(f"--{name} {options[name]}" for name in differing) for options in (began, now))
             self.warn_once(
@@ -128,6 +163,19 @@ class RunFolder:
                 f"the run began with {before} and goes on with {after}: sums are rounded in another order, so its "
                 "numbers are no longer those of an uninterrupted run to the bit",
             )
+
+    def _noted_options(self) -> dict[str, Any] | None:
+        """The options of the run in inputs.json, by name; None: there are none, as in runs of earlier versions."""
+        noted = self._inputs().get(_OPTIONS)
+        try:
+            return None if noted is None else {name: json.loads(value) for name, value in noted.items()}
+        except ValueError:
+            raise UsageError(f"{self.path / _INPUTS} is not as a run writes it: mend it, or start a new run") from None
+
+    def _inputs(self) -> dict[str, dict[str, str]]:
+        """What inputs.json holds: part -> what it is of -> its digest, or of an option its value as JSON."""
+        file = self.path / _INPUTS
+        return read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
 
     def keep_inputs(self, part: str, inputs: Mapping[str, str]) -> None:
         """Notes in inputs.json what a phase, or the model, was made of.
@@ -143,15 +191,14 @@ class RunFolder:
         hosts.check_same(inputs)
         if not self.writes:
             return
-        file = self.path / "inputs.json"
-        known = read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
+        known = self._inputs()
         before = known.get(part, dict(inputs))
         if changed := sorted(name for name in before.keys() | inputs.keys() if before.get(name) != inputs.get(name)):
             raise UsageError(
                 f"not what they were when the run in {self.path} began: {', '.join(changed)}; put them back, or start "
                 "a new run"
             )
-        write_json(file, known | {part: dict(inputs)})
+        write_json(self.path / _INPUTS, known | {part: dict(inputs)})
 
     # ---- lines
 
@@ -210,13 +257,13 @@ class RunFolder:
         """
         if not self.writes:
             return
-        for name in _LINE_FILES:
+        for name, fields in _LINE_FILES.items():
             file = self.path / name
             self._digests.pop((name, phase), None)
             if not file.exists():
                 continue
             kept = ""
-            for line, record in _complete_lines(file, _LINE):
+            for line, record in _complete_lines(file, fields):
                 if _is_later(record, phase, step):
                     continue
                 kept += line + "\n"
@@ -239,7 +286,7 @@ class RunFolder:
         Raises:
           UsageError: a line is not as a run writes it.
         """
-        return read_lines(self.path / name, _LINE if name in _LINE_FILES else {})
+        return read_lines(self.path / name, _LINE_FILES.get(name, {}))
 
     def _log(self, name: str, record: dict[str, Any]) -> None:
         self._append(name, record)
@@ -338,7 +385,7 @@ def fresh_folder(folder: Path) -> Path:
       UsageError: it holds something else.
     """
     runs = numbered_runs(folder)
-    if not runs and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not runs and folder.exists() and (not folder.is_dir() or {file.name for file in folder.iterdir()} - _UNBEGUN):
         raise UsageError(f"{folder} exists and is no run: name another run_dir")
     return folder.with_name(f"{folder.name}-{max(runs) + 1}") if runs else folder
 
@@ -346,6 +393,7 @@ def fresh_folder(folder: Path) -> Path:
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Options that change what a run computes and are not the same in both."""
     saved, given = flattened(saved), flattened(json.loads(json.dumps(config)))  # as the file holds them
+    saved, given = ({**options, "engine": bool(options.get("engine"))} for options in (saved, given))  # at any address
     names = saved.keys() | given.keys()
     return sorted(name for name in names - _FREE_OPTIONS if saved.get(name) != given.get(name))
 
@@ -454,16 +502,6 @@ def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any
 
 def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error).splitlines()[0]
-
-
-def write_new(path: Path, value: Any) -> None:
-    """Writes JSON to a file that does not exist.
-
-    Raises:
-      FileExistsError: it does.
-    """
-    with path.open("x") as file:  # of two programs that start at once, one succeeds
-        file.write(json.dumps(value, indent=2) + "\n")
 
 
 def write_json(path: Path, value: Any) -> None:

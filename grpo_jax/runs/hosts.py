@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 _BEAT_SECONDS = 3.0  # between two signs of life
 _SILENT_SECONDS = 30.0  # after which a host that gives none has ended
 _LONG_SECONDS = 120.0  # after which the first host says what all hosts do
-_REACH_SECONDS = 240.0  # for host 0 to answer at the start
+_MEET_SECONDS = 120.0  # for host 0 to answer at the start, and then for all to be there
 _TOLD_SECONDS = 10.0  # after which a host says that it waits for that
 _JAX_SECONDS = 60  # after which JAX itself ends the others: if this thread cannot
 _LOST = 75  # the exit status of hosts that lost another: EX_TEMPFAIL, as after SIGTERM
@@ -96,7 +96,8 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
     if options.process_id:
         _reach(options.coordinator_address, note)
     try:
-        jax.distributed.initialize(**given, heartbeat_timeout_seconds=_JAX_SECONDS)
+        with _meeting(say, note):
+            jax.distributed.initialize(**given, heartbeat_timeout_seconds=_JAX_SECONDS)
     except ValueError:
         raise UsageError(
             "JAX finds no other hosts here: give each coordinator_address, num_processes and process_id"
@@ -115,16 +116,42 @@ def _reach(address: str, note: Callable[[str], None]) -> None:
     """
     host, _, port = address.rpartition(":")
     began, told = time.monotonic(), False
-    while time.monotonic() - began < _REACH_SECONDS:
+    while time.monotonic() - began < _MEET_SECONDS:
         try:
             socket.create_connection((host.strip("[]"), int(port)), 3).close()
             return
         except OSError:
             time.sleep(1)
         if not told and time.monotonic() - began > _TOLD_SECONDS:
-            note(f"waits for host 0 at {address}")
+            note(f"waits for host 0 at {address}, {_MEET_SECONDS:.0f} s at most")
             told = True
     raise UsageError(f"host 0 does not answer at {address}: start it, and check address, port and firewall")
+
+
+@contextmanager
+def _meeting(say: Callable[[str], None], note: Callable[[str], None]) -> Iterator[None]:
+    """A block in which JAX waits for all hosts. It would do so for five minutes without a word, and abort.
+
+    A thread ends the process sooner, as when a host is lost, so that a scheduler starts all of them again.
+    """
+    met = threading.Event()
+
+    def watch() -> None:
+        if met.wait(_TOLD_SECONDS):
+            return
+        note(f"waits until all hosts are there, {_MEET_SECONDS:.0f} s at most")
+        if not met.wait(_MEET_SECONDS - _TOLD_SECONDS):
+            say(
+                f"not all hosts were there within {_MEET_SECONDS:.0f} s: start all at once, and see what the others say"
+            )
+            sys.stdout.flush()
+            os._exit(_LOST)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        met.set()
 
 
 def _check(options: HostOptions) -> None:

@@ -1,6 +1,7 @@
 """Loads the model of a run: before training, and from its checkpoints."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_type_hints
 
@@ -123,9 +124,12 @@ def load_model(
             dtype=options.dtype,
             remat="none" if options.remat == "auto" else options.remat,  # auto: until it is planned
             attention=options.attention,
+            router=options.router,
             sharding=sharding,
         )
-    params = pretrained.params
+    params, width = pretrained.params, pretrained.config.hidden_size
+    if options.lora_rank > width:
+        raise UsageError(f"lora_rank is {options.lora_rank}: it must be at most {width}, the width of the model")
     if options.lora_rank:
         key = jax.random.key(seed)
         targets = options.lora_targets
@@ -133,8 +137,54 @@ def load_model(
     return Loaded(decoder_policy(pretrained.config), params, pretrained)
 
 
+def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *, sharding: Any = None) -> Loaded:
+    """A teacher, to be computed like the model that it teaches; its parameters have the dtype of activations.
+
+    Args:
+      name: a folder of a Hugging Face model, or its id on the hub.
+      options: of the model that it teaches.
+      student: that model.
+      sharding: as in `load_pretrained`.
+
+    Raises:
+      UsageError: there is none, or its tokens are others.
+    """
+    taught = load_pretrained(
+        name, param_dtype=options.dtype, dtype=options.dtype, attention=options.attention, sharding=sharding
+    )
+    check_vocabulary(taught.tokenizer.get_vocab(), student.tokenizer.get_vocab(), name)
+    return Loaded(decoder_policy(taught.config), taught.params, taught)
+
+
+def check_vocabulary(theirs: Mapping[str, int], ours: Mapping[str, int], name: str | Path) -> None:
+    """Refuses a teacher whose tokens are not those of the model.
+
+    Args:
+      theirs: token -> id, of the teacher.
+      ours: token -> id, of the model.
+      name: of the teacher.
+
+    Raises:
+      UsageError: they differ; the sentence names a token.
+    """
+    differing = [token for token in sorted(theirs.keys() | ours.keys()) if theirs.get(token) != ours.get(token)]
+    if differing:
+        there, here = (vocabulary.get(differing[0], "no token") for vocabulary in (theirs, ours))
+        raise UsageError(
+            f"the teacher {name} has another tokenizer than the model: {differing[0]!r} is {there} there and {here} "
+            "here; name a teacher with the model's own tokenizer"
+        )
+
+
 def planned(
-    options: Options, config: GRPOConfig | PPOConfig, loaded: Loaded, task: Task, *, devices: int, parts: int
+    options: Options,
+    config: GRPOConfig | PPOConfig,
+    loaded: Loaded,
+    task: Task,
+    *,
+    devices: int,
+    parts: int,
+    teacher: ModelConfig | None = None,
 ) -> tuple[Options, Loaded, Plan]:
     """The options and the model of a run, with what its memory leaves to choose: pieces, and remat.
 
@@ -148,11 +198,12 @@ def planned(
       task: its prompts.
       devices: how many the run uses.
       parts: that they spread prompts over.
+      teacher: its shape, if there is one.
 
     Raises:
       UsageError: nothing fits; the sentence names what would.
     """
-    shape = shape_of(config, options.model, task.prompts(0).ids.shape[-1], parts=parts)
+    shape = shape_of(config, options.model, task.prompts(0).ids.shape[-1], parts=parts, teacher=teacher)
     limits = hosts.gather("the memory of a device", memory_limit(min(devices, jax.local_device_count())))
     plan = choose(loaded.pretrained.config, shape, min(limits), remat=options.model.remat)
     pretrained = loaded.pretrained._replace(config=plan.model)
@@ -181,9 +232,7 @@ def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> N
     pretrained, lora = loaded.pretrained, None
     for note in pretrained.notes:
         run.warn_once(note, note)
-    names = huggingface.files_of(pretrained.folder)
-    files = digests.of_files(pretrained.folder, names)
-    run.keep_inputs("model", {f"{name} of the model": digest for name, digest in files.items()})
+    keep_files(run, "model", pretrained.folder)
     if options.lora_rank:
         # A hub id stays one, so that the adapter can be used elsewhere.
         base = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
@@ -204,6 +253,21 @@ def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> N
         write_json(run.path / "model" / _LORA_FILE, lora._asdict())
 
 
+def keep_files(run: RunFolder, part: str, folder: Path) -> None:
+    """Notes the files of a model in the run, so that it goes on with the same ones alone.
+
+    Args:
+      run: of the model.
+      part: "model" or "teacher".
+      folder: of the files.
+
+    Raises:
+      UsageError: the run is resumed, and they are others.
+    """
+    files = digests.of_files(folder, huggingface.files_of(folder))
+    run.keep_inputs(part, {f"{name} of the {part}": digest for name, digest in files.items()})
+
+
 # ---- out of it
 
 
@@ -218,7 +282,7 @@ def load_run(
       phase: of the run; None: `phase_of`.
       step: of the checkpoint; None: the newest.
       base: where the base of a LoRA run is now, if it has moved.
-      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
+      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention, router.
 
     Returns:
       The model, whose folder is the run's model/; and its step.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.transformer import Params
@@ -164,14 +165,14 @@ def continue_episodes(
       The episodes after one more turn.
     """
     assert policy.decoder
-    append, unembedding = policy.decoder(params), _unembedding(policy, params)
+    append, logits_of = policy.decoder(params), _logits_of(policy, params)
     rows, lengths = _with_replies(episodes, replies, counts, goes_on)
     number = jnp.max(rows.out.turn, axis=-1) + 1
 
     def add(rows: _Rows, hidden: jax.Array, lengths: jax.Array) -> tuple[_Rows, jax.Array]:
         """One more token of those whose turn has not ended."""
         active = _active(rows, max_tokens)
-        added = _add_token(rows, _logits(hidden, unembedding), lengths, eos_ids, active)
+        added = _add_token(rows, logits_of(hidden), lengths, eos_ids, active)
         turn = _put(added.out.turn, lengths, number, active)
         return added._replace(out=added.out._replace(turn=turn)), lengths + active
 
@@ -277,10 +278,10 @@ def _begun(
     """`extend` of (step, cache, rows) by one token, and that after the first one; the cache has room for `room`."""
     shape = given.ids.shape
     hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], room)
-    unembedding = _unembedding(policy, params)
+    logits_of = _logits_of(policy, params)
 
     def add(rows: _Rows, hidden: jax.Array, step: jax.Array) -> _Rows:
-        return _add_token(rows, _logits(hidden, unembedding), step, eos_ids, rows.out.truncated)
+        return _add_token(rows, logits_of(hidden), step, eos_ids, rows.out.truncated)
 
     def extend(carry):
         step, cache, rows = carry
@@ -291,10 +292,20 @@ def _begun(
     return extend, (jnp.int32(1), cache, first)
 
 
-def _unembedding(policy: Policy, params: Params) -> jax.Array:
-    """Of the policy, as logits are computed with it."""
+def _logits_of(policy: Policy, params: Params) -> Callable[[jax.Array], jax.Array]:
+    """hidden `[N, G, D]` -> logits before temperature, float32 `[N, G, V]`, as `functional.token_logprobs` has them."""
     unembedding = policy.unembedding(params)
-    return spread(unembedding, *unembedding_axes(unembedding.shape[0]))
+    of_tokens, of_features = unembedding_axes(unembedding.shape[0])
+    unembedding = spread(unembedding, of_tokens, of_features)
+
+    def logits_of(hidden: jax.Array) -> jax.Array:
+        hidden = spread(hidden, DATA, None, of_features)
+        logits = jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32)
+        logits = softcapped(logits, policy.softcap)
+        # On a mesh each device has made the logits of its tokens of the vocabulary, and samples for prompts of its own.
+        return spread(spread(spread(logits, DATA, None, of_tokens), BATCH, None, TENSOR), AXES)
+
+    return logits_of
 
 
 # Decoding goes on with a quarter of the completions, but with no fewer than 8, and only where texts may be this long:
@@ -420,15 +431,6 @@ def _noise(key: jax.Array, rows: jax.Array, max_tokens: int) -> jax.Array:
 
     keys, _ = jax.lax.scan(fold, jnp.broadcast_to(key, shape).ravel(), jnp.stack([*numbers]))
     return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys).reshape(*shape, 2)
-
-
-def _logits(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
-    """Logits before temperature, float32 `[N, G, V]`, as `functional.token_logprobs` computes them."""
-    of_tokens, of_features = unembedding_axes(unembedding.shape[0])
-    hidden = spread(hidden, DATA, None, of_features)
-    logits = jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32)
-    # On a mesh each device has made the logits of its tokens of the vocabulary, and samples for prompts of its own.
-    return spread(spread(spread(logits, DATA, None, of_tokens), BATCH, None, TENSOR), AXES)
 
 
 def _logprob_of(logits: jax.Array, ids: jax.Array) -> jax.Array:

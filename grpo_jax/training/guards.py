@@ -77,8 +77,8 @@ def check_length(run: RunFolder, task: Task, max_tokens: int, longest: int | Non
         )
 
 
-def check_rollout(run: RunFolder, rollout: Outcomes, task: Task, step: int) -> None:
-    """Warns of rollouts that nothing can be learned from. `step` is counted from 1."""
+def check_rollout(run: RunFolder, rollout: Outcomes, task: Task, step: int, *, graded: bool = True) -> None:
+    """Warns of rollouts that nothing can be learned from. `step` is counted from 1; `graded`: rewards are needed."""
     if not np.isfinite(rollout.rewards).all():
         run.warn_once("reward", "the reward function returned NaN or infinity: such a step is skipped")
     if rollout.truncated.all() and not task.open_ended and rollout.episodes is None:
@@ -86,6 +86,8 @@ def check_rollout(run: RunFolder, rollout: Outcomes, task: Task, step: int) -> N
             "truncated",
             "no completion ended within max_tokens: raise max_tokens, or check that the model was trained to write EOS",
         )
+    if not graded:
+        return
     if not rollout.applicable.any():
         run.warn_once("applicable", "no completion has a reward: see in the other warnings why the graders gave none")
     elif _compares_nothing(rollout):

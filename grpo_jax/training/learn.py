@@ -18,6 +18,7 @@ import optax
 from grpo_jax.config import GRPOConfig
 from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.functional.numerics import maybe_psum
+from grpo_jax.models.experts import busiest
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
 from grpo_jax.models.transformer import Params
@@ -29,7 +30,7 @@ from grpo_jax.training.microbatches import (
     lengths_of,
     packed,
 )
-from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState, init_state, steps_taken
+from grpo_jax.training.state import Array, Batch, RewardArrays, Teaching, TrainState, init_state, steps_taken
 from grpo_jax.training.step import Logs, train_step
 
 AxisName = Hashable | None
@@ -53,7 +54,7 @@ class Advantages(NamedTuple):
     """What `Method.advantages` makes of rewards."""
 
     batch: Batch  # with advantages
-    by_completion: jax.Array  # [N, G], to show
+    shown: jax.Array  # [N, G] of completions; [N, G, K] of turns
     logs: dict[str, jax.Array]  # scalars, the same on all devices
 
 
@@ -76,13 +77,17 @@ class Method(NamedTuple):
     actor: Callable[[Params, Any], Params] = join
     # trained parameters -> those that `actor` reads, without a critic; a reference has no others
     of_policy: Callable[[Params], Params] = lambda trained: trained
+    # (trained parameters, frozen ones, batch) -> what a teacher says of completions; None: there is no teacher
+    teach: Callable[[Params, Any, Batch], Teaching] | None = None
+    # frozen parameters -> those that an update computes with, without a teacher
+    updated: Callable[[Any], Any] = lambda frozen: frozen
 
 
 class Learned(NamedTuple):
     """What `learn` returns to log."""
 
     metrics: dict[str, jax.Array]  # scalars
-    advantages: jax.Array  # [N, G]
+    advantages: jax.Array  # [N, G]; [N, G, K] of turns
     order: jax.Array  # int32 [U, n], the prompts of each optimizer step
 
 
@@ -96,6 +101,7 @@ class Scored(NamedTuple):
     ref_logprobs: Array = None
     old_entropy: Array = None
     old_values: Array = None
+    teacher: Any = None  # a `Teaching`
 
 
 # ---- score
@@ -108,6 +114,7 @@ def needed(method: Method, config: GRPOConfig) -> Scored:
         ref_logprobs=config.loss.objective.has_reference and config.loss.divergence == "preset",
         old_entropy=config.loss.top_entropy < 1,
         old_values=method.has_critic,
+        teacher=method.teach is not None,
     )
 
 
@@ -156,6 +163,7 @@ def score(
             ref_logprobs=reference_logprobs(reference, batch) if wanted.ref_logprobs else None,
             old_entropy=own.entropy if own and wanted.old_entropy else None,
             old_values=own.values if own and wanted.old_values else None,
+            teacher=method.teach(trained, frozen, batch) if method.teach else None,
         )
 
     return computed_in_pieces(of_piece, batch, choose_pieces(method, config, batch))
@@ -255,7 +263,7 @@ def learn(
     )
     state = sync_reference(method, state, clock[1], config)
     state = update_kl_coef(state, advantages.logs, config)._replace(earlier=earlier)
-    return state, Learned(advantages.logs | metrics, advantages.by_completion, order)
+    return state, Learned(advantages.logs | metrics, advantages.shown, order)
 
 
 def _update(method, config, state, frozen, reference, batch, clock, *, axis_name):
@@ -280,6 +288,8 @@ def _update(method, config, state, frozen, reference, batch, clock, *, axis_name
             microbatches=choose_pieces(method, config, minibatch),
             axis_name=axis_name,
         )
+        if "expert_share" in metrics:
+            metrics["busiest_expert"] = busiest(metrics.pop("expert_share"))
         tokens = maybe_psum(jnp.sum(minibatch.completion_mask), axis_name)
         return state, metrics | {"learning_rate": jnp.asarray(rate), "_tokens": tokens}
 

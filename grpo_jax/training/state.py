@@ -26,6 +26,15 @@ class TrainState(NamedTuple):
     earlier: tuple[Params, ...] = ()  # parameters of the policy before the last `staleness` iterations, oldest first
 
 
+class Teaching(NamedTuple):
+    """What a teacher says of completions; None where the kind of distillation does not need it."""
+
+    logprobs: Array = None  # [N, G, T], of the sampled tokens
+    hidden: Array = None  # [N, G, T, E], of the teacher's decoder
+    ids: Array = None  # int32 [N, G, T, K], its likeliest tokens
+    logits: Array = None  # [N, G, T, K + 1], theirs, and of all others in one
+
+
 class Batch(NamedTuple):
     """Completions to learn from."""
 
@@ -44,6 +53,7 @@ class Batch(NamedTuple):
     ref_logprobs: Array = None  # [N, G, T]
     old_entropy: Array = None  # [N, G, T], in nats
     old_values: Array = None  # [N, G, T + 1], of a critic when the completions were sampled
+    teacher: Teaching | None = None
     # ---- from the rewards
     advantages: Array = None  # [N, G], or [N, G, T]
     returns: Array = None  # [N, G, T], what a critic learns
@@ -61,9 +71,10 @@ class RewardArrays(NamedTuple):
     components: Array = None  # float32 [N, G, K], NaN where one does not apply or is only watched
     weights: Array = None  # float32 [K]
     turns: Array = None  # float32 [N, G, K], of K turns of an episode; their sum is its reward
+    spans: Array = None  # float32 [N, G, T], of spans at the token that ends each, NaN elsewhere; likewise
 
 
-REWARD_AXES = RewardArrays(0, 0, 0, None, 0)  # what devices share out; the weights are the same on all
+REWARD_AXES = RewardArrays(0, 0, 0, None, 0, 0)  # what devices share out; the weights are the same on all
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -114,7 +125,8 @@ def make_optimizer(
 
     Args:
       learning_rate: a rate, or a schedule.
-      weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL.
+      weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL. Routers of experts
+        have none either: they may be frozen.
       max_grad_norm: norm above which a gradient is scaled down; default 1.
 
     Returns:
@@ -125,10 +137,11 @@ def make_optimizer(
 
 
 def has_weight_decay(params: Params) -> Any:
-    """For each parameter, whether weight decay applies: it is neither a norm's scale nor a bias."""
+    """For each parameter, whether weight decay applies: not to a norm's scale or its offset, a bias, or a router."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-        return getattr(path[-1], "key", None) not in ("scale", "bias")
+        names = {getattr(key, "key", None) for key in path[-2:]}
+        return not names & {"scale", "offset", "bias", "router"}
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 

@@ -1,11 +1,13 @@
 """Rows and rewards of one's own, from the command line to a table; and graders that misbehave on the way."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from grpo_jax.commands import evaluate, grpo
 from grpo_jax.errors import UsageError
@@ -100,6 +102,38 @@ def test_own_rows_and_rewards_then_the_checkpoint_evaluated_alone(own, tmp_path,
 
 
 @needs_model
+def test_a_teacher_is_learned_from_without_grading_and_its_files_are_those_of_the_run(own, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(MODEL, teacher)
+    options = ("--teacher", teacher, "--distillation", "reverse_kl", "--reward-coef", 0, "--kl-coef", 0)
+    folder = tmp_path / "run"
+    lines = run(own, folder, "--reward", f"{own}/rewards.py:vowels", "--num-heldout", 4, *options)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[1]["distillation"] == pytest.approx(0, abs=1e-5)  # it is the model itself
+    assert lines[1]["reward"] is None
+    assert lines[2]["heldout_avg"] >= 0  # held-out prompts are graded
+
+    file = teacher / "model.safetensors"
+    save_file({name: 1.1 * x for name, x in load_file(file).items()}, file, metadata={"format": "pt"})
+    again = flags.parse(grpo.Config, None, ["--resume", "--steps", "3", "--run-dir", str(folder)])
+    with pytest.raises(UsageError, match=r"model\.safetensors of the teacher"):
+        grpo.main(again)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--teacher", "x"), "--teacher needs --distillation"),
+        (("--distillation", "k1"), "--distillation k1 needs --teacher"),
+        (("--teacher", "x", "--distillation", "k1", "--control"), "a teacher would teach it too"),
+    ],
+)
+def test_a_teacher_that_cannot_work_is_refused_before_a_model_is_read(own, tmp_path, options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        run(own, tmp_path, "--reward", "exact_answer", *options)
+
+
+@needs_model
 def test_an_environment_of_a_file_trains_and_is_evaluated(own, tmp_path, capsys):
     told = ("--environment", f"{own}/game.py:make", "--reply-deadline", 0.5)
     lines = run(own, tmp_path / "run", *told, "--max-turns", 3, "--environment-tokens", 40, "--num-heldout", 4)
@@ -120,6 +154,26 @@ def test_an_environment_of_a_file_trains_and_is_evaluated(own, tmp_path, capsys)
     evaluate.main(evaluate.parse([str(tmp_path / "run"), "--samples", "3", "--seed", "3", "--out", str(out)]))
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert json.loads((out / "numbers.json").read_text())["avg"] == pytest.approx(results["after"]["avg"], abs=1e-6)
+
+
+@needs_model
+def test_a_run_goes_on_with_the_same_tools_alone_and_an_evaluation_needs_room_for_replies(own, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    tools = tmp_path / "tools.py"
+    tools.write_text((own / "game.py").read_text())
+    told = ("--model", tmp_path / "model", "--tools", f"{tools}:tool", "--reward", "length(maximum=3)")
+    room = ("--max-turns", 2, "--environment-tokens", 9)
+    run(own, tmp_path / "run", *told, *room, "--steps", 1, "--eval-every", 0, "--num-heldout", 4)
+    evaluation = [str(arg) for arg in (tmp_path / "run", "--environment-tokens", 0)]
+    with pytest.raises(UsageError, match="environment_tokens is 0, so no episode could go on"):
+        evaluate.main(evaluate.parse(evaluation))
+    tools.write_text(tools.read_text().replace("return a", "return a + 1"))
+    with pytest.raises(UsageError, match=r"when the run .* began: source of the environment; put them back"):
+        grpo.main(flags.parse(grpo.Config, None, ["--resume", "--run-dir", str(tmp_path / "run")]))
 
 
 @needs_model
@@ -145,11 +199,16 @@ def test_an_environment_that_cannot_work_is_refused(own, tmp_path, monkeypatch, 
     ("name", "reason"),
     [
         ("hangs", "timeout"),
-        ("raises", "raised"),
-        ("nan", "nan"),
-        ("short", "wrong_length"),
-        ("leaves", "died"),
-        pytest.param("prints", None, marks=pytest.mark.slow),
+        *(  # what each of them counts, without a run, is in tests/rewards
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("raises", "raised"),
+                ("nan", "nan"),
+                ("short", "wrong_length"),
+                ("leaves", "died"),
+                ("prints", None),
+            ]
+        ),
     ],
 )
 def test_a_run_ends_whatever_a_grader_does_and_counts_it(own, tmp_path, capsys, name, reason):
@@ -173,6 +232,7 @@ def test_a_run_ends_whatever_a_grader_does_and_counts_it(own, tmp_path, capsys, 
 
 
 @needs_gsm8k
+@pytest.mark.slow
 def test_gsm8k_says_that_a_story_model_finds_nothing_to_learn(tmp_path, capsys):
     given = ["--model", MODEL, "--task", "gsm8k", "--data", GSM8K, "--num-heldout", 8, "--max-prompt-tokens", 160]
     given += ["--template", "Q: {question} A:"]

@@ -5,17 +5,33 @@ the installed transformers. `llama/adapter` is a LoRA adapter as peft wrote it, 
 one label, and logits [B, 1] of texts that are padded on the right. This script needs torch, transformers and peft; the
 tests that read the folders do not.
 
-  python tests/golden/make.py
+  python tests/golden/make.py          # all
+  python tests/golden/make.py NAME ... # some; "adapter" and "classifier" are those of llama
 """
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, set_seed
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    set_seed,
+)
 from transformers.models.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 HERE = Path(__file__).parent
@@ -30,6 +46,7 @@ SHAPE = {
     "max_position_embeddings": 64,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": None,  # torch gives the embedding of padding no gradient
 }
 # Low thetas, so that thirty positions turn far enough to show a mistake.
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
@@ -40,6 +57,20 @@ LLAMA3 = ROPE | {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LINEAR = ROPE | {"rope_type": "linear", "factor": 3.0}
+YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_OPTIONS = {"beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3, "truncate": False}
+# Of 6 of 8 features. The second kind of factors is of texts longer than these.
+LONG = ROPE | {
+    "rope_type": "longrope",
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.5],
+    "long_factor": [2.0, 4.0, 8.0],
+}
+ORIGINAL = {"original_max_position_embeddings": 40}
+FOUR = {"num_hidden_layers": 4}
+# Low enough to bend many scores.
+CAPS = {"query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
 MODELS = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=ROPE, tie_word_embeddings=False),
     "llama_biases": LlamaConfig(**SHAPE, rope_parameters=ROPE, attention_bias=True, mlp_bias=True),
@@ -57,8 +88,100 @@ MODELS = {
         **SHAPE, rope_parameters=ROPE, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
     "qwen3": Qwen3Config(**SHAPE, rope_parameters=ROPE, head_dim=6, tie_word_embeddings=True),
+    "llama_linear": LlamaConfig(**SHAPE, rope_parameters=LINEAR),
+    "llama_dynamic": LlamaConfig(**SHAPE, rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 3.0}),
+    "qwen2_yarn": Qwen2Config(**SHAPE, rope_parameters=YARN),
+    "qwen3_yarn": Qwen3Config(**SHAPE, rope_parameters=YARN | YARN_OPTIONS, head_dim=16),
+    "smollm3": SmolLM3Config(**SHAPE | FOUR, rope_parameters=ROPE, no_rope_layers=[1, 0, 1, 1]),
+    "smollm3_window": SmolLM3Config(
+        **SHAPE | FOUR,
+        rope_parameters=ROPE,
+        use_sliding_window=True,
+        sliding_window=5,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "olmo2": Olmo2Config(**SHAPE, rope_parameters=ROPE),
+    "olmo2_biases": Olmo2Config(**SHAPE, rope_parameters=YARN, attention_bias=True, tie_word_embeddings=True),
+    "phi3": Phi3Config(**SHAPE, rope_parameters=dict(ROPE)),
+    "phi3_window": Phi3Config(**SHAPE | {"hidden_size": 32}, rope_parameters=LONG, sliding_window=7, **ORIGINAL),
+    "gemma": GemmaConfig(**SHAPE, rope_parameters=ROPE, head_dim=6),
+    "gemma2": Gemma2Config(**SHAPE, rope_parameters=ROPE, head_dim=6, sliding_window=5, **CAPS),
+    "gemma2_untied": Gemma2Config(
+        **SHAPE | {"num_hidden_layers": 3},
+        rope_parameters=ROPE,
+        head_dim=6,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attention_bias=True,
+        tie_word_embeddings=False,
+        final_logit_softcapping=3.0,
+        attn_logit_softcapping=1.0,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 3},
+        rope_parameters={"sliding_attention": ROPE | {"rope_theta": 10.0}, "full_attention": LINEAR},
+        head_dim=6,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=9,
+    ),
+    "gemma3_capped": Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 7},
+        rope_parameters={"sliding_attention": ROPE | {"rope_theta": 10.0}, "full_attention": ROPE},
+        head_dim=4,
+        sliding_window=7,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        final_logit_softcapping=4.0,
+    ),
     "qwen3_biases": Qwen3Config(**SHAPE, rope_parameters=ROPE, head_dim=8, attention_bias=True),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE,
+        rope_parameters=ROPE,
+        head_dim=6,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=7,
+        num_experts=5,
+        num_experts_per_tok=3,
+        moe_intermediate_size=8,
+        norm_topk_prob=True,
+    ),
+    "qwen3_moe_plain": Qwen3MoeConfig(
+        **SHAPE,
+        rope_parameters=ROPE,
+        head_dim=6,
+        tie_word_embeddings=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+    ),
+    "mixtral": MixtralConfig(
+        **SHAPE | {"intermediate_size": 8},
+        rope_parameters=ROPE,
+        head_dim=6,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
 }
+
+
+PROMPT = 9
+# Of each family the one with the most options.
+WITH_GRADIENTS = (
+    "llama_biases",
+    "mistral_window",
+    "qwen2_mixed",
+    "qwen3_biases",
+    "smollm3_window",
+    "olmo2_biases",
+    "phi3_window",
+    "gemma",
+    "gemma2_untied",
+    "gemma3_capped",
+)
 
 
 def random_ids() -> torch.Tensor:
@@ -67,11 +190,17 @@ def random_ids() -> torch.Tensor:
 
 
 def save_golden(folder: Path, model: torch.nn.Module) -> None:
-    """What the model computes."""
+    """What the model computes, and the gradients of the mean −log π of the tokens from number `PROMPT` on."""
     ids = random_ids()
-    with torch.no_grad():
-        logits = model.eval()(ids).logits
-    np.savez_compressed(folder / "golden.npz", ids=ids.numpy().astype(np.int32), logits=logits.numpy())
+    logits = model.eval()(ids).logits
+    np.savez_compressed(folder / "golden.npz", ids=ids.numpy().astype(np.int32), logits=logits.detach().numpy())
+    if folder.name not in WITH_GRADIENTS:
+        return
+    loss = torch.nn.functional.cross_entropy(logits[:, PROMPT - 1 : -1].flatten(0, 1), ids[:, PROMPT:].flatten())
+    parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    named = {name: x.numpy() for name, x in zip(parameters, gradients, strict=True)}
+    np.savez_compressed(folder / "gradients.npz", loss=loss.detach().numpy(), **named)
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -79,19 +208,31 @@ def randomise(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.3 * noise if "norm" in name else 0.4 * noise
+        centre = 0 if "Gemma" in type(model).__name__ else 1
+        parameter.data = centre + 0.3 * noise if "norm" in name else 0.4 * noise
 
 
 def main() -> None:
-    """Writes all folders anew."""
+    """Writes folders anew."""
+    asked = sys.argv[1:] or [*MODELS, "adapter", "classifier"]
     set_seed(0)
     for name, config in MODELS.items():
+        if name not in asked:
+            continue
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         randomise(model)
         model.save_pretrained(folder)
         save_golden(folder, model)
+    if "adapter" in asked:
+        save_adapter()
+    if "classifier" in asked:
+        save_classifier(HERE / "llama" / "classifier")
+
+
+def save_adapter() -> None:
+    """LoRA as peft has it."""
     base = AutoModelForCausalLM.from_pretrained(HERE / "llama", attn_implementation="eager")
     lora = LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])
     adapted = get_peft_model(base, lora)
@@ -104,12 +245,11 @@ def main() -> None:
     file = HERE / "llama" / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "llama"}, indent=2) + "\n")
     (HERE / "llama" / "adapter" / "README.md").unlink(missing_ok=True)
-    save_classifier(HERE / "llama" / "classifier")
 
 
 def save_classifier(folder: Path) -> None:
     """A reward model as transformers has it."""
-    config = LlamaConfig(**SHAPE, rope_parameters=ROPE, num_labels=1, pad_token_id=0, tie_word_embeddings=False)
+    config = LlamaConfig(**SHAPE | {"pad_token_id": 0}, rope_parameters=ROPE, num_labels=1, tie_word_embeddings=False)
     model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
     randomise(model)
     model.save_pretrained(folder)

@@ -131,6 +131,7 @@ def test_any_function_is_a_judge_and_weights_default_to_a_mean():
     np.testing.assert_array_equal(score_completions(weighted, [{}] * 3, texts).rewards, [3.5, 3, 0])
 
 
+@pytest.mark.slow
 def test_a_policy_is_rewarded_by_itself_as_it_was_and_each_principle_is_logged(model, tmp_path):
     judge = model_judge(model, **OPTIONS)
     before = judge("4+4", ROWS, TEXTS)

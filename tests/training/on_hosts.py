@@ -39,7 +39,7 @@ class Config:
     )
     output: flags.RunConfig = flags.RunConfig(Path("run"))
     mode: str = ""
-    """What happens to host 1 in step 3."""
+    """What happens to host 1 after a few steps."""
 
 
 def prompts(step: int) -> Prompts:
@@ -64,6 +64,8 @@ class Threes:
             raise ZeroDivisionError("of host 1")
         if self.mode == "hang" and hosts.index() == 1 and self.calls == 8:
             time.sleep(135)
+        if self.mode == "nan" and hosts.index() == 1 and self.calls >= 8:
+            return [float("nan")] * len(completions)
         rewards = [text.count("3") / 3 if set(text) & set("012") else None for text in completions]
         self.counts["no number"] += rewards.count(None)
         self.messages["no number"] = "there is none below 3"

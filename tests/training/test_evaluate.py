@@ -187,7 +187,7 @@ def drawn(kind, generator, count):
 
 
 @pytest.mark.parametrize("kind", ["normal", "Bernoulli", "clusters"])
-@pytest.mark.parametrize("count", [20, 100])
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_intervals_cover_what_they_should(kind, count):
     generator, covered = rng(5), 0
     for number in range(2000):

@@ -19,10 +19,17 @@ import test_parallel as cases
 
 from grpo_jax.config import with_options
 from grpo_jax.errors import UsageError
+from grpo_jax.runs import hosts
 from grpo_jax.runs.hosts import HostOptions, start
 
 Processes = list[subprocess.Popen]
 WORKER = Path(__file__).with_name("on_hosts.py")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def launch(folder: Path, *args: str, number: int = 1, devices: int = 1, updates: bool = False) -> Processes:
@@ -31,9 +38,7 @@ def launch(folder: Path, *args: str, number: int = 1, devices: int = 1, updates:
     flags += " --xla_cpu_multi_thread_eigen=false"
     path = [str(WORKER.parent), *filter(None, sys.path)]
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
 
     def begin(own: int) -> subprocess.Popen:
         where = ["--coordinator-address", address, "--num-processes", str(number), "--process-id", str(own)]
@@ -151,6 +156,39 @@ def test_a_signal_to_one_stops_all_after_the_same_step_and_the_run_goes_on(tmp_p
 
 
 @pytest.mark.slow
+def test_all_hosts_go_on_from_the_newest_checkpoint_that_verifies(tmp_path, slow_run):
+    shutil.copytree(slow_run, tmp_path, dirs_exist_ok=True)
+    (damaged,) = (tmp_path / "run/checkpoints/grpo/12/params/d").iterdir()
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    finish(launch(tmp_path, "--resume", number=2))
+    (warned,) = (line["message"] for line in lines(tmp_path, "warnings.jsonl") if "checkpoint" in line["message"])
+    assert re.search("checkpoint 12 is not used, .* is damaged; the run goes on from step 10", warned)
+    metrics = [(folder / "run/metrics.jsonl").read_bytes() for folder in (tmp_path, slow_run)]
+    assert metrics[0] == metrics[1]
+    assert {path.name for path in (tmp_path / "run/checkpoints/grpo").iterdir()} == {"10", "12", "damaged-12"}
+
+
+@pytest.mark.slow
+def test_hosts_agree_when_minutes_are_over(tmp_path, slow_run):
+    minutes = ("--checkpoint-every", "0", "--save-every-minutes", "0.02")
+    finish(launch(tmp_path, *SLOW, *minutes, "--devices", "0", number=2))
+    saved = sorted(int(path.name) for path in (tmp_path / "run/checkpoints/grpo").iterdir())
+    assert len(saved) == 2
+    assert saved[0] < saved[1] == 12
+    metrics = [(folder / "run/metrics.jsonl").read_bytes() for folder in (tmp_path, slow_run)]
+    assert metrics[0] == metrics[1]
+
+
+@pytest.mark.slow
+def test_gradients_that_are_not_finite_on_one_host_end_all_after_as_many_steps(tmp_path):
+    more = ("--mode", "nan", "--max-skipped", "2", "--max-rollouts", "1", "--devices", "0")
+    said = finish(launch(tmp_path, *SLOW, *more, number=2), (2, 2))
+    assert all("gradients were not finite 2 times in a row" in error for _, error in said)
+    assert [line["skipped"] for line in lines(tmp_path)][-3:] == [0, 1, 2]
+    assert len(list((tmp_path / "run").glob("skipped_*.npz"))) == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_when_a_host_is_gone_the_other_ends_and_says_so_and_goes_on_alone(tmp_path, slow_run, number):
     processes = launch(tmp_path, *SLOW, "--devices", "0", "--checkpoint-every", "1", number=2)
@@ -216,3 +254,46 @@ def test_runs_that_hosts_cannot_share_are_refused(tmp_path, args, words):
 def test_options_of_hosts_that_do_not_fit_together_are_refused(options, words):
     with pytest.raises(UsageError, match=words):
         start(options, print, print)
+
+
+# ---- hosts that never come
+
+ALONE = """
+import sys
+from grpo_jax.runs import hosts
+hosts._TOLD_SECONDS, hosts._MEET_SECONDS = 1, 3
+hosts.start(hosts.HostOptions(False, sys.argv[1], 2, 0), print, print)
+print("met")
+"""
+
+
+def test_the_first_host_says_how_long_it_waits_for_the_others_and_ends():
+    command = [sys.executable, "-c", ALONE, f"127.0.0.1:{free_port()}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75
+    assert done.stdout.splitlines() == [
+        "waits until all hosts are there, 3 s at most",
+        "not all hosts were there within 3 s: start all at once, and see what the others say",
+    ]
+
+
+def test_a_host_waits_for_the_first_until_it_answers(monkeypatch):
+    """JAX is only asked then: it would abort the process."""
+    monkeypatch.setattr(hosts, "_MEET_SECONDS", 1.5)
+    monkeypatch.setattr(hosts, "_TOLD_SECONDS", 0.5)
+    said: list[str] = []
+    address = f"127.0.0.1:{free_port()}"
+    options = HostOptions(False, address, 2, 1)
+    with pytest.raises(UsageError, match=f"host 0 does not answer at {address}: start it"):
+        start(options, pytest.fail, said.append)
+    assert said == [f"waits for host 0 at {address}, 2 s at most"]
+
+    def initialize(**given):
+        raise RuntimeError(f"asked to meet at {given['coordinator_address']}")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with socket.socket() as first:
+        first.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        first.listen()
+        with pytest.raises(UsageError, match=f"did not meet .asked to meet at {address}"):
+            start(options, pytest.fail, pytest.fail)

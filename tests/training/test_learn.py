@@ -253,13 +253,19 @@ def test_the_reference_of_the_loss_is_the_one_that_moves():
 @pytest.mark.parametrize(
     ("config", "components"),
     [
-        (recipe("grpo", minibatches=2, epochs=2, kl_coef=0.2), 0),
-        (with_options(PPOConfig(), minibatches=2, group_size=G, kl_coef=0.1, kl_target=0.05), 0),
-        (with_options(PPOConfig(), critic="shared", epochs=2, group_size=G, bootstrap_truncated=True), 0),
-        (recipe("dapo", advantages_of="components", minibatches=2), 3),
-        (recipe("lite_ppo", minibatches=2, top_entropy=0.5, mask_truncated=True, correction="token"), 0),
+        pytest.param(recipe("grpo", minibatches=2, epochs=2, kl_coef=0.2), 0, id="grpo"),
+        pytest.param(recipe("dapo", advantages_of="components", minibatches=2), 3, id="gdpo"),
+        *(
+            pytest.param(config, 0, id=name, marks=pytest.mark.slow)
+            for name, config in {
+                "ppo_own": with_options(PPOConfig(), minibatches=2, group_size=G, kl_coef=0.1, kl_target=0.05),
+                "ppo_shared": with_options(
+                    PPOConfig(), critic="shared", epochs=2, group_size=G, bootstrap_truncated=True
+                ),
+                "lite_ppo": recipe("lite_ppo", minibatches=2, top_entropy=0.5, mask_truncated=True, correction="token"),
+            }.items()
+        ),
     ],
-    ids=["grpo", "ppo_own", "ppo_shared", "gdpo", "lite_ppo"],
 )
 def test_eight_devices_learn_what_one_does(config, components):
     config = with_options(config, num_prompts=N, kl_horizon=64)
@@ -326,9 +332,14 @@ def test_the_minibatch_that_is_skipped_is_told_and_moves_nothing():
 def test_norms_and_biases_do_not_decay():
     params = {
         "embedding": jnp.ones((3, 2)),
+        "final_norm": {"offset": jnp.ones(2)},
         "layers": {"norm": {"scale": jnp.ones((2, 2))}, "q_proj": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}},
     }
-    decays = {"embedding": True, "layers": {"norm": {"scale": False}, "q_proj": {"kernel": True, "bias": False}}}
+    decays = {
+        "embedding": True,
+        "final_norm": {"offset": False},
+        "layers": {"norm": {"scale": False}, "q_proj": {"kernel": True, "bias": False}},
+    }
     assert has_weight_decay(params) == decays
     optimizer = make_optimizer(0.5, weight_decay=0.2)
 

@@ -94,7 +94,9 @@ def test_a_length_reaches_to_the_last_token_that_is_learned_from():
 
 
 @pytest.mark.parametrize("config", [PLAIN, WINDOW, SOME_LAYERS], ids=["plain", "window", "some layers"])
-@pytest.mark.parametrize(("width", "rows"), [(6, 1), (12, 2), (24, 5)])
+@pytest.mark.parametrize(
+    ("width", "rows"), [(12, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(6, 1), (24, 5)])]
+)
 def test_packed_scores_are_those_of_padded_completions(config, width, rows):
     policy, params, batch = decoder_policy(config), params_of(config), a_batch()
 
@@ -132,7 +134,13 @@ BIGRAMS = POLICY._replace(packed_groups=packed_groups), PARAMS
 # A loss sees log-probabilities and entropies alone, which a table has at once. The decoder computes one loss of tokens
 # and one of completions.
 @pytest.mark.parametrize(
-    ("preset", "is_decoder"), [*((preset, False) for preset in DIFFERENT_LOSSES), ("grpo", True), ("gspo", True)]
+    ("preset", "is_decoder"),
+    [
+        ("dapo", False),
+        ("grpo", True),
+        ("gspo", True),
+        *(pytest.param(preset, False, marks=pytest.mark.slow) for preset in DIFFERENT_LOSSES if preset != "dapo"),
+    ],
 )
 def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder):
     """Relative to the norm of each leaf. Rubbish in what is masked changes nothing either."""

@@ -357,6 +357,7 @@ def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path):
         assert (cut.path / name).read_text() == (whole.path / name).read_text()
 
 
+@pytest.mark.slow
 def test_a_shared_decoder_held_by_the_whole_vocabulary_learns_and_resumes_and_is_exported(tmp_path):
     changes = {"critic": "shared", "kl_in_reward": False, "divergence": "reverse", "steps": 20}
     config, params = with_options(CONFIG, **changes), add_critic(MODEL, PARAMS.policy, "shared")

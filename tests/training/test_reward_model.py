@@ -364,7 +364,24 @@ def load_headed(folder):
     return config, load_params(folder, config, head=True)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen2", "qwen3"])
+# Of each family that transformers has a classifier of; without torch no program is compiled.
+FAMILIES = [
+    "llama",
+    "mistral_window",
+    "qwen2",
+    "qwen3",
+    "smollm3_window",
+    "olmo2_biases",
+    "phi3_window",
+    "gemma",
+    "gemma2_untied",
+    "gemma3_capped",
+    "qwen3_moe",
+    "mixtral",
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_reads_a_saved_reward_model(name, tmp_path):
     source = GOLDEN.parent / name
     config = config_from_huggingface(read_json(source / "config.json"))

@@ -1,6 +1,8 @@
 """What a disk does to a run: it resumes to the same bits, or a sentence says what is wrong. Nothing goes unnoticed."""
 
 import dataclasses
+import json
+import math
 import random
 import shutil
 import socket
@@ -17,7 +19,8 @@ from grpo_jax.data.types import Component, pad_prompts, rng
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.grading import Grader
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
-from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.folder import RunFolder, fresh_folder
+from grpo_jax.runs.lock import hold
 from grpo_jax.runs.seal import check_seal
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs, train
@@ -152,44 +155,72 @@ def test_where_no_checkpoint_verifies_nothing_begins_again(finished, tmp_path, p
 
 # ---- lines
 
-
-LINES = {
-    "a line less": lambda text: "".join(text.splitlines(keepends=True)[1:]),
-    "another number": lambda text: text.replace('"step": 2,', '"step": 2, "reward": 9,', 1),
-    "no lines": lambda text: "",
-}
+BROKEN = ["[]", "{", '{"phase": ["x"], "step": {}}', "\x00\x00", "\ud800", "[" * 99999]
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "rollouts.jsonl"])
-@pytest.mark.parametrize("name", LINES)
-def test_lines_that_are_not_those_written_are_noticed(finished, tmp_path, programs, file, name):
-    def harm(folder):
-        text = (folder / file).read_text()
-        (folder / file).write_text(LINES[name](text.replace('"step": 1,', '"step": 2,') if file[0] == "r" else text))
-
-    assert file in resumed(finished, tmp_path / "run", programs, harm)
-
-
-BROKEN = ['{"phase": "grpo"}', "[]", "{", '{"phase": ["x"], "step": {}}', "\x00\x00", "\ud800", "[" * 99999]
-
-
-@pytest.mark.parametrize("file", ["metrics.jsonl", "times.jsonl", "rollouts.jsonl"])
 @pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
-def test_a_line_that_is_malformed_is_a_sentence_that_says_where(finished, tmp_path, programs, file, line):
+def test_a_line_that_is_malformed_is_a_sentence_that_says_where(finished, tmp_path, programs, line):
     def harm(folder):
-        content = (folder / file).read_bytes()
-        (folder / file).write_bytes(content + line.encode(errors="surrogatepass") + b"\n")
+        content = (folder / "metrics.jsonl").read_bytes()
+        (folder / "metrics.jsonl").write_bytes(content + line.encode(errors="surrogatepass") + b"\n")
 
     said = resumed(finished, tmp_path / "run", programs, harm)
     assert said.startswith("refused")
-    assert file in said
+    assert "metrics.jsonl" in said
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"grpo": 1}', '{"grpo": {"held-out prompts": 3}}'])
+@pytest.mark.parametrize("content", ["[]", '{"grpo": 1}', '{"grpo": {"held-out prompts": 3}}'])
 @pytest.mark.parametrize("file", ["config.json", "inputs.json"])
 def test_a_file_of_a_run_that_is_malformed_is_a_sentence(finished, tmp_path, programs, file, content):
     said = resumed(finished, tmp_path / "run", programs, lambda folder: (folder / file).write_text(content))
     assert said.startswith("refused")
+
+
+# ---- options
+
+
+def edit(folder: Path, **options) -> None:
+    """What somebody may do to config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(dataclasses.asdict(with_options(CONFIG, **options))))
+
+
+def test_an_edited_option_is_noticed_and_the_sentence_says_what_it_was(tmp_path):
+    config = dataclasses.asdict(with_options(CONFIG, max_grad_norm=math.inf))
+    RunFolder(tmp_path, config)
+    edit(tmp_path, learning_rate=0.5, max_grad_norm=math.inf)
+    edited = json.loads((tmp_path / "config.json").read_text())
+    for given in (config, edited):  # options are read from the file, unless they are given
+        with pytest.raises(UsageError, match=r"config.json is not what it was .*\(learning_rate was 0.05\)"):
+            RunFolder(tmp_path, given)
+    edit(tmp_path, max_grad_norm=math.inf, devices=2, checkpoint_every=3)
+    run = RunFolder(tmp_path, json.loads((tmp_path / "config.json").read_text()))
+    assert "began with --devices 1 and goes on with --devices 2" in run.lines("warnings.jsonl")[0]["message"]
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UsageError, match="learning_rate differ from the options of the run"):
+        RunFolder(tmp_path, edited)
+
+
+def test_more_steps_are_noted_and_fewer_are_refused_however_they_are_asked_for(tmp_path):
+    for steps in (6, 8):
+        RunFolder(tmp_path, dataclasses.asdict(with_options(CONFIG, steps=steps, max_grad_norm=math.inf)))
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["steps"], saved["optimizer"]["max_grad_norm"]) == (8, math.inf)
+    edit(tmp_path, steps=9, max_grad_norm=math.inf)  # as a crash between two files leaves it
+    RunFolder(tmp_path, json.loads((tmp_path / "config.json").read_text()))
+    edit(tmp_path, steps=7, max_grad_norm=math.inf)
+    with pytest.raises(UsageError, match="the run is of 9 steps"):
+        RunFolder(tmp_path, json.loads((tmp_path / "config.json").read_text()))
+
+
+def test_a_start_that_was_killed_before_it_wrote_anything_may_be_repeated(tmp_path):
+    lock = hold(tmp_path)
+    (tmp_path / "config.json.tmp").write_text("{")
+    assert fresh_folder(tmp_path) == tmp_path
+    del lock
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="is no run"):
+        fresh_folder(tmp_path)
 
 
 # ---- inputs

@@ -96,7 +96,7 @@ def score_packed(policy: Policy, params: Params, batch: Packed) -> TokenLogprobs
     hidden = policy.packed(params, batch.ids, batch.texts)
     # State s predicts token s + 1; nothing predicts the first.
     before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
-    return token_logprobs(before, policy.unembedding(params), jnp.asarray(batch.ids))
+    return token_logprobs(before, policy.unembedding(params), jnp.asarray(batch.ids), softcap=policy.softcap)
 
 
 def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> float:

@@ -1,0 +1,235 @@
+"""Whatever a disk does to the files of a killed run: resumed, it ends with the same bytes, or a sentence says why not.
+
+One table has every place and every fault. Nothing goes unnoticed: where the bytes that are left differ, a warning is.
+"""
+
+import ctypes
+import json
+import os
+import random
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import pytest
+
+from grpo_jax.commands import train
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import save_pretrained
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs import hosts
+from grpo_jax.tasks import arithmetic
+
+# = the same bytes; w the same results, and a warning that names it; r refused in one sentence; . not of this place.
+TABLE = """
+                                flip half empty gone more folder dangling elsewhere latin unreadable
+run/config.json                 r    r    r     r    r    r      r        =         r     r
+run/inputs.json                 r    r    r     w    r    r      w        =         r     r
+run/metrics.jsonl               r    w    w     w    w    r      w        =         r     r
+run/times.jsonl                 r    w    w     w    w    r      w        =         r     r
+run/rollouts.jsonl              r    w    w     w    r    r      w        =         r     r
+run/warnings.jsonl              .    .    =     =    .    r      =        .         r     r
+run/lock                        .    .    =     =    .    r      =        .         .     r
+run/command.txt                 .    .    .     =    .    r      =        .         .     r
+run/model/config.json           .    .    =     =    .    r      .        .         .     r
+run/tensorboard                 .    .    .     =    .    .      r        r         .     r
+run/checkpoints                 .    .    .     =    .    .      r        =         .     r
+run/checkpoints/grpo            .    .    .     =    .    .      r        =         .     r
+newest                          .    .    .     =    .    .      w        =         .     r
+newest/digests.json             w    w    w     w    w    w      w        =         w     w
+newest/_CHECKPOINT_METADATA     w    w    w     w    w    w      w        =         w     w
+newest/params/manifest.ocdbt    w    w    w     w    w    w      w        .         w     w
+newest/params/d/*               w    w    w     w    w    w      w        .         .     w
+newest/rest/d/*                 w    w    w     w    w    w      w        .         .     .
+older/params/d/*                =    .    .     =    .    .      =        .         .     .
+older/digests.json              .    .    =     =    .    =      .        .         .     .
+every/params/d/*                r    r    r     r    r    r      r        .         .     r
+model/config.json               r    r    r     r    r    r      r        =         r     r
+model/model.safetensors         r    r    r     r    r    r      r        =         .     r
+model/tokenizer.json            r    r    r     r    r    r      r        =         r     r
+rows.jsonl                      r    r    r     r    r    r      r        =         r     r
+rewards.py                      r    r    r     r    r    r      r        =         r     r
+"""
+QUICK = ("half", "dangling")
+ALIASES = {"newest": ["run/checkpoints/grpo/4"], "older": ["run/checkpoints/grpo/2"]}
+ALIASES["every"] = ALIASES["newest"] + ALIASES["older"]
+
+
+def cases() -> list:
+    """(place, fault, cell) of the table. Slow are runs that go on, and most that are refused."""
+    faults, *rows = (line.split() for line in TABLE.strip().splitlines())
+    every = [
+        (place, fault, cell) for place, *cells in rows for fault, cell in zip(faults, cells, strict=True) if cell != "."
+    ]
+    return [
+        pytest.param(
+            *case, id="-".join(case[:2]), marks=() if case[1] in QUICK and case[2] == "r" else pytest.mark.slow
+        )
+        for case in every
+    ]
+
+
+# ---- what happens to a file, or to a folder
+
+
+def flip(file: Path, dice: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+    file.write_bytes(content)
+
+
+def half(file: Path, dice: random.Random) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+def empty(file: Path, dice: random.Random) -> None:
+    file.write_bytes(b"")
+
+
+def gone(path: Path, dice: random.Random) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def more(file: Path, dice: random.Random) -> None:
+    with file.open("ab") as opened:
+        opened.write(b'{"phase": "grpo", "step": 1, "prompt": "1+1=", "message": "more"}\n')
+
+
+def folder(file: Path, dice: random.Random) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def dangling(path: Path, dice: random.Random) -> None:
+    gone(path, dice)
+    path.symlink_to("nowhere")
+
+
+def elsewhere(path: Path, dice: random.Random) -> None:
+    """A link to what was there."""
+    target = path.with_name(f"moved.{path.name}")
+    path.rename(target)
+    path.symlink_to(target.name)
+
+
+def latin(file: Path, dice: random.Random) -> None:
+    file.write_bytes(b"\xe9" + file.read_bytes())
+
+
+def unreadable(path: Path, dice: random.Random) -> None:
+    path.chmod(0)
+
+
+FAULTS: dict[str, Callable[[Path, random.Random], None]] = {
+    fault.__name__: fault for fault in (flip, half, empty, gone, more, folder, dangling, elsewhere, latin, unreadable)
+}
+
+
+@contextmanager
+def without_override() -> Iterator[None]:
+    """A block in which permissions of files hold also for root: in this thread, and in those that it starts."""
+    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    if os.geteuid() or libc.capget(header, sets):
+        yield
+        return
+    before = sets[0]
+    sets[0] = before & ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, of the effective ones
+    assert libc.capset(header, sets) == 0
+    try:
+        yield
+    finally:
+        sets[0] = before
+        assert libc.capset(header, sets) == 0
+
+
+# ---- runs
+
+CONFIG = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8)
+GIVEN = "--model model --task rows.jsonl --reward rewards.py:low --group-size 4 --num-prompts 4 --max-tokens 4 "
+GIVEN += "--steps 6 --learning-rate 1e-2 --checkpoint-every 2 --keep-checkpoints 3 --eval-every 3 --rollouts-every 1"
+AGAIN = ["--run-dir", "run", "--no-compilation-cache"]
+RESULTS = ("results.json", "metrics.jsonl", "rollouts.jsonl")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A folder with the inputs of a run, and the run as it was when it had logged its last step and not saved it yet.
+
+    And the files that it left at its end.
+    """
+    folder = tmp_path_factory.mktemp("killed")
+    save_pretrained(folder / "model", jax.jit(decoder_policy(CONFIG).init)(jax.random.key(3)), CONFIG)
+    arithmetic.TEXT.save_tokenizer(folder / "model")
+    rows = [{"prompt": f"{i}+{j}=", "answer": str(i + j)} for i in range(8) for j in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(
+        "def low(rows, texts): return [sum(map(text.count, '01234')) for text in texts]\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        train.command([*GIVEN.split(), *AGAIN])
+    expected = {name: (folder / "run" / name).read_bytes() for name in RESULTS}
+    for name in ("results.json", "report.html", "curves.png"):
+        (folder / "run" / name).unlink()
+    shutil.rmtree(folder / "run/checkpoints/grpo/6")
+    return folder, expected
+
+
+def places(folder: Path, place: str) -> list[Path]:
+    """The paths that a place of the table names."""
+    first, _, rest = place.partition("/")
+    return [
+        path
+        for base in ALIASES.get(first, [first])
+        for path in sorted(folder.glob(f"{base}/{rest}" if rest else base))[:1]
+    ]
+
+
+def resumed() -> int:
+    """The exit status of a resumed run."""
+    try:
+        with without_override():
+            train.command(["--resume", *AGAIN])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def warnings(folder: Path) -> set[str]:
+    file = folder / "run/warnings.jsonl"
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    return {json.loads(line)["message"] for line in lines}
+
+
+@pytest.mark.parametrize(("place", "fault", "cell"), cases())
+def test_a_fault_is_mended_or_told(killed, tmp_path, monkeypatch, capsys, place, fault, cell):
+    origin, expected = killed
+    here = tmp_path / "here"
+    shutil.copytree(origin, here)
+    paths = places(here, place)
+    assert paths
+    for path in paths:
+        FAULTS[fault](path, random.Random(zlib.crc32(f"{place} {fault}".encode())))
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(hosts, "leave", lambda reason, code: sys.exit(code))  # it would end the tests
+    capsys.readouterr()
+    status = resumed()
+    said = capsys.readouterr().err
+    if status:
+        assert status == 2, said
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+        outcome = "r"
+    else:
+        found = {name: (here / "run" / name).read_bytes() for name in RESULTS}
+        told = warnings(here) - warnings(origin)
+        assert found["results.json"] == expected["results.json"]
+        assert told or found == expected
+        assert all("checkpoint 4 is not used" in words or Path(place).name in words for words in told)
+        outcome = "w" if told else "="
+    assert outcome == cell

@@ -1,0 +1,503 @@
+"""Bad input at random, by hypothesis: accepted or refused in a sentence; no traceback, and no hang.
+
+Each test has a quick profile, always the same, and a long one: `pytest -m slow tests/commands/test_fuzz.py` takes
+about ten minutes.
+"""
+
+import io
+import json
+import math
+import random
+import shutil
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from grpo_jax.commands import evaluate, train
+from grpo_jax.config import option_types
+from grpo_jax.data.episodes import Reply, environment
+from grpo_jax.data.preferences import read_preferences
+from grpo_jax.data.rows import read_rows
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import config_from_huggingface
+from grpo_jax.models.huggingface import save_pretrained
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs import flags, hosts
+from grpo_jax.runs.card import model_card
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.pretrained import LoraDescription
+from grpo_jax.runs.report import write_report
+from grpo_jax.tasks import arithmetic
+from grpo_jax.tasks.dataset import text_task
+from grpo_jax.tasks.tools import load_tools, schemas_of
+
+SECONDS = 10.0  # of the processor, which other programs do not lengthen
+
+
+def is_sentence(error: BaseException) -> bool:
+    return isinstance(error, UsageError) and "\n" not in str(error) and len(str(error)) < 1000
+
+
+def survives(call: Callable[..., Any], *args: Any) -> bool:
+    """Whether a call is accepted, or refused in a sentence, within ten seconds. Another error is raised again."""
+    started = time.process_time()
+    try:
+        call(*args)
+    except UsageError as error:
+        assert is_sentence(error), error  # noqa: PT017
+        return False
+    finally:
+        assert time.process_time() - started < SECONDS
+    return True
+
+
+def profiles(quick: int, long: int) -> Any:
+    """How many examples a test takes by default, and how many when it is slow."""
+    return pytest.mark.parametrize("examples", [quick, pytest.param(long, marks=pytest.mark.slow)])
+
+
+def fuzz(examples: int, strategy: st.SearchStrategy, call: Callable[[Any], bool]) -> None:
+    """Calls with so many examples, of which some are accepted and some refused."""
+    outcomes: Counter[bool] = Counter()
+    phases = (Phase.explicit, Phase.generate, Phase.shrink)
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def run(example: Any) -> None:
+        outcomes[call(example)] += 1
+
+    run()
+    print(f"{examples} examples: {outcomes[True]} accepted, {outcomes[False]} refused")
+    assert min(outcomes[True], outcomes[False]) > 0
+
+
+WORDS = st.sampled_from(
+    ["", "x", "None", "-1", "nan", "a b", "\x00", "\ud800", "é" * 300, "{prompt}", "{", "..", "/dev/null"]
+)
+NUMBERS = st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 8, 2**31 - 1, 2**31, 2**32, 10**30]) | st.integers(-3, 40)
+FLOATS = st.sampled_from([-1.0, 0.0, 1e-300, 0.5, 1.0, 2.0, 1e39, math.inf, -math.inf, math.nan]) | st.floats(0, 2)
+TEXTS = WORDS | st.text(max_size=20)
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | FLOATS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def replaced(base: dict[str, Any], names: st.SearchStrategy[str] | None = None) -> st.SearchStrategy[dict[str, Any]]:
+    """An object with up to three values replaced, added, or taken away."""
+    gone, names = object(), st.sampled_from([*base, "surprise"]) if names is None else names
+    some = st.dictionaries(names, JSON | st.just(gone), min_size=1, max_size=3)
+    return some.map(lambda new: {name: value for name, value in {**base, **new}.items() if value is not gone})
+
+
+# ---- command lines
+
+
+class Reached(Exception):
+    """A command line that nothing refused before the run was opened."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder with a tiny model, rows and tools; what would compile, meet hosts or end the process is replaced."""
+    folder = tmp_path_factory.mktemp("inputs")
+    config = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8, max_position_embeddings=64)
+    save_pretrained(folder / "model", jax.jit(decoder_policy(config).init)(jax.random.key(3)), config)
+    arithmetic.TEXT.save_tokenizer(folder / "model")
+    sums = [(f"{i}+{j}=", str(i + j)) for i in range(5) for j in range(8)]
+    rows = [{"prompt": sum_, "completion": total, "chosen": total, "rejected": total + "1"} for sum_, total in sums]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def reached(*_: Any) -> None:
+        raise Reached
+
+    def initialize(**_: Any) -> None:
+        raise ValueError("there are no hosts")
+
+    def leave(reason: str, code: int) -> None:
+        raise SystemExit(code)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(flags, "open_run", reached)
+        patch.setattr(evaluate, "sample_and_score", reached)
+        patch.setattr(jax.distributed, "initialize", initialize)
+        patch.setattr(hosts, "_reach", lambda *_: None)
+        patch.setattr(hosts, "leave", leave)
+        yield folder
+
+
+GRADED = ("--task", "rows.jsonl", "--reward", "length(maximum=3)", "--num-prompts", "8", "--max-tokens", "8")
+BASES = {
+    "grpo": GRADED,
+    "ppo": GRADED,
+    "sft": ("--task", "rows.jsonl", "--num-rows", "8"),
+    "reward-model": ("--data", "rows.jsonl", "--num-pairs", "8"),
+    "dpo": ("--data", "rows.jsonl", "--num-pairs", "8"),
+}
+# Where things are, and what the network is asked for.
+FIXED = {
+    "run_dir",
+    "config",
+    "resume",
+    "method",
+    "model",
+    "task",
+    "data",
+    "wandb",
+    "environment",
+    "tools",
+    "teacher",
+    "out",
+}
+
+
+def words_of(hint: Any) -> st.SearchStrategy[list[str]]:
+    """Arguments of an option of this type, and some of none."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return st.sampled_from(args).map(lambda value: [str(value)]) | st.just(["nonsense"])
+    if origin in (Union, UnionType):
+        return st.one_of(*map(words_of, args))
+    if origin is tuple:
+        return st.lists(words_of(args[0]).map(lambda words: words[0]), max_size=3)
+    if hint in (int, float):
+        return (NUMBERS if hint is int else NUMBERS | FLOATS).map(lambda number: [str(number)])
+    return (st.just("None") if hint is type(None) else TEXTS).map(lambda text: [text.replace("\x00", "")])
+
+
+def flag(name: str, hint: Any) -> st.SearchStrategy[list[str]]:
+    named = "--" + name.replace("_", "-")
+    if hint is bool:
+        return st.sampled_from([[named], ["--no-" + named[2:]]])
+    return words_of(hint).map(lambda words: [named, *words])
+
+
+def flags_of(config_class: type) -> st.SearchStrategy[list[str]]:
+    """Up to four options of a command."""
+    types = {name: hint for name, hint in option_types(config_class).items() if name not in FIXED}
+    some = st.lists(st.sampled_from(sorted(types)), min_size=1, max_size=4, unique=True)
+    given = some.flatmap(lambda names: st.tuples(*(flag(name, types[name]) for name in names)))
+    return given.map(lambda parts: [word for part in parts for word in part])
+
+
+def starts(call: Callable[[], Any]) -> bool:
+    """Whether a command gets as far as its run, or ends with status 2 and without a traceback."""
+    started, said = time.process_time(), io.StringIO()
+    try:
+        with redirect_stderr(said), redirect_stdout(said):
+            call()
+    except Reached:
+        return True
+    except SystemExit as ended:
+        assert ended.code == 2, said.getvalue()  # noqa: PT017
+        assert "Traceback" not in said.getvalue()
+        return False
+    finally:
+        assert time.process_time() - started < SECONDS
+    raise AssertionError("it neither reached its run nor was refused")
+
+
+@pytest.mark.parametrize("method", BASES)
+@profiles(8, 200)
+def test_command_lines(inputs, method, examples):
+    base = ["--method", method, "--model", "model", *BASES[method], "--run-dir", "run", "--no-compilation-cache"]
+    given = flags_of(train.module_of(method).Config)
+    fuzz(examples, given, lambda words: starts(lambda: train.command([*base, *words])))
+
+
+@profiles(8, 200)
+def test_command_lines_of_evaluations(inputs, examples):
+    base = ["model", "--no-compilation-cache", *GRADED]
+
+    def run(words: list[str]) -> None:
+        with flags.refusing():
+            evaluate.main(evaluate.parse([*base, *words]))
+
+    fuzz(examples, flags_of(evaluate.Options), lambda words: starts(lambda: run(words)))
+
+
+@profiles(15, 250)
+def test_files_of_options(inputs, examples):
+    types = option_types(train.module_of("grpo").Config)
+    names = st.sampled_from(
+        sorted(types.keys() - {"method", "model", "task", "data", "wandb", "environment", "tools", "teacher"})
+    )
+    options = replaced({"steps": 3, "learning_rate": 1e-3, "lora_targets": ["q_proj"]}, names)
+
+    def run(text: str, suffix: str) -> None:
+        file = inputs / f"options.{suffix}"
+        file.write_bytes(text.encode(errors="surrogatepass"))
+        base = ["--config", file.name, "--model", "model", *GRADED, "--run-dir", "run", "--no-compilation-cache"]
+        train.command(base)
+
+    as_json = st.tuples(broken(options.map(json.dumps)), st.just("json"))
+    as_yaml = st.tuples(broken(options.map(yaml.safe_dump)), st.just("yaml"))
+    fuzz(examples, as_json | as_yaml, lambda given: starts(lambda: run(*given)))
+
+
+# ---- files
+
+
+@st.composite
+def broken(draw: Any, texts: st.SearchStrategy[str]) -> str:
+    """A text, of which in half of the cases pieces are replaced."""
+    text = draw(texts)
+    for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
+        start = draw(st.integers(0, len(text)))
+        stop = draw(st.integers(start, min(start + 40, len(text))))
+        piece = draw(TEXTS | JSON.map(json.dumps) | st.just(text[start:stop] * 2) | st.sampled_from('{}[]",:-9eE\n\\'))
+        text = text[:start] + piece + text[stop:]
+    return text
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "attention_bias": False,
+}
+QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+SCALED = LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}
+
+
+@profiles(100, 10_000)
+def test_configurations_of_models(examples):
+    types = st.sampled_from(["gemma", "gemma3_text", "qwen3", "mistral", "phi3", "gpt2", "mixtral", "qwen3_moe"])
+    others = types.map(lambda name: LLAMA | {"model_type": name})
+    configs = st.one_of(*map(replaced, (LLAMA, QWEN, SCALED)), others.flatmap(replaced))
+    fuzz(examples, configs, lambda config: survives(config_from_huggingface, config))
+
+
+class Characters:
+    """A tokenizer whose tokens are characters."""
+
+    pad_token_id, bos_token_id, eos_token_id, chat_template = 0, None, 1, None
+
+    def encode(self, text, add_special_tokens=True):
+        return [2 + ord(character) % 100 for character in text]
+
+
+def rows_task(file: Path) -> None:
+    text_task(Characters(), (1,), read_rows(file), vocab_size=102, num_prompts=1, seed=0, reward=lambda e, c: [])
+
+
+def files_of(rows: st.SearchStrategy[list[Any]]) -> st.SearchStrategy[tuple[str, str]]:
+    """Name and text of a file with rows."""
+    lines = rows.map(lambda rows: "".join(json.dumps(row) + "\n" for row in rows))
+    as_lines = st.tuples(st.just("rows.jsonl"), broken(lines))
+    return as_lines | st.tuples(st.just("rows.json"), broken(rows.map(json.dumps)))
+
+
+@profiles(100, 5_000)
+def test_rows(tmp_path, examples):
+    row, message = {"prompt": "1+1=", "answer": "2"}, {"role": "user", "content": "1+1="}
+    chat = st.lists(replaced(message) | st.just(message), max_size=3).map(lambda chat: row | {"prompt": chat})
+    sound = [row | {"prompt": f"{i}+{i}="} for i in range(4)]
+    rows = st.lists(replaced(row) | chat | st.just(row) | JSON, max_size=2).map(lambda odd: sound + odd)
+
+    def run(given: tuple[str, str]) -> bool:
+        (tmp_path / given[0]).write_bytes(given[1].encode(errors="surrogatepass"))
+        return survives(rows_task, tmp_path / given[0])
+
+    fuzz(examples, files_of(rows), run)
+
+
+@profiles(80, 5_000)
+def test_preferences(tmp_path, examples):
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    talk = {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}
+    rows = st.lists(replaced(row) | replaced(talk) | st.sampled_from([row, talk]) | JSON, min_size=1, max_size=4)
+
+    def run(given: tuple[tuple[str, str], bool]) -> bool:
+        (name, text), chat = given
+        (tmp_path / name).write_bytes(text.encode(errors="surrogatepass"))
+        return survives(lambda: read_preferences(tmp_path / name, chat=chat))
+
+    fuzz(examples, st.tuples(files_of(rows), st.booleans()), run)
+
+
+TYPES = "int str bool float list[int] dict[str,float] int|None object Literal['a'] Nowhere 'str' 3 tuple bytes Any"
+HINTS = st.sampled_from(["", *(f": {name}" for name in TYPES.split())])
+NAMES = st.sampled_from(["a", "b", "*args", "**kwargs", "self", "x: int = 3", "y=None", "*", "/", "class", "a b"])
+DOCS = st.sampled_from(['"""Adds."""', '""', "", "3", '"""Adds.\n\n    Args:\n      a: of it.\n    """', "'''\x00'''"])
+
+
+@profiles(60, 2_000)
+def test_files_of_tools(tmp_path, examples):
+    parameters = st.lists(st.tuples(NAMES, HINTS).map("".join), max_size=3).map(", ".join)
+    bodies = st.sampled_from(["return 1", "raise ValueError", "yield", "pass", "1 +"])
+    heads = st.sampled_from(
+        ["def", "async def", "class", "import nowhere\ndef", "raise SystemExit\ndef", "f = 3\ndef g"]
+    )
+    named = st.sampled_from([":f", ":f,f", ":g", "", ":", ":f,", ":f(1)"])
+    counted = iter(range(10**9))
+
+    def run(given: tuple[str, str, str, str, str]) -> bool:
+        head, parameters, doc, body, name = given
+        file = tmp_path / f"tools_{next(counted)}.py"  # loaded once by its name
+        lines = [line for line in (doc, body) if line]
+        text = f"from typing import *\n{head} f({parameters}):\n" + textwrap.indent("\n".join(lines), "    ") + "\n"
+        file.write_text(text)
+        try:
+            return survives(lambda: schemas_of(load_tools(f"{file}{name}")))
+        finally:
+            file.unlink()
+
+    fuzz(examples, st.tuples(heads, parameters, DOCS, bodies, named), run)
+
+
+@profiles(60, 5_000)
+def test_replies_of_environments(examples):
+    """What is no reply ends the episode by a failure; what is accepted can be told to the policy and learned from."""
+    ids = st.none() | st.lists(st.integers(0, 9), max_size=3) | st.lists(NUMBERS, max_size=3).map(tuple) | JSON
+    failures = st.just("") | st.sampled_from(["timeout", "x", 3, []])
+    rewards, texts, done = st.floats(0, 1) | FLOATS | JSON, st.text(max_size=9) | TEXTS | JSON, st.booleans()
+    sound = st.builds(Reply, texts, reward=rewards, done=done, ids=ids)
+    replies = st.builds(Reply, texts, reward=rewards, done=done | JSON, ids=ids, failure=failures, message=JSON)
+
+    def run(value: Any) -> bool:
+        (reply,) = environment(lambda example, transcript, key: value, list).ask([{}], [()], [(0, 0)])
+        assert isinstance(reply.message, str)
+        if reply.failure:
+            return False
+        assert reply.reward is None or math.isfinite(np.float32(reply.reward))
+        assert isinstance(reply.text.encode(), bytes)
+        return True
+
+    fuzz(examples, sound | replies | JSON, run)
+
+
+# ---- files of runs
+
+VALUES = [None, True, -1, 0, 1.5, 10**30, math.nan, math.inf, "", "x", "x" * 5000, [], [1], {}, {"a": {"b": [None]}}]
+
+
+def mutated(text: str, dice: random.Random) -> str:
+    """JSON with one to three of: a value replaced, a character replaced, a piece cut out or said twice."""
+    for _ in range(dice.randrange(1, 4)):
+        start, stop = sorted(dice.randrange(len(text) + 1) for _ in range(2))
+        stop = min(stop, start + 40)
+        other = dice.choice(
+            ["", text[start:stop] * 2, dice.choice('{}[]",:0-9eEn\\\x00\ud800é'), *map(json.dumps, VALUES)]
+        )
+        text = text[:start] + other + text[stop:]
+    return text
+
+
+def changed(contents: dict, dice: random.Random) -> dict:
+    """An object with one to three values replaced, taken away or added."""
+    contents = dict(contents)
+    for _ in range(dice.randrange(1, 4)):
+        name = dice.choice([*contents, "surprise"])
+        contents[name] = dice.choice(VALUES)
+        if dice.random() < 0.2:
+            del contents[name]
+    return contents
+
+
+# ---- the report of a run whose files are broken
+
+
+def make_run(folder: Path) -> None:
+    folder.mkdir()
+    lines = [{"phase": "grpo", "step": step, "reward": 0.5, "kl": 0.1} for step in (1, 2, 3)]
+    group = {"prompt": "p", "completions": ["a", "b"], "rewards": [0.0, 1.0], "advantages": [-1.0, 1.0]}
+    group |= {"lengths": [1, 1], "truncated": [False, True], "tokens": [["a"], ["b"]], "logprobs": [[-1.0], [-2.0]]}
+    group |= {"components": {"x": [0.0, 1.0]}, "columns": {"answer": "b"}}
+    for name, of in {
+        "metrics.jsonl": lines,
+        "times.jsonl": [line | {"rollout_s": 1.0} for line in lines],
+        "rollouts.jsonl": [{"phase": "grpo", "step": 1, **group}],
+        "warnings.jsonl": [{"message": "look"}],
+    }.items():
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in of))
+    (folder / "config.json").write_text(json.dumps({"train": {"steps": 3}, "method": "grpo"}))
+    results = {"before": {"avg": 0.1, "avg_low": 0.0, "avg_high": 0.2}, "after": {"avg": 0.3}, "params_sha256": "x"}
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def fuzz_report(dice: random.Random, folder: Path) -> bool:
+    shutil.rmtree(folder, ignore_errors=True)
+    make_run(folder)
+    name = dice.choice(sorted(file.name for file in folder.iterdir()))
+    text = (folder / name).read_text()
+    if dice.random() < 0.7:
+        lines = text.splitlines()
+        lines[-1] = json.dumps(changed(json.loads(lines[-1]), dice))
+        text = "".join(line + "\n" for line in lines)
+    else:
+        text = mutated(text, dice)
+    (folder / name).write_bytes(text.encode(errors="surrogatepass"))
+    return survives(write_report, folder)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_reports_of_broken_runs_at_random(tmp_path, count):
+    accepted = [fuzz_report(random.Random(seed), tmp_path / "run") for seed in range(count)]
+    assert 0 < sum(accepted) < count
+
+
+# ---- the files of a run, where commands read them
+
+
+def fuzz_run(dice: random.Random, folder: Path) -> bool:
+    """One of its files is broken; everything that reads it is asked."""
+    shutil.rmtree(folder, ignore_errors=True)
+    make_run(folder)
+    (folder / "checkpoints/grpo").mkdir(parents=True)
+    options = {"steps": 3, "task": "rows.jsonl", "temperature": 0.5, "group_size": 4, "num_heldout": None, "data": ""}
+    (folder / "config.json").write_text(json.dumps({"train": options, "method": "grpo", "devices": 1}))
+    (folder / "inputs.json").write_text(json.dumps({"grpo": {"training rows": "abc"}}))
+    lora = LoraDescription("base", "abc", "float32", 2, 4.0, ("q_proj",))
+    (folder / "lora.json").write_text(json.dumps(lora._asdict()))
+    file = folder / dice.choice(sorted(file.name for file in folder.iterdir() if file.suffix == ".json"))
+    text = json.dumps(changed(json.loads(file.read_text()), dice))
+    file.write_bytes((mutated(text, dice) if dice.random() < 0.3 else text).encode(errors="surrogatepass"))
+
+    def read() -> None:
+        LoraDescription.read(folder)
+        evaluate.saved_options(str(folder))
+        train.method_of(["--resume", "--run-dir", str(folder)])
+        model_card(folder, phase="grpo", step=2, adapter=False)
+        run = RunFolder(folder, json.loads((folder / "config.json").read_text()), console=Console(quiet=True))
+        run.keep_inputs("grpo", {"training rows": "abc"})
+
+    return survives(read)
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_files_of_runs_at_random(tmp_path, count):
+    accepted = [fuzz_run(random.Random(seed), tmp_path / "run") for seed in range(count)]
+    assert 0 < sum(accepted) < count

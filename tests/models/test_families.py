@@ -1,0 +1,181 @@
+"""Every family in every use: the table in docs/pretrained.md, whose columns load, save and reward model are elsewhere.
+
+`test_huggingface` has loading and saving, and `test_reward_model` reward models. Sizes and numbers are those of the
+folders in `golden`, of each family the one with the most options.
+"""
+
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.errors import UsageError
+from grpo_jax.models.families import FAMILIES, config_from_huggingface
+from grpo_jax.models.huggingface import load_params, read_json
+from grpo_jax.models.lora import add_adapters, merge, sites
+from grpo_jax.models.peft import load_adapter, save_adapter
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.planning.memory import num_params
+from grpo_jax.sampling.sampler import sample_groups
+from grpo_jax.sampling.truncation import Truncation
+from grpo_jax.training.parallel import Mesh, compiled, place, to_host
+from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.state import Batch
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FULLEST = {
+    "llama": "llama_biases",
+    "mistral": "mistral_window",
+    "qwen2": "qwen2_mixed",
+    "qwen3": "qwen3_biases",
+    "smollm3": "smollm3_window",
+    "olmo2": "olmo2_biases",
+    "phi3": "phi3_window",
+    "gemma": "gemma",
+    "gemma2": "gemma2_untied",
+    "gemma3_text": "gemma3_capped",
+}
+
+
+def each_family(*quick):
+    """Those that are not quick are slow."""
+    marks = {name: () if name in quick else pytest.mark.slow for name in FAMILIES}
+    return pytest.mark.parametrize("family", [pytest.param(name, marks=marks[name]) for name in FAMILIES])
+
+
+@cache
+def golden(family):
+    """Configuration and parameters."""
+    folder = GOLDEN / FULLEST[family]
+    config = config_from_huggingface(read_json(folder / "config.json"))
+    return config, load_params(folder, config)
+
+
+@cache
+def adapted(family):
+    """With adapters that change something: B begins at 0."""
+    _, params = golden(family)
+    added = add_adapters(params, jax.random.key(0), rank=2, alpha=4.0)
+    noise = np.random.default_rng(1)
+    adapters = jax.tree.map(
+        lambda x: x + jnp.asarray(noise.normal(scale=0.1, size=x.shape), jnp.float32), added.adapters
+    )
+    return added._replace(adapters=adapters)
+
+
+N, G, P, T = 4, 2, 5, 6
+
+
+def prompts():
+    """Ragged, padded on the left."""
+    mask = np.arange(P) >= np.array([0, 2, 4, 1])[:, None]
+    return np.where(mask, np.random.default_rng(2).integers(3, 24, (N, P)), 0).astype(np.int32), mask
+
+
+def a_batch(completion_ids):
+    ids, mask = prompts()
+    temperature = np.full((N, G), 0.7, np.float32)
+    return Batch(ids, mask, completion_ids, np.ones((N, G, T), bool), temperature)
+
+
+def test_all_families_are_here():
+    assert FULLEST.keys() == FAMILIES.keys()
+
+
+def test_parameters_are_counted():
+    for family in FAMILIES:
+        config, params = golden(family)
+        assert num_params(config) == sum(x.size for x in jax.tree.leaves(params))
+
+
+@each_family("gemma2")
+def test_lora_is_sampled_as_it_is_scored_and_merged(family):
+    policy, params = decoder_policy(golden(family)[0]), adapted(family)
+    rows = np.arange(N * G).reshape(N, G)
+
+    @jax.jit
+    def sample(params):
+        options = {"max_tokens": T, "eos_ids": (99,), "temperature": 0.7, "truncation": Truncation(top_k=9)}
+        return sample_groups(policy, params, *prompts(), rows, jax.random.key(0), **options)
+
+    score = jax.jit(lambda params, ids: score_completion_tokens(policy, params, a_batch(ids)).logprobs)
+    sampled = sample(params)
+    scores = score(params, sampled.completion_ids)
+    np.testing.assert_allclose(sampled.sampler_logprobs, scores, atol=1e-4)
+    np.testing.assert_allclose(score(merge(params), sampled.completion_ids), scores, atol=1e-4)
+    assert np.abs(score(params.base, sampled.completion_ids) - scores).max() > 1e-2
+
+
+@each_family(*FAMILIES)
+@pytest.mark.parametrize("targets", [None, ("k_proj", "up_proj", "o_proj")], ids=["all", "some"])
+def test_peft_folders_come_back(family, targets, tmp_path):
+    config, params = golden(family)
+    params = adapted(family)
+    if targets:
+        layers = {}
+        for block, name in sites(targets):
+            layers.setdefault(block, {})[name] = params.adapters["layers"][block][name]
+        params = params._replace(adapters={"layers": layers})
+    folder = save_adapter(tmp_path / "out", params, base="base", fused_projections=config.fused_projections)
+    again = load_adapter(folder, params.base)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), merge(again), merge(params))
+    modules = set(read_json(folder / "adapter_config.json")["target_modules"])
+    assert ("qkv_proj" in modules) == config.fused_projections
+    assert ("k_proj" in modules) != config.fused_projections
+
+
+@each_family(*FAMILIES)
+def test_peft_computes_what_a_saved_adapter_says(family, tmp_path):
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    config, _ = golden(family)
+    base = str(GOLDEN / FULLEST[family])
+    folder = save_adapter(tmp_path / "out", adapted(family), base=base, fused_projections=config.fused_projections)
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    ids, mask = prompts()[0][:1], np.ones((1, P), bool)
+    completion = np.full((1, 1, T), 5, np.int32)
+    batch = Batch(ids, mask, completion, np.ones((1, 1, T), bool), np.ones((1, 1), np.float32))
+    found = score_completion_tokens(decoder_policy(config), adapted(family), batch).logprobs[0, 0]
+    with torch.no_grad():
+        logits = model(torch.tensor(np.concatenate([ids, completion[0]], axis=1)).long()).logits
+    np.testing.assert_allclose(found, torch.log_softmax(logits, -1)[0, P - 1 : -1, 5].numpy(), atol=1e-4)
+
+
+@each_family("olmo2", "smollm3", "gemma2")
+def test_packed_texts_are_as_each_alone(family):
+    config, params = golden(family)
+    packed = jax.jit(decoder_policy(config).packed)
+    ids = np.random.default_rng(4).integers(0, config.vocab_size, (1, 16), dtype=np.int32)
+    hidden = packed(params, ids, np.array([[1] * 9 + [2] * 6 + [0]]))
+    for start, end in ((0, 9), (9, 15)):
+        alone = np.zeros((1, 16), np.int32)
+        alone[:, : end - start] = ids[:, start:end]
+        own = packed(params, alone, (np.arange(16) < end - start)[None])
+        np.testing.assert_allclose(own[0, : end - start], hidden[0, start:end], atol=1e-5)
+
+
+@each_family()
+def test_eight_devices_find_the_gradients_of_one(family):
+    config, params = golden(family)
+    policy = decoder_policy(config)
+    batch = a_batch(np.random.default_rng(5).integers(3, 24, (N, G, T)).astype(np.int32))
+
+    def loss(params):
+        return -jnp.sum(score_completion_tokens(policy, params, batch).logprobs)
+
+    devices, value_and_grad = Mesh(2, 2, 2), jax.value_and_grad(loss)
+    expected = jax.jit(value_and_grad)(params)
+    found = to_host(compiled(value_and_grad, devices=devices)(place(params, devices)))
+    largest = max(np.linalg.norm(x) for x in jax.tree.leaves(expected[1]))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), found[1], expected[1])
+
+
+def test_attentions_that_cannot_compute_a_family_are_refused_by_name():
+    file = read_json(GOLDEN / "gemma2" / "config.json")
+    assert config_from_huggingface(file).attention == "auto"
+    for kind in ("xla", "cudnn"):
+        with pytest.raises(UsageError, match=f'"{kind}" does not compute attn_logit_softcapping'):
+            config_from_huggingface(file, attention=kind, dtype="bfloat16")
