@@ -39,6 +39,7 @@ def test_trained_parameters_are_those_of_a_run(critic, lora_rank):
     assert size(found) == size(trained)
 
 
+GEMMA = replace(TINY, norms="around", zero_centered_norms=True, attn_logit_softcapping=50, final_logit_softcapping=30)
 # Of a million parameters, completions of 32 tokens: by hand 8 prompts are 4 pieces of 544 tokens.
 NARROW = {"num_prompts": 8, "group_size": 8, "max_tokens": 32}
 
@@ -57,6 +58,7 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
     [
         ("none", TINY, {}, 16, ("sample", "learn")),
         ("layer", replace(TINY, remat="layer"), {}, 16, ("learn",)),
+        ("gemma", GEMMA, {}, 16, ("learn",)),
         ("bfloat16", replace(TINY, dtype="bfloat16"), {}, 16, ("sample", "learn")),
         ("lora", TINY, {"lora_rank": 8}, 16, ("learn",)),
         ("ppo", TINY, {"critic": "own"}, 16, ("learn",)),
