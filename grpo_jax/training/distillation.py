@@ -36,7 +36,7 @@ from grpo_jax.training.grpo import grpo_loss_fn, grpo_method, masked
 from grpo_jax.training.learn import Advantages, AxisName, Method
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
-from grpo_jax.training.rollout import Sampler, hidden_states, score_completion_tokens
+from grpo_jax.training.rollout import Sampler, hidden_and_routing, hidden_states, score_completion_tokens
 from grpo_jax.training.state import Array, Batch, RewardArrays, Teaching
 from grpo_jax.training.step import Logs
 
@@ -106,8 +106,8 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
         params = lora.join(trained, frozen.policy)
         if own.distillation == "k1":
             return policy_loss_fn(params, batch, reference)
-        hidden = hidden_states(policy, params, batch)
-        loss, logs = policy_loss_fn(params, batch, reference, hidden=hidden)
+        hidden, routing = hidden_and_routing(policy, params, batch)
+        loss, logs = policy_loss_fn(params, batch, reference, hidden=hidden, routing=routing)
         divergence = token_divergence(
             own,
             hidden,
