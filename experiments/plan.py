@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks import shapes
-from experiments.collectives import collectives
-from experiments.lowered import lowered, planned_bytes
+from experiments.paper.collectives import collectives
+from experiments.paper.lowered import lowered, planned_bytes
 from grpo_jax.config import GRPOConfig, PlannedRemat, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.models import sharding

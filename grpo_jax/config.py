@@ -15,7 +15,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.numerics import is_zero
 from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
 from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
-from grpo_jax.models.config import AttentionKind, Dtype
+from grpo_jax.models.config import AttentionKind, Dtype, Router
 from grpo_jax.models.lora import TARGETS, Target
 
 Preset = Literal[
@@ -43,7 +43,7 @@ Preset = Literal[
 ]
 
 Divergence = Literal["preset", "full", "reverse"]
-AdvantagesOf = Literal["sum", "components", "turns"]
+AdvantagesOf = Literal["sum", "components", "turns", "spans"]
 Correction = Literal["none", "token", "sequence", "icepop", "geometric"]
 Distillation = Literal["none", "reverse_kl", "forward_kl", "jsd", "k1"]
 Decay = Literal["none", "linear", "cosine"]
@@ -73,6 +73,9 @@ class ModelOptions:
     attention: AttentionKind = "auto"
     """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for
     bfloat16 on NVIDIA GPUs. They differ by rounding. auto: cudnn where it can be used, else shared."""
+    router: Router = "trained"
+    """Of models with experts. trained: their routers learn with all other parameters. frozen: they stay as they are, as
+    they do under LoRA."""
     lora_rank: int = 0
     """Rank of LoRA adapters, which are then all that is trained; 0: all parameters are trained."""
     lora_alpha: float = 16.0
@@ -83,6 +86,21 @@ class ModelOptions:
     """Longest prompt, in tokens (P); None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"
     """drop: longer prompts are left out. truncate: they lose their beginning. The run says how many."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Another engine that samples: a server of the completions protocol."""
+
+    engine: str = ""
+    """Address of a server that samples in place of this process, such as http://localhost:8000. Empty: none."""
+    engine_kind: Literal["vllm", "sglang"] = "vllm"
+    """How the server is told to load parameters."""
+    engine_timeout: float = 300.0
+    """Seconds that an answer may take, and that a server which does not answer is waited for."""
+    engine_folder: str = ""
+    """Folder for parameters, which the server has to see under the same name. Empty: a temporary one of this
+    machine."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +174,8 @@ class LossConfig:
     """sum: the preset's advantage of the weighted sum of the rewards. components: each reward is standardised in its
     group; the results are added with the weights and whitened over the rollout (GDPO, 2601.05242). Then the scale of
     one reward does not hide another, and the preset's own advantage is not used. turns: what is still to come at each
-    turn of an episode is standardised among the episodes of its group that have that turn."""
+    turn of an episode is standardised among the episodes of its group that have that turn. spans: the same of the spans
+    of completions that rewards tell apart."""
     correction: Correction = "none"
     """Importance weights that multiply advantages. w is the trainer's probability over the sampler's. token: min(w, 2)
     of tokens. sequence: min(w, 3) of completions. icepop: w of tokens where it is in [0.5, 5], else 0. geometric: 1 for
@@ -717,9 +736,9 @@ def _validate_advantages(config: GRPOConfig) -> None:
     """What they are of, and what they are corrected for."""
     loss, sampling = config.loss, config.sampling
     _require(
-        loss.advantages_of != "turns" or not is_sequence_level(loss.objective),
-        f'preset {loss.preset} has one ratio a completion, but advantages_of "turns" are of tokens: take grpo, dapo or '
-        "another with ratios of tokens",
+        loss.advantages_of not in ("turns", "spans") or not is_sequence_level(loss.objective),
+        f'preset {loss.preset} has one ratio a completion, but advantages_of "{loss.advantages_of}" are of tokens: '
+        "take grpo, dapo or another with ratios of tokens",
     )
     _require(
         loss.advantages_of != "components" or sampling.max_rollouts == 1,

@@ -23,6 +23,7 @@ from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.pretrained import keep_description, keep_files, load_model, load_teacher, planned, say_plan
+from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
@@ -63,6 +64,7 @@ class GRPOTrainer:
         environment: ReplyFn | None = None,
         tools: Sequence[Callable[..., Any]] = (),
         teacher: str | Path | None = None,
+        environment_factory: Callable[[], Any] | None = None,
         run_dir: str | Path = "runs/grpo_trainer",
         **options: Any,
     ) -> None:
@@ -82,6 +84,8 @@ class GRPOTrainer:
             tokenizer needs a chat template.
           teacher: folder of a Hugging Face model, or its id on the hub, with the model's tokenizer; the option
             `distillation` says what is learned from it.
+          environment_factory: a class written for TRL, in place of both: its methods are tools, and what its `reset`
+            returns stands behind the prompt. `tasks.adapters.trl_reward` makes a reward of what it earned.
           run_dir: folder of the run; a number is added if it holds one.
           **options: as for `config.recipe`, and fields of `ModelOptions`, with their defaults: steps 100, learning_rate
             1e-6, group_size 8, max_tokens 64, lora_rank 0 (all parameters are trained) … But num_prompts (32) is
@@ -99,20 +103,22 @@ class GRPOTrainer:
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
         pretrained = model if isinstance(model, Pretrained) else None
         if pretrained:
-            for name in {"dtype", "param_dtype", "remat", "attention"} & options.keys():
+            for name in {"dtype", "param_dtype", "remat", "attention", "router"} & options.keys():
                 raise UsageError(f"the model is loaded already: give {name} to load_pretrained")
             options |= {"model": str(pretrained.folder), "param_dtype": str(pretrained.params["embedding"].dtype)}
-            options |= {"remat": pretrained.config.remat}
+            options |= {"remat": pretrained.config.remat, "router": pretrained.config.router}
         elif isinstance(model, str | Path):
             options |= {"model": str(model)}
         else:
             kind = type(model).__name__
             raise UsageError(f"model is of type {kind}: give a folder, an id on the hub, or load_pretrained of either")
         self._options, self._lower_num_prompts = with_options(_Options(), **options), "num_prompts" not in options
-        if environment is not None and tools:
-            raise UsageError("environment and tools both answer the policy: give one of them")
-        self._tools = {tool.__name__: tool for tool in tools}
+        if (environment is not None) + bool(tools) + (environment_factory is not None) > 1:
+            raise UsageError("environment, tools and environment_factory all answer the policy: give one of them")
+        self._factory, self._tools = environment_factory, {tool.__name__: tool for tool in tools}
         self._reply = reply_with(self._tools) if tools else environment
+        if environment_factory is not None:
+            self._tools, self._reply = trl_tools(environment_factory), trl_environment(environment_factory)
         self._reward, self._run_dir = _checked_reward(reward_model), Path(run_dir).expanduser()
         train = self._options.train
         check_teacher(train, has_teacher=teacher is not None)
@@ -141,6 +147,7 @@ class GRPOTrainer:
         """
         started = time.perf_counter()
         pretrained, options, rows = self._loaded.pretrained, self._options, _rows(prompts)
+        rows = rows if self._factory is None else trl_rows(self._factory, rows)
         config, model, longest = options.train, options.model, pretrained.config.max_position_embeddings
 
         chat = bool(self._reply and pretrained.tokenizer.chat_template)

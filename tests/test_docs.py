@@ -14,7 +14,7 @@ import pytest
 
 from grpo_jax import functional as F
 from grpo_jax.commands import dpo, sft
-from grpo_jax.config import CriticConfig, GRPOConfig, PPOConfig, options_of
+from grpo_jax.config import CriticConfig, EngineOptions, GRPOConfig, PPOConfig, options_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -196,6 +196,11 @@ def test_every_option_is_in_its_group_with_its_default():
     groups["run"] = {name: value for name, value in vars(config).items() if name not in groups}
     groups["critic (PPO)"] = options_of(CriticConfig())
     assert stated == {(group, name): value for group, options in groups.items() for name, value in options.items()}
+
+
+def test_options_of_an_engine_have_their_defaults():
+    stated = {row[0].strip("`"): literal_eval(row[1].strip("`")) for row in table("of an engine", "training.md")}
+    assert stated == options_of(EngineOptions())
 
 
 def test_defaults_of_ppo_are_as_written():

@@ -17,6 +17,7 @@ ORDER = [
     "rewards",
     "tasks",
     "config",
+    "engines",
     "planning",
     "runs",
     "training",

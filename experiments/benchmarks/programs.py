@@ -97,6 +97,7 @@ def measure(config: Config, model: ModelConfig, run: GRPOConfig) -> dict[str, fl
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))
     arguments = *prompts, numbers, temperature, noise_of(0, 0, 0)
     found: dict[str, float] = {}
+    assert programs.sampler.program
     if "sample" in config.programs:
         completions = timed("sample", programs.sampler.program, config, found, params, *arguments)
     else:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_jax.commands.common import CONTROL, RUN_DIR, Method, finish, train_with_control
-from grpo_jax.config import GRPOConfig, ModelOptions, recipe, validate
+from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, recipe, validate
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
@@ -39,6 +39,7 @@ from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task, inputs_of
 from grpo_jax.training.distillation import programs_with
+from grpo_jax.training.engine import sampler_of
 from grpo_jax.training.grpo import check_teacher
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.loop import Programs
@@ -54,6 +55,7 @@ class Config:
 
     train: GRPOConfig = recipe(eval_every=20)
     model: ModelOptions = ModelOptions()
+    engine: EngineOptions = EngineOptions()
     task: TaskOptions = TaskOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "grpo"
@@ -86,7 +88,8 @@ def main(config: Config) -> None:
             parts=parts(devices),
             teacher=teacher.pretrained.config if teacher else None,
         )
-        programs, start = programs_with(model, teacher, task, config.train)
+        sampler = sampler_of(config.engine, model.pretrained, task, config.train, note=flags.say_note)
+        programs, start = programs_with(model, teacher, task, config.train, sampler=sampler)
         run = flags.open_run(config)
         say_plan(run, plan)
         if teacher:

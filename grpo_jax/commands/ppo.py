@@ -15,10 +15,11 @@ from pathlib import Path
 
 from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.grpo import CURVES, opened, run_method
-from grpo_jax.config import ModelOptions, PPOConfig, validate_ppo, with_options
+from grpo_jax.config import EngineOptions, ModelOptions, PPOConfig, validate_ppo, with_options
 from grpo_jax.runs import flags
 from grpo_jax.runs.pretrained import planned, say_plan
 from grpo_jax.tasks.options import TaskOptions
+from grpo_jax.training.engine import sampler_of
 from grpo_jax.training.parallel import devices_of, parts, size
 from grpo_jax.training.ppo import add_critic, critic_policy, make_ppo_programs
 
@@ -32,6 +33,7 @@ class Config:
     # One completion of a prompt leaves none to sample beside the greedy one, so their number is named.
     ppo: PPOConfig = with_options(PPOConfig(), eval_every=20, eval_samples=7)
     model: ModelOptions = ModelOptions()
+    engine: EngineOptions = EngineOptions()
     task: TaskOptions = TaskOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "ppo"
@@ -47,7 +49,8 @@ def main(config: Config) -> None:
     with opened(config.model, config.task, config.ppo.run) as (model, task):
         config, model, plan = planned(config, config.ppo, model, task, devices=size(devices), parts=parts(devices))
         shape = model.pretrained.config
-        programs = make_ppo_programs(model.policy, critic_policy(shape), task, config.ppo)
+        sampler = sampler_of(config.engine, model.pretrained, task, config.ppo.run, note=flags.say_note)
+        programs = make_ppo_programs(model.policy, critic_policy(shape), task, config.ppo, sampler=sampler)
         start = add_critic(shape, model.params, config.ppo.critic.critic)
         run = flags.open_run(config)
         say_plan(run, plan)

@@ -1,7 +1,7 @@
 """What data are made of: examples, prompts, completions, rewards."""
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,15 @@ Example = dict[str, Any]  # the columns of one prompt: "prompt", and what its re
 
 
 Number = float | None  # None: the reward does not apply to this completion
+
+
+class Span(NamedTuple):
+    """A part of a completion, and what it earned."""
+
+    start: int  # of its text, or among its ids; the part begins here
+    end: int  # and ends before this
+    reward: float
+    unit: Literal["characters", "tokens"] = "characters"
 
 
 class Turn(NamedTuple):
@@ -47,8 +56,10 @@ class Completion(str):
         return str(self), self.ids, self.truncated, self._turns, self.ending
 
 
-# (examples, completions), one entry a completion -> one number each; may be async
-Reward = Callable[[Sequence[Example], Sequence[Completion]], Sequence[Number] | Awaitable[Sequence[Number]]]
+Earned = Number | Sequence[Span]  # spans are in order and do not overlap; the completion earned their sum
+
+# (examples, completions), one entry a completion -> what each earned; may be async
+Reward = Callable[[Sequence[Example], Sequence[Completion]], Sequence[Earned] | Awaitable[Sequence[Earned]]]
 # what a completion answers, for a vote among completions of a prompt; None: nothing
 Answer = Callable[[Example, Completion], Hashable | None]
 

@@ -415,7 +415,7 @@ def turn_advantages(
       where: bool `[..., G, K]`, the turns that there were; others count nowhere and get 0. None: all.
 
     Returns:
-      `[..., G, K]`; 0 at a turn at which all returns to go are equal.
+      `[..., G, K]`; 0 at a turn at which all returns to go are equal, up to 1e-6 of the largest of the group.
 
     Examples:
       >>> rewards, turns = jnp.array([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0]]), jnp.array([[1, 1], [1, 1], [1, 0]])
@@ -428,8 +428,14 @@ def turn_advantages(
     kept = jnp.where(where, rewards, 0)
     returns = jnp.flip(jnp.cumsum(jnp.flip(kept, -1), -1), -1)
 
+    largest = jnp.max(jnp.where(where, jnp.abs(returns), 0), axis=(-2, -1))
+
     def standardised(returns: jax.Array, where: jax.Array) -> jax.Array:
-        return group_advantages(returns, ddof=ddof, eps=eps, where=where)
+        advantages, filled = group_advantages(returns, ddof=ddof, eps=eps, where=where), _fill(returns, where)
+        spread = jnp.max(filled, axis=-1, keepdims=True) - jnp.min(filled, axis=-1, keepdims=True)
+        # Sums of different parts that are equal differ by rounding, which standardising would magnify.
+        rounding = 1e-6 * largest.reshape(*largest.shape, *[1] * (returns.ndim - largest.ndim))
+        return jnp.where(spread <= rounding, 0, advantages)
 
     by_turn = standardised(returns.swapaxes(-1, -2), where.swapaxes(-1, -2)).swapaxes(-1, -2)
     flat = (*returns.shape[:-2], returns.shape[-2] * returns.shape[-1])
@@ -456,6 +462,44 @@ def teacher_advantages(logprobs: jax.Array, teacher_logprobs: jax.Array) -> jax.
       [-0.5  1.5]
     """
     return jax.lax.stop_gradient(upcast(teacher_logprobs) - upcast(logprobs))
+
+
+@takes(rewards="... G T", ends="... G T", where="... G")
+def span_advantages(
+    rewards: jax.Array, ends: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: jax.Array | None = None
+) -> jax.Array:
+    """Standardised returns to go of spans: Aᵢₜ is `turn_advantages` of span k(i, t) = min(1 + Σ_{u<t} endsᵢᵤ, Kᵢ).
+
+    A span is what lies behind the end of the one before, up to its own end; what lies behind the last of Kᵢ spans
+    belongs to it. So a token is compared by what comes after it, with the k-th spans of its group. This library's
+    choice, as for turns.
+
+    Args:
+      rewards: `[..., G, T]`, of a span at the token that ends it; others count nowhere.
+      ends: bool `[..., G, T]`, the tokens that end a span.
+      ddof: as in `group_advantages`.
+      eps: as in `group_advantages`.
+      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
+
+    Returns:
+      `[..., G, T]`; 0 in a completion without spans.
+
+    Examples:
+      >>> rewards = jnp.array([[0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+      >>> ends = jnp.array([[False, True, False, True], [False, True, True, False]])
+      >>> print(span_advantages(rewards, ends))
+      [[ 0.707  0.707  0.707  0.707]
+       [-0.707 -0.707 -0.707 -0.707]]
+    """
+    order = jnp.argsort(~ends, axis=-1, stable=True)  # the tokens that end spans come first
+    count = jnp.sum(ends, axis=-1, keepdims=True, dtype=jnp.int32)
+    is_span = jax.lax.broadcasted_iota(jnp.int32, ends.shape, ends.ndim - 1) < count
+    is_counted = is_span if where is None else is_span & where[..., None]
+    by_span = jnp.take_along_axis(rewards, order, axis=-1)
+    advantages = turn_advantages(by_span, ddof=ddof, eps=eps, where=is_counted)
+    before = jnp.cumsum(ends, axis=-1, dtype=jnp.int32) - ends.astype(jnp.int32)
+    span = jnp.maximum(jnp.minimum(before, count - 1), 0)
+    return jnp.where(count > 0, jnp.take_along_axis(advantages, span, axis=-1), 0)
 
 
 @takes(values="...", mask="...")

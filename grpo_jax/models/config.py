@@ -37,6 +37,7 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 Norms = Literal["before", "after", "around"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "layer"]
+Router = Literal["trained", "frozen"]
 AttentionKind = Literal["auto", "shared", "xla", "cudnn"]
 
 
@@ -60,6 +61,15 @@ class Llama3Scaling(NamedTuple):
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+class ExpertsConfig(NamedTuple):
+    """A mixture of experts in place of every layer's MLP."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int  # features of each expert's MLP
+    norm_topk_prob: bool  # whether the weights of a token's experts are made to add up to 1
 
 
 class YarnScaling(NamedTuple):
@@ -98,7 +108,7 @@ class ModelConfig:
     """A decoder-only transformer: RMS norm, rotary positions, gated MLP, grouped-query attention.
 
     Llama (SmolLM too), Mistral, Qwen2, Qwen3, SmolLM3, OLMo 2, Phi-3 (Phi-4 too), Gemma 2 and Gemma 3 are settings of
-    it. Names follow config.json. What is None, or empty, is not there.
+    it, and with experts Mixtral and Qwen3-MoE. Names follow config.json. What is None, or empty, is not there.
     """
 
     vocab_size: int
@@ -133,6 +143,7 @@ class ModelConfig:
     sliding_layers: tuple[int, ...] | None = None  # that have the window; None: all
     max_position_embeddings: int | None = None  # the longest texts that it was trained on, in tokens
     initializer_range: float = 0.02
+    experts: ExpertsConfig | None = None  # None: each layer has one MLP. Qwen3-MoE, Mixtral
     # Of activations and matrix products; norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
     # What the backward pass computes again. "none": norms, rotations and attention's scores, but no projection;
@@ -142,11 +153,17 @@ class ModelConfig:
     # jax.nn.dot_product_attention; cudnn is flash attention, for bfloat16 on NVIDIA GPUs. "auto": cudnn where it can be
     # used, else shared.
     attention: AttentionKind = "auto"
+    # Whether the routers of experts learn. "frozen": they have no gradient.
+    router: Router = "trained"
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
             if name not in _OPTIONAL or getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), most)
+        if self.experts:
+            _check_experts(self.experts, self.hidden_act)
+        elif self.router == "frozen":
+            raise UsageError('router "frozen" is of models with experts, and this one has none: set it to "trained"')
         for name in _POSITIVE:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0, most=1e12)
@@ -207,7 +224,14 @@ class ModelConfig:
         )
 
 
-_CHOICES = {"hidden_act": Activation, "norms": Norms, "dtype": Dtype, "remat": Remat, "attention": AttentionKind}
+_CHOICES = {
+    "hidden_act": Activation,
+    "norms": Norms,
+    "dtype": Dtype,
+    "remat": Remat,
+    "attention": AttentionKind,
+    "router": Router,
+}
 
 
 def _check_scaling(scaling: RopeScaling | None, features: int) -> None:
@@ -219,6 +243,20 @@ def _check_scaling(scaling: RopeScaling | None, features: int) -> None:
             raise UsageError(f"{name} of the rope scaling has {len(value)} numbers: it must have {features // 2}")
     if isinstance(scaling, Llama3Scaling) and scaling.low_freq_factor >= scaling.high_freq_factor:
         raise UsageError("low_freq_factor of the rope scaling must be below high_freq_factor")
+
+
+def _check_experts(experts: ExpertsConfig, activation: Activation) -> None:
+    if activation != "silu":
+        raise UsageError(f"experts with hidden_act {activation} are not supported, only with silu")
+    for name, most in (("num_experts", 10**5), ("num_experts_per_tok", 10**5), ("moe_intermediate_size", 10**8)):
+        check_whole(name, getattr(experts, name), most)
+    if experts.num_experts_per_tok > experts.num_experts:
+        raise UsageError(
+            f"num_experts_per_tok is {experts.num_experts_per_tok}: it must be at most num_experts, "
+            f"{experts.num_experts}"
+        )
+    if not isinstance(experts.norm_topk_prob, bool):
+        raise UsageError(f"norm_topk_prob is {shown(experts.norm_topk_prob)}: it must be true or false")
 
 
 def check_whole(name: str, value: Any, most: int) -> None:

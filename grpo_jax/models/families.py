@@ -13,6 +13,7 @@ from grpo_jax.errors import UsageError, shown
 from grpo_jax.models.config import (
     MOST,
     DynamicScaling,
+    ExpertsConfig,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -42,7 +43,7 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
 
     Args:
       config: the parsed file.
-      **overrides: fields of ModelConfig that the file does not determine (dtype, remat, attention).
+      **overrides: fields of ModelConfig that the file does not determine (dtype, remat, attention, router).
 
     Returns:
       The configuration.
@@ -73,7 +74,7 @@ def config_to_huggingface(config: ModelConfig) -> File:
     Raises:
       UsageError: no supported family has this combination.
     """
-    not_in_the_file = {name: getattr(config, name) for name in ("dtype", "remat", "attention")}
+    not_in_the_file = {name: getattr(config, name) for name in ("dtype", "remat", "attention", "router")}
 
     def reads_back(written: File) -> bool:
         try:
@@ -343,6 +344,44 @@ def _qwen3(file: File) -> Fields:
     return {"qk_norm": True, **_attention_bias(file), **_qwen_window(file)}
 
 
+def _mixtral(file: File) -> Fields:
+    experts = ExpertsConfig(
+        num_experts=file["num_local_experts"],
+        num_experts_per_tok=file["num_experts_per_tok"],
+        moe_intermediate_size=file["intermediate_size"],
+        norm_topk_prob=True,
+    )
+    return {**_mistral(file), "experts": experts}
+
+
+def _mixtral_experts(config: ModelConfig) -> File:
+    experts = config.experts
+    if experts is None:
+        return {}
+    return {"num_local_experts": experts.num_experts, "num_experts_per_tok": experts.num_experts_per_tok}
+
+
+def _qwen3_moe(file: File) -> Fields:
+    """Where there is a window, all layers have it."""
+    if file.get("mlp_only_layers") or file.get("decoder_sparse_step", 1) != 1:
+        raise UsageError("mlp_only_layers and decoder_sparse_step are not supported: every layer must have experts")
+    experts = ExpertsConfig(
+        num_experts=file["num_experts" if "num_experts" in file else "num_local_experts"],  # in transformers 5
+        num_experts_per_tok=file["num_experts_per_tok"],
+        moe_intermediate_size=file["moe_intermediate_size"],
+        norm_topk_prob=file["norm_topk_prob"],
+    )
+    window = _mistral(file) if file.get("use_sliding_window") else {}
+    return {"qk_norm": True, **_attention_bias(file), **window, "experts": experts}
+
+
+def _qwen3_moe_experts(config: ModelConfig) -> File:
+    if config.experts is None:
+        return {}
+    always = {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_local_experts": config.experts.num_experts}
+    return config.experts._asdict() | always | {"use_sliding_window": config.sliding_window is not None}
+
+
 _QWEN = {"sliding_window": 4096, "max_window_layers": 28}
 
 
@@ -424,6 +463,14 @@ def _gemma3_file(config: ModelConfig) -> File:
     return {"rope_parameters": rope, "rope_local_base_freq": config.rope_local_base_freq, **_gemma2_file(config)}
 
 
+_MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
+_QWEN3_MOE = {
+    "sliding_window": 4096,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
 _GEMMA2 = {
     **_GEMMA,
@@ -458,4 +505,6 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family("Gemma", _gemma, defaults=_GEMMA),
     "gemma2": Family("Gemma2", _gemma2, _gemma2_file, _GEMMA2),
     "gemma3_text": Family("Gemma3", _gemma3, _gemma3_file, _GEMMA3, "Gemma3Text", _rope_by_layer),
+    "mixtral": Family("Mixtral", _mixtral, _mixtral_experts, _MIXTRAL),
+    "qwen3_moe": Family("Qwen3Moe", _qwen3_moe, _qwen3_moe_experts, _QWEN3_MOE),
 }

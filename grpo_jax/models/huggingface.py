@@ -21,7 +21,7 @@ import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
 from grpo_jax.errors import UsageError, missing
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface
 from grpo_jax.models.heads import Headed, add_head, without_vocabulary
 from grpo_jax.models.lora import Adapted
@@ -39,6 +39,8 @@ FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a folder holds besides weights. Never a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 _INDEX = "model.safetensors.index.json"
+# Of an expert's projections. The mixture is called block_sparse_moe there, in place of mlp.
+MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LARGEST = 1e6  # of a weight: those of models are below a thousand, and float16 ends at 65504
 
 
@@ -68,7 +70,7 @@ def load_pretrained(
       param_dtype: of the parameters, whatever the files hold; float32, in which small updates are not lost.
       sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that is a prefix of the parameters', or
         a function of the parameters' shapes that gives one; None: the default device.
-      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
+      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention, router.
 
     Returns:
       The model.
@@ -168,7 +170,7 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
 class Tensor(NamedTuple):
     """A tensor of a folder, or some rows of one, and how it is laid out there."""
 
-    name: str  # "{}" stands for the layer
+    name: str  # the first "{}" stands for the layer, the second for the expert
     shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
     linear: bool  # here [*in, *out]: transposed, with axes for heads
     first: int = 0  # row of the folder's tensor
@@ -180,9 +182,9 @@ class Tensor(NamedTuple):
         return self.shape if self.rows is None else (self.rows, *self.shape[1:])
 
     @property
-    def stacked(self) -> bool:
-        """Whether there is one for each layer, here the leading axis of one leaf."""
-        return "{}" in self.name
+    def stacked(self) -> int:
+        """Leading axes of its leaf that are tensors of their own in the folder: layers, and then experts."""
+        return self.name.count("{}")
 
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """As part of a leaf, with the shape that it has there, from the folder's tensor."""
@@ -236,6 +238,8 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     out_sizes = {"gate_proj": inner, "up_proj": inner}
     mlp = _linears(f"{layer}.mlp", width, out_sizes, config.mlp_bias, "gate_up_proj", config)
     mlp |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
+    if config.experts:
+        mlp = _experts_layout(config, config.experts)
     norms = {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in _NORMS[config.norms].items()}
     layout = {
         "embedding": Tensor("model.embed_tokens.weight", (config.vocab_size, width), False),
@@ -245,6 +249,18 @@ def tensor_layout(config: ModelConfig) -> dict[str, Any]:
     if not config.tie_word_embeddings:
         layout["unembedding"] = Tensor("lm_head.weight", (config.vocab_size, width), False)
     return layout
+
+
+def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Any]:
+    """The part of `tensor_layout` that stands in place of an MLP. Mixtral has names of its own."""
+    width, inner = config.hidden_size, experts.moe_intermediate_size
+    shapes = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+    names = {name: name for name in shapes} if config.qk_norm else MIXTRAL_NAMES
+    stem = f"model.layers.{{}}.{'mlp' if config.qk_norm else 'block_sparse_moe'}"
+    return {"router": {"kernel": Tensor(f"{stem}.gate.weight", (experts.num_experts, width), True)}} | {
+        name: {"kernel": Tensor(f"{stem}.experts.{{}}.{names[name]}.weight", shape, True)}
+        for name, shape in shapes.items()
+    }
 
 
 def _linears(
@@ -293,9 +309,9 @@ def load_params(
     Raises:
       UsageError: names a tensor or file that is missing, not known, cut off, or of another shape or dtype.
     """
-    found = find_tensors(folder)
     shapes = _shapes(config)
     layout: Any = tensor_layout(config)
+    found = _one_by_one(find_tensors(folder), layout, config)
     if head:
         shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
         layout = headed_layout(config)
@@ -309,13 +325,13 @@ def load_params(
     def load(tensor: Tensor, leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding) -> jax.Array:
         def part(index: Any) -> np.ndarray:
             """What one device holds, a tuple of slices: of each layer its part."""
-            if not tensor.stacked:
-                return tensor.to_leaf(read_tensor(found, tensor.name), leaf.shape)[index].astype(dtype)
-            layers = range(leaf.shape[0])[index[0]]
-            sizes = (len(range(size)[part]) for size, part in zip(leaf.shape[1:], index[1:], strict=True))
-            piece = np.empty((len(layers), *sizes), dtype)
-            for row, layer in enumerate(layers):
-                piece[row] = tensor.to_leaf(read_tensor(found, tensor.name.format(layer)), leaf.shape[1:])[index[1:]]
+            places = [range(size)[part] for size, part in zip(leaf.shape, index, strict=True)]
+            stacked, piece = tensor.stacked, np.empty([len(own) for own in places], dtype)
+            for place, numbers in zip(
+                np.ndindex(piece.shape[:stacked]), itertools.product(*places[:stacked]), strict=True
+            ):
+                whole = tensor.to_leaf(read_tensor(found, tensor.name.format(*numbers)), leaf.shape[stacked:])
+                piece[place] = whole[index[stacked:]]
             return piece
 
         return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, target, part))
@@ -334,6 +350,7 @@ class Found(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str  # by safetensors' names
+    part: tuple[str, tuple[int | slice, ...]] | None = None  # of another tensor; None: it is one itself
 
 
 def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
@@ -366,12 +383,42 @@ def _is_weights_file(name: Any) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
+def _one_by_one(found: dict[str, Found], layout: Any, config: ModelConfig) -> dict[str, Found]:
+    """Tensors by the names of the layout, also where a folder has one for all experts of a layer.
+
+    transformers 5 holds them so, gate and up in one, and writes them so with save_original_format=False.
+    """
+    if config.experts is None:
+        return found
+    found, mlp, inner = dict(found), layout["layers"]["mlp"], config.experts.moe_intermediate_size
+    parts = {
+        "gate_proj": ("gate_up_proj", slice(0, inner)),
+        "up_proj": ("gate_up_proj", slice(inner, 2 * inner)),
+        "down_proj": ("down_proj", slice(None)),
+    }
+    for layer in range(config.num_hidden_layers):
+        stem = f"model.layers.{layer}.mlp"
+        whole = {name: found.pop(f"{stem}.experts.{name}", None) for name in ("gate_up_proj", "down_proj")}
+        for name, (of, rows) in parts.items():
+            if (tensor := whole[of]) is None:
+                continue
+            for expert in range(tensor.shape[0] if len(tensor.shape) == 3 else 0):
+                shape = (len(range(tensor.shape[1])[rows]), tensor.shape[2])
+                part = f"{stem}.experts.{of}", (expert, rows)
+                found[mlp[name]["kernel"].name.format(layer, expert)] = Found(tensor.file, shape, tensor.dtype, part)
+        if any(whole.values()) and f"{stem}.gate.weight" in found:
+            router = found.pop(f"{stem}.gate.weight")._replace(part=(f"{stem}.gate.weight", ()))
+            found[mlp["router"]["kernel"].name.format(layer)] = router
+    return found
+
+
 def _check_tensors(found: dict[str, Found], layout: Any, config: ModelConfig) -> None:
     """Every tensor that is needed, in a shape and dtype that can be read, and none that nobody reads."""
+    counts = config.num_hidden_layers, config.experts.num_experts if config.experts else 0
     needed = {
-        tensor.name.format(layer): tensor.whole_shape
+        tensor.name.format(*numbers): tensor.whole_shape
         for tensor in _tensors_of(layout)
-        for layer in range(config.num_hidden_layers if tensor.stacked else 1)
+        for numbers in np.ndindex(counts[: tensor.stacked])
     }
     for name, shape in needed.items():
         if name not in found:
@@ -414,7 +461,8 @@ def read_tensor(found: dict[str, Found], name: str) -> np.ndarray:
     """
     # Opened for each tensor: while a file is open, all that was read of it counts as memory in use.
     with _opened(found[name].file) as opened:
-        tensor = opened.get_tensor(name)
+        whole, index = found[name].part or (name, ())
+        tensor = opened.get_slice(whole)[index] if index else opened.get_tensor(whole)
     largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN, where there is one
     if not largest <= _LARGEST:
         raise UsageError(
@@ -587,9 +635,9 @@ def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndar
         leaves.sort(key=lambda part: part[0].first)
         # From many devices to one; on CPU nothing is copied.
         wholes = [(tensor, np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))) for tensor, leaf in leaves]
-        for layer in range(config.num_hidden_layers) if wholes[0][0].stacked else (None,):
-            rows = [tensor.from_leaf(whole if layer is None else whole[layer]) for tensor, whole in wholes]
-            yield name.format(layer), rows[0] if len(rows) == 1 else np.concatenate(rows)
+        for numbers in np.ndindex(wholes[0][1].shape[: wholes[0][0].stacked]):
+            rows = [tensor.from_leaf(whole[numbers]) for tensor, whole in wholes]
+            yield name.format(*numbers), rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def _shards(

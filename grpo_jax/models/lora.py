@@ -4,7 +4,8 @@ The parameters of an adapted policy are an `Adapted`, which every function of a 
 parameters. Training splits it into what is trained and what is not; the frozen base is also the reference, as the
 adapters start at zero. Adapters are never multiplied into W while training: sampler and trainer compute the same sums.
 
-Leaves have the base's tree: `a` `[L, *in, R]` and `b` `[L, R, *out]` for a kernel `[L, *in, *out]`.
+Leaves have the base's tree: `a` `[L, *in, R]` and `b` `[L, R, *out]` for a kernel `[L, *in, *out]`. Each expert of a
+mixture has its own: all three then have an axis more behind L.
 """
 
 import hashlib
@@ -82,11 +83,11 @@ def add_adapters(
     adapters: dict[str, Any] = {"layers": {}}
     for number, (block, name) in enumerate(sites(targets)):
         kernel = params["layers"][block][name]["kernel"]
-        inputs, outputs = split_shape(name, kernel.shape)
+        stacked, inputs, outputs = split_shape(name, kernel.shape)
         bound = math.prod(inputs) ** -0.5
-        shape = (kernel.shape[0], *inputs, rank)
+        shape = (*stacked, *inputs, rank)
         a = jax.random.uniform(jax.random.fold_in(key, number), shape, minval=-bound, maxval=bound)
-        adapters["layers"].setdefault(block, {})[name] = {"a": a, "b": jnp.zeros((kernel.shape[0], rank, *outputs))}
+        adapters["layers"].setdefault(block, {})[name] = {"a": a, "b": jnp.zeros((*stacked, rank, *outputs))}
     return Adapted(params, adapters, jnp.float32(alpha / rank))
 
 
@@ -96,8 +97,8 @@ def merge(params: Adapted) -> Params:
     for block, adapted in params.adapters["layers"].items():
         for name, adapter in adapted.items():
             kernel = layers[block][name]["kernel"]
-            num_layers, rank = adapter["b"].shape[:2]
-            a, b = adapter["a"].reshape(num_layers, -1, rank), adapter["b"].reshape(num_layers, rank, -1)
+            stacked, rank = split_shape(name, kernel.shape)[0], adapter["a"].shape[-1]
+            a, b = adapter["a"].reshape(*stacked, -1, rank), adapter["b"].reshape(*stacked, rank, -1)
             change = params.scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
             merged = kernel.astype(jnp.float32) + change.reshape(kernel.shape)
             layers[block][name] = layers[block][name] | {"kernel": merged.astype(kernel.dtype)}
@@ -128,7 +129,10 @@ def sites(targets: Sequence[Target] = TARGETS) -> list[tuple[str, Target]]:
     return [("attention" if name in TARGETS[:4] else "mlp", name) for name in TARGETS if name in targets]
 
 
-def split_shape(name: Target, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(in, out) of a kernel `[L, *in, *out]`: o_proj alone contracts two axes, heads and features."""
-    axes = 3 if name == "o_proj" else 2
-    return kernel_shape[1:axes], kernel_shape[axes:]
+def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """(layers, in, out) of a kernel `[L, *in, *out]`: o_proj alone contracts two axes, heads and features.
+
+    Of a mixture's kernel `[L, X, in, out]` the first are layers and experts."""
+    stacked = 2 if name in TARGETS[4:] and len(kernel_shape) == 4 else 1
+    axes = stacked + (2 if name == "o_proj" else 1)
+    return kernel_shape[:stacked], kernel_shape[stacked:axes], kernel_shape[axes:]

@@ -13,6 +13,7 @@ from grpo_jax.errors import UsageError, missing
 from grpo_jax.models.huggingface import (
     FLOAT_DTYPES,
     FUSED,
+    MIXTRAL_NAMES,
     complete_or_not_at_all,
     find_tensors,
     read_json,
@@ -33,6 +34,7 @@ _REFUSED_IN_ADAPTERS = (
     "rank_pattern",
     "alpha_pattern",
     "modules_to_save",
+    "target_parameters",  # of experts that are one tensor a layer; each may have modules of its own instead
     "layers_to_transform",
     "alora_invocation_tokens",
 )
@@ -88,16 +90,17 @@ def save_adapter(folder: str | Path, params: Adapted, *, base: str, fused_projec
     adapted = [(block, name) for block, name in sites() if name in layers.get(block, {})]
     modules = dict.fromkeys((block, _fused(name) if fused_projections else name) for block, name in adapted)
     matrices = {site: _matrices(params, *site) for site in modules}
-    rank = max(a.shape[1] for a, _ in matrices.values())
-    tensors = {}
+    rank = max(a.shape[-2] for a, _ in matrices.values())
+    tensors, targets = {}, []
     for (block, module), (a, b) in matrices.items():
-        more = rank - a.shape[1]
-        a, b = np.pad(a, [(0, 0), (0, more), (0, 0)]), np.pad(b, [(0, 0), (0, 0), (0, more)])
-        for layer in range(len(a)):
-            stem = _peft_name(layer, block, module)
-            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[layer])
-            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[layer])
-    targets = [module for _, module in modules]
+        none, more = (0, 0), (0, rank - a.shape[-2])
+        a = np.pad(a, [none] * (a.ndim - 2) + [more, none])
+        b = np.pad(b, [none] * (b.ndim - 2) + [none, more])
+        for numbers in np.ndindex(a.shape[:-2]):
+            stem = _peft_name(params.base, block, module, *numbers)
+            tensors[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a[numbers])
+            tensors[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b[numbers])
+        targets.append(stem.rsplit(".", 1)[1])
     config = adapter_config(rank=rank, alpha=float(params.scale) * rank, targets=targets, base=base)
     with complete_or_not_at_all(folder) as partial:
         save_file(tensors, partial / "adapter_model.safetensors", {"format": "pt"})
@@ -113,23 +116,27 @@ def _fused(name: str) -> str:
 def _parts(kernels: Params, module: str) -> list[tuple[str, int, int]]:
     """The projections in a module of PEFT: name, first row of its output, and rows."""
     names: Any = FUSED.get(module, (module,))
-    sizes = [math.prod(split_shape(name, kernels[name]["kernel"].shape)[1]) for name in names]
+    sizes = [math.prod(split_shape(name, kernels[name]["kernel"].shape)[2]) for name in names]
     return list(zip(names, itertools.accumulate(sizes, initial=0), sizes, strict=False))
 
 
 def _matrices(params: Adapted, block: str, module: str) -> tuple[np.ndarray, np.ndarray]:
-    """A `[L, R, in]` and B `[L, out, R]` of a module of PEFT, with R the sum of the ranks of what is adapted in it."""
-    adapters, parts = params.adapters["layers"][block], _parts(params.base["layers"][block], module)
+    """A `[L, R, in]` and B `[L, out, R]` of a module of PEFT, with R the sum of the ranks of what is adapted in it.
+
+    Those of experts have an axis of experts behind L."""
+    kernels = params.base["layers"][block]
+    adapters, parts = params.adapters["layers"][block], _parts(kernels, module)
     all_a, all_b = [], []
     for name, first, size in parts:
         if name not in adapters:
             continue
         a, b = (np.asarray(adapters[name][matrix]) for matrix in "ab")
-        layers, rank = b.shape[:2]
-        all_a.append(a.reshape(layers, -1, rank).swapaxes(1, 2))
-        below = sum(size for _, _, size in parts) - first - size
-        all_b.append(np.pad(b.reshape(layers, rank, -1).swapaxes(1, 2), [(0, 0), (first, below), (0, 0)]))
-    return np.concatenate(all_a, axis=1), np.concatenate(all_b, axis=2)
+        stacked, rank = split_shape(name, kernels[name]["kernel"].shape)[0], a.shape[-1]
+        all_a.append(a.reshape(*stacked, -1, rank).swapaxes(-1, -2))
+        below, none = sum(size for _, _, size in parts) - first - size, (0, 0)
+        transposed = b.reshape(*stacked, rank, -1).swapaxes(-1, -2)
+        all_b.append(np.pad(transposed, [none] * len(stacked) + [(first, below), none]))
+    return np.concatenate(all_a, axis=-2), np.concatenate(all_b, axis=-1)
 
 
 def load_adapter(folder: str | Path, params: Params) -> Adapted:
@@ -172,18 +179,18 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
     for block, name in sites():
         kernels = params["layers"][block]
         kernel = kernels[name]["kernel"]
-        inputs, outputs = split_shape(name, kernel.shape)
-        module = _fused(name) if f"{_peft_name(0, block, _fused(name))}.lora_A.weight" in found else name
+        stacked, inputs, outputs = split_shape(name, kernel.shape)
+        module = _fused(name) if f"{_peft_name(params, block, _fused(name), 0)}.lora_A.weight" in found else name
         sizes = {part: (first, size) for part, first, size in _parts(kernels, module)}
         first, size = sizes[name]
-        stems = [_peft_name(layer, block, module) for layer in range(kernel.shape[0])]
+        stems = [_peft_name(params, block, module, *numbers) for numbers in np.ndindex(stacked)]
         if f"{stems[0]}.lora_A.weight" in found:
             shape = sum(size for _, size in sizes.values()), rank
             a = [take(f"{stem}.lora_A.weight", (rank, math.prod(inputs))) for stem in stems]
             b = [take(f"{stem}.lora_B.weight", shape)[:, first : first + size] for stem in stems]
             layers.setdefault(block, {})[name] = {
-                "a": jnp.asarray(np.stack(a).reshape(-1, *inputs, rank)),
-                "b": jnp.asarray(np.stack(b).reshape(-1, rank, *outputs)),
+                "a": jnp.asarray(np.stack(a).reshape(*stacked, *inputs, rank)),
+                "b": jnp.asarray(np.stack(b).reshape(*stacked, rank, *outputs)),
             }
     if left or not layers:
         raise UsageError(f"{folder} holds adapters that this decoder does not have: {sorted(left)[:3]}")
@@ -191,6 +198,11 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
     return Adapted(params, {"layers": layers}, jnp.float32(scale))
 
 
-def _peft_name(layer: int, block: str, name: str) -> str:
+def _peft_name(params: Params, block: str, name: str, layer: int, expert: int | None = None) -> str:
+    """Of a projection, in the files of PEFT; an expert's as in transformers 4, where each is a module of its own."""
     module = "self_attn" if block == "attention" else block
+    if expert is not None:
+        is_mixtral = "q_norm" not in params["layers"]["attention"]
+        module, name = ("block_sparse_moe", MIXTRAL_NAMES[name]) if is_mixtral else (module, name)
+        module = f"{module}.experts.{expert}"
     return f"base_model.model.model.layers.{layer}.{module}.{name}"

@@ -7,6 +7,7 @@ split and merge, a fake in a test. Letters as in `transformer`.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from grpo_jax.models.attention import (
 )
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import (
+    Geometry,
     geometry_of_groups,
     geometry_of_packed_groups,
     geometry_of_step,
@@ -73,6 +75,9 @@ class Policy(NamedTuple):
     decoder: Callable[[Params], Callable[..., Any]] | None = None
     # c of logits c·tanh(W h / c), with W the unembedding; None: they are W h
     softcap: float | None = None
+    # `hidden` and `packed_groups`, which then give (hidden, `experts.Routing` of these states), and the number of
+    # experts. None: the model has none
+    routed: tuple[Callable[..., Any], Callable[..., Any], int] | None = None
 
 
 def _has_flash_attention(config: ModelConfig) -> bool:
@@ -118,23 +123,44 @@ def decoder_policy(config: ModelConfig) -> Policy:
         hidden, layers = model.apply(variables(params), ids, geometry_of_texts(config, prompt_positions(mask), mask))
         return hidden[:, -1], layers
 
-    def hidden(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array) -> jax.Array:
+    def run(params: Params, ids: jax.Array, seen: Geometry, routed: bool) -> Any:
+        """States `[N, M, D]`; with `routed` a pair of these and of `Routing` with the same leading axes."""
+        if not routed:
+            return model.apply(variables(params), ids, seen)[0]
+        (states, _), sown = model.apply(variables(params), ids, seen, mutable=["routing"])
+        return states, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), sown["routing"]["layers"]["mlp"]["routing"])
+
+    def hidden(
+        params: Params,
+        prompt_ids: jax.Array,
+        prompt_mask: jax.Array,
+        completion_ids: jax.Array,
+        *,
+        routed: bool = False,
+    ) -> Any:
         n, group_size, size = completion_ids.shape
         given = completion_ids[..., :-1].reshape(n, -1)  # the last token predicts nothing
         if size == 1:
-            states, _ = run_prompts(params, prompt_ids, prompt_mask)
-            return jnp.broadcast_to(states[:, None, None], (n, group_size, 1, states.shape[-1]))
+            states = run(
+                params, prompt_ids, geometry_of_texts(config, prompt_positions(prompt_mask), prompt_mask), routed
+            )
+            return jax.tree.map(
+                lambda x: jnp.broadcast_to(x[:, -1][:, None, None], (n, group_size, 1, *x.shape[2:])), states
+            )
         ids = jnp.concatenate([prompt_ids, given], axis=-1)
         if group_size == 1:  # a prompt and its completion are one text
             texts = jnp.concatenate([prompt_mask, jnp.ones(given.shape, bool)], axis=-1)
             seen = geometry_of_texts(config, prompt_positions(texts), texts)
         else:
             seen = geometry_of_groups(config, prompt_mask, group_size, size - 1)
-        states, _ = model.apply(variables(params), ids, seen)
-        of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
-        # The prompt predicts the first completion token.
-        first = jnp.broadcast_to(of_prompt[:, None, -1:], (n, group_size, 1, states.shape[-1]))
-        return jnp.concatenate([first, rest.reshape(n, group_size, size - 1, -1)], axis=2)
+
+        def by_token(states: jax.Array) -> jax.Array:
+            of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
+            # The prompt predicts the first completion token.
+            first = jnp.broadcast_to(of_prompt[:, None, -1:], (n, group_size, 1, *states.shape[2:]))
+            return jnp.concatenate([first, rest.reshape(n, group_size, size - 1, *states.shape[2:])], axis=2)
+
+        return jax.tree.map(by_token, run(params, ids, seen, routed))
 
     def layout(params: Params) -> dict[str, Any]:
         """As decode steps read parameters: laid out once in a program, and not in every turn of its loops."""
@@ -177,14 +203,24 @@ def decoder_policy(config: ModelConfig) -> Policy:
         return states
 
     def packed_groups(
-        params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, ids: jax.Array, completions: jax.Array
-    ) -> jax.Array:
+        params: Params,
+        prompt_ids: jax.Array,
+        prompt_mask: jax.Array,
+        ids: jax.Array,
+        completions: jax.Array,
+        *,
+        routed: bool = False,
+    ) -> Any:
         seen = geometry_of_packed_groups(config, prompt_mask, completions)
-        states, _ = model.apply(variables(params), jnp.concatenate([prompt_ids, ids], axis=-1), seen)
-        of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
-        # The prompt predicts the first token of each completion.
-        before = jnp.concatenate([of_prompt[:, -1:], rest[:, :-1]], axis=1)
-        return jnp.where((positions_in_texts(completions) == 0)[..., None], of_prompt[:, -1:], before)
+
+        def by_token(states: jax.Array) -> jax.Array:
+            of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
+            # The prompt predicts the first token of each completion.
+            before = jnp.concatenate([of_prompt[:, -1:], rest[:, :-1]], axis=1)
+            is_first = positions_in_texts(completions) == 0
+            return jnp.where(is_first.reshape(*is_first.shape, *[1] * (states.ndim - 2)), of_prompt[:, -1:], before)
+
+        return jax.tree.map(by_token, run(params, jnp.concatenate([prompt_ids, ids], axis=-1), seen, routed))
 
     def select(cache: Any, chosen: jax.Array) -> Any:
         prefix, own = cache
@@ -194,5 +230,8 @@ def decoder_policy(config: ModelConfig) -> Policy:
         prefix, own = cache
         return prefix, widen(own, slots)
 
+    routed = None
+    if config.experts:
+        routed = partial(hidden, routed=True), partial(packed_groups, routed=True), config.experts.num_experts
     softcap = config.final_logit_softcapping
-    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select, wider, decoder, softcap)
+    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select, wider, decoder, softcap, routed)

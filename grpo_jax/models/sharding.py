@@ -93,11 +93,11 @@ def specs(params: Any, sizes: Any, layout: Layout = stored) -> Any:
 
 
 def _spec(shape: tuple[int, ...], sizes: Any, axes: tuple[Axes, ...]) -> PartitionSpec:
-    return PartitionSpec(*(_fitting(size, sizes, axis) for size, axis in zip(shape, axes, strict=True)))
+    return PartitionSpec(*(fitting(size, sizes, axis) for size, axis in zip(shape, axes, strict=True)))
 
 
-def _fitting(size: int, sizes: Any, axes: Axes) -> Axes:
-    """As many of the axes, from the first on, as divide a size."""
+def fitting(size: int, sizes: Any, axes: Axes) -> Axes:
+    """As many of the axes of a mesh, from the first on, as divide a size."""
     names = () if axes is None else (axes,) if isinstance(axes, str) else axes
     while names and size % math.prod(sizes[name] for name in names):
         names = names[:-1]
@@ -154,7 +154,7 @@ def put_together(module: str, leaf: str, x: jax.Array) -> jax.Array:
 def unembedding_axes(vocab_size: int) -> tuple[Axes, Axes]:
     """What an unembedding `[V, D]` is cut along in decoding: its tokens where the mesh divides them, else features."""
     sizes, cut = mesh_sizes(), (TENSOR, FSDP)
-    divides = sizes is not None and _fitting(vocab_size, sizes, cut) == cut
+    divides = sizes is not None and fitting(vocab_size, sizes, cut) == cut
     return (cut, None) if divides else (None, MODEL)
 
 

@@ -28,6 +28,7 @@ from grpo_jax.models import sharding
 from grpo_jax.models.attention import Cache, KeyValues, Prefix, Scores, attend_groups, attend_past
 from grpo_jax.models.config import Activation, ModelConfig
 from grpo_jax.models.config import Params as Params
+from grpo_jax.models.experts import Experts
 from grpo_jax.models.geometry import Geometry, LayerKind, Seen, layer_kinds
 from grpo_jax.models.rotary import rotate
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
@@ -116,7 +117,7 @@ class Transformer(nn.Module):
         if self.scan_layers:
             scanned = nn.scan(
                 rematerialised(Block, config),
-                variable_axes={"params": 0, "lora": 0},
+                variable_axes={"params": 0, "lora": 0, "routing": 0},
                 split_rngs={"params": True},
                 in_axes=(nn.broadcast, 0),
                 length=len(kinds),
@@ -136,7 +137,7 @@ class Transformer(nn.Module):
 
 
 # What the backward pass is given of a layer; all else follows from it without another product but that of the scores.
-_KEPT = ("projected", "attended", "middle", "gated", "output")
+_KEPT = ("projected", "attended", "middle", "gated", "output", "routed")
 
 
 def unrolls(config: ModelConfig) -> bool:
@@ -155,12 +156,16 @@ def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Modul
     Also without remat, norms, rotations and softmax are computed again: that takes less time than writing them down.
     Parameters of a layer that a mesh has put together are not kept either.
     """
-    policy = jax.checkpoint_policies.save_only_these_names(*_KEPT) if config.remat == "none" else None
+    kept = _KEPT if config.remat == "none" else ("routed",) if config.experts else ()
+    policy = jax.checkpoint_policies.save_only_these_names(*kept) if kept else None
     return nn.remat(block, prevent_cse=False, policy=policy)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then + MLP(norm(x)); or norm(attention(x)), or norm(attention(norm(x))): see `Norms`."""
+    """x + attention(norm(x)), then + MLP(norm(x)); or norm(attention(x)), or norm(attention(norm(x))): see `Norms`.
+
+    A mixture of experts may stand in place of the MLP.
+    """
 
     config: ModelConfig
 
@@ -180,7 +185,12 @@ class Block(nn.Module):
         attended, key_values = Attention(config, name="attention")(normed, geometry.of_layer(kind), past)
         x = checkpoint_name(spread(x + after("attention_output_norm", attended), rows), "middle")
         normed = before("post_attention_norm", x)  # of the residual stream behind attention
-        return spread(x + after("mlp_output_norm", MLP(config, name="mlp")(normed)), rows), key_values
+        if config.experts:
+            is_frozen, is_decoding = config.router == "frozen", past is not None
+            mlp: nn.Module = Experts(config.experts, is_frozen, is_decoding, name="mlp")
+        else:
+            mlp = MLP(config, name="mlp")
+        return spread(x + after("mlp_output_norm", mlp(normed)), rows), key_values
 
 
 class Attention(nn.Module):
@@ -425,12 +435,17 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
       The tree with `layer_0`, `layer_1`, … in place of `layers`.
     """
 
+    def cast(kernel: jax.Array) -> jax.Array:
+        return kernel.astype(config.dtype)
+
     def transposed(name: str, kernel: jax.Array) -> jax.Array:
         inputs = math.prod(kernel.shape[: 2 if name == "o_proj" else 1])
         return kernel.astype(config.dtype).reshape(inputs, -1).T
 
     def part(tree: Params) -> Params:
-        """Attention or MLP."""
+        """Attention, MLP or experts."""
+        if "router" in tree:  # whose kernels are not multiplied one by one
+            return {name: x if name == "router" else jax.tree.map(cast, x) for name, x in tree.items()}
         matrices = {name: transposed(name, x["kernel"]) for name, x in tree.items() if "kernel" in x}
         rest = {
             name: {key: x[key] for key in x if key != "kernel"} if name in matrices else x for name, x in tree.items()

@@ -246,9 +246,15 @@ def _keys(model: ModelConfig, shape: Shape) -> int:
 
 
 def _projected(model: ModelConfig, shape: Shape) -> int:
-    """Numbers that a token's projections in one layer are: queries, keys, values, attended, middle, gate and up."""
+    """Numbers that a token's projections in one layer are: queries, keys, values, attended, middle, gate and up.
+
+    Where norms follow attention and MLP, what both put out as well.
+    """
     heads, features = model.num_attention_heads * model.head_dim, model.intermediate_size
-    return 2 * _keys(model, shape) + (2 * heads + 2 * features) // shape.tensor + model.hidden_size
+    if model.experts:
+        features = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
+    streams = 1 if model.norms == "before" else 3
+    return 2 * _keys(model, shape) + (2 * heads + 2 * features) // shape.tensor + streams * model.hidden_size
 
 
 def _cache(model: ModelConfig, shape: Shape) -> int:
@@ -285,7 +291,18 @@ def _working(model: ModelConfig, shape: Shape) -> int:
     in_a_row = piece.rows * piece.texts * (shape.prompt_tokens + piece.width)
     heads = model.num_attention_heads // shape.tensor
     scores = in_a_row * heads * min(_BLOCK, piece.width)
-    return size * (projected + 4 * _keys(model, shape) * in_a_row) + 4 * FLOAT32 * scores + _gathered(model, shape)
+    attended = size * (projected + 4 * _keys(model, shape) * in_a_row) + 4 * FLOAT32 * scores
+    return attended + _gathered(model, shape) + _routed(model, shape)
+
+
+def _routed(model: ModelConfig, shape: Shape) -> int:
+    """Bytes of a mixture of experts: tokens once for each of their experts, sorted, what comes back for them, and the
+    gradients of both; and the gradient of a layer's kernels before it is put to those of all."""
+    if model.experts is None:
+        return 0
+    rows = model.experts.num_experts_per_tok * model.hidden_size * tokens_of_piece(shape)
+    kernels = 3 * model.experts.num_experts * model.hidden_size * model.experts.moe_intermediate_size // shape.tensor
+    return 6 * rows * _bytes(model, shape) + kernels * _bytes(model, shape)
 
 
 def _gathered(model: ModelConfig, shape: Shape) -> int:

@@ -1,6 +1,6 @@
 """Shapes of published models, as their config.json has them."""
 
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
 
 # Columns: V, D, F, L, H, K, E.
 MODELS = {
@@ -10,5 +10,12 @@ MODELS = {
         152_064, 3584, 18_944, 28, 28, 4, 128, rope_theta=1e6, qkv_bias=True, tie_word_embeddings=False
     ),
     "Qwen3-0.6B": ModelConfig(151_936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, qk_norm=True),
+    "Qwen3-30B-A3B": ModelConfig(
+        *(151_936, 2048, 6144, 48, 32, 4, 128),
+        rope_theta=1e6,
+        qk_norm=True,
+        tie_word_embeddings=False,
+        experts=ExpertsConfig(128, 8, 768, norm_topk_prob=True),
+    ),
     "Llama-3-70B": ModelConfig(128_256, 8192, 28_672, 80, 64, 8, 128, rope_theta=5e5, tie_word_embeddings=False),
 }

@@ -133,8 +133,10 @@ def _in_layers(tree: object, shape: Shape) -> int:
     """Numbers in the projections of all layers, after fsdp has put them together."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     cut = {**shape.mesh, sharding.FSDP: 1}
-    # Norms are whole on every device.
-    inside = [(path, x) for path, x in leaves if "layers" in str(path) and path[-1].key not in ("scale", "offset")]
+    # Norms and routers are whole on every device.
+    whole = {"scale", "offset", "router"}
+    in_layers = [(path, x) for path, x in leaves if "layers" in str(path)]
+    inside = [(path, x) for path, x in in_layers if not whole & {getattr(key, "key", None) for key in path[-2:]}]
     return sum(size_on_device({path[-2].key: {path[-1].key: x}}, cut) for path, x in inside)
 
 

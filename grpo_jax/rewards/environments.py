@@ -1,6 +1,6 @@
 """Environments in processes of their own, which are killed when they hang, as graders are."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from grpo_jax.data.episodes import (
     messages_of,
 )
 from grpo_jax.data.types import Example
-from grpo_jax.rewards.processes import Answers, Processes, Unanswered
+from grpo_jax.rewards.processes import Answers, Processes, ProcessOptions, Unanswered
 
 
 def _understood(value: Any) -> Reply:
@@ -28,15 +28,7 @@ _REPLIES = Answers("environment", _understood, 12 * MAX_CHARACTERS)
 
 @contextmanager
 def environment_in_processes(
-    spec: str,
-    encode: Callable[[str], Sequence[int]],
-    *,
-    arguments: Mapping[str, Any] | None = None,
-    deadline: float = 10.0,
-    budget: float = 60.0,
-    workers: int | None = None,
-    memory_mb: int | None = None,
-    start_deadline: float = 120.0,
+    spec: str, encode: Callable[[str], Sequence[int]], **options: Any
 ) -> Iterator[Environment]:
     """An environment whose function runs in child processes, which end with the block.
 
@@ -45,28 +37,16 @@ def environment_in_processes(
     Args:
       spec: "package.module:function" or "path/to/file.py:function", (example, transcript, key) -> `Reply`; async too.
       encode: text of a reply -> ids.
-      arguments: None: the function is the environment; else it is called with these keywords and returns it.
-      deadline: seconds for a reply.
-      budget: seconds for the replies of a turn of all episodes; those that have none by then end.
-      workers, memory_mb, start_deadline: as in `grading.Grader`.
+      **options: fields of `processes.ProcessOptions` but chunk, with their defaults: deadline 10 (seconds for a reply),
+        budget 60 (seconds for the replies of a turn of all episodes; those that have none by then end) …
 
     Yields:
       The environment.
 
     Raises:
-      UsageError: an impossible argument, or the function cannot be loaded.
+      UsageError: an impossible option, or the function cannot be loaded.
     """
-    processes = Processes(
-        _REPLIES,
-        spec,
-        arguments=arguments,
-        deadline=deadline,
-        budget=budget,
-        chunk=1,
-        workers=workers,
-        memory_mb=memory_mb,
-        start_deadline=start_deadline,
-    )
+    processes = Processes(_REPLIES, spec, ProcessOptions(chunk=1, **options))
     messages: dict[str, str] = {}
 
     def ask(examples: Sequence[Example], transcripts: Sequence[Transcript], keys: Sequence[Key]) -> list[Reply]:

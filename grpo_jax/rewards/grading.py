@@ -8,24 +8,30 @@ and counted.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-from grpo_jax.data.types import Completion, Example, Number
-from grpo_jax.rewards.processes import Answers, Processes, Unanswered
+from grpo_jax.data.spans import MOST, total
+from grpo_jax.data.types import Completion, Earned, Example, Span
+from grpo_jax.rewards.processes import Answers, Processes, ProcessOptions, Unanswered
 
 # Why completions have no reward.
-REASONS = ("timeout", "raised", "died", "nan", "not numbers", "wrong length", "budget")
+REASONS = ("timeout", "raised", "died", "nan", "not numbers", "bad spans", "wrong length", "budget")
 
 
-def _understood(value: Any) -> Number | Unanswered:
+def _understood(value: Any) -> Earned | Unanswered:
     if value is None:
         return None
-    number = float(value)
-    return number if math.isfinite(number) else Unanswered("nan", f"the function returned {number}")
+    if isinstance(value, dict):
+        return Unanswered(value["reason"], value["message"])
+    spans = tuple(Span(*part) for part in value) if isinstance(value, list) else None
+    number = float(value) if spans is None else total(spans)
+    if not math.isfinite(number):
+        return Unanswered("nan", f"the function returned {number}")
+    return number if spans is None else spans
 
 
-_NUMBERS = Answers("reward", _understood, 64)
+_NUMBERS = Answers("reward", _understood, 128 * MOST)
 
 
 class Grader:
@@ -37,57 +43,23 @@ class Grader:
       source: digest of the file that the function is in; empty for one of this package.
     """
 
-    def __init__(
-        self,
-        reward: str,
-        *,
-        arguments: Mapping[str, Any] | None = None,
-        deadline: float = 10.0,
-        budget: float = 60.0,
-        chunk: int | Literal["prompt"] | None = None,
-        group_size: int = 1,
-        workers: int | None = None,
-        memory_mb: int | None = None,
-        start_deadline: float = 120.0,
-    ) -> None:
-        """Starts the processes and loads the function.
-
-        It sees no accelerator through JAX, and its output goes nowhere. A process that it starts ends with it,
-        unless it gives itself a session of its own.
+    def __init__(self, reward: str, **options: Any) -> None:
+        """Starts the processes and loads the function, as `processes.Processes` does.
 
         Args:
           reward: "package.module:function" or "path/to/file.py:function"; async functions too.
-          arguments: None: the function is the reward; else it is called with these keywords and returns the reward.
-          deadline: seconds for one call of the function.
-          budget: seconds for one call of the grader; what is not graded by then gets None.
-          chunk: completions in one call of the function; "prompt": those of one prompt, which stand side by side and
-            share their example; None: all of them, for a function that compares prompts.
-          group_size: with "prompt", the number of completions that the deadline is meant for. More of them, as in an
-            evaluation, have more time in proportion.
-          workers: processes; None: up to four, one for each CPU; always one if `chunk` is None.
-          memory_mb: what the function may allocate beyond what loading it took; None: no limit.
-          start_deadline: seconds for loading the function.
+          **options: fields of `processes.ProcessOptions`, with their defaults: deadline 10 (seconds for one call of the
+            function), budget 60 (seconds for one call of the grader), chunk None (all completions in one call) …
 
         Raises:
-          UsageError: an impossible argument, or the function cannot be loaded.
+          UsageError: an impossible option, or the function cannot be loaded.
         """
         self.counts = dict.fromkeys(REASONS, 0)
         self.messages: dict[str, str] = {}
-        self._processes = Processes(
-            _NUMBERS,
-            reward,
-            arguments=arguments,
-            deadline=deadline,
-            budget=budget,
-            chunk=chunk,
-            group_size=group_size,
-            workers=workers,
-            memory_mb=memory_mb,
-            start_deadline=start_deadline,
-        )
+        self._processes = Processes(_NUMBERS, reward, ProcessOptions(**options))
         self.source = self._processes.source
 
-    def __call__(self, examples: Sequence[Example], completions: Sequence[Completion]) -> list[Number]:
+    def __call__(self, examples: Sequence[Example], completions: Sequence[Completion]) -> list[Earned]:
         """Rewards of B completions, each finite or None.
 
         Raises:
@@ -95,7 +67,7 @@ class Grader:
         """
         return [self._counted(answer) for answer in self._processes.ask(examples, completions)]
 
-    def _counted(self, answer: Any) -> Number:
+    def _counted(self, answer: Any) -> Earned:
         if not isinstance(answer, Unanswered):
             return answer
         self.counts[answer.reason] += 1

@@ -45,6 +45,55 @@ class Answers(NamedTuple):
     most_bytes: int  # of one answer
 
 
+@dataclass(frozen=True)
+class ProcessOptions:
+    """How a function runs in processes: keywords of `grading.Grader` and `environments.environment_in_processes`.
+
+    Attributes:
+      arguments: None: the function is taken as it is; else it is called with these keywords and returns the one that
+        is.
+      deadline: seconds for one call of the function.
+      budget: seconds for all questions of a batch; what has no answer by then gets none.
+      chunk: questions in one call of the function; "prompt": those of one prompt, which stand side by side and share
+        their example; None: all of them, for a function that compares prompts.
+      group_size: with "prompt", the number of questions that the deadline is meant for. More of them, as in an
+        evaluation, have more time in proportion.
+      workers: processes; None: up to four, one for each CPU; always one if `chunk` is None.
+      memory_mb: what the function may allocate beyond what loading it took; None: no limit.
+      start_deadline: seconds for loading the function.
+
+    Raises:
+      UsageError: an impossible number.
+    """
+
+    arguments: Mapping[str, Any] | None = None
+    deadline: float = 10.0
+    budget: float = 60.0
+    chunk: int | Literal["prompt"] | None = None
+    group_size: int = 1
+    workers: int | None = None
+    memory_mb: int | None = None
+    start_deadline: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("deadline", "budget", "start_deadline"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise UsageError(f"{name} is {value}: it must be a positive number of seconds")
+        for name in ("chunk", "group_size", "workers", "memory_mb"):
+            number = getattr(self, name)
+            if number is not None and number != "prompt" and (isinstance(number, str) or number < 1):
+                raise UsageError(f"{name} is {number}: it must be at least 1")
+
+    @property
+    def num_workers(self) -> int:
+        """Processes."""
+        return 1 if self.chunk is None else self.workers or min(4, os.cpu_count() or 1)
+
+    def deadline_of(self, questions: int) -> float:
+        """Seconds for one call with so many questions."""
+        return self.deadline * (max(1.0, questions / self.group_size) if self.chunk == "prompt" else 1.0)
+
+
 class Processes:
     """A function that runs in child processes.
 
@@ -52,20 +101,7 @@ class Processes:
       source: digest of the file that the function is in; empty for one of this package.
     """
 
-    def __init__(
-        self,
-        expected: Answers,
-        spec: str,
-        *,
-        arguments: Mapping[str, Any] | None = None,
-        deadline: float = 10.0,
-        budget: float = 60.0,
-        chunk: int | Literal["prompt"] | None = None,
-        group_size: int = 1,
-        workers: int | None = None,
-        memory_mb: int | None = None,
-        start_deadline: float = 120.0,
-    ) -> None:
+    def __init__(self, expected: Answers, spec: str, options: ProcessOptions) -> None:
         """Starts the processes and loads the function.
 
         It sees no accelerator through JAX, and its output goes nowhere. A process that it starts ends with it,
@@ -74,48 +110,29 @@ class Processes:
         Args:
           expected: what the function answers.
           spec: "package.module:function" or "path/to/file.py:function"; async functions too.
-          arguments: None: the function is taken as it is; else it is called with these keywords and returns the one
-            that is.
-          deadline: seconds for one call of the function.
-          budget: seconds for one call of `ask`.
-          chunk: questions in one call of the function; "prompt": those of one prompt, which stand side by side and
-            share their example; None: all of them.
-          group_size: with "prompt", the number of questions that the deadline is meant for. More of them have more time
-            in proportion.
-          workers: processes; None: up to four, one for each CPU; always one if `chunk` is None.
-          memory_mb: what the function may allocate beyond what loading it took; None: no limit.
-          start_deadline: seconds for loading the function.
+          options: how it runs.
 
         Raises:
-          UsageError: an impossible argument, or the function cannot be loaded.
+          UsageError: the function cannot be loaded, or its arguments cannot be sent.
         """
-        for name, value in (("deadline", deadline), ("budget", budget), ("start_deadline", start_deadline)):
-            if not 0 < value < math.inf:
-                raise UsageError(f"{name} is {value}: it must be a positive number of seconds")
-        numbers = {"chunk": chunk, "group_size": group_size, "workers": workers, "memory_mb": memory_mb}
-        for name, number in numbers.items():
-            if number is not None and number != "prompt" and (isinstance(number, str) or number < 1):
-                raise UsageError(f"{name} is {number}: it must be at least 1")
         self._lock = threading.Lock()
         self.source = ""
         self._expected, self._name = expected, f"{KINDS[expected.loads].name} {spec!r}"
-        self._deadline, self._budget, self._chunk = deadline, budget, chunk
-        self._group_size = group_size
-        self._start_deadline = start_deadline
+        self._options = options
         setup = {
             "kind": expected.loads,
             "spec": spec,
-            "arguments": None if arguments is None else dict(arguments),
+            "arguments": None if options.arguments is None else dict(options.arguments),
             "path": sys.path,
             "folder": os.getcwd(),
-            "memory_mb": memory_mb,
+            "memory_mb": options.memory_mb,
         }
         self._setup = _packed(setup, f"the arguments of the {self._name}")
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
         self._close = weakref.finalize(self, _close, self._workers, self._selector, os.getpid())
         try:
-            for _ in range(1 if chunk is None else workers or min(4, os.cpu_count() or 1)):
+            for _ in range(options.num_workers):
                 self._start()
             self._wait_for_the_first()
         except BaseException:
@@ -145,37 +162,34 @@ class Processes:
     def _answers(self, examples: Sequence[Example], questions: Sequence[Any]) -> list[Any]:
         answers: list[Any] = [None] * len(questions)
         waiting = deque(self._chunks(examples))
-        ends = time.monotonic() + self._budget
+        ends = time.monotonic() + self._options.budget
         self._replace_the_dead()
         try:
             while (waiting or any(worker.chunk for worker in self._workers)) and time.monotonic() < ends:
                 for worker in self._workers:
                     if waiting and worker.ready and worker.chunk is None:
                         chunk = waiting.popleft()
-                        worker.ask(chunk, examples, questions, self._deadline_of(chunk), self._selector)
+                        worker.ask(chunk, examples, questions, self._options.deadline_of(len(chunk)), self._selector)
                 for worker, answer in self._listen(ends):
                     self._take(worker, answer, answers, waiting)
         finally:  # also when it is interrupted: no answer may be taken for that of a later question
             for worker in list(self._workers):
                 if worker.chunk is not None:
                     words = worker.last_words()
-                    _fill(answers, worker.chunk, Unanswered("budget", f"{self._budget} s were over: {words}"))
+                    _fill(answers, worker.chunk, Unanswered("budget", f"{self._options.budget} s were over: {words}"))
                     self._replace(worker)
         for chunk in waiting:
-            _fill(answers, chunk, Unanswered("budget", f"{self._budget} s were over before it was its turn"))
+            _fill(answers, chunk, Unanswered("budget", f"{self._options.budget} s were over before it was its turn"))
         return answers
 
     def _chunks(self, examples: Sequence[Example]) -> list[range]:
         """What is asked at once."""
         count = len(examples)
-        if self._chunk == "prompt":
+        if self._options.chunk == "prompt":
             starts = [i for i in range(count) if i == 0 or examples[i] is not examples[i - 1]]
         else:
-            starts = list(range(0, count, self._chunk or max(1, count)))
+            starts = list(range(0, count, self._options.chunk or max(1, count)))
         return [range(start, end) for start, end in pairwise([*starts, count])] if count else []
-
-    def _deadline_of(self, chunk: range) -> float:
-        return self._deadline * (max(1.0, len(chunk) / self._group_size) if self._chunk == "prompt" else 1.0)
 
     def _take(self, worker: "_Worker", answer: dict[str, Any], answers: list[Any], waiting: deque[range]) -> None:
         """Writes what a worker said into `answers`, or counts why it did not."""
@@ -210,7 +224,7 @@ class Processes:
                 pass_fds=(child.fileno(),),
                 start_new_session=True,  # with all its children one group, to be killed at once
             )
-            worker = _Worker(process, parent, self._expected, until=time.monotonic() + self._start_deadline)
+            worker = _Worker(process, parent, self._expected, until=time.monotonic() + self._options.start_deadline)
         self._workers.append(worker)
         _living.add(worker)
         parent.setblocking(False)
@@ -255,7 +269,7 @@ class Processes:
         """Starts workers again that ended since the last call, such as for want of memory."""
         for worker in list(self._workers):
             if not worker.ready:  # nobody listened to it since it was started
-                worker.until = time.monotonic() + self._start_deadline
+                worker.until = time.monotonic() + self._options.start_deadline
             elif worker.receive(self._selector) is not None:
                 self._replace(worker)
 

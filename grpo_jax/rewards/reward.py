@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.data.types import Completion, Component, Example, Reward, Rewards
+from grpo_jax.data import spans
+from grpo_jax.data.types import Completion, Component, Example, Reward, Rewards, Span
 from grpo_jax.errors import UsageError
 
 
@@ -19,6 +20,7 @@ class Scores(NamedTuple):
     rewards: np.ndarray  # float32 [B], Σ weight · component over those that apply; 0 where none does
     applicable: np.ndarray  # bool [B], whether any does
     components: dict[str, np.ndarray]  # name -> float32 [B], unweighted, NaN where it does not apply
+    spans: np.ndarray  # object [B], of tuples of `Span`: weighted parts of `rewards`; () where there are none
 
 
 @np.errstate(invalid="ignore", over="ignore")  # an infinite reward is told by the run, once
@@ -36,7 +38,7 @@ def score_completions(
       The scores. A NaN that a function returned stays NaN in the sum; None does not apply.
 
     Raises:
-      UsageError: a function returned another number of rewards than there are completions, or no numbers.
+      UsageError: a function returned another number of rewards than there are completions, no numbers, or bad spans.
     """
     named = named_components(rewards)
     answers = [component.reward(examples, completions) for component in named.values()]
@@ -45,14 +47,17 @@ def score_completions(
     # Not functional.combine_rewards: these are numbers of the host. And a NaN that a function returned has to be seen,
     # where there a NaN says that a reward does not apply.
     total, applicable = np.zeros(len(completions), np.float32), np.zeros(len(completions), bool)
-    components = {}
+    components, parts = {}, np.empty(len(completions), object)
+    parts[:] = [()] * len(completions)
     for (name, component), answer in zip(named.items(), answers, strict=True):
-        values, applies = _checked(name, answer, len(completions))
+        values, applies, own = _checked(name, answer, completions)
         if component.weight:  # a weight of 0 is for rewards that are only watched, whatever they are
             total += np.where(applies, np.float32(component.weight) * values, 0)
             applicable |= applies
+            for place, found in own.items():
+                parts[place] += tuple(span._replace(reward=component.weight * span.reward) for span in found)
         components[name] = np.where(applies, values, np.nan)
-    return Scores(total, applicable, components)
+    return Scores(total, applicable, components, parts)
 
 
 def named_components(rewards: Reward | Rewards) -> Rewards:
@@ -128,14 +133,24 @@ async def _gather(answers):
     return await asyncio.gather(*map(wait, answers))
 
 
-def _checked(name: str, answer, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Values float32 `[B]`, 0 where it does not apply, and where it applies."""
+def _checked(
+    name: str, answer: Any, completions: Sequence[Completion]
+) -> tuple[np.ndarray, np.ndarray, dict[int, tuple[Span, ...]]]:
+    """Values float32 `[B]`, 0 where it does not apply; where it applies; and spans, by the completion's place."""
     try:
         answer = list(answer)
-        applies = np.array([number is not None for number in answer], bool)
-        values = np.array([0.0 if number is None else float(number) for number in answer], np.float32)
-    except (TypeError, ValueError):
-        raise UsageError(f"reward {name} must return one number (or None) for each completion") from None
+    except TypeError:
+        raise UsageError(f"reward {name} must return one number (or None, or spans) for each completion") from None
+    count = len(completions)
     if len(answer) != count:
         raise UsageError(f"the reward function {name} returned {len(answer)} rewards for {count} completions")
-    return values, applies
+    try:
+        parts = {i: spans.checked(answer[i], completions[i]) for i in range(count) if spans.are_spans(answer[i])}
+        numbers = [spans.total(parts[i]) if i in parts else value for i, value in enumerate(answer)]
+        applies = np.array([number is not None for number in numbers], bool)
+        values = np.array([0.0 if number is None else float(number) for number in numbers], np.float32)
+    except spans.BadSpans as error:
+        raise UsageError(f"reward {name} returned spans that cannot be: {error}") from None
+    except (TypeError, ValueError):
+        raise UsageError(f"reward {name} must return one number (or None, or spans) for each completion") from None
+    return values, applies, parts

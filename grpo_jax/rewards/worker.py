@@ -23,14 +23,14 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_jax.data import digests
+from grpo_jax.data import digests, spans
 from grpo_jax.data.episodes import ReplyFn, asked
-from grpo_jax.data.types import Reward
+from grpo_jax.data.types import Completion, Reward
 from grpo_jax.errors import UsageError
 
 HEADER = struct.Struct(">Q")  # the length of what follows
@@ -217,7 +217,7 @@ def _rewards(reward: Reward, examples: Any, completions: Any, runner: asyncio.Ru
     answer = reward(examples, completions)
     if inspect.isawaitable(answer):
         answer = runner.run(_wait(answer))
-    return _checked(answer, len(completions))
+    return _checked(answer, completions)
 
 
 def _replies(reply: ReplyFn, examples: Any, questions: Any, runner: asyncio.Runner) -> dict[str, Any]:
@@ -232,7 +232,8 @@ async def _wait(answer):
     return await answer
 
 
-def _checked(answer: Any, count: int) -> dict[str, Any]:
+def _checked(answer: Any, completions: Sequence[Completion]) -> dict[str, Any]:
+    count = len(completions)
     if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | Mapping | Set):
         return {"reason": "not numbers", "message": f"the function returned {type(answer).__name__}, not a list"}
     # Never more than one too many: it may be a million, or have no end.
@@ -241,9 +242,19 @@ def _checked(answer: Any, count: int) -> dict[str, Any]:
         got = f"{len(answer)}" if isinstance(answer, Sized) else "more" if len(values) > count else f"{len(values)}"
         return {"reason": "wrong length", "message": f"the function returned {got} rewards for {count} completions"}
     try:
-        return {"values": [None if value is None else _number(value) for value in values]}
+        return {"values": [_earned(*pair) for pair in zip(values, completions, strict=True)]}
     except (TypeError, ValueError) as error:
         return {"reason": "not numbers", "message": _one_line(error)}
+
+
+def _earned(value: Any, completion: Completion) -> Any:
+    """What a completion earned, as JSON has it; in place of bad spans why they are bad."""
+    if value is None or not spans.are_spans(value):
+        return None if value is None else _number(value)
+    try:
+        return [span._replace(reward=_number(span.reward)) for span in spans.checked(value, completion)]
+    except spans.BadSpans as error:
+        return {"reason": "bad spans", "message": _one_line(error)}
 
 
 def _number(value: Any) -> float:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax.config import fits, flattened, from_json, option_types, options_of, with_options
-from grpo_jax.errors import UsageError, lacking, shown
+from grpo_jax.errors import Interruption, UsageError, lacking, shown
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.runs import compilation, hosts, stopping
 from grpo_jax.runs.card import COMMAND
@@ -87,7 +87,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
         refuse(str(error))
     config = _read(config_class, _with_preset(default, args), args, prog, description)
     try:
-        hosts.start(config.output.hosts, say_refusal, _say_note)
+        hosts.start(config.output.hosts, say_refusal, say_note)
     except UsageError as error:
         refuse(str(error))
     folder = config.output.run_dir.expanduser()
@@ -224,13 +224,15 @@ def main(
         keep_programs()
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what it raises, with every traceback
     try:
-        with stopping.listening(_say_note, partial(_leave, config.output)):
+        with stopping.listening(say_note, partial(_leave, config.output)):
             run(config)
             hosts.gather("the end", None)  # others would take a host that has nothing left to do for one that is gone
     except stopping.Stopped as stopped:
         hosts.gather("the end", None)
         say_refusal(f"stopped by {stopped}; the last step is saved: add --resume to continue {config.output.run_dir}")
         raise SystemExit(_code(config.output, stopped.number)) from None
+    except Interruption as error:
+        refuse(f"{error}; add --resume to continue {config.output.run_dir}")
     except (UsageError, FloatingPointError) as error:
         refuse(str(error))
     except Exception as error:  # the machine's, which are no defects
@@ -265,10 +267,11 @@ def keep_programs() -> None:
     try:
         compilation.use_cache()
     except UsageError as error:
-        _say_note(str(error))
+        say_note(str(error))
 
 
-def _say_note(message: str) -> None:
+def say_note(message: str) -> None:
+    """One sentence on stderr that refuses nothing."""
     Console(stderr=True).print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
 
 

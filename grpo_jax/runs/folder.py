@@ -62,6 +62,8 @@ _FREE_OPTIONS = frozenset(
         "wandb",
         "compilation_cache",
         "stop_code",
+        "engine_timeout",
+        "engine_folder",
     }
 )
 _DEVICES = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # options that change rounding, with defaults
@@ -391,6 +393,7 @@ def fresh_folder(folder: Path) -> Path:
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Options that change what a run computes and are not the same in both."""
     saved, given = flattened(saved), flattened(json.loads(json.dumps(config)))  # as the file holds them
+    saved, given = ({**options, "engine": bool(options.get("engine"))} for options in (saved, given))  # at any address
     names = saved.keys() | given.keys()
     return sorted(name for name in names - _FREE_OPTIONS if saved.get(name) != given.get(name))
 

@@ -116,9 +116,12 @@ def load_model(
             dtype=options.dtype,
             remat="none" if options.remat == "auto" else options.remat,  # auto: until it is planned
             attention=options.attention,
+            router=options.router,
             sharding=sharding,
         )
-    params = pretrained.params
+    params, width = pretrained.params, pretrained.config.hidden_size
+    if options.lora_rank > width:
+        raise UsageError(f"lora_rank is {options.lora_rank}: it must be at most {width}, the width of the model")
     if options.lora_rank:
         key = jax.random.key(seed)
         targets = options.lora_targets
@@ -269,7 +272,7 @@ def load_run(
       phase: of the run; None: `phase_of`.
       step: of the checkpoint; None: the newest.
       base: where the base of a LoRA run is now, if it has moved.
-      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention.
+      **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention, router.
 
     Returns:
       The model, whose folder is the run's model/; and its step.

@@ -25,6 +25,7 @@ from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.flags import program, refusing
 from grpo_jax.runs.folder import SIDE_PHASES, check_fields, read_object, write_text
+from grpo_jax.runs.turns import Part, of_turn, parts_of
 
 _STEPS = 2**53  # below which steps are whole numbers in any browser
 MAX_BYTES = 5_000_000  # of the page; groups are left out to keep to it
@@ -156,6 +157,11 @@ _OF_GROUP: Mapping[str, Any] = {  # which a group may have
     "logprobs": list[list[float | None]],
     "components": dict[str, list[float | None]],
     "columns": dict[str, Any],
+    # of episodes
+    "turns": list[list[int]],
+    "turn_rewards": list[list[float | None]],
+    "turn_advantages": list[list[float | None]],
+    "endings": list[str],
 }
 
 
@@ -615,18 +621,60 @@ def _card_html(group: Line, i: int, characters: int | None) -> str:
     text = whole[:characters]
     signed = None if advantage is None else _number(advantage, sign="+")
     numbers = {"reward": own.get("rewards"), "advantage": signed, "tokens": own.get("lengths")}
+    numbers |= {"ended by": own["endings"]} if own.get("endings") else {}
     components = {name: values[i] for name, values in (group.get("components") or {}).items()}
     side = "up" if (advantage or 0) > 0 else "down" if (advantage or 0) < 0 else "even"
     cut = "<strong class=cut>cut off</strong>" if own.get("truncated") else ""
     more = f"<p class=soft>… {len(whole) - len(text)} characters more</p>" if len(text) < len(whole) else ""
-    tokens = _tokens(text, own.get("tokens"), own.get("logprobs"), characters) + (" data-cut" if cut or more else "")
+    is_cut = bool(cut or more)
+    more += _spans_html(own.get("tokens"), own.get("spans"), characters)
+    parts = parts_of(group, i)
     if len(text) > _FOLD or text.count("\n") > 12:
         more += "<label class=more><input type=checkbox> show all of it</label>"
     return (
         f'<li class="card {side}" data-number={i} data-reward="{_text(own.get("rewards"))}">'
         f"<h4>Completion {i + 1} {cut}</h4>{_pairs(numbers)}{_pairs(components)}"
-        f"<div class=text{tokens}>{_text(text)}</div>{more}</li>"
+        f"{_turns_html(group, i, parts, characters, is_cut) if parts else _text_html(text, own, characters, is_cut)}"
+        f"{more}</li>"
     )
+
+
+def _text_html(text: str, own: Mapping[str, Any], characters: int | None, is_cut: bool) -> str:
+    """A text whose tokens may be shaded. `own` may have "tokens" and "logprobs"."""
+    tokens = _tokens(text, own.get("tokens"), own.get("logprobs"), characters) + (" data-cut" if is_cut else "")
+    return f"<div class=text{tokens}>{_text(text)}</div>"
+
+
+def _turns_html(group: Line, i: int, parts: Sequence[Part], characters: int | None, is_cut: bool) -> str:
+    """An episode: what the policy said in each turn, with what the turn earned, and set apart what was answered."""
+    html, left = "", characters
+    for part in parts:
+        text = part.text[:left]
+        if part.is_own:
+            advantage = of_turn(group, "turn_advantages", i, part.number)
+            numbers = {
+                "turn": part.number,
+                "reward": of_turn(group, "turn_rewards", i, part.number),
+                "advantage": None if advantage is None else _number(advantage, sign="+"),
+                "mean probability": part.mean_probability,
+            }
+            html += _pairs({name: value for name, value in numbers.items() if value is not None})
+            html += _text_html(text, part._asdict(), left, is_cut and part is parts[-1])
+        else:
+            html += f'<div class="text heard" aria-label="the environment">{_text(text)}</div>'
+        left = None if left is None else left - len(text)
+        if left == 0:
+            break
+    return html
+
+
+def _spans_html(tokens: Sequence[str] | None, spans: Sequence[tuple[int, int, float]] | None, most: int | None) -> str:
+    """What each span of a completion earned, with its text."""
+    if not tokens or not spans:
+        return ""
+    texts = [_cut("".join(tokens[start:end]), most) for start, end, _ in spans]
+    items = [f"<li>{_number(span[2], sign='+')}: {_text(text)}" for span, text in zip(spans, texts, strict=True)]
+    return _folded(f"{len(spans)} spans", f"<ol>{''.join(items)}</ol>")
 
 
 def _tokens(

@@ -13,6 +13,7 @@ from rich.table import Table
 from grpo_jax.runs import report
 from grpo_jax.runs.compilation import in_words, programs_so_far
 from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.turns import of_turn, parts_of
 from grpo_jax.statistics import hypervolume, pareto_front
 
 
@@ -28,7 +29,7 @@ def print_table(run: RunFolder, title: str, columns: Sequence[str], rows: Mappin
 
 
 def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
-    """The completions of each group below one another, with rewards and advantages."""
+    """The completions of each group below one another, with rewards and advantages; of episodes their turns."""
     for group in groups:
         table = Table(box=box.SIMPLE_HEAD, title=escape(f"prompt {group['prompt']!r}"), title_justify="left")
         table.add_column("completion", overflow="fold")
@@ -36,11 +37,21 @@ def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
             table.add_column(column, justify="right")
         columns = (group[name] for name in ("completions", "lengths", "rewards", "advantages"))
         rows = zip(*columns, strict=False)  # where a line is damaged, the report says so
-        for text, length, reward, advantage in rows:
+        for i, (text, length, reward, advantage) in enumerate(rows):
             earned = "–" if reward is None else f"{reward:.2f}"  # none: it does not apply
             compared = "–" if advantage is None else f"{advantage:+.2f}"
-            table.add_row(escape(repr(text)), str(length), earned, compared)
+            table.add_row(escape(_episode(group, i) or repr(text)), str(length), earned, compared)
         run.console.print(table)
+
+
+def _episode(group: Mapping[str, Any], i: int) -> str:
+    """The turns of completion i: a line for what was said, one for the answer; "" where no environment answers."""
+    lines = []
+    for part in parts_of(group, i):
+        advantage = of_turn(group, "turn_advantages", i, part.number)
+        compared = "" if advantage is None else f"  ({advantage:+.2f})"
+        lines.append(f"{part.number} {part.text!r}{compared}" if part.is_own else f"  > {part.text!r}")
+    return "\n".join(lines)
 
 
 def save_results(

@@ -37,7 +37,7 @@ from grpo_jax.training.grpo import check_teacher, grpo_loss_fn, grpo_method, mak
 from grpo_jax.training.learn import Advantages, AxisName, Method
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
-from grpo_jax.training.rollout import hidden_states, score_completion_tokens
+from grpo_jax.training.rollout import Sampler, hidden_states, score_completion_tokens
 from grpo_jax.training.state import Array, Batch, RewardArrays, Teaching
 from grpo_jax.training.step import Logs
 
@@ -56,7 +56,9 @@ class Taught(NamedTuple):
     teacher: Params
 
 
-def make_distillation_programs(policy: Policy, teacher: Policy, task: Task, config: GRPOConfig) -> Programs:
+def make_distillation_programs(
+    policy: Policy, teacher: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
+) -> Programs:
     """Checks everything that can be checked, and compiles nothing yet.
 
     Args:
@@ -64,6 +66,7 @@ def make_distillation_programs(policy: Policy, teacher: Policy, task: Task, conf
       teacher: those of the teacher.
       task: its tokens.
       config: the run, with a distillation.
+      sampler: as in `compile_programs`.
 
     Returns:
       The functions of GRPO with a teacher, compiled at their first call. They take `Taught` parameters.
@@ -79,10 +82,12 @@ def make_distillation_programs(policy: Policy, teacher: Policy, task: Task, conf
             f"distillation_top_k is {config.distillation.distillation_top_k}, but the model has {task.vocab_size} "
             "tokens: set it below that, or to 0 for all"
         )
-    return compile_programs(distillation_method(policy, teacher, config), policy, task, config)
+    return compile_programs(distillation_method(policy, teacher, config), policy, task, config, sampler=sampler)
 
 
-def programs_with(model: Loaded, teacher: Loaded | None, task: Task, config: GRPOConfig) -> tuple[Programs, Any]:
+def programs_with(
+    model: Loaded, teacher: Loaded | None, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
+) -> tuple[Programs, Any]:
     """The programs of GRPO, with a teacher if there is one, and the parameters that they start from.
 
     Args:
@@ -90,13 +95,14 @@ def programs_with(model: Loaded, teacher: Loaded | None, task: Task, config: GRP
       teacher: of it, or None.
       task: its tokens.
       config: the run.
+      sampler: as in `compile_programs`.
 
     Raises:
       UsageError: one sentence that says what to change.
     """
     if teacher is None:
-        return make_programs(model.policy, task, config), model.params
-    programs = make_distillation_programs(model.policy, teacher.policy, task, config)
+        return make_programs(model.policy, task, config, sampler=sampler), model.params
+    programs = make_distillation_programs(model.policy, teacher.policy, task, config, sampler=sampler)
     return programs, Taught(model.params, teacher.params)
 
 

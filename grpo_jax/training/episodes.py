@@ -108,7 +108,11 @@ def _outcome(
     ids = task.environment.encode(reply.text) if reply.ids is None else reply.ids
     if len(ids) > room:
         return _Outcome("environment tokens", ())
-    if any(not 0 <= i < task.vocab_size for i in ids):
+    unknown = [i for i in ids if not 0 <= i < task.vocab_size]
+    if unknown:
+        task.environment.messages["not a reply"] = (
+            f"a reply has the token {unknown[0]}, and the model's are 0 to {task.vocab_size - 1}"
+        )
         return _Outcome("not a reply", ())
     return _Outcome("", ids)
 

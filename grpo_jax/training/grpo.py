@@ -22,6 +22,7 @@ from grpo_jax.functional import (
     rejection_weights,
     sequence_log_ratio,
     sequence_mean_log_ratio,
+    span_advantages,
     token_kl,
     token_log_ratio,
     top_entropy_tokens,
@@ -30,6 +31,7 @@ from grpo_jax.functional import (
     weighted_sum,
 )
 from grpo_jax.functional.numerics import maybe_psum
+from grpo_jax.models.experts import Routing, load
 from grpo_jax.models.lora import join
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -39,7 +41,13 @@ from grpo_jax.training import loop
 from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
-from grpo_jax.training.rollout import hidden_states, score_completion_tokens
+from grpo_jax.training.rollout import (
+    Sampler,
+    hidden_and_routing,
+    hidden_states,
+    score_completion_tokens,
+    score_packed_tokens,
+)
 from grpo_jax.training.state import (
     Array,
     Batch,
@@ -84,13 +92,14 @@ def train(
     return loop.train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=evaluate, until=until)
 
 
-def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
+def make_programs(policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None) -> Programs:
     """Checks everything that can be checked, and compiles nothing yet.
 
     Args:
       policy: the model's functions.
       task: its tokens.
       config: the run.
+      sampler: another engine; None: the policy's own.
 
     Returns:
       The functions of GRPO, compiled at their first call.
@@ -101,7 +110,7 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig) -> Programs:
     validate(config, num_devices=parts(devices_of(config)))
     check_teacher(config, has_teacher=False)
     check_task(task, config)
-    return compile_programs(grpo_method(policy, config), policy, task, config)
+    return compile_programs(grpo_method(policy, config), policy, task, config, sampler=sampler)
 
 
 def check_teacher(config: GRPOConfig, *, has_teacher: bool) -> None:
@@ -127,20 +136,21 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
 
     def advantages(rewards: RewardArrays, batch: Batch, kl_coef: Array, axis_name: AxisName) -> Advantages:
         total, logs, batch = penalized_rewards(rewards.rewards, batch, config.loss, kl_coef, axis_name)
-        if config.loss.advantages_of == "components":
+        kind = config.loss.advantages_of
+        if kind == "turns":
+            shown = advantages_by_turn(rewards, batch)
+            found = jnp.take_along_axis(shown, jnp.maximum(batch.turn - 1, 0), axis=-1)
+        elif kind == "spans":
+            found = advantages_by_span(rewards)
+            shown = found[..., 0]  # of the first span, which looks at all of a completion's reward
+        elif kind == "components":
             components = jnp.moveaxis(rewards.components, -1, 0)
-            by_completion = gdpo_advantages(components, weights=rewards.weights, axis_name=axis_name)
-            by_completion = jnp.where(jnp.isnan(total), jnp.nan, by_completion)  # a reward that is NaN stays visible
-        elif config.loss.advantages_of == "turns":
-            advantages = advantages_by_turn(rewards, batch)
-            # To show, of an episode: that of its first turn, which looks at all of its reward.
-            batch, by_completion = batch._replace(advantages=advantages), advantages[..., 0]
-            return Advantages(masked(batch, config.loss, axis_name), by_completion, logs)
+            found = gdpo_advantages(components, weights=rewards.weights, axis_name=axis_name)
+            found = shown = jnp.where(jnp.isnan(total), jnp.nan, found)  # a reward that is NaN stays visible
         else:
             lengths = jnp.sum(batch.completion_mask, axis=-1, dtype=jnp.int32)
-            by_completion = objective.advantages(total, lengths, where=rewards.applicable, axis_name=axis_name)
-        batch = masked(batch._replace(advantages=by_completion), config.loss, axis_name)
-        return Advantages(batch, by_completion, logs)
+            found = shown = objective.advantages(total, lengths, where=rewards.applicable, axis_name=axis_name)
+        return Advantages(masked(batch._replace(advantages=found), config.loss, axis_name), shown, logs)
 
     def loss_fn(trained: Params, frozen: Any, batch: Batch, reference: Params | None):
         return policy_loss_fn(join(trained, frozen), batch, reference)
@@ -204,7 +214,7 @@ def kl_logs(batch: Batch, kl_coef: Array, axis_name: AxisName) -> dict[str, jax.
 
 
 def advantages_by_turn(rewards: RewardArrays, batch: Batch) -> jax.Array:
-    """`turn_advantages` of the turn that each token is of, `[N, G, T]`.
+    """`turn_advantages` of the turns of episodes, `[N, G, K]`.
 
     Args:
       rewards: with those of turns.
@@ -213,8 +223,19 @@ def advantages_by_turn(rewards: RewardArrays, batch: Batch) -> jax.Array:
     numbers = jnp.arange(1, rewards.turns.shape[-1] + 1)
     where = (numbers <= jnp.max(batch.turn, axis=-1)[..., None]) & rewards.applicable[..., None]
     by_turn = turn_advantages(rewards.turns, where=where)
-    by_turn = jnp.where(where & jnp.isnan(rewards.rewards)[..., None], jnp.nan, by_turn)  # a NaN stays visible
-    return jnp.take_along_axis(by_turn, jnp.maximum(batch.turn - 1, 0), axis=-1)
+    return jnp.where(where & jnp.isnan(rewards.rewards)[..., None], jnp.nan, by_turn)  # a NaN stays visible
+
+
+def advantages_by_span(rewards: RewardArrays) -> jax.Array:
+    """`span_advantages`, `[N, G, T]`.
+
+    Args:
+      rewards: with those of spans.
+    """
+    ends = ~jnp.isnan(rewards.spans)
+    advantages = span_advantages(jnp.where(ends, rewards.spans, 0), ends, where=rewards.applicable)
+    is_bad = rewards.applicable & jnp.isnan(rewards.rewards)
+    return jnp.where(is_bad[..., None], jnp.nan, advantages)  # a NaN stays visible
 
 
 def masked(batch: Batch, config: LossConfig, axis_name: AxisName) -> Batch:
@@ -287,13 +308,18 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
       config: the run's. With another divergence than "preset" the loss needs the parameters of a reference.
 
     Returns:
-      The loss function. Hidden states `[N, G, T, D]` that are computed already can be given to it.
+      The loss function. What `hidden_and_routing` gives can be given to it, if it is computed already.
     """
     in_full = config.divergence != "preset"
     objective = config.objective._replace(kl_coef=0.0) if in_full else config.objective
 
     def loss_fn(
-        params: Params, batch: Batch, reference: Params | None = None, *, hidden: jax.Array | None = None
+        params: Params,
+        batch: Batch,
+        reference: Params | None = None,
+        *,
+        hidden: jax.Array | None = None,
+        routing: Routing | None = None,
     ) -> tuple[jax.Array, Logs]:
         if objective.has_reference and not objective.kl_in_reward and batch.ref_logprobs is None:
             raise UsageError(
@@ -303,9 +329,13 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
             raise UsageError(
                 f"divergence {config.divergence} needs the parameters of a reference: give them to the loss"
             )
-        if in_full and hidden is None:
-            hidden = hidden_states(policy, params, batch)
-        scores, mask = score_completion_tokens(policy, params, batch, hidden=hidden), batch.completion_mask
+        mask = batch.completion_mask
+        if hidden is None and (in_full or batch.packed is None):
+            hidden, routing = hidden_and_routing(policy, params, batch)
+        if hidden is None:
+            scores, routing = score_packed_tokens(policy, params, batch)
+        else:
+            scores = score_completion_tokens(policy, params, batch, hidden=hidden)
         fresh = jax.lax.stop_gradient(scores.logprobs)
         old_logprobs = fresh if batch.old_logprobs is None else batch.old_logprobs
         advantages, more = corrected_advantages(batch, fresh, old_logprobs, config)
@@ -325,6 +355,8 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
         # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
         sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
         mismatch = jnp.where(mask, fresh - sampled, 0)
+        if routing is not None and policy.routed is not None:
+            metrics |= load(routing, mask, policy.routed[2])
         metrics["entropy"] = masked_sum(scores.entropy, mask)
         metrics["sampler_mismatch"] = masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
         return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})

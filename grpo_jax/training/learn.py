@@ -18,6 +18,7 @@ import optax
 from grpo_jax.config import GRPOConfig
 from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.functional.numerics import maybe_psum
+from grpo_jax.models.experts import busiest
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
 from grpo_jax.models.transformer import Params
@@ -53,7 +54,7 @@ class Advantages(NamedTuple):
     """What `Method.advantages` makes of rewards."""
 
     batch: Batch  # with advantages
-    by_completion: jax.Array  # [N, G], to show
+    shown: jax.Array  # [N, G] of completions; [N, G, K] of turns
     logs: dict[str, jax.Array]  # scalars, the same on all devices
 
 
@@ -86,7 +87,7 @@ class Learned(NamedTuple):
     """What `learn` returns to log."""
 
     metrics: dict[str, jax.Array]  # scalars
-    advantages: jax.Array  # [N, G]
+    advantages: jax.Array  # [N, G]; [N, G, K] of turns
     order: jax.Array  # int32 [U, n], the prompts of each optimizer step
 
 
@@ -262,7 +263,7 @@ def learn(
     )
     state = sync_reference(method, state, clock[1], config)
     state = update_kl_coef(state, advantages.logs, config)._replace(earlier=earlier)
-    return state, Learned(advantages.logs | metrics, advantages.by_completion, order)
+    return state, Learned(advantages.logs | metrics, advantages.shown, order)
 
 
 def _update(method, config, state, frozen, reference, batch, clock, *, axis_name):
@@ -287,6 +288,8 @@ def _update(method, config, state, frozen, reference, batch, clock, *, axis_name
             microbatches=choose_pieces(method, config, minibatch),
             axis_name=axis_name,
         )
+        if "expert_share" in metrics:
+            metrics["busiest_expert"] = busiest(metrics.pop("expert_share"))
         tokens = maybe_psum(jnp.sum(minibatch.completion_mask), axis_name)
         return state, metrics | {"learning_rate": jnp.asarray(rate), "_tokens": tokens}
 

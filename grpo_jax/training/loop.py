@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig, options_of
 from grpo_jax.data.types import Prompts, Reward, Rewards
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import Interruption, UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import graders, new_counts, no_reward, ungraded_counts
@@ -85,7 +85,9 @@ class Programs(NamedTuple):
     config: GRPOConfig  # that they compute
 
 
-def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOConfig) -> Programs:
+def compile_programs(
+    method: Method, policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
+) -> Programs:
     """The functions of a method, compiled at their first call.
 
     Args:
@@ -93,8 +95,9 @@ def compile_programs(method: Method, policy: Policy, task: Task, config: GRPOCon
       policy: the model's functions.
       task: its tokens.
       config: the run, checked.
+      sampler: another engine, on the run's devices; None: the policy's own.
     """
-    sampler = make_sampler(policy, task, config.sampling, devices=devices_of(config))
+    sampler = sampler or make_sampler(policy, task, config.sampling, devices=devices_of(config))
 
     def reference_logprobs(params: Params, batch: Batch) -> jax.Array:
         return score_completion_tokens(policy, params, batch).logprobs
@@ -199,23 +202,34 @@ def train(
             run.log(phase, 0, evaluate(common.first, 0))
         unread: Iteration | None = None
         drawn: Draw | None = None
+        reached = saved = done  # steps that the state has taken, and that of the newest checkpoint
         with run.progress(phase, config.steps, done) as show:
-            for step in range(done, end):
-                state, unread, drawn = iterate(common, state, step, unread, drawn, show)
-                is_last = step + 1 == end
-                evaluated: dict[str, float] = {}
-                if evaluate and logging.eval_every and ((step + 1) % logging.eval_every == 0 or is_last):
-                    with run.timed("evaluate"):
-                        evaluated = evaluate(method.actor(state.params, common.frozen), step + 1)
-                stop = asked_to_stop()
-                save = stop or is_last or checkpoints.is_due(step + 1)
-                if evaluated or save:
-                    read(common, unread, show, evaluated)
+            try:
+                for step in range(done, end):
+                    first, drawn = start_draws(common, state, step, drawn)
+                    read(common, unread, show)
                     unread = None
-                if save:  # after the lines that it covers
-                    checkpoints.save(state, step + 1)
-                if stop:
-                    break
+                    state, unread = iterate(common, state, step, first)
+                    reached, is_last = step + 1, step + 1 == end
+                    evaluated: dict[str, float] = {}
+                    if evaluate and logging.eval_every and (reached % logging.eval_every == 0 or is_last):
+                        with run.timed("evaluate"):
+                            evaluated = evaluate(method.actor(state.params, common.frozen), reached)
+                    stop = asked_to_stop()
+                    save = stop or is_last or checkpoints.is_due(reached)
+                    if evaluated or save:
+                        read(common, unread, show, evaluated)
+                        unread = None
+                    if save:  # after the lines that it covers
+                        checkpoints.save(state, reached)
+                        saved = reached
+                    if stop:
+                        break
+            except Interruption:  # raised by draws, which leave the state as it was
+                read(common, unread, show)
+                if reached > saved:
+                    checkpoints.save(state, reached)
+                raise
     return state
 
 
@@ -253,39 +267,44 @@ def start_phase(
     )
 
 
-def iterate(
-    phase: Phase,
-    state: TrainState,
-    step: int,
-    unread: Iteration | None,
-    drawn: Draw | None,
-    show: Callable[..., None],
-) -> tuple[TrainState, Iteration, Draw | None]:
+def start_draws(phase: Phase, state: TrainState, step: int, drawn: Draw | None) -> tuple[Draw, Draw | None]:
+    """Samples a group of completions for each prompt of an iteration.
+
+    Args:
+      phase: of the iteration.
+      state: before it.
+      step: its number, from 0.
+      drawn: what was returned for it before; None: nothing was.
+
+    Returns:
+      The first draw of the iteration; and that of the next one, if its policy is known already.
+    """
+    method, frozen = phase.programs.method, phase.frozen
+    with phase.run.timed("rollout"):
+        first = start_draw(phase, learn.sampling_policy(method, state, frozen), step, 0) if drawn is None else drawn
+        following = None
+        # The devices sample it while graders work on this one.
+        if phase.config.sampling.staleness and step + 1 < phase.end:
+            following = start_draw(phase, learn.sampling_policy(method, state, frozen, ahead=1), step + 1, 0)
+    return first, following
+
+
+def iterate(phase: Phase, state: TrainState, step: int, first: Draw) -> tuple[TrainState, Iteration]:
     """Hands one iteration to the devices. Its numbers are read later.
 
     Args:
       phase: of the iteration.
       state: before it; donated.
       step: its number, from 0.
-      unread: the iteration before, to be read while the devices sample.
-      drawn: what it returned for this one.
-      show: of the progress bar.
+      first: its first draw.
 
     Returns:
-      The state after it; what is to be read of it; the first draw of the next one, if its policy is known already.
+      The state after it, and what is to be read of it.
     """
     programs, config, run = phase.programs, phase.config, phase.run
     method, objective = programs.method, config.loss.objective
     policy = learn.sampling_policy(method, state, phase.frozen)
     reference = phase.first if state.reference is None else method.actor(state.reference, phase.frozen)
-
-    # ---- sample: a group of completions for each prompt
-    with run.timed("rollout"):
-        first = start_draw(phase, policy, step, 0) if drawn is None else drawn
-        following = None
-        if config.sampling.staleness and step + 1 < phase.end:  # the devices sample it while graders work on this one
-            following = start_draw(phase, learn.sampling_policy(method, state, phase.frozen, ahead=1), step + 1, 0)
-    read(phase, unread, show)
 
     # ---- score: while graders work, where no groups are dropped for their rewards
     def scored(batch: Batch) -> Batch:
@@ -314,13 +333,13 @@ def iterate(
 
     # ---- learn: advantages, then every prompt once an epoch, in shuffled minibatches
     with run.timed("update"):
-        rewards = reward_arrays(found.rollout, config.loss.advantages_of)
+        rewards = reward_arrays(found.rollout, config.loss.advantages_of, batch.completion_ids.shape[-1])
         loss_reference = phase.first if config.loss.divergence != "preset" and state.reference is None else None
         clock = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
         state, learned = programs.learn(
             state, phase.frozen, loss_reference, batch, to_devices(rewards, devices, axes=REWARD_AXES), clock
         )
-    return state, Iteration(step, found.rollout, batch, learned, metrics), following
+    return state, Iteration(step, found.rollout, batch, learned, metrics)
 
 
 def start_draw(phase: Phase, policy: Params, step: int, number: int) -> Draw:
@@ -474,6 +493,10 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     if loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
+        )
+    if loss.advantages_of == "spans" and task.environment is not None:
+        raise UsageError(
+            'advantages_of "spans" is for completions of one turn, and this task has an environment: set it to "turns"'
         )
     if loss.advantages_of == "turns" and task.environment is None:
         raise UsageError(

@@ -38,7 +38,7 @@ from grpo_jax.training.grpo import grpo_loss_fn, kl_logs, masked, optimizer_of, 
 from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
-from grpo_jax.training.rollout import hidden_states, score_completion_tokens
+from grpo_jax.training.rollout import Sampler, hidden_and_routing, score_completion_tokens
 from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState
 from grpo_jax.training.step import Logs
 
@@ -110,7 +110,9 @@ def train_ppo(
     return loop.train(params, task, config.run, run, programs, phase=phase, reward=reward, evaluate=evaluate)
 
 
-def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOConfig) -> Programs:
+def make_ppo_programs(
+    policy: Policy, critic: Policy, task: Task, config: PPOConfig, *, sampler: Sampler | None = None
+) -> Programs:
     """Checks everything that can be checked, and compiles nothing yet.
 
     Args:
@@ -118,6 +120,7 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
       critic: those of the critic's decoder; a shared critic does not use them.
       task: its tokens.
       config: the run.
+      sampler: another engine; None: the policy's own.
 
     Returns:
       The functions of PPO, compiled at their first call.
@@ -133,7 +136,7 @@ def make_ppo_programs(policy: Policy, critic: Policy, task: Task, config: PPOCon
         raise UsageError(
             "completions of this task are meant to be cut off, and end there: leave bootstrap_truncated out"
         )
-    return compile_programs(ppo_method(policy, critic, config), policy, task, config.run)
+    return compile_programs(ppo_method(policy, critic, config), policy, task, config.run, sampler=sampler)
 
 
 def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
@@ -254,8 +257,8 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[.
     policy_loss_fn, options = grpo_loss_fn(policy, config.run.loss), config.critic
 
     def loss_fn(params: ActorCritic, batch: Batch, reference: Params | None = None) -> tuple[jax.Array, Logs]:
-        hidden, mask = hidden_states(policy, params.policy, batch), batch.completion_mask
-        loss, logs = policy_loss_fn(params.policy, batch, reference, hidden=hidden)
+        (hidden, routing), mask = hidden_and_routing(policy, params.policy, batch), batch.completion_mask
+        loss, logs = policy_loss_fn(params.policy, batch, reference, hidden=hidden, routing=routing)
         if is_shared(params):
             values = heads.read(hidden, params.critic.head)
         else:

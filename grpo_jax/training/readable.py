@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.data.spans import pieces
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.rollout import Rollout
 
@@ -16,7 +17,7 @@ def readable(
     Args:
       rollout: N groups.
       logprobs: `[N, G, T]`, of the sampler.
-      advantages: `[N, G]`.
+      advantages: `[N, G]`; of turns `[N, G, K]`, whose first looks at all of an episode's reward.
       task: for the texts of tokens.
       num_groups: at most.
 
@@ -25,6 +26,9 @@ def readable(
     """
     completions = rollout.completions
     lengths = completions.attention_mask.sum(-1)
+    spans = None if rollout.spans is None or not any(rollout.spans.ravel()) else rollout.spans
+    by_turn = advantages if advantages.ndim == 3 else None
+    by_completion = advantages if by_turn is None else by_turn[..., 0]
 
     def rounded(values: np.ndarray, digits: int = 4) -> list[float]:
         return values.astype(float).round(digits).tolist()
@@ -39,7 +43,7 @@ def readable(
             "completions": rollout.texts[i],
             "rewards": np.where(rollout.applicable[i], rollout.rewards[i], np.nan).tolist(),
             "components": {name: rounded(values[i]) for name, values in rollout.components.items()},
-            "advantages": rounded(advantages[i]),
+            "advantages": rounded(by_completion[i]),
             "lengths": lengths[i].tolist(),
             "truncated": completions.truncated[i].tolist(),
             "tokens": [
@@ -47,28 +51,28 @@ def readable(
             ],
             "logprobs": [rounded(values[:length], 3) for values, length in of_tokens],
             **({} if completions.turn is None else of_episodes(i)),
+            **({} if spans is None else {"spans": [[span[:3] for span in parts] for parts in spans[i]]}),
         }
 
     def of_episodes(i: int) -> dict[str, Any]:
-        """The turn of each token, negative where the environment said it; rewards of turns; why episodes ended."""
+        """The turn of each token, negative where the environment said it; what turns earned; why episodes ended."""
         own, turn = completions.completion_mask[i], completions.turn[i]
         signed = np.where(own, turn, -turn)
         return {
             "turns": [numbers[:length].tolist() for numbers, length in zip(signed, lengths[i], strict=True)],
             "turn_rewards": [[turn.reward for turn in text.turns] for text in rollout.texts[i]],
             "endings": [text.ending for text in rollout.texts[i]],
-        }
+        } | ({} if by_turn is None else {"turn_advantages": of_turns(i, by_turn[i])})
+
+    def of_turns(i: int, values: np.ndarray) -> list[list[float]]:
+        return [rounded(row[: len(text.turns)]) for row, text in zip(values, rollout.texts[i], strict=True)]
 
     return [group(i) for i in range(min(num_groups, len(rollout.texts)))]
 
 
 def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
-    """The part of a completion's text that each token adds. Together the parts are the text; EOS adds nothing, also
-    between turns.
-
-    Tokens cannot be decoded one by one: a tokenizer may drop the space before the first token, and several tokens may
-    make up one character. So a part is what decoding gains by one more token. Text that cannot be assigned yet goes to
-    a later token: the first after which it can, or the last.
+    """The part of a completion's text that each token adds (`spans.pieces`). EOS adds nothing, also between
+    turns.
 
     Args:
       ids: as sampled, with what ended it.
@@ -80,24 +84,10 @@ def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
     """
     texts = [""] * len(ids)
     content = [place for place, token in enumerate(ids) if token not in task.eos_ids]
-    for place, part in zip(content, _parts([ids[place] for place in content], text, task), strict=True):
+    for place, part in zip(content, pieces([ids[place] for place in content], text, task.decode), strict=True):
         texts[place] = part
     if texts and not content:
         texts[0] = text
-    return texts
-
-
-def _parts(ids: list[int], text: str, task: Task) -> list[str]:
-    """`token_texts` of tokens none of which is EOS."""
-    texts = [""] * len(ids)
-    place, start, done = 0, 0, 0  # in the text; decoded anew from `start`; known up to `done`
-    for end in range(1, len(ids) + 1):
-        known, more = task.decode(ids[start:done]), task.decode(ids[start:end])
-        part = more[len(known) :]
-        if more.startswith(known) and not part.endswith("\ufffd") and text.startswith(part, place):
-            texts[end - 1], place, start, done = part, place + len(part), done, end
-    if texts:
-        texts[-1] += text[place:]
     return texts
 
 

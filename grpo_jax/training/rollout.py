@@ -10,9 +10,11 @@ import numpy as np
 
 from grpo_jax.config import AdvantagesOf, SamplingConfig
 from grpo_jax.data.episodes import ENDINGS
+from grpo_jax.data.spans import in_tokens, total
 from grpo_jax.data.types import Completion, Prompts, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, token_logprobs
+from grpo_jax.models.experts import Routing
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
@@ -46,6 +48,7 @@ class Rollout(NamedTuple):
     applicable: np.ndarray  # bool [N, G], whether any reward applies
     components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where it does not apply
     weights: dict[str, float]  # name -> its weight in the sum, 0 where it is only watched
+    spans: np.ndarray | None = None  # object [N, G], of tuples of `Span` of tokens, ordered by their ends
 
 
 class Outcomes(NamedTuple):
@@ -60,22 +63,24 @@ class Outcomes(NamedTuple):
     truncated: np.ndarray  # bool [N, G]
     distinct: np.ndarray  # float [N], share of the completions of a group that differ
     episodes: Completions | None = None  # NumPy arrays, where an environment answers, which is on one host alone
+    spans: np.ndarray | None = None  # as in `Rollout`
 
 
 class Sampler(NamedTuple):
-    """The compiled sampler of a run: one program, for training and evaluation alike."""
+    """What draws completions, for training and evaluation alike: the policy's own program, or another engine."""
 
-    # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions
-    program: Callable[..., Completions]
+    # (params, prompts, numbers int32 [N, G], temperature float32 [N, G], noise uint32 [3]) -> Completions. The noise is
+    # on the host, all others on the devices
+    draw: Callable[..., Completions]
     devices: Devices
-    # (params, prompt_ids, prompt_mask, numbers, temperature, noise, examples) -> Completions of episodes, turn by turn.
-    # The noise is on the host. None: no environment answers
-    play: Callable[..., Completions] | None = None
+    # Of the policy's own: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the devices
+    program: Callable[..., Completions] | None = None
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
     ) -> tuple[Batch, Completions]:
-        """Starts to sample a group for each prompt, and does not wait. Episodes are played to their end.
+        """Samples a group for each prompt. The policy's own program is started and not waited for; episodes and other
+        engines are waited for.
 
         Args:
           params: the policy's.
@@ -89,15 +94,12 @@ class Sampler(NamedTuple):
 
         Raises:
           UsageError: prompts are not padded on the left.
+          Interruption: an engine is gone.
         """
         if not prompts.mask[:, -1].all():
             raise UsageError("prompts must be padded on the left: data.types.pad_prompts does it")
-        given = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
-        if self.play is None:
-            completions = self.program(params, *given, to_devices(noise, self.devices, axes=None))
-        else:
-            completions = self.play(params, *given, noise, prompts.examples)
-        ids, mask, _, temperature = given
+        ids, mask, numbers, temperature = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
+        completions = self.draw(params, prompts._replace(ids=ids, mask=mask), numbers, temperature, noise)
         return to_batch(ids, mask, temperature, completions), completions
 
     def complete(self, params: Params, *args: Any) -> Completions:
@@ -166,22 +168,26 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
         given = prompt_ids, prompt_mask
         return sample(policy, task, sampling, params, given, numbers, temperature, step_key(*noise))
 
-    over_devices = partial(data_parallel, devices=devices)
-    sample_all = over_devices(program, (None, 0, 0, 0, 0, None), 0)
+    sample_all = data_parallel(program, (None, 0, 0, 0, 0, None), 0, devices=devices)
+
+    def draw(params, prompts, numbers, temperature, noise) -> Completions:
+        noise = to_devices(noise, devices, axes=None)
+        return sample_all(params, prompts.ids, prompts.mask, numbers, temperature, noise)
+
     if task.environment is None:
-        return Sampler(sample_all, devices)
+        return Sampler(draw, devices, sample_all)
     if policy.decoder is None:
         raise UsageError("this policy has no decoder, with which a completion goes on after a reply: give it one")
-    programs = _episode_programs(policy, task, sampling, devices)
+    programs = episode_programs(policy, task, sampling, devices)
 
-    def play_all(params, prompt_ids, prompt_mask, numbers, temperature, noise, examples) -> Completions:
-        given = prompt_ids, prompt_mask, numbers, temperature
-        return play(programs, params, given, noise, examples, task, sampling, devices)
+    def draw_episodes(params, prompts, numbers, temperature, noise) -> Completions:
+        given = prompts.ids, prompts.mask, numbers, temperature
+        return play(programs, params, given, noise, prompts.examples, task, sampling, devices)
 
-    return Sampler(sample_all, devices, play_all)
+    return Sampler(draw_episodes, devices, sample_all)
 
 
-def _episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
+def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
     """Of `begin_episodes` and `continue_episodes`."""
     common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids}
 
@@ -247,7 +253,7 @@ def score_completion_tokens(
       hidden: of `hidden_states`, if they are computed already.
     """
     if batch.packed is not None and hidden is None:
-        return _score_packed_tokens(policy, params, batch)
+        return score_packed_tokens(policy, params, batch)[0]
     hidden = hidden_states(policy, params, batch) if hidden is None else hidden
     return _token_logprobs(policy, params, hidden, batch.completion_ids, batch.temperature[..., None])
 
@@ -257,8 +263,16 @@ def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
     return policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
 
 
-def _score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> TokenLogprobs:
-    """`score_completion_tokens` of the tokens in `batch.packed` alone."""
+def hidden_and_routing(policy: Policy, params: Params, batch: Batch) -> tuple[jax.Array, Routing | None]:
+    """`hidden_states`, and where these went in each layer `[N, G, T, L]`, if the model has experts."""
+    if policy.routed is None:
+        return hidden_states(policy, params, batch), None
+    hidden, _, _ = policy.routed
+    return hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+
+
+def score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> tuple[TokenLogprobs, Routing | None]:
+    """`score_completion_tokens` of the tokens in `batch.packed` alone, and their routing as in `hidden_and_routing`."""
     assert policy.packed_groups
     n, group_size, size = batch.completion_ids.shape
     is_token = batch.packed < group_size * size
@@ -269,16 +283,19 @@ def _score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> TokenL
 
     ids = jnp.where(is_token, chosen(batch.completion_ids, batch.packed), 0)
     numbers = jnp.where(is_token, completion + 1, 0)
-    hidden = policy.packed_groups(params, batch.prompt_ids, batch.prompt_mask, ids, numbers)
+    states, routing = policy.packed_groups if policy.routed is None else policy.routed[1], None
+    hidden = states(params, batch.prompt_ids, batch.prompt_mask, ids, numbers)
+    if policy.routed:
+        hidden, routing = hidden
     temperature = chosen(batch.temperature, completion)
     scores = _token_logprobs(policy, params, hidden, ids, temperature)
 
     def unpacked(x: jax.Array) -> jax.Array:
-        whole = jnp.zeros((n, group_size * size), x.dtype)
+        whole = jnp.zeros((n, group_size * size, *x.shape[2:]), x.dtype)
         whole = jax.vmap(lambda row, places, x: row.at[places].set(x, mode="drop"))(whole, batch.packed, x)
-        return whole.reshape(n, group_size, size)
+        return whole.reshape(n, group_size, size, *x.shape[2:])
 
-    return jax.tree.map(unpacked, scores)
+    return jax.tree.map(unpacked, (scores, routing))
 
 
 def _token_logprobs(
@@ -321,10 +338,14 @@ def grade(prompts: Prompts, completions: Completions, task: Task, reward: Reward
     texts = decode_groups(completions, task)
     shape = completions.truncated.shape
     examples = [example for example in prompts.examples for _ in range(shape[1])]
-    scores = score_completions(reward, examples, [text for group in texts for text in group])
+    flat = [text for group in texts for text in group]
+    scores = score_completions(reward, examples, flat)
+    for number, (parts, text) in enumerate(zip(scores.spans, flat, strict=True)):
+        scores.spans[number] = in_tokens(parts, text, task.decode)
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     weights = {name: float(component.weight) for name, component in named_components(reward).items()}
-    return Rollout(prompts, completions, texts, scores.rewards, scores.applicable, scores.components, weights)
+    graded = scores.rewards, scores.applicable, scores.components
+    return Rollout(prompts, completions, texts, *graded, weights, scores.spans)
 
 
 def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:
@@ -347,6 +368,7 @@ def outcomes_of_hosts(own: Rollout, prompts: Prompts, devices: Devices) -> Outco
         "lengths": np.asarray(own.completions.completion_mask).sum(-1),
         "truncated": np.asarray(own.completions.truncated),
         "distinct": np.array([_distinct(group) for group in own.texts]),
+        "spans": own.spans,
     }
     found = hosts.gather("rewards", numbers)
     joined = jax.tree.map(lambda *parts: in_order(parts, devices), *found)
@@ -373,16 +395,20 @@ def own_groups(outcomes: Outcomes, batch: Batch, task: Task, devices: Devices) -
         outcomes.applicable[rows],
         {name: values[rows] for name, values in outcomes.components.items()},
         outcomes.weights,
+        None if outcomes.spans is None else outcomes.spans[rows],
     )
 
 
-def reward_arrays(rollout: Outcomes, advantages_of: AdvantagesOf) -> RewardArrays:
+def reward_arrays(rollout: Outcomes, advantages_of: AdvantagesOf, num_tokens: int) -> RewardArrays:
     """The rewards of a rollout as the arrays that advantages are made of.
 
     Args:
       rollout: its outcomes.
       advantages_of: what is compared; of the run.
+      num_tokens: T.
     """
+    if advantages_of == "spans":
+        return RewardArrays(rollout.rewards, rollout.applicable, spans=_rewards_of_spans(rollout, num_tokens))
     if advantages_of == "turns":
         return RewardArrays(rollout.rewards, rollout.applicable, turns=_rewards_of_turns(rollout))
     if advantages_of == "sum":
@@ -400,6 +426,22 @@ def _rewards_of_turns(rollout: Outcomes) -> np.ndarray:
     last = np.asarray(rollout.episodes.turn).max(-1) - 1
     is_last = np.arange(turns.shape[-1]) == last[..., None]
     return turns + np.where(is_last, (rollout.rewards - turns.sum(-1))[..., None], 0)
+
+
+def _rewards_of_spans(rollout: Outcomes, num_tokens: int) -> np.ndarray:
+    """What each span earned, at the last of its tokens, float32 `[N, G, T]`; NaN where no span ends.
+
+    The last span of a completion also has what its reward is above their sum: what whole completions earned. Where
+    there are no spans, the completion is one.
+    """
+    earned = np.full((*rollout.rewards.shape, num_tokens), np.nan, np.float32)
+    for i, j in np.ndindex(rollout.rewards.shape):
+        spans: Any = () if rollout.spans is None else rollout.spans[i, j]
+        rest = float(rollout.rewards[i, j]) - total(spans)
+        last = spans[-1].end - 1 if spans else int(rollout.lengths[i, j]) - 1
+        for token, reward in [*((span.end - 1, span.reward) for span in spans), (last, rest)]:
+            earned[i, j, token] = np.nan_to_num(earned[i, j, token]) + reward
+    return earned
 
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
@@ -461,8 +503,15 @@ def rollout_metrics(rollout: Outcomes) -> dict[str, Any]:
         "length_below": _mean(lengths[above < 0]),
         "truncated_share": float(rollout.truncated.mean()),
         "tokens": int(lengths.sum()),
+        **_span_metrics(rollout),
         **({} if rollout.episodes is None else episode_metrics(rollout.episodes)),
     }
+
+
+def _span_metrics(rollout: Outcomes) -> dict[str, float]:
+    """Spans of a completion, if a reward gives any."""
+    counts = [] if rollout.spans is None else [len(spans) for spans in rollout.spans.ravel()]
+    return {"spans_mean": float(np.mean(counts))} if any(counts) else {}
 
 
 def zero_spread(rollout: Rollout | Outcomes, metric: str = "") -> np.ndarray:

@@ -70,9 +70,10 @@ class RewardArrays(NamedTuple):
     components: Array = None  # float32 [N, G, K], NaN where one does not apply or is only watched
     weights: Array = None  # float32 [K]
     turns: Array = None  # float32 [N, G, K], of K turns of an episode; their sum is its reward
+    spans: Array = None  # float32 [N, G, T], of spans at the token that ends each, NaN elsewhere; likewise
 
 
-REWARD_AXES = RewardArrays(0, 0, 0, None, 0)  # what devices share out; the weights are the same on all
+REWARD_AXES = RewardArrays(0, 0, 0, None, 0, 0)  # what devices share out; the weights are the same on all
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -121,7 +122,8 @@ def make_optimizer(
 
     Args:
       learning_rate: a rate, or a schedule.
-      weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL.
+      weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL. Routers of experts
+        have none either: they may be frozen.
       max_grad_norm: norm above which a gradient is scaled down; default 1.
 
     Returns:
@@ -132,10 +134,11 @@ def make_optimizer(
 
 
 def has_weight_decay(params: Params) -> Any:
-    """For each parameter, whether weight decay applies: it is neither a norm's scale, or its offset, nor a bias."""
+    """For each parameter, whether weight decay applies: not to a norm's scale or its offset, a bias, or a router."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-        return getattr(path[-1], "key", None) not in ("scale", "offset", "bias")
+        names = {getattr(key, "key", None) for key in path[-2:]}
+        return not names & {"scale", "offset", "bias", "router"}
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 

@@ -157,6 +157,26 @@ def test_an_environment_of_a_file_trains_and_is_evaluated(own, tmp_path, capsys)
 
 
 @needs_model
+def test_a_run_goes_on_with_the_same_tools_alone_and_an_evaluation_needs_room_for_replies(own, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    tools = tmp_path / "tools.py"
+    tools.write_text((own / "game.py").read_text())
+    told = ("--model", tmp_path / "model", "--tools", f"{tools}:tool", "--reward", "length(maximum=3)")
+    room = ("--max-turns", 2, "--environment-tokens", 9)
+    run(own, tmp_path / "run", *told, *room, "--steps", 1, "--eval-every", 0, "--num-heldout", 4)
+    evaluation = [str(arg) for arg in (tmp_path / "run", "--environment-tokens", 0)]
+    with pytest.raises(UsageError, match="environment_tokens is 0, so no episode could go on"):
+        evaluate.main(evaluate.parse(evaluation))
+    tools.write_text(tools.read_text().replace("return a", "return a + 1"))
+    with pytest.raises(UsageError, match=r"when the run .* began: source of the environment; put them back"):
+        grpo.main(flags.parse(grpo.Config, None, ["--resume", "--run-dir", str(tmp_path / "run")]))
+
+
+@needs_model
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -26,6 +26,7 @@ from grpo_jax.functional import (
     pass_at_k_advantages,
     rank_advantages,
     remax_advantages,
+    span_advantages,
     turn_advantages,
     whiten,
 )
@@ -809,6 +810,77 @@ def test_of_one_turn_they_are_those_of_groups():
     rewards = np.random.default_rng(0).normal(size=(2, 4, 1)).astype(np.float32)
     assert_array_equal(jitted_turns(rewards)[..., 0], jax.jit(group_advantages)(rewards[..., 0]))
     assert_allclose(turn_advantages(jnp.asarray(rewards)), jitted_turns(rewards), rtol=1e-6)
+
+
+def test_equal_returns_of_different_turns_are_equal_whatever_rounding_makes_of_them():
+    rewards = np.float32([[[0.1, 0.3, 0.5], [0.5, 0.1, 0.3]]])  # 0.90000004 and 0.9
+    advantages = jitted_turns(rewards)
+    assert_array_equal(advantages[..., 0], 0)
+    assert_allclose(advantages[..., 1], [[0.70711, -0.70711]], atol=1e-4)
+
+
+# --- spans ---
+
+jitted_spans = jax.jit(span_advantages)
+
+
+def test_spans_by_hand():
+    # Spans end at tokens 1 and 3, and at tokens 0 and 1. Returns to go: (3, 1) and (0, −1).
+    # First spans: μ = 1½, s = 3/√2: ±0.7071. Second ones: μ = 0, s = √2: ±0.7071. What is behind the last is of it.
+    rewards = np.float32([[[7, 2, 7, 1, 7], [1, -1, 7, 7, 7]]])
+    ends = np.array([[[False, True, False, True, False], [True, True, False, False, False]]])
+    h = 0.70711
+    assert_allclose(jitted_spans(rewards, ends), [[[h, h, h, h, h], [-h, -h, -h, -h, -h]]], atol=1e-4)
+    # A third completion of one span, that earned 3: first spans 3, 0, 3, μ = 2, s = √3. Second ones are as before.
+    rewards = np.float32([[*rewards[0], [0, 0, 3, 9, 9]]])
+    ends = np.array([[*ends[0], [False, False, True, False, False]]])
+    first, second = 1 / 3**0.5, -2 / 3**0.5
+    expected = [[[first, first, h, h, h], [second, -h, -h, -h, -h], [first] * 5]]
+    assert_allclose(jitted_spans(rewards, ends), expected, atol=1e-4)
+
+
+def loop_spans(rewards, ends):
+    """By turns: the number of the span of each token, then their advantages."""
+    advantages = np.zeros(rewards.shape)
+    for n in range(len(rewards)):
+        pairs = [zip(*row, strict=True) for row in zip(rewards[n], ends[n], strict=True)]
+        own = [[reward for reward, end in row if end] for row in pairs]
+        most = max([1, *map(len, own)])
+        by_span = np.array([row + [0.0] * (most - len(row)) for row in own])
+        by_turn = loop_turns(by_span[None], np.array([[k < len(row) for k in range(most)] for row in own])[None])[0]
+        for i, t in np.ndindex(rewards.shape[1:]):
+            if own[i]:
+                advantages[n, i, t] = by_turn[i, min(int(ends[n, i, :t].sum()), len(own[i]) - 1)]
+    return advantages
+
+
+@few
+@given(hnp.arrays(np.float32, (2, 3, 5), elements=quarters), hnp.arrays(bool, (2, 3, 5)))
+def test_spans_equal_a_plain_loop(rewards, ends):
+    assert_allclose(jitted_spans(rewards, ends), loop_spans(rewards, ends), rtol=1e-4, atol=1e-4)
+
+
+def test_spans_of_masked_completions_are_not_there():
+    rng = np.random.default_rng(0)
+    rewards, ends = rng.normal(size=(2, 4, 6)).astype(np.float32), rng.random((2, 4, 6)) < 0.5
+    where = np.arange(4) < np.array([[3], [3]])
+    advantages = jitted_spans(np.where(where[..., None], rewards, np.nan), ends, where=where)
+    assert_allclose(advantages[:, :3], jitted_spans(rewards[:, :3], ends[:, :3]), rtol=1e-5, atol=1e-6)
+    assert_array_equal(advantages[:, 3], 0)
+
+
+def test_of_one_span_they_are_those_of_groups():
+    rewards = np.random.default_rng(0).normal(size=(2, 4)).astype(np.float32)
+    ends = np.arange(3) == np.array([[0, 1, 2, 1]] * 2)[..., None]
+    given, expected = np.where(ends, rewards[..., None], 0), jax.jit(group_advantages)(rewards)
+    assert_array_equal(jitted_spans(given, ends), np.repeat(expected[..., None], 3, -1))
+    assert_allclose(span_advantages(jnp.asarray(given), jnp.asarray(ends)), jitted_spans(given, ends), rtol=1e-6)
+
+
+def test_gradients_of_spans_are_those_of_differences():
+    rewards = jnp.asarray([[0.5, 1.0, -1.0], [2.0, 0.25, 0.0]])
+    ends = jnp.asarray([[True, False, True], [False, True, True]])
+    check_grads(lambda rewards: jitted_spans(rewards, ends), (rewards,), order=1, modes=["rev"], eps=1e-2, rtol=1e-2)
 
 
 # --- a batch spread over devices ---

@@ -23,10 +23,12 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
     set_seed,
 )
@@ -114,7 +116,7 @@ MODELS = {
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
         attention_bias=True,
         tie_word_embeddings=False,
-        final_logit_softcapping=None,
+        final_logit_softcapping=3.0,
         attn_logit_softcapping=1.0,
     ),
     "gemma3": Gemma3TextConfig(
@@ -135,6 +137,34 @@ MODELS = {
         final_logit_softcapping=4.0,
     ),
     "qwen3_biases": Qwen3Config(**SHAPE, rope_parameters=ROPE, head_dim=8, attention_bias=True),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE,
+        rope_parameters=ROPE,
+        head_dim=6,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=7,
+        num_experts=5,
+        num_experts_per_tok=3,
+        moe_intermediate_size=8,
+        norm_topk_prob=True,
+    ),
+    "qwen3_moe_plain": Qwen3MoeConfig(
+        **SHAPE,
+        rope_parameters=ROPE,
+        head_dim=6,
+        tie_word_embeddings=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+    ),
+    "mixtral": MixtralConfig(
+        **SHAPE | {"intermediate_size": 8},
+        rope_parameters=ROPE,
+        head_dim=6,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
 }
 
 

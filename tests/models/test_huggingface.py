@@ -26,7 +26,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import token_logprobs
 from grpo_jax.functional.numerics import softcapped
 from grpo_jax.models import huggingface
-from grpo_jax.models.config import Llama3Scaling, ModelConfig
+from grpo_jax.models.config import ExpertsConfig, Llama3Scaling, ModelConfig
 from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
 from grpo_jax.models.huggingface import (
     load_params,
@@ -36,6 +36,7 @@ from grpo_jax.models.huggingface import (
     read_json,
     save_pretrained,
 )
+from grpo_jax.models.lora import add_adapters, merge
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import sample_groups
@@ -81,8 +82,26 @@ def padded(ids, length, group_size=1):
 # ---- what transformers computes
 
 
+def with_fused_experts(name, tensors):
+    """Tensors by names, with one for all experts of a layer: as transformers 5 holds them."""
+    config, tensors = load_golden(name)[0], dict(tensors)
+    module, *projections = ("mlp", "gate_proj", "up_proj", "down_proj")
+    if name == "mixtral":
+        module, *projections = ("block_sparse_moe", "w1", "w3", "w2")
+    for layer in range(config.num_hidden_layers):
+        stem, numbers = f"model.layers.{layer}", range(config.experts.num_experts)
+        gate, up, down = (
+            np.stack([tensors.pop(f"{stem}.{module}.experts.{i}.{projection}.weight") for i in numbers])
+            for projection in projections
+        )
+        tensors[f"{stem}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{stem}.mlp.experts.down_proj"] = down
+        tensors[f"{stem}.mlp.gate.weight"] = tensors.pop(f"{stem}.{module}.gate.weight")
+    return tensors
+
+
 WITH_GRADIENTS = sorted(file.parent.name for file in GOLDEN.glob("*/gradients.npz"))
-QUICK = ("smollm3_window", "olmo2_biases", "phi3_window", "gemma2_untied", "gemma3_capped")
+QUICK = ("smollm3_window", "olmo2_biases", "phi3_window", "gemma2_untied", "gemma3_capped", "qwen3_moe")
 
 
 @pytest.mark.parametrize("name", [*(name for name in NAMES if name not in QUICK), "llama/adapter"])
@@ -116,7 +135,8 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
     np.testing.assert_allclose(value, expected["loss"], rtol=1e-5)
     folder = save_pretrained(tmp_path / "gradients", gradients, config, source=GOLDEN / name)
     least = 1e-3 * max(np.linalg.norm(x) for x in expected.values())  # the bias of keys that nobody rotates has none
-    for tensor, found in load_file(folder / "model.safetensors").items():
+    made = load_file(folder / "model.safetensors")
+    for tensor, found in (with_fused_experts(name, made) if config.experts else made).items():
         norm = max(np.linalg.norm(expected[tensor]), least)
         assert np.linalg.norm(found - expected[tensor]) <= 1e-4 * norm, tensor
 
@@ -130,6 +150,7 @@ DECODED = [
     "phi3_window",
     "gemma2_untied",
     "gemma3",
+    "qwen3_moe",
 ]
 
 
@@ -192,6 +213,55 @@ def test_peft_and_its_reading_of_a_saved_adapter(tmp_path):
     folder = save_adapter(tmp_path / "out", adapted, base=str(GOLDEN / "llama"))
     expected = torch_logits(peft.AutoPeftModelForCausalLM.from_pretrained(folder), ids)
     np.testing.assert_allclose(logits_fn(config)(adapted, ids, 9), expected[:, 8:-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_that_are_one_tensor_a_layer(name, tmp_path):
+    """As transformers 5 writes them with save_original_format=False."""
+    (config, params), tensors = load_golden(name), with_fused_experts(name, original_tensors(name))
+    save_file(tensors, tmp_path / "model.safetensors")
+    bit_for_bit(load_params(tmp_path, config), params)
+    tensors["model.layers.1.mlp.experts.down_proj"] = tensors["model.layers.1.mlp.experts.down_proj"][:-1].copy()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"hold no tensor 'model.layers.1.*experts"):
+        load_params(tmp_path, config)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_peft_and_its_reading_of_adapted_experts(name, tmp_path):
+    """PEFT reads an expert's adapter by the name of transformers 4, and makes one of all experts of it."""
+    peft = pytest.importorskip("peft")
+    config, params = load_golden(name)
+    adapted = random_adapters(add_adapters(params, jax.random.key(0), rank=2, alpha=3.0))
+    ids = np.random.default_rng(1).integers(0, config.vocab_size, (2, 30))
+    folder = save_adapter(tmp_path / "out", adapted, base=str(GOLDEN / name))
+    expected = torch_logits(peft.AutoPeftModelForCausalLM.from_pretrained(folder), ids)
+    np.testing.assert_allclose(logits_fn(config)(adapted, ids, 9), expected[:, 8:-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_adapted_experts_are_merged_saved_and_loaded(name, tmp_path):
+    config, params = load_golden(name)
+    new = add_adapters(params, jax.random.key(0), rank=2, alpha=3.0)
+    golden = np.load(GOLDEN / name / "golden.npz")
+    adapted = random_adapters(new)
+    given = params, adapted, merge(adapted)
+    plain, computed, merged = (logits_fn(config)(x, golden["ids"], 9) for x in given)
+    assert np.abs(plain - computed).max() > 0.1
+    np.testing.assert_allclose(computed, merged, atol=1e-4)
+    np.testing.assert_array_equal(logits_fn(config)(new, golden["ids"], 9), plain)
+    folder = save_adapter(tmp_path / "out", adapted, base="somewhere")
+    bit_for_bit(load_adapter(folder, params), adapted)
+    expert = "mlp.experts.4.up_proj" if name == "qwen3_moe" else "block_sparse_moe.experts.3.w3"
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert saved[f"base_model.model.model.layers.1.{expert}.lora_A.weight"].shape == (2, 16)
+
+
+def random_adapters(adapted):
+    """A B of 0 would hide mistakes."""
+    rng = np.random.default_rng(0)
+    random = jax.tree.map(lambda x: jnp.asarray(rng.normal(scale=0.3, size=x.shape), jnp.float32), adapted.adapters)
+    return adapted._replace(adapters=random)
 
 
 # ---- config.json
@@ -259,6 +329,9 @@ def test_rotations_of_earlier_and_later_transformers(scaling):
         (QWEN_WINDOW | {"max_window_layers": 1}, (5, (1, 2))),
         (QWEN_WINDOW, (None, None)),  # from layer 28 on
         (QWEN_WINDOW | {"model_type": "qwen3", "max_window_layers": 2}, (5, (2,))),
+        (QWEN_WINDOW | {"model_type": "qwen3_moe", "max_window_layers": 2}, (5, None)),
+        (WINDOW | {"model_type": "mixtral"}, (5, None)),
+        ({"model_type": "mixtral"}, (None, None)),
         (QWEN_WINDOW | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, (5, (0,))),
     ],
 )
@@ -298,9 +371,38 @@ def test_config_fields(change, field, value):
     assert getattr(config_from_huggingface(CONFIG_JSON | change), field) == value
 
 
+MOE = {"model_type": "qwen3_moe"}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (MOE, ExpertsConfig(128, 8, 768, norm_topk_prob=False)),  # what transformers takes a file to mean
+        (MOE | {"num_experts": 4, "num_experts_per_tok": 2}, ExpertsConfig(4, 2, 768, norm_topk_prob=False)),
+        (MOE | {"num_local_experts": 16, "norm_topk_prob": True}, ExpertsConfig(16, 8, 768, norm_topk_prob=True)),
+        (MOE | {"mlp_only_layers": [], "decoder_sparse_step": 1}, ExpertsConfig(128, 8, 768, norm_topk_prob=False)),
+        ({"model_type": "mixtral"}, ExpertsConfig(8, 2, 64, norm_topk_prob=True)),
+        ({"model_type": "mixtral", "num_local_experts": 3}, ExpertsConfig(3, 2, 64, norm_topk_prob=True)),
+        ({"model_type": "qwen3"}, None),
+    ],
+)
+def test_experts(change, expected):
+    assert config_from_huggingface(CONFIG_JSON | change).experts == expected
+
+
+def test_theta_of_a_mixtral_that_says_none():
+    rest = {name: value for name, value in CONFIG_JSON.items() if name != "rope_theta"}
+    assert config_from_huggingface(rest | {"model_type": "mixtral"}).rope_theta == 1e6
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        (MOE | {"mlp_only_layers": [0]}, "mlp_only_layers and decoder_sparse_step are not supported"),
+        (MOE | {"decoder_sparse_step": 2}, "mlp_only_layers and decoder_sparse_step are not supported"),
+        (MOE | {"num_experts": 4}, "num_experts_per_tok is 8: it must be at most num_experts, 4"),
+        (MOE | {"num_experts": "x"}, "num_experts is 'x'"),
+        (MOE | {"norm_topk_prob": 1}, "norm_topk_prob is 1: it must be true or false"),
         ({"model_type": "gpt2"}, "gpt2"),
         ({"model_type": "gemma3", "text_config": {}}, "gemma3' is not supported .a model with towers for images"),
         ({"model_type": "gemma3n"}, "gemma3n' is not supported .a model with towers for images"),

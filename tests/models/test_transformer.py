@@ -22,7 +22,14 @@ from grpo_jax.models.attention import (
     keys_for_decoding,
     widen,
 )
-from grpo_jax.models.config import DynamicScaling, Llama3Scaling, ModelConfig, Rotation, YarnScaling
+from grpo_jax.models.config import (
+    DynamicScaling,
+    ExpertsConfig,
+    Llama3Scaling,
+    ModelConfig,
+    Rotation,
+    YarnScaling,
+)
 from grpo_jax.models.geometry import (
     LayerKind,
     geometry_of_groups,
@@ -72,7 +79,8 @@ ALL = dataclasses.replace(
     sliding_window=3,
     sliding_layers=(1,),
 )
-CONFIGS = pytest.mark.parametrize("config", [LLAMA, ALL], ids=["llama", "all options"])
+MIXTURE = dataclasses.replace(LLAMA, qk_norm=True, experts=ExpertsConfig(5, 2, 12, norm_topk_prob=True))
+CONFIGS = pytest.mark.parametrize("config", [LLAMA, ALL, MIXTURE], ids=["llama", "all options", "experts"])
 
 PROMPT_LENGTHS, P = (1, 6, 4), 6
 N, G, T = len(PROMPT_LENGTHS), 4, 5

@@ -7,15 +7,16 @@ import jax
 import pytest
 
 from experiments.benchmarks.shapes import MID, TINY
-from experiments.lowered import lowered, params_of, planned_bytes
+from experiments.paper.lowered import lowered, params_of, planned_bytes
 from grpo_jax.config import PPOConfig, recipe, with_options
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
 from grpo_jax.planning.models import MODELS
 from grpo_jax.planning.pieces import FASTEST_ON_CPU
 
 README = Path(__file__).parents[2] / "README.md"
+MIXTURE = replace(TINY, experts=ExpertsConfig(8, 2, TINY.intermediate_size // 2, norm_topk_prob=True))
 SMALL = ModelConfig(vocab_size=31, hidden_size=8, intermediate_size=12, head_dim=4)
 
 
@@ -38,6 +39,7 @@ def test_trained_parameters_are_those_of_a_run(critic, lora_rank):
     assert size(found) == size(trained)
 
 
+GEMMA = replace(TINY, norms="around", zero_centered_norms=True, attn_logit_softcapping=50, final_logit_softcapping=30)
 # Of a million parameters, completions of 32 tokens: by hand 8 prompts are 4 pieces of 544 tokens.
 NARROW = {"num_prompts": 8, "group_size": 8, "max_tokens": 32}
 
@@ -56,9 +58,11 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
     [
         ("none", TINY, {}, 16, ("sample", "learn")),
         ("layer", replace(TINY, remat="layer"), {}, 16, ("learn",)),
+        ("gemma", GEMMA, {}, 16, ("learn",)),
         ("bfloat16", replace(TINY, dtype="bfloat16"), {}, 16, ("sample", "learn")),
         ("lora", TINY, {"lora_rank": 8}, 16, ("learn",)),
         ("ppo", TINY, {"critic": "own"}, 16, ("learn",)),
+        pytest.param("experts", MIXTURE, {}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param("long", TINY, {"max_tokens": 256}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param(
             "mid", MID, {"max_tokens": 128, "num_prompts": 4}, 16, ("sample", "learn"), marks=pytest.mark.slow
@@ -165,6 +169,7 @@ def test_readme_has_the_table():
         ("Qwen2.5-1.5B", 1.544),
         ("Qwen2.5-7B", 7.616),
         ("Qwen3-0.6B", 0.596),
+        ("Qwen3-30B-A3B", 30.532),
         ("Llama-3-70B", 70.554),
     ],
 )

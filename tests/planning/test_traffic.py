@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.collectives import Collective, collectives, sizes
-from experiments.lowered import lowered
+from experiments.paper.collectives import Collective, collectives, sizes
+from experiments.paper.lowered import lowered
 from grpo_jax.config import recipe
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.planning.memory import Shape, num_params

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.data.types import Completion
+from grpo_jax.data.types import Completion, Span
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.shaping import overlong_penalty
 from grpo_jax.rewards import builtin
@@ -82,6 +83,8 @@ ACTIONS = {
     "without end": lambda count: endless(),
     "a word": lambda count: ["well done"] * count,
     "a list": lambda count: [[1.0, 2.0]] * count,
+    "spans outside": lambda count: [[(0, 1000, 1.0)]] * count,
+    "a span of nan": lambda count: [[(0, 1, 1.0), (1, 2, float("nan"))]] * count,
     "a text": lambda count: "1" * count,
     "a dictionary": lambda count: {i: 1.0 for i in range(count)},
     "nothing": lambda count: None,
@@ -204,6 +207,34 @@ def test_score_refuses_what_is_no_number(answer):
         score_completions({"mine": Component(lambda examples, completions: answer)}, [{}] * 2, texts("a", "b"))
 
 
+def test_spans_are_added_up_by_weight_beside_numbers():
+    def lines(examples, completions):
+        return [[(0, 1, 0.25), (1, 3, 0.5)], [], None]
+
+    rewards = {"lines": Component(lines, 2.0), "half": Component(lambda *_: [0.5] * 3), "seen": Component(lines, 0.0)}
+    scores = score_completions(rewards, [{}] * 3, texts("abc", "de", "f"))
+    assert scores.rewards.tolist() == [2.0, 0.5, 0.5]
+    assert scores.components["lines"].tolist() == pytest.approx([0.75, 0.0, math.nan], nan_ok=True)
+    assert scores.spans.tolist() == [(Span(0, 1, 0.5), Span(1, 3, 1.0)), (), ()]
+
+
+def test_bad_spans_are_refused_in_a_sentence():
+    with pytest.raises(UsageError, match="mine returned spans that cannot be: the span from 0 to 9"):
+        score_completions({"mine": Component(lambda *_: [[(0, 9, 1.0)]])}, [{}], texts("abc"))
+
+
+def test_spans_pass_through_another_process_and_bad_ones_cost_no_others(tmp_path):
+    (tmp_path / "lines.py").write_text(
+        "from grpo_jax.data.types import Span\n"
+        "def halves(examples, texts):\n"
+        "    return [[Span(0, 2, 1.0), Span(2, 4, 0.5, 'characters')] for _ in texts]\n"
+    )
+    with Grader(f"{tmp_path}/lines.py:halves") as grader:
+        assert grader([{}] * 2, texts("abcd", "abc")) == [(Span(0, 2, 1.0), Span(2, 4, 0.5)), None]
+        assert grader.counts["bad spans"] == 1
+        assert "from 2 to 4 is not one of a completion of 3 characters" in grader.messages["bad spans"]
+
+
 # ---- graders that misbehave
 
 
@@ -231,6 +262,8 @@ def test_score_refuses_what_is_no_number(answer):
         ("a word", "not numbers"),
         ("a list", "not numbers"),
         ("a text", "not numbers"),
+        ("spans outside", "bad spans"),
+        ("a span of nan", "nan"),
         ("a dictionary", "not numbers"),
         ("nothing", "not numbers"),
     ],

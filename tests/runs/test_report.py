@@ -9,8 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import grpo_jax.runs.report
+from grpo_jax.runs import terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.report import MAX_BYTES, write_report
 
@@ -121,6 +123,13 @@ def test_cards_say_what_a_completion_earned_and_hold_its_tokens(tmp_path):
     assert "nothing to learn from" in page.texts("p", "soft")[-1]  # of the rewards that apply all are equal
 
 
+def test_spans_stand_below_their_completion(tmp_path):
+    spans = [[[0, 2, 0.5], [2, 3, -1.0]], []]
+    page = page_of(tmp_path / "run", metrics(1), [group(1, text="Tom <b> sat.", spans=spans)])
+    assert page.texts("li")[-3:-1] == ["+0.5: Tom <b>", "-1:  sat."] or page.texts("li") is None
+    assert "2 spans" in page.texts("summary")
+
+
 def test_older_files_have_no_tokens_components_or_columns(tmp_path):
     names = ("phase", "step", "prompt", "completions", "rewards", "advantages", "lengths")
     page = page_of(tmp_path / "run", metrics(1), [{name: group(1)[name] for name in names}])
@@ -138,6 +147,50 @@ def test_tokens_whose_texts_are_not_the_completion_keep_their_own(tmp_path):
         "text": "\ufffd\ufffd",
     }
     assert json.loads(second["data-tokens"])["cents"] == [None] * 3
+
+
+EPISODE = {
+    "completions": ["7>a", "<b>"],
+    "tokens": [["7", "", ">", "a", ""], ["<b", ">"]],
+    "logprobs": [[-0.1, -0.3, 0.0, -0.5, 0.0], [-1.0, -1.0]],
+    "turns": [[1, 1, -1, 2, 2], [1, 1]],
+    "turn_rewards": [[0.0, 0.5], [None]],
+    "turn_advantages": [[0.7, -0.2], [-0.7]],
+    "endings": ["done", "policy tokens"],
+    "rewards": [0.5, 0.0],
+}
+
+
+def test_turns_are_shown_one_by_one_and_the_environment_apart(tmp_path):
+    page = page_of(tmp_path / "run", metrics(1), [group(1, **EPISODE)])
+    texts = page.find("div", "text")
+    assert [text for _, text in texts] == ["7", ">", "a", "<b>"]
+    assert ["heard" in attributes["class"] for attributes, _ in texts] == [False, True, False, False]
+    assert "data-tokens" not in texts[1][0]
+    assert [json.loads(texts[i][0]["data-tokens"])["cents"] for i in (0, 2, 3)] == [[10, 30], [50, 0], [100, 100]]
+    assert ["data-cut" in attributes for attributes, _ in texts] == [False, False, False, True]
+    told = dict(zip(page.texts("dt"), page.texts("dd"), strict=True))  # the last of each name
+    assert (told["turn"], told["advantage"], told["ended by"]) == ("1", "-0.7", "policy tokens")
+    assert page.texts("dd").count("0.8187") == 1  # exp(-(0.1 + 0.3) / 2)
+    assert {"+0.7", "-0.2"} <= {*page.texts("dd")}
+
+
+def test_long_episodes_are_cut_as_completions_are():
+    line = group(1, **EPISODE)
+    html = grpo_jax.runs.report._group_html(line, 1, 2)
+    assert '">7</div>' in html
+    assert "&gt;</div>" in html
+    assert ">a</div>" not in html
+    assert "1 characters more" in html
+
+
+def test_the_terminal_prints_an_episode_turn_by_turn(tmp_path):
+    run = RunFolder(tmp_path / "run", {}, console=Console(record=True, width=100))
+    terminal.print_groups(run, [group(1, **EPISODE), group(2)])
+    printed = run.console.export_text()
+    starts = ["1 '7'  (+0.70)", "> '>'", "2 'a'  (-0.20)", "1 '<b>'  (-0.70)", "'Tom had a cat.'"]
+    places = [printed.index(start) for start in starts]
+    assert places == sorted(places)
 
 
 def everywhere(text):

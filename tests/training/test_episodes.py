@@ -338,6 +338,18 @@ def test_failures_are_counted_and_told_once(tmp_path):
     assert sum("environment" in line["message"] for line in run.lines("warnings.jsonl")) == 1
 
 
+def test_tokens_that_the_model_does_not_have_end_an_episode_and_are_told(tmp_path):
+    def sometimes(example, transcript, key):
+        return echo(example, transcript, key) if key[3] % 4 else Reply(ids=[1, V])
+
+    run = open_run(tmp_path)
+    train(POLICY, PARAMS, with_environment(sometimes), with_options(CONFIG, steps=1), run)
+    assert run.lines()[0]["ended_not_a_reply"] > 0
+    assert run.lines()[0]["ended_turns"] > 0
+    (line,) = (line for line in run.lines("warnings.jsonl") if "environment" in line["message"])
+    assert f"a reply has the token {V}, and the model's are 0 to {V - 1}" in line["message"]
+
+
 # ---- the same run, however it is cut
 
 

@@ -19,7 +19,7 @@ from grpo_jax.data.types import Prompts, pad_prompts, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import logprobs
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
@@ -64,6 +64,8 @@ OTHER = dataclasses.replace(
     remat="layer",
     attention="xla",
 )
+# Of 5 experts, whose features the devices share out.
+EXPERTS = dataclasses.replace(MODEL, qk_norm=True, experts=ExpertsConfig(5, 2, 16, norm_topk_prob=True))
 TASK = Task(None, None, None, None, (EOS,), PAD, MODEL.vocab_size)
 
 PMAP, FSDP, TENSOR, ALL = 8, Mesh(fsdp=8), Mesh(tensor=8), Mesh(2, 2, 2)
@@ -104,13 +106,17 @@ def case_of(name: str) -> Case:
         policy = DECODER if name == "moving" else decoder_policy(OTHER)
         return Case(config, grpo_method(policy, config), jax.jit(policy.init)(jax.random.key(0)), policy)
     config = recipe("grpo", **options, epochs=2, microbatches=2, kl_coef=0.2)
-    if name == "lora":
+    policy = DECODER
+    if name in ("experts", "adapted experts"):
+        policy = decoder_policy(EXPERTS)
+        params = jax.jit(policy.init)(jax.random.key(0))
+    if name in ("lora", "adapted experts"):
         params = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)
         noise = iter(jax.random.split(jax.random.key(2), 99))  # B begins at 0, and then A has no gradient
         params = params._replace(
             adapters=jax.tree.map(lambda x: x + 0.02 * jax.random.normal(next(noise), x.shape), params.adapters)
         )
-    return Case(config, grpo_method(DECODER, config), params)
+    return Case(config, grpo_method(policy, config), params, policy)
 
 
 @cache
@@ -171,35 +177,36 @@ def gradients(name: str, devices: Devices) -> Any:
     return to_host((state.opt_state.gradients, found.metrics, found.advantages))
 
 
-QUICK = {("decoder", FSDP), ("ppo", ALL), ("lora", TENSOR)}
+QUICK = {("decoder", FSDP), ("ppo", ALL), ("lora", TENSOR), ("experts", ALL)}
 
 
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
         pytest.param(name, devices, marks=() if (name, devices) in QUICK else pytest.mark.slow)
-        for name in ("decoder", "ppo", "lora")
+        for name in ("decoder", "ppo", "lora", "experts")
         for devices in (PMAP, FSDP, TENSOR, ALL)
     ],
 )
 def test_updates_have_the_gradients_of_one_device(name, devices):
-    compare(gradients(name, 1), gradients(name, devices))
+    # Features of experts are added up in parts, once more than of an MLP: in the order of the rows sorted by expert.
+    compare(gradients(name, 1), gradients(name, devices), 2e-6 if name == "experts" else 1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shared", "moving", "other"])
+@pytest.mark.parametrize("name", ["shared", "moving", "other", "adapted experts"])
 def test_updates_of_other_kinds_have_the_gradients_of_one_device(name):
-    compare(gradients(name, 1), gradients(name, ALL))
+    compare(gradients(name, 1), gradients(name, ALL), 2e-6 if name == "adapted experts" else 1e-6)
 
 
-def compare(one: Any, other: Any) -> None:
+def compare(one: Any, other: Any, most: float = 1e-6) -> None:
     (expected, metrics, advantages), (found, other_metrics, other_advantages) = one, other
     norms = [np.linalg.norm(leaf) for leaf in jax.tree.leaves(expected)]
     worst = max(
         np.linalg.norm(x - y) / (norm if norm > 1e-3 * max(norms) else max(norms))
         for x, y, norm in zip(*map(jax.tree.leaves, (expected, found)), norms, strict=True)
     )
-    assert worst <= 1e-6
+    assert worst <= most
     for name, value in metrics.items():
         np.testing.assert_allclose(other_metrics[name], value, rtol=1e-4, atol=2e-6, err_msg=name)
     np.testing.assert_allclose(other_advantages, advantages, rtol=1e-4, atol=1e-5)
@@ -322,10 +329,10 @@ def threes(examples, texts):
 RUN_TASK = Task(prompts, threes, prompts(99), str, (EOS,), PAD, MODEL.vocab_size)
 
 
-def run_on(devices: Devices, path: Any, **options: Any) -> tuple[Any, RunFolder]:
-    config = with_options(on(devices, RUN), **options)
+def run_on(devices: Devices, path: Any, name: str = "decoder", **options: Any) -> tuple[Any, RunFolder]:
+    config, case = with_options(on(devices, RUN), **options), case_of(name)
     run = RunFolder(path, dataclasses.asdict(config))
-    return train(DECODER, case_of("decoder").start, RUN_TASK, config, run), run
+    return train(case.policy, case.start, RUN_TASK, config, run), run
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +358,17 @@ def test_a_checkpoint_of_a_mesh_is_read_wherever_a_run_goes_on(run_of_four, devi
     found, _ = run_on(devices, run.path)  # which has no steps left
     assert params_sha256(found) == params_sha256(state)
     assert [x.sharding for x in jax.tree.leaves(found)] == jax.tree.leaves(shardings(state, devices))
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(ALL, marks=pytest.mark.slow)])
+def test_experts_are_those_of_the_sampler_and_logged(tmp_path, devices):
+    """In float32, where routes of sampler and trainer do not differ."""
+    _, run = run_on(devices, tmp_path, "experts", steps=2)
+    for line in run.lines():
+        assert abs(line["first_ratio_deviation"]) < 1e-5
+        assert abs(line["first_sampler_mismatch"] - 1) < 1e-5
+        assert 1 / 5 < line["busiest_expert"] <= 1 / 2  # of 5 experts, 2 a token
+        assert 0 < line["router_entropy"] < math.log(5)
 
 
 @pytest.mark.slow

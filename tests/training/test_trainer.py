@@ -1,6 +1,7 @@
 """The trainer in five lines: as the post that announced GRPO writes them, and what it refuses."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from grpo_jax import GRPOTrainer
 from grpo_jax.config import flattened
+from grpo_jax.data.episodes import Reply, episode_return
 from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -18,6 +20,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks import arithmetic
+from grpo_jax.tasks.adapters import trl_reward
 
 STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 PROMPTS = ["1+1=", "2+2=", "12+3="]
@@ -112,6 +115,98 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
     export(Options(tmp_path / "run", tmp_path / "exported"))
     for params in (saved.params, load_pretrained(tmp_path / "exported").params):
         assert params_sha256(params) == params_sha256(trained.params)
+
+
+def higher(example, transcript, key):
+    return Reply("1+", reward=float(len(transcript)))
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: one.
+        b: another.
+    """
+    return a + b
+
+
+class Adder:
+    """As for TRL."""
+
+    def reset(self, **kwargs):
+        self.sum = 0
+        return "=="
+
+    def get_reward(self):
+        return float(self.sum)
+
+    def more(self, a: int) -> int:
+        """Adds.
+
+        Args:
+            a: how much.
+        """
+        self.sum += a
+        return self.sum
+
+
+def test_an_environment_answers_each_turn(folder, tmp_path):
+    options = {"steps": 2, "max_tokens": 6, "group_size": 4, "learning_rate": 0.1, "max_turns": 3}
+    trainer = GRPOTrainer(
+        folder, episode_return, environment=higher, environment_tokens=4, run_dir=tmp_path / "run", **options
+    )
+    trainer.train(PROMPTS)
+    line, group = trainer.run.lines()[0], trainer.run.lines("rollouts.jsonl")[0]
+    assert line["turns_mean"] > 1
+    assert line["first_ratio_deviation"] < 1e-4
+    for text, rewards, reward in zip(group["completions"], group["turn_rewards"], group["rewards"], strict=True):
+        assert text.count("1+") >= len(rewards) - 1
+        assert reward == sum(range(1, len(rewards) + 1))
+
+
+def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, tmp_path):
+    told = tmp_path / "told"
+    shutil.copytree(folder, told)
+    names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = told / "chat_template.jinja"
+    template.write_text(names + "{{ messages[0].content }}")
+    with pytest.raises(UsageError, match="no turn of the role tool or user"):
+        GRPOTrainer(told, Threes(), tools=[add], environment_tokens=4, run_dir=tmp_path / "run").train(PROMPTS)
+    template.write_text(names + turns)
+    options = {"steps": 1, "max_tokens": 4, "max_turns": 2, "environment_tokens": 4, "learning_rate": 0.1}
+    trainer = GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "run", **options)
+    trainer.train(PROMPTS)
+    line = trainer.run.lines()[0]
+    assert (line["environment_calls"], line["environment_bad_calls"], line["turns_mean"]) == (0, 0, 1)
+    reward = trl_reward(Adder)
+    trainer = GRPOTrainer(told, reward, environment_factory=Adder, run_dir=tmp_path / "trl", **options)
+    trainer.train(PROMPTS)
+    group = trainer.run.lines("rollouts.jsonl")[0]
+    assert group["prompt"].endswith("==")  # what `reset` shows
+    assert group["prompt"].startswith("more")
+    assert {*group["rewards"]} == {0.0}
+    template.write_text(turns)
+    with pytest.raises(UsageError, match="writes no tools into the prompt"):
+        GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "none", **options).train(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": [add]}, "tools need a tokenizer with a chat template"),
+        ({"tools": [add], "environment": higher}, "give one of them"),
+        ({"environment_factory": Adder, "environment": higher}, "give one of them"),
+        ({"environment": higher, "max_turns": 2}, "environment_tokens is 0"),
+        ({"max_turns": 2}, "this one has none: leave them out"),
+    ],
+)
+def test_turns_that_cannot_be_are_refused(folder, tmp_path, options, message):
+    with pytest.raises(UsageError, match=message) as error:
+        GRPOTrainer(folder, Threes(), run_dir=tmp_path / "run", **options).train(PROMPTS)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""How often does a mixture of experts send a token elsewhere in training than in sampling?
+
+    python -m experiments.benchmarks.routes
+
+A random model with the shape of a small Qwen3-MoE samples completions. The decode program is then run again on the same
+tokens, and the pass of the trainer over all of them, and both say where each token went in each layer. Both programs
+have the same weights and differ by rounding. Printed for float32 and bfloat16: the share of places (a token in a layer)
+whose set of experts differs, the share of tokens with such a place, and the mismatch of log-probabilities over all
+tokens and over those without one. A minute on two CPU cores.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from grpo_jax.functional import token_logprobs
+from grpo_jax.models.attention import Cache, KeyValues, keys_for_decoding
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.geometry import geometry_of_step
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import Params, Transformer, decoding_layout
+from grpo_jax.sampling.sampler import sample_groups
+
+MODEL = ModelConfig(
+    512,
+    128,
+    256,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    qk_norm=True,
+    initializer_range=0.1,
+    experts=ExpertsConfig(16, 4, 64, norm_topk_prob=True),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes of what is sampled."""
+
+    prompts: int = 8
+    group_size: int = 8
+    prompt_tokens: int = 16
+    tokens: int = 64
+
+
+def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """By decode steps, after each token but the last: hidden states `[N, G, T − 1, D]` and experts `[..., L, J]`."""
+    policy, model = decoder_policy(config), Transformer(config, scan_layers=False)
+    n, g, size = completions.shape
+    mask = jnp.ones(ids.shape, bool)
+    _, _, (prefix, _) = policy.prefill(params, ids, mask, g, size)
+    separate = {"params": decoding_layout(params, config)}
+    values = jnp.zeros((n * config.num_key_value_heads * g, size - 1, config.head_dim), config.dtype)
+    cache = tuple(KeyValues(keys_for_decoding(values), values) for _ in range(config.num_hidden_layers))
+
+    def step(cache, token):
+        given, number = token
+        seen = geometry_of_step(config, prefix, g, size - 1, number)
+        past = prefix, Cache(cache, number)
+        (hidden, cache), sown = model.apply(separate, given, seen, past=past, mutable=["routing"])
+        layers = sown["routing"].values()  # layer_0, layer_1, …
+        return cache, (hidden, jnp.stack([layer["mlp"]["routing"].experts for layer in layers], axis=2))
+
+    _, (hidden, experts) = jax.lax.scan(step, cache, (completions.transpose(2, 0, 1)[:-1], jnp.arange(size - 1)))
+    return hidden.transpose(1, 2, 0, 3), experts.transpose(1, 2, 0, 3, 4)
+
+
+def compare(config: ModelConfig, options: Options) -> tuple[float, float, float, float, float]:
+    """Of places and of tokens the share that went elsewhere; mean exp |Δ log p| of all tokens, and of those that went
+    the same way in all layers; and the largest |Δ log p| of these."""
+    policy, rng = decoder_policy(config), np.random.default_rng(0)
+    params = jax.jit(policy.init)(jax.random.key(0))
+    ids = jnp.asarray(rng.integers(0, config.vocab_size, (options.prompts, options.prompt_tokens)), jnp.int32)
+    rows = jnp.arange(options.prompts * options.group_size).reshape(options.prompts, -1)
+    sampler = partial(sample_groups, policy, max_tokens=options.tokens, eos_ids=())
+    sampled = jax.jit(sampler)(params, ids, jnp.ones(ids.shape, bool), rows, jax.random.key(1))
+    completions = sampled.completion_ids
+    _, by_step = jax.jit(partial(decoded, config))(params, ids, completions)
+    assert policy.routed
+    hidden, routing = jax.jit(policy.routed[0])(params, ids, jnp.ones(ids.shape, bool), completions)
+    scores = token_logprobs(hidden, policy.unembedding(params), completions, temperature=1.0)
+    # State t predicts token t: the first is the prompt's, which no step computes.
+    same = np.sort(by_step, axis=-1) == np.sort(routing.experts[:, :, 1:], axis=-1)
+    places = ~same.all(-1)
+    difference = np.abs(scores.logprobs - sampled.sampler_logprobs)[:, :, 1:]
+    kept = difference[~places.any(-1)]
+    return places.mean(), places.any(-1).mean(), np.exp(difference).mean(), np.exp(kept).mean(), kept.max()
+
+
+def main(options: Options) -> None:
+    """Prints the table."""
+    table = Table("dtype", "places", "tokens", "mean exp |Δ log p|", "of tokens that went one way", "their largest")
+    for dtype in ("float32", "bfloat16"):
+        places, tokens, *mismatch = compare(replace(MODEL, dtype=dtype), options)
+        table.add_row(dtype, f"{places:.3%}", f"{tokens:.3%}", *(f"{x:.6f}" for x in mismatch))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

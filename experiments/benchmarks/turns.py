@@ -1,0 +1,138 @@
+"""Where does the time of episodes go: the host, what is computed of prompts and replies, or tokens one by one?
+
+A decoder with random weights plays three turns, in float32. A turn ends by a token that is as likely as any other,
+after 16 tokens in the mean. Replies are half as long again, and the last turn has none, so that half of the tokens are
+the environment's. "host" is what the devices wait for: reading tokens, text, the environment, and what goes back.
+"prefill" computes prompts and replies, "decode" samples. Medians of several rollouts, after one to warm up.
+
+  python -m experiments.benchmarks.turns
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from experiments.benchmarks.shapes import SHAPES, ShapeName
+from grpo_jax.config import SamplingConfig, recipe
+from grpo_jax.data.episodes import Key, Reply, Transcript, environment
+from grpo_jax.data.types import Example, Prompts, rng
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.episodes import EpisodePrograms, play
+from grpo_jax.training.learn import SAMPLING
+from grpo_jax.training.parallel import to_devices, to_host
+from grpo_jax.training.rollout import completion_numbers, episode_programs, group_temperatures, noise_of
+
+TURN = 16  # tokens of the policy in the mean
+PARTS = ("host", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    shape: ShapeName = "tiny"
+    """Of `experiments.benchmarks.step`: the decoder, prompts and groups of it."""
+    turns: int = 3
+    """Of an episode."""
+    rollouts: int = 5
+    """Rollouts that are measured."""
+
+
+def main(config: Config) -> None:
+    """Prints a line of JSON."""
+    shape = SHAPES[config.shape]
+    task = game(shape.model.vocab_size, shape.num_prompts, shape.prompt)
+    sampling = recipe(
+        num_prompts=shape.num_prompts,
+        group_size=shape.group_size,
+        max_tokens=2 * TURN * config.turns,
+        max_turns=config.turns,
+        environment_tokens=2 * TURN * config.turns,
+    ).sampling
+    policy = decoder_policy(shape.model)
+    params = jax.block_until_ready(jax.jit(policy.init)(jax.random.key(0)))
+    programs = episode_programs(policy, task, sampling, 1)
+    # As many places, of which one token is sampled: the prompts alone.
+    one = replace(sampling, max_tokens=1, environment_tokens=sampling.row_tokens - 1)
+    prompts_alone = episode_programs(policy, task, one, 1).begin
+    rollouts = [measured(programs, prompts_alone, params, task, sampling, step) for step in range(config.rollouts + 1)]
+    found = {name: statistics.median(line[name] for line in rollouts[1:]) for name in rollouts[0]}
+    whole = sum(found[f"{name}_s"] for name in PARTS)
+    shares = {f"{name}_share": found[f"{name}_s"] / whole for name in PARTS}
+    print(json.dumps({name: round(value, 4) for name, value in (found | shares).items()}))
+
+
+def measured(
+    programs: EpisodePrograms,
+    prompts_alone: Callable[..., Any],
+    params: Params,
+    task: Task,
+    sampling: SamplingConfig,
+    step: int,
+) -> dict[str, float]:
+    """Seconds of one rollout by part, and its tokens."""
+    prefill, whole, aside = [0.0], [0.0], [0.0]
+
+    def timed(program: Callable[..., Any], total: list[float], *arguments: Any) -> Any:
+        began = time.perf_counter()
+        result = jax.block_until_ready(program(*arguments))
+        total[0] += time.perf_counter() - began
+        return result
+
+    def begin(*arguments: Any) -> Any:
+        timed(prompts_alone, prefill, *arguments)
+        return timed(programs.begin, whole, *arguments)
+
+    def go_on(params: Params, episodes: Any, said: Any, counts: Any, goes_on: Any) -> Any:
+        # Where nobody goes on, replies are computed and nothing is sampled. The program takes what it is given.
+        copy = timed(jax.tree.map, aside, jnp.copy, episodes)
+        timed(programs.go_on, prefill, params, copy, said, counts, jnp.zeros_like(goes_on))
+        return timed(programs.go_on, whole, params, episodes, said, counts, goes_on)
+
+    prompts = task.prompts(step)
+    given = to_devices((prompts.ids, prompts.mask, completion_numbers(sampling), group_temperatures(sampling)))
+    began = time.perf_counter()
+    out = play(
+        EpisodePrograms(begin, go_on), params, given, noise_of(0, SAMPLING, step), prompts.examples, task, sampling, 1
+    )
+    host = time.perf_counter() - began - prefill[0] - whole[0] - aside[0]
+    turn, own = to_host((out.turn, out.completion_mask))
+    return {
+        "host_s": host,
+        "prefill_s": prefill[0],
+        "decode_s": whole[0] - prefill[0],
+        "turns_mean": float(turn.max(-1).mean()),
+        "tokens": int((turn > 0).sum()),
+        "environment_share": float(((turn > 0) & ~own).sum() / (turn > 0).sum()),
+    }
+
+
+def game(vocab_size: int, num_prompts: int, width: int) -> Task:
+    """Prompts at random, an environment that answers so many tokens as it was told, and no reward."""
+
+    def prompts(step: int) -> Prompts:
+        ids = rng(0, step).integers(0, vocab_size, (num_prompts, width)).astype(np.int32)
+        return Prompts(ids, np.ones(ids.shape, bool), [{"prompt": str(row)} for row in ids])
+
+    def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
+        # The last turn has no reply, so those before have half as much again.
+        count = max(1, 3 * len(transcript[-1].said.ids) // 2)
+        return Reply(ids=rng(*key).integers(0, vocab_size, count).tolist())
+
+    ends = tuple(range(vocab_size // TURN))
+    task = Task(prompts, lambda *_: [], prompts(0), lambda ids: " ".join(map(str, ids)), ends, 0, vocab_size)
+    return task._replace(environment=environment(reply, lambda text: []))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, prog="python -m experiments.benchmarks.turns", description=__doc__))

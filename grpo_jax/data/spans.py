@@ -1,0 +1,120 @@
+"""Rewards of parts of a completion: steps of a proof, lines of code."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.data.types import Completion, Span
+from grpo_jax.errors import shown
+
+MOST = 1000  # of one completion
+Decode = Callable[[Sequence[int]], str]  # ids to text
+
+
+class BadSpans(ValueError):
+    """Why spans cannot be those of a completion."""
+
+
+def are_spans(value: Any) -> bool:
+    """Whether a reward says of a completion how good its parts are, in place of a number."""
+    return isinstance(value, list | tuple) and all(isinstance(part, list | tuple) for part in value)
+
+
+def checked(value: Sequence[Any], completion: Completion) -> tuple[Span, ...]:
+    """The spans that a reward gave for a completion.
+
+    Args:
+      value: spans, or (start, end, reward) of characters.
+      completion: that they are of.
+
+    Raises:
+      BadSpans: they are not in order, overlap, are empty, or lie outside; or something is no number.
+    """
+    if len(value) > MOST:
+        raise BadSpans(f"there are {len(value)} spans of one completion, and at most {MOST} are read")
+    spans = tuple(_span(part) for part in value)
+    for span in spans:
+        length = len(completion) if span.unit == "characters" else len(completion.ids)
+        if not 0 <= span.start < span.end <= length:
+            raise BadSpans(
+                f"the span from {span.start} to {span.end} is not one of a completion of {length} {span.unit}"
+            )
+    if len({span.unit for span in spans}) > 1:
+        raise BadSpans("the spans of one completion are of characters and of tokens: take one of them")
+    for before, span in itertools.pairwise(spans):
+        if span.start < before.end:
+            raise BadSpans(f"the span from {span.start} begins before the one to {before.end} ends: put them in order")
+    return spans
+
+
+def _span(part: Any) -> Span:
+    try:
+        start, end, reward, *unit = part
+        span = Span(int(start), int(end), float(reward), *unit)
+    except (TypeError, ValueError, OverflowError):
+        raise BadSpans(f"{shown(part)} is no span: it must be (start, end, reward)") from None
+    if span[:2] != (start, end) or span.unit not in ("characters", "tokens"):
+        raise BadSpans(f"{shown(part)} is no span of characters or tokens")
+    return span
+
+
+def total(spans: Sequence[Span]) -> float:
+    """What a completion earned."""
+    return math.fsum(span.reward for span in spans) if spans else 0.0
+
+
+def in_tokens(
+    spans: Sequence[Span], completion: Completion, decode: Callable[[Sequence[int]], str]
+) -> tuple[Span, ...]:
+    """Spans of tokens: from the one that has the first character of a span to the one that has its last.
+
+    Args:
+      spans: `checked`, of one reward or of several.
+      completion: that they are of.
+      decode: ids to text.
+
+    Returns:
+      The spans, ordered by their ends. One token may be in two of them.
+    """
+    if any(span.unit == "characters" for span in spans):
+        ends = np.cumsum([len(piece) for piece in pieces(completion.ids, completion, decode)])
+
+        def token(character: int) -> int:
+            """The first token whose piece ends behind it; the text has one for each of its characters."""
+            return int(np.searchsorted(ends, character, side="right"))
+
+        spans = [
+            span if span.unit == "tokens" else Span(token(span.start), token(span.end - 1) + 1, span.reward, "tokens")
+            for span in spans
+        ]
+    return tuple(sorted(spans, key=lambda span: (span.end, span.start)))
+
+
+def pieces(ids: Sequence[int], text: str, decode: Decode) -> list[str]:
+    """The part of a text that each of its tokens adds. Together the parts are the text.
+
+    Tokens cannot be decoded one by one: a tokenizer may drop the space before the first token, and several tokens may
+    make up one character. So a part is what decoding gains by one more token. Text that cannot be assigned yet goes to
+    a later token: the first after which it can, or the last.
+
+    Args:
+      ids: as sampled, without what ended them.
+      text: of them.
+      decode: ids to text.
+
+    Returns:
+      One text for each id.
+    """
+    texts = [""] * len(ids)
+    place, start, done = 0, 0, 0  # in the text; decoded anew from `start`; known up to `done`
+    for end in range(1, len(ids) + 1):
+        known, more = decode(ids[start:done]), decode(ids[start:end])
+        part = more[len(known) :]
+        if more.startswith(known) and not part.endswith("\ufffd") and text.startswith(part, place):
+            texts[end - 1], place, start, done = part, place + len(part), done, end
+    if texts:
+        texts[-1] += text[place:]
+    return texts

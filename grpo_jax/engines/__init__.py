@@ -1,0 +1,1 @@
+"""Other engines that sample: servers of the completions protocol."""

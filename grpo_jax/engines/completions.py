@@ -1,0 +1,152 @@
+"""The completions protocol with token ids and log-probabilities: what is asked, and what of an answer is believed.
+
+POST /v1/completions takes the prompt as token ids. With `return_token_ids` a choice has `token_ids` (vLLM from 0.10.2,
+SGLang of 2026). With `return_tokens_as_token_ids` the tokens of its log-probabilities are texts "token_id:17" (vLLM).
+Nothing is encoded or decoded on the way: what is learned from is what was sampled.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+_PREFIX = "token_id:"
+_ROUNDING = 1e-3  # by which a log-probability may be above 0
+
+
+class Wrong(Exception):
+    """What is wrong with an answer, as the rest of a sentence that begins with "the engine"."""
+
+
+class Asked(NamedTuple):
+    """One completion that is asked for."""
+
+    prompt: list[int]
+    temperature: float
+    seed: int
+    max_tokens: int
+
+
+class Answer(NamedTuple):
+    """One completion."""
+
+    ids: list[int]  # with the one that ended it
+    logprobs: list[float]  # of each, after temperature
+
+
+class Tokens(NamedTuple):
+    """What ids may be, and what they mean."""
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    decode: Callable[[Sequence[int]], str]
+
+
+def body_of(asked: Asked, eos_ids: Sequence[int]) -> dict[str, Any]:
+    """The request, without its model.
+
+    A completion is a request of its own, with a seed of its own: one that fails is asked for again alone, and gives
+    what it would have given. The server keeps the prompt that it shares with others of its group.
+    """
+    return {
+        "prompt": asked.prompt,
+        "n": 1,
+        "max_tokens": asked.max_tokens,
+        "temperature": asked.temperature,
+        "seed": asked.seed,
+        "stop_token_ids": list(eos_ids),
+        "logprobs": 0,  # of the sampled token alone
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        # Named, for a server takes what is not from the model's generation_config.json.
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+
+
+def believed(answer: bytes, asked: Asked, tokens: Tokens) -> Answer:
+    """The completion in an answer, if all that can be checked of it is right.
+
+    Raises:
+      Wrong: the first thing that is not.
+    """
+    choice = _choice(answer)
+    logprobs = choice.get("logprobs") or {}
+    named = _ids_in(logprobs.get("tokens"))
+    ids = choice.get("token_ids")
+    ids = named if ids is None else ids
+    if ids is None:
+        raise Wrong("gave no token ids: it needs a version that knows return_token_ids")
+    _check_ids(ids, asked, tokens)
+    if named is not None and named != ids:
+        raise Wrong("gave token_ids that are not those of its log-probabilities")
+    seen = choice.get("prompt_token_ids")
+    if seen is not None and seen != asked.prompt:
+        raise Wrong(f"completed another prompt, of {len(seen)} tokens in place of {len(asked.prompt)}")
+    if not _agree(choice.get("text"), tokens.decode([i for i in ids if i not in tokens.eos_ids])):
+        raise Wrong("gave ids whose text is not the one that it gave: it must serve this model, with its tokenizer")
+    return Answer(ids, _checked_logprobs(logprobs.get("token_logprobs"), len(ids)))
+
+
+def _choice(answer: bytes) -> dict[str, Any]:
+    """The only completion in an answer."""
+    try:
+        choices = json.loads(answer)["choices"]
+        count = len(choices)
+        choice = dict(choices[0]) if count == 1 else {}
+        dict(choice.get("logprobs") or {})
+    except (ValueError, TypeError, LookupError, RecursionError):
+        raise Wrong("gave an answer that is not of the completions protocol") from None
+    if count != 1:
+        raise Wrong(f"gave {count} completions where one was asked for")
+    return choice
+
+
+def _ids_in(texts: Any) -> list[int] | None:
+    """The ids that log-probabilities are of, if they say so."""
+    if not isinstance(texts, list) or not texts or not all(str(text).startswith(_PREFIX) for text in texts):
+        return None
+    numbers = [str(text).removeprefix(_PREFIX) for text in texts]
+    return [int(number) for number in numbers] if all(map(str.isdecimal, numbers)) else None
+
+
+def _check_ids(ids: Any, asked: Asked, tokens: Tokens) -> None:
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise Wrong("gave a completion without tokens")
+    if wrong := [i for i in ids if not 0 <= i < tokens.vocab_size]:
+        raise Wrong(f"gave token {wrong[0]}, but the model has the tokens 0 to {tokens.vocab_size - 1}")
+    if len(ids) > asked.max_tokens:
+        raise Wrong(f"gave {len(ids)} tokens where at most {asked.max_tokens} were asked for")
+    ends = [place for place, i in enumerate(ids) if i in tokens.eos_ids]
+    if ends and ends[0] != len(ids) - 1:
+        raise Wrong(f"went on after token {ids[ends[0]]}, which ends a completion here")
+    if not ends and len(ids) < asked.max_tokens:
+        raise Wrong(
+            f"ended a completion after {len(ids)} of {asked.max_tokens} tokens by token {ids[-1]}, which ends none "
+            "here: it may have less room for prompt and completion, or other tokens that end one"
+        )
+
+
+def _checked_logprobs(values: Any, count: int) -> list[float]:
+    if not isinstance(values, list) or len(values) != count:
+        found = len(values) if isinstance(values, list) else "no"
+        raise Wrong(f"gave {found} log-probabilities for {count} tokens")
+    for value in values:
+        if type(value) not in (int, float) or not -math.inf < value <= _ROUNDING:
+            raise Wrong(f"gave {value} for a log-probability")
+    return [float(value) for value in values]
+
+
+def _agree(said: Any, own: str) -> bool:
+    """Whether two texts of the same ids may be of one tokenizer: the letters of one begin with those of the other.
+
+    Spaces, and characters that are not complete, depend on what stands before and behind.
+    """
+    if not isinstance(said, str):
+        return True
+    first, second = ("".join(filter(str.isalnum, text)) for text in (said, own))
+    return first.startswith(second) or second.startswith(first)

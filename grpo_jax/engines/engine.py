@@ -1,0 +1,235 @@
+"""A server that samples in place of the policy's own program: weights go to it as a folder, completions come back."""
+
+import json
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from grpo_jax.config import EngineOptions
+from grpo_jax.engines.completions import Answer, Asked, Tokens, Wrong, believed, body_of
+from grpo_jax.engines.http import Gone, Refused, ask
+from grpo_jax.errors import Interruption, UsageError, lacking
+from grpo_jax.models.lora import Adapted
+from grpo_jax.models.transformer import Params
+
+_COMPLETIONS = "/v1/completions"
+_NOT_FOUND = 404
+_AT_ONCE = 256  # requests under way, which the server batches
+_SOON = 30.0  # seconds for a server to say that it is there
+_LONGEST_PAUSE = 30.0  # seconds before a server that was gone is asked again
+
+
+class Kind(NamedTuple):
+    """How a server is told of weights. A request is a path and what is posted there."""
+
+    weights: Callable[[str], list[tuple[str, dict[str, Any]]]]  # folder -> requests that load it
+    load_adapter: str  # path
+    unload_adapter: str  # path
+    naming: Callable[[str, str], dict[str, Any]]  # (model, adapter) -> of a request for a completion by both
+
+
+KINDS = {
+    "vllm": Kind(
+        lambda folder: [
+            ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+            ("/reset_prefix_cache", {}),  # it holds keys and values of the weights before
+        ],
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        lambda model, adapter: {"model": adapter},
+    ),
+    "sglang": Kind(
+        lambda folder: [("/update_weights_from_disk", {"model_path": folder})],
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        lambda model, adapter: {"model": model, "lora_path": adapter},
+    ),
+}
+
+
+class Engine:
+    """A server, and which parameters it has.
+
+    Attributes:
+      model: the name that the server has for the model.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        save: Callable[[Path, Params], Any],
+        *,
+        note: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        """Finds the server.
+
+        Args:
+          options: where it is.
+          save: writes parameters as a folder that it loads; with adapters, as a folder of these alone.
+          note: tells the user what takes long.
+
+        Raises:
+          UsageError: no server of the protocol answers there.
+        """
+        if not options.engine_timeout > 0:
+            raise UsageError(f"engine_timeout is {options.engine_timeout}: it must be above 0")
+        self._url = options.engine.rstrip("/").removesuffix("/v1")
+        self._kind, self._timeout = KINDS[options.engine_kind], options.engine_timeout
+        self._save, self._note = save, note
+        self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
+        self._folder = Path(self._temporary.name if self._temporary else options.engine_folder).expanduser().absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._temporary:
+            self._folder.chmod(0o755)  # the server may be another user
+        self._parameters: Path | None = None  # the folder with them
+        self._written: list[Any] = []  # the arrays that are in it, as weak references
+        self._is_told = False  # whether the server has loaded them
+        self._adapter = ""  # its name for them, if they are adapters
+        try:
+            models = ask(f"{self._url}/v1/models", timeout=min(self._timeout, _SOON))
+            self.model = str(json.loads(models)["data"][0]["id"])
+        except (Gone, Refused) as error:
+            raise UsageError(
+                f"no engine answers at {self._url} ({error}): start it, or name its address by engine"
+            ) from None
+        except (ValueError, LookupError, TypeError):
+            raise UsageError(f"what answers at {self._url} names no model: it must serve /v1/models") from None
+
+    def complete(self, params: Params, asked: Sequence[Asked], tokens: Tokens) -> list[Answer]:
+        """Completions by these parameters, in the order asked.
+
+        A server that does not answer is waited for, told the parameters again, and asked for what is missing.
+
+        Args:
+          params: of the policy.
+          asked: what for.
+          tokens: of the model.
+
+        Raises:
+          Interruption: the server is gone for longer than its timeout, refuses, or says what cannot be.
+        """
+        answers: list[Answer | None] = [None] * len(asked)
+        pauses, gone_since, missing = _pauses(), None, len(asked)
+        while True:
+            try:
+                self._load(params)
+                self._fill(answers, asked, tokens)
+                return [answer for answer in answers if answer]
+            except Gone as error:
+                self._is_told = False  # one that was started again has its first parameters
+                left = answers.count(None)
+                if gone_since is None or left < missing:
+                    gone_since, pauses, missing = time.monotonic(), _pauses(), left
+                    self._note(f"the engine at {self._url} does not answer ({error}): it is asked again")
+                if time.monotonic() - gone_since >= self._timeout:
+                    raise Interruption(
+                        f"the engine at {self._url} has not answered for {self._timeout:g} s ({error}), with {left} of "
+                        f"{len(asked)} completions missing: start it again"
+                    ) from None
+                time.sleep(min(next(pauses), self._timeout))
+
+    def _fill(self, answers: list[Answer | None], asked: Sequence[Asked], tokens: Tokens) -> None:
+        """Asks for what is missing, all at once. When one request fails no others are begun.
+
+        Raises:
+          Gone: the server does not answer.
+          Interruption: as `complete`.
+        """
+        failed, failures = threading.Event(), []
+
+        def one(place: int) -> None:
+            if failed.is_set():
+                return
+            try:
+                answers[place] = self._one(asked[place], tokens)
+            except (Gone, Interruption) as error:
+                failed.set()
+                failures.append(error)
+
+        missing = [place for place, answer in enumerate(answers) if answer is None]
+        with ThreadPoolExecutor(min(_AT_ONCE, len(missing))) as pool:
+            list(pool.map(one, missing))
+        if failures:
+            raise next((error for error in failures if isinstance(error, Interruption)), failures[0])
+
+    def _one(self, asked: Asked, tokens: Tokens) -> Answer:
+        named = self._kind.naming(self.model, self._adapter) if self._adapter else {"model": self.model}
+        try:
+            return believed(self._post(_COMPLETIONS, named | body_of(asked, tokens.eos_ids)), asked, tokens)
+        except Wrong as error:
+            raise Interruption(f"the engine at {self._url} {error}: nothing was learned from it") from None
+
+    def _post(self, path: str, body: dict[str, Any]) -> bytes:
+        try:
+            return ask(self._url + path, body, timeout=self._timeout)
+        except Refused as error:
+            if error.code == _NOT_FOUND and self._adapter and path == _COMPLETIONS:
+                raise Gone(str(error)) from None  # it was started again, and has no adapters
+            raise Interruption(f"the engine at {self._url} refuses {path} ({error}): see how it was started") from None
+
+    # ---- parameters
+
+    def _load(self, params: Params) -> None:
+        """Gives the server parameters, unless it has them."""
+        leaves = jax.tree.leaves(params)
+        known = [x() for x in self._written]
+        if len(known) != len(leaves) or any(x is not y for x, y in zip(known, leaves, strict=True)):
+            self._write(params)
+            self._written, self._is_told = [weakref.ref(x) for x in leaves], False
+        if self._is_told:
+            return
+        if isinstance(params, Adapted):
+            self._load_adapter()
+        else:
+            for path, body in self._kind.weights(str(self._parameters)):
+                self._tell(path, body)
+        self._is_told = True
+
+    def _write(self, params: Params) -> None:
+        """Parameters as a folder with a new name, in place of the one before."""
+        if self._parameters:
+            shutil.rmtree(self._parameters, ignore_errors=True)
+        self._parameters = self._folder / f"parameters-{uuid.uuid4().hex[:12]}"
+        try:
+            self._save(self._parameters, params)
+        except OSError as error:
+            raise Interruption(f"{self._folder} cannot take parameters ({lacking(error) or error})") from None
+
+    def _load_adapter(self) -> None:
+        """Adapters get a name of their own each time: what the server keeps of prompts is kept by name."""
+        before, self._adapter = self._adapter, f"grpo-jax-{uuid.uuid4().hex[:12]}"
+        self._tell(self._kind.load_adapter, {"lora_name": self._adapter, "lora_path": str(self._parameters)})
+        if before:
+            with suppress(Gone, Interruption):  # one that was started again does not know it
+                self._post(self._kind.unload_adapter, {"lora_name": before})
+
+    def _tell(self, path: str, body: dict[str, Any]) -> None:
+        """Posts what the server has to do; some say in their answer that they have not."""
+        answer = self._post(path, body)
+        try:
+            said = json.loads(answer)
+        except ValueError:
+            return  # a plain text
+        if isinstance(said, dict) and said.get("success") is False:
+            raise Interruption(
+                f"the engine at {self._url} does not load parameters ({said.get('message', 'it does not say why')}): "
+                f"it must see {self._folder} under this name, which engine_folder sets"
+            )
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds before a server is asked again: 1, 2, 4, …"""
+    pause = 1.0
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -1,0 +1,225 @@
+"""Environments that were written for other libraries, unchanged: Gymnasium's with texts, and classes for TRL.
+
+They keep a state, and an environment here is a function that keeps none. So a fresh one is made for each reply, and
+what the policy did before is done again. It must then answer as it did: what it draws at random it draws from the seed
+of its row (an async method that waits has to draw from a generator of its own). Long episodes cost the square of their
+turns.
+"""
+
+import inspect
+import json
+import random
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
+from grpo_jax.data.types import Completion, Example, Number, Reward, Turn
+from grpo_jax.errors import UsageError
+from grpo_jax.tasks.tools import reply_with
+
+Factory = Callable[[], Any]  # makes a fresh environment; a class is one
+
+# ---- Gymnasium
+
+
+def gymnasium_environment(make: Factory) -> ReplyFn:
+    """The environment of one of Gymnasium whose observations and actions are texts.
+
+    A turn of the policy is an action; the observation is the reply, and the episode ends where it is terminated or
+    truncated.
+
+    Args:
+      make: such as `lambda: gymnasium.make("…")`.
+
+    Returns:
+      (example, transcript, key) -> reply. The example needs the "seed" of `gymnasium_rows`.
+    """
+
+    def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
+        del key
+        environment = make()
+        try:
+            environment.reset(seed=example["seed"])
+            for turn in transcript:
+                observation, reward, terminated, truncated, _ = environment.step(str(turn.said))
+        finally:
+            environment.close()
+        return Reply(_observed(observation), done=bool(terminated or truncated), reward=float(reward))
+
+    return reply
+
+
+def gymnasium_rows(make: Factory, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each seed: "prompt", what the environment shows at its beginning, and "seed".
+
+    Raises:
+      UsageError: it shows no text.
+    """
+    environment = make()
+    try:
+        return [{"prompt": _observed(environment.reset(seed=seed)[0]), "seed": seed} for seed in seeds]
+    finally:
+        environment.close()
+
+
+def _observed(observation: Any) -> str:
+    if not isinstance(observation, str):
+        raise UsageError(
+            f"the environment shows {type(observation).__name__}, not text: wrap it in gymnasium.wrappers, "
+            "TransformObservation and TransformAction, so that it speaks and hears texts"
+        )
+    return observation
+
+
+# ---- TRL
+
+
+def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows as TRL shows them: what `reset` returns stands behind the prompt, or behind its last message.
+
+    Args:
+      factory: of the environment.
+      rows: each is given to `reset`, as keywords; "prompt" may be left out where `reset` returns a text.
+
+    Returns:
+      The same rows with that prompt, and the "row" as it was.
+
+    Raises:
+      UsageError: `reset` raised.
+    """
+
+    def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            with _drawing_for(row):
+                shown = factory().reset(**row)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UsageError(
+                f"reset of the environment, called with the columns of row {number}, raised {reason}"
+            ) from error
+        return {**row, "prompt": _behind(row.get("prompt", ""), shown or ""), "row": dict(row)}
+
+    return [one(number, row) for number, row in enumerate(rows)]
+
+
+def _behind(prompt: Any, text: str) -> Any:
+    if isinstance(prompt, str):
+        return prompt + text
+    *before, last = prompt
+    return [*before, {**last, "content": last["content"] + text}]
+
+
+def trl_tools(factory: Factory) -> dict[str, Callable[..., Any]]:
+    """The public methods of an environment but `reset` and `get_reward`, by name: what the policy may call.
+
+    Raises:
+      UsageError: it is none for TRL.
+    """
+    environment = factory() if callable(factory) else None
+    found = _methods(environment)
+    if not found or not callable(getattr(environment, "reset", None)):
+        raise UsageError(
+            "environment_factory must be a class, or make an instance of one, with reset(**row) and a method to call"
+        )
+    return found
+
+
+def _methods(environment: Any) -> dict[str, Callable[..., Any]]:
+    names = (name for name, _ in inspect.getmembers(type(environment), inspect.isfunction))
+    return {
+        name: getattr(environment, name)
+        for name in names
+        if not name.startswith("_") and name not in ("reset", "get_reward")
+    }
+
+
+def trl_environment(factory: Factory) -> ReplyFn:
+    """The environment of a class for TRL's `environment_factory`: the policy calls its methods as tools.
+
+    Args:
+      factory: the class, or what makes one. It has `reset(**row)`, which returns None or a text.
+
+    Returns:
+      (example, transcript, key) -> reply, async; examples are of `trl_rows`.
+    """
+
+    async def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
+        del key
+        return (await _played(factory, example, transcript))[1]
+
+    return reply
+
+
+def trl_reward(factory: Factory, reward: Callable[..., Any] | None = None) -> Reward:
+    """What an episode earned, of an environment that has played it.
+
+    Args:
+      factory: of the environment.
+      reward: TRL's: called with environments, prompts, completions (lists of messages) and the columns of the rows, all
+        by name, for one number each; may be async. None: `get_reward` of the environment.
+
+    Returns:
+      (examples, completions) -> numbers, async.
+    """
+
+    async def graded(examples: Sequence[Example], completions: Sequence[Completion]) -> list[Number]:
+        pairs = list(zip(examples, completions, strict=True))
+        played = [(await _played(factory, example, text.turns))[0] for example, text in pairs]
+        if reward is None:
+            return [await _waited(environment.get_reward()) for environment in played]
+        given = [_row(example) for example in examples]
+        columns = {name: [row.get(name) for row in given] for name in given[0] if name != "prompt"}
+        messages = [_messages(text.turns) for text in completions]
+        prompts = [example["prompt"] for example in examples]
+        return list(await _waited(reward(environments=played, prompts=prompts, completions=messages, **columns)))
+
+    return graded
+
+
+async def _played(factory: Factory, example: Example, turns: Sequence[Turn]) -> tuple[Any, Reply]:
+    """An environment after these turns, and what it replies to the last of them."""
+    row, reply = _row(example), Reply(done=True)
+    with _drawing_for(row):
+        environment = factory()
+        environment.reset(**row)
+        answer = reply_with(_methods(environment))
+        for turn in turns:
+            reply = await _waited(answer(example, [turn], ()))
+    return environment, reply
+
+
+def _row(example: Example) -> Mapping[str, Any]:
+    """What `trl_rows` was given."""
+    return example.get("row", example)
+
+
+def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
+    spoken = [("assistant", turn.said, "tool", turn.heard) for turn in turns]
+    return [
+        {"role": role, "content": str(text)}
+        for said_by, said, heard_from, heard in spoken
+        for role, text in ((said_by, said), (heard_from, heard))
+        if text is not None
+    ]
+
+
+async def _waited(value: Awaitable[Any] | Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+@contextmanager
+def _drawing_for(row: Mapping[str, Any]) -> Iterator[None]:
+    """Python's and NumPy's own generators begin where the row says, and afterwards are where they were."""
+    seed = zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode())
+    state, numpy_state = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)

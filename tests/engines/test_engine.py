@@ -1,0 +1,160 @@
+"""What is believed of an engine's answers, and what happens when it does not answer. Nothing is sampled here."""
+
+import json
+
+import numpy as np
+import pytest
+from server import Server
+
+from grpo_jax.config import EngineOptions
+from grpo_jax.engines.completions import Asked, Tokens
+from grpo_jax.engines.engine import Engine
+from grpo_jax.errors import Interruption, UsageError
+
+EOS = 6
+TOKENS = Tokens(8, (EOS,), lambda ids: "".join(map(str, ids)))
+ASKED = [Asked([1, 2, number], 1.0, number, 3) for number in range(5)]
+
+
+def echo(folder, body):
+    """The last token of the prompt, then EOS."""
+    return [body["prompt"][-1], EOS], [-0.5, -0.25]
+
+
+def save(folder, params):
+    folder.mkdir()
+    np.save(folder / "params.npy", params)
+
+
+@pytest.fixture
+def server():
+    server = Server(echo, TOKENS.decode, (EOS,))
+    yield server
+    server.stop()
+
+
+def engine_of(server, folder, **options):
+    return Engine(EngineOptions(server.url, engine_folder=str(folder), **options), save)
+
+
+def choice_with(**changes):
+    """Changes the completion in an answer; logprobs by their own names."""
+
+    def tamper(number, answer):
+        choice = answer["choices"][0]
+        for name, value in changes.items():
+            (choice if name in choice else choice["logprobs"])[name] = value
+        return answer
+
+    return tamper
+
+
+def test_completions_come_in_the_order_asked(server, tmp_path):
+    answers = engine_of(server, tmp_path).complete(np.ones(2), ASKED, TOKENS)
+    assert [answer.ids for answer in answers] == [[number, EOS] for number in range(5)]
+    assert answers[0].logprobs == [-0.5, -0.25]
+
+
+@pytest.mark.parametrize("defaults", ["top_p", "top_k", "min_p", "repetition_penalty"])
+def test_no_default_of_the_server_changes_what_is_sampled(server, tmp_path, defaults):
+    engine_of(server, tmp_path).complete(np.ones(2), ASKED, TOKENS)
+    assert all(defaults in body for body in server.completions())
+
+
+LIES = {
+    "at most 3": choice_with(token_ids=[1, 2, 3, 4], tokens=None),
+    "token 8, but the model has the tokens 0 to 7": choice_with(token_ids=[8, EOS], tokens=None),
+    "not those of its log-probabilities": choice_with(token_ids=[5, EOS]),
+    "whose text is not the one": choice_with(text="777"),
+    "went on after token 6": choice_with(token_ids=[EOS, 1], tokens=None),
+    "after 2 of 3 tokens by token 1": choice_with(token_ids=[0, 1], tokens=None, text="01"),
+    "without tokens": choice_with(token_ids=[], tokens=None),
+    "no token ids": choice_with(token_ids=None, tokens=["a", "b"]),
+    "another prompt": choice_with(prompt_token_ids=[1]),
+    "1 log-probabilities for 2 tokens": choice_with(token_logprobs=[-0.5]),
+    "None for a log-probability": choice_with(token_logprobs=[None, -1.0]),
+    "0.5 for a log-probability": choice_with(token_logprobs=[0.5, -1.0]),
+    "0 completions where one": lambda number, answer: answer | {"choices": []},
+    "2 completions where one": lambda number, answer: answer | {"choices": answer["choices"] * 2},
+    "not of the completions protocol": lambda number, answer: b"<html>",
+    "refuses /v1/completions": lambda number, answer: 400,
+}
+
+
+@pytest.mark.parametrize("words", LIES)
+def test_an_answer_that_cannot_be_ends_the_draw_in_a_sentence(server, tmp_path, words):
+    server.tamper = LIES[words]
+    with pytest.raises(Interruption, match=words) as refused:
+        engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], TOKENS)
+    assert server.url in str(refused.value)
+    assert len(server.completions()) == 1  # it was not asked again
+
+
+def test_ids_are_taken_from_the_log_probabilities_where_there_are_no_others(server, tmp_path):
+    server.tamper = choice_with(token_ids=None)
+    assert engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], TOKENS)[0].ids == [0, EOS]
+
+
+@pytest.mark.parametrize("failure", [None, 503, 429])
+def test_only_what_failed_is_asked_for_again_after_parameters_are_told_again(server, tmp_path, failure, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    server.tamper = lambda number, answer: failure if number == 2 else answer
+    answers = engine_of(server, tmp_path).complete(np.ones(2), ASKED, TOKENS)
+    assert [answer.ids[0] for answer in answers] == list(range(5))
+    assert len(server.completions()) <= 6
+    assert [path for path, _ in server.asked].count("/collective_rpc") == 2
+
+
+def test_parameters_are_told_once_for_many_draws_and_leave_one_folder(server, tmp_path):
+    engine, first, second = engine_of(server, tmp_path), np.ones(2), np.zeros(2)
+    for params in (first, first, second):
+        engine.complete(params, ASKED[:1], TOKENS)
+    told = [body["kwargs"]["weights_path"] for path, body in server.asked if path == "/collective_rpc"]
+    assert len(told) == 2
+    assert [str(folder) for folder in tmp_path.iterdir()] == [told[1]]
+    assert [path for path, _ in server.asked].count("/reset_prefix_cache") == 2
+
+
+def test_a_server_that_hangs_is_left_after_its_timeout(server, tmp_path):
+    server.tamper = lambda number, answer: 503
+    engine = engine_of(server, tmp_path, engine_timeout=0.05)
+    with pytest.raises(Interruption, match=r"has not answered for 0.05 s \(503.*5 of 5 completions missing"):
+        engine.complete(np.ones(2), ASKED, TOKENS)
+
+
+def test_a_server_that_does_not_load_parameters_is_told_of(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "reply", lambda path, body: {"success": False, "message": "no such folder"})
+    with pytest.raises(Interruption, match=r"does not load parameters \(no such folder\): it must see"):
+        engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED, TOKENS)
+    monkeypatch.setattr(server, "reply", lambda path, body: 404)
+    with pytest.raises(Interruption, match="refuses /update_weights_from_disk"):
+        engine_of(server, tmp_path, engine_kind="sglang").complete(np.ones(2), ASKED, TOKENS)
+
+
+def test_an_address_without_an_engine_is_refused_at_once(server, tmp_path):
+    server.stop()
+    with pytest.raises(UsageError, match="no engine answers at"):
+        engine_of(server, tmp_path)
+    with pytest.raises(UsageError, match="engine_timeout is 0"):
+        engine_of(server, tmp_path, engine_timeout=0)
+    with pytest.raises(UsageError, match="no engine answers at nonsense"):
+        Engine(EngineOptions("nonsense"), save)
+
+
+def test_a_key_is_sent_if_there_is_one(server, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setenv("ENGINE_API_KEY", "secret")
+    monkeypatch.setattr("urllib.request.OpenerDirector.open", lambda self, request, timeout: seen.append(request))
+    with pytest.raises(UsageError):
+        engine_of(server, tmp_path)
+    assert seen[0].headers["Authorization"] == "Bearer secret"
+
+
+def test_requests_are_json_that_both_servers_read(server, tmp_path):
+    engine_of(server, tmp_path).complete(np.ones(2), ASKED[:1], TOKENS)
+    body = json.loads(json.dumps(server.completions()[0]))
+    assert body["prompt"] == [1, 2, 0]
+    assert body["return_token_ids"]
+    assert body["logprobs"] == 0
+    assert body["stop_token_ids"] == [EOS]
+    assert body["model"] == "the-model"

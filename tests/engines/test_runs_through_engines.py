@@ -1,0 +1,205 @@
+"""The same run through a server that runs our own sampler, and without it."""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from server import Server
+
+from grpo_jax.commands import grpo, ppo
+from grpo_jax.config import EngineOptions, recipe, with_options
+from grpo_jax.data.types import Prompts, pad_prompts, rng
+from grpo_jax.errors import Interruption, UsageError
+from grpo_jax.models import huggingface, peft
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import load_params
+from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.runs import flags
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks.task import Task
+from grpo_jax.training.engine import sampler_of, seed_of
+from grpo_jax.training.grpo import make_programs, train
+from grpo_jax.training.learn import EVALUATION, SAMPLING
+from grpo_jax.training.rollout import completion_numbers, make_sampler, noise_of
+
+MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
+V, EOS, PAD, P = 8, 6, 7, 3
+SHAPE = ModelConfig(V, 8, 16, 1, 2, 1, 4, initializer_range=0.5)
+POLICY = decoder_policy(SHAPE)
+CONFIG = recipe(steps=4, num_prompts=4, group_size=4, max_tokens=3, learning_rate=5e-2, rollouts_every=1)
+
+
+def prompts(step: int) -> Prompts:
+    tokens = rng(step).integers(0, 6, (4, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=P, pad_id=PAD)
+
+
+def says_three(examples, completions):
+    return [text.count("3") / 3 for text in completions]
+
+
+TASK = Task(prompts, says_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+OWN = make_sampler(POLICY, TASK, CONFIG.sampling)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(POLICY.init)(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def numbered():
+    """The noise and number that each seed of a request is made of."""
+    draws = [noise_of(0, SAMPLING, step) for step in range(CONFIG.steps)] + [noise_of(0, EVALUATION, 0)]
+    return {seed_of(noise, n): (noise, n) for noise in draws for n in completion_numbers(CONFIG.sampling).ravel()}
+
+
+class Samples:
+    """Our sampler, as the server calls it."""
+
+    def __init__(self, base, numbered):
+        self.base, self.numbered, self.read = base, numbered, {}
+
+    def __call__(self, folder, body):
+        if folder not in self.read:
+            is_adapter = (Path(folder) / "adapter_config.json").exists()
+            load = partial(peft.load_adapter, params=self.base) if is_adapter else partial(load_params, config=SHAPE)
+            self.read[folder] = load(Path(folder))
+        prompt = pad_prompts([body["prompt"]], [{}], width=P, pad_id=PAD)
+        noise, number = self.numbered[body["seed"]]
+        temperature = np.full((1, 1), body["temperature"], np.float32)
+        out = OWN.complete(self.read[folder], prompt, np.full((1, 1), number, np.int32), temperature, noise)
+        mask = out.completion_mask[0, 0]
+        return out.completion_ids[0, 0][mask].tolist(), out.sampler_logprobs[0, 0][mask].tolist()
+
+
+@pytest.fixture
+def server(params, numbered):
+    server = Server(Samples(params, numbered), TASK.decode, (EOS,))
+    yield server
+    server.stop()
+
+
+def sampler_at(server, **options):
+    pretrained = huggingface.Pretrained(SHAPE, {}, None, (EOS,), None)
+    options = EngineOptions(server.url, **options)
+    return sampler_of(options, pretrained, TASK, CONFIG, note=lambda words: None)
+
+
+PROGRAMS = {staleness: make_programs(POLICY, TASK, with_options(CONFIG, staleness=staleness)) for staleness in (0, 1)}
+
+
+def run_of(folder, params, sampler=None, staleness=0):
+    """The end of a run, and its folder; compiled programs are shared."""
+    programs = PROGRAMS[staleness]
+    run = RunFolder(folder, dataclasses.asdict(programs.config))
+    programs = programs._replace(sampler=sampler) if sampler else programs
+    return train(POLICY, params, TASK, programs.config, run, programs=programs), run
+
+
+def tokens_of(run):
+    return [group["tokens"] for group in run.lines("rollouts.jsonl")]
+
+
+def test_greedy_completions_have_the_same_ids(server, params):
+    given = prompts(0), completion_numbers(CONFIG.sampling), np.zeros((4, 4), np.float32), noise_of(0, EVALUATION, 0)
+    through, own = sampler_at(server).complete(params, *given), OWN.complete(params, *given)
+    np.testing.assert_array_equal(through.completion_ids, own.completion_ids)
+    np.testing.assert_array_equal(through.completion_mask, own.completion_mask)
+    np.testing.assert_array_equal(through.truncated, own.truncated)
+    np.testing.assert_allclose(through.sampler_logprobs, own.sampler_logprobs, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def whole(params, tmp_path_factory):
+    """Runs without a server, by the rank of their adapters: the start, and what `run_of` returns."""
+    starts = {0: params, 2: add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)}
+    return {rank: (start, *run_of(tmp_path_factory.mktemp("own"), start)) for rank, start in starts.items()}
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("vllm", 0), ("sglang", 0), ("vllm", 2), ("sglang", 2)])
+def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind, rank):
+    start, own, own_run = whole[rank]
+    through, run = run_of(tmp_path / "through", start, sampler_at(server, engine_kind=kind))
+    assert tokens_of(run) == tokens_of(own_run)
+    assert max(line["first_ratio_deviation"] for line in run.lines()) < 1e-5
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), through.params, own.params)
+    moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), through.params, start.adapters if rank else start)
+    assert max(jax.tree.leaves(moved)) > 1e-2  # so each step needed other parameters
+    assert len(server.adapters) == (1 if rank else 0)
+
+
+def test_a_run_with_stale_rollouts_gives_the_server_the_earlier_parameters(server, params, tmp_path):
+    _, own = run_of(tmp_path / "own", params, staleness=1)
+    _, run = run_of(tmp_path / "through", params, sampler_at(server), staleness=1)
+    assert tokens_of(run) == tokens_of(own)
+
+
+@pytest.mark.parametrize("spoiled", [None, {"choices": []}])
+def test_a_run_whose_server_dies_or_lies_is_saved_and_goes_on_to_the_same_end(server, params, tmp_path, spoiled):
+    end, whole_run = run_of(tmp_path / "whole", params, sampler_at(server))
+    third, server._count = 2 * 16 + 5, 0
+    server.tamper = lambda number, answer: spoiled if number >= third else answer
+    with pytest.raises(Interruption, match="the engine at"):
+        run_of(tmp_path / "stopped", params, sampler_at(server, engine_timeout=3.0))
+    stopped = [json.loads(line) for line in (tmp_path / "stopped/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in stopped] == [1, 2]  # although checkpoints are far apart
+    server.tamper = lambda number, answer: answer
+    server.asked.clear()
+    resumed, run = run_of(tmp_path / "stopped", params, sampler_at(server))
+    assert len(server.completions()) == 2 * 16  # of the last two steps alone
+    assert run.lines() == whole_run.lines()
+    assert tokens_of(run) == tokens_of(whole_run)
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, end.params)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"top_p": 0.5}, "truncation"), ({"top_k": 2}, "truncation"), ({"min_p": 0.1}, "truncation")]
+)
+def test_what_an_engine_does_not_do_is_refused(server, options, words):
+    pretrained = huggingface.Pretrained(SHAPE, {}, None, (EOS,), None)
+    with pytest.raises(UsageError, match=words):
+        sampler_of(EngineOptions(server.url), pretrained, TASK, with_options(CONFIG, **options), note=print)
+    assert sampler_of(EngineOptions(), pretrained, TASK, CONFIG, note=print) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MODEL.exists(), reason="needs the stories260K model")
+@pytest.mark.parametrize("method", [["--lora-rank", "2"], ["--method", "ppo"]])
+def test_the_command_trains_a_pretrained_model_through_a_server(tmp_path, method):
+    rows = [{"prompt": f"Once there was a {word}", "word": word} for word in ["cat", "dog", "bear", "frog"] * 4]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = huggingface.load_pretrained(MODEL)
+    task = TASK._replace(eos_ids=model.eos_ids, vocab_size=model.config.vocab_size)
+    sampler = make_sampler(decoder_policy(model.config), task, with_options(CONFIG, max_tokens=8).sampling)
+
+    def sample(folder, body):
+        assert folder  # the server was told of parameters before it was asked
+        if (Path(folder) / "adapter_config.json").exists():
+            params = peft.load_adapter(folder, model.params)
+        else:
+            params = huggingface.load_pretrained(folder).params
+        prompt = pad_prompts([body["prompt"]], [{}], width=16, pad_id=0)
+        number, temperature = np.full((1, 1), body["seed"], np.int32), np.full((1, 1), body["temperature"], np.float32)
+        out = sampler.complete(params, prompt, number, temperature, noise_of(0, 0, 0))
+        mask = out.completion_mask[0, 0]
+        return out.completion_ids[0, 0][mask].tolist(), out.sampler_logprobs[0, 0][mask].tolist()
+
+    server = Server(sample, lambda ids: model.tokenizer.decode(ids, skip_special_tokens=True), model.eos_ids)
+    command = ppo if "ppo" in method else grpo
+    args = (
+        f"--model {MODEL} --task {tmp_path}/rows.jsonl --reward length(maximum=20) --run-dir {tmp_path}/run --steps 2"
+    )
+    args += f" --num-prompts 2 --group-size 2 --max-tokens 8 --num-heldout 2 --eval-every 0 --engine {server.url}"
+    args += " --eval-samples 1 --learning-rate 1e-3"
+    command.main(flags.parse(command.Config, None, [*args.split(), *method]))
+    server.stop()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    deviations = [line["first_ratio_deviation"] for line in lines if line["step"]]
+    assert len(deviations) == 2
+    assert max(deviations) < 1e-4

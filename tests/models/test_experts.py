@@ -1,0 +1,210 @@
+"""Mixtures of experts against plain loops in NumPy."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.experts import Routing, busiest, grouped_product, load, mixture, route
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.training.state import make_optimizer
+
+TOKENS, EXPERTS, CHOSEN, WIDTH, INNER = 37, 6, 3, 8, 5
+# An expert without tokens among them, and one with more rows than a block.
+SIZES = {"ragged": [3, 0, 70, 1, 17, 20], "one for all": [0, 0, 0, 111, 0, 0], "empty at ends": [0, 50, 0, 61, 0, 0]}
+
+
+def randoms(*shapes, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def product_in_a_loop(rows, kernels, sizes):
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    return np.stack([row @ kernels[group] for row, group in zip(rows, owner, strict=True)])
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_each_row_is_multiplied_by_the_kernel_of_its_group(sizes):
+    rows, kernels = randoms((sum(sizes), WIDTH), (EXPERTS, WIDTH, INNER))
+    made = jax.jit(grouped_product)(rows, kernels, jnp.array(sizes))
+    np.testing.assert_allclose(made, product_in_a_loop(rows, kernels, sizes), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(made, jax.lax.ragged_dot(rows, kernels, jnp.array(sizes)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_gradients_of_the_product_of_groups(sizes):
+    """Against those that JAX has of `ragged_dot`, and finite differences."""
+    rows, kernels, weights = randoms((sum(sizes), WIDTH), (EXPERTS, WIDTH, INNER), (sum(sizes), INNER))
+
+    def value(product, rows, kernels):
+        return jnp.sum(weights * jnp.sin(product(rows, kernels, jnp.array(sizes))))
+
+    own, expected = (
+        jax.jit(jax.grad(partial(value, product), (0, 1)))(rows, kernels)
+        for product in (grouped_product, jax.lax.ragged_dot)
+    )
+    for x, y in zip(own, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    check_grads(partial(value, grouped_product), (rows, kernels), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+def mixture_in_a_loop(x, router, kernels, *, normalise):
+    """Token by token, expert by expert, in float64."""
+    x, router, gate, up, down = (np.asarray(y, np.float64) for y in (x, router, *kernels))
+    out = np.zeros_like(x)
+    for token, row in enumerate(x):
+        scores = row @ router
+        probabilities = np.exp(scores) / np.exp(scores).sum()
+        chosen = np.argsort(-probabilities)[:CHOSEN]
+        total = probabilities[chosen].sum() if normalise else 1.0
+        for expert in chosen:
+            gated = row @ gate[expert]
+            inner = gated / (1 + np.exp(-gated)) * (row @ up[expert])
+            out[token] += probabilities[expert] / total * (inner @ down[expert])
+    return out
+
+
+def mixed(x, router, gate, up, down, *, normalise=True):
+    routes = route(x, router, CHOSEN, normalise=normalise)
+    kernels = {"gate_proj": {"kernel": gate}, "up_proj": {"kernel": up}, "down_proj": {"kernel": down}}
+    return mixture(x, routes, kernels)
+
+
+ARRAYS = (
+    (TOKENS, WIDTH),
+    (WIDTH, EXPERTS),
+    (EXPERTS, WIDTH, INNER),
+    (EXPERTS, WIDTH, INNER),
+    (EXPERTS, INNER, WIDTH),
+)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_mixture_equals_a_loop_over_tokens_and_experts(normalise):
+    x, router, *kernels = randoms(*ARRAYS)
+    made = jax.jit(partial(mixed, normalise=normalise))(x, router, *kernels)
+    np.testing.assert_allclose(made, mixture_in_a_loop(x, router, kernels, normalise=normalise), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_a_mixture_equal_finite_differences():
+    """Also of the router, through the weights."""
+    arrays = randoms(*ARRAYS)
+    check_grads(jax.jit(mixed), arrays, order=1, modes=["rev"], atol=2e-2, rtol=2e-2, eps=1e-3)
+
+
+def test_what_accelerators_compute_is_the_same(monkeypatch):
+    """Values and gradients, and programs for TPU and CUDA."""
+    arrays = randoms(*ARRAYS)
+
+    def gradients(*arrays):
+        return jax.value_and_grad(lambda *arrays: jnp.sum(jnp.sin(mixed(*arrays))), range(5))(*arrays)
+
+    expected = jax.jit(gradients)(*arrays)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    made = jax.jit(lambda *arrays: gradients(*arrays))(*arrays)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), made, expected)
+    for platform in ("tpu", "cuda"):
+        program = jax.export.export(jax.jit(lambda *arrays: gradients(*arrays)), platforms=[platform])(*arrays)
+        assert "ragged_dot" in program.mlir_module()
+
+
+def test_tokens_that_all_go_to_one_expert_are_all_computed():
+    x, _, *kernels = randoms(*ARRAYS)
+    router = jnp.zeros((WIDTH, EXPERTS))  # ties: the first experts have all tokens
+    expected = mixture_in_a_loop(x, router, kernels, normalise=True)
+    np.testing.assert_allclose(jax.jit(mixed)(x, router, *kernels), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_choosing_is_of_float32_for_bfloat16_tokens():
+    x, router = randoms((TOKENS, WIDTH), (WIDTH, EXPERTS), dtype=jnp.bfloat16)
+    exact = route(x.astype(jnp.float32), router.astype(jnp.float32), CHOSEN, normalise=True)
+    np.testing.assert_array_equal(route(x, router, CHOSEN, normalise=True).weights, exact.weights)
+
+
+def test_in_bfloat16_a_mixture_is_close_to_the_exact_one():
+    x, router, *kernels = randoms(*ARRAYS, dtype=jnp.bfloat16)
+    made, expected = jax.jit(mixed)(x, router, *kernels), mixture_in_a_loop(x, router, kernels, normalise=True)
+    assert made.dtype == jnp.bfloat16
+    assert np.linalg.norm(np.asarray(made, np.float64) - expected) / np.linalg.norm(expected) < 0.01
+
+
+# ---- where tokens go
+
+
+def test_the_load_of_experts_equals_counting():
+    rng, layers = np.random.default_rng(0), 3
+    experts = np.stack([rng.permuted(np.arange(EXPERTS))[:CHOSEN] for _ in range(2 * 4 * layers)])
+    experts = experts.reshape(2, 4, layers, CHOSEN).astype(np.int32)
+    entropy, mask = rng.random((2, 4, layers)).astype(np.float32), rng.random((2, 4)) < 0.6
+    counts = np.zeros((layers, EXPERTS))
+    for place in zip(*np.nonzero(mask), strict=True):
+        for layer in range(layers):
+            counts[layer, experts[place][layer]] += 1
+    made = load(Routing(jnp.asarray(experts), jnp.asarray(entropy)), jnp.asarray(mask), EXPERTS)
+    total, weight = made["expert_share"]
+    assert weight == mask.sum() == made["router_entropy"][1]
+    np.testing.assert_allclose(total, counts / CHOSEN, rtol=1e-6)
+    np.testing.assert_allclose(made["router_entropy"][0], entropy[mask].mean(-1).sum(), rtol=1e-6)
+    share = counts / counts.sum(-1, keepdims=True)
+    np.testing.assert_allclose(busiest(total / weight), share.max(-1).mean(), rtol=1e-6)
+
+
+MODEL = ModelConfig(
+    29, 16, 20, 2, 4, 2, 4, qk_norm=True, initializer_range=0.3, experts=ExpertsConfig(5, 2, 12, norm_topk_prob=True)
+)
+
+
+def test_the_routing_of_states_is_there_for_packed_completions_too():
+    """Three completions of a prompt in one row, against the same beside each other; and in their order."""
+    policy = decoder_policy(MODEL)
+    params, rng = jax.jit(policy.init)(jax.random.key(0)), np.random.default_rng(0)
+    ids, mask = rng.integers(0, 29, (2, 4)), np.array([[False, True, True, True], [True] * 4])
+    completions, lengths = rng.integers(0, 29, (2, 3, 5)), (2, 5, 3)
+    side_by_side, packed, num_experts = policy.routed
+    assert num_experts == 5
+    hidden, routing = jax.jit(side_by_side)(params, ids, mask, completions)
+    assert routing.experts.shape == (2, 3, 5, 2, 2)
+    assert routing.entropy.shape == (2, 3, 5, 2)
+    np.testing.assert_allclose(hidden, jax.jit(policy.hidden)(params, ids, mask, completions), atol=1e-5)
+    row = np.concatenate([completions[:, i, :length] for i, length in enumerate(lengths)], axis=-1)
+    numbers = np.broadcast_to(np.repeat([1, 2, 3], lengths), row.shape)
+    _, of_row = jax.jit(packed)(params, ids, mask, row, numbers)
+    expected = [np.concatenate([x[:, i, :length] for i, length in enumerate(lengths)], axis=1) for x in routing]
+    np.testing.assert_array_equal(np.sort(of_row.experts), np.sort(expected[0]))
+    np.testing.assert_allclose(of_row.entropy, expected[1], atol=1e-5)
+    assert len(np.unique(routing.experts)) > 2
+
+
+@pytest.mark.parametrize("router", ["trained", "frozen"])
+def test_a_frozen_router_stays_as_it_is(router):
+    """Under weight decay too, and all else learns."""
+    policy = decoder_policy(dataclasses.replace(MODEL, router=router))
+    params, optimizer = jax.jit(policy.init)(jax.random.key(0)), make_optimizer(1e-2, weight_decay=0.1)
+    ids = np.random.default_rng(0).integers(0, 29, (2, 4))
+
+    @jax.jit
+    def update(params):
+        grads = jax.grad(lambda params: jnp.sum(jnp.sin(policy.packed(params, ids, jnp.ones_like(ids)))))(params)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return jax.tree.map(jnp.add, params, updates)
+
+    before, after = (dict(x["layers"]["mlp"]) for x in (params, update(params)))
+    moved = {name: bool((before[name]["kernel"] != after[name]["kernel"]).any()) for name in before}
+    assert moved == {"gate_proj": True, "up_proj": True, "down_proj": True, "router": router == "trained"}
+
+
+def test_a_frozen_router_of_a_model_without_experts_is_refused():
+    with pytest.raises(UsageError, match='router "frozen" is of models with experts'):
+        ModelConfig(29, router="frozen")
+
+
+def test_a_dense_model_has_no_routing():
+    assert decoder_policy(ModelConfig(29)).routed is None

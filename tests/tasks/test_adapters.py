@@ -1,0 +1,197 @@
+"""Environments for Gymnasium and for TRL, as they were written for these."""
+
+import asyncio
+import random
+import string
+
+import numpy as np
+import pytest
+
+from grpo_jax.data.episodes import Reply, asked
+from grpo_jax.data.types import Completion, Turn
+from grpo_jax.errors import UsageError
+from grpo_jax.tasks.adapters import (
+    gymnasium_environment,
+    gymnasium_rows,
+    trl_environment,
+    trl_reward,
+    trl_rows,
+    trl_tools,
+)
+from grpo_jax.tasks.tools import schemas_of
+
+
+def turns(*said, heard="x"):
+    """A transcript; nothing is heard yet in its last turn."""
+    return [*(Turn(Completion(text), Completion(heard)) for text in said[:-1]), Turn(Completion(said[-1]))]
+
+
+# ---- Gymnasium
+
+
+class Countdown:
+    """Counts down from a number drawn at the reset. The methods are those of gymnasium.Env."""
+
+    closed = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.left = int(np.random.default_rng(seed).integers(3, 9))
+        return f"{self.left} left", {}
+
+    def step(self, action):
+        self.left -= int(action)
+        return f"{self.left} left", float(action == "1"), self.left <= 0, False, {}
+
+    def close(self):
+        Countdown.closed += 1
+
+
+def check_gymnasium(make):
+    rows = gymnasium_rows(make, range(4))
+    assert rows == gymnasium_rows(make, range(4))
+    assert len({row["prompt"] for row in rows}) > 1
+    for row in rows:
+        left = int(row["prompt"].split()[0])
+        reply = gymnasium_environment(make)
+        assert reply(row, turns("1"), (0,)) == Reply(f"{left - 1} left", reward=1.0)
+        assert reply(row, turns("1", "2"), (0,)) == Reply(f"{left - 3} left", done=left == 3, reward=0.0)
+        assert reply(row, turns(*"1" * left), (0,)).done
+
+
+def test_texts_of_an_environment_with_the_methods_of_gymnasium():
+    before = Countdown.closed
+    check_gymnasium(Countdown)
+    assert Countdown.closed == before + 2 + 3 * 4  # each that was made
+    (failed,) = asked(gymnasium_environment(Countdown), [({"seed": 0}, turns("one"), (0,))])
+    assert failed.failure == "raised"
+
+
+def test_an_environment_of_gymnasium():
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Real(gymnasium.Env):
+        observation_space = action_space = gymnasium.spaces.Text(99, charset=string.printable)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.left = int(self.np_random.integers(3, 9))
+            return f"{self.left} left", {}
+
+        step = Countdown.step
+
+    # With the wrappers of `make`: they check spaces and the order of calls.
+    gymnasium.register("Countdown-v0", Real, max_episode_steps=99)
+    check_gymnasium(lambda: gymnasium.make("Countdown-v0"))
+    with pytest.raises(UsageError, match="shows ndarray, not text"):
+        gymnasium_rows(lambda: gymnasium.make("CartPole-v1"), [0])
+
+
+# ---- TRL
+
+
+class Counter:
+    """After the example in TRL's documentation: it draws its own task, and scores itself."""
+
+    def reset(self, **kwargs):
+        self.count = 0
+        self.target = kwargs.get("target") or random.randint(1, 60)
+        return f"Count to {self.target}."
+
+    def get_reward(self):
+        return float(self.count == self.target)
+
+    def count_on(self, steps: int) -> int:
+        """Counts on.
+
+        Args:
+            steps: how many.
+        """
+        if steps < 0:
+            raise ValueError("only upwards")
+        self.count += steps
+        return self.count
+
+    def _hidden(self):
+        """No tool."""
+
+
+def call(steps):
+    return f'<tool_call>{{"name": "count_on", "arguments": {{"steps": {steps}}}}}</tool_call>'
+
+
+def reply_to(*said, example=None):
+    return asked(trl_environment(Counter), [(example or {"target": 7}, turns(*said), (0,))])[0]
+
+
+def test_methods_are_tools_that_remember():
+    (schema,) = schemas_of(trl_tools(Counter))
+    assert schema["function"]["name"] == "count_on"
+    assert reply_to(call(3)).text == "3"
+    assert reply_to(call(3), call(4)).text == "7"
+    assert reply_to(call(3), call(4) + call(2)).text == "7\n9"
+    assert reply_to(call(-1)).text == "Error: ValueError: only upwards"
+    assert reply_to(call(3), "done") == Reply(done=True)
+
+
+def test_what_is_drawn_belongs_to_the_row_and_leaves_other_numbers_alone():
+    state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
+    rows = trl_rows(Counter, [{"prompt": "", "number": number} for number in range(8)])
+    assert rows == trl_rows(Counter, [row["row"] for row in rows])
+    targets = [int(row["prompt"].split()[-1].rstrip(".")) for row in rows]
+    assert len({*targets}) > 4
+    episodes = [Completion("", turns=turns(call(target), "done")) for target in targets]
+    assert asyncio.run(trl_reward(Counter)(rows, episodes)) == [1.0] * 8
+    assert asyncio.run(trl_reward(Counter)(rows, episodes[1:] + episodes[:1])).count(1.0) < 4
+    assert random.getstate() == state
+    assert (np.random.get_state()[1] == numpy_state).all()
+
+
+def test_rewards_of_trl_see_environments_messages_and_columns():
+    seen = {}
+
+    async def reward(environments, completions, target, **others):
+        seen.update(completions=completions, target=target, **others)
+        return [environment.count for environment in environments]
+
+    rows = trl_rows(Counter, [{"prompt": [{"role": "user", "content": "Please. "}], "target": 5}])
+    assert rows[0]["prompt"] == [{"role": "user", "content": "Please. Count to 5."}]
+    episode = Completion("", turns=turns(call(2), call(1), "done", heard="2"))
+    assert asyncio.run(trl_reward(Counter, reward)(rows, [episode])) == [3]
+    assert seen["target"] == [5]
+    assert [message["role"] for message in seen["completions"][0]] == ["assistant", "tool"] * 2 + ["assistant"]
+    assert seen["prompts"] == [rows[0]["prompt"]]
+
+
+@pytest.mark.parametrize("factory", [Counter(), dict, lambda: None, type("Bare", (), {"reset": lambda self: None})])
+def test_what_is_no_environment_of_trl_is_refused(factory):
+    with pytest.raises(UsageError, match="must be a class"):
+        trl_tools(factory)
+
+
+def test_a_reset_that_takes_no_columns_is_told():
+    class Strict(Counter):
+        def reset(self):
+            return None
+
+    with pytest.raises(UsageError, match=r"the columns of row 0, raised TypeError: .*prompt"):
+        trl_rows(Strict, [{"prompt": "a"}])
+
+
+def test_async_methods_are_awaited():
+    class Slow(Counter):
+        async def count_on(self, steps: int) -> int:
+            """Counts on.
+
+            Args:
+                steps: how many.
+            """
+            await asyncio.sleep(0.001)
+            self.count += steps
+            return self.count
+
+        async def get_reward(self):
+            return 0.5
+
+    episodes = [({"target": 7}, turns(*map(call, range(1, k + 1))), (0,)) for k in (1, 2, 3)]
+    assert [reply.text for reply in asked(trl_environment(Slow), episodes)] == ["1", "3", "6"]
+    assert asyncio.run(trl_reward(Slow)([{"target": 7}], [Completion("", turns=turns("done"))])) == [0.5]
