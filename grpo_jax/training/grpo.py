@@ -108,12 +108,22 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sa
       UsageError: one sentence that says what to change.
     """
     validate(config, num_devices=parts(devices_of(config)))
-    if config.distillation.distillation != "none":
-        raise UsageError(
-            f"distillation {config.distillation.distillation} needs a teacher: name one (--teacher), or leave it out"
-        )
+    check_teacher(config, has_teacher=False)
     check_task(task, config)
     return compile_programs(grpo_method(policy, config), policy, task, config, sampler=sampler)
+
+
+def check_teacher(config: GRPOConfig, *, has_teacher: bool) -> None:
+    """Refuses a teacher that nothing is learned from, and the reverse.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    kind = config.distillation.distillation
+    if has_teacher and kind == "none":
+        raise UsageError("there is a teacher, but distillation is none: set it to reverse_kl, forward_kl, jsd or k1")
+    if kind != "none" and not has_teacher:
+        raise UsageError(f"distillation {kind} needs a teacher: name a model with the same tokenizer")
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
