@@ -7,8 +7,18 @@ from importlib.util import find_spec
 class UsageError(ValueError):
     """An option, a file or a task that cannot work, in one sentence that says what to change.
 
-    Programs print it without a traceback; any other error is a defect and keeps its own.
+    Programs print it without a traceback; any other error is a defect and keeps its own. What it quotes may have line
+    breaks or be long, and the sentence has not: lines are joined, and the middle of more than 1,000 characters is left
+    out.
     """
+
+    def __init__(self, sentence: str) -> None:
+        """`sentence` begins with what is wrong and ends with what to do."""
+        line = " ".join(sentence.splitlines())
+        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 3 :]}")
+
+
+_LONGEST = 1000  # characters of a sentence
 
 
 class Interruption(UsageError):
@@ -41,7 +51,8 @@ def need(*packages: str) -> None:
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_UNWRITABLE = {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ESTALE}
+_UNWRITABLE = {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE}
+_UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}  # something else, or a dead link, in its place
 
 
 def lacking(error: BaseException) -> str:

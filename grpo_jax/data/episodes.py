@@ -126,7 +126,7 @@ def checked_reply(value: Any) -> Reply:
     return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message)
 
 
-_LARGEST = np.finfo(np.float32).max  # rewards are float32
+_LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
 
 
 def _wrong(value: Any) -> str:
@@ -135,8 +135,9 @@ def _wrong(value: Any) -> str:
         return f"{type(value).__name__}, not data.episodes.Reply"
     if value.failure and value.failure not in FAILURES:
         return f"a reply with the failure {str(value.failure)[:100]!r}, which is none of {', '.join(FAILURES)}"
-    if not isinstance(value.text, str):
-        return f"a reply whose text is of type {type(value.text).__name__}"
+    for name in ("text", "message"):
+        if not isinstance(getattr(value, name), str):
+            return f"a reply whose {name} is of type {type(getattr(value, name)).__name__}"
     try:
         value.text[: MAX_CHARACTERS + 1].encode()
     except UnicodeEncodeError:

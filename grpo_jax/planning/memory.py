@@ -246,11 +246,15 @@ def _keys(model: ModelConfig, shape: Shape) -> int:
 
 
 def _projected(model: ModelConfig, shape: Shape) -> int:
-    """Numbers that a token's projections in one layer are: queries, keys, values, attended, middle, gate and up."""
+    """Numbers that a token's projections in one layer are: queries, keys, values, attended, middle, gate and up.
+
+    Where norms follow attention and MLP, what both put out as well.
+    """
     heads, features = model.num_attention_heads * model.head_dim, model.intermediate_size
     if model.experts:
         features = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
-    return 2 * _keys(model, shape) + (2 * heads + 2 * features) // shape.tensor + model.hidden_size
+    streams = 1 if model.norms == "before" else 3
+    return 2 * _keys(model, shape) + (2 * heads + 2 * features) // shape.tensor + streams * model.hidden_size
 
 
 def _cache(model: ModelConfig, shape: Shape) -> int:

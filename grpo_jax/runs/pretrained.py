@@ -119,7 +119,9 @@ def load_model(
             router=options.router,
             sharding=sharding,
         )
-    params = pretrained.params
+    params, width = pretrained.params, pretrained.config.hidden_size
+    if options.lora_rank > width:
+        raise UsageError(f"lora_rank is {options.lora_rank}: it must be at most {width}, the width of the model")
     if options.lora_rank:
         key = jax.random.key(seed)
         targets = options.lora_targets

@@ -19,6 +19,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import jax
+import numpy as np
 import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
@@ -27,6 +28,7 @@ from rich.console import Console
 
 from grpo_jax.commands import evaluate, train
 from grpo_jax.config import option_types
+from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.data.preferences import read_preferences
 from grpo_jax.data.rows import read_rows
 from grpo_jax.errors import UsageError
@@ -156,7 +158,20 @@ BASES = {
     "dpo": ("--data", "rows.jsonl", "--num-pairs", "8"),
 }
 # Where things are, and what the network is asked for.
-FIXED = {"run_dir", "config", "resume", "method", "model", "task", "data", "wandb", "environment", "tools", "out"}
+FIXED = {
+    "run_dir",
+    "config",
+    "resume",
+    "method",
+    "model",
+    "task",
+    "data",
+    "wandb",
+    "environment",
+    "tools",
+    "teacher",
+    "out",
+}
 
 
 def words_of(hint: Any) -> st.SearchStrategy[list[str]]:
@@ -215,7 +230,7 @@ def test_command_lines(inputs, method, examples):
 
 @profiles(8, 200)
 def test_command_lines_of_evaluations(inputs, examples):
-    base = ["model", "--task", "rows.jsonl", "--reward", "length(maximum=3)", "--no-compilation-cache"]
+    base = ["model", "--no-compilation-cache", *GRADED]
 
     def run(words: list[str]) -> None:
         with flags.refusing():
@@ -227,7 +242,9 @@ def test_command_lines_of_evaluations(inputs, examples):
 @profiles(15, 250)
 def test_files_of_options(inputs, examples):
     types = option_types(train.module_of("grpo").Config)
-    names = st.sampled_from(sorted(types.keys() - {"method", "model", "task", "data", "wandb", "environment", "tools"}))
+    names = st.sampled_from(
+        sorted(types.keys() - {"method", "model", "task", "data", "wandb", "environment", "tools", "teacher"})
+    )
     options = replaced({"steps": 3, "learning_rate": 1e-3, "lora_targets": ["q_proj"]}, names)
 
     def run(text: str, suffix: str) -> None:
@@ -359,6 +376,27 @@ def test_files_of_tools(tmp_path, examples):
             file.unlink()
 
     fuzz(examples, st.tuples(heads, parameters, DOCS, bodies, named), run)
+
+
+@profiles(60, 5_000)
+def test_replies_of_environments(examples):
+    """What is no reply ends the episode by a failure; what is accepted can be told to the policy and learned from."""
+    ids = st.none() | st.lists(st.integers(0, 9), max_size=3) | st.lists(NUMBERS, max_size=3).map(tuple) | JSON
+    failures = st.just("") | st.sampled_from(["timeout", "x", 3, []])
+    rewards, texts, done = st.floats(0, 1) | FLOATS | JSON, st.text(max_size=9) | TEXTS | JSON, st.booleans()
+    sound = st.builds(Reply, texts, reward=rewards, done=done, ids=ids)
+    replies = st.builds(Reply, texts, reward=rewards, done=done | JSON, ids=ids, failure=failures, message=JSON)
+
+    def run(value: Any) -> bool:
+        (reply,) = environment(lambda example, transcript, key: value, list).ask([{}], [()], [(0, 0)])
+        assert isinstance(reply.message, str)
+        if reply.failure:
+            return False
+        assert reply.reward is None or math.isfinite(np.float32(reply.reward))
+        assert isinstance(reply.text.encode(), bytes)
+        return True
+
+    fuzz(examples, sound | replies | JSON, run)
 
 
 # ---- files of runs

@@ -73,6 +73,7 @@ def test_a_prompt_of_a_million_characters_is_bounded_by_the_model_and_counted(tm
     [
         (["--max-tokens", 512], "max_tokens is 512, but the model was trained on texts of up to 512 tokens"),
         (["--group-size", 10**9], "a rollout has less than 2^31 tokens"),
+        (["--lora-rank", 10**30], f"lora_rank is {10**30}: it must be at most 64, the width of the model"),
         (["--reward-memory-mb", 0], "memory_mb is 0: it must be at least 1"),
         (["--save-every-minutes", "nan"], "save_every_minutes is nan"),
     ],
@@ -84,3 +85,11 @@ def test_what_cannot_work_is_refused_before_anything_is_compiled(tmp_path, more,
     with pytest.raises(UsageError, match=re.escape(sentence)):
         grpo.main(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_sentence_is_one_line_whatever_it_quotes():
+    error = UsageError("there is no column a\n\nb\u2028c" + "d" * 5000 + ": name another")
+    assert len(str(error).splitlines()) == 1
+    assert len(str(error)) < 1000
+    assert str(error).startswith("there is no column a  b c")
+    assert str(error).endswith("d: name another")
