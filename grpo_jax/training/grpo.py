@@ -141,8 +141,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
             shown = advantages_by_turn(rewards, batch)
             found = jnp.take_along_axis(shown, jnp.maximum(batch.turn - 1, 0), axis=-1)
         elif kind == "spans":
-            found = advantages_by_span(rewards)
-            shown = found[..., 0]  # of the first span, which looks at all of a completion's reward
+            found = shown = advantages_by_span(rewards)
         elif kind == "components":
             components = jnp.moveaxis(rewards.components, -1, 0)
             found = gdpo_advantages(components, weights=rewards.weights, axis_name=axis_name)
