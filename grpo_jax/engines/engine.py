@@ -84,12 +84,8 @@ class Engine:
         if not options.engine_timeout > 0:
             raise UsageError(f"engine_timeout is {options.engine_timeout}: it must be above 0")
         self._url = options.engine.rstrip("/").removesuffix("/v1")
-        self._kind, self._timeout, self._save, self._note = (
-            KINDS[options.engine_kind],
-            options.engine_timeout,
-            save,
-            note,
-        )
+        self._kind, self._timeout = KINDS[options.engine_kind], options.engine_timeout
+        self._save, self._note = save, note
         self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
         self._folder = Path(self._temporary.name if self._temporary else options.engine_folder).expanduser().absolute()
         self._folder.mkdir(parents=True, exist_ok=True)

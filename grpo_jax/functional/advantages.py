@@ -415,7 +415,7 @@ def turn_advantages(
       where: bool `[..., G, K]`, the turns that there were; others count nowhere and get 0. None: all.
 
     Returns:
-      `[..., G, K]`; 0 at a turn at which all returns to go are equal.
+      `[..., G, K]`; 0 at a turn at which all returns to go are equal, up to 1e-6 of the largest of the group.
 
     Examples:
       >>> rewards, turns = jnp.array([[0.0, 1.0], [0.0, 0.0], [2.0, 0.0]]), jnp.array([[1, 1], [1, 1], [1, 0]])
@@ -428,8 +428,14 @@ def turn_advantages(
     kept = jnp.where(where, rewards, 0)
     returns = jnp.flip(jnp.cumsum(jnp.flip(kept, -1), -1), -1)
 
+    largest = jnp.max(jnp.where(where, jnp.abs(returns), 0), axis=(-2, -1))
+
     def standardised(returns: jax.Array, where: jax.Array) -> jax.Array:
-        return group_advantages(returns, ddof=ddof, eps=eps, where=where)
+        advantages, filled = group_advantages(returns, ddof=ddof, eps=eps, where=where), _fill(returns, where)
+        spread = jnp.max(filled, axis=-1, keepdims=True) - jnp.min(filled, axis=-1, keepdims=True)
+        # Sums of different parts that are equal differ by rounding, which standardising would magnify.
+        rounding = 1e-6 * largest.reshape(*largest.shape, *[1] * (returns.ndim - largest.ndim))
+        return jnp.where(spread <= rounding, 0, advantages)
 
     by_turn = standardised(returns.swapaxes(-1, -2), where.swapaxes(-1, -2)).swapaxes(-1, -2)
     flat = (*returns.shape[:-2], returns.shape[-2] * returns.shape[-1])

@@ -87,14 +87,23 @@ def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mappin
 
     Returns:
       The same rows with that prompt, and the "row" as it was.
+
+    Raises:
+      UsageError: `reset` raised.
     """
 
-    def one(row: Mapping[str, Any]) -> dict[str, Any]:
-        with _drawing_for(row):
-            shown = factory().reset(**row)
+    def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            with _drawing_for(row):
+                shown = factory().reset(**row)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UsageError(
+                f"reset of the environment, called with the columns of row {number}, raised {reason}"
+            ) from error
         return {**row, "prompt": _behind(row.get("prompt", ""), shown or ""), "row": dict(row)}
 
-    return [one(row) for row in rows]
+    return [one(number, row) for number, row in enumerate(rows)]
 
 
 def _behind(prompt: Any, text: str) -> Any:
@@ -105,8 +114,18 @@ def _behind(prompt: Any, text: str) -> Any:
 
 
 def trl_tools(factory: Factory) -> dict[str, Callable[..., Any]]:
-    """The public methods of an environment but `reset` and `get_reward`, by name: what the policy may call."""
-    return _methods(factory())
+    """The public methods of an environment but `reset` and `get_reward`, by name: what the policy may call.
+
+    Raises:
+      UsageError: it is none for TRL.
+    """
+    environment = factory() if callable(factory) else None
+    found = _methods(environment)
+    if not found or not callable(getattr(environment, "reset", None)):
+        raise UsageError(
+            "environment_factory must be a class, or make an instance of one, with reset(**row) and a method to call"
+        )
+    return found
 
 
 def _methods(environment: Any) -> dict[str, Callable[..., Any]]:

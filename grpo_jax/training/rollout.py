@@ -37,8 +37,6 @@ from grpo_jax.training.parallel import (
 )
 from grpo_jax.training.state import Batch, RewardArrays
 
-_ROUNDING = 1e-6  # of float32, in which rewards are added up
-
 
 class Rollout(NamedTuple):
     """N prompts with G completions each, and what they earned, on the host."""
@@ -439,10 +437,7 @@ def _rewards_of_spans(rollout: Outcomes, num_tokens: int) -> np.ndarray:
     earned = np.full((*rollout.rewards.shape, num_tokens), np.nan, np.float32)
     for i, j in np.ndindex(rollout.rewards.shape):
         spans: Any = () if rollout.spans is None else rollout.spans[i, j]
-        whole = float(rollout.rewards[i, j])
-        rest = whole - total(spans)
-        if abs(rest) <= _ROUNDING * abs(whole):  # or what rounding leaves would tell equal completions apart
-            rest = 0.0
+        rest = float(rollout.rewards[i, j]) - total(spans)
         last = spans[-1].end - 1 if spans else int(rollout.lengths[i, j]) - 1
         for token, reward in [*((span.end - 1, span.reward) for span in spans), (last, rest)]:
             earned[i, j, token] = np.nan_to_num(earned[i, j, token]) + reward

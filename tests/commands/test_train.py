@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from grpo_jax.commands import evaluate, grpo
 from grpo_jax.errors import UsageError
@@ -98,6 +99,38 @@ def test_own_rows_and_rewards_then_the_checkpoint_evaluated_alone(own, tmp_path,
         evaluate.main(evaluate.parse([str(tmp_path / "run"), "--num-heldout", "9"]))
     other = evaluate.parse([str(tmp_path / "run"), "--task", "other.jsonl", "--temperature", "0.5"])
     assert (other.task, other.reward, other.max_tokens, other.temperature) == ("other.jsonl", (), 8, 0.5)
+
+
+@needs_model
+def test_a_teacher_is_learned_from_without_grading_and_its_files_are_those_of_the_run(own, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(MODEL, teacher)
+    options = ("--teacher", teacher, "--distillation", "reverse_kl", "--reward-coef", 0, "--kl-coef", 0)
+    folder = tmp_path / "run"
+    lines = run(own, folder, "--reward", f"{own}/rewards.py:vowels", "--num-heldout", 4, *options)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[1]["distillation"] == pytest.approx(0, abs=1e-5)  # it is the model itself
+    assert lines[1]["reward"] is None
+    assert lines[2]["heldout_avg"] >= 0  # held-out prompts are graded
+
+    file = teacher / "model.safetensors"
+    save_file({name: 1.1 * x for name, x in load_file(file).items()}, file, metadata={"format": "pt"})
+    again = flags.parse(grpo.Config, None, ["--resume", "--steps", "3", "--run-dir", str(folder)])
+    with pytest.raises(UsageError, match=r"model\.safetensors of the teacher"):
+        grpo.main(again)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--teacher", "x"), "there is a teacher, but distillation is none"),
+        (("--distillation", "k1"), "distillation k1 needs a teacher"),
+        (("--teacher", "x", "--distillation", "k1", "--control"), "a teacher would teach it too"),
+    ],
+)
+def test_a_teacher_that_cannot_work_is_refused_before_a_model_is_read(own, tmp_path, options, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        run(own, tmp_path, "--reward", "exact_answer", *options)
 
 
 @needs_model

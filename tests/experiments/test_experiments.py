@@ -22,6 +22,7 @@ from experiments import (
     arithmetic,
     calculator,
     constitutional,
+    distill,
     guess,
     hh_rlhf,
     multi_objective,
@@ -57,6 +58,7 @@ CONFIGS = [
         arithmetic,
         calculator,
         constitutional,
+        distill,
         guess,
         hh_rlhf,
         multi_objective,
@@ -449,6 +451,20 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path, script, o
         for name, content in expected.items():
             assert (folder / name).read_bytes() == content, (number, where, name)
         print(f"kill {number} in {moment}: {where}; same bits")
+
+
+@pytest.mark.slow
+def test_a_student_beside_its_teacher_and_again_resumed(tmp_path):
+    args = [*SMALL, "--num-seeds", 1, "--grpo-steps", 2, "--grpo-eval-every", 1, "--eval-samples", 1]
+    args += ["--kinds", "reverse_kl", "--run-dir", tmp_path / "run"]
+    distill.main(parse(*args, config=distill.Config))
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert set(results["runs"]) == {"reverse_kl", "grpo", "control", "sft"}
+    starts = {row["start"][0] for row in results["runs"].values()}
+    assert len(starts) == 1
+    assert (tmp_path / "run/samples.png").exists()
+    distill.main(parse("--resume", "--run-dir", tmp_path / "run", config=distill.Config))
+    assert json.loads((tmp_path / "run/results.json").read_text()) == results
 
 
 def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_path):

@@ -590,3 +590,61 @@ def test_kl_of_a_large_vocabulary_takes_no_memory_and_no_needless_pass():
     assert compiled.memory_analysis().temp_size_in_bytes <= 300 * 2**20
     # The temperature's gradient, which nobody asked for, would be a third loop.
     assert compiled.as_text().count(" while(") == 2
+
+
+# ---- capped logits
+
+
+def dense_logits(hidden, unembedding, temperature, softcap):
+    return softcap * jnp.tanh(hidden @ unembedding.T / softcap) / temperature
+
+
+def of_both(logprobs_of, kl_of):
+    """A weighted sum of log-probabilities, entropies and divergences, and its gradients in all arguments."""
+
+    def weighted(hidden, unembedding, temperature, softcap):
+        logprobs, entropy = logprobs_of(hidden, unembedding, temperature, softcap)
+        both = [kl_of(hidden, unembedding, temperature, softcap, reverse) for reverse in (False, True)]
+        weights = jnp.linspace(-1, 2, logprobs.size).reshape(logprobs.shape)
+        return jnp.sum(weights * (logprobs - 0.3 * entropy + both[0] - 2 * both[1])), (logprobs, entropy, *both)
+
+    return jax.jit(jax.value_and_grad(weighted, (0, 1, 2, 3), has_aux=True))
+
+
+@pytest.mark.parametrize("softcap", [0.5, 2.0, 1e4])
+def test_capped_logits_have_the_values_and_gradients_of_the_dense_ones(slice_width, softcap):
+    slice_width(4)
+    hidden, unembedding, ref_hidden, ref_unembedding = kl_arguments(11)
+    ids = np.random.default_rng(3).integers(0, 11, hidden.shape[:-1])
+
+    def logprobs_of(hidden, unembedding, temperature, softcap):
+        return token_logprobs(hidden, unembedding, ids, temperature=temperature, softcap=softcap)
+
+    def kl_of(hidden, unembedding, temperature, softcap, reverse):
+        caps = {"softcap": softcap, "ref_softcap": 1.5}
+        return token_kl(
+            hidden, unembedding, ref_hidden, ref_unembedding, temperature=temperature, reverse=reverse, **caps
+        )
+
+    def dense_logprobs_of(*arguments):
+        logprobs = jax.nn.log_softmax(dense_logits(*arguments))
+        chosen = jnp.take_along_axis(logprobs, ids[..., None], axis=-1)[..., 0]
+        return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+
+    def dense_kl_of(hidden, unembedding, temperature, softcap, reverse):
+        ref_logits = dense_logits(ref_hidden, ref_unembedding, temperature, 1.5)
+        return kl_full(dense_logits(hidden, unembedding, temperature, softcap), ref_logits, reverse=reverse)
+
+    arguments = hidden, unembedding, np.array([[[0.5]], [[1.5]]], np.float32)[..., 0], np.float32(softcap)
+    found = of_both(logprobs_of, kl_of)(*arguments)
+    dense = arguments[0], arguments[1], arguments[2][..., None], arguments[3]
+    expected = of_both(dense_logprobs_of, dense_kl_of)(*dense)
+    assert_trees_close(found[0], expected[0], rtol=1e-4, atol=2e-5)
+    reshaped = (*expected[1][:2], expected[1][2][..., 0], expected[1][3])
+    assert_trees_close(found[1], reshaped, rtol=1e-3, atol=1e-4)
+
+
+def test_a_cap_by_hand():
+    # c·tanh(z/c) of z = (0, 2) with c = 1: (0, tanh 2 = .9640); p = e^.964 / (1 + e^.964) = 2.6222 / 3.6222 = .7239.
+    logprobs, _ = token_logprobs(jnp.ones((2, 1)), jnp.array([[0.0], [2.0]]), jnp.array([0, 1]), softcap=1.0)
+    assert_allclose(np.exp(logprobs), [0.2761, 0.7239], atol=5e-5)

@@ -116,7 +116,7 @@ MODELS = {
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
         attention_bias=True,
         tie_word_embeddings=False,
-        final_logit_softcapping=None,
+        final_logit_softcapping=3.0,
         attn_logit_softcapping=1.0,
     ),
     "gemma3": Gemma3TextConfig(

@@ -39,16 +39,17 @@ def test_trained_parameters_are_those_of_a_run(critic, lora_rank):
     assert size(found) == size(trained)
 
 
+GEMMA = replace(TINY, norms="around", zero_centered_norms=True, attn_logit_softcapping=50, final_logit_softcapping=30)
 # Of a million parameters, completions of 32 tokens: by hand 8 prompts are 4 pieces of 544 tokens.
 NARROW = {"num_prompts": 8, "group_size": 8, "max_tokens": 32}
 
 
-def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_rank=0):
+def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_rank=0, quantize="none"):
     """The ratio of the estimate to what the compiler plans for one device, of each program."""
     of = estimate(model, shape)
     decoder = of.params if shape.critic == "none" else memory.FLOAT32 * memory.num_params(model)
     ours = {"sample": decoder + of.sampling, "learn": of.params + of.optimizer + of.learning}
-    made = lowered(model, config, prompt, lora_rank=lora_rank, programs=programs)
+    made = lowered(model, config, prompt, lora_rank=lora_rank, quantize=quantize, programs=programs)
     return {name: ours[name] / sum(planned_bytes(program.compile()).values()) for name, program in made.items()}
 
 
@@ -57,8 +58,13 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
     [
         ("none", TINY, {}, 16, ("sample", "learn")),
         ("layer", replace(TINY, remat="layer"), {}, 16, ("learn",)),
+        ("gemma", GEMMA, {}, 16, ("learn",)),
         ("bfloat16", replace(TINY, dtype="bfloat16"), {}, 16, ("sample", "learn")),
         ("lora", TINY, {"lora_rank": 8}, 16, ("learn",)),
+        ("nf4", TINY, {"lora_rank": 8, "quantize": "nf4"}, 16, ("sample", "learn")),
+        pytest.param(
+            "int8", TINY, {"lora_rank": 8, "quantize": "int8"}, 16, ("sample", "learn"), marks=pytest.mark.slow
+        ),
         ("ppo", TINY, {"critic": "own"}, 16, ("learn",)),
         pytest.param("experts", MIXTURE, {}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param("long", TINY, {"max_tokens": 256}, 16, ("sample", "learn"), marks=pytest.mark.slow),
@@ -103,6 +109,7 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
 def test_programs_need_what_is_estimated_within_15_percent(name, model, options, prompt, programs):
     of_run = NARROW | {key: value for key, value in options.items() if key in NARROW}
     lora_rank, critic = options.get("lora_rank", 0), options.get("critic", "none")
+    quantize = options.get("quantize", "none")
     config = recipe(**of_run) if critic == "none" else with_options(PPOConfig(), **of_run)
     shape = Shape(
         **of_run,
@@ -110,12 +117,29 @@ def test_programs_need_what_is_estimated_within_15_percent(name, model, options,
         piece_tokens=FASTEST_ON_CPU,
         packs=critic == "none",
         lora_rank=lora_rank,
+        quantize=quantize,
         critic=critic,
         on_cpu=True,
     )
-    ratios = held_against_the_compiler(model, config, prompt, shape, programs, lora_rank=lora_rank)
+    ratios = held_against_the_compiler(model, config, prompt, shape, programs, lora_rank=lora_rank, quantize=quantize)
     print(name, {program: round(ratio, 3) for program, ratio in ratios.items()})
     assert all(1 / 1.15 < ratio < 1.15 for ratio in ratios.values()), ratios
+
+
+def test_a_teacher_counts_with_its_parameters_and_what_it_says_of_a_rollout():
+    """By hand: of 8 prompts, 4 completions of 16 tokens each."""
+    teacher = replace(SMALL, hidden_size=16)
+    shape = Shape(num_prompts=8, group_size=4, max_tokens=16)
+    alone = estimate(SMALL, shape)
+    assert alone.teacher == alone.taught == alone.teaching == alone.scoring == 0
+    tokens = 8 * 4 * 16
+    for top_k, of_token in ((0, 4 * 16), (5, 4 * 5 + 4 * 6), (None, 4)):  # hidden states; ids and logits; one number
+        found = estimate(SMALL, shape._replace(teacher=teacher, distillation_top_k=top_k))
+        assert found.teacher == 4 * memory.num_params(teacher)
+        assert found.held == alone.held + found.teacher
+        assert found.taught == of_token * tokens
+        assert found.learning == alone.learning + found.taught
+        assert found.scoring > found.taught
 
 
 @pytest.mark.slow

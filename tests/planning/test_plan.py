@@ -67,6 +67,9 @@ def test_the_shape_of_a_run_is_that_of_its_options():
     assert (shape.packs, shape.copies, shape.lora_rank, shape.critic) == (False, 2, 4, "none")
     ppo = shape_of(PPOConfig(), ModelOptions(), 7, parts=1)
     assert (ppo.packs, ppo.critic, ppo.group_size) == (False, "own", 1)
+    for kind, packs, top_k in (("k1", True, None), ("jsd", False, 0)):
+        taught = shape_of(recipe(distillation=kind), ModelOptions(), 7, parts=1, teacher=MID)
+        assert (taught.teacher, taught.packs, taught.distillation_top_k) == (MID, packs, top_k)
 
 
 def test_a_cpu_has_what_is_left_of_the_machine_and_no_more_than_its_group(monkeypatch):

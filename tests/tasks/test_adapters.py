@@ -162,6 +162,21 @@ def test_rewards_of_trl_see_environments_messages_and_columns():
     assert seen["prompts"] == [rows[0]["prompt"]]
 
 
+@pytest.mark.parametrize("factory", [Counter(), dict, lambda: None, type("Bare", (), {"reset": lambda self: None})])
+def test_what_is_no_environment_of_trl_is_refused(factory):
+    with pytest.raises(UsageError, match="must be a class"):
+        trl_tools(factory)
+
+
+def test_a_reset_that_takes_no_columns_is_told():
+    class Strict(Counter):
+        def reset(self):
+            return None
+
+    with pytest.raises(UsageError, match=r"the columns of row 0, raised TypeError: .*prompt"):
+        trl_rows(Strict, [{"prompt": "a"}])
+
+
 def test_async_methods_are_awaited():
     class Slow(Counter):
         async def count_on(self, steps: int) -> int:

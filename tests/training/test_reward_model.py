@@ -376,6 +376,8 @@ FAMILIES = [
     "gemma",
     "gemma2_untied",
     "gemma3_capped",
+    "qwen3_moe",
+    "mixtral",
 ]
 
 
