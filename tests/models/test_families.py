@@ -37,6 +37,8 @@ FULLEST = {
     "gemma": "gemma",
     "gemma2": "gemma2_untied",
     "gemma3_text": "gemma3_capped",
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
 }
 
 
