@@ -287,6 +287,21 @@ def test_several_rewards_add_up_over_the_prompts_that_are_left(folder, tmp_path)
     assert len(rewards["threes"].rows) == 30 * 8
 
 
+def test_a_teacher_of_another_size_is_learned_from(folder, tmp_path):
+    large = tmp_path / "large"
+    config = ModelConfig(arithmetic.VOCAB_SIZE, 24, 32, 1, 2, 1, 8, initializer_range=0.3)
+    save_pretrained(large, jax.jit(decoder_policy(config).init)(jax.random.key(1)), config)
+    arithmetic.TEXT.save_tokenizer(large)
+    options = {"steps": 2, "max_tokens": 4, "group_size": 1, "kl_coef": 0.0, "learning_rate": 1e-2}
+    options |= {"distillation": "reverse_kl", "reward_coef": 0.0, "run_dir": tmp_path / "run"}
+    trainer = GRPOTrainer(folder, Threes(), teacher=large, **options)
+    trainer.train(PROMPTS)
+    first, last = trainer.run.lines()
+    assert 0 < last["distillation"] < first["distillation"]
+    with pytest.raises(UsageError, match="reverse_kl needs a teacher"):
+        GRPOTrainer(folder, Threes(), **options)
+
+
 def test_a_loaded_model_is_shown_without_its_arrays(folder):
     shown = repr(load_pretrained(folder))
     count = sum(np.prod(x.shape, dtype=int) for x in jax.tree.leaves(load_pretrained(folder).params))
