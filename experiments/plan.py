@@ -34,6 +34,7 @@ from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import model_folder, read_json
+from grpo_jax.models.quantised import Quantize
 from grpo_jax.planning.accelerators import DEVICES, Device
 from grpo_jax.planning.memory import Estimate, Shape, decoder_shapes, estimate, num_params, parts_of
 from grpo_jax.planning.models import MODELS
@@ -80,6 +81,8 @@ class Config:
     """As in a run."""
     lora_rank: int = 0
     """As in a run; the frozen parameters are then bfloat16."""
+    quantize: Quantize = "none"
+    """As in a run."""
     method: Literal["grpo", "ppo"] = "grpo"
     """PPO has an own critic."""
     compile: bool = False
@@ -129,6 +132,8 @@ def check(config: Config) -> None:
         raise UsageError(
             f"microbatches is {config.microbatches}: it must divide the {config.prompts_per_device} prompts of a device"
         )
+    if config.quantize != "none" and not config.lora_rank:
+        raise UsageError(f"quantize {config.quantize} is of LoRA's frozen parameters: set lora_rank above 0")
     data_of(config)
     if (heads := model_of(config.model).num_key_value_heads) % config.tensor:
         raise UsageError(f"tensor is {config.tensor}: it must divide the model's {heads} key-value heads")
@@ -169,6 +174,7 @@ def shape_of(config: Config) -> Shape:
         packs=config.method == "grpo",
         lora_rank=config.lora_rank,
         param_dtype="bfloat16" if config.lora_rank else "float32",
+        quantize=config.quantize,
         critic="own" if config.method == "ppo" else "none",
         fsdp=config.fsdp or config.devices // config.tensor,
         tensor=config.tensor,
@@ -302,6 +308,7 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
             config.prompt_tokens,
             lora_rank=config.lora_rank,
             param_dtype=plan.shape.param_dtype,
+            quantize=plan.shape.quantize,
             programs=(program,),
         )
         if program not in made:

@@ -17,6 +17,7 @@ from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
 from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
 from grpo_jax.models.config import AttentionKind, Dtype, Router
 from grpo_jax.models.lora import TARGETS, Target
+from grpo_jax.models.quantised import Quantize
 
 Preset = Literal[
     "grpo",
@@ -66,6 +67,9 @@ class ModelOptions:
     """Dtype of activations and matrix products. bfloat16 is faster on accelerators and rounds to 8 bits."""
     param_dtype: Dtype = "float32"
     """Dtype of the parameters. bfloat16 halves the memory of LoRA's frozen ones; trained parameters need float32."""
+    quantize: Quantize = "none"
+    """Bits that LoRA's frozen projections are held in. int8: 8, one scale for the weights of an output. nf4: 4.25, one
+    scale for 64 weights (QLoRA, 2305.14314). A layer is dequantised where it is used."""
     remat: PlannedRemat = "auto"
     """What the backward pass computes again to save memory. none: norms, rotations and attention's scores. layer: whole
     layers. Results differ by rounding alone. auto: layer where the memory of the device asks for it, in runs of GRPO

@@ -19,15 +19,25 @@ from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, join, merge, split
+from grpo_jax.models.quantised import format_of
 from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
-from grpo_jax.runs.pretrained import keep_description, load_model, planned, say_plan
+from grpo_jax.runs.pretrained import (
+    keep_description,
+    keep_files,
+    load_model,
+    load_teacher,
+    planned,
+    restore,
+    say_plan,
+)
 from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
-from grpo_jax.training.grpo import make_programs, train
+from grpo_jax.training.distillation import programs_with
+from grpo_jax.training.grpo import check_teacher, train
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import devices_of, parts, size, where_to_load
 
@@ -62,6 +72,7 @@ class GRPOTrainer:
         clip_epsilon: float | None = None,
         environment: ReplyFn | None = None,
         tools: Sequence[Callable[..., Any]] = (),
+        teacher: str | Path | None = None,
         environment_factory: Callable[[], Any] | None = None,
         run_dir: str | Path = "runs/grpo_trainer",
         **options: Any,
@@ -80,6 +91,8 @@ class GRPOTrainer:
             message.
           tools: functions that the policy may call, with type hints and docstrings, in place of an environment. The
             tokenizer needs a chat template.
+          teacher: folder of a Hugging Face model, or its id on the hub, with the model's tokenizer; the option
+            `distillation` says what is learned from it.
           environment_factory: a class written for TRL, in place of both: its methods are tools, and what its `reset`
             returns stands behind the prompt. `tasks.adapters.trl_reward` makes a reward of what it earned.
           run_dir: folder of the run; a number is added if it holds one.
@@ -99,10 +112,11 @@ class GRPOTrainer:
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
         pretrained = model if isinstance(model, Pretrained) else None
         if pretrained:
-            for name in {"dtype", "param_dtype", "remat", "attention", "router"} & options.keys():
+            for name in {"dtype", "param_dtype", "quantize", "remat", "attention", "router"} & options.keys():
                 raise UsageError(f"the model is loaded already: give {name} to load_pretrained")
             options |= {"model": str(pretrained.folder), "param_dtype": str(pretrained.params["embedding"].dtype)}
             options |= {"remat": pretrained.config.remat, "router": pretrained.config.router}
+            options |= {"quantize": format_of(pretrained.params)}
         elif isinstance(model, str | Path):
             options |= {"model": str(model)}
         else:
@@ -117,8 +131,12 @@ class GRPOTrainer:
             self._tools, self._reply = trl_tools(environment_factory), trl_environment(environment_factory)
         self._reward, self._run_dir = _checked_reward(reward_model), Path(run_dir).expanduser()
         train = self._options.train
+        check_teacher(train, has_teacher=teacher is not None)
         sharding = where_to_load(devices_of(train))
         self._loaded = load_model(self._options.model, seed=train.seed, pretrained=pretrained, sharding=sharding)
+        self._teacher = None
+        if teacher is not None:
+            self._teacher = load_teacher(teacher, self._options.model, self._loaded.pretrained, sharding=sharding)
 
     def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:
         """Trains from the model given, in a new run; a second call begins there again.
@@ -130,8 +148,9 @@ class GRPOTrainer:
             All of them are trained on.
 
         Returns:
-          The trained model, adapters merged in. `save_pretrained` writes its params and config, with its folder as the
-          source. The model given stays as it was.
+          The trained model, adapters merged in: with quantize into the original weights, which are read again.
+          `save_pretrained` writes its params and config, with its folder as the source. The model given stays as it
+          was.
 
         Raises:
           UsageError: one sentence that says what to change.
@@ -175,20 +194,30 @@ class GRPOTrainer:
         task = task_of(config.sampling.num_prompts)
         devices = devices_of(config)
         options, loaded, plan = planned(
-            options, config, self._loaded, task, devices=size(devices), parts=parts(devices)
+            options,
+            config,
+            self._loaded,
+            task,
+            devices=size(devices),
+            parts=parts(devices),
+            teacher=self._teacher.pretrained.config if self._teacher else None,
         )
         config, (policy, params, pretrained) = options.train, loaded
-        programs = make_programs(policy, task, config)
+        programs, start = programs_with(loaded, self._teacher, task, config)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(options))
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
         say_plan(self.run, plan)
         keep_description(self.run, loaded, model)
         check_length(self.run, task, config.sampling.row_tokens, longest)
-        state = train(policy, params, task, config, self.run, programs=programs)
+        if self._teacher:
+            keep_files(self.run, "teacher", self._teacher.pretrained.folder)
+        state = train(policy, start, task, config, self.run, programs=programs)
         curves = terminal.curves_of(self.run, [("length_mean", "tokens")])
         terminal.save_results(self.run, {}, params_sha256(state.params), curves, ["grpo"])
         terminal.say_end(self.run, started)
         trained = join(state.params, split(params)[1])
+        if model.quantize != "none":
+            trained = restore(self.run.path, "grpo", None).merged()
         return pretrained._replace(params=merge(trained) if isinstance(trained, Adapted) else trained)
 
 

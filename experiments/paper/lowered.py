@@ -15,6 +15,7 @@ from grpo_jax.config import GRPOConfig, PPOConfig, run_of
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.quantised import Quantize, quantise_params
 from grpo_jax.models.sharding import BATCH
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import grpo_method
@@ -33,6 +34,7 @@ def lowered(
     *,
     lora_rank: int = 0,
     param_dtype: str = "float32",
+    quantize: Quantize = "none",
     programs: tuple[str, ...] = ("sample", "score", "learn"),
 ) -> dict[str, jax.stages.Lowered]:
     """Programs as `loop.train` compiles them, by name; `score` is missing where the update needs no scores.
@@ -43,11 +45,13 @@ def lowered(
       prompt: P, tokens of a prompt.
       lora_rank: of adapters; 0: all parameters are trained.
       param_dtype: of the decoder's parameters.
+      quantize: of its frozen projections.
       programs: which to lower.
     """
     run, found = run_of(config), dict[str, jax.stages.Lowered]()
     made: Any = programs_of(model, config)
-    params = placed(params_of(model, config, lora_rank=lora_rank, param_dtype=param_dtype), devices_of(run))
+    made_of = params_of(model, config, lora_rank=lora_rank, param_dtype=param_dtype, quantize=quantize)
+    params = placed(made_of, devices_of(run))
     trained, frozen = made.method.split(params)
     n, g = run.sampling.num_prompts, run.sampling.group_size
     array = partial(spread, devices_of(run))
@@ -85,12 +89,20 @@ def programs_of(model: ModelConfig, config: GRPOConfig | PPOConfig) -> Programs:
     return compile_programs(method, policy, task, run)
 
 
-def params_of(model: ModelConfig, config: GRPOConfig | PPOConfig, *, lora_rank: int, param_dtype: str) -> Any:
+def params_of(
+    model: ModelConfig,
+    config: GRPOConfig | PPOConfig,
+    *,
+    lora_rank: int,
+    param_dtype: str,
+    quantize: Quantize = "none",
+) -> Any:
     """Shapes of the parameters that a run takes."""
 
     def make() -> Any:
         params = decoder_policy(model).init(jax.random.key(0))
         params = jax.tree.map(lambda x: x.astype(param_dtype), params)
+        params = quantise_params(params, quantize)
         if lora_rank:
             params = add_adapters(params, jax.random.key(0), rank=lora_rank, alpha=1.0)
         return add_critic(model, params, config.critic.critic) if isinstance(config, PPOConfig) else params

@@ -38,9 +38,9 @@ from grpo_jax.runs.pretrained import (
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task, inputs_of
-from grpo_jax.training.distillation import Taught, make_distillation_programs
+from grpo_jax.training.distillation import programs_with
 from grpo_jax.training.engine import sampler_of
-from grpo_jax.training.grpo import make_programs
+from grpo_jax.training.grpo import check_teacher
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.loop import Programs
 from grpo_jax.training.parallel import devices_of, parts, place, size, where_to_load
@@ -71,7 +71,9 @@ def main(config: Config) -> None:
     """Loads model and task, then trains."""
     devices = devices_of(config.train)
     validate(config.train, num_devices=parts(devices))  # before a checkpoint is read
-    check_teacher(config)
+    check_teacher(config.train, has_teacher=bool(config.teacher))
+    if config.teacher and config.control:
+        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
     with opened(config.model, config.task, config.train) as (model, task):
         teacher = None
         if config.teacher:
@@ -87,13 +89,7 @@ def main(config: Config) -> None:
             teacher=teacher.pretrained.config if teacher else None,
         )
         sampler = sampler_of(config.engine, model.pretrained, task, config.train, note=flags.say_note)
-        start: Any = model.params
-        # Bad options are refused before anything is compiled.
-        if teacher:
-            programs = make_distillation_programs(model.policy, teacher.policy, task, config.train, sampler=sampler)
-            start = Taught(model.params, teacher.params)
-        else:
-            programs = make_programs(model.policy, task, config.train, sampler=sampler)
+        programs, start = programs_with(model, teacher, task, config.train, sampler=sampler)
         run = flags.open_run(config)
         say_plan(run, plan)
         if teacher:
@@ -109,21 +105,6 @@ def main(config: Config) -> None:
             control=config.control,
             curves=(*CURVES, *TAUGHT_CURVES) if teacher else CURVES,
         )
-
-
-def check_teacher(config: Config) -> None:
-    """Refuses a teacher that nothing is learned from, and the reverse.
-
-    Raises:
-      UsageError: one sentence that says what to change.
-    """
-    kind = config.train.distillation.distillation
-    if config.teacher and kind == "none":
-        raise UsageError("--teacher needs --distillation: choose reverse_kl, forward_kl, jsd or k1")
-    if kind != "none" and not config.teacher:
-        raise UsageError(f"--distillation {kind} needs --teacher: name a folder of a model with the same tokenizer")
-    if config.teacher and config.control:
-        raise UsageError("--control takes a coin toss for rewards, but a teacher would teach it too: leave one out")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,14 @@ from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_t
 from grpo_jax.models.heads import Headed, add_head, without_vocabulary
 from grpo_jax.models.lora import Adapted
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.quantised import (
+    Quantised,
+    Quantize,
+    holds_quantised,
+    is_quantised,
+    quantise,
+    quantise_params,
+)
 from grpo_jax.models.transformer import Params
 
 try:
@@ -60,7 +68,13 @@ class Pretrained(NamedTuple):
 
 
 def load_pretrained(
-    name: str | Path, *, head: bool = False, param_dtype: Any = jnp.float32, sharding: Any = None, **overrides: Any
+    name: str | Path,
+    *,
+    head: bool = False,
+    param_dtype: Any = jnp.float32,
+    quantize: Quantize = "none",
+    sharding: Any = None,
+    **overrides: Any,
 ) -> Pretrained:
     """Loads config.json, *.safetensors and the tokenizer of a model.
 
@@ -68,6 +82,7 @@ def load_pretrained(
       name: a local folder, as `save_pretrained` of transformers writes it, or the id of one on the hub.
       head: of a classifier with one label, such as a reward model: the parameters are `heads.Headed`.
       param_dtype: of the parameters, whatever the files hold; float32, in which small updates are not lost.
+      quantize: int8 or nf4: the kernels of projections are held in 8 or 4 bits, for LoRA; see `models.quantised`.
       sharding: a `jax.sharding.Sharding` for all parameters, or a tree of them that is a prefix of the parameters', or
         a function of the parameters' shapes that gives one; None: the default device.
       **overrides: fields of ModelConfig that are not the model's: dtype, remat, attention, router.
@@ -93,7 +108,7 @@ def load_pretrained(
     tokenizer = load_tokenizer(folder)  # before the weights, which take longest
     ends, notes = eos_ids(folder, tokenizer, config.vocab_size)
     config = without_vocabulary(config) if head else config
-    params = load_params(folder, config, head=head, dtype=param_dtype, sharding=sharding)
+    params = load_params(folder, config, head=head, dtype=param_dtype, quantize=quantize, sharding=sharding)
     return Pretrained(config, params, tokenizer, ends, folder, notes)
 
 
@@ -294,14 +309,20 @@ def _shapes(config: ModelConfig) -> Any:
 
 
 def load_params(
-    folder: Path, config: ModelConfig, *, head: bool = False, dtype: Any = jnp.float32, sharding: Any = None
+    folder: Path,
+    config: ModelConfig,
+    *,
+    head: bool = False,
+    dtype: Any = jnp.float32,
+    quantize: Quantize = "none",
+    sharding: Any = None,
 ) -> Params:
     """The parameters in a folder's safetensors files, leaf by leaf in the dtype and on the devices asked for.
 
     Args:
       folder: with model.safetensors, or several files and their index.
       config: the decoder's shape.
-      head, dtype, sharding: as in `load_pretrained`.
+      head, dtype, quantize, sharding: as in `load_pretrained`. What is quantised is rounded to the dtype first.
 
     Returns:
       Parameters, layers stacked.
@@ -316,13 +337,20 @@ def load_params(
         shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
         layout = headed_layout(config)
     _check_tensors(found, layout, config)
+    structure = jax.tree.structure(shapes)
+    shapes = jax.eval_shape(partial(quantise_params, format=quantize), shapes)
     if sharding is None:
         _check_memory(folder, shapes, dtype)
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     sharding = sharding(shapes) if callable(sharding) else sharding
     shardings = jax.tree.broadcast(default if sharding is None else sharding, shapes)
 
-    def load(tensor: Tensor, leaf: jax.ShapeDtypeStruct, target: jax.sharding.Sharding) -> jax.Array:
+    def load(tensor: Tensor, leaf: Any, target: Any) -> Any:
+        if is_quantised(leaf):
+            read = (read_tensor(found, tensor.name.format(layer)) for layer in range(leaf.shape[0]))
+            rounded = (x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype) for x in read)
+            return _quantised((tensor.to_leaf(x, leaf.shape[1:]) for x in rounded), leaf, target)
+
         def part(index: Any) -> np.ndarray:
             """What one device holds, a tuple of slices: of each layer its part."""
             places = [range(size)[part] for size, part in zip(leaf.shape, index, strict=True)]
@@ -336,12 +364,39 @@ def load_params(
 
         return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, target, part))
 
-    columns = _tensors_of(layout), jax.tree.leaves(shapes), jax.tree.leaves(shardings)
+    columns = _tensors_of(layout), *(jax.tree.leaves(tree, is_leaf=is_quantised) for tree in (shapes, shardings))
     leaves = list(zip(*columns, strict=True))
     # The largest first: while a leaf is put together it exists twice, which then is not on top of all others.
-    order = sorted(range(len(leaves)), key=lambda i: -leaves[i][1].size)
+    order = sorted(range(len(leaves)), key=lambda i: -_num_bytes(leaves[i][1], dtype))
     loaded = {i: load(*leaves[i]) for i in order}
-    return jax.tree.unflatten(jax.tree.structure(shapes), [loaded[i] for i in range(len(leaves))])
+    return jax.tree.unflatten(structure, [loaded[i] for i in range(len(leaves))])
+
+
+def _quantised(kernels: Iterator[np.ndarray], leaf: Quantised, target: Any) -> Quantised:
+    """The kernels of all layers, quantised one by one on the host, and then put where they belong.
+
+    Args:
+      kernels: `[*in, *out]` of each layer.
+      leaf: shapes of the result.
+      target: its shardings.
+    """
+    whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), leaf)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for layer, kernel in enumerate(kernels):
+            one = quantise(kernel, leaf.in_shape, leaf.out_shape, leaf.format)
+            whole.codes[layer], whole.scales[layer] = one.codes, one.scales
+
+    def put(x: np.ndarray, target: jax.sharding.Sharding) -> jax.Array:
+        return jax.block_until_ready(jax.make_array_from_callback(x.shape, target, lambda index: x[index]))
+
+    return jax.tree.map(put, whole, target)
+
+
+def _num_bytes(tree: Any, dtype: Any) -> int:
+    """Of parameters, from their shapes: of quantised ones as they are, of others in a dtype."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_quantised)
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(list(filter(is_quantised, leaves))))
+    return held + jnp.dtype(dtype).itemsize * sum(x.size for x in leaves if not is_quantised(x))
 
 
 class Found(NamedTuple):
@@ -445,11 +500,11 @@ def _check_memory(folder: Path, shapes: Any, dtype: Any) -> None:
     there = (device.memory_stats() or {}).get("bytes_limit")
     if there is None and device.platform == "cpu" and hasattr(os, "sysconf"):
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needed = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * jnp.dtype(dtype).itemsize
+    needed = _num_bytes(shapes, dtype)
     if there and needed > there:
         raise UsageError(
             f"the parameters in {folder} take {needed / 2**30:.1f} GiB in {jnp.dtype(dtype).name}, and a device has "
-            f"{there / 2**30:.1f} GiB: take a smaller model, param_dtype bfloat16, or a larger device"
+            f"{there / 2**30:.1f} GiB: take a smaller model, param_dtype bfloat16, quantize, or a larger device"
         )
 
 
@@ -535,6 +590,10 @@ def save_pretrained(
     decoder = params.decoder if isinstance(params, Headed) else params
     if isinstance(decoder, Adapted):
         raise UsageError("these parameters have adapters: save lora.merge of them, or peft.save_adapter")
+    if holds_quantised(decoder):
+        raise UsageError(
+            "these parameters are quantised: save the original ones, or quantised.dequantise_params of them"
+        )
     source = None if source is None else Path(source)
     dtype = np.dtype(dtype or decoder["embedding"].dtype)
     written = read_json(source / "config.json") if source else config_to_huggingface(config)

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import Params
+from grpo_jax.models.quantised import holds_quantised, split_shape
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -92,7 +93,16 @@ def add_adapters(
 
 
 def merge(params: Adapted) -> Params:
-    """Plain parameters W + (α/r)·A B, in the dtype of W; the base stays."""
+    """Plain parameters W + (α/r)·A B, in the dtype of W; the base stays.
+
+    Raises:
+      UsageError: W is quantised: its few bits do not hold the sum.
+    """
+    if holds_quantised(params.base):
+        raise UsageError(
+            "the base of these adapters is quantised: merge them into the original one, as "
+            "params._replace(base=load_pretrained(folder).params), or into quantised.dequantise_params(params.base)"
+        )
     layers = {block: dict(modules) for block, modules in params.base["layers"].items()}
     for block, adapted in params.adapters["layers"].items():
         for name, adapter in adapted.items():
@@ -127,12 +137,3 @@ def fingerprint(params: Params) -> str:
 def sites(targets: Sequence[Target] = TARGETS) -> list[tuple[str, Target]]:
     """(block, projection) of each target: where its kernel and its adapter stand in the tree of a layer."""
     return [("attention" if name in TARGETS[:4] else "mlp", name) for name in TARGETS if name in targets]
-
-
-def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """(layers, in, out) of a kernel `[L, *in, *out]`: o_proj alone contracts two axes, heads and features.
-
-    Of a mixture's kernel `[L, X, in, out]` the first are layers and experts."""
-    stacked = 2 if name in TARGETS[4:] and len(kernel_shape) == 4 else 1
-    axes = stacked + (2 if name == "o_proj" else 1)
-    return kernel_shape[:stacked], kernel_shape[stacked:axes], kernel_shape[axes:]

@@ -20,7 +20,8 @@ from grpo_jax.models.huggingface import (
     read_tensor,
     write_json,
 )
-from grpo_jax.models.lora import Adapted, sites, split_shape
+from grpo_jax.models.lora import Adapted, sites
+from grpo_jax.models.quantised import split_shape
 from grpo_jax.models.transformer import Params
 
 try:

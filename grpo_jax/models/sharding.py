@@ -11,6 +11,7 @@ What is here acts within programs that `training.parallel` compiles for a mesh. 
 Letters as in `transformer`; R the rank of adapters.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -34,8 +35,8 @@ _PROJECTIONS: dict[str, tuple[tuple[Axes, ...], tuple[Axes, ...]]] = {
     "up_proj": ((FSDP,), (TENSOR,)),
     "down_proj": ((TENSOR,), (FSDP,)),
 }
-# Of parameters, by the last one or two names of their path. Others, such as norms, are whole on every device, and so is
-# the leading axis L of stacked layers. Embeddings are cut by features alone: slices of the vocabulary stay local.
+# Of parameters, by the last one to three names of their path. Others, such as norms, are whole on every device, and so
+# is the leading axis L of stacked layers. Embeddings are cut by features alone: slices of the vocabulary stay local.
 _PARAMETERS: dict[tuple[str | None, ...], tuple[Axes, ...]] = {
     ("embedding",): (None, MODEL),
     ("unembedding",): (None, MODEL),
@@ -48,6 +49,8 @@ for _name, (_in, _out) in _PROJECTIONS.items():
         (_name, "a"): (*_in, None),
         (_name, "b"): (None, *_out),
     }
+    for _kernel, _leaf in itertools.product(("kernel", "quantised"), ("codes", "scales")):  # matrices [I, O]
+        _PARAMETERS[_name, _kernel, _leaf] = (_in[0], _out[0])
 
 Layout = Callable[[Axes], Axes]  # axes of a parameter as it is stored -> as it is needed
 
@@ -83,8 +86,8 @@ def specs(params: Any, sizes: Any, layout: Layout = stored) -> Any:
     """
 
     def spec(path: Any, x: Any) -> PartitionSpec:
-        names = tuple(getattr(key, "key", None) for key in path)
-        axes = _PARAMETERS.get(names[-2:], _PARAMETERS.get(names[-1:], ()))
+        names = tuple(getattr(key, "key", getattr(key, "name", None)) for key in path)
+        axes = next((_PARAMETERS[names[-n:]] for n in (3, 2, 1) if names[-n:] in _PARAMETERS), ())
         if len(axes) > x.ndim:  # of another model, with the same names
             return PartitionSpec()
         return _spec(x.shape, sizes, (*[None] * (x.ndim - len(axes)), *map(layout, axes)))
@@ -143,7 +146,7 @@ def laid_out(params: Any, layout: Layout = stored) -> Any:
     return params if sizes is None else jax.lax.with_sharding_constraint(params, specs(params, sizes, layout))
 
 
-def put_together(module: str, leaf: str, x: jax.Array) -> jax.Array:
+def put_together(module: str, leaf: str, x: Any) -> Any:
     """A parameter of a layer as its projection needs it. Its gradient is cut again as it is stored."""
     if mesh_sizes() is None:
         return x

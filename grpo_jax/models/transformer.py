@@ -12,6 +12,7 @@ M = P + G·S tokens of a group, C tokens of the cache, D features, F features of
 K key-value heads, Q = H/K query heads that share one key-value head, E features of a head, L layers, V vocabulary.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from grpo_jax.models.config import Activation, ModelConfig
 from grpo_jax.models.config import Params as Params
 from grpo_jax.models.experts import Experts
 from grpo_jax.models.geometry import Geometry, LayerKind, Seen, layer_kinds
+from grpo_jax.models.quantised import Quantised, dequantised, holds_quantised, is_quantised
 from grpo_jax.models.rotary import rotate
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
 
@@ -121,7 +123,8 @@ class Transformer(nn.Module):
                 split_rngs={"params": True},
                 in_axes=(nn.broadcast, 0),
                 length=len(kinds),
-                unroll=len(kinds) if unrolls(config) else 1,
+                # Of quantised layers one at a time is dequantised.
+                unroll=len(kinds) if unrolls(config) and not holds_quantised(self.variables["params"]) else 1,
             )
             # Which rotation and window a layer has is data only where layers differ.
             of_layers = jax.tree.map(lambda *places: jnp.array(places, jnp.int32), *kinds)
@@ -275,8 +278,9 @@ def linears(
 class Linear(nn.Module):
     """x W + b, and + x A B where the collection "lora" holds A and B for it.
 
-    The parameters are `kernel` `[*in, *out]` and `bias` `[*out]`; the adapter's are `a` `[*in, R]` and `b` `[R, *out]`.
-    `decoding_layout` has a matrix `transposed` `[out, in]` in place of the kernel.
+    The parameters are `kernel` `[*in, *out]`, which may be `Quantised`, and `bias` `[*out]`; the adapter's are `a`
+    `[*in, R]` and `b` `[R, *out]`. `decoding_layout` has a matrix `transposed` `[out, in]` in place of the kernel, or
+    `quantised`, the kernel as it is.
     """
 
     out_shape: tuple[int, ...]
@@ -286,16 +290,24 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x, y=None):
         """x `[..., *in]` -> `[..., *out]`, in the dtype of x; y is x W `[..., out]`, where that is known."""
-        if self.has_variable("params", "transposed"):
+        if self._decodes():
             of_input, of_output = sharding.decoding_axes(str(self.name))
-            matrix: jax.Array = self.get_variable("params", "transposed")
-            rows = spread(x.reshape(-1, matrix.shape[1]), DATA, of_input)
-            y = spread(_times_transposed(rows, matrix), DATA, of_output)
+            rows = spread(x.reshape(-1, math.prod(x.shape[x.ndim - self.in_axes :])), DATA, of_input)
+            if self.has_variable("params", "transposed"):
+                y = _times_transposed(rows, self.get_variable("params", "transposed"))
+            else:
+                y = _times_quantised(rows, self.get_variable("params", "quantised"))
+            y = spread(y, DATA, of_output)
         if y is not None:
             y = y.reshape(*x.shape[: x.ndim - self.in_axes], *self.out_shape)
         else:
-            kernel = self.param("kernel", _declared, (*x.shape[-self.in_axes :], *self.out_shape))
-            y = product(x, self._whole("kernel", kernel, x), self.in_axes)
+            kernel: Any = self.get_variable("params", "kernel")
+            if is_quantised(kernel):  # what travels on a mesh are the codes
+                kernel = dequantised(put_together(str(self.name), "kernel", kernel), x.dtype)
+            else:
+                kernel = self.param("kernel", _declared, (*x.shape[-self.in_axes :], *self.out_shape))
+                kernel = self._whole("kernel", kernel, x)
+            y = product(x, kernel, self.in_axes)
         if self.has_variable("lora", "a"):
             a: jax.Array = self.get_variable("lora", "a")
             b: jax.Array = self.get_variable("lora", "b")
@@ -304,11 +316,27 @@ class Linear(nn.Module):
             y = y + self._whole("bias", self.param("bias", _declared, self.out_shape), x).astype(x.dtype)
         return y
 
+    def _decodes(self) -> bool:
+        """Whether the parameters are those of `decoding_layout`."""
+        return self.has_variable("params", "transposed") or self.has_variable("params", "quantised")
+
     def _whole(self, leaf: str, param: jax.Array, x: jax.Array) -> jax.Array:
         """A parameter where it is used, which on a mesh travels in the dtype of x. In decoding it stays where it is."""
-        if self.has_variable("params", "transposed"):
-            return param
-        return put_together(str(self.name), leaf, param.astype(x.dtype))
+        return param if self._decodes() else put_together(str(self.name), leaf, param.astype(x.dtype))
+
+
+def _times_quantised(x: jax.Array, kernel: Quantised) -> jax.Array:
+    """x `[M, I]` times a quantised kernel -> `[M, O]`, in decoding, where the kernel is dequantised when x is there.
+
+    Otherwise XLA dequantises all layers before the loop over tokens, and holds them.
+    """
+    if sharding.mesh_sizes() is None:
+        # XLA on CPU takes barriers out before it orders what it computes. What depends on x it has to leave behind x.
+        never = x[0, 0] > jnp.inf
+        kernel = dataclasses.replace(kernel, codes=kernel.codes ^ never.astype(kernel.codes.dtype))
+    else:  # a number of x is on one device
+        kernel, x = jax.lax.optimization_barrier((kernel, x))
+    return product(x, dequantised(kernel, x.dtype).reshape(x.shape[-1], -1))
 
 
 def _times_transposed(x: jax.Array, matrix: jax.Array, in_axes: int = 1) -> jax.Array:
@@ -425,7 +453,8 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
 
     Kernels become matrices [out, in], named "transposed", in the dtype of the computation. With the few rows of a
     decode step XLA on CPU multiplies by them 1.5 times as fast as by [in, out]. Those of linear maps that have the same
-    input become one, named "joined".
+    input become one, named "joined". Quantised kernels stay as they are, named "quantised": laid out like the others
+    they would take the memory that they save.
 
     Args:
       params: of the collection "params", or "lora".
@@ -446,6 +475,10 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
         """Attention, MLP or experts."""
         if "router" in tree:  # whose kernels are not multiplied one by one
             return {name: x if name == "router" else jax.tree.map(cast, x) for name, x in tree.items()}
+        tree = {
+            name: {"quantised" if is_quantised(leaf) else key: leaf for key, leaf in x.items()}
+            for name, x in tree.items()
+        }
         matrices = {name: transposed(name, x["kernel"]) for name, x in tree.items() if "kernel" in x}
         rest = {
             name: {key: x[key] for key in x if key != "kernel"} if name in matrices else x for name, x in tree.items()

@@ -32,6 +32,7 @@ from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.heads import without_vocabulary
 from grpo_jax.models.lora import TARGETS, Target, add_adapters
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.quantised import Quantize, quantise_params
 from grpo_jax.models.transformer import Params
 from grpo_jax.planning.models import MODELS
 from grpo_jax.planning.pieces import FASTEST, Piece, choose_piece
@@ -58,6 +59,7 @@ class Shape(NamedTuple):
     lora_rank: int = 0  # 0: all parameters are trained
     lora_targets: tuple[Target, ...] = TARGETS
     param_dtype: Dtype = "float32"  # of the decoder's parameters
+    quantize: Quantize = "none"  # of its frozen projections
     critic: Literal["none", "own", "shared"] = "none"
     teacher: ModelConfig | None = None  # of distillation; its parameters have the dtype of its activations
     distillation_top_k: int | None = None  # 0: hidden states of the whole rollout are kept; None: one number a token
@@ -149,12 +151,10 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
     Returns:
       Bytes by purpose.
     """
-    decoder, trained = weights(model, shape)
-    of_device = size_on_device(trained, shape.mesh)
-    frozen = decoder if shape.lora_rank else {}
+    of_device = size_on_device(weights(model, shape)[1], shape.mesh)
     own_critic = 2 if shape.critic == "own" else 1  # decoders that a piece is computed by
     return Estimate(
-        params=FLOAT32 * of_device + BYTES[shape.param_dtype] * size_on_device(frozen, shape.mesh),
+        params=FLOAT32 * of_device + (bytes_on_device(frozen(model, shape), shape.mesh) if shape.lora_rank else 0),
         optimizer=2 * FLOAT32 * of_device,
         start=FLOAT32 * of_device * shape.copies,
         teacher=_teacher(model, shape),
@@ -181,12 +181,18 @@ def decoder_shapes(model: ModelConfig) -> Params:
 
 
 def weights(model: ModelConfig, shape: Shape) -> tuple[Params, Params]:
-    """Shapes of the decoder's parameters, and of all that are trained."""
+    """Shapes of the decoder's parameters, as they are computed with, and of all that are trained."""
     head = jax.ShapeDtypeStruct((model.hidden_size,), jnp.float32)
     critic = {} if shape.critic == "none" else {"head": head}
     if shape.critic == "own":
         critic |= {"decoder": _trained(without_vocabulary(model), shape)}
     return decoder_shapes(model), {"policy": _trained(model, shape), "critic": critic}
+
+
+def frozen(model: ModelConfig, shape: Shape) -> Params:
+    """Shapes and dtypes of the decoder's parameters, as they are held where adapters are trained."""
+    held = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, shape.param_dtype), decoder_shapes(model))
+    return jax.eval_shape(partial(quantise_params, format=shape.quantize), held)
 
 
 def _trained(model: ModelConfig, shape: Shape) -> Params:
@@ -211,8 +217,18 @@ def size_on_device(tree: Any, mesh: Any, layout: sharding.Layout = sharding.stor
       mesh: sizes of its axes, by name.
       layout: as in `sharding.specs`.
     """
+    return sum(size for _, size in _on_device(tree, mesh, layout))
+
+
+def bytes_on_device(tree: Any, mesh: Any, layout: sharding.Layout = sharding.stored) -> int:
+    """As `size_on_device`, in bytes."""
+    return sum(x.dtype.itemsize * size for x, size in _on_device(tree, mesh, layout))
+
+
+def _on_device(tree: Any, mesh: Any, layout: sharding.Layout) -> list[tuple[Any, int]]:
+    """The leaves of a tree, and how many numbers of each one device has."""
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(sharding.specs(tree, mesh, layout)), strict=True)
-    return sum(x.size // parts_of(spec, mesh) for x, spec in leaves)
+    return [(x, x.size // parts_of(spec, mesh)) for x, spec in leaves]
 
 
 def parts_of(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
@@ -222,10 +238,14 @@ def parts_of(spec: jax.sharding.PartitionSpec, mesh: Any) -> int:
 
 
 def _decoding(model: ModelConfig, shape: Shape) -> int:
-    """Bytes: the layers, and the unembedding where it has to be cast."""
+    """Bytes: the layers, and the unembedding where it has to be cast. Of quantised layers the codes, and one layer."""
     layers = sum(x.size for x in jax.tree.leaves(decoder_shapes(model)["layers"]))
     cast = model.vocab_size * model.hidden_size if model.dtype != shape.param_dtype else 0
-    return BYTES[model.dtype] * (layers + cast) // (shape.fsdp * shape.tensor)
+    codes = 0
+    if shape.quantize != "none":
+        codes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(frozen(model, shape)["layers"]))
+        layers //= model.num_hidden_layers
+    return (codes + BYTES[model.dtype] * (layers + cast)) // (shape.fsdp * shape.tensor)
 
 
 def _bytes(model: ModelConfig, shape: Shape) -> int:
@@ -292,7 +312,7 @@ def _working(model: ModelConfig, shape: Shape) -> int:
     heads = model.num_attention_heads // shape.tensor
     scores = in_a_row * heads * min(_BLOCK, piece.width)
     attended = size * (projected + 4 * _keys(model, shape) * in_a_row) + 4 * FLOAT32 * scores
-    return attended + _gathered(model, shape) + _routed(model, shape)
+    return attended + max(_gathered(model, shape), _plain(model, shape)) + _routed(model, shape)
 
 
 def _routed(model: ModelConfig, shape: Shape) -> int:
@@ -303,6 +323,14 @@ def _routed(model: ModelConfig, shape: Shape) -> int:
     rows = model.experts.num_experts_per_tok * model.hidden_size * tokens_of_piece(shape)
     kernels = 3 * model.experts.num_experts * model.hidden_size * model.experts.moe_intermediate_size // shape.tensor
     return 6 * rows * _bytes(model, shape) + kernels * _bytes(model, shape)
+
+
+def _plain(model: ModelConfig, shape: Shape) -> int:
+    """Bytes of the kernels of a layer that are dequantised."""
+    if shape.quantize == "none":
+        return 0
+    whole = size_on_device(decoder_shapes(model)["layers"], {**shape.mesh, sharding.FSDP: 1})
+    return whole // model.num_hidden_layers * _bytes(model, shape)
 
 
 def _gathered(model: ModelConfig, shape: Shape) -> int:

@@ -85,6 +85,7 @@ def shape_of(
         lora_rank=options.lora_rank,
         lora_targets=options.lora_targets,
         param_dtype=options.param_dtype,
+        quantize=options.quantize,
         critic=config.critic.critic if isinstance(config, PPOConfig) else "none",
         teacher=teacher,
         distillation_top_k=None if by_token else run.distillation.distillation_top_k,
@@ -151,6 +152,8 @@ def _what_would_fit(model: ModelConfig, shape: Shape, limit: int, smallest: Plan
     ways = []
     if model.dtype != "bfloat16":
         ways += fitting("dtype bfloat16", half, shape)
+    if shape.lora_rank and shape.quantize != "nf4":
+        ways += fitting("quantize nf4", model, shape._replace(quantize="nf4"))
     if not shape.lora_rank:
         ways += fitting("lora_rank 16, param_dtype bfloat16", model, lora)
         ways = ways or fitting("lora_rank 16, param_dtype bfloat16, dtype bfloat16", half, lora)

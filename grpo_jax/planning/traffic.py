@@ -11,7 +11,17 @@ import jax
 
 from grpo_jax.models import sharding
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.planning.memory import BYTES, FLOAT32, Shape, decoder_shapes, size_on_device, tokens_of_piece, weights
+from grpo_jax.models.quantised import is_quantised
+from grpo_jax.planning.memory import (
+    BYTES,
+    FLOAT32,
+    Shape,
+    decoder_shapes,
+    frozen,
+    size_on_device,
+    tokens_of_piece,
+    weights,
+)
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
@@ -125,8 +135,11 @@ def sample_traffic(model: ModelConfig, shape: Shape) -> list[Exchange]:
 
 def _of_pass(model: ModelConfig, shape: Shape, passes: int, *, layers: int) -> list[Exchange]:
     """Layers that are put together, so many times a pass."""
-    size = layers * passes * BYTES[model.dtype] * _in_layers(decoder_shapes(model), shape)
-    return [Exchange("layers", "all-gather", size, shape.fsdp)]
+    whole = BYTES[model.dtype] * _in_layers(decoder_shapes(model), shape)
+    if shape.quantize != "none":  # codes travel
+        kernels = [x for x in jax.tree.leaves(frozen(model, shape)["layers"], is_leaf=is_quantised) if is_quantised(x)]
+        whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kernels)) // shape.tensor
+    return [Exchange("layers", "all-gather", layers * passes * whole, shape.fsdp)]
 
 
 def _in_layers(tree: object, shape: Shape) -> int:

@@ -123,7 +123,7 @@ class RunFolder:
     def _keep_options(self, config: dict[str, Any]) -> None:
         """Writes the options of a new run; refuses to go on with others.
 
-        config.json is there to be read, and so it may be edited; inputs.json holds the same options.
+        config.json is there to be read, and so it may be edited; inputs.json holds the options that matter as well.
         """
         file, now = self.path / _OPTIONS, flattened(json.loads(json.dumps(config)))  # as the file holds them
         saved = flattened(read_object(file)) if file.exists() else None
@@ -150,7 +150,8 @@ class RunFolder:
             write_text(file, json.dumps(config, indent=2) + "\n")
         if noted is None or differing:  # after config.json, so that a crash in between leaves more steps there
             began |= {name: now[name] for name in differing}
-            as_text = {name: json.dumps(value) for name, value in began.items()}
+            kept = began.keys() - (_FREE_OPTIONS - _DEVICES.keys())
+            as_text = {name: json.dumps(began[name]) for name in sorted(kept)}
             write_json(self.path / _INPUTS, self._inputs() | {_OPTIONS: as_text})
         self._warn_of_devices(_DEVICES | began, _DEVICES | now)
 

@@ -17,6 +17,7 @@ from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description
 from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, merge, split
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.quantised import Quantize, quantise_params
 from grpo_jax.models.transformer import Params
 from grpo_jax.planning.plan import Plan, choose, memory_limit, shape_of
 from grpo_jax.runs import hosts
@@ -52,6 +53,7 @@ class LoraDescription(NamedTuple):
     rank: int
     alpha: float
     targets: tuple[Target, ...]
+    quantize: Quantize = "none"  # how they were held
 
     @staticmethod
     def read(folder: Path) -> "LoraDescription | None":
@@ -59,7 +61,7 @@ class LoraDescription(NamedTuple):
         file = folder / _LORA_FILE
         if not file.exists():
             return None
-        said = read_object(file)
+        said = LoraDescription._field_defaults | read_object(file)  # of a run from before there was a field
         if not all(fits(said.get(name), hint) for name, hint in get_type_hints(LoraDescription).items()):
             raise UsageError(f"{file} is not as a run writes it: mend it, or start a new run")
         return LoraDescription(**{name: said[name] for name in LoraDescription._fields})
@@ -109,10 +111,16 @@ def load_model(
             "param_dtype bfloat16 would lose small updates of parameters that are trained: set it to float32, or "
             "lora_rank above 0"
         )
+    if options.quantize != "none" and not options.lora_rank:
+        raise UsageError(
+            f"quantize {options.quantize} is of frozen parameters, and without LoRA all are trained: set lora_rank "
+            "above 0, or quantize to none"
+        )
     if pretrained is None:
         pretrained = load_pretrained(
             options.model,
             param_dtype=options.param_dtype,
+            quantize=options.quantize,
             dtype=options.dtype,
             remat="none" if options.remat == "auto" else options.remat,  # auto: until it is planned
             attention=options.attention,
@@ -235,6 +243,7 @@ def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> N
             rank=options.lora_rank,
             alpha=options.lora_alpha,
             targets=options.lora_targets,
+            quantize=options.quantize,
         )
         lora.check(run.path / "model")
     if not run.writes:
@@ -265,7 +274,8 @@ def keep_files(run: RunFolder, part: str, folder: Path) -> None:
 def load_run(
     folder: Path, *, phase: str | None = None, step: int | None = None, base: Path | None = None, **overrides: Any
 ) -> tuple[Pretrained, int]:
-    """A model as a run trained it, as `load_pretrained` has one; adapters are merged.
+    """A model as a run trained it, as `load_pretrained` has one; adapters are merged, into the original weights also
+    where the run held them quantised.
 
     Args:
       folder: of the run.
@@ -373,7 +383,8 @@ def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -
             f"the base of the adapters cannot be loaded ({error}): say where it is with --base, or write the adapters "
             "alone with --adapter"
         ) from error
-    if fingerprint(base) != lora.fingerprint:
+    # Of a quantised run adapters go onto the original weights, which are the right ones if they quantise to the run's.
+    if fingerprint(quantise_params(base, lora.quantize)) != lora.fingerprint:
         raise UsageError(
             f"the weights in {folder} are not those that the adapters were trained on: name theirs (--base)"
         )

@@ -15,6 +15,7 @@ from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -157,6 +158,10 @@ _OF_GROUP: Mapping[str, Any] = {  # which a group may have
     "logprobs": list[list[float | None]],
     "components": dict[str, list[float | None]],
     "columns": dict[str, Any],
+    # of spans
+    "spans": list[list[list[int]]],
+    "span_rewards": list[list[float]],
+    "span_advantages": list[list[float | None]],
     # of episodes
     "turns": list[list[int]],
     "turn_rewards": list[list[float | None]],
@@ -627,7 +632,7 @@ def _card_html(group: Line, i: int, characters: int | None) -> str:
     cut = "<strong class=cut>cut off</strong>" if own.get("truncated") else ""
     more = f"<p class=soft>… {len(whole) - len(text)} characters more</p>" if len(text) < len(whole) else ""
     is_cut = bool(cut or more)
-    more += _spans_html(own.get("tokens"), own.get("spans"), characters)
+    more += _spans_html(own, characters)
     parts = parts_of(group, i)
     if len(text) > _FOLD or text.count("\n") > 12:
         more += "<label class=more><input type=checkbox> show all of it</label>"
@@ -668,13 +673,16 @@ def _turns_html(group: Line, i: int, parts: Sequence[Part], characters: int | No
     return html
 
 
-def _spans_html(tokens: Sequence[str] | None, spans: Sequence[tuple[int, int, float]] | None, most: int | None) -> str:
-    """What each span of a completion earned, with its text."""
-    if not tokens or not spans:
-        return ""
-    texts = [_cut("".join(tokens[start:end]), most) for start, end, _ in spans]
-    items = [f"<li>{_number(span[2], sign='+')}: {_text(text)}" for span, text in zip(spans, texts, strict=True)]
-    return _folded(f"{len(spans)} spans", f"<ol>{''.join(items)}</ol>")
+_OF_SPAN = ("reward", "advantage", "text")
+
+
+def _spans_html(own: Mapping[str, Any], characters: int | None) -> str:
+    """What each span of a completion earned, its advantage, and its text."""
+    tokens, places = own.get("tokens") or [], own.get("spans") or []
+    texts = [_cut("".join(tokens[slice(*place[:2])]), characters) if place else "" for place in places]
+    rows = zip_longest(own.get("span_rewards") or [], own.get("span_advantages") or [], texts)
+    table = {str(number): dict(zip(_OF_SPAN, row, strict=True)) for number, row in enumerate(rows, 1)}
+    return _folded(f"{len(places)} spans", _table(_OF_SPAN, table)) if places else ""
 
 
 def _tokens(

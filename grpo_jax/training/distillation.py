@@ -31,12 +31,13 @@ from grpo_jax.functional.numerics import is_zero, maybe_psum
 from grpo_jax.models import lora
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.runs.pretrained import Loaded
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.grpo import grpo_loss_fn, grpo_method, masked
+from grpo_jax.training.grpo import check_teacher, grpo_loss_fn, grpo_method, make_programs, masked
 from grpo_jax.training.learn import Advantages, AxisName, Method
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
-from grpo_jax.training.rollout import Sampler, hidden_states, score_completion_tokens
+from grpo_jax.training.rollout import Sampler, hidden_and_routing, hidden_states, score_completion_tokens
 from grpo_jax.training.state import Array, Batch, RewardArrays, Teaching
 from grpo_jax.training.step import Logs
 
@@ -73,8 +74,7 @@ def make_distillation_programs(
     Raises:
       UsageError: one sentence that says what to change.
     """
-    if config.distillation.distillation == "none":
-        raise UsageError("there is a teacher, but distillation is none: set it to reverse_kl, forward_kl, jsd or k1")
+    check_teacher(config, has_teacher=True)
     validate(config, num_devices=parts(devices_of(config)))
     check_task(task, config)
     if config.distillation.distillation_top_k >= task.vocab_size:
@@ -83,6 +83,27 @@ def make_distillation_programs(
             "tokens: set it below that, or to 0 for all"
         )
     return compile_programs(distillation_method(policy, teacher, config), policy, task, config, sampler=sampler)
+
+
+def programs_with(
+    model: Loaded, teacher: Loaded | None, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
+) -> tuple[Programs, Any]:
+    """The programs of GRPO, with a teacher if there is one, and the parameters that they start from.
+
+    Args:
+      model: that is trained.
+      teacher: of it, or None.
+      task: its tokens.
+      config: the run.
+      sampler: as in `compile_programs`.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    if teacher is None:
+        return make_programs(model.policy, task, config, sampler=sampler), model.params
+    programs = make_distillation_programs(model.policy, teacher.policy, task, config, sampler=sampler)
+    return programs, Taught(model.params, teacher.params)
 
 
 def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> Method:
@@ -106,8 +127,8 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
         params = lora.join(trained, frozen.policy)
         if own.distillation == "k1":
             return policy_loss_fn(params, batch, reference)
-        hidden = hidden_states(policy, params, batch)
-        loss, logs = policy_loss_fn(params, batch, reference, hidden=hidden)
+        hidden, routing = hidden_and_routing(policy, params, batch)
+        loss, logs = policy_loss_fn(params, batch, reference, hidden=hidden, routing=routing)
         divergence = token_divergence(
             own,
             hidden,

@@ -108,12 +108,22 @@ def make_programs(policy: Policy, task: Task, config: GRPOConfig, *, sampler: Sa
       UsageError: one sentence that says what to change.
     """
     validate(config, num_devices=parts(devices_of(config)))
-    if config.distillation.distillation != "none":
-        raise UsageError(
-            f"distillation {config.distillation.distillation} needs a teacher: name one (--teacher), or leave it out"
-        )
+    check_teacher(config, has_teacher=False)
     check_task(task, config)
     return compile_programs(grpo_method(policy, config), policy, task, config, sampler=sampler)
+
+
+def check_teacher(config: GRPOConfig, *, has_teacher: bool) -> None:
+    """Refuses a teacher that nothing is learned from, and the reverse.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    kind = config.distillation.distillation
+    if has_teacher and kind == "none":
+        raise UsageError("there is a teacher, but distillation is none: set it to reverse_kl, forward_kl, jsd or k1")
+    if kind != "none" and not has_teacher:
+        raise UsageError(f"distillation {kind} needs a teacher: name a model with the same tokenizer")
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
@@ -131,8 +141,7 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
             shown = advantages_by_turn(rewards, batch)
             found = jnp.take_along_axis(shown, jnp.maximum(batch.turn - 1, 0), axis=-1)
         elif kind == "spans":
-            found = advantages_by_span(rewards)
-            shown = found[..., 0]  # of the first span, which looks at all of a completion's reward
+            found = shown = advantages_by_span(rewards)
         elif kind == "components":
             components = jnp.moveaxis(rewards.components, -1, 0)
             found = gdpo_advantages(components, weights=rewards.weights, axis_name=axis_name)

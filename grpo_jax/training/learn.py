@@ -54,7 +54,7 @@ class Advantages(NamedTuple):
     """What `Method.advantages` makes of rewards."""
 
     batch: Batch  # with advantages
-    shown: jax.Array  # [N, G] of completions; [N, G, K] of turns
+    shown: jax.Array  # [N, G] of completions; [N, G, K] of turns; [N, G, T] of the spans of tokens
     logs: dict[str, jax.Array]  # scalars, the same on all devices
 
 
@@ -87,7 +87,7 @@ class Learned(NamedTuple):
     """What `learn` returns to log."""
 
     metrics: dict[str, jax.Array]  # scalars
-    advantages: jax.Array  # [N, G]; [N, G, K] of turns
+    advantages: jax.Array  # [N, G]; [N, G, K] of turns; [N, G, T] of the spans of tokens
     order: jax.Array  # int32 [U, n], the prompts of each optimizer step
 
 

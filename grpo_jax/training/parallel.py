@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from grpo_jax.config import GRPOConfig, validate_mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.models import sharding
+from grpo_jax.models.quantised import is_quantised
 from grpo_jax.runs import hosts
 
 AXIS = "data"
@@ -292,7 +293,7 @@ def where_to_load(devices: Devices) -> Callable[[Any], Any] | None:
 
 
 def _check_heads(params: Any, mesh: Mesh) -> None:
-    for path, x in jax.tree_util.tree_leaves_with_path(params):
+    for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantised):
         heads = x.shape[-2] if [getattr(key, "key", "") for key in path[-2:]] == ["k_proj", "kernel"] else mesh.tensor
         if heads % mesh.tensor:
             raise UsageError(

@@ -17,7 +17,8 @@ def readable(
     Args:
       rollout: N groups.
       logprobs: `[N, G, T]`, of the sampler.
-      advantages: `[N, G]`; of turns `[N, G, K]`, whose first looks at all of an episode's reward.
+      advantages: `[N, G]`; of turns `[N, G, K]` and of the spans of tokens `[N, G, T]`, whose first looks at all of a
+        completion's reward.
       task: for the texts of tokens.
       num_groups: at most.
 
@@ -27,8 +28,7 @@ def readable(
     completions = rollout.completions
     lengths = completions.attention_mask.sum(-1)
     spans = None if rollout.spans is None or not any(rollout.spans.ravel()) else rollout.spans
-    by_turn = advantages if advantages.ndim == 3 else None
-    by_completion = advantages if by_turn is None else by_turn[..., 0]
+    by_completion = advantages[..., 0] if advantages.ndim == 3 else advantages
 
     def rounded(values: np.ndarray, digits: int = 4) -> list[float]:
         return values.astype(float).round(digits).tolist()
@@ -51,7 +51,7 @@ def readable(
             ],
             "logprobs": [rounded(values[:length], 3) for values, length in of_tokens],
             **({} if completions.turn is None else of_episodes(i)),
-            **({} if spans is None else {"spans": [[span[:3] for span in parts] for parts in spans[i]]}),
+            **({} if spans is None else of_spans(i, spans[i])),
         }
 
     def of_episodes(i: int) -> dict[str, Any]:
@@ -62,7 +62,18 @@ def readable(
             "turns": [numbers[:length].tolist() for numbers, length in zip(signed, lengths[i], strict=True)],
             "turn_rewards": [[turn.reward for turn in text.turns] for text in rollout.texts[i]],
             "endings": [text.ending for text in rollout.texts[i]],
-        } | ({} if by_turn is None else {"turn_advantages": of_turns(i, by_turn[i])})
+        } | ({} if advantages.ndim == 2 else {"turn_advantages": of_turns(i, advantages[i])})
+
+    def of_spans(i: int, parts: np.ndarray) -> dict[str, Any]:
+        """The first token of each span and the one behind its last; what spans earned, and their advantages."""
+        found = {
+            "spans": [[[span.start, span.end] for span in row] for row in parts],
+            "span_rewards": [[span.reward for span in row] for row in parts],
+        }
+        if advantages.ndim == 2 or completions.turn is not None:
+            return found
+        rows = zip(advantages[i], parts, strict=True)
+        return found | {"span_advantages": [rounded(x[[span.end - 1 for span in row]]) for x, row in rows]}
 
     def of_turns(i: int, values: np.ndarray) -> list[list[float]]:
         return [rounded(row[: len(text.turns)]) for row, text in zip(values, rollout.texts[i], strict=True)]

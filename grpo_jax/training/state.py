@@ -8,6 +8,7 @@ import optax
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.lora import Adapted
+from grpo_jax.models.quantised import holds_quantised
 from grpo_jax.models.transformer import Params
 
 Array = Any  # jax.Array on a device, np.ndarray on the host
@@ -80,10 +81,12 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
     """The state before the first step.
 
     Raises:
-      UsageError: the parameters have adapters, which `lora.split` takes out for training.
+      UsageError: the parameters have adapters, which `lora.split` takes out for training, or are quantised.
     """
     if isinstance(params, Adapted):
         raise UsageError("these parameters have adapters: train the first of lora.split(params)")
+    if holds_quantised(params):
+        raise UsageError("quantised parameters are frozen: train adapters on them (lora.add_adapters)")
     return TrainState(params, optimizer.init(params), jnp.int32(0))
 
 

@@ -52,7 +52,7 @@ model/config.json               r    r    r     r    r    r      r        =     
 model/model.safetensors         r    r    r     r    r    r      r        =         .     r
 model/tokenizer.json            r    r    r     r    r    r      r        =         r     r
 rows.jsonl                      r    r    r     r    r    r      r        =         r     r
-rewards.py                      r    r    r     r    r    r      r        =         r     r
+rewards.py                      r    r    r     r    r    r      r        =         r     .
 """
 QUICK = ("half", "dangling")
 ALIASES = {"newest": ["run/checkpoints/grpo/4"], "older": ["run/checkpoints/grpo/2"]}
@@ -112,9 +112,9 @@ def dangling(path: Path, dice: random.Random) -> None:
 
 def elsewhere(path: Path, dice: random.Random) -> None:
     """A link to what was there."""
-    target = path.with_name(f"moved.{path.name}")
+    target = path.parent.parent / f"moved.{path.name}"
     path.rename(target)
-    path.symlink_to(target.name)
+    path.symlink_to(target.absolute())
 
 
 def latin(file: Path, dice: random.Random) -> None:

@@ -158,20 +158,8 @@ BASES = {
     "dpo": ("--data", "rows.jsonl", "--num-pairs", "8"),
 }
 # Where things are, and what the network is asked for.
-FIXED = {
-    "run_dir",
-    "config",
-    "resume",
-    "method",
-    "model",
-    "task",
-    "data",
-    "wandb",
-    "environment",
-    "tools",
-    "teacher",
-    "out",
-}
+FIXED = {"run_dir", "config", "resume", "method", "model", "task", "data", "wandb", "engine", "teacher", "out"}
+FIXED |= {"environment", "tools"}
 
 
 def words_of(hint: Any) -> st.SearchStrategy[list[str]]:
@@ -242,9 +230,7 @@ def test_command_lines_of_evaluations(inputs, examples):
 @profiles(15, 250)
 def test_files_of_options(inputs, examples):
     types = option_types(train.module_of("grpo").Config)
-    names = st.sampled_from(
-        sorted(types.keys() - {"method", "model", "task", "data", "wandb", "environment", "tools", "teacher"})
-    )
+    names = st.sampled_from(sorted(types.keys() - FIXED | {"run_dir", "config", "resume"}))
     options = replaced({"steps": 3, "learning_rate": 1e-3, "lora_targets": ["q_proj"]}, names)
 
     def run(text: str, suffix: str) -> None:

@@ -12,6 +12,8 @@ from grpo_jax.commands import evaluate, train
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.lora import merge
+from grpo_jax.models.peft import load_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import load_reward_model
 from grpo_jax.runs import flags
@@ -183,9 +185,37 @@ def test_a_run_of_sft_is_resumed_with_adapters_and_more_steps(folder, tmp_path):
     assert (tmp_path / "adapters/adapter_config.json").exists()
 
 
+def test_a_run_on_a_quantised_base_is_resumed_and_exported_onto_the_original(folder, tmp_path):
+    options = (*SFT, "--decay", "none", "--lora-rank", 2, "--lora-targets", "q_proj", "--quantize", "nf4")
+    whole = run(folder, tmp_path / "whole", "sft", *options)
+    run(folder, tmp_path / "cut", "sft", *options, "--steps", 6)
+    again = run(folder, tmp_path / "cut", "", "--resume", "--steps", 12)
+    assert again[1] == whole[1]
+    export(Options(tmp_path / "cut", tmp_path / "adapters", adapter=True))
+    export(Options(tmp_path / "cut", tmp_path / "exported"))
+    before, after = (load_pretrained(path).params for path in (folder / "model", tmp_path / "exported"))
+    moved = distance(before, after)["layers"]
+    assert moved["attention"]["q_proj"]["kernel"] > 0
+    assert moved["mlp"]["up_proj"]["kernel"] == 0
+    merged = merge(load_adapter(tmp_path / "adapters", before))
+    jax.tree.map(np.testing.assert_array_equal, merged, after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("method", ["grpo", "ppo", "dpo"])
+def test_every_method_trains_adapters_on_a_quantised_base(folder, tmp_path, method, kind):
+    options = SFT[:-4] if method == "dpo" else small(folder)
+    run(folder, tmp_path / "run", method, *options, "--lora-rank", 2, "--quantize", kind)
+    export(Options(tmp_path / "run", tmp_path / "exported"))
+    given = [tmp_path / "run", "--reward", f"{folder}/rewards.py:low", "--max-tokens", 4, "--out", tmp_path / "numbers"]
+    evaluate.main(evaluate.parse([str(arg) for arg in given]))
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
+        (["--quantize", "int8"], "quantize int8 is of frozen parameters, and without LoRA all are trained"),
         (["--completion-column", "answer"], "rows.jsonl, line 1 has no column answer: its columns are prompt"),
         (["--completion-column", "prompt"], "--completion-column names the column of the prompt"),
         (["--task", "gsm8k"], "gsm8k is a task of rewards"),

@@ -123,8 +123,8 @@ def test_a_teacher_is_learned_from_without_grading_and_its_files_are_those_of_th
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--teacher", "x"), "--teacher needs --distillation"),
-        (("--distillation", "k1"), "--distillation k1 needs --teacher"),
+        (("--teacher", "x"), "there is a teacher, but distillation is none"),
+        (("--distillation", "k1"), "distillation k1 needs a teacher"),
         (("--teacher", "x", "--distillation", "k1", "--control"), "a teacher would teach it too"),
     ],
 )

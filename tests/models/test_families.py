@@ -37,6 +37,8 @@ FULLEST = {
     "gemma": "gemma",
     "gemma2": "gemma2_untied",
     "gemma3_text": "gemma3_capped",
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
 }
 
 
@@ -131,6 +133,8 @@ def test_peft_folders_come_back(family, targets, tmp_path):
 def test_peft_computes_what_a_saved_adapter_says(family, tmp_path):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     config, _ = golden(family)
+    if config.experts:
+        pytest.skip("transformers 5 has one tensor for all experts of a layer")
     base = str(GOLDEN / FULLEST[family])
     folder = save_adapter(tmp_path / "out", adapted(family), base=base, fused_projections=config.fused_projections)
     model = peft.AutoPeftModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()

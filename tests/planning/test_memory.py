@@ -44,12 +44,12 @@ GEMMA = replace(TINY, norms="around", zero_centered_norms=True, attn_logit_softc
 NARROW = {"num_prompts": 8, "group_size": 8, "max_tokens": 32}
 
 
-def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_rank=0):
+def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_rank=0, quantize="none"):
     """The ratio of the estimate to what the compiler plans for one device, of each program."""
     of = estimate(model, shape)
     decoder = of.params if shape.critic == "none" else memory.FLOAT32 * memory.num_params(model)
     ours = {"sample": decoder + of.sampling, "learn": of.params + of.optimizer + of.learning}
-    made = lowered(model, config, prompt, lora_rank=lora_rank, programs=programs)
+    made = lowered(model, config, prompt, lora_rank=lora_rank, quantize=quantize, programs=programs)
     return {name: ours[name] / sum(planned_bytes(program.compile()).values()) for name, program in made.items()}
 
 
@@ -61,6 +61,10 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
         ("gemma", GEMMA, {}, 16, ("learn",)),
         ("bfloat16", replace(TINY, dtype="bfloat16"), {}, 16, ("sample", "learn")),
         ("lora", TINY, {"lora_rank": 8}, 16, ("learn",)),
+        ("nf4", TINY, {"lora_rank": 8, "quantize": "nf4"}, 16, ("sample", "learn")),
+        pytest.param(
+            "int8", TINY, {"lora_rank": 8, "quantize": "int8"}, 16, ("sample", "learn"), marks=pytest.mark.slow
+        ),
         ("ppo", TINY, {"critic": "own"}, 16, ("learn",)),
         pytest.param("experts", MIXTURE, {}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param("long", TINY, {"max_tokens": 256}, 16, ("sample", "learn"), marks=pytest.mark.slow),
@@ -105,6 +109,7 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
 def test_programs_need_what_is_estimated_within_15_percent(name, model, options, prompt, programs):
     of_run = NARROW | {key: value for key, value in options.items() if key in NARROW}
     lora_rank, critic = options.get("lora_rank", 0), options.get("critic", "none")
+    quantize = options.get("quantize", "none")
     config = recipe(**of_run) if critic == "none" else with_options(PPOConfig(), **of_run)
     shape = Shape(
         **of_run,
@@ -112,10 +117,11 @@ def test_programs_need_what_is_estimated_within_15_percent(name, model, options,
         piece_tokens=FASTEST_ON_CPU,
         packs=critic == "none",
         lora_rank=lora_rank,
+        quantize=quantize,
         critic=critic,
         on_cpu=True,
     )
-    ratios = held_against_the_compiler(model, config, prompt, shape, programs, lora_rank=lora_rank)
+    ratios = held_against_the_compiler(model, config, prompt, shape, programs, lora_rank=lora_rank, quantize=quantize)
     print(name, {program: round(ratio, 3) for program, ratio in ratios.items()})
     assert all(1 / 1.15 < ratio < 1.15 for ratio in ratios.values()), ratios
 

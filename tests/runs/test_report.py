@@ -124,10 +124,13 @@ def test_cards_say_what_a_completion_earned_and_hold_its_tokens(tmp_path):
 
 
 def test_spans_stand_below_their_completion(tmp_path):
-    spans = [[[0, 2, 0.5], [2, 3, -1.0]], []]
-    page = page_of(tmp_path / "run", metrics(1), [group(1, text="Tom <b> sat.", spans=spans)])
-    assert page.texts("li")[-3:-1] == ["+0.5: Tom <b>", "-1:  sat."] or page.texts("li") is None
+    spans = {"spans": [[[0, 2], [2, 3]], []], "span_rewards": [[0.5, -1.0], []]}
+    line = group(1, text="Tom <b> sat.", **spans, span_advantages=[[0.25, -0.75], []])
+    page = page_of(tmp_path / "run", metrics(1), [line])
+    assert page.texts("td")[-6:] == ["0.5", "0.25", "Tom <b>", "-1", "-0.75", " sat."]
     assert "2 spans" in page.texts("summary")
+    del line["span_advantages"]  # where sums were compared
+    assert page_of(tmp_path / "summed", metrics(1), [line]).texts("td")[-3:] == ["-1", "–", " sat."]
 
 
 def test_older_files_have_no_tokens_components_or_columns(tmp_path):

@@ -127,9 +127,7 @@ def test_advantages_of_k1_are_the_teachers_beside_those_of_rewards(reward_coef):
         total = expected + 0.7 * np.asarray(log_ratio)
         np.testing.assert_allclose(found.batch.advantages[mask], total[mask], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(found.logs["distillation"], -log_ratio[mask].mean(), rtol=1e-4)
-    np.testing.assert_allclose(
-        found.by_completion, (reward_coef > 0) * expected[..., 0] / (reward_coef or 1), rtol=1e-5
-    )
+    np.testing.assert_allclose(found.shown, (reward_coef > 0) * expected[..., 0] / (reward_coef or 1), rtol=1e-5)
 
 
 # ---- runs

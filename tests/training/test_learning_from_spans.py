@@ -77,9 +77,12 @@ def test_a_run_learns_from_spans_and_shows_them(tmp_path):
     assert last > first + 0.5
     assert all(line["spans_mean"] > 0 for line in lines)
     group = run.lines("rollouts.jsonl")[0]
-    for text, spans, reward in zip(group["completions"], group["spans"], group["rewards"], strict=True):
-        assert spans == [[i, i + 1, float(text[i] == "3")] for i in range(len(text))]
-        assert sum(span[2] for span in spans) == reward
+    for i, (text, reward) in enumerate(zip(group["completions"], group["rewards"], strict=True)):
+        assert group["spans"][i] == [[j, j + 1] for j in range(len(text))]
+        assert group["span_rewards"][i] == [float(letter == "3") for letter in text]
+        assert sum(group["span_rewards"][i]) == reward
+        assert len(group["span_advantages"][i]) == len(text)
+        assert group["span_advantages"][i][:1] in ([], [group["advantages"][i]])
 
 
 def test_dynamic_sampling_keeps_the_spans_of_the_groups_it_keeps(tmp_path):

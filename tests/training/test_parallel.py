@@ -24,6 +24,7 @@ from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.quantised import quantise_params
 from grpo_jax.planning import pieces
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
@@ -110,7 +111,9 @@ def case_of(name: str) -> Case:
     if name in ("experts", "adapted experts"):
         policy = decoder_policy(EXPERTS)
         params = jax.jit(policy.init)(jax.random.key(0))
-    if name in ("lora", "adapted experts"):
+    if name in ("int8", "nf4"):
+        params = quantise_params(params, name)
+    if name in ("lora", "adapted experts", "int8", "nf4"):
         params = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)
         noise = iter(jax.random.split(jax.random.key(2), 99))  # B begins at 0, and then A has no gradient
         params = params._replace(
@@ -177,14 +180,14 @@ def gradients(name: str, devices: Devices) -> Any:
     return to_host((state.opt_state.gradients, found.metrics, found.advantages))
 
 
-QUICK = {("decoder", FSDP), ("ppo", ALL), ("lora", TENSOR), ("experts", ALL)}
+QUICK = {("decoder", FSDP), ("ppo", ALL), ("lora", TENSOR), ("experts", ALL), ("nf4", ALL)}
 
 
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
         pytest.param(name, devices, marks=() if (name, devices) in QUICK else pytest.mark.slow)
-        for name in ("decoder", "ppo", "lora", "experts")
+        for name in ("decoder", "ppo", "lora", "experts", "int8", "nf4")
         for devices in (PMAP, FSDP, TENSOR, ALL)
     ],
 )
@@ -238,14 +241,14 @@ def test_packed_completions_have_the_gradients_of_one_device(monkeypatch):
 
 
 @cache
-def sampled(devices: Devices) -> Any:
+def sampled(devices: Devices, name: str = "decoder") -> Any:
     """Completions of all prompts."""
     config, batch = recipe(num_prompts=N, group_size=G, max_tokens=12).sampling, a_batch(MODEL.vocab_size)
     mask = np.array(batch.prompt_mask)
     mask[:, -1] = True
     sampler = make_sampler(DECODER, TASK, config, devices=devices)
     given = Prompts(batch.prompt_ids, mask, []), completion_numbers(config), group_temperatures(config)
-    return sampler.complete(case_of("decoder").start, *given, noise_of(0, 0, 0))
+    return sampler.complete(case_of(name).start, *given, noise_of(0, 0, 0))
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,22 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
         assert params_sha256(params) == params_sha256(trained.params)
 
 
+def test_adapters_on_a_quantised_model_are_merged_into_the_original(folder, tmp_path):
+    loaded = load_pretrained(folder, quantize="int8")
+    trainer = GRPOTrainer(
+        loaded, Threes(), run_dir=tmp_path / "run", steps=1, max_tokens=2, lora_rank=2, learning_rate=0.1
+    )
+    trained, original = trainer.train(PROMPTS).params, load_pretrained(folder).params
+    assert jax.tree.structure(trained) == jax.tree.structure(original)
+    np.testing.assert_array_equal(trained["embedding"], original["embedding"])
+    moved = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), trained["layers"], original["layers"])
+    assert moved["mlp"]["up_proj"]["kernel"] > 0
+    export(Options(tmp_path / "run", tmp_path / "exported"))
+    assert params_sha256(load_pretrained(tmp_path / "exported").params) == params_sha256(trained)
+    (folder_of_run,) = (tmp_path / "run").glob("model/lora.json")
+    assert json.loads(folder_of_run.read_text())["quantize"] == "int8"
+
+
 def higher(example, transcript, key):
     return Reply("1+", reward=float(len(transcript)))
 
@@ -233,6 +249,8 @@ def test_turns_that_cannot_be_are_refused(folder, tmp_path, options, message):
         ({"reward_model": {"a": Component(Threes(), None)}}, "the weight of reward a is None"),
         ({"filter_metric": "b", "max_rollouts": 2, "prompts": PROMPTS}, 'filter_metric "b" is no reward'),
         ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"quantize": "int4"}, "quantize is 'int4': choose among none, int8, nf4"),
+        ({"quantize": "nf4"}, "quantize nf4 is of frozen parameters, and without LoRA all are trained"),
         ({"group_size": 1, "prompts": PROMPTS}, "group_size is 1"),
         ({"clip_epsilon": -0.1, "prompts": PROMPTS}, "epsilon_low is -0.1"),
         ({"prompts": "1+1="}, "prompts is one text: put it into brackets"),
@@ -267,6 +285,21 @@ def test_several_rewards_add_up_over_the_prompts_that_are_left(folder, tmp_path)
     line = trainer.run.lines()[0]
     assert line["reward"] == pytest.approx(line["reward_threes"] + 0.5 * line["reward_length"])
     assert len(rewards["threes"].rows) == 30 * 8
+
+
+def test_a_teacher_of_another_size_is_learned_from(folder, tmp_path):
+    large = tmp_path / "large"
+    config = ModelConfig(arithmetic.VOCAB_SIZE, 24, 32, 1, 2, 1, 8, initializer_range=0.3)
+    save_pretrained(large, jax.jit(decoder_policy(config).init)(jax.random.key(1)), config)
+    arithmetic.TEXT.save_tokenizer(large)
+    options = {"steps": 2, "max_tokens": 4, "group_size": 1, "kl_coef": 0.0, "learning_rate": 1e-2}
+    options |= {"distillation": "reverse_kl", "reward_coef": 0.0, "run_dir": tmp_path / "run"}
+    trainer = GRPOTrainer(folder, Threes(), teacher=large, **options)
+    trainer.train(PROMPTS)
+    first, last = trainer.run.lines()
+    assert 0 < last["distillation"] < first["distillation"]
+    with pytest.raises(UsageError, match="reverse_kl needs a teacher"):
+        GRPOTrainer(folder, Threes(), **options)
 
 
 def test_a_loaded_model_is_shown_without_its_arrays(folder):

@@ -1,0 +1,212 @@
+"""Frozen weights in 8 or 4 bits, from which a kernel is computed where it is used: the base of QLoRA (2305.14314).
+
+Only the kernels of projections are quantised. Embeddings, norms and biases stay as they are. Both formats take the
+largest weight M of a group of weights, and keep a code q of each:
+
+- int8: W ≈ q · M / 127, q = round(127 W / M), a group is all weights of one output (LLM.int8, 2208.07339). M / 127 is
+  kept in float32.
+- nf4: W ≈ M · t[q], where t are 16 quantiles of a normal distribution (2305.14314, appendix E) and t[q] is the one
+  nearest to W / M. A group is 64 inputs of one output. M is kept in bfloat16, so that a weight takes 4.25 bits; QLoRA's
+  second quantisation, of M itself, would make that 4.13.
+
+Letters: L layers, I inputs and O outputs of a projection, all axes of heads in one.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import Params
+
+Format = Literal["int8", "nf4"]
+Quantize = Literal["none", "int8", "nf4"]
+_BLOCK = 64  # weights of nf4 that share their largest, as in QLoRA
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("in_shape", "out_shape", "format")
+)
+@dataclass(frozen=True)
+class Quantised:
+    """A kernel `[L, *in, *out]`, or of one layer, in few bits. It stands in the tree of parameters for the array."""
+
+    codes: Any  # int8 [L, I, O]; of nf4 uint8 [L, ⌈I/2⌉, O], an even input in the high half and the next in the low one
+    scales: Any  # float32 [L, 1, O], M / 127; of nf4 bfloat16 [L, ⌈I/64⌉, O], M
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    format: Format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the kernel."""
+        return (*self.codes.shape[:-2], *self.in_shape, *self.out_shape)
+
+
+def is_quantised(x: Any) -> bool:
+    """Whether this is a quantised kernel, as a leaf of a tree of parameters."""
+    return isinstance(x, Quantised)
+
+
+def format_of(params: Any) -> Quantize:
+    """How the kernels of a tree of parameters are held."""
+    leaves = jax.tree.leaves(params, is_leaf=is_quantised)
+    return next((x.format for x in leaves if is_quantised(x)), "none")
+
+
+def holds_quantised(params: Any) -> bool:
+    """Whether any kernel of a tree of parameters is quantised."""
+    return format_of(params) != "none"
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def quantise(kernel: jax.Array, in_shape: tuple[int, ...], out_shape: tuple[int, ...], format: Format) -> Quantised:
+    """A kernel in few bits.
+
+    Args:
+      kernel: float `[L, *in, *out]`, or of one layer.
+      in_shape: `*in`.
+      out_shape: `*out`.
+      format: int8 or nf4.
+
+    Returns:
+      The codes, and what they are multiplied with.
+    """
+    leading = kernel.shape[: kernel.ndim - len(in_shape) - len(out_shape)]
+    matrix = kernel.astype(jnp.float32).reshape(*leading, math.prod(in_shape), math.prod(out_shape))
+    return Quantised(*_CODES[format].encode(matrix), in_shape, out_shape, format)
+
+
+def dequantised(kernel: Quantised, dtype: Any) -> jax.Array:
+    """The kernel that a quantised one stands for: computed in float32 and rounded once.
+
+    Args:
+      kernel: of a layer, or of all.
+      dtype: of the result.
+
+    Returns:
+      `[L, *in, *out]`, or of one layer.
+    """
+    matrix = _CODES[kernel.format].decode(kernel.codes, kernel.scales, math.prod(kernel.in_shape))
+    return matrix.astype(dtype).reshape(kernel.shape)
+
+
+def quantise_params(params: Params, format: Quantize) -> Params:
+    """Parameters with the kernels of all projections quantised.
+
+    Args:
+      params: of the decoder, layers stacked, without adapters. Other leaves are the same arrays in the result.
+      format: int8 or nf4; none: the parameters are given back.
+
+    Returns:
+      The parameters. They are frozen: LoRA's adapters are trained on them.
+
+    Raises:
+      UsageError: they are quantised already, or are of a mixture of experts.
+    """
+    if format == "none":
+        return params
+    names = {str(getattr(key, "key", "")) for path, _ in jax.tree_util.tree_leaves_with_path(params) for key in path}
+    if "router" in names:
+        raise UsageError(f"quantize {format} is not of mixtures of experts: set it to none")
+    if holds_quantised(params):
+        raise UsageError("these parameters are quantised already: give those of the original model")
+
+    def leaf(path: Any, x: jax.Array) -> Any:
+        names = [str(getattr(key, "key", "")) for key in path]
+        is_projection = names[-4:-3] == ["layers"] and names[-1] == "kernel"  # layers, block, projection, kernel
+        return quantise(x, *split_shape(names[-2], x.shape)[1:], format) if is_projection else x
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def dequantise_params(params: Params, dtype: Any = jnp.float32) -> Params:
+    """Plain parameters with the numbers that quantised ones stand for.
+
+    Args:
+      params: of the decoder; what is not quantised is the same array in the result.
+      dtype: of the kernels.
+    """
+    return jax.tree.map(lambda x: dequantised(x, dtype) if is_quantised(x) else x, params, is_leaf=is_quantised)
+
+
+def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """(layers, in, out) of a kernel `[L, *in, *out]`: o_proj alone contracts two axes, heads and features.
+
+    Of a mixture's kernel `[L, X, in, out]` the first are layers and experts."""
+    stacked = 2 if name in ("gate_proj", "up_proj", "down_proj") and len(kernel_shape) == 4 else 1
+    axes = stacked + (2 if name == "o_proj" else 1)
+    return kernel_shape[:stacked], kernel_shape[stacked:axes], kernel_shape[axes:]
+
+
+# ---- the two formats, of matrices [..., I, O]
+
+
+class _Code(NamedTuple):
+    encode: Callable[[jax.Array], tuple[jax.Array, jax.Array]]  # float32 matrix -> codes, scales
+    decode: Callable[[jax.Array, jax.Array, int], jax.Array]  # codes, scales, I -> float32 matrix
+
+
+def _to_int8(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    steps = jnp.max(jnp.abs(matrix), axis=-2, keepdims=True) / 127
+    return jnp.round(matrix / _not_zero(steps)).astype(jnp.int8), steps
+
+
+def _from_int8(codes: jax.Array, steps: jax.Array, inputs: int) -> jax.Array:
+    return codes.astype(jnp.float32) * steps
+
+
+# Appendix E of 2305.14314: 0 and ±1 are among them, for padding and the largest weight.
+_NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+def _to_nf4(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    *leading, inputs, outputs = matrix.shape
+    padding = [(0, 0)] * len(leading) + [(0, -inputs % _BLOCK), (0, 0)]
+    blocks = jnp.pad(matrix, padding).reshape(*leading, -1, _BLOCK, outputs)
+    largest = jnp.max(jnp.abs(blocks), axis=-2).astype(jnp.bfloat16)
+    shares = blocks / _not_zero(largest.astype(jnp.float32))[..., None, :]
+    codes = jnp.zeros(shares.shape, jnp.uint8)
+    for low, high in itertools.pairwise(_NF4):
+        codes += shares > (low + high) / 2
+    codes = codes.reshape(*leading, -1, outputs)[..., : inputs + inputs % 2, :]
+    return codes[..., ::2, :] << 4 | codes[..., 1::2, :], largest
+
+
+def _from_nf4(codes: jax.Array, largest: jax.Array, inputs: int) -> jax.Array:
+    # Two in a byte, and not `jnp.uint4`, which JAX does not test on GPUs.
+    pairs = jnp.stack([codes >> 4, codes & 15], axis=-2)
+    codes = pairs.reshape(*codes.shape[:-2], -1, codes.shape[-1])[..., :inputs, :]
+    of_each = jnp.repeat(largest.astype(jnp.float32), _BLOCK, axis=-2)[..., :inputs, :]
+    return jnp.asarray(_NF4, jnp.float32)[codes] * of_each
+
+
+_CODES: dict[Format, _Code] = {"int8": _Code(_to_int8, _from_int8), "nf4": _Code(_to_nf4, _from_nf4)}
+
+
+def _not_zero(x: jax.Array) -> jax.Array:
+    """Of a group of zeros the largest weight is 0, and its codes are those of 0 whatever it is divided by."""
+    return jnp.where(x > 0, x, 1)
