@@ -1,6 +1,6 @@
 """Higher or lower, against an opponent that keeps its number open as long as it can.
 
-A prompt is the ends of an interval, "3d"; numbers are characters, from 0 to Z. The policy writes a number and EOS; the
+A prompt is the ends of an interval, "3d"; numbers are characters, from 0 to v. The policy writes a number and EOS; the
 environment answers ">" (its number is higher) or "<", whichever leaves it more numbers, until one alone is left and the
 policy says it. That earns 1 − (k − 1)/K in turn k of K; a number that is never found earns 0. The best policy halves
 the interval: the least k is ⌈log₂(numbers + 1)⌉. Nothing depends on luck, as it would if the number were drawn.
@@ -15,16 +15,16 @@ from grpo_jax.data.types import Example, Prompts, rng
 from grpo_jax.tasks.characters import Characters, characters_task, encode_examples
 from grpo_jax.tasks.task import Task
 
-NUMBERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+NUMBERS = "0123456789abcdefghijklmnopqrstuv"
 TEXT = Characters(NUMBERS + "<>")
 PAD_ID, EOS_ID, VOCAB_SIZE = TEXT.pad_id, TEXT.eos_id, TEXT.vocab_size
-MAX_TURNS = 6
+MAX_TURNS = 7
 MAX_TOKENS = 2 * MAX_TURNS  # of the policy: a number and EOS in each turn
 ENVIRONMENT_TOKENS = MAX_TURNS - 1  # ">" or "<" after all but the last
-NUM_HELDOUT = 50
+NUM_HELDOUT = 25
 
 # First and last number.
-_INTERVALS = [(first, first + width - 1) for width in range(4, 10) for first in range(len(NUMBERS) - width + 1)]
+_INTERVALS = [(first, first + width - 1) for width in range(6, 16) for first in range(len(NUMBERS) - width + 1)]
 # The split is the same for every seed of a run.
 _ORDER = rng(261).permutation(len(_INTERVALS))
 _TRAIN, _HELDOUT = _ORDER[NUM_HELDOUT:], _ORDER[:NUM_HELDOUT]
