@@ -4,10 +4,10 @@ The student starts as in `experiments.arithmetic`: it answers right in three sam
 decoder that was fitted to right answers alone. The student samples one completion of a prompt, and at each token learns
 the teacher's whole distribution (reverse_kl), or takes log π_T − log π as the token's advantage (k1). No reward is
 computed. Beside it are supervised steps on as many samples of the teacher, and GRPO on the reward, which needs groups.
-The control has a teacher that was never trained. The learning rate and one completion of a prompt were chosen with seed
-7; GRPO's numbers are those of `experiments.arithmetic`. Half an hour on two busy CPU cores for three seeds; expect
-reverse_kl at 95% of its teacher's accuracy after 3,000 to 5,000 samples, and GRPO after 25,000 or more. Left out of the
-paper: pretrained models and long completions.
+The control has a teacher that was never trained. The student's learning rate and one completion of a prompt were chosen
+with another seed, 7; GRPO's numbers are those of `experiments.arithmetic`. Three seeds take half an hour on two busy
+CPU cores. Expect reverse_kl at 95% of its teacher's accuracy after 3,000 to 5,000 samples, and GRPO after 25,000 or
+more. Left out of the paper: pretrained models and long completions.
 
   python -m experiments.distill
   python -m experiments.distill --kinds reverse_kl forward_kl jsd k1

@@ -68,8 +68,9 @@ class ModelOptions:
     param_dtype: Dtype = "float32"
     """Dtype of the parameters. bfloat16 halves the memory of LoRA's frozen ones; trained parameters need float32."""
     quantize: Quantize = "none"
-    """Bits that LoRA's frozen projections are held in. int8: 8, one scale for the weights of an output. nf4: 4.25, one
-    scale for 64 weights (QLoRA, 2305.14314). A layer is dequantised where it is used."""
+    """How LoRA's frozen projections are stored. int8: in 8 bits a weight, with one scale for each output. nf4: in 4.25
+    bits, with one scale for 64 weights (QLoRA, 2305.14314). A layer is dequantised where it is used. none: as the other
+    parameters. Needs lora_rank."""
     remat: PlannedRemat = "auto"
     """What the backward pass computes again to save memory. none: norms, rotations and attention's scores. layer: whole
     layers. Results differ by rounding alone. auto: layer where the memory of the device asks for it, in runs of GRPO
@@ -78,8 +79,8 @@ class ModelOptions:
     """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for
     bfloat16 on NVIDIA GPUs. They differ by rounding. auto: cudnn where it can be used, else shared."""
     router: Router = "trained"
-    """Of models with experts. trained: their routers learn with all other parameters. frozen: they stay as they are, as
-    they do under LoRA."""
+    """For models with experts (Mixtral, Qwen3-MoE). trained: routers learn with all other parameters. frozen: they do
+    not. Under LoRA they never do."""
     lora_rank: int = 0
     """Rank of LoRA adapters, which are then all that is trained; 0: all parameters are trained."""
     lora_alpha: float = 16.0
@@ -94,17 +95,17 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Another engine that samples: a server of the completions protocol."""
+    """A server that samples in place of this process."""
 
     engine: str = ""
-    """Address of a server that samples in place of this process, such as http://localhost:8000. Empty: none."""
+    """Address of a server with OpenAI's /v1/completions, such as http://localhost:8000. Empty: this process samples."""
     engine_kind: Literal["vllm", "sglang"] = "vllm"
-    """How the server is told to load parameters."""
+    """Which server it is: each is told to load parameters by requests of its own."""
     engine_timeout: float = 300.0
-    """Seconds that an answer may take, and that a server which does not answer is waited for."""
+    """Seconds that one answer may take. A server that has not answered for as long ends the run, which is saved."""
     engine_folder: str = ""
-    """Folder for parameters, which the server has to see under the same name. Empty: a temporary one of this
-    machine."""
+    """Folder through which the server gets the parameters. It has to see this folder under the same path. Empty: a
+    temporary one of this machine."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ class SamplingConfig:
     filter_metric: str = ""
     """The reward that dynamic sampling compares; empty: the weighted sum."""
     staleness: int = 0
-    """Completions are sampled by the policy of so many steps before, and in the first ones by the start. The next step
-    is sampled while graders work on this one. The trained parameters of as many steps are kept. A correction then
-    weighs the difference; without one the loss takes the completions for the policy's own."""
+    """Completions are sampled by the policy of this many steps before, so the next step is sampled while graders work
+    on this one. 0: by the current policy. The trained parameters of that many steps are kept. `correction` weighs the
+    difference; without one the loss takes the completions for the policy's own."""
 
     @property
     def row_tokens(self) -> int:
@@ -177,9 +178,9 @@ class LossConfig:
     advantages_of: AdvantagesOf = "sum"
     """sum: the preset's advantage of the weighted sum of the rewards. components: each reward is standardised in its
     group; the results are added with the weights and whitened over the rollout (GDPO, 2601.05242). Then the scale of
-    one reward does not hide another, and the preset's own advantage is not used. turns: what is still to come at each
-    turn of an episode is standardised among the episodes of its group that have that turn. spans: the same of the spans
-    of completions that rewards tell apart."""
+    one reward does not hide another, and the preset's own advantage is not used. turns: for each turn of an
+    episode, the reward from this turn on, standardised among the episodes of its group that have that turn. spans: the
+    same for the parts of a completion, where a reward returns (start, end, reward) for each."""
     correction: Correction = "none"
     """Importance weights that multiply advantages. w is the trainer's probability over the sampler's. token: min(w, 2)
     of tokens. sequence: min(w, 3) of completions. icepop: w of tokens where it is in [0.5, 5], else 0. geometric: 1 for
@@ -213,22 +214,22 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """How much a teacher is learned from, and how much rewards are."""
+    """How much is learned from a teacher, and how much from rewards. For GRPO alone."""
 
     distillation: Distillation = "none"
-    """What the policy π learns from a teacher π_T at each token that it sampled. reverse_kl: KL(π ‖ π_T) is added to
-    the loss; forward_kl: KL(π_T ‖ π); jsd: the generalised Jensen-Shannon divergence (GKD, 2306.13649); all of them of
-    the whole vocabulary. k1: log π_T - log π of the sampled token is added to its advantage (Thinking Machines 2025).
-    All of them need a teacher."""
+    """What the policy π learns from a teacher π_T at each token that it sampled. reverse_kl: KL(π ‖ π_T) over the whole
+    vocabulary is added to the loss. forward_kl: KL(π_T ‖ π). jsd: the generalised Jensen-Shannon divergence (GKD,
+    2306.13649). k1: log π_T - log π of the sampled token is added to its advantage (Thinking Machines 2025). none:
+    there is no teacher."""
     distillation_coef: float = 1.0
-    """Weight of that."""
+    """Weight of this divergence in the loss, or of k1 in the advantage."""
     distillation_top_k: int = 0
-    """Divergences of the teacher's k likeliest tokens and of all others in one, in place of the whole vocabulary; 0:
-    the whole."""
+    """Compute the divergence over the teacher's k likeliest tokens, with all others counted as one; 0: over the whole
+    vocabulary. Not with k1."""
     distillation_beta: float = 0.5
-    """Weight β of the teacher in the mixture of jsd: near 0 it is like forward_kl, near 1 like reverse_kl."""
+    """For jsd alone: weight β of the teacher in its mixture. Near 0 it is like forward_kl, near 1 like reverse_kl."""
     reward_coef: float = 1.0
-    """Weight of the advantages that rewards give, beside the teacher. 0: completions of training are not graded."""
+    """With a teacher: weight of the advantages that rewards give. 0: completions of training are not graded."""
 
 
 @dataclass(frozen=True)
@@ -296,21 +297,23 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How devices share out the work. Of a mesh, `devices` / (fsdp x tensor) more spread prompts alone."""
+    """How devices share the work. A mesh has `devices` / (fsdp x tensor) copies of the parameters, each for prompts of
+    its own."""
 
     parallel: Parallel = "auto"
-    """pmap: every device holds all parameters. mesh: parameters, optimizer and reference are cut over devices, for
-    models larger than one. auto: mesh if fsdp or tensor is above 1."""
+    """pmap: every device holds all parameters. mesh: parameters, optimizer and reference are divided among devices, for
+    models larger than one device. auto: mesh if fsdp or tensor is above 1."""
     fsdp: int = 1
-    """Devices of a mesh that parameters are cut over, and prompts too. A layer is put together while it is computed."""
+    """Number of devices that each parameter is divided among. Prompts are spread over them too. A layer's parameters
+    are gathered while the layer is computed."""
     tensor: int = 1
-    """Devices of a mesh that heads and features of the MLP are cut over, each of which computes its own. It divides the
-    key-value heads."""
+    """Number of devices that heads and features of the MLP are divided among; each computes its own. The number of
+    key-value heads has to be a multiple of it."""
 
 
 @dataclass(frozen=True)
 class GRPOConfig:
-    """A GRPO run. `recipe` makes one, and `with_options` changes fields of any group."""
+    """A GRPO run. In Python `recipe` makes one, and `with_options` changes fields of any group."""
 
     steps: int = 100
     """Rollouts, each followed by its updates."""

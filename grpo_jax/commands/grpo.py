@@ -63,8 +63,8 @@ class Config:
     control: bool = False
     """Train on a coin toss as well, from the same start."""
     teacher: str = ""
-    """Folder of a Hugging Face model, or its id on the hub, that the policy learns from (--distillation). It has the
-    model's tokenizer and may be of any size."""
+    """Model that the policy learns from as --distillation says: folder of a Hugging Face model, or its id on the hub.
+    It may have any size, but needs the policy's tokenizer. Empty: none."""
 
 
 def main(config: Config) -> None:

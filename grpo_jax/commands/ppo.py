@@ -26,12 +26,15 @@ from grpo_jax.training.ppo import add_critic, critic_policy, make_ppo_programs
 PPO_CURVES = (*CURVES, ("explained_variance", "variance of returns that the critic explains"))
 
 
+# eval_samples of None is group_size - 1, which is 0 in PPO.
+DEFAULTS = with_options(PPOConfig(), eval_every=20, eval_samples=7)
+
+
 @dataclass(frozen=True)
 class Config:
     """Options of the run."""
 
-    # One completion of a prompt leaves none to sample beside the greedy one, so their number is named.
-    ppo: PPOConfig = with_options(PPOConfig(), eval_every=20, eval_samples=7)
+    ppo: PPOConfig = DEFAULTS
     model: ModelOptions = ModelOptions()
     engine: EngineOptions = EngineOptions()
     task: TaskOptions = TaskOptions()

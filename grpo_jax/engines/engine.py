@@ -100,7 +100,7 @@ class Engine:
             self.model = str(json.loads(models)["data"][0]["id"])
         except (Gone, Refused) as error:
             raise UsageError(
-                f"no engine answers at {self._url} ({error}): start it, or name its address by engine"
+                f"no engine answers at {self._url} ({error}): start it, or correct the option engine, its address"
             ) from None
         except (ValueError, LookupError, TypeError):
             raise UsageError(f"what answers at {self._url} names no model: it must serve /v1/models") from None
@@ -175,7 +175,7 @@ class Engine:
         except Refused as error:
             if error.code == _NOT_FOUND and self._adapter and path == _COMPLETIONS:
                 raise Gone(str(error)) from None  # it was started again, and has no adapters
-            raise Interruption(f"the engine at {self._url} refuses {path} ({error}): see how it was started") from None
+            raise Interruption(f"the engine at {self._url} refuses {path} ({error}): start it as docs/training.md says") from None
 
     # ---- parameters
 
@@ -223,7 +223,7 @@ class Engine:
         if isinstance(said, dict) and said.get("success") is False:
             raise Interruption(
                 f"the engine at {self._url} does not load parameters ({said.get('message', 'it does not say why')}): "
-                f"it must see {self._folder} under this name, which engine_folder sets"
+                f"set engine_folder to a folder that the server sees under the same path, which {self._folder} may not be"
             )
 
 

@@ -45,8 +45,8 @@ class RunConfig:
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
     stop_code: int = 75
-    """Exit status after SIGTERM, when the run is saved and waits for --resume. 75 is EX_TEMPFAIL: schedulers take 0 for
-    the end of the job, and start others again."""
+    """Exit status after SIGTERM, when the run was saved for --resume. With 75 (EX_TEMPFAIL) schedulers start the job
+    again; 0 would tell them that it is done."""
     hosts: HostOptions = HostOptions()
 
 

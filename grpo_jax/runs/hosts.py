@@ -44,10 +44,11 @@ class HostOptions:
     """Several hosts, each with a process of its own. Names are those of `jax.distributed.initialize`."""
 
     distributed: bool = False
-    """The same command was started on several hosts, and JAX finds them: with Slurm, Open MPI, Kubernetes or a TPU
-    pod."""
+    """The same command is started on several hosts, which JAX finds by itself: under Slurm, Open MPI, Kubernetes or on
+    a TPU pod."""
     coordinator_address: str = ""
-    """Where JAX cannot find them: address and free port of host 0, such as 10.0.0.1:8476. It needs the next two."""
+    """In its place, where JAX cannot find the hosts: address and free port of host 0, such as 10.0.0.1:8476. It needs
+    num_processes and process_id."""
     num_processes: int | None = None
     """How many hosts there are."""
     process_id: int | None = None

@@ -47,35 +47,36 @@ class TaskOptions:
     your own, or exact_answer, gsm8k_answer, math_answer, matches, length, overlong_penalty or repetition. A reward of
     weight 0 is logged and not learned from. Needed for your own rows."""
     environment: str = ""
-    """What answers each turn of the policy: file.py:make, a function without arguments that returns the environment's
-    own, of (example, transcript, key). Without --reward, its rewards are learned from. It needs --max-turns and
-    --environment-tokens."""
+    """file.py:make, a function without arguments that returns the environment: a function of (example, transcript, key)
+    that answers each turn of the policy. Without --reward the sum of its rewards is learned from. It needs --max-turns
+    and --environment-tokens."""
     tools: str = ""
-    """Functions that the policy may call: file.py:function,function, with type hints and docstrings. It needs a chat
-    template, --max-turns and --environment-tokens."""
+    """Functions that the policy may call: file.py:function,function, with type hints and docstrings. They need a model
+    with a chat template, --max-turns and --environment-tokens."""
     prompt_column: str = "prompt"
     """Column of your own rows with the prompt: text, or a list of chat messages."""
     template: str | None = None
-    """Prompt with {column} in it, in place of a column or of the task's own."""
+    """Prompt with {column} where a row's column is to stand, such as "Q: {question} A:". It replaces prompt_column or
+    the task's own. None: no template."""
     chat: bool | None = None
-    """Whether a text is a user's message for the tokenizer's chat template; None: if it has one."""
+    """Whether a prompt that is text becomes a user's message of the chat template; None: if the tokenizer has one."""
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
     num_heldout: int | None = None
-    """Held-out prompts at most. None: in training 200, and of your own rows at most a tenth; where nothing is trained
-    all (of countdown 200)."""
+    """Held-out prompts at most. None: 200 when training, and at most a tenth of your own rows; all when evaluating
+    (200 of countdown)."""
     reward_deadline: float = 10.0
-    """Seconds for one call of a reward, on the completions of one prompt (in proportion for an evaluation that has more
-    of them); it is killed then, and they have no reward."""
+    """Seconds that one call of a reward may take, on the completions of one prompt (in proportion more where an
+    evaluation has more of them). Then it is killed, and these completions have no number from it."""
     reward_budget: float = 60.0
-    """Seconds for all rewards of a kind in a rollout."""
+    """Seconds that each reward may take for a whole rollout. Completions left over have no number from it."""
     reward_memory_mb: int | None = None
     """Megabytes that a reward's process may allocate beyond what loading it took; None: no limit."""
     reply_deadline: float = 10.0
-    """Seconds for a reply of the environment, or for the calls of a turn; the process is killed then, and the episode
-    ends."""
+    """Seconds that one reply of the environment, or the calls of one turn, may take. Then the process is killed, and
+    the episode ends."""
     reply_budget: float = 60.0
-    """Seconds for the replies of a turn in all episodes of a rollout."""
+    """Seconds that the replies to one turn of all episodes of a rollout may take. Episodes without a reply end."""
     reply_memory_mb: int | None = None
     """Megabytes that a process of the environment may allocate beyond what loading it took; None: no limit."""
 
