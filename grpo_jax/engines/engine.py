@@ -175,7 +175,9 @@ class Engine:
         except Refused as error:
             if error.code == _NOT_FOUND and self._adapter and path == _COMPLETIONS:
                 raise Gone(str(error)) from None  # it was started again, and has no adapters
-            raise Interruption(f"the engine at {self._url} refuses {path} ({error}): start it as docs/training.md says") from None
+            raise Interruption(
+                f"the engine at {self._url} refuses {path} ({error}): start it as docs/training.md says"
+            ) from None
 
     # ---- parameters
 
@@ -223,7 +225,7 @@ class Engine:
         if isinstance(said, dict) and said.get("success") is False:
             raise Interruption(
                 f"the engine at {self._url} does not load parameters ({said.get('message', 'it does not say why')}): "
-                f"set engine_folder to a folder that the server sees under the same path, which {self._folder} may not be"
+                f"it must see {self._folder} under the same path: set engine_folder to a folder that both see"
             )
 
 
