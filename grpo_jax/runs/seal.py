@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from grpo_jax.data import digests
 
 _FILE = "digests.json"  # within the folder of the checkpoint, so that both are deleted together
+_OWN = "digest"  # of the seal itself
 # What orbax writes after a checkpoint is sealed: a time into the first, and the second, which nobody reads.
 _DATED, _TIME, _EMPTY_WORDS = "_CHECKPOINT_METADATA", "commit_timestamp_nsecs", "commit_success.txt"
 
@@ -30,7 +31,7 @@ def write_seal(folder: Path, lines: Mapping[str, str]) -> None:
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     seal = Seal(_digests(folder, names - {_EMPTY_WORDS}), dict(lines))
     temporary = folder / f"{_FILE}.tmp"
-    temporary.write_text(json.dumps(seal._asdict(), indent=1) + "\n")
+    temporary.write_text(json.dumps(seal._asdict() | {_OWN: digests.of_values(seal._asdict())}, indent=1) + "\n")
     os.replace(temporary, folder / _FILE)
 
 
@@ -49,8 +50,12 @@ def check_seal(folder: Path, part: str = "") -> tuple[Seal | None, str]:
     if not (folder / _FILE).exists():
         return None, "it was never completed" if any(folder.iterdir()) else "it is empty"
     try:
-        seal = Seal(**_mapping(json.loads((folder / _FILE).read_text())))
+        said = dict(_mapping(json.loads((folder / _FILE).read_text())))
+        own = said.pop(_OWN, None)
+        seal = Seal(**said)
         files, _ = _mapping(seal.files), _mapping(seal.lines)
+        if own != digests.of_values(said):
+            return None, f"its {_FILE} is damaged"
     except (OSError, ValueError, TypeError, RecursionError):
         return None, f"its {_FILE} cannot be read"
     try:

@@ -184,7 +184,22 @@ def test_published_models_have_their_published_size(name, billions):
 
 
 def test_the_peak_is_of_sampling_or_of_learning():
-    of = Estimate(1, 2, 4, 100, 0, 0, 10, 10, 5, 7, 0)
+    of = Estimate(
+        params=1,
+        optimizer=2,
+        start=4,
+        teacher=0,
+        taught=0,
+        teaching=0,
+        decoding=100,
+        cache=0,
+        choosing=0,
+        gradients=10,
+        kept=10,
+        working=5,
+        logits=7,
+        updating=0,
+    )
     assert (of.held, of.sampling, of.learning, of.peak) == (7, 100, 27, 107)
     assert of._replace(decoding=0).peak == 34
     assert of._replace(decoding=0, updating=50).learning == 51
