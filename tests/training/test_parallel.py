@@ -180,7 +180,7 @@ def gradients(name: str, devices: Devices) -> Any:
     return to_host((state.opt_state.gradients, found.metrics, found.advantages))
 
 
-QUICK = {("decoder", FSDP), ("ppo", ALL), ("lora", TENSOR), ("experts", ALL), ("nf4", ALL)}
+QUICK = {("decoder", FSDP), ("ppo", ALL), ("lora", TENSOR)}
 
 
 @pytest.mark.parametrize(
