@@ -108,7 +108,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
     if config.attention == "auto":
         config = replace(config, attention="cudnn" if _has_flash_attention(config) else "shared")
-    model, one_by_one = Transformer(config), Transformer(config, scan_layers=False)
+    model = Transformer(config)
 
     def init(key: jax.Array) -> Params:
         token = jnp.zeros((1, 1), jnp.int32)
@@ -119,9 +119,17 @@ def decoder_policy(config: ModelConfig) -> Policy:
         matrix = variables(params)["params"]["embedding" if config.tie_word_embeddings else "unembedding"]
         return matrix.astype(config.dtype)
 
-    def run_prompts(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, Any]:
-        hidden, layers = model.apply(variables(params), ids, geometry_of_texts(config, prompt_positions(mask), mask))
-        return hidden[:, -1], layers
+    return Policy(
+        init=init,
+        unembedding=unembedding,
+        softcap=config.final_logit_softcapping,
+        **_scoring(config, model),
+        **_decoding(config, model),
+    )
+
+
+def _scoring(config: ModelConfig, model: Transformer) -> dict[str, Any]:
+    """The functions of a `Policy` that compute whole completions: hidden, packed, packed_groups, routed."""
 
     def run(params: Params, ids: jax.Array, seen: Geometry, routed: bool) -> Any:
         """States `[N, M, D]`; with `routed` a pair of these and of `Routing` with the same leading axes."""
@@ -162,6 +170,44 @@ def decoder_policy(config: ModelConfig) -> Policy:
 
         return jax.tree.map(by_token, run(params, ids, seen, routed))
 
+    def packed(params: Params, ids: jax.Array, texts: jax.Array) -> jax.Array:
+        states, _ = model.apply(variables(params), ids, geometry_of_texts(config, positions_in_texts(texts), texts))
+        return states
+
+    def packed_groups(
+        params: Params,
+        prompt_ids: jax.Array,
+        prompt_mask: jax.Array,
+        ids: jax.Array,
+        completions: jax.Array,
+        *,
+        routed: bool = False,
+    ) -> Any:
+        seen = geometry_of_packed_groups(config, prompt_mask, completions)
+
+        def by_token(states: jax.Array) -> jax.Array:
+            of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
+            # The prompt predicts the first token of each completion.
+            before = jnp.concatenate([of_prompt[:, -1:], rest[:, :-1]], axis=1)
+            is_first = positions_in_texts(completions) == 0
+            return jnp.where(is_first.reshape(*is_first.shape, *[1] * (states.ndim - 2)), of_prompt[:, -1:], before)
+
+        return jax.tree.map(by_token, run(params, jnp.concatenate([prompt_ids, ids], axis=-1), seen, routed))
+
+    routed = None
+    if config.experts:
+        routed = partial(hidden, routed=True), partial(packed_groups, routed=True), config.experts.num_experts
+    return {"hidden": hidden, "packed": packed, "packed_groups": packed_groups, "routed": routed}
+
+
+def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
+    """The functions of a `Policy` that compute completions token by token: prefill, decoder, select, widen."""
+    one_by_one = Transformer(config, scan_layers=False)
+
+    def run_prompts(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, Any]:
+        hidden, layers = model.apply(variables(params), ids, geometry_of_texts(config, prompt_positions(mask), mask))
+        return hidden[:, -1], layers
+
     def layout(params: Params) -> dict[str, Any]:
         """As decode steps read parameters: laid out once in a program, and not in every turn of its loops."""
         return {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in variables(params).items()}
@@ -198,30 +244,6 @@ def decoder_policy(config: ModelConfig) -> Policy:
 
         return append
 
-    def packed(params: Params, ids: jax.Array, texts: jax.Array) -> jax.Array:
-        states, _ = model.apply(variables(params), ids, geometry_of_texts(config, positions_in_texts(texts), texts))
-        return states
-
-    def packed_groups(
-        params: Params,
-        prompt_ids: jax.Array,
-        prompt_mask: jax.Array,
-        ids: jax.Array,
-        completions: jax.Array,
-        *,
-        routed: bool = False,
-    ) -> Any:
-        seen = geometry_of_packed_groups(config, prompt_mask, completions)
-
-        def by_token(states: jax.Array) -> jax.Array:
-            of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
-            # The prompt predicts the first token of each completion.
-            before = jnp.concatenate([of_prompt[:, -1:], rest[:, :-1]], axis=1)
-            is_first = positions_in_texts(completions) == 0
-            return jnp.where(is_first.reshape(*is_first.shape, *[1] * (states.ndim - 2)), of_prompt[:, -1:], before)
-
-        return jax.tree.map(by_token, run(params, jnp.concatenate([prompt_ids, ids], axis=-1), seen, routed))
-
     def select(cache: Any, chosen: jax.Array) -> Any:
         prefix, own = cache
         return select_completions(prefix, own, chosen, config.num_key_value_heads)
@@ -230,8 +252,4 @@ def decoder_policy(config: ModelConfig) -> Policy:
         prefix, own = cache
         return prefix, widen(own, slots)
 
-    routed = None
-    if config.experts:
-        routed = partial(hidden, routed=True), partial(packed_groups, routed=True), config.experts.num_experts
-    softcap = config.final_logit_softcapping
-    return Policy(init, unembedding, hidden, prefill, packed, packed_groups, select, wider, decoder, softcap, routed)
+    return {"prefill": prefill, "decoder": decoder, "select": select, "widen": wider}
