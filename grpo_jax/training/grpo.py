@@ -123,7 +123,7 @@ def check_teacher(config: GRPOConfig, *, has_teacher: bool) -> None:
     if has_teacher and kind == "none":
         raise UsageError("there is a teacher, but distillation is none: set it to reverse_kl, forward_kl, jsd or k1")
     if kind != "none" and not has_teacher:
-        raise UsageError(f"distillation {kind} needs a teacher: name a model with the same tokenizer")
+        raise UsageError(f"distillation {kind} needs a teacher: name a model with the same tokenizer as teacher")
 
 
 def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
