@@ -69,7 +69,8 @@ def test_commands_run_one_after_another(tmp_path):
     """Rows, training, evaluation, presets, methods, export, memory: each command of a page, made shorter by options."""
     make, train, evaluate = blocks("rewards.md", "bash")
     preset, teacher, ppo, sft = blocks("training.md", "bash")
-    (export,), (memory,) = (blocks(f"{page}.md", "bash") for page in ("pretrained", "scaling"))
+    (export,) = blocks("pretrained.md", "bash")
+    *_, memory = blocks("scaling.md", "bash")  # the others start several hosts
     short = " --steps 2 --group-size 2 --max-tokens 8 --num-prompts 2\n"
     pairs = [{"prompt": f"Once there was a {word}.", "completion": f" The {word} was red."} for word in "abcdefghijkl"]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
