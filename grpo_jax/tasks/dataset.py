@@ -189,8 +189,8 @@ def encode_rows(
     if not training or not heldout:
         which = "training" if heldout else "held out"
         raise UsageError(
-            f"no prompt is left for {which} among {len(rows)} rows: rows with equal prompts stay together, so give rows "
-            "with other prompts"
+            f"no prompt is left for {which} among {len(rows)} rows: rows with equal prompts stay together, so give "
+            "rows with other prompts"
         )
     train, out = encode(training), encode(heldout)
     # Once more, as ids: two texts that were cut may have become the same prompt.
