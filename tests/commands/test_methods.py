@@ -205,10 +205,12 @@ def test_a_run_on_a_quantised_base_is_resumed_and_exported_onto_the_original(fol
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 @pytest.mark.parametrize("method", ["grpo", "ppo", "dpo"])
 def test_every_method_trains_adapters_on_a_quantised_base(folder, tmp_path, method, kind):
-    options = SFT[:-4] if method == "dpo" else small(folder)
+    is_of_pairs = method == "dpo"
+    options = DPO if is_of_pairs else small(folder)
     run(folder, tmp_path / "run", method, *options, "--lora-rank", 2, "--quantize", kind)
     export(Options(tmp_path / "run", tmp_path / "exported"))
     given = [tmp_path / "run", "--reward", f"{folder}/rewards.py:low", "--max-tokens", 4, "--out", tmp_path / "numbers"]
+    given += ["--task", folder / "rows.jsonl"] if is_of_pairs else []
     evaluate.main(evaluate.parse([str(arg) for arg in given]))
 
 
