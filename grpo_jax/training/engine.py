@@ -13,6 +13,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted
+from grpo_jax.models.quantised import holds_quantised
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import hosts
 from grpo_jax.sampling.sampler import Completions
@@ -27,13 +28,9 @@ def engine_sampler(engine: Engine, task: Task, sampling: SamplingConfig, *, devi
     Args:
       engine: that samples.
       task: its tokens.
-      sampling: of the run.
+      sampling: of the run, checked.
       devices: that the completions are put on.
-
-    Raises:
-      UsageError: the options ask for what an engine does not do.
     """
-    _check(task, sampling)
     tokens = Tokens(task.vocab_size, task.eos_ids, task.decode)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
@@ -70,6 +67,7 @@ def sampler_of(
     """
     if not options.engine:
         return None
+    _check(pretrained, task, config.sampling)
 
     def save(folder, params: Params) -> None:
         if isinstance(params, Adapted):
@@ -110,7 +108,13 @@ def completions_of(answers: list[Answer], shape: tuple[int, int], max_tokens: in
     return Completions(ids, mask, logprobs, None, ~ended.any(-1))  # type: ignore[arg-type]
 
 
-def _check(task: Task, sampling: SamplingConfig) -> None:
+def _check(pretrained: Pretrained, task: Task, sampling: SamplingConfig) -> None:
+    """Refuses what an engine does not do, before one is asked."""
+    if holds_quantised(pretrained.params):
+        raise UsageError(
+            "an engine samples by the original weights, and quantize trains on rounded ones: leave out quantize, or "
+            "leave out engine"
+        )
     if task.environment is not None:
         raise UsageError("an engine samples no episodes of several turns: leave out engine, or the environment")
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p:

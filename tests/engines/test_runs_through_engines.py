@@ -19,6 +19,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_params
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.quantised import quantise_params
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
@@ -91,6 +92,7 @@ def sampler_at(server, **options):
     return sampler_of(options, pretrained, TASK, CONFIG, note=lambda words: None)
 
 
+NOWHERE = EngineOptions("http://127.0.0.1:9")  # where no server is
 PROGRAMS = {staleness: make_programs(POLICY, TASK, with_options(CONFIG, staleness=staleness)) for staleness in (0, 1)}
 
 
@@ -161,11 +163,17 @@ def test_a_run_whose_server_dies_or_lies_is_saved_and_goes_on_to_the_same_end(se
 @pytest.mark.parametrize(
     ("options", "words"), [({"top_p": 0.5}, "truncation"), ({"top_k": 2}, "truncation"), ({"min_p": 0.1}, "truncation")]
 )
-def test_what_an_engine_does_not_do_is_refused(server, options, words):
+def test_what_an_engine_does_not_do_is_refused_before_it_is_asked(options, words):
     pretrained = huggingface.Pretrained(SHAPE, {}, None, (EOS,), None)
     with pytest.raises(UsageError, match=words):
-        sampler_of(EngineOptions(server.url), pretrained, TASK, with_options(CONFIG, **options), note=print)
+        sampler_of(NOWHERE, pretrained, TASK, with_options(CONFIG, **options), note=print)
     assert sampler_of(EngineOptions(), pretrained, TASK, CONFIG, note=print) is None
+
+
+def test_an_engine_does_not_sample_for_a_quantised_base(params):
+    pretrained = huggingface.Pretrained(SHAPE, quantise_params(params, "int8"), None, (EOS,), None)
+    with pytest.raises(UsageError, match="leave out quantize"):
+        sampler_of(NOWHERE, pretrained, TASK, CONFIG, note=print)
 
 
 @pytest.mark.slow
