@@ -55,7 +55,7 @@ class Shape(NamedTuple):
     minibatches: int = 1
     microbatches: int = 0  # pieces of a minibatch; 0: by piece_tokens
     piece_tokens: int = FASTEST
-    packs: bool = True  # whether completions may be packed: not by PPO
+    packs: bool = True  # whether completions may be packed
     lora_rank: int = 0  # 0: all parameters are trained
     lora_targets: tuple[Target, ...] = TARGETS
     param_dtype: Dtype = "float32"  # of the decoder's parameters
