@@ -16,6 +16,7 @@ from typing import Literal
 
 import matplotlib
 import tyro
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -49,14 +50,14 @@ def main(config: Config) -> None:
         for name in config.sizes
         for times in range(1, config.doublings + 1)
     }
-    console, found = Console(), {}
+    console, found = Console(), dict[str, dict[str, float]]()
     for name, of in sizes.items():
         with console.status(f"{len(found)} of {len(sizes)} sizes"):
             found[name] = measured(of, config.repeats)
     show(console, found)
     print(json.dumps(found))
     if config.plot:
-        draw(config, found)
+        draw(config, found).savefig(config.plot, dpi=120)
 
 
 def measured(sizes: dict[str, int], repeats: int) -> dict[str, float]:
@@ -78,7 +79,7 @@ def show(console: Console, found: dict[str, dict[str, float]]) -> None:
     console.print(table)
 
 
-def draw(config: Config, found: dict[str, dict[str, float]]) -> None:
+def draw(config: Config, found: dict[str, dict[str, float]]) -> Figure:
     """A column a size: seconds above, MB below. Both axes are logarithmic, and the grey line is the operations'."""
     matplotlib.use("agg")
     from matplotlib import pyplot
@@ -101,8 +102,7 @@ def draw(config: Config, found: dict[str, dict[str, float]]) -> None:
     axes[0, 0].set_ylabel("seconds")
     axes[1, 0].set_ylabel("temporary MB")
     axes[0, 0].legend()
-    figure.savefig(config.plot, dpi=120)
-    pyplot.close(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ class Attention(nn.Module):
         scalar = config.query_pre_attn_scalar
         scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping)
         if past is None:
-            attended, kept = attend_groups(queries, keys, values, seen.masks, config.attention, scores)
+            attended, kept = attend_groups(queries, keys, values, seen.masks, seen.reaches, config.attention, scores)
         else:
             attended, kept = attend_past(queries, keys, values, seen.masks, *past, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)

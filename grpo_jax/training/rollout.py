@@ -271,11 +271,12 @@ def hidden_and_routing(policy: Policy, params: Params, batch: Batch) -> tuple[ja
     states, packed_states, has_routing = policy.hidden, policy.packed_groups, policy.routed is not None
     if policy.routed is not None:
         states, packed_states, _ = policy.routed
+    prompts, found = (params, batch.prompt_ids, batch.prompt_mask), None
     if batch.packed is None:
-        found = states(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
-        return found if has_routing else (found, None)
-    assert packed_states
-    found = packed_states(params, batch.prompt_ids, batch.prompt_mask, *_packed_ids(batch))
+        found = states(*prompts, batch.completion_ids)
+    else:
+        assert packed_states
+        found = packed_states(*prompts, *_packed_ids(batch), batch.completion_ids.shape[-1])
     hidden, routing = found if has_routing else (found, None)
     return hidden, jax.tree.map(lambda x: of_completions(x, batch), routing)
 

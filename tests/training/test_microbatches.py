@@ -122,9 +122,9 @@ def test_packed_scores_are_those_of_padded_completions(config, width, rows):
 DIFFERENT_LOSSES = sorted({(a.term, a.aggregation): name for name, a in PRESETS.items()}.values())
 
 
-def packed_groups(params, prompt_ids, prompt_mask, ids, completions):
+def packed_groups(params, prompt_ids, prompt_mask, ids, completions, longest):
     """`Policy.packed_groups` of bigrams: before a completion's first token is the prompt's last."""
-    del prompt_mask
+    del prompt_mask, longest
     before, number_before = (jnp.pad(x, ((0, 0), (1, 0)))[:, :-1] for x in (ids, completions))
     return states(params, jnp.where(completions == number_before, before, prompt_ids[:, -1:]))
 
@@ -179,6 +179,7 @@ def test_packed_completions_have_the_scores_and_the_gradient_of_ppo(kind):
     params = params._replace(critic=params.critic._replace(head=jnp.linspace(-1, 1, PLAIN.hidden_size)))
     rng = np.random.default_rng(1)
     batch = a_batch()._replace(
+        ref_logprobs=None,  # the KL is in the reward
         advantages=rng.normal(size=(N, G, T)).astype(np.float32),
         returns=rng.normal(size=(N, G, T)).astype(np.float32),
         old_values=rng.normal(size=(N, G, T + 1)).astype(np.float32),
