@@ -93,7 +93,7 @@ def fuzz(examples: int, strategy: st.SearchStrategy, call: Callable[[Any], bool]
         longest = max(longest, time.process_time() - started)
 
     run()
-    print(f"{outcomes[True]} examples accepted, {outcomes[False]} refused, the longest {longest:.2f} s of the processor")
+    print(f"{outcomes[True]} examples accepted, {outcomes[False]} refused; the longest took {longest:.2f} s")
     assert min(outcomes[True], outcomes[False]) > 0
 
 

@@ -8,12 +8,27 @@ import jax
 import numpy as np
 import pytest
 from test_learn import recorder
-from test_parallel import ALL, DECODER, FSDP, MODEL, PMAP, TENSOR, N, a_batch, case_of, on
+from test_parallel import (
+    ALL,
+    DECODER,
+    FSDP,
+    MODEL,
+    PASSES,
+    PMAP,
+    TENSOR,
+    WIDE,
+    N,
+    a_batch,
+    case_of,
+    check_program,
+    on,
+    shapes_of,
+)
 
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.types import rng
-from grpo_jax.functional import dpo_loss, token_mean_weights
+from grpo_jax.functional import dpo_loss, logprobs, token_mean_weights
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import decoder_policy
@@ -151,3 +166,22 @@ def test_a_phase_on_a_mesh_is_resumed_to_the_bit_and_on_one_device_to_rounding(t
     counts = [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]
     assert counts[1] == counts[0]
     assert counts[3] == counts[2]  # in between a checkpoint was saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["packed", "dpo"])
+def test_a_step_takes_its_share_and_gathers_a_layer_at_a_time(name, monkeypatch):
+    monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS_CPU", N * WIDTH * 128)  # several slices of the vocabulary
+    policy, case = decoder_policy(WIDE), case_named(name)
+    start = jax.tree.map(lambda x: jax.numpy.full(x.shape, 0.01), shapes_of(WIDE))
+
+    def loss_fn(trained: Any, frozen: Any, batch: Any) -> Any:
+        if name == "packed":
+            return sft_loss_fn(policy)(trained, batch)
+        return preference_loss(policy, trained, batch, loss=dpo_loss)
+
+    config = on(ALL, dataclasses.replace(CONFIG, microbatches=1))
+    programs: Any = make_fit_programs(loss_fn, config, aggregation=case.aggregation)
+    state = place(programs.init_state(place(start, ALL)), ALL)
+    compiled = programs.train_step.lower(state, to_devices(case.batch, ALL), None).compile()
+    check_program(compiled, state, ALL, PASSES["learn"])
