@@ -28,12 +28,12 @@ from grpo_jax.models.heads import Headed, add_head, join, split
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
-from grpo_jax.runs import flags, hosts, terminal
+from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.runs.pretrained import keep_description, load_model
 from grpo_jax.statistics import cell
-from grpo_jax.training.parallel import devices_of, place, where_to_load
+from grpo_jax.training.parallel import devices_of, place, to_host, where_to_load
 from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.reward_model import (
     PairEvaluation,
@@ -145,7 +145,7 @@ def main(config: Config) -> None:
     after, shorter = evaluated(trained, heldout_pairs), evaluate_pairs(-lengths(heldout_pairs))
     rows = {"held out": after.numbers(), "trained on": evaluated(trained, train_pairs).numbers()}
     rows["the shorter one"] = shorter.accuracy.named("accuracy")
-    checksum, whole = params_sha256(state.params), hosts.whole(trained)
+    checksum, whole = params_sha256(state.params), to_host(trained)
     if run.writes:
         title = f"{len(heldout_pairs.prompts)} held-out pairs of {len(preferences)}, with 95% intervals"
         show(run, title, rows, after, checksum)
