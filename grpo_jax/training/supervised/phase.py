@@ -142,8 +142,8 @@ def fit(
       loss_fn: (trained parameters, frozen ones, batch with weights) -> loss and logs.
       params: those that are trained.
       frozen: the others, in whatever tree `loss_fn` takes them; None: there are none.
-      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x devices, and of all
-        devices of a mesh those of `parallel.parts` count. Of several hosts each makes the whole batch.
+      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x the `parallel.parts` of
+        the devices. Every host makes the whole batch.
       config: the phase.
       run: where lines and checkpoints go.
       aggregation: (mask of the whole batch, axis_name) -> weights.
