@@ -32,23 +32,30 @@ WHY_UNLEARNED = "no setting's score rose above its start by more than chance, so
 QUESTIONS = "experiments.claims.questions"  # the package of their scripts
 
 
-class Claim(NamedTuple):
-    """What the sources say, as a number and the range that their words allow it."""
+class Measured(NamedTuple):
+    """The number of a `primary.Primary`."""
+
+    values: Sequence[float] | np.ndarray  # one a seed, in the order of the seeds; differences, or logarithms of ratios
+    diverged: int = 0  # runs behind them that diverged: their score is its floor, so that there is a value
+
+
+class Also(NamedTuple):
+    """What was measured besides: it has an interval and no verdict."""
 
     source: str  # which text, and where
     words: str  # its words and figures
     measure: str  # the number of ours
-    values: Sequence[float] | np.ndarray  # one a seed, or a single one where there is no chance in it
-    low: float = 0.0
-    high: float = math.inf
+    values: Sequence[float] | np.ndarray  # one a seed
 
 
 class Finding(NamedTuple):
     """The result of a question."""
 
     rows: Mapping[str, Mapping[str, Sequence[float]]]  # setting -> column -> a value a seed; START and COIN are there
-    claims: Sequence[Claim]
+    primary: Mapping[str, Measured]  # id of a `primary.Primary` -> its number
+    also: Sequence[Also]
     drawn: Sequence[str]  # columns of the figure
+    curves: Mapping[str, Sequence[Sequence[float]]] = {}  # setting -> [seeds, E], score at each evaluation; optional
     note: str = ""  # printed below the table
 
 
