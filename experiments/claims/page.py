@@ -42,6 +42,7 @@ class Folded(NamedTuple):
 
     title: str
     blocks: Sequence["Block"]
+    name: str = ""  # to link to
 
 
 Block = Heading | Text | Table | Figure | Folded
@@ -61,8 +62,9 @@ def _markdown(block: Block) -> str:
             return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
         case Figure(file, says):
             return f"![{says}]({file})"
-        case Folded(title, inner):
-            return f'<details markdown="1">\n<summary>{title}</summary>\n\n{markdown(inner)}\n\n</details>'
+        case Folded(title, inner, name):
+            place = f'<a id="{name}"></a>\n\n' if name else ""
+            return f'{place}<details markdown="1">\n<summary>{title}</summary>\n\n{markdown(inner)}\n\n</details>'
     return block.words
 
 
@@ -81,8 +83,10 @@ def _html(block: Block) -> str:
             return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
         case Figure(file, says):
             return f'<img src="{escape(file)}" alt="{escape(says)}">'
-        case Folded(name, inner):
-            return f"<details><summary>{_inline(name)}</summary>\n" + "\n".join(map(_html, inner)) + "\n</details>"
+        case Folded(title, inner, name):
+            place = f' id="{escape(name)}"' if name else ""
+            folded = "\n".join(map(_html, inner))
+            return f"<details{place}><summary>{_inline(title)}</summary>\n{folded}\n</details>"
     return "\n".join(f"<p>{_inline(words)}</p>" for words in block.words.split("\n\n"))
 
 
