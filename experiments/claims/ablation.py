@@ -27,7 +27,7 @@ from experiments.claims.testbeds import ADDITIONS, Testbed
 from grpo_jax.config import GRPOConfig, PPOConfig, options_of, recipe, run_of, validate, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder, differing_options
 from grpo_jax.runs.progress import in_time
