@@ -235,7 +235,7 @@ PRIMARY: tuple[Primary, ...] = (
     ),
     Primary(
         "gspo_noise",
-        "field_since",
+        "sampler_mismatch",
         "since",
         "GSPO, 2507.18071",
         "ratios of sequences stand noise of the sampler that ratios of tokens do not",
@@ -244,7 +244,7 @@ PRIMARY: tuple[Primary, ...] = (
     ),
     Primary(
         "mismatch",
-        "field_since",
+        "sampler_mismatch",
         "since",
         "truncated importance sampling, Yao et al. 2025",
         "a correction repairs what the sampler's mismatch costs",
@@ -263,7 +263,7 @@ PRIMARY: tuple[Primary, ...] = (
     ),
     Primary(
         "pass_at_k",
-        "field_since",
+        "pass_at_k",
         "since",
         "2504.13837",
         "the start passes trained policies at large k",
@@ -271,15 +271,6 @@ PRIMARY: tuple[Primary, ...] = (
         "pass@64 of held-out prompts, trained − start",
         low=-math.inf,
         high=0.0,
-    ),
-    Primary(
-        "distillation",
-        "field_since",
-        "since",
-        "on-policy distillation, 2306.13649",
-        "a teacher's probabilities teach more a sample than a reward",
-        "distillation − GRPO",
-        "accuracy on the way at equal samples, distillation − GRPO",
     ),
 )
 BY_ID = {claim.id: claim for claim in PRIMARY}

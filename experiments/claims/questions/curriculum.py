@@ -19,7 +19,7 @@ import numpy as np
 
 from experiments.claims.ablation import COIN, START, Bench, grpo
 from experiments.claims.columns import merge_seeds
-from experiments.claims.findings import Claim, Finding, main
+from experiments.claims.findings import Also, Finding, main
 from experiments.claims.groups import CARRIES, carries, group_rows
 
 RIGHT, REWARDS = (0, 1, 4, 7, 8), {"": 0.0, ", graded": 1.0}
