@@ -92,17 +92,17 @@ def _forest(axis: Any, panel: Sequence[Drawn]) -> None:
 
 
 def save_curves(path: Path, curves: Mapping[str, Sequence[Sequence[float]]], steps: int) -> None:
-    """Scores over the steps of a run: means over seeds, with their 95% intervals as bands."""
+    """Scores over the steps of a run, each point a part of it: means over seeds, their 95% intervals as bands."""
     figure, axis = plt.subplots(figsize=(8.5, 3.4), layout="constrained")
     for (name, of), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
         bounds = np.array([interval_over_runs(values) for values in np.transpose(of)])
-        at = np.linspace(0, steps, len(bounds))
+        at = (np.arange(len(bounds)) + 0.5) * steps / len(bounds)
         axis.plot(at, bounds[:, 0], color=colour, linewidth=1.4, label=name)
         if np.isfinite(bounds).all():
             low, high = np.clip(bounds[:, 1:].T, 0, 1)
             axis.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
     axis.set_xlabel("steps", fontsize=9)
-    axis.set_ylabel("held-out score", fontsize=9)
+    axis.set_ylabel("score of completions", fontsize=9)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, frameon=False)
     _save(figure, path)

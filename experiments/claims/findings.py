@@ -68,7 +68,7 @@ class Finding(NamedTuple):
     primary: Mapping[str, Measured]  # id of a `primary.Primary` -> its number
     also: Sequence[Also]
     drawn: Sequence[str]  # columns of the figure
-    curves: Mapping[str, Sequence[Sequence[float]]] = {}  # setting -> [seeds, E], score at each evaluation; optional
+    curves: Mapping[str, Sequence[Sequence[float]]] = {}  # setting -> [seeds, parts], score in each part of a run
     note: str = ""  # printed below the table
 
 

@@ -12,11 +12,11 @@ of machine. Presets other than cpu write RESULTS-smoke.md and RESULTS-gpu.md.
   python -m experiments.claims.reproduce --preset cpu --look 20
 """
 
-import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -89,7 +89,7 @@ def answer_all(bench: Bench, names: list[str]) -> dict[str, Answer]:
         for number, name in enumerate(names):
             bench.say = partial(_say, show, number, name)
             if not findings.is_answered(bench, name):
-                findings.answer(bench, name, importlib.import_module(f"{findings.QUESTIONS}.{name}").measure)
+                findings.answer(bench, name, import_module(f"{findings.QUESTIONS}.{name}").measure)
             answers[name] = findings.read_answer(bench, name)
         show(len(names), "")
     return answers

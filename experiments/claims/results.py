@@ -34,7 +34,7 @@ over seeds stand behind three verdicts. **No difference that matters**: the mean
 at each look all hypotheses of a family (the announcements; the field since) are corrected together, after Benjamini
 and Yekutieli. A claim with a verdict keeps it. Of the verdicts of a family 5% are false at most, in expectation.
 Intervals are Student's 95%, not adjusted. A deviation counts as no less than what evaluation alone would give,
-0.0016, or 1% of a ratio. A run that diverged has the score's floor, and is counted."""
+0.0017, or 1% of a ratio. A run that diverged has the score's floor, and is counted."""
 SOURCES = """000 and 001 are the posts that announced GRPO in September 2022, 003 are notes on PPO and GRPO; none of
 them published data. The field since is named by its papers."""
 FIRST = {"agree": "supported", "disagree": "contradicted"}  # words of the earlier page

@@ -32,9 +32,9 @@ LOOKS = (10, 20, 40)  # seeds
 ALPHA = 0.05  # of false verdicts in a family, over all looks
 POWER = 0.8  # of `needed`
 BANDS: Mapping[Scale, float] = {"difference": 0.02, "ratio": math.log(1.1)}
-# Two policies that are right in 99% of 1,000 · 8 samples differ by chance with deviation √(2 · 0.99 · 0.01 / 8,000).
+# Two policies that are right in 99% of 1,000 · 7 samples differ by chance with deviation √(2 · 0.99 · 0.01 / 7,000).
 # Of a ratio: 1%.
-FLOORS: Mapping[Scale, float] = {"difference": 0.0016, "ratio": 0.01}
+FLOORS: Mapping[Scale, float] = {"difference": 0.0017, "ratio": 0.01}
 
 
 class Decision(NamedTuple):
