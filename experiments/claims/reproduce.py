@@ -36,10 +36,13 @@ QUESTIONS = (
     "ablate_kl",
     "ablate_clip",
     "reward_noise",
+    "curriculum",
     "reward_hacking",
     "ablate_temperature",
     "entropy_bonus",
     "field_since",
+    "sampler_mismatch",
+    "pass_at_k",
     "staleness",
 )
 
