@@ -140,7 +140,8 @@ def grpo(testbed: Testbed = ADDITIONS, preset: str = "seed_001", **changes: Any)
     numbers |= {"entropy_coef": 0.0} | dict(published.constants) | dict(testbed.options)
     if published.kl_coef or "kl_coef" in changes:  # if it were traced elsewhere, the program would need a reference
         numbers["kl_coef"] = 0.01
-    return Setting(testbed, "grpo", {"preset": preset}, numbers).changed(**changes)
+    shape = {"preset": preset, "group_size": 8}  # the posts' own is 12: all methods have as many
+    return Setting(testbed, "grpo", shape, numbers).changed(**changes)
 
 
 def ppo(testbed: Testbed = ADDITIONS, **changes: Any) -> Setting:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.claims.ablation import grpo, ppo
+from experiments.claims.costs import bytes_held, operations
 from experiments.claims.facts import FACTS
 from grpo_jax import functional as F
 
@@ -64,6 +66,28 @@ def clip():
 
 def leave_one_out():
     return np.allclose(F.leave_one_out_advantages(REWARDS), 8 / 7 * F.centered_advantages(REWARDS), atol=1e-6)
+
+
+PAID = {"num_prompts": 32, "prompt_tokens": 6}  # additions
+
+
+def compute():
+    share = operations(grpo(), **PAID) / operations(ppo(), **PAID)
+    np.testing.assert_allclose(share, 0.56, atol=0.01)
+    return 0.4 < share < 0.6
+
+
+def compute_of_groups():
+    one_a_prompt = operations(ppo(group_size=1), num_prompts=8 * 32, prompt_tokens=6)
+    share = operations(grpo(), **PAID) / one_a_prompt
+    np.testing.assert_allclose(share, 0.26, atol=0.01)
+    return 0.7 < share < 0.9
+
+
+def memory():
+    share = bytes_held(grpo()) / bytes_held(ppo())
+    np.testing.assert_allclose(share, 0.57, atol=0.01)
+    return 0.4 < share < 0.6
 
 
 def test_facts_hold_or_not_as_the_page_says():
