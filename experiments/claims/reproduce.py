@@ -30,18 +30,7 @@ from experiments.claims.results import decisions_of, write_results
 from experiments.claims.verdicts import LOOKS
 from grpo_jax.errors import UsageError
 
-QUESTIONS = (
-    "ppo_vs_grpo",
-    "ablate_group_size",
-    "ablate_kl",
-    "ablate_clip",
-    "reward_noise",
-    "reward_hacking",
-    "ablate_temperature",
-    "entropy_bonus",
-    "field_since",
-    "staleness",
-)
+QUESTIONS = (*dict.fromkeys(claim.question for claim in PRIMARY), "agreement")
 
 
 @dataclass(frozen=True)
