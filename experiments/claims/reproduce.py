@@ -30,7 +30,7 @@ from experiments.claims.results import decisions_of, write_results
 from experiments.claims.verdicts import LOOKS
 from grpo_jax.errors import UsageError
 
-QUESTIONS = (*dict.fromkeys(claim.question for claim in PRIMARY), "agreement")
+QUESTIONS = (*dict.fromkeys(claim.question for claim in PRIMARY), "curriculum", "agreement")  # no claims in these two
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Testbeds of the ablations: small tasks whose rewards are computed on the device, and where their training starts.
 
-`ADDITIONS` is made so that runs have room to differ: its start is uneven, what carries is hardly ever right in it, and a
-tenth of its prompts has no answer. `COARSE` is the same with a sampler of few bits. `ARITHMETIC` is the task of
+`ADDITIONS` is made so that runs have room to differ: its start is uneven, what carries is hardly ever right in it, and
+a tenth of its prompts has no answer. `COARSE` is the same with a sampler of few bits. `ARITHMETIC` is the task of
 `experiments.arithmetic` with its warm start, which all good settings solve. `WORDS` are those of
 `grpo_jax.tasks.letters`, with a start that writes words at random, several right answers to a prompt, and a reward that
 can be gamed.
@@ -280,7 +280,7 @@ ARITHMETIC = Testbed(
     dict.fromkeys(_SPOILT, 0.0),
 )
 ADDITIONS = ARITHMETIC._replace(
-    name="uneven", task=partial(_additions, unsolvable=UNSOLVABLE), start=_uneven_start, learning_rate=4e-4
+    name="uneven", task=partial(_additions, unsolvable=UNSOLVABLE), start=_uneven_start, learning_rate=1e-3
 )
 COARSE = ADDITIONS._replace(name="coarse", policy=coarse_sampler)
 

@@ -8,7 +8,7 @@ what is forgotten of it. Expect no difference that matters up to 0.01, and slowe
   python -m experiments.claims.questions.ablate_kl --preset cpu
 """
 
-from experiments.claims.ablation import COIN, START, Bench, fewer_steps, grpo
+from experiments.claims.ablation import COIN, START, Bench, grpo, smaller_steps
 from experiments.claims.columns import accuracy, compared, last, learning_curve, minus, on_the_way, table
 from experiments.claims.findings import Also, Finding, main
 from experiments.claims.testbeds import WORDS
@@ -18,7 +18,7 @@ SOURCE = "000, KL Regularization"
 
 
 def measure(bench: Bench) -> Finding:
-    base = grpo(WORDS, "grpo").changed(**fewer_steps(bench))
+    base = grpo(WORDS, "grpo").changed(**smaller_steps(bench))
     runs = bench.runs({COIN: grpo(coin=1.0)} | {f"β {beta:g}": grpo(kl_coef=beta) for beta in BETAS})
     words = bench.runs({f"words, β {beta:g}": base.changed(kl_coef=beta) for beta in (0.0, 0.01)})
     columns = {"score": accuracy, "on the way": on_the_way, "KL": last("kl")}
@@ -37,7 +37,9 @@ def measure(bench: Bench) -> Finding:
             minus(rows, "score", "words, β 0.01", "words, β 0"),
         ),
         Also(SOURCE, "reduced sensitivity", "accuracy, β 0.01 − 0.001", small),
-        Also("", "what is forgotten", "KL from the start, nats a token, β 0 − 0.01", minus(rows, "KL", "β 0", "β 0.01")),
+        Also(
+            "", "what is forgotten", "KL from the start, nats a token, β 0 − 0.01", minus(rows, "KL", "β 0", "β 0.01")
+        ),
     ]
     return Finding(rows, primary, also, ["score", "KL"], {name: learning_curve(runs[name]) for name in runs})
 

@@ -28,7 +28,9 @@ def measure(bench: Bench) -> Finding:
     primary = {"temperature": compared(runs, early, SCHEDULE, "0.83")}
     also = [
         Also(SOURCE, WORDS, "share of different completions, 1.0 − 0.7", compared(runs, early, "1.0", "0.7").values),
-        Also(SOURCE, "a schedule is used", "accuracy, schedule − 1.0", compared(runs, accuracy, SCHEDULE, "1.0").values),
+        Also(
+            SOURCE, "a schedule is used", "accuracy, schedule − 1.0", compared(runs, accuracy, SCHEDULE, "1.0").values
+        ),
     ]
     return Finding(rows, primary, also, ["different, first steps", "accuracy"])
 

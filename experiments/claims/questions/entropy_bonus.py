@@ -27,8 +27,18 @@ def measure(bench: Bench) -> Finding:
     of_carried = compared(runs, carried, "GRPO, c 0.01", "GRPO, c 0").values
     also = [
         Also(SOURCE, "no bonus is used", "accuracy of additions with a carry, c 0.01 − none", of_carried),
-        Also(SOURCE, "no bonus is used", "accuracy, c 0.1 − none", compared(runs, accuracy, "GRPO, c 0.1", "GRPO, c 0").values),
-        Also(SOURCE, "… because of groups", "accuracy of PPO, c 0.01 − none", compared(runs, accuracy, "PPO, c 0.01", "PPO, c 0").values),
+        Also(
+            SOURCE,
+            "no bonus is used",
+            "accuracy, c 0.1 − none",
+            compared(runs, accuracy, "GRPO, c 0.1", "GRPO, c 0").values,
+        ),
+        Also(
+            SOURCE,
+            "… because of groups",
+            "accuracy of PPO, c 0.01 − none",
+            compared(runs, accuracy, "PPO, c 0.01", "PPO, c 0").values,
+        ),
     ]
     return Finding(rows, primary, also, ["accuracy", "entropy"])
 

@@ -11,7 +11,7 @@ anything (Dr. GRPO as a whole). β is 0.01 on additions, 0 on words. Expect no d
 
 import numpy as np
 
-from experiments.claims.ablation import COIN, REUSED, START, Bench, Runs, fewer_steps, grpo
+from experiments.claims.ablation import COIN, REUSED, START, Bench, Runs, grpo, smaller_steps
 from experiments.claims.columns import accuracy, compared, last, of_prompts, on_the_way, pass_at, table
 from experiments.claims.findings import Also, Finding, main
 from experiments.claims.testbeds import ALL_RIGHT, WORDS, has_carry
@@ -31,7 +31,7 @@ def measure(bench: Bench) -> Finding:
     words = {BY_TOKEN: grpo(WORDS, "bnpo"), BY_WORD: grpo(WORDS, "grpo", kl_coef=0.0)}
     words |= {GRPO: grpo(WORDS, "grpo", kl_coef=0.0, strict=1.0), DR_GRPO: grpo(WORDS, "dr_grpo", strict=1.0)}
     runs = bench.runs(settings)
-    of_words = bench.runs({name: setting.changed(**fewer_steps(bench)) for name, setting in words.items()})
+    of_words = bench.runs({name: setting.changed(**smaller_steps(bench)) for name, setting in words.items()})
     columns = {"accuracy": accuracy, "on the way": on_the_way, "entropy": last("entropy")}
     rows, rows_of_words = table(runs, columns, start=STANDARD), table(of_words, columns, start=BY_WORD)
     rows |= {f"words, {START}": rows_of_words.pop(START)} | rows_of_words

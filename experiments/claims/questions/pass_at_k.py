@@ -18,8 +18,8 @@ SOURCE = "2504.13837"
 
 
 def measure(bench: Bench) -> Finding:
-    wide = {"eval_samples": SAMPLES, "eval_every": bench.size.steps}
-    runs = bench.runs({COIN: grpo(coin=1.0, **wide), "trained": grpo(**wide)})
+    wide = grpo(eval_samples=SAMPLES, eval_every=bench.size.steps)
+    runs = bench.runs({COIN: wide.changed(coin=1.0), "trained": wide})
     columns = {"score" if k == 1 else f"pass@{k}": pass_at(k) for k in (1, 4, 16, SAMPLES)}
     rows = table(runs, columns, start="trained")
     primary = {"pass_at_k": Measured(minus(rows, f"pass@{SAMPLES}", "trained", START), runs["trained"].diverged)}

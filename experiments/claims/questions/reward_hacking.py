@@ -17,8 +17,8 @@ from itertools import product
 
 import numpy as np
 
-from experiments.claims.ablation import COIN, Bench, Runs, fewer_steps, grpo, ppo
-from experiments.claims.columns import Column, compared, last, minus, score, table
+from experiments.claims.ablation import COIN, Bench, Runs, grpo, ppo, smaller_steps
+from experiments.claims.columns import SMOOTH, Column, compared, last, minus, score, table
 from experiments.claims.findings import Also, Finding, main
 from experiments.claims.testbeds import WORDS
 
@@ -31,12 +31,12 @@ def measure(bench: Bench) -> Finding:
     settings = {COIN: grpo(WORDS, "grpo", coin=1.0)}
     for name, bonus in product(methods, BONUSES):
         settings[f"{name}: {bonus}"] = methods[name].changed(**BONUSES[bonus])
-    runs = bench.runs({name: setting.changed(**fewer_steps(bench)) for name, setting in settings.items()})
+    runs = bench.runs({name: setting.changed(**smaller_steps(bench)) for name, setting in settings.items()})
     columns: dict[str, Column] = {name: score(k) for k, name in enumerate(("gold", "letters", "repeated"))}
     rows = table(runs, columns | {"reward": last("reward"), "KL": last("kl")}, start="GRPO: gold alone")
 
     def of(k: int, bonus: str, one: str = "PPO", other: str = "GRPO") -> np.ndarray:
-        return compared(runs, score(k), f"{one}: {bonus}", f"{other}: {bonus}").values
+        return minus(rows, ("gold", "letters", "repeated")[k], f"{one}: {bonus}", f"{other}: {bonus}")
 
     def lost(name: str) -> np.ndarray:
         return minus(rows, "gold", f"{name}: gold alone", f"{name}: repetition")
@@ -61,11 +61,12 @@ def gold_at_equal_kl(one: Runs, other: Runs) -> np.ndarray:
     """The gold score of `one` minus that of `other`, where each first has the KL that both reach, a value a seed."""
     paths = [np.maximum.accumulate(runs.metrics["kl"], axis=1) for runs in (one, other)]
     both = np.minimum(paths[0][:, -1], paths[1][:, -1])[:, None]
-    found = []
-    for runs, path in zip((one, other), paths, strict=True):
+
+    def gold(runs: Runs, path: np.ndarray) -> np.ndarray:
         begin = np.argmax(path >= both, axis=1)
-        found.append([gold[at : at + 5].mean() for gold, at in zip(runs.metrics["gold"], begin, strict=True)])
-    return np.subtract(*found)
+        return np.array([steps[at : at + SMOOTH].mean() for steps, at in zip(runs.metrics["gold"], begin, strict=True)])
+
+    return gold(one, paths[0]) - gold(other, paths[1])
 
 
 if __name__ == "__main__":

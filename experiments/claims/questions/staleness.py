@@ -20,9 +20,7 @@ SOURCE = "NeMo-RL, issue 1098"
 def measure(bench: Bench) -> Finding:
     base, age = grpo(preset="grpo"), min(8, bench.size.steps - 1)
     old = base.changed(staleness=age)
-    runs = bench.runs(
-        {COIN: base.changed(coin=1.0), FRESH: base, OLD: old, CORRECTED: old.changed(correction="token")}
-    )
+    runs = bench.runs({COIN: base.changed(coin=1.0), FRESH: base, OLD: old, CORRECTED: old.changed(correction="token")})
     columns = {"accuracy": accuracy, "on the way": on_the_way, "KL": last("kl"), "entropy": last("entropy")}
     rows = table(runs, columns | {"mismatch": last("first_sampler_mismatch")}, start=FRESH)
     collapse, needed = compared(runs, accuracy, OLD, FRESH), compared(runs, accuracy, CORRECTED, OLD)
