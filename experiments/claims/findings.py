@@ -20,7 +20,7 @@ import numpy as np
 import tyro
 
 from experiments.claims.ablation import COIN, START, Bench, Config, cores
-from experiments.claims.figures import save_rows
+from experiments.claims.figures import save_curves, save_rows
 from experiments.claims.primary import BY_ID, PRIMARY, Scale
 from experiments.claims.verdicts import interval
 from grpo_jax.commands.common import explain_control
@@ -139,7 +139,7 @@ class Answer(NamedTuple):
 
 
 def answer(bench: Bench, name: str, measure: Measure) -> Answer:
-    """Measures, and leaves name.json and name.png in the folder of the preset.
+    """Measures, and leaves name.json and its figures in the folder of the preset.
 
     Raises:
       UsageError: the script does not measure the claims that `primary` has of it, or not with each seed.
@@ -148,9 +148,13 @@ def answer(bench: Bench, name: str, measure: Measure) -> Answer:
     finding = measure(bench)
     check(finding, name, len(bench.seeds))
     save_rows(bench.run.path / f"{name}.png", finding.rows, finding.drawn)
+    if finding.curves:
+        save_curves(bench.run.path / f"{name}_curves.png", finding.curves, bench.size.steps)
     file = bench.run.path / f"{name}.json"
     before = read_answer(bench, name).seconds if file.exists() else 0.0
     known = finding._asdict() | {
+        "rows": {row: {key: list(map(float, x)) for key, x in of.items()} for row, of in finding.rows.items()},
+        "curves": {key: np.asarray(of, np.float64).tolist() for key, of in finding.curves.items()},
         "primary": {key: [list(map(float, it.values)), int(it.diverged)] for key, it in finding.primary.items()},
         "also": [it._asdict() | {"values": list(map(float, it.values))} for it in finding.also],
         "seconds": before + time.perf_counter() - started,

@@ -30,21 +30,7 @@ from experiments.claims.results import decisions_of, write_results
 from experiments.claims.verdicts import LOOKS
 from grpo_jax.errors import UsageError
 
-QUESTIONS = (
-    "ppo_vs_grpo",
-    "ablate_group_size",
-    "ablate_kl",
-    "ablate_clip",
-    "reward_noise",
-    "curriculum",
-    "reward_hacking",
-    "ablate_temperature",
-    "entropy_bonus",
-    "field_since",
-    "sampler_mismatch",
-    "pass_at_k",
-    "staleness",
-)
+QUESTIONS = (*dict.fromkeys(claim.question for claim in PRIMARY), "curriculum", "agreement")  # no claims in these two
 
 
 @dataclass(frozen=True)

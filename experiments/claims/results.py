@@ -15,7 +15,7 @@ from experiments.claims import ablation, findings
 from experiments.claims.ablation import Bench
 from experiments.claims.earlier import EARLIER
 from experiments.claims.facts import FACTS
-from experiments.claims.figures import Drawn, save_curves, save_forest
+from experiments.claims.figures import Drawn, save_forest
 from experiments.claims.findings import Answer, cells, has_learned, number, with_interval
 from experiments.claims.page import Block, Figure, Folded, Heading, Table, Text, html, markdown
 from experiments.claims.primary import BY_ID, HEADLINES, PRIMARY, Answered, Primary
@@ -64,12 +64,10 @@ def write_results(bench: Bench, preset: str, out: Path, answers: Mapping[str, An
     decisions = decisions_of(answers)
     measured = [claim for claim in PRIMARY if decisions[claim.id].seeds]
     save_forest(folder / "claims.png", [Drawn(claim, decisions[claim.id]) for claim in measured])
-    curves = next((answer.finding.curves for answer in answers.values() if answer.finding.curves), {})
-    if curves:
-        save_curves(folder / "curves.png", curves, bench.size.steps)
     sections = {name: _section(name, answer, decisions) for name, answer in answers.items()}
     for name, blocks in sections.items():
-        shutil.copy(bench.run.path / f"{name}.png", folder / f"{name}.png")
+        for file in bench.run.path.glob(f"{name}*.png"):
+            shutil.copy(file, folder / file.name)
         write_text(folder / f"{name}.md", markdown(blocks) + "\n")
     page = [*_first_screen(bench, preset, answers, decisions), *_folded(answers, decisions)]
     ending = Text(f"SHA-256 of all numbers: `{_checksum(answers)}`")
@@ -130,11 +128,7 @@ def _first_screen(
             "[every claim](#every), [what changed against the earlier page](#earlier)."
         ),
         Figure("claims.png", "each claim's difference with its interval, what does not matter, and what was claimed"),
-        *(
-            [Figure("curves.png", "held-out scores over the steps of training, with bands over seeds")]
-            if any(a.finding.curves for a in answers.values())
-            else []
-        ),
+        Figure("ppo_vs_grpo_curves.png", "scores over the steps of training, with bands over seeds"),
     ]
 
 
@@ -291,6 +285,7 @@ def _section(name: str, answer: Answer, decisions: Mapping[str, Decision]) -> li
         Table(("", *columns), [(row, *values) for row, values in rows.items()]),
         *([Text(finding.note)] if finding.note else []),
         Figure(f"{name}.png", " and ".join(finding.drawn)),
+        *([Figure(f"{name}_curves.png", "scores over the steps of training")] if finding.curves else []),
         *(
             [Text("Also measured, without a verdict."), Table(("source", "what it says", "measured by", "ours"), also)]
             if also

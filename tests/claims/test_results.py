@@ -17,7 +17,7 @@ MEANS = {"grpo_ppo": 0.001, "kl_none": 0.2, "kl_high": 0.05, "clip_none": -0.05,
 
 def finding_of(name, seeds, spread=0.003):
     """A finding whose numbers have these means, all others a mean of 0.03 that varies too much to be decided."""
-    noise = np.random.default_rng(0).permutation(np.linspace(-1, 1, 40))[:seeds]
+    noise = np.resize([1, -1, 0.5, -0.5], seeds)
     rows = {row: {"accuracy": 0.5 + 0.01 * noise, "nothing": np.full(seeds, np.nan)} for row in (START, COIN, "it")}
     rows["it"]["accuracy"] = rows["it"]["accuracy"] + 0.25
     primary = {}
@@ -25,7 +25,7 @@ def finding_of(name, seeds, spread=0.003):
         if claim.question == name:
             values = MEANS[claim.id] + spread * noise if claim.id in MEANS else 0.03 + 0.1 * noise
             primary[claim.id] = Measured(values, diverged=int(claim.id == "clip_none"))
-    curves = {"it": np.tile(np.linspace(0, 1, 5), (seeds, 1)) + noise[:, None] / 100} if name == "ppo_vs_grpo" else {}
+    curves = {"it": np.tile(np.linspace(0, 1, 5), (seeds, 1)) + noise[:, None] / 100}
     return Finding(rows, primary, [Also("source", "said", f"also of {name}", noise)], ["accuracy"], curves)
 
 
