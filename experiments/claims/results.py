@@ -124,12 +124,18 @@ def _first_screen(
         Table(("question", "answer", "evidence"), rows),
         Text(
             f"Of all {len(PRIMARY)}: {said}. How sure: of verdicts 5% at most are false, in expectation "
-            "([the rule](#rule)). [What is undecided and what it would take](#undecided), "
-            "[every claim](#every), [what changed against the earlier page](#earlier)."
+            f"([the rule](#rule)). {_open(answers, decisions)}Evidence: [every claim](#every), a page a question "
+            "(below), [what changed against the earlier page](#earlier)."
         ),
         Figure("claims.png", "each claim's difference with its interval, what does not matter, and what was claimed"),
         Figure("ppo_vs_grpo_curves.png", "scores over the steps of training, with bands over seeds"),
     ]
+
+
+def _open(answers: Mapping[str, Answer], decisions: Mapping[str, Decision]) -> str:
+    """The claims that are undecided, each with the seeds that would decide it."""
+    left = [f"{claim.label} ({enough} seeds)" for claim, enough, _ in _undecided(answers, decisions)]
+    return f"Undecided, and the seeds that would decide: {'; '.join(left)} ([why not](#undecided)). " if left else ""
 
 
 def _sentence(said: Answered, decision: Decision) -> str:
@@ -159,7 +165,7 @@ def _ours(claim: Primary, decision: Decision) -> str:
 def _folded(answers: Mapping[str, Answer], decisions: Mapping[str, Decision]) -> list[Block]:
     return [
         Folded("Every claim, its number and its verdict", [_claims_table(PRIMARY, answers, decisions)], "every"),
-        Folded("What is undecided, and what it would take", _undecided(answers, decisions), "undecided"),
+        Folded("What is undecided, and what it would take", _why_undecided(answers, decisions), "undecided"),
         Folded("The rule", [Text(RULE), Text(SOURCES)], "rule"),
         Folded("What changed against the earlier page", _earlier(decisions), "earlier"),
         Folded(
@@ -213,26 +219,32 @@ def _claimed(claim: Primary) -> str:
     return f"× {math.exp(claim.claimed):.2g}" if claim.scale == "ratio" else f"{claim.claimed:+g}"
 
 
-def _undecided(answers: Mapping[str, Answer], decisions: Mapping[str, Decision]) -> list[Block]:
-    """Each undecided claim with the seeds that would decide it, and why they were not spent."""
-    rows = []
+def _undecided(
+    answers: Mapping[str, Answer], decisions: Mapping[str, Decision]
+) -> list[tuple[Primary, str, Sequence[float]]]:
+    """Each undecided claim with the seeds that would decide it, in words, and its values."""
+    found: list[tuple[Primary, str, Sequence[float]]] = []
     for claim in PRIMARY:
-        if decisions[claim.id].verdict != "undecided":
-            continue
-        answer = answers.get(claim.question)
-        values = answer.finding.primary[claim.id].values if answer and decisions[claim.id].seeds else ()
-        enough = needed(claim, values, sum(it.family == claim.family for it in PRIMARY))
-        rows.append((claim.label, _ours(claim, decisions[claim.id]), _seeds(enough), _why_open(answer, values, enough)))
-    says = """Seeds that would decide with probability 0.8, if mean and deviation are those seen and no other claim
-of the family is decided at the same look."""
+        if decisions[claim.id].verdict == "undecided":
+            measured = answers[claim.question].finding.primary if decisions[claim.id].seeds else {}
+            values = list(measured[claim.id].values) if measured else []
+            enough = needed(claim, values, sum(it.family == claim.family for it in PRIMARY))
+            found.append((claim, "over 10,000" if enough is None else str(enough), values))
+    return found
+
+
+def _why_undecided(answers: Mapping[str, Answer], decisions: Mapping[str, Decision]) -> list[Block]:
+    """Each undecided claim with the seeds that would decide it, and why they were not spent."""
+    says = """Seeds that would decide with probability 0.8, if mean and deviation are those seen and no other claim of
+the family is decided at the same look."""
+    rows = [
+        (claim.label, _ours(claim, decisions[claim.id]), enough, _why_open(answers.get(claim.question), values, enough))
+        for claim, enough, values in _undecided(answers, decisions)
+    ]
     return [Text(says), Table(("claim", "ours", "seeds", "why they were not spent"), rows)]
 
 
-def _seeds(enough: int | None) -> str:
-    return "more than 10,000" if enough is None else str(enough)
-
-
-def _why_open(answer: Answer | None, values: Sequence[float], enough: int | None) -> str:
+def _why_open(answer: Answer | None, values: Sequence[float], enough: str) -> str:
     if answer is None or not len(values):
         return "not measured" if answer is None else f"{findings.UNLEARNED}: {findings.WHY_UNLEARNED}"
     if not all(map(math.isfinite, values)):
@@ -241,8 +253,9 @@ def _why_open(answer: Answer | None, values: Sequence[float], enough: int | None
     if look is None:
         return "the last look was taken"
     minutes = answer.seconds / 60 * (look - len(values)) / len(values)
+    within = enough.isdigit() and int(enough) <= LOOKS[-1]
     cost = f"the look at {look} seeds takes up to {minutes:.0f} minutes more, `--look {look}`"
-    return cost + ("" if enough and enough <= LOOKS[-1] else f"; it would take more than the last look's {LOOKS[-1]}")
+    return cost if within else f"more than the last look's {LOOKS[-1]}; {cost}"
 
 
 def _earlier(decisions: Mapping[str, Decision]) -> list[Block]:

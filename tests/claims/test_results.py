@@ -83,7 +83,7 @@ def test_a_later_look_asks_only_what_is_open(config, asked, tmp_path):
     asked.clear()
     reproduce.main(reproduce.replace(config, num_seeds=None, look=20))
     assert not asked
-    assert "| the look at 40 seeds takes up to" in (tmp_path / "RESULTS-smoke.md").read_text()
+    assert "; the look at 40 seeds takes up to" in (tmp_path / "RESULTS-smoke.md").read_text()
 
 
 def test_the_twin_has_the_same_tables(config, asked, tmp_path):
