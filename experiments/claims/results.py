@@ -287,6 +287,10 @@ def _section(name: str, answer: Answer, decisions: Mapping[str, Decision]) -> li
     text = (importlib.import_module(f"{findings.QUESTIONS}.{name}").__doc__ or name).strip().partition("\n")[2]
     whys = [Text(f"{claim.label}: {claim.why}.") for claim in claims if claim.why]
     also = [(it.source, it.words, it.measure, number(interval_over_runs(it.values))) for it in finding.also]
+    besides: list[Block] = [
+        Text("Also measured, without a verdict."),
+        Table(("source", "what it says", "measured by", "ours"), also),
+    ]
     unlearned = [] if has_learned(finding) else [Text(f"{findings.UNLEARNED.capitalize()}: {findings.WHY_UNLEARNED}")]
     return [
         Heading(_title(name), 1),
@@ -299,11 +303,7 @@ def _section(name: str, answer: Answer, decisions: Mapping[str, Decision]) -> li
         *([Text(finding.note)] if finding.note else []),
         Figure(f"{name}.png", " and ".join(finding.drawn)),
         *([Figure(f"{name}_curves.png", "scores over the steps of training")] if finding.curves else []),
-        *(
-            [Text("Also measured, without a verdict."), Table(("source", "what it says", "measured by", "ours"), also)]
-            if also
-            else []
-        ),
+        *(besides if also else []),
         Text(f"`python -m {findings.QUESTIONS}.{name}`: {answer.seconds:.0f} s here, after the questions before it."),
     ]
 
@@ -318,7 +318,7 @@ def _checksum(answers: Mapping[str, Answer]) -> str:
     def numbers(answer: Answer) -> list:
         finding = answer.finding
         rows = [list(values) for columns in finding.rows.values() for values in columns.values()]
-        return [*rows, *(list(it.values) for it in (*finding.primary.values(), *finding.also))]
+        return [*rows, *(list(it.values) for it in finding.primary.values()), *(list(it.values) for it in finding.also)]
 
     return hashlib.sha256(repr([numbers(answer) for answer in answers.values()]).encode()).hexdigest()
 
