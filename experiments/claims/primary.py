@@ -3,8 +3,9 @@
 A claim's number is paired by seed: one setting minus another, or the logarithm of their ratio. `verdicts` decides.
 Nothing is added, dropped or reworded once a claim has been looked at; the history of this file shows it.
 
-"Accuracy" and "score" are means over sampled held-out completions at the end of a run; "on the way" is the mean
-score of all completions that a run learns from, over its steps: the area under the curve of learning. "Equal samples" is as many completions a step.
+"Accuracy" and "score" are means over sampled held-out completions at the end of a run; "on the way" is the mean score
+of all completions that a run learns from, over its steps: the area under the curve of learning. "Equal samples" is as
+many completions a step.
 """
 
 import math

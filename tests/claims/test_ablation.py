@@ -28,7 +28,7 @@ def test_runs_are_kept_and_share_programs(tmp_path):
     settings = {COIN: ablation.grpo(TINY, coin=1.0), "fast": ablation.grpo(TINY, learning_rate=0.01)}
     said = list[str]()
     bench = Bench(Config(preset="smoke", run_dir=tmp_path), said.append)
-    first, compiled = bench.runs(settings), bench.run.programs()
+    first, compiled = bench.runs(settings), bench.run.programs().compiled
     assert first["fast"].scores.shape == (2, 3, 16, ablation.SAMPLES + 1)
     assert not np.array_equal(first[COIN].metrics["reward"], first["fast"].metrics["reward"])
     assert said[0] == "0 of 4 runs are done; compiling (may take minutes)"
@@ -41,7 +41,7 @@ def test_runs_are_kept_and_share_programs(tmp_path):
     assert len(list((bench.run.path / "runs").iterdir())) == len(files) + 2
     for name, runs in first.items():
         np.testing.assert_array_equal(more[name].scores[:2], runs.scores)
-    assert bench.run.programs() == compiled
+    assert bench.run.programs().compiled == compiled
 
 
 def test_prompts_are_shifted_anew_by_each_seed(tmp_path):

@@ -147,7 +147,7 @@ def test_a_coarse_sampler_has_other_probabilities_than_what_scores():
 
     def first_and_second(policy):
         last, decode, cache = policy.prefill(params, ids, ids >= 0, 1, 3)
-        return last, decode(cache, jnp.array([[2]]), 0)[0]
+        return last, decode(cache, jnp.array([[2]]), jnp.int32(0))[0]
 
     for of_exact, of_coarse in zip(first_and_second(exact), first_and_second(coarse), strict=True):
         error = np.abs(of_coarse / of_exact - 1)
