@@ -285,7 +285,8 @@ def _section(name: str, answer: Answer, decisions: Mapping[str, Decision]) -> li
     finding, claims = answer.finding, [claim for claim in PRIMARY if claim.question == name]
     columns, rows = cells(finding)
     text = (importlib.import_module(f"{findings.QUESTIONS}.{name}").__doc__ or name).strip().partition("\n")[2]
-    whys = [Text(f"{claim.label}: {claim.why}.") for claim in claims if claim.why]
+    of_claims: list[Block] = [_claims_table(claims, {name: answer}, decisions)]
+    of_claims += [Text(f"{claim.label}: {claim.why}.") for claim in claims if claim.why]
     also = [(it.source, it.words, it.measure, number(interval_over_runs(it.values))) for it in finding.also]
     besides: list[Block] = [
         Text("Also measured, without a verdict."),
@@ -296,7 +297,7 @@ def _section(name: str, answer: Answer, decisions: Mapping[str, Decision]) -> li
         Heading(_title(name), 1),
         Text(text.strip().rpartition("\n\n")[0]),
         *unlearned,
-        *([_claims_table(claims, {name: answer}, decisions), *whys] if claims else []),
+        *(of_claims if claims else []),
         Text(f"Means ± half a 95% interval over {len(answer.seeds)} seeds."),
         Table(("", *columns), [(row, *values) for row, values in rows.items()]),
         *([Text(finding.note)] if finding.note else []),
