@@ -271,9 +271,9 @@ def _earlier(decisions: Mapping[str, Decision]) -> list[Block]:
         if (now := decisions[key]).verdict != FIRST.get(was.verdict, was.verdict)
     ]
     says = f"""The earlier page had 81 rows with 5 seeds and one sample a prompt, and no correction: 29 agreed, 18
-disagreed, 34 were undecided. {len(EARLIER)} of its rows are among today's claims. About a dozen were arithmetic and
-are listed below; the others are on the pages of their questions, with an interval and without a verdict. Of a
-difference of less than 0.02 it said "undecided", where the rule now has a verdict for it."""
+disagreed, 34 were undecided. {len(EARLIER)} of its rows are among today's claims; here are those whose verdict differs.
+About a dozen were arithmetic and are listed below. The others have an interval without a verdict on the pages of their
+questions, or were left out. Of a difference of less than 0.02 it said "undecided", for which there is a verdict now."""
     return [Text(says), Table(("claim", "then", "now", "measured otherwise"), rows)]
 
 
