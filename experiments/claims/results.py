@@ -101,7 +101,7 @@ def _first_screen(
     blocks: list[Block] = [
         Heading(TITLE, 1),
         Text(
-            f"{len(PRIMARY)} claims, each asked of models of 30,000 to 100,000 parameters on additions and on words: "
+            f"{len(PRIMARY)} claims, each asked of models of 124,000 parameters on additions and 39,000 on words: "
             f"{' or '.join(map(str, seeds))} seeds, {bench.size.steps} steps; `python -m experiments.claims.reproduce "
             f"--preset {preset}`, {minutes:.0f} minutes on {_hardware()}. {OUT_OF_SCOPE}"
         ),
@@ -271,9 +271,9 @@ def _earlier(decisions: Mapping[str, Decision]) -> list[Block]:
         if (now := decisions[key]).verdict != FIRST.get(was.verdict, was.verdict)
     ]
     says = f"""The earlier page had 81 rows with 5 seeds and one sample a prompt, and no correction: 29 agreed, 18
-disagreed, 34 were undecided. {len(EARLIER)} of its rows are among today's claims. About a dozen were arithmetic and
-are listed below; the others are on the pages of their questions, with an interval and without a verdict. Of a
-difference of less than 0.02 it said "undecided", where the rule now has a verdict for it."""
+disagreed, 34 were undecided. {len(EARLIER)} of its rows are among today's claims; here are those whose verdict differs.
+About a dozen were arithmetic and are listed below. The others have an interval without a verdict on the pages of their
+questions, or were left out. Of a difference of less than 0.02 it said "undecided", for which there is a verdict now."""
     return [Text(says), Table(("claim", "then", "now", "measured otherwise"), rows)]
 
 
@@ -285,7 +285,8 @@ def _section(name: str, answer: Answer, decisions: Mapping[str, Decision]) -> li
     finding, claims = answer.finding, [claim for claim in PRIMARY if claim.question == name]
     columns, rows = cells(finding)
     text = (importlib.import_module(f"{findings.QUESTIONS}.{name}").__doc__ or name).strip().partition("\n")[2]
-    whys = [Text(f"{claim.label}: {claim.why}.") for claim in claims if claim.why]
+    of_claims: list[Block] = [_claims_table(claims, {name: answer}, decisions)]
+    of_claims += [Text(f"{claim.label}: {claim.why}.") for claim in claims if claim.why]
     also = [(it.source, it.words, it.measure, number(interval_over_runs(it.values))) for it in finding.also]
     besides: list[Block] = [
         Text("Also measured, without a verdict."),
@@ -296,7 +297,7 @@ def _section(name: str, answer: Answer, decisions: Mapping[str, Decision]) -> li
         Heading(_title(name), 1),
         Text(text.strip().rpartition("\n\n")[0]),
         *unlearned,
-        *([_claims_table(claims, {name: answer}, decisions), *whys] if claims else []),
+        *(of_claims if claims else []),
         Text(f"Means ± half a 95% interval over {len(answer.seeds)} seeds."),
         Table(("", *columns), [(row, *values) for row, values in rows.items()]),
         *([Text(finding.note)] if finding.note else []),
