@@ -146,7 +146,6 @@ def word_reward(
     length: Any = 0.0,
     repetition: Any = 0.0,
     constant: Any = 0.0,
-    strict: Any = 0.0,
 ) -> jax.Array:
     """The gold score of words, with bonuses that a reward may pay.
 
@@ -158,13 +157,11 @@ def word_reward(
       length: bonus for T letters; fewer earn their share of it.
       repetition: the same for repeated letters.
       constant: bonus for every word.
-      strict: 1: in place of the gold score 1 where it is 1, and 0 elsewhere. A prompt has many such words.
 
     Returns:
       Rewards `[N, G]`.
     """
     gold, letters_of, repeated = jnp.moveaxis(word_scores(targets, completions, key), -1, 0)
-    gold = jnp.where(strict > 0, gold > ALL_RIGHT, gold)
     share = letters_of / completions.completion_ids.shape[-1]
     reward = gold + length * share + repetition * share * repeated + constant
     return jnp.where(coin > 0, jax.random.bernoulli(key, 0.5, reward.shape), reward)
@@ -290,6 +287,6 @@ WORDS = Testbed(
     letters.MAX_TOKENS,
     _words,
     _start_of_words,
-    dict.fromkeys(("coin", "length", "repetition", "constant", "strict"), 0.0),
+    dict.fromkeys(("coin", "length", "repetition", "constant"), 0.0),
     learning_rate=4e-3,  # of PPO, of GRPO and on ranks, by the training reward on seeds 10 and 11
 )
