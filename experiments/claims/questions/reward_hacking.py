@@ -4,11 +4,11 @@ Source 000: "GRPO is naturally resistant to reward hacking": "We observe signifi
 compared to PPO". Source 001: "Optimizing relative rankings is harder to game than optimizing absolute scores".
 
 PPO, GRPO and GRPO on ranks write words for a gold score in [0, 1] (`testbeds.word_scores`), alone and with a weak bonus
-of up to 0.3 for length or for repeated letters, which costs more gold than it pays where gold is high. A KL in the
-reward (PPO's own) is a sum over tokens and weighs more than the mean in GRPO's loss. So β is 0.01 in the loss for all,
-and PPO as it is used stands beside them. Gaming is the share of repeated letters, or the length, of held-out words at
-the end. "At equal KL" is the mean gold score of training words where the KL of both runs first reaches the lower of
-their last ones. Expect no difference that matters with the same KL.
+of up to 0.3 for length or for repeated letters, and with a strong one of 0.5 for repeated letters, at which on seeds 10
+and 11 GRPO took all of it once and none once. A KL in the reward (PPO's own) is a sum over tokens and weighs more than
+the mean in GRPO's loss. So β is 0.01 in the loss for all, and PPO as it is used stands beside them. Gaming is the share
+of repeated letters, or the length, of held-out words at the end. "At equal KL" is the mean gold score of training words
+where the KL of both runs first reaches the lower of their last ones. Expect no difference that matters.
 
   python -m experiments.claims.questions.reward_hacking --preset cpu
 """
@@ -22,7 +22,12 @@ from experiments.claims.columns import SMOOTH, Column, compared, last, minus, sc
 from experiments.claims.findings import Also, Finding, main
 from experiments.claims.testbeds import WORDS
 
-BONUSES: dict[str, dict[str, float]] = {"gold alone": {}, "length": {"length": 0.3}, "repetition": {"repetition": 0.3}}
+BONUSES: dict[str, dict[str, float]] = {
+    "gold alone": {},
+    "length": {"length": 0.3},
+    "repetition": {"repetition": 0.3},
+    "strong": {"repetition": 0.5},
+}
 
 
 def measure(bench: Bench) -> Finding:
@@ -46,6 +51,7 @@ def measure(bench: Bench) -> Finding:
     published = of(2, "repetition", "PPO, KL in the reward")
     also = [
         Also(post, less, "letters under a bonus for them, PPO − GRPO", of(1, "length")),
+        Also(post, less, "repeated letters under the strong bonus, PPO − GRPO", of(2, "strong")),
         Also(post, less, "repeated letters, PPO with its KL in the reward − GRPO", published),
         Also(post, "naturally resistant", "gold under the repetition bonus at equal KL, GRPO − PPO", equal),
         Also("001, Reduced Reward Hacking", "rankings are harder to game", "gold lost to repetition, PPO − ranks",
