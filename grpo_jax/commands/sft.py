@@ -28,7 +28,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags, hosts, terminal
+from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, load_model
@@ -36,7 +36,8 @@ from grpo_jax.statistics import bootstrap, cell, paired_difference
 from grpo_jax.tasks.dataset import EncodedRows, encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import padding_id
-from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.parallel import devices_of, place, where_to_load
+from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.sft import mean_nll, text_nll, train_sft
 
 PHASE = "sft"
@@ -89,9 +90,10 @@ class Texts(NamedTuple):
 def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, a page, and the checksum."""
     started = time.perf_counter()
-    hosts.check_alone("supervised phases")
+    check_supervised(config.train, rows=config.num_rows, name="num_rows")
+    devices = devices_of(config.train)
     rows = read_completions(config)  # before a checkpoint is read
-    model = load_model(config.model, seed=config.seed)
+    model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
     texts = encode_texts(config, rows, model.pretrained)
     batches = packed_batches(texts.training, config.num_rows, config.seed)
     run = flags.open_run(config)
@@ -110,15 +112,18 @@ def main(config: Config) -> None:
         return packed_pieces(texts.heldout, config.num_rows)
 
     def evaluate(params: Params) -> dict[str, float]:
-        return {"heldout_nll": mean_nll(model.policy, params, heldout())}
+        return {"heldout_nll": mean_nll(model.policy, params, heldout(), devices=devices)}
 
+    start = place(model.params, devices)
     with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
-        before = text_nll(model.policy, model.params, heldout())
-    state = train_sft(model.policy, model.params, batches, config.train, run, phase=PHASE, evaluate=evaluate)
-    trained = join(state.params, split(model.params)[1])
-    rows_of_table = compare(before, text_nll(model.policy, trained, heldout()))
-    show(run, rows_of_table, params_sha256(state.params))
-    say_end(run, started)
+        before = text_nll(model.policy, start, heldout(), devices=devices)
+    state = train_sft(model.policy, start, batches, config.train, run, phase=PHASE, evaluate=evaluate)
+    trained = join(state.params, split(start)[1])
+    rows_of_table = compare(before, text_nll(model.policy, trained, heldout(), devices=devices))
+    checksum = params_sha256(state.params)
+    if run.writes:
+        show(run, rows_of_table, checksum)
+        say_end(run, started)
 
 
 def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:

@@ -465,3 +465,23 @@ def test_help_lists_the_options_of_a_method_alone(capsys, method, has, lacks):
     assert "--method {grpo,ppo,sft,reward-model,dpo}" in page
     assert all(flag in page for flag in has)
     assert not any(flag in page for flag in lacks)
+
+
+# ---- a mesh
+
+
+@pytest.mark.parametrize(
+    "method", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "reward-model"))]
+)
+def test_phases_on_given_data_train_on_a_mesh(folder, tmp_path, method, capsys):
+    size = ("--num-rows", 16) if method == "sft" else ("--num-pairs", 16)
+    options = (*size, "--steps", 4, "--log-every", 1, "--eval-every", 2, "--learning-rate", 1e-2, "--microbatches", 2)
+    expected, results = run(folder, tmp_path / "one", method, *options)
+    lines, found = run(folder, tmp_path / "mesh", method, *options, "--devices", 8, "--fsdp", 4)
+    for line, other in zip(lines, expected, strict=True):
+        assert line.pop("phase") == other.pop("phase")
+        assert line == pytest.approx(other, rel=1e-3, abs=1e-4)
+    assert found.keys() == results.keys()
+    where = ["--model", folder / "model", "--task" if method == "sft" else "--data", folder / "rows.jsonl"]
+    given = ["--method", method, *where, f"--{size}", 12, "--devices", 8, "--fsdp", 4, "--run-dir", tmp_path / "no"]
+    assert "is 12: it must be a multiple of microbatches x data x fsdp, 8" in refused(capsys, *given)

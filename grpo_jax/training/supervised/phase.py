@@ -2,20 +2,30 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import Decay, validate_minutes, validate_sizes
+from grpo_jax.config import Decay, MeshConfig, validate_mesh, validate_minutes, validate_sizes
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.stopping import between_steps
 from grpo_jax.training.guards import check_gradients
 from grpo_jax.training.microbatches import by_prompts
-from grpo_jax.training.parallel import data_parallel, num_devices, place, to_devices
+from grpo_jax.training.parallel import (
+    Mesh,
+    compiled,
+    data_parallel,
+    devices_of,
+    parts,
+    place,
+    shardings,
+    to_devices,
+    to_host,
+)
 from grpo_jax.training.state import (
     TrainState,
     init_state,
@@ -48,6 +58,7 @@ class SupervisedConfig:
     """Pieces that a step is computed in, to save memory. Results differ by rounding alone."""
     devices: int = 1
     """Devices to spread a step over; 0 for all."""
+    mesh: MeshConfig = MeshConfig()
     checkpoint_every: int = 250
     """Steps between checkpoints."""
     save_every_minutes: float = 0.0
@@ -84,8 +95,7 @@ def make_fit_programs(
     Raises:
       UsageError: the configuration cannot work.
     """
-    hosts.check_alone("supervised phases")
-    devices = num_devices(config.devices)
+    devices = devices_of(config)
     _check(config)
     learning_rate = learning_rate_schedule(
         config.learning_rate, warmup_steps=config.warmup_steps, total_steps=config.steps, decay=config.decay
@@ -107,11 +117,10 @@ def make_fit_programs(
 
     step_fn = data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,))
 
-    @jax.jit
     def initial_state(params: Params) -> TrainState:
         return init_state(jax.tree.map(jnp.copy, params), optimizer)
 
-    return FitPrograms(step_fn, initial_state)
+    return FitPrograms(step_fn, compiled(initial_state, devices=devices))
 
 
 def fit(
@@ -133,7 +142,8 @@ def fit(
       loss_fn: (trained parameters, frozen ones, batch with weights) -> loss and logs.
       params: those that are trained.
       frozen: the others, in whatever tree `loss_fn` takes them; None: there are none.
-      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x devices.
+      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x the `parallel.parts` of
+        the devices. Every host makes the whole batch.
       config: the phase.
       run: where lines and checkpoints go.
       aggregation: (mask of the whole batch, axis_name) -> weights.
@@ -148,12 +158,13 @@ def fit(
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    devices = num_devices(config.devices)
+    devices = devices_of(config)
     programs = programs or make_fit_programs(loss_fn, config, aggregation=aggregation)
     params, frozen = place(params, devices), place(frozen, devices)
     kept = run.checkpoints(phase, keep=2, every=config.checkpoint_every, minutes=config.save_every_minutes)
     with between_steps() as asked_to_stop, kept as checkpoints:
-        state, done = checkpoints.restore(lambda: programs.init_state(params))
+        state, done = checkpoints.restore(lambda: programs.init_state(params), partial(shardings, devices=devices))
+        state = place(state, devices)
         run.rewind(phase, done, checkpoints.lines)
         if evaluate and config.eval_every and done == 0:
             run.log(phase, 0, evaluate(state.params, frozen))
@@ -161,9 +172,7 @@ def fit(
             skipped: list[jax.Array] = []
             for number in range(done + 1, config.steps + 1):
                 batch = batches(number - 1)
-                rows, pieces = jax.tree.leaves(batch)[0].shape[0], config.microbatches * devices
-                if rows % pieces:
-                    raise UsageError(f"a batch of {rows} must be a multiple of microbatches x devices ({pieces})")
+                _check_rows(config, jax.tree.leaves(batch)[0].shape[0], "a batch")
                 state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
                 evaluated = {}
                 if evaluate and config.eval_every and number % config.eval_every == 0:
@@ -171,9 +180,9 @@ def fit(
                 skipped.append(metrics["skipped"])
                 if number % config.log_every == 0 or number == config.steps or evaluated:
                     # Of all steps since the last line, and without waiting for each.
-                    metrics["skipped"] = max(jax.device_get(skipped))
+                    metrics["skipped"] = max(to_host(skipped))
                     skipped.clear()
-                    metrics = jax.tree.map(float, jax.device_get(metrics))
+                    metrics = jax.tree.map(float, to_host(metrics))
                     run.log(phase, number, metrics | evaluated)  # also of what stops the run
                     check_gradients(run, f"{phase}_{number:06d}", metrics["skipped"], _MAX_SKIPPED, batch._asdict)
                     run.log_times(phase, number)
@@ -198,12 +207,18 @@ def check_supervised(config: SupervisedConfig, *, rows: int, name: str) -> None:
       UsageError: one sentence that says what to change.
     """
     _check(config)
-    parts = config.microbatches * num_devices(config.devices)
-    if rows < 1 or rows % parts:
-        raise UsageError(f"{name} is {rows}: it must be a multiple of microbatches x devices, {parts}, and at least 1")
+    _check_rows(config, rows, name)
+
+
+def _check_rows(config: SupervisedConfig, rows: int, name: str) -> None:
+    pieces = config.microbatches * parts(devices_of(config))
+    if rows < 1 or rows % pieces:
+        along = "data x fsdp" if isinstance(devices_of(config), Mesh) else "devices"
+        raise UsageError(f"{name} is {rows}: it must be a multiple of microbatches x {along}, {pieces}, and at least 1")
 
 
 def _check(config: SupervisedConfig) -> None:
+    validate_mesh(config.mesh)
     validate_minutes(config.save_every_minutes)
     validate_sizes(config)
     for least, names in (

@@ -1,7 +1,7 @@
 """Supervised training on given completions, with the step of everything else."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.training.parallel import Devices, rows_program
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Batch, TrainState
 from grpo_jax.training.step import Logs, LossFn
@@ -99,33 +100,36 @@ def score_packed(policy: Policy, params: Params, batch: Packed) -> TokenLogprobs
     return token_logprobs(before, policy.unembedding(params), jnp.asarray(batch.ids), softcap=policy.softcap)
 
 
-def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> float:
+def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1) -> float:
     """−mean log π over all learned tokens of some batches, in nats.
 
     Args:
       policy: the model's functions.
       params: its parameters.
       batches: of one shape, so that one program is compiled.
+      devices: where the parameters are; the rows of a batch are a multiple of the `parts` of a mesh.
 
     Returns:
       The mean.
     """
-    totals, tokens = text_nll(policy, params, batches)
+    totals, tokens = text_nll(policy, params, batches, devices=devices)
     return float(totals.sum() / max(tokens.sum(), 1))
 
 
-def text_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> tuple[np.ndarray, np.ndarray]:
+def text_nll(
+    policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """−Σ log π over the learned tokens of each text, in nats, and how many these tokens are.
 
     Args:
-      policy, params, batches: as for `mean_nll`.
+      policy, params, batches, devices: as for `mean_nll`.
 
     Returns:
       float64 and int `[M]`: row by row, and in a row in the order of its texts.
     """
     totals, tokens = [], []
     for batch in batches:
-        nll = np.asarray(_token_nll(policy, params, batch), np.float64)
+        nll = np.asarray(_token_nll(policy, devices)(params, batch), np.float64)
         shape = len(batch.texts), int(np.max(batch.texts)) + 1
         place = np.ravel_multi_index((np.arange(shape[0])[:, None], batch.texts), shape).ravel()
         count = np.bincount(place, np.ravel(batch.completion_mask), minlength=shape[0] * shape[1])
@@ -134,6 +138,9 @@ def text_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> tuple
     return np.concatenate(totals), np.concatenate(tokens)
 
 
-@partial(jax.jit, static_argnums=0)
-def _token_nll(policy: Policy, params: Params, batch: Packed) -> jax.Array:
-    return -jnp.where(batch.completion_mask, score_packed(policy, params, batch).logprobs, 0)
+@cache
+def _token_nll(policy: Policy, devices: Devices) -> Callable[[Params, Packed], np.ndarray]:
+    def token_nll(params: Params, batch: Packed) -> jax.Array:
+        return -jnp.where(batch.completion_mask, score_packed(policy, params, batch).logprobs, 0)
+
+    return rows_program(token_nll, devices=devices)
