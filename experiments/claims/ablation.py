@@ -23,11 +23,11 @@ from rich.console import Console
 
 import grpo_jax
 from experiments.claims import testbeds
-from experiments.claims.testbeds import ARITHMETIC, Testbed
+from experiments.claims.testbeds import ADDITIONS, Testbed
 from grpo_jax.config import GRPOConfig, PPOConfig, options_of, recipe, run_of, validate, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder, differing_options
 from grpo_jax.runs.progress import in_time
@@ -50,7 +50,7 @@ from grpo_jax.training.scan import (
 class Size(NamedTuple):
     """The size of a preset."""
 
-    seeds: int
+    seeds: int  # of the first look
     steps: int  # of a run
     num_prompts: int  # of a step, at 8 completions each
     heldout: int  # prompts, or as many as the task has
@@ -60,13 +60,15 @@ class Size(NamedTuple):
 
 SIZES = {
     "smoke": Size(seeds=2, steps=4, num_prompts=8, heldout=16, evaluations=2, warm_steps=5),
-    "cpu": Size(seeds=5, steps=100, num_prompts=32, heldout=500, evaluations=10, warm_steps=700),
-    "gpu": Size(seeds=20, steps=200, num_prompts=64, heldout=1000, evaluations=20, warm_steps=700),
+    "cpu": Size(seeds=10, steps=60, num_prompts=32, heldout=1000, evaluations=1, warm_steps=700),
+    "gpu": Size(seeds=20, steps=200, num_prompts=64, heldout=1000, evaluations=4, warm_steps=700),
 }
+SAMPLES = 7  # of a held-out prompt: with the greedy one a group of 8, so that no completion only fills the shape
 Preset = Literal["smoke", "cpu", "gpu"]
 START, COIN = "no training", "coin toss"  # the controls of every table
 TUNED_ON = (10, 11, 12, 13, 14)  # seeds that settings were chosen on; no question uses them
-REUSED: dict[str, Any] = {"epochs": 2, "minibatches": 4}  # eight updates for each rollout
+# Eight updates for each rollout, at a smaller rate, with which they learned in earlier runs on `ARITHMETIC`.
+REUSED: dict[str, Any] = {"epochs": 2, "minibatches": 4, "learning_rate": 4e-4}
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,13 @@ class Config:
     """Options of a question to the sources."""
 
     preset: Preset = "cpu"
-    """smoke: tests that everything works; minutes, most of them compilation. cpu: 5 seeds of 100 steps, for two cores.
+    """smoke: tests that everything works; minutes, most of them compilation. cpu: 10 seeds of 60 steps, for two cores.
     gpu: 20 seeds of 200 larger steps, side by side."""
     seed: int = 0
     """The first random seed. Seeds 10 to 14 are skipped: settings were tuned on them."""
     num_seeds: int | None = None
-    """Runs of each setting, with seeds from `seed` on; None: the preset's number. Another number has a folder and a
-    page of its own."""
+    """Runs of each setting, with seeds from `seed` on; None: the preset's number. Runs of other numbers are shared:
+    more seeds are new runs for the new seeds alone."""
     run_dir: Path = Path("runs/ablations")
     """Folder of the runs, with a folder for each preset. A run that is there is not repeated."""
     compilation_cache: bool = True
@@ -99,12 +101,6 @@ def size_of(config: Config) -> Size:
     if config.num_seeds < 1:
         raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1")
     return size._replace(seeds=config.num_seeds)
-
-
-def name_of(config: Config) -> str:
-    """What folders and pages are named by: the preset, with the number of seeds where it is another one."""
-    seeds = size_of(config).seeds
-    return config.preset if seeds == SIZES[config.preset].seeds else f"{config.preset}-{seeds}-seeds"
 
 
 # ---- settings
@@ -130,29 +126,31 @@ class Setting(NamedTuple):
         return self._replace(shape={**self.shape, **shape}, numbers={**self.numbers, **numbers})
 
 
-def grpo(testbed: Testbed = ARITHMETIC, preset: str = "grpo", **changes: Any) -> Setting:
-    """GRPO or another preset, with the preset's constants and the testbed's learning rate. β of GRPO and ranks is 0.01.
+def grpo(testbed: Testbed = ADDITIONS, preset: str = "seed_001", **changes: Any) -> Setting:
+    """The algorithm of the posts or another preset, with its constants and the testbed's learning rate.
+
+    β is 0.01 where a preset has a KL, so that presets differ in what they are.
 
     Args:
       testbed: the task.
       preset: of `functional.presets`.
-      changes: as for `Setting.changed`.
+      changes: as for `Setting.changed`. With `kl_coef` there is a KL, at 0 as well.
     """
     published = PRESETS[preset]
-    constants = {"kl_coef": 0.01 if preset in ("grpo", "rank") else published.kl_coef} | dict(published.constants)
-    if not published.kl_coef:
-        del constants["kl_coef"]  # if it were traced, the program would need a reference
-    numbers = {"learning_rate": testbed.learning_rate, "temperature": 1.0, "temperature_spread": 0.0} | constants
-    numbers |= {"entropy_coef": 0.0} | dict(testbed.options)
-    return Setting(testbed, "grpo", {"preset": preset}, numbers).changed(**changes)
+    numbers = {"learning_rate": testbed.learning_rate, "temperature": 1.0, "temperature_spread": 0.0}
+    numbers |= {"entropy_coef": 0.0} | dict(published.constants) | dict(testbed.options)
+    if published.kl_coef or "kl_coef" in changes:  # if it were traced elsewhere, the program would need a reference
+        numbers["kl_coef"] = 0.01
+    shape = {"preset": preset, "group_size": 8}  # the posts' own is 12: all methods have as many
+    return Setting(testbed, "grpo", shape, numbers).changed(**changes)
 
 
-def ppo(testbed: Testbed = ARITHMETIC, **changes: Any) -> Setting:
+def ppo(testbed: Testbed = ADDITIONS, **changes: Any) -> Setting:
     """PPO with a critic of its own, on groups like GRPO's.
 
     Its settings are those of `experiments.ppo`, which were chosen by the training reward on seeds 10 and 11.
     """
-    numbers = {"learning_rate": testbed.learning_rate, "critic_learning_rate": 1e-3}
+    numbers = {"learning_rate": testbed.learning_rate, "critic_learning_rate": 1e-3, "value_clip": 0.2}
     numbers |= {"kl_coef": 0.02, "gae_lambda": 0.95, "epsilon_low": 0.2, "epsilon_high": 0.2, "entropy_coef": 0.0}
     numbers |= dict(testbed.options)
     return Setting(testbed, "ppo", {"group_size": 8}, numbers).changed(**changes)
@@ -173,6 +171,11 @@ class Runs(NamedTuple):
         return self.scores[:, :, :, :-1].mean((2, 3))
 
     @property
+    def diverged(self) -> int:
+        """How many runs diverged: from then on their score is its floor."""
+        return int(self.metrics["diverged"].any(1).sum())
+
+    @property
     def final(self) -> np.ndarray:
         """`curve` at the last evaluation, `[seeds, ...]`."""
         return self.curve[:, -1]
@@ -189,16 +192,16 @@ class Bench:
           say: called with a few words on the progress.
 
         Raises:
-          UsageError: the seed is impossible, or the folder has runs of other seeds, code, jax or kind of device.
+          UsageError: the seed is impossible, or the folder has runs of another size, code, jax or kind of device.
         """
         if not 0 <= config.seed < 2**31:
             raise UsageError(f"seed is {config.seed}: it must be between 0 and 2^31 - 1")
         self.size, self.say = size_of(config), say
         some = range(config.seed, config.seed + self.size.seeds + len(TUNED_ON))
         self.seeds = [seed for seed in some if seed not in TUNED_ON][: self.size.seeds]
-        options = {"seed": config.seed, "code": code_checksum(), **self.size._asdict()}
+        options = {"code": code_checksum(), **self.size._replace(seeds=0)._asdict()}
         options |= {"jax": jax.__version__, "backend": jax.default_backend()}
-        folder = config.run_dir.expanduser() / name_of(config)
+        folder = config.run_dir.expanduser() / config.preset
         try:
             self.run = RunFolder(folder, options)
         except UsageError:
@@ -273,7 +276,7 @@ class Bench:
             "steps": self.size.steps,
             "num_prompts": self.size.num_prompts,
             "max_tokens": setting.testbed.max_tokens,
-            "eval_samples": 1,
+            "eval_samples": SAMPLES,
             "learning_rate": setting.testbed.learning_rate,
         } | dict(setting.shape)
         shape.setdefault("eval_every", max(1, shape["steps"] // self.size.evaluations))
@@ -300,6 +303,8 @@ class Bench:
         prompts = [prompts_of(self.task(setting, seed), steps) for _, seed in filled]
         numbers = {name: np.array([s.numbers[name] for s, _ in filled], np.float32) for name in setting.numbers}
         seeds = [seed for _, seed in filled]
+        if "draw" in numbers:  # so that each seed has spoilt rewards of its own
+            numbers["draw"] = np.array(seeds, np.float32)
         history = program.run_all(stacked(starts), stacked(prompts), program.heldout, seeds, numbers)
         return jax.device_get(history), program.heldout
 
@@ -329,11 +334,11 @@ class Bench:
             numbers: dict[str, Any] = {name: values[i] for name, values in history.metrics.items()}
             scores = by_prompt(heldout, np.asarray(history.heldout[i]))
             most = run_of(self.config(setting)).optimizer.max_skipped
-            if numbers["skipped"].max() >= most:  # where the ordinary loop would stop
-                self.run.console.print(
-                    f"seed {seed} of {setting.method} on {setting.testbed.name} diverged: it has no score"
-                )
-                scores[1:] = np.nan
+            numbers["diverged"] = np.maximum.accumulate(numbers["skipped"] >= most)  # where the ordinary loop stops
+            if numbers["diverged"].any():
+                self.run.console.print(f"seed {seed} of {setting.method} on {setting.testbed.name} diverged")
+                numbers["gold"] = np.where(numbers["diverged"], 0.0, numbers["gold"])
+                scores = with_floor(scores, numbers["diverged"])
             temporary = file.with_suffix(f".{os.getpid()}.tmp")
             with temporary.open("wb") as out:
                 np.savez_compressed(out, setting=self._description(setting, seed), scores=scores, **numbers)
@@ -346,7 +351,7 @@ class Bench:
             return ppo_method(policy, critic_policy(model), config)
 
         method = of_ppo if setting.method == "ppo" else grpo_method
-        run = whole_run(decoder_policy(model), task, config, method, heldout_temperature=1.0)
+        run = whole_run(setting.testbed.policy(model), task, config, method, heldout_temperature=1.0)
         on_cpu = jax.default_backend() == "cpu"
         return Program(
             compile_runs(run, side_by_side=not on_cpu, devices=width if on_cpu else 1), heldout_of(task, run_of(config))
@@ -372,14 +377,29 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def with_floor(scores: np.ndarray, diverged: np.ndarray) -> np.ndarray:
+    """Scores `[E, M, n + 1, ...]` with 0 for the first number of evaluations after a step that diverged, bool `[S]`."""
+    late = np.linspace(0, len(diverged), len(scores)) > np.argmax(diverged)
+    floored = scores.astype(np.float32)
+    of_score = floored if floored.ndim == 3 else floored[..., 0]
+    of_score[late] = 0
+    return floored
+
+
 def code_checksum() -> str:
-    """A checksum of the code that runs depend on: the package, the experiments, and the testbeds."""
+    """A checksum of the code that makes runs: parts of the package, settings, testbeds, and what those start from.
+
+    The rule, pages, and the words of claims are not in it: when they change no run is repeated.
+    """
     return hashlib.sha256(b"".join(file.read_bytes() for file in _sources())).hexdigest()[:16]
 
 
 def _sources() -> list[Path]:
     experiments, package = Path(__file__).parents[1], Path(grpo_jax.__file__).parent
-    return [*sorted(package.rglob("*.py")), *sorted(experiments.glob("*.py")), Path(__file__), Path(testbeds.__file__)]
+    parts = ("functional", "models", "sampling", "data", "tasks", "training")
+    of_package = [file for part in parts for file in sorted((package / part).rglob("*.py"))]
+    of_starts = [experiments / name for name in ("arithmetic.py", "common.py", "multi_objective.py")]
+    return [package / "config.py", *of_package, *of_starts, Path(__file__), Path(testbeds.__file__)]
 
 
 def _read(files: Sequence[Path]) -> Runs:
@@ -389,7 +409,6 @@ def _read(files: Sequence[Path]) -> Runs:
     return Runs(metrics, np.stack([run["scores"] for run in loaded]))
 
 
-def fewer_steps(bench: Bench) -> dict[str, int]:
-    """Options for fewer and smaller steps than the preset's, for testbeds with longer completions."""
-    steps = bench.size.steps * 3 // 5
-    return {"steps": steps, "eval_every": steps, "num_prompts": bench.size.num_prompts // 2}
+def smaller_steps(bench: Bench) -> dict[str, int]:
+    """Options for steps of half as many prompts as the preset's, for testbeds with longer completions."""
+    return {"num_prompts": bench.size.num_prompts // 2}

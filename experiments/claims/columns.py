@@ -1,26 +1,56 @@
-"""Columns and rows of the questions' tables, read from runs."""
+"""Columns and rows of the questions' tables, read from runs, and the differences that claims are about."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from experiments.claims.ablation import START, Runs
+from experiments.claims.findings import Measured
 from experiments.common import collect
 from grpo_jax.errors import UsageError
+from grpo_jax.statistics import best_of
 from grpo_jax.training.scan import OF_SAMPLING
+
+TENTHS = 10  # parts of a run that a curve has
+SMOOTH = 5  # steps that a curve of learning is a mean of, where it is asked when it first reaches a score
 
 # (a setting's runs) -> a value a seed
 Column = Callable[[Runs], np.ndarray]
 
 
 def accuracy(runs: Runs) -> np.ndarray:
-    """Mean score of sampled held-out completions at the end."""
-    return runs.final
+    """Mean score of sampled held-out completions at the end; of several scores the first."""
+    return score(0)(runs)
+
+
+def score(k: int) -> Column:
+    """The mean at the end of one of the numbers that a testbed judges completions by."""
+    return lambda runs: runs.final[..., k] if runs.final.ndim > 1 else runs.final
 
 
 def on_the_way(runs: Runs) -> np.ndarray:
-    """The mean of `accuracy` over the evaluations of a run: higher for faster learning."""
-    return runs.curve.mean(1)
+    """The mean score of all completions that a run learns from, over its steps: the area under the curve of learning.
+
+    These are sampled with noise of their own at every step, so the mean is over hundreds of completions for each of
+    the run's policies. Settings that sample at another temperature are not compared by it.
+    """
+    return runs.metrics["gold"].mean(1)
+
+
+def learning_curve(runs: Runs) -> list[list[float]]:
+    """`on_the_way` of each tenth of a run (or of each step of a shorter one), `[seeds, 10]`."""
+    steps = runs.metrics["gold"]
+    return [[float(part.mean()) for part in np.array_split(of_run, min(TENTHS, len(of_run)))] for of_run in steps]
+
+
+def pass_at(k: int) -> Column:
+    """pass@k at the end, unbiased."""
+    return lambda runs: np.array([best_of(of_run[-1, :, :-1], k).mean() for of_run in runs.scores])
+
+
+def of_prompts(chosen: np.ndarray) -> Column:
+    """`accuracy` on some of the held-out prompts, bool `[M]`."""
+    return lambda runs: runs.scores[:, -1][:, chosen, :-1].mean((1, 2))
 
 
 def jitter(metric: str) -> Column:
@@ -34,32 +64,37 @@ def jitter(metric: str) -> Column:
 
 
 def steps_to(targets: np.ndarray) -> Column:
-    """The step at which each seed's accuracy first reaches its target, interpolated; all steps if it never does."""
+    """The step from which on the mean score of `SMOOTH` steps first reaches each seed's target, from 1; all steps and
+    one more if it never does."""
 
     def read(runs: Runs) -> np.ndarray:
-        steps, found = runs.metrics["reward"].shape[1], []
-        for curve, target in zip(runs.curve, targets, strict=True):
-            at, first = np.linspace(0, steps, len(curve)), int(np.argmax(curve >= target))
-            if np.isnan(target) or np.isnan(curve).any():  # of a run that diverged
-                found.append(np.nan)
-                continue
-            around = slice(max(first - 1, 0), first + 1)
-            found.append(np.interp(target, curve[around], at[around]) if curve[first] >= target else steps)
-        return np.array(found) if runs.curve.shape[1] > 1 else np.full(len(targets), np.nan)
+        means = np.stack([np.convolve(x, np.full(SMOOTH, 1 / SMOOTH), "valid") for x in smoothable(runs)])
+        reached = means >= targets[:, None]
+        return np.where(reached.any(1), reached.argmax(1), reached.shape[1]) + 1.0
 
     return read
+
+
+def smoothable(runs: Runs) -> np.ndarray:
+    """The score of each step `[seeds, S]`; a run shorter than `SMOOTH` steps is as if it stood still before."""
+    steps = runs.metrics["gold"]
+    return np.pad(steps, [(0, 0), (max(0, SMOOTH - steps.shape[1]), 0)], mode="edge")
 
 
 def last(metric: str, share: float = 0.1) -> Column:
     """The mean of a metric over the last steps."""
+    return lambda runs: _metric(runs, metric)[:, -max(1, round(share * runs.metrics["reward"].shape[1])) :].mean(1)
 
-    def read(runs: Runs) -> np.ndarray:
-        if metric not in runs.metrics:
-            raise UsageError(f"there is no metric {metric!r}: there are {', '.join(sorted(runs.metrics))}")
-        values = runs.metrics[metric]
-        return values[:, -max(1, round(share * values.shape[1])) :].mean(1)
 
-    return read
+def first(metric: str, steps: int) -> Column:
+    """The mean of a metric over the first steps."""
+    return lambda runs: _metric(runs, metric)[:, :steps].mean(1)
+
+
+def _metric(runs: Runs, name: str) -> np.ndarray:
+    if name not in runs.metrics:
+        raise UsageError(f"there is no metric {name!r}: there are {', '.join(sorted(runs.metrics))}")
+    return runs.metrics[name]
 
 
 def table(
@@ -74,10 +109,11 @@ def table(
       reused: whether a rollout is used for several optimizer steps, so that what the first step has of updates is not
         of the start.
     """
-    first = {name: values[:, :1] for name, values in runs[start].metrics.items()}
+    first_step = {name: values[:, :1] for name, values in runs[start].metrics.items()}
     if reused:
-        first |= {name: np.full(first[name].shape, np.nan) for name in first.keys() - set(OF_SAMPLING)}
-    rows = {START: Runs(first, runs[start].scores[:, :1])} | dict(runs)
+        unknown = first_step.keys() - set(OF_SAMPLING)
+        first_step |= {name: np.full(first_step[name].shape, np.nan) for name in unknown}
+    rows = {START: Runs(first_step, runs[start].scores[:, :1])} | dict(runs)
     return {name: {title: list(map(float, read(of))) for title, read in columns.items()} for name, of in rows.items()}
 
 
@@ -92,3 +128,25 @@ def merge_seeds(found: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str,
 def minus(rows: Mapping[str, Mapping[str, Sequence[float]]], column: str, one: str, other: str) -> np.ndarray:
     """A column of one row minus that of another, seed by seed."""
     return np.subtract(rows[one][column], rows[other][column])
+
+
+def compared(runs: Mapping[str, Runs], read: Column, one: str, other: str, *, ratio: bool = False) -> Measured:
+    """The number of a primary claim: a column of one setting minus that of another, seed by seed.
+
+    Args:
+      runs: of settings, by name.
+      read: the column.
+      one: name of a setting.
+      other: name of the other one.
+      ratio: whether it is the logarithm of their ratio instead.
+    """
+    values = [read(runs[name]) for name in (one, other)]
+    diverged = runs[one].diverged + runs[other].diverged
+    return Measured(log_ratio(*values) if ratio else np.subtract(*values), diverged)
+
+
+def log_ratio(one: Sequence[float] | np.ndarray, other: Sequence[float] | np.ndarray) -> np.ndarray:
+    """ln(one / other), seed by seed; NaN where either is not above 0."""
+    both = np.stack([one, other]).astype(np.float64)
+    both[both <= 0] = np.nan
+    return np.subtract(*np.log(both))

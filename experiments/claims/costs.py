@@ -1,43 +1,56 @@
-"""What a step costs, counted rather than timed: the same on every machine."""
+"""What a step costs, counted rather than timed: the same on every machine, and without a run."""
 
 from functools import partial
+from typing import Any
 
 import jax
 
-from experiments.claims.ablation import Bench, Setting
-from grpo_jax.config import PPOConfig, run_of
+from experiments.claims.ablation import Setting
+from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.throughput import forward_flops, update_flops
 from grpo_jax.training.grpo import grpo_method
-from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.training.ppo import ActorCritic, add_critic, critic_policy, ppo_method
 from grpo_jax.training.state import init_state
 
 
-def operations(bench: Bench, setting: Setting) -> float:
+def operations(setting: Setting, *, num_prompts: int, prompt_tokens: int) -> float:
     """Operations of a step: sampling, the reference, a critic's values, and the update; completions of full length.
 
     A group's prompt counts once.
 
     Args:
-      bench: with starts.
       setting: with one optimizer step a rollout.
+      num_prompts: of a step.
+      prompt_tokens: of a prompt.
     """
-    config, policy = bench.config(setting), bench.start(setting.testbed, bench.seeds[0])
-    prompt = bench.task(setting, bench.seeds[0]).task.prompts(0).ids.shape[1]
-    sampling = run_of(config).sampling
-    tokens = sampling.num_prompts * (prompt + sampling.group_size * sampling.max_tokens)
-    if setting.method == "grpo":
-        return 2 * forward_flops(policy, tokens) + update_flops(policy, None, tokens)
-    both = add_critic(setting.testbed.model, policy)
-    return 2 * forward_flops(policy, tokens) + forward_flops(both.critic, tokens) + update_flops(both, None, tokens)
+    params, sampling = _params(setting), run_of(_config(setting)).sampling
+    tokens = num_prompts * (prompt_tokens + sampling.group_size * setting.testbed.max_tokens)
+    if not isinstance(params, ActorCritic):
+        return 2 * forward_flops(params, tokens) + update_flops(params, None, tokens)
+    sampled = 2 * forward_flops(params.policy, tokens) + forward_flops(params.critic, tokens)
+    return sampled + update_flops(params, None, tokens)
 
 
-def bytes_held(bench: Bench, setting: Setting) -> int:
+def bytes_held(setting: Setting) -> int:
     """Bytes of what is trained, of its optimizer, and of the reference."""
-    config, model, policy = bench.config(setting), setting.testbed.model, bench.start(setting.testbed, bench.seeds[0])
-    if not isinstance(config, PPOConfig):
-        method, params = grpo_method(decoder_policy(model), config), policy
+    config, model, params = _config(setting), setting.testbed.model, _params(setting)
+    policy, reference = decoder_policy(model), params
+    if isinstance(config, PPOConfig):
+        method, reference = ppo_method(policy, critic_policy(model), config), params.policy
     else:
-        method, params = ppo_method(decoder_policy(model), critic_policy(model), config), add_critic(model, policy)
-    state = jax.eval_shape(partial(init_state, optimizer=method.optimizer), method.split(params)[0])
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state, policy)))
+        method = grpo_method(policy, config)
+    state = jax.eval_shape(lambda params: init_state(method.split(params)[0], method.optimizer), params)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state, reference)))
+
+
+def _config(setting: Setting) -> GRPOConfig | PPOConfig:
+    shape = dict(setting.shape)
+    return with_options(PPOConfig(), **shape) if setting.method == "ppo" else recipe(**shape)
+
+
+def _params(setting: Setting) -> Any:
+    """The shapes of all parameters."""
+    model = setting.testbed.model
+    params = jax.eval_shape(decoder_policy(model).init, jax.random.key(0))
+    return jax.eval_shape(partial(add_critic, model), params) if setting.method == "ppo" else params

@@ -1,6 +1,7 @@
-"""The result of a question to the sources: a table over seeds, claims with their verdicts, and a figure.
+"""The result of a question to the sources: a table over seeds, the numbers of its claims, and a figure.
 
-A script gives `main` a function of a `Bench` that returns a `Finding`.
+A script gives `main` a function of a `Bench` that returns a `Finding`. What its numbers decide is said by the rule of
+`verdicts` over all claims of a family at once: by `reproduce`, not by one question.
 """
 
 import hashlib
@@ -19,6 +20,9 @@ import numpy as np
 import tyro
 
 from experiments.claims.ablation import COIN, START, Bench, Config, cores
+from experiments.claims.figures import save_curves, save_rows
+from experiments.claims.primary import BY_ID, PRIMARY, Scale
+from experiments.claims.verdicts import interval
 from grpo_jax.commands.common import explain_control
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
@@ -30,39 +34,42 @@ SCORES = ("accuracy", "score", "gold")  # columns that rise where something is l
 UNLEARNED = "nothing learned"  # in place of a verdict
 WHY_UNLEARNED = "no setting's score rose above its start by more than chance, so there is no verdict; take more steps."
 QUESTIONS = "experiments.claims.questions"  # the package of their scripts
+OF_PAGES = (
+    "primary",
+    "verdicts",
+    "simulated",
+    "facts",
+    "figures",
+    "page",
+    "reproduce",
+)  # no number depends on it
 
 
-class Claim(NamedTuple):
-    """What the sources say, as a number and the range that their words allow it."""
+class Measured(NamedTuple):
+    """The number of a `primary.Primary`."""
+
+    values: Sequence[float] | np.ndarray  # one a seed, in the order of the seeds; differences, or logarithms of ratios
+    diverged: int = 0  # runs behind them that diverged: their score is its floor, so that there is a value
+
+
+class Also(NamedTuple):
+    """What was measured besides: it has an interval and no verdict."""
 
     source: str  # which text, and where
     words: str  # its words and figures
     measure: str  # the number of ours
-    values: Sequence[float] | np.ndarray  # one a seed, or a single one where there is no chance in it
-    low: float = 0.0
-    high: float = math.inf
+    values: Sequence[float] | np.ndarray  # one a seed
 
 
 class Finding(NamedTuple):
     """The result of a question."""
 
     rows: Mapping[str, Mapping[str, Sequence[float]]]  # setting -> column -> a value a seed; START and COIN are there
-    claims: Sequence[Claim]
+    primary: Mapping[str, Measured]  # id of a `primary.Primary` -> its number
+    also: Sequence[Also]
     drawn: Sequence[str]  # columns of the figure
+    curves: Mapping[str, Sequence[Sequence[float]]] = {}  # setting -> [seeds, parts], score in each part of a run
     note: str = ""  # printed below the table
-
-
-def verdict(claim: Claim) -> tuple[Interval, str]:
-    """The mean over seeds with its 95% interval, and whether the claim holds.
-
-    "agree": the whole interval is inside the range that the words allow. "disagree": all of it is outside. "undecided":
-    neither, or a run has no such number. The bounds themselves are outside: a difference of exactly 0 is not above 0.
-    """
-    interval = interval_over_runs(claim.values)
-    low, high = interval[1:] if len(claim.values) > 1 else (interval.mean,) * 2
-    if claim.low < low and high < claim.high:
-        return interval, "agree"
-    return interval, "disagree" if high <= claim.low or low >= claim.high else "undecided"
 
 
 def _score(finding: Finding) -> str | None:
@@ -84,8 +91,8 @@ def has_learned(finding: Finding) -> bool:
     for name, row in finding.rows.items():
         start = [other for other in starts if name.startswith(other.removesuffix(START))][-1]
         if name not in starts and COIN not in name:
-            gains.append(Claim("", "", "", np.subtract(row[score], finding.rows[start][score])))
-    return any(verdict(gain)[1] == "agree" for gain in gains)
+            gains.append(interval_over_runs(np.subtract(row[score], finding.rows[start][score])))
+    return any(gain.low > 0 for gain in gains)
 
 
 # ---- from the command line
@@ -128,34 +135,65 @@ class Answer(NamedTuple):
 
     finding: Finding
     seconds: float  # that it took, over all calls of `answer`
+    seeds: Sequence[int]  # that its values are of, in their order
 
 
 def answer(bench: Bench, name: str, measure: Measure) -> Answer:
-    """Measures, and leaves name.json and name.png in the folder of the preset."""
+    """Measures, and leaves name.json and its figures in the folder of the preset.
+
+    Raises:
+      UsageError: the script does not measure the claims that `primary` has of it, or not with each seed.
+    """
     started = time.perf_counter()
     finding = measure(bench)
-    if len({claim.measure for claim in finding.claims}) < len(finding.claims):
-        raise UsageError(f"two claims of {name} have the same measure: give each its own")
-    save_figure(bench.run.path / f"{name}.png", finding)
-    claims = [claim._asdict() | {"values": list(map(float, claim.values))} for claim in finding.claims]
+    check(finding, name, len(bench.seeds))
+    save_rows(bench.run.path / f"{name}.png", finding.rows, finding.drawn)
+    if finding.curves:
+        save_curves(bench.run.path / f"{name}_curves.png", finding.curves, bench.size.steps)
     file = bench.run.path / f"{name}.json"
-    seconds = time.perf_counter() - started + (read_answer(bench, name).seconds if file.exists() else 0.0)
-    of_answer = {"claims": claims, "seconds": seconds, "made_by": question_checksum(name)}
-    write_json(file, finding._asdict() | of_answer)
-    return Answer(finding, seconds)
+    before = read_answer(bench, name).seconds if file.exists() else 0.0
+    known = finding._asdict() | {
+        "rows": {row: {key: list(map(float, x)) for key, x in of.items()} for row, of in finding.rows.items()},
+        "curves": {key: np.asarray(of, np.float64).tolist() for key, of in finding.curves.items()},
+        "primary": {key: [list(map(float, it.values)), int(it.diverged)] for key, it in finding.primary.items()},
+        "also": [it._asdict() | {"values": list(map(float, it.values))} for it in finding.also],
+        "seconds": before + time.perf_counter() - started,
+        "seeds": list(bench.seeds),
+        "made_by": question_checksum(name),
+    }
+    write_json(file, known)
+    return read_answer(bench, name)
+
+
+def check(finding: Finding, name: str, seeds: int) -> None:
+    """Whether a finding has the claims that are registered, and a value of each for each seed.
+
+    Raises:
+      UsageError: it has not.
+    """
+    registered = {claim.id for claim in PRIMARY if claim.question == name}
+    if registered != set(finding.primary):
+        off = ", ".join(sorted(registered ^ set(finding.primary)))
+        raise UsageError(f"{name} and experiments/claims/primary.py differ in {off}: measure what is registered")
+    for key, measured in finding.primary.items():
+        if len(measured.values) != seeds:
+            raise UsageError(f"{key} of {name} has {len(measured.values)} values: give one for each of {seeds} seeds")
 
 
 def is_answered(bench: Bench, name: str) -> bool:
-    """Whether a question has an answer on disk, made by the present code."""
+    """Whether a question has an answer on disk, made by the present code with at least the seeds of the bench."""
     file = bench.run.path / f"{name}.json"
-    return file.exists() and json.loads(file.read_text()).get("made_by") == question_checksum(name)
+    known = json.loads(file.read_text()) if file.exists() else {}
+    seeds = known.get("seeds", [])
+    return known.get("made_by") == question_checksum(name) and seeds[: len(bench.seeds)] == list(bench.seeds)
 
 
 def question_checksum(name: str) -> str:
-    """A checksum of the script, and of the modules that turn runs into numbers and claims."""
+    """A checksum of the script, and of the modules that turn runs into numbers."""
     here = Path(__file__).parent
     files = [here / "questions" / f"{name}.py", here.parent / "common.py", *sorted(here.glob("*.py"))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists())).hexdigest()[:16]
+    made = [file for file in files if file.exists() and file.stem not in OF_PAGES]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in made)).hexdigest()[:16]
 
 
 def read_answer(bench: Bench, name: str) -> Answer:
@@ -166,26 +204,26 @@ def read_answer(bench: Bench, name: str) -> Answer:
         return [math.nan if value is None else value for value in values]  # JSON has neither NaN nor infinity
 
     rows = {row: {column: numbers(x) for column, x in columns.items()} for row, columns in known["rows"].items()}
-    claims = [
-        Claim(**claim)._replace(
-            values=numbers(claim["values"]),
-            low=-math.inf if claim["low"] is None else claim["low"],
-            high=math.inf if claim["high"] is None else claim["high"],
-        )
-        for claim in known["claims"]
-    ]
-    return Answer(Finding(rows, claims, known["drawn"], known["note"]), known["seconds"])
+    primary = {key: Measured(numbers(values), diverged) for key, (values, diverged) in known["primary"].items()}
+    also = [Also(**it)._replace(values=numbers(it["values"])) for it in known["also"]]
+    curves = {setting: [numbers(curve) for curve in of] for setting, of in known["curves"].items()}
+    finding = Finding(rows, primary, also, known["drawn"], curves, known["note"])
+    return Answer(finding, known["seconds"], known["seeds"])
 
 
 def show(bench: Bench, finding: Finding) -> None:
-    """The table and the verdicts of a finding."""
-    run, (columns, rows), learned = bench.run, cells(finding), has_learned(finding)
+    """The table and the numbers of a finding."""
+    run, (columns, rows) = bench.run, cells(finding)
     terminal.print_table(run, f"means ± half a 95% interval over {bench.of_what}", columns, rows)
     if _score(finding):  # else the coin's row is no run
         explain_control(run, rows, control=COIN)
-    verdicts = {claim.measure: [claim.words, *claim_cells(claim, learned)] for claim in finding.claims}
-    terminal.print_table(run, "what the sources say of it", ("", "measured", "allowed", "verdict"), verdicts)
-    if not learned:
+    of_claims = {
+        BY_ID[key].measure: [BY_ID[key].words, with_interval(BY_ID[key].scale, interval(BY_ID[key], it.values))]
+        for key, it in finding.primary.items()
+    }
+    of_claims |= {it.measure: [it.words, number(interval_over_runs(it.values))] for it in finding.also}
+    terminal.print_table(run, "what the sources say of it", ("", "measured"), of_claims)
+    if not has_learned(finding):
         run.console.print(f"{UNLEARNED}: {WHY_UNLEARNED}", soft_wrap=True)
     if finding.note:
         run.console.print(finding.note)
@@ -197,16 +235,12 @@ def cells(finding: Finding) -> tuple[list[str], dict[str, list[str]]]:
     return list(next(iter(finding.rows.values()))), rows
 
 
-def claim_cells(claim: Claim, learned: bool = True) -> tuple[str, str, str]:
-    """Cells of a table: the interval of a claim, the range that its words allow, and the verdict, if there is one."""
-    interval, word = verdict(claim)
-    word = word if learned else UNLEARNED
-    allowed = f"{claim.low:g} to {claim.high:g}"
-    if math.isinf(claim.high):
-        allowed = f"above {claim.low:g}"
-    elif math.isinf(claim.low):
-        allowed = f"below {claim.high:g}"
-    return number(interval), allowed, word
+def with_interval(scale: Scale, found: Interval) -> str:
+    """The number of a claim with its bounds: "+0.012 [−0.003, +0.027]", or "× 1.03 [0.97, 1.10]" of a ratio."""
+    if math.isnan(found.mean):
+        return "–"
+    mean, *bounds = (f"{math.exp(x):.3g}" if scale == "ratio" else f"{x:+z.3f}".replace("-", "−") for x in found)
+    return ("× " if scale == "ratio" else "") + mean + ("" if math.isnan(found.low) else f" [{', '.join(bounds)}]")
 
 
 def number(interval: Interval) -> str:
@@ -219,38 +253,3 @@ def number(interval: Interval) -> str:
     while 1e-6 < half < 0.5 * 10.0**-digits:  # so that a spread is not printed as none
         digits += 1
     return f"{mean:z.{digits}f}" + ("" if math.isnan(low) else f" ± {half:.{digits}f}")
-
-
-def save_figure(path: Path, finding: Finding) -> None:
-    """Means with their intervals as dots and bars, a panel a column below one another: black on white, to be read on a
-    phone. Lines through the panels are the controls."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import MaxNLocator
-
-    shown = [name for name in finding.rows if name not in (START, COIN)]
-    height = sum(0.9 + 0.24 * len(shown) for _ in finding.drawn)
-    figure, axes = plt.subplots(len(finding.drawn), 1, figsize=(4.5, height), layout="constrained", squeeze=False)
-    for axis, column in zip(axes[:, 0], finding.drawn, strict=True):
-        for place, name in enumerate(reversed(shown)):
-            mean, low, high = interval_over_runs(finding.rows[name][column])
-            axis.plot(mean, place, "o", color="black", markersize=5)
-            if not math.isnan(low):
-                axis.plot((low, high), (place, place), color="black", linewidth=1.2)
-        left, right = axis.get_xlim()
-        for control, style in ((START, ":"), (COIN, "--")):
-            value = interval_over_runs(finding.rows[control][column]).mean if control in finding.rows else math.nan
-            if left - 4 * (right - left) < value < right + 4 * (right - left):  # one further away would hide the rest
-                axis.axvline(value, color="0.5", linestyle=style, linewidth=1, label=control, zorder=0)
-            elif not math.isnan(value):
-                axis.plot([], [], " ", label=f"{control}: {value:.3g}")
-        axis.xaxis.set_major_locator(MaxNLocator(5))
-        axis.set_yticks(range(len(shown)), reversed(shown), fontsize=9)
-        axis.set_ylim(-0.7, len(shown) - 0.3)
-        axis.set_xlabel(column, fontsize=10)
-        axis.grid(axis="x", alpha=0.3)
-        axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
-    figure.savefig(path, dpi=160, metadata={"Software": None})
-    plt.close(figure)

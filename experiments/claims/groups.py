@@ -1,9 +1,9 @@
-"""Advantages and gradients of single groups, by how many of their completions are right.
+"""Gradients of single groups, and how much of them is signal.
 
-Letters: N prompts, B completions sampled of each, G of a group, T tokens, R sets of groups.
+Letters: N prompts, G completions of a group, T tokens, R sets of groups, M prompts with two groups each.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Literal, NamedTuple
 
@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from experiments.claims.ablation import COIN, START, Bench
-from experiments.claims.testbeds import ARITHMETIC
+from experiments.claims.ablation import Bench
+from experiments.claims.testbeds import ADDITIONS
 from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.data.types import Example
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.sampler import Completions, sample_groups
@@ -25,8 +24,6 @@ from grpo_jax.training.learn import REWARD, SAMPLING, step_key
 from grpo_jax.training.rollout import to_batch
 from grpo_jax.training.state import RewardArrays
 
-CARRIES = ("no carry", "one carry", "two carries")
-
 
 class GroupGradients(NamedTuple):
     """Advantages and gradients of N groups."""
@@ -34,33 +31,6 @@ class GroupGradients(NamedTuple):
     advantages: np.ndarray  # [N, G]
     norms: np.ndarray  # [N], of the gradient of each group
     gradients: np.ndarray  # [R, D], means over sets of groups
-
-
-def groups_with_right(completions: Completions, right: np.ndarray, count: int, group_size: int) -> Completions:
-    """Groups with a given number of right completions, `[N, G, ...]`: the first right and wrong ones of B.
-
-    Completions of a prompt are independent, so these groups are distributed like groups that happen to have as many
-    right. There must be enough of both kinds.
-
-    Args:
-      completions: `[N, B, ...]`.
-      right: bool `[N, B]`.
-      count: of G.
-      group_size: G.
-    """
-    first_right, first_wrong = np.argsort(~right, kind="stable"), np.argsort(right, kind="stable")
-    numbers = np.concatenate([first_right[:, :count], first_wrong[:, : group_size - count]], axis=1)
-    return chosen(completions, numbers)
-
-
-def chosen(completions: Completions, numbers: np.ndarray) -> Completions:
-    """The completions with these numbers `[N, G]`: `[N, G, ...]` of `[N, B, ...]`."""
-
-    def of_field(field: np.ndarray) -> np.ndarray:
-        field = np.asarray(field)
-        return np.take_along_axis(field, numbers.reshape(*numbers.shape, *[1] * (field.ndim - 2)), axis=1)
-
-    return jax.tree.map(of_field, completions)
 
 
 def make_gradients(policy: Policy, config: GRPOConfig) -> Callable[..., GroupGradients]:
@@ -93,71 +63,6 @@ def make_gradients(policy: Policy, config: GRPOConfig) -> Callable[..., GroupGra
     return lambda *given: jax.device_get(gradients_of(*given))
 
 
-def cosine(x: np.ndarray, y: np.ndarray) -> float:
-    """The cosine of the angle between two gradients; NaN if one is 0."""
-    length = np.linalg.norm(x) * np.linalg.norm(y)
-    return float(x @ y / length) if length else float("nan")
-
-
-# ---- additions
-
-
-def carries(examples: Sequence[Example]) -> np.ndarray:
-    """How many of the two columns of an addition carry, int `[N]`."""
-
-    def of_pair(a: int, b: int) -> int:
-        ones = a % 10 + b % 10 >= 10
-        return ones + (a // 10 + b // 10 + ones >= 10)
-
-    return np.array([of_pair(*map(int, example["prompt"].rstrip("=").split("+"))) for example in examples])
-
-
-def group_rows(
-    bench: Bench, seed: int, counts: Sequence[int], kinds: Mapping[str, float], *, prompts: int = 128, pool: int = 64
-) -> dict[str, dict[str, float]]:
-    """Rows of a table: the advantages and gradients of groups of 8 at the start of a seed.
-
-    Args:
-      bench: knows the start.
-      seed: of it, of prompts and of completions.
-      counts: rows for groups with so many right.
-      kinds: ending of a row's name -> how graded the reward is.
-      prompts: N.
-      pool: B.
-    """
-    task = ARITHMETIC.task(num_prompts=prompts, seed=seed, heldout=1)
-    given, params = task.task.prompts(0), bench.start(ARITHMETIC, seed)
-    targets, start = task.targets(given.examples), (params, given.ids, given.mask)
-    drawn, others = (jax.device_get(_sampled(*start, step_key(seed, SAMPLING, i), pool)) for i in range(2))
-
-    def rewards(completions: Completions, **options: float) -> np.ndarray:
-        return np.asarray(task.reward(targets, completions, step_key(seed, REWARD, 0), **options))
-
-    everywhere, right = np.full((1, prompts), 1 / prompts), rewards(drawn) == 1
-    solving = _gradients("dr_grpo")(*start, others, rewards(others), everywhere).gradients[0]
-
-    def rows_of(names: Sequence[str], completions: Completions, rewards: np.ndarray, sets: np.ndarray) -> dict:
-        found = _gradients("grpo")(*start, completions, rewards, sets)
-        sizes, best = np.abs(found.advantages).mean(-1), found.advantages.max(-1)
-        columns = {"|A|": sets @ sizes, "best A": sets @ best, "gradient": sets @ found.norms}
-        columns["cosine"] = [cosine(gradient, solving) for gradient in found.gradients]
-        return {name: {title: float(of[i]) for title, of in columns.items()} for i, name in enumerate(names)}
-
-    as_they_come = chosen(drawn, np.tile(np.arange(8), (prompts, 1)))
-    by_carries = np.stack([carries(given.examples) == i for i in range(3)])
-    usable = _means((np.abs(right.sum(-1) - pool / 2) <= pool / 2 - 8)[None])  # 8 right ones, and 8 wrong ones
-    rows = rows_of([START], as_they_come, rewards(as_they_come), everywhere)
-    rows |= rows_of([COIN], as_they_come, rewards(as_they_come, coin=1.0), everywhere)
-    for kind, graded in kinds.items():
-        for count in counts:
-            group = groups_with_right(drawn, right, count, 8)
-            rows |= rows_of([f"{count} of 8 right{kind}"], group, rewards(group, graded=graded), usable)
-    for kind, graded in kinds.items():
-        names = [name + kind for name in CARRIES]
-        rows |= rows_of(names, as_they_come, rewards(as_they_come, graded=graded), _means(by_carries))
-    return rows
-
-
 def signal(found: GroupGradients) -> float:
     """|mean|² / Tr Cov of the gradient of one group, Cov over groups of the same prompt. Neither is biased.
 
@@ -186,8 +91,8 @@ def gradient_signal(bench: Bench, seed: int, group_size: int, *, prompts: int = 
       prompts: M.
       options: of the reward.
     """
-    task = ARITHMETIC.task(num_prompts=prompts, seed=seed, heldout=1)
-    given, params = task.task.prompts(0), bench.start(ARITHMETIC, seed)
+    task = ADDITIONS.task(num_prompts=prompts, seed=seed, heldout=1)
+    given, params = task.task.prompts(0), bench.start(ADDITIONS, seed)
     examples = [example for example in given.examples for _ in range(2)]
     ids, mask = (np.repeat(x, 2, axis=0) for x in (given.ids, given.mask))
     completions = _sampled(params, ids, mask, step_key(seed, SAMPLING, 0), group_size)
@@ -196,18 +101,13 @@ def gradient_signal(bench: Bench, seed: int, group_size: int, *, prompts: int = 
     return signal(_gradients("grpo")(params, ids, mask, completions, rewards, pairs))
 
 
-def _means(sets: np.ndarray) -> np.ndarray:
-    """Weights of the means over sets, bool `[R, N]`; NaN over an empty one."""
-    return np.where(sets.any(-1, keepdims=True), sets, np.nan) / np.maximum(sets.sum(-1, keepdims=True), 1)
-
-
 @partial(jax.jit, static_argnames="pool")
 def _sampled(params: Params, ids: jax.Array, mask: jax.Array, key: jax.Array, pool: int) -> Completions:
-    policy, rows = decoder_policy(ARITHMETIC.model), jnp.arange(ids.shape[0] * pool).reshape(-1, pool)
-    length = ARITHMETIC.max_tokens
+    policy, rows = decoder_policy(ADDITIONS.model), jnp.arange(ids.shape[0] * pool).reshape(-1, pool)
+    length = ADDITIONS.max_tokens
     return sample_groups(policy, params, ids, mask, rows, key, max_tokens=length, eos_ids=(EOS_ID,), pad_id=PAD_ID)
 
 
 @cache
 def _gradients(preset: Literal["grpo", "dr_grpo"]) -> Callable[..., GroupGradients]:
-    return make_gradients(decoder_policy(ARITHMETIC.model), recipe(preset, kl_coef=0.0))
+    return make_gradients(decoder_policy(ADDITIONS.model), recipe(preset, kl_coef=0.0))

@@ -1,10 +1,14 @@
 """Testbeds of the ablations: small tasks whose rewards are computed on the device, and where their training starts.
 
-`ARITHMETIC` is the task of `experiments.arithmetic` with its warm start. `WORDS` are those of
-`grpo_jax.tasks.letters`, with a start that writes words at random, and a reward that can be gamed.
+`ADDITIONS` is made so that runs have room to differ: its start is uneven, what carries is hardly ever right in it, and
+a tenth of its prompts has no answer. `COARSE` is the same with a sampler of few bits. `ARITHMETIC` is the task of
+`experiments.arithmetic` with its warm start, which all good settings solve. `WORDS` are those of
+`grpo_jax.tasks.letters`, with a start that writes words at random, several right answers to a prompt, and a reward that
+can be gamed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,17 +17,23 @@ import numpy as np
 
 from experiments import arithmetic as additions
 from experiments import multi_objective as words
+from experiments.common import completions_batch, warm_start
 from grpo_jax.config import with_options
-from grpo_jax.data.types import Prompts, pad_completions
+from grpo_jax.data.types import Example, Prompts, pad_completions, rng
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks import arithmetic, letters
 from grpo_jax.training.scan import DeviceTask
+from grpo_jax.training.state import Batch
+from grpo_jax.training.supervised.phase import SupervisedConfig
 
+UNSOLVABLE = 0.1  # share of additions whose answer is never right, the same ones for every seed
+WRONG, WRONG_CARRIED = 0.5, 0.97  # shares of wrong labels in the start of `ADDITIONS`
 LONG_ENOUGH = 8  # letters of a word
+ALL_RIGHT = 1 - 1e-6  # gold score of a word that is right
 # One layer, for a word is sixteen tokens.
 WRITER = ModelConfig(letters.TEXT.vocab_size, 64, 128, num_hidden_layers=1, initializer_range=0.1)
 
@@ -39,6 +49,7 @@ class Testbed(NamedTuple):
     start: Callable[..., Params]  # (seed, steps, run) -> where training starts
     options: Mapping[str, float]  # of the reward, with what they are unless a setting says otherwise
     learning_rate: float = 4e-4
+    policy: Callable[[ModelConfig], Policy] = decoder_policy
 
 
 # ---- rewards
@@ -58,11 +69,12 @@ def addition_reward(
     drift: Any = 0.0,
     shift: Any = 0.0,
     scale: Any = 0.0,
+    draw: Any = 0.0,
 ) -> jax.Array:
     """Whether an answer is right, or how many of its tokens are; with noise and distortions that a reward may have.
 
     Args:
-      targets: the answers with EOS and padding, int32 `[N, T]`.
+      targets: the answers with EOS and padding, int32 `[N, T]`; −1 where nothing is right.
       completions: `[N, G, T]`.
       key: of the noise.
       graded: 1: the share of tokens that are right, in [0, 1]; 0: all or nothing.
@@ -74,6 +86,7 @@ def addition_reward(
       drift: deviation of a number that is added to all rewards of a step.
       shift: deviation of a number that is added to all rewards of a prompt, the same whenever its answer comes.
       scale: deviation of the logarithm of a factor on all rewards of a prompt, likewise.
+      draw: seed of shifts and factors, a whole number.
 
     Returns:
       Rewards `[N, G]`.
@@ -89,7 +102,8 @@ def addition_reward(
     student = (2 * u - 1) / jnp.sqrt(2 * u * (1 - u))  # its quantile
     reward += gaussian * jax.random.normal(keys[2], shape) + heavy * student
     number = jnp.sum(targets * arithmetic.VOCAB_SIZE ** jnp.arange(targets.shape[-1]), axis=-1)
-    of_prompt = jax.vmap(lambda n: jax.random.normal(jax.random.fold_in(jax.random.key(0), n), (2, 1)))(number)
+    drawn = jax.random.key(jnp.asarray(draw, jnp.uint32))
+    of_prompt = jax.vmap(lambda n: jax.random.normal(jax.random.fold_in(drawn, n), (2, 1)))(number)
     return reward * jnp.exp(scale * of_prompt[:, 0]) + shift * of_prompt[:, 1] + drift * jax.random.normal(keys[4])
 
 
@@ -156,17 +170,34 @@ def word_reward(
 # ---- testbeds
 
 
-def _additions(*, num_prompts: int, seed: int, heldout: int) -> DeviceTask:
+def _additions(*, num_prompts: int, seed: int, heldout: int, unsolvable: float = 0.0) -> DeviceTask:
     task = arithmetic.arithmetic_task(num_prompts=num_prompts, seed=seed)
 
-    def targets(examples) -> np.ndarray:
+    def targets(examples: Sequence[Example]) -> np.ndarray:
         answers = [[[*arithmetic.TEXT.encode(row["answer"]), arithmetic.EOS_ID]] for row in examples]
         ids, mask = pad_completions(answers, arithmetic.MAX_TOKENS)
-        return np.where(mask, ids, arithmetic.PAD_ID)[:, 0].astype(np.int32)
+        ids = np.where(mask, ids, arithmetic.PAD_ID)[:, 0].astype(np.int32)
+        return np.where(_has_no_answer(examples, unsolvable)[:, None], -1, ids)
 
     return DeviceTask(
         task._replace(heldout=first_prompts(task.heldout, heldout)), targets, addition_reward, addition_is_right
     )
+
+
+def _has_no_answer(examples: Sequence[Example], share: float) -> np.ndarray:
+    """Which additions are unsolvable, bool `[N]`."""
+    return rng(262).random((100, 100))[tuple(zip(*map(summands, examples), strict=True))] < share
+
+
+def summands(example: Example) -> tuple[int, int]:
+    """Both numbers of an addition."""
+    first, second = example["prompt"].removesuffix("=").split("+")
+    return int(first), int(second)
+
+
+def has_carry(examples: Sequence[Example]) -> np.ndarray:
+    """Which additions carry a one from the last digits to those before, bool `[N]`."""
+    return np.array([a % 10 + b % 10 > 9 for a, b in map(summands, examples)])
 
 
 def _start_of_additions(seed: int, steps: int, run: RunFolder) -> Params:
@@ -174,10 +205,52 @@ def _start_of_additions(seed: int, steps: int, run: RunFolder) -> Params:
     return additions.warm_start(decoder_policy(additions.MODEL), config, seed, run, phase=f"additions_{seed}")
 
 
+def _uneven_start(seed: int, steps: int, run: RunFolder) -> Params:
+    """Where an addition carries, 97 labels in 100 forget it; of the others one in two is too large by one."""
+    of_start = arithmetic.arithmetic_task(num_prompts=128, seed=seed + 2**20)  # other prompts than the run's
+
+    def batch(step: int) -> Batch:
+        prompts = of_start.prompts(step)
+        carries, drawn = has_carry(prompts.examples), rng(seed, 2, step).random(len(prompts.examples))
+        wrong = np.where(carries, -10, 1) * (drawn < np.where(carries, WRONG_CARRIED, WRONG))
+        sums = np.array([sum(summands(example)) for example in prompts.examples]) + wrong
+        labels = [[[*arithmetic.TEXT.encode(str(total)[::-1]), arithmetic.EOS_ID]] for total in sums.tolist()]
+        return completions_batch(prompts, *pad_completions(labels, arithmetic.MAX_TOKENS))
+
+    warm = SupervisedConfig(steps, additions.WarmStart().warm_learning_rate)
+    return warm_start(decoder_policy(additions.MODEL), batch, warm, run, seed=seed, phase=f"uneven_{seed}")
+
+
+def coarse_sampler(model: ModelConfig, *, bits: int = 2) -> Policy:
+    """A policy whose sampler has hidden states of few bits, as one with an inference engine of 8 bits has.
+
+    What is scored and learned from is exact, so that the sampler's probabilities are not those of the trainer.
+
+    Args:
+      model: the decoder's shape.
+      bits: of the mantissa of the last hidden state; 2: as in FP8's E5M2.
+    """
+    exact = decoder_policy(model)
+
+    def coarse(hidden: jax.Array) -> jax.Array:
+        return jax.lax.reduce_precision(hidden, exponent_bits=8, mantissa_bits=bits)
+
+    def prefill(*given: Any) -> tuple:
+        last, decode, cache = exact.prefill(*given)
+
+        def step(*of_step: Any) -> tuple:
+            hidden, after = decode(*of_step)
+            return coarse(hidden), after
+
+        return coarse(last), step, cache
+
+    return exact._replace(prefill=prefill)
+
+
 def _words(*, num_prompts: int, seed: int, heldout: int) -> DeviceTask:
     task = letters.letters_task(words.own, num_prompts=num_prompts, seed=seed)
 
-    def targets(examples) -> np.ndarray:
+    def targets(examples: Sequence[Example]) -> np.ndarray:
         return np.array([letters.TEXT.encode(row["letters"]) for row in examples], np.int32)
 
     return DeviceTask(task._replace(heldout=first_prompts(task.heldout, heldout)), targets, word_reward, word_scores)
@@ -193,14 +266,20 @@ def first_prompts(prompts: Prompts, count: int) -> Prompts:
     return Prompts(prompts.ids[:count], prompts.mask[:count], prompts.examples[:count])
 
 
+# The last, `draw`, is the seed of a run.
+_SPOILT = ("graded", "coin", "gaussian", "heavy", "flip", "sharpness", "drift", "shift", "scale", "draw")
 ARITHMETIC = Testbed(
     "additions",
     additions.MODEL,
     arithmetic.MAX_TOKENS,
     _additions,
     _start_of_additions,
-    dict.fromkeys(("graded", "coin", "gaussian", "heavy", "flip", "sharpness", "drift", "shift", "scale"), 0.0),
+    dict.fromkeys(_SPOILT, 0.0),
 )
+ADDITIONS = ARITHMETIC._replace(
+    name="uneven", task=partial(_additions, unsolvable=UNSOLVABLE), start=_uneven_start, learning_rate=1e-3
+)
+COARSE = ADDITIONS._replace(name="coarse", policy=coarse_sampler)
 
 WORDS = Testbed(
     "words",

@@ -39,6 +39,7 @@ from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState
 OF_SAMPLING = (
     "reward",
     "reward_std",
+    "gold",
     "zero_spread_share",
     "distinct_share",
     "length_mean",
@@ -81,7 +82,9 @@ class History(NamedTuple):
     """What a run leaves behind; from `compile_runs` with a leading axis R."""
 
     params: Params  # the trained ones, at the end
-    metrics: dict[str, jax.Array]  # name -> [S]; those of the ordinary loop that can be had on the device
+    # name -> [S]; those of the ordinary loop that can be had on the device, and "gold": the mean of what gold gives the
+    # completions that a step samples, or of the first of its numbers
+    metrics: dict[str, jax.Array]
     heldout: jax.Array  # what gold gives, [E, C, N, G]; at step 0, every `eval_every` steps and at the end
 
 
@@ -153,9 +156,9 @@ def whole_run(
         rewarded = partial(task.reward, **{name: value for name, value in options.items() if name not in fields})
         method, chosen = make_method(policy, settings), run_of(settings)
         start, frozen = method.split(params)
-        common = _Run(policy, method, task.task, rewarded, chosen, start, frozen, seed)
+        common = _Run(policy, method, task.task, rewarded, task.gold, chosen, start, frozen, seed)
         temperature = chosen.sampling.temperature if heldout_temperature is None else heldout_temperature
-        evaluate = partial(_evaluate, common, task.gold, heldout, temperature)
+        evaluate = partial(_evaluate, common, heldout, temperature)
 
         def block(state: TrainState, inputs: Any) -> tuple[TrainState, Any]:
             state, metrics = jax.lax.scan(partial(_iteration, common), state, inputs)
@@ -213,6 +216,7 @@ class _Run(NamedTuple):
     method: Method
     task: Task
     reward: DeviceReward
+    gold: DeviceReward
     config: GRPOConfig
     start: Params  # trained parameters
     frozen: Any
@@ -221,7 +225,7 @@ class _Run(NamedTuple):
 
 def _iteration(run: _Run, state: TrainState, inputs: tuple[Array, Prompts]) -> tuple[TrainState, dict[str, jax.Array]]:
     """One iteration of the loop: sample, reward, score, learn."""
-    policy, method, task, reward, config, start, frozen, seed = run
+    policy, method, task, reward, gold, config, start, frozen, seed = run
     step, given = inputs
     current = learning.sampling_policy(method, state, frozen)
     reference = method.actor(start if state.reference is None else state.reference, frozen)
@@ -239,6 +243,7 @@ def _iteration(run: _Run, state: TrainState, inputs: tuple[Array, Prompts]) -> t
         step_key(seed, SAMPLING, step),
     )
     rewards = reward(given.targets, completions, step_key(seed, REWARD, step))
+    scores = gold(given.targets, completions, step_key(seed, REWARD, step))
 
     # ---- score
     def reference_logprobs(params: Params, batch: Batch) -> jax.Array:
@@ -252,10 +257,10 @@ def _iteration(run: _Run, state: TrainState, inputs: tuple[Array, Prompts]) -> t
     loss_reference = reference if config.loss.divergence != "preset" else None
     graded = RewardArrays(rewards, jnp.ones(rewards.shape, bool))
     state, learned = learning.learn(method, config, state, frozen, loss_reference, batch, graded, (seed, step))
-    return state, _sampling_metrics(completions, rewards) | learned.metrics
+    return state, _sampling_metrics(completions, rewards, scores) | learned.metrics
 
 
-def _evaluate(run: _Run, gold: DeviceReward, heldout: Heldout, temperature: Array, state: TrainState) -> jax.Array:
+def _evaluate(run: _Run, heldout: Heldout, temperature: Array, state: TrainState) -> jax.Array:
     """What gold gives held-out completions, `[C, N, G, ...]`."""
     actor, key = run.method.actor(state.params, run.frozen), step_key(run.seed, EVALUATION, 0)
 
@@ -270,12 +275,12 @@ def _evaluate(run: _Run, gold: DeviceReward, heldout: Heldout, temperature: Arra
             jnp.where(given.greedy, 0.0, temperature),
             key,
         )
-        return gold(given.prompts.targets, completions, key)
+        return run.gold(given.prompts.targets, completions, key)
 
     return jax.lax.map(call, heldout)
 
 
-def _sampling_metrics(completions: Completions, rewards: jax.Array) -> dict[str, jax.Array]:
+def _sampling_metrics(completions: Completions, rewards: jax.Array, scores: jax.Array) -> dict[str, jax.Array]:
     """Of what an iteration sampled, before its updates."""
     lengths = jnp.sum(completions.completion_mask, axis=-1)
     spread = jnp.max(rewards, axis=-1) > jnp.min(rewards, axis=-1)
@@ -285,6 +290,7 @@ def _sampling_metrics(completions: Completions, rewards: jax.Array) -> dict[str,
         "distinct_share": jnp.mean(1 / jnp.sum(same, axis=-1)),
         "reward": jnp.mean(rewards),
         "reward_std": jnp.std(rewards),
+        "gold": jnp.mean(scores.reshape(*rewards.shape, -1)[..., 0]),
         "zero_spread_share": 1 - jnp.mean(spread),
         "length_mean": jnp.mean(lengths),
         "truncated_share": jnp.mean(completions.truncated),

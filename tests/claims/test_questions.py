@@ -107,28 +107,18 @@ def test_annotators_are_fitted():
     assert annotators.agreement(scores, annotators.ranks) == pytest.approx(0.8, abs=0.01)
 
 
-def test_carries_are_counted():
-    prompts = ["12+34=", "07+58=", "95+05=", "50+60=", "55+45="]
-    np.testing.assert_array_equal(groups.carries([{"prompt": prompt} for prompt in prompts]), [0, 1, 2, 1, 2])
-
-
-def test_groups_are_put_together_and_teach():
-    ids = np.array([np.arange(6)] * 2)[..., None]
-    right = np.array([[0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 0, 0]]) > 0
-    logprobs = np.full((2, 6, 1), -1.0, np.float32)
-    drawn = Completions(ids % V, ids >= 0, logprobs, None, right)
-    numbered = drawn._replace(completion_ids=ids)
-    mixed = groups.groups_with_right(numbered, right, 2, 4)
-    np.testing.assert_array_equal(mixed.completion_ids[..., 0], [[1, 3, 0, 2], [0, 1, 2, 3]])
-
+def test_gradients_of_groups():
+    ids = np.array([[0, 1, 2, 3], [1, 2, 3, 0]])[..., None]
+    logprobs = np.full(ids.shape, -1.0, np.float32)
+    drawn = Completions(ids, ids >= 0, logprobs, None, np.zeros(ids.shape[:2], bool))
     teach = groups.make_gradients(POLICY, recipe(kl_coef=0.0))
-    mixed, rewards = groups.groups_with_right(drawn, right, 2, 4), np.array([[1.0, 1, 0, 0], [0.5] * 4], np.float32)
-    found = teach(PARAMS, PROMPTS.ids, PROMPTS.mask, mixed, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32))
+    rewards = np.array([[1.0, 1, 0, 0], [0.5] * 4], np.float32)
+    found = teach(PARAMS, PROMPTS.ids, PROMPTS.mask, drawn, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32))
     np.testing.assert_allclose(found.advantages, [[0.866, 0.866, -0.866, -0.866], [0] * 4], atol=1e-3)
     assert found.norms[0] > 0.01
     assert found.norms[1] == 0  # equal rewards teach exactly nothing
     assert np.linalg.norm(found.gradients[0]) == pytest.approx(found.norms[0], rel=1e-5)
-    assert groups.cosine(*found.gradients) == pytest.approx(1)
+    np.testing.assert_allclose(found.gradients[1], found.gradients[0] / 2, rtol=1e-4, atol=1e-7)
 
 
 def test_signal_and_noise_are_without_bias():

@@ -5,8 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.claims.testbeds import ARITHMETIC, WORDS, addition_is_right, addition_reward, word_reward
+from experiments.claims.testbeds import (
+    ADDITIONS,
+    ARITHMETIC,
+    UNSOLVABLE,
+    WORDS,
+    addition_is_right,
+    addition_reward,
+    coarse_sampler,
+    has_carry,
+    word_reward,
+)
 from grpo_jax.data.types import rng
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks import arithmetic, letters
 
@@ -91,6 +103,8 @@ def test_shift_and_scale_are_a_prompts_own():
     np.testing.assert_allclose(shifts, shifts[:, :1].repeat(10, axis=1), atol=1e-5)
     again = addition_reward(ANSWERS, GIVEN, jax.random.key(9), shift=2.0) - right
     np.testing.assert_allclose(again, shifts, atol=1e-5)  # an answer's own
+    other = addition_reward(ANSWERS, GIVEN, KEY, shift=2.0, draw=1.0) - right
+    assert abs(np.corrcoef(other[:, 0], shifts[:, 0])[0, 1]) < 0.4  # and another seed's another
     assert np.std(shifts[:, 0]) == pytest.approx(2, rel=0.35)
     scaled = np.array(addition_reward(ANSWERS, GIVEN, KEY, scale=0.5))
     factors = scaled.max(axis=1, keepdims=True)  # 0 where nothing is right
@@ -104,6 +118,44 @@ def test_drift_is_a_steps_own():
 
     np.testing.assert_allclose(drift(KEY), drift(KEY)[0, 0], atol=1e-5)
     assert drift(KEY)[0, 0] != drift(jax.random.key(9))[0, 0]
+
+
+# ---- additions with room
+
+
+def test_some_additions_have_no_answer():
+    task = ADDITIONS.task(num_prompts=2, seed=0, heldout=1000)
+    examples = task.task.heldout.examples
+    targets, exact = task.targets(examples), ARITHMETIC.task(num_prompts=2, seed=0, heldout=1).targets(examples)
+    unsolvable = (targets == -1).all(axis=1)
+    np.testing.assert_array_equal(targets[~unsolvable], exact[~unsolvable])
+    assert unsolvable.mean() == pytest.approx(UNSOLVABLE, abs=0.03)
+    assert task.targets(examples[:1])[0].tolist() == targets[0].tolist()  # whatever they stand beside
+    given = Completions(exact[:, None], exact[:, None] >= 0, None, None, None)
+    np.testing.assert_array_equal(addition_is_right(targets, given, KEY)[:, 0], ~unsolvable)
+
+
+def test_carries_are_of_the_last_digits():
+    prompts = ["12+34=", "07+58=", "95+05=", "50+60="]
+    np.testing.assert_array_equal(has_carry([{"prompt": prompt} for prompt in prompts]), [0, 1, 1, 0])
+
+
+def test_a_coarse_sampler_has_other_probabilities_than_what_scores():
+    model = ModelConfig(4, 8, 16, 1, 1, 1, 8, initializer_range=1.0)
+    exact, coarse = decoder_policy(model), coarse_sampler(model)
+    params, ids = jax.jit(exact.init)(jax.random.key(0)), jnp.array([[0, 1]])
+
+    def first_and_second(policy):
+        last, decode, cache = policy.prefill(params, ids, ids >= 0, 1, 3)
+        return last, decode(cache, jnp.array([[2]]), jnp.int32(0))[0]
+
+    for of_exact, of_coarse in zip(first_and_second(exact), first_and_second(coarse), strict=True):
+        error = np.abs(of_coarse / of_exact - 1)
+        assert 0.001 < error.max() <= 2**-3 + 1e-6  # half of the last of two bits
+    assert (
+        coarse.hidden(params, ids, ids >= 0, ids[:, None]).tolist()
+        == exact.hidden(params, ids, ids >= 0, ids[:, None]).tolist()
+    )
 
 
 # ---- words

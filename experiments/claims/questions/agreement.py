@@ -22,7 +22,7 @@ import numpy as np
 from experiments.claims import annotators as A
 from experiments.claims.ablation import COIN, START, Bench
 from experiments.claims.columns import merge_seeds, minus
-from experiments.claims.findings import Claim, Finding, main
+from experiments.claims.findings import Also, Finding, main
 
 SPREADS, NOISE = {"small": 0.25, "medium": 0.5, "large": 1.0}, 0.5
 VIEWS = {"scores": A.as_given, "ranks": A.ranks, "advantages": A.standardised}
@@ -36,24 +36,24 @@ def measure(bench: Bench) -> Finding:
     def lead(name: str) -> np.ndarray:
         return np.subtract(rows[name]["ranks"], rows[name]["scores"])
 
-    def claim_of_000(words: str, measure: str, column: str, low: float, high: float = np.inf) -> Claim:
-        return Claim("000, Noise Robustness", words, measure, rows["fitted"][column], low, high)
+    def of_fitted(words: str, column: str) -> Also:
+        return Also("000, Noise Robustness", words, f"{column}, fitted", rows["fitted"][column])
 
     removed = "normalization within groups removes this sensitivity"
     spoilt = minus(rows, "advantages", "large, noise", START)
     again = np.subtract(rows["fitted"]["scores"], rows["fitted"]["scores again"])
-    claims = [
-        Claim("000, Noise Robustness", "relative ordering is more reliable", "ranks − scores, no spread", lead(START)),
-        Claim("000, the table", "ranks 0.83, scores 0.61", "ranks − scores, large spread", lead("large, noise")),
-        claim_of_000("test-retest reliability of scores 0.54", "scores again, fitted", "scores again", 0.49, 0.59),
-        claim_of_000("test-retest reliability of ranks 0.79", "ranks again, fitted", "ranks again", 0.74, 0.84),
-        Claim("000, the table", "0.54 again, 0.61 by two annotators", "scores − scores again, fitted", again),
-        claim_of_000("reward model calibration: poor", "error across prompts, fitted", "error across", 0.1),
-        Claim("001, Robust to Reward Scale", removed, "agreement of advantages, large − none", spoilt, -0.05, 0.05),
+    also = [
+        Also("000, Noise Robustness", "relative ordering is more reliable", "ranks − scores, no spread", lead(START)),
+        Also("000, the table", "ranks 0.83, scores 0.61", "ranks − scores, large spread", lead("large, noise")),
+        of_fitted("test-retest reliability of scores 0.54", "scores again"),
+        of_fitted("test-retest reliability of ranks 0.79", "ranks again"),
+        Also("000, the table", "0.54 again, 0.61 by two annotators", "scores − scores again, fitted", again),
+        of_fitted("reward model calibration: poor", "error across"),
+        Also("001, Robust to Reward Scale", removed, "agreement of advantages, large − none", spoilt),
     ]
     drawn = ["scores", "ranks", "scores again", "ranks again", "error across"]
     note = f"These are annotators of a model, not people. Fitted: spread {spread:.2f}, noise {noise:.2f}."
-    return Finding(rows, claims, drawn, note)
+    return Finding(rows, {}, also, drawn, note=note)
 
 
 def seed_rows(seed: int) -> tuple[dict[str, dict[str, float]], A.Kind]:

@@ -22,7 +22,7 @@ import numpy as np
 from experiments.claims.ablation import COIN, START, Bench, ppo
 from experiments.claims.columns import merge_seeds, minus
 from experiments.claims.enumeration import all_completions, quality, rewards_of, values_of
-from experiments.claims.findings import Claim, Finding, main
+from experiments.claims.findings import Also, Finding, main
 from experiments.claims.testbeds import ARITHMETIC, first_prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.heads import Headed
@@ -39,24 +39,22 @@ def measure(bench: Bench) -> Finding:
     found = [seed_rows(bench, *both) for both in zip(bench.trained(TRAINED), bench.trained(TOSSED), strict=True)]
     rows = merge_seeds(found)
 
-    def balanced(words: str, column: str) -> Claim:
+    def balanced(words: str, column: str) -> Also:
         ends = np.minimum(rows["λ 0"][column], rows["λ 1"][column])
-        return Claim("003, GAE", words, f"{column}: better end − λ 0.9", ends - rows["λ 0.9"][column])
+        return Also("003, GAE", words, f"{column}: better end − λ 0.9", ends - rows["λ 0.9"][column])
 
-    def claim(words: str, column: str, one: str, other: str) -> Claim:
-        return Claim("003, GAE", words, f"{column}: {one} − {other}", minus(rows, column, one, other))
+    def claim(words: str, column: str, one: str, other: str) -> Also:
+        return Also("003, GAE", words, f"{column}: {one} − {other}", minus(rows, column, one, other))
 
-    claims = [
+    also = [
         claim("λ → 1: high variance", "variance", "λ 1", "λ 0"),
         claim("λ → 0: high bias, λ → 1: low bias", "bias²", "λ 0", "λ 1"),
         claim("the same, of the gradient", "tilt²", "λ 0", "λ 1"),
         balanced("λ = 0.9: balanced", "error"),
         balanced("the same, of the gradient", "error, tilt"),
-        claim("Smaller K: might miss future effects", "bias²", "λ 0", "λ 0.9"),
-        claim("Larger K: noisier", "variance", "λ 0.9", "λ 0"),
-        claim("Larger K: potentially more accurate", "error", "λ 0", "λ 0.9"),
+        claim("Larger K: potentially more accurate", "error", "K 2", "K 3"),
     ]
-    return Finding(rows, claims, drawn=["bias²", "tilt²", "variance", "error"])
+    return Finding(rows, {}, also, drawn=["bias²", "tilt²", "variance", "error"])
 
 
 def seed_rows(bench: Bench, trained: ActorCritic, tossed: ActorCritic) -> dict[str, dict[str, float]]:

@@ -1,16 +1,14 @@
 """Are relative comparisons harder to game than a critic's absolute values?
 
-Source 000: "GRPO is naturally resistant to reward hacking": hacked responses must beat others, and "exploits that
-boost all responses equally provide no gradient. We observe significantly less length gaming and repetition compared
-to PPO". Source 001: "Optimizing relative rankings is harder to game than optimizing absolute scores".
+Source 000: "GRPO is naturally resistant to reward hacking": "We observe significantly less length gaming and repetition
+compared to PPO". Source 001: "Optimizing relative rankings is harder to game than optimizing absolute scores".
 
-PPO, GRPO and GRPO on ranks write words for a gold score in [0, 1] (`testbeds.word_scores`): alone, and with a bonus
-of up to 1 for length, repeated letters, or any word at all. Learning rates are the best for gold on seeds 10 and 11.
-Gaming is the length or the share of repeated letters of held-out words at the end, and the loss of gold score by the
-bonus. The KL does not limit all methods alike: PPO's, in the reward, is a sum over tokens, and GRPO's, in the loss, a
-mean. So all run without a KL, too. "no training" is the start, and the coin is GRPO's. Expect all to game length, and
-only those without a KL in the reward to game repetition. Expect a constant to change GRPO by rounding alone, and to
-make PPO's words shorter, since its critic has to learn it. About three minutes for the cpu preset on two cores.
+PPO, GRPO and GRPO on ranks write words for a gold score in [0, 1] (`testbeds.word_scores`), alone and with a weak bonus
+of up to 0.3 for length or for repeated letters, and with a strong one of 0.5 for repeated letters, at which on seeds 10
+and 11 GRPO took all of it once and none once. A KL in the reward (PPO's own) is a sum over tokens and weighs more than
+the mean in GRPO's loss. So β is 0.01 in the loss for all, and PPO as it is used stands beside them. Gaming is the share
+of repeated letters, or the length, of held-out words at the end. "At equal KL" is the mean gold score of training words
+where the KL of both runs first reaches the lower of their last ones. Expect no difference that matters.
 
   python -m experiments.claims.questions.reward_hacking --preset cpu
 """
@@ -19,61 +17,62 @@ from itertools import product
 
 import numpy as np
 
-from experiments.claims.ablation import COIN, Bench, fewer_steps, grpo, ppo
-from experiments.claims.columns import Column, last, minus, table
-from experiments.claims.findings import Claim, Finding, main
+from experiments.claims.ablation import COIN, Bench, Runs, grpo, ppo, smaller_steps
+from experiments.claims.columns import SMOOTH, Column, compared, last, minus, score, table
+from experiments.claims.findings import Also, Finding, main
 from experiments.claims.testbeds import WORDS
 
-NOTE = "Without a KL both take the repetition bonus whole: as much as 16 letters have room for."
 BONUSES: dict[str, dict[str, float]] = {
     "gold alone": {},
-    "length bonus": {"length": 1.0},
-    "repetition bonus": {"repetition": 1.0},
-    "constant bonus": {"constant": 1.0},
+    "length": {"length": 0.3},
+    "repetition": {"repetition": 0.3},
+    "strong": {"repetition": 0.5},
 }
 
 
 def measure(bench: Bench) -> Finding:
-    methods = {"PPO": ppo(WORDS), "GRPO": grpo(WORDS), "ranks": grpo(WORDS, "rank")}
-    settings = {COIN: grpo(WORDS, coin=1.0)}
+    methods = {"PPO": ppo(WORDS, kl_coef=0.01, kl_in_reward=False), "GRPO": grpo(WORDS, "grpo")}
+    methods |= {"ranks": grpo(WORDS, "rank"), "PPO, KL in the reward": ppo(WORDS)}
+    settings = {COIN: grpo(WORDS, "grpo", coin=1.0)}
     for name, bonus in product(methods, BONUSES):
-        settings[f"{name}, {bonus}"] = methods[name].changed(**BONUSES[bonus])
-    del settings["ranks, constant bonus"]  # an order has none
-    for name, bonus in product(methods, ("length bonus", "repetition bonus")):
-        settings[f"{name} without KL, {bonus}"] = methods[name].changed(kl_coef=0.0, **BONUSES[bonus])
-    runs = bench.runs({name: setting.changed(**fewer_steps(bench)) for name, setting in settings.items()})
+        settings[f"{name}: {bonus}"] = methods[name].changed(**BONUSES[bonus])
+    runs = bench.runs({name: setting.changed(**smaller_steps(bench)) for name, setting in settings.items()})
     columns: dict[str, Column] = {name: score(k) for k, name in enumerate(("gold", "letters", "repeated"))}
-    rows = table(runs, columns | {"reward": last("reward"), "KL": last("kl")}, start="GRPO, gold alone")
+    rows = table(runs, columns | {"reward": last("reward"), "KL": last("kl")}, start="GRPO: gold alone")
+
+    def of(k: int, bonus: str, one: str = "PPO", other: str = "GRPO") -> np.ndarray:
+        return minus(rows, ("gold", "letters", "repeated")[k], f"{one}: {bonus}", f"{other}: {bonus}")
 
     def lost(name: str) -> np.ndarray:
-        """What the gold score loses by the two bonuses that can be gamed."""
-        gamed = np.mean([rows[f"{name}, {bonus} bonus"]["gold"] for bonus in ("length", "repetition")], axis=0)
-        return np.subtract(rows[f"{name}, gold alone"]["gold"], gamed)
+        return minus(rows, "gold", f"{name}: gold alone", f"{name}: repetition")
 
-    def less(column: str, bonus: str, without: str = "") -> np.ndarray:
-        return minus(rows, column, f"PPO{without}, {bonus}", f"GRPO{without}, {bonus}")
-
-    post, no_gradient = "000, Reward Hacking", "exploits that boost all responses equally provide no gradient"
-    longer, longer_free = (less("letters", "length bonus", kl) for kl in ("", " without KL"))
-    repeats, repeats_free = (less("repeated", "repetition bonus", kl) for kl in ("", " without KL"))
-    moved = minus(rows, "gold", "GRPO, constant bonus", "GRPO, gold alone")
-    first = {name: runs[f"GRPO, {name}"].metrics["grad_norm"][:, 0] for name in ("constant bonus", "gold alone")}
-    gradient, costs = first["constant bonus"] / first["gold alone"] - 1, lost("PPO") - lost("ranks")
-    claims = [
-        Claim(post, "less length gaming compared to PPO", "letters, length bonus, PPO − GRPO", longer),
-        Claim(post, "less length gaming compared to PPO", "letters, length bonus, both without KL", longer_free),
-        Claim(post, "less repetition compared to PPO", "repeated, repetition bonus, PPO − GRPO", repeats),
-        Claim(post, "less repetition compared to PPO", "repeated, repetition bonus, both without KL", repeats_free),
-        Claim(post, no_gradient, "first gradient of GRPO, constant bonus / none − 1", gradient, low=-1e-3, high=1e-3),
-        Claim(post, no_gradient, "gold of GRPO, constant bonus − none", moved, low=-0.02, high=0.02),
-        Claim("001, Reduced Reward Hacking", "rankings are harder to game", "gold lost, PPO − ranks", costs),
-    ]
-    return Finding(rows, claims, ["gold", "letters", "repeated"], "" if repeats_free.any() else NOTE)
+    equal = gold_at_equal_kl(runs["GRPO: repetition"], runs["PPO: repetition"])
+    post, less = "000, Reward Hacking", "less length gaming and repetition"
+    published = of(2, "repetition", "PPO, KL in the reward")
+    also = [
+        Also(post, less, "letters under a bonus for them, PPO − GRPO", of(1, "length")),
+        Also(post, less, "repeated letters under the strong bonus, PPO − GRPO", of(2, "strong")),
+        Also(post, less, "repeated letters, PPO with its KL in the reward − GRPO", published),
+        Also(post, "naturally resistant", "gold under the repetition bonus at equal KL, GRPO − PPO", equal),
+        Also("001, Reduced Reward Hacking", "rankings are harder to game", "gold lost to repetition, PPO − ranks",
+             lost("PPO") - lost("ranks")),
+        Also("001, Reduced Reward Hacking", "rankings are harder to game", "the same, GRPO − ranks",
+             lost("GRPO") - lost("ranks")),
+    ]  # fmt: skip
+    primary = {"hacking": compared(runs, score(2), "PPO: repetition", "GRPO: repetition")}
+    return Finding(rows, primary, also, ["gold", "repeated"])
 
 
-def score(k: int) -> Column:
-    """One of the numbers of `word_scores`, at the end."""
-    return lambda runs: runs.final[..., k]
+def gold_at_equal_kl(one: Runs, other: Runs) -> np.ndarray:
+    """The gold score of `one` minus that of `other`, where each first has the KL that both reach, a value a seed."""
+    paths = [np.maximum.accumulate(runs.metrics["kl"], axis=1) for runs in (one, other)]
+    both = np.minimum(paths[0][:, -1], paths[1][:, -1])[:, None]
+
+    def gold(runs: Runs, path: np.ndarray) -> np.ndarray:
+        begin = np.argmax(path >= both, axis=1)
+        return np.array([steps[at : at + SMOOTH].mean() for steps, at in zip(runs.metrics["gold"], begin, strict=True)])
+
+    return gold(one, paths[0]) - gold(other, paths[1])
 
 
 if __name__ == "__main__":
