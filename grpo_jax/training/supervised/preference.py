@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ import numpy as np
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.rows import batches
 from grpo_jax.errors import UsageError
-from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
@@ -27,7 +26,7 @@ from grpo_jax.statistics import bootstrap
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Array, Batch, TrainState
 from grpo_jax.training.step import Logs
-from grpo_jax.training.supervised.phase import SupervisedConfig, fit
+from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, fit
 from grpo_jax.training.supervised.reward_model import PairBatch, pad_pairs, pair_weights, pair_widths
 
 # Such as `functional.dpo_loss`: takes those fields of `PairScores` that it has arguments for, and gives [N].
@@ -75,25 +74,8 @@ def train_preference(
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    trained, frozen = split(params)
-
-    def loss_fn(trained: Params, frozen: Any, batch: PairBatch) -> tuple[jax.Array, Logs]:
-        return preference_loss(policy, join(trained, frozen), batch, loss=loss)
-
-    def evaluate_trained(trained: Params, frozen: Any) -> dict[str, float]:
-        return evaluate(join(trained, frozen)) if evaluate else {}
-
-    return fit(
-        loss_fn,
-        trained,
-        frozen,
-        pairs,
-        config,
-        run,
-        aggregation=pair_weights,
-        phase=phase,
-        evaluate=evaluate_trained if evaluate else None,
-    )
+    objective = SupervisedLoss(partial(preference_loss, policy, loss=loss), pair_weights)
+    return fit(objective, params, pairs, config, run, phase=phase, evaluate=evaluate)
 
 
 def preference_loss(policy: Policy, params: Params, batch: PairBatch, *, loss: PairLoss) -> tuple[jax.Array, Logs]:

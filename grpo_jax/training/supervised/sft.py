@@ -11,14 +11,13 @@ import numpy as np
 from grpo_jax.data.packing import Packed
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token_mean_weights
-from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Batch, TrainState
 from grpo_jax.training.step import Logs, LossFn
-from grpo_jax.training.supervised.phase import SupervisedConfig, fit
+from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, fit
 
 
 def train_sft(
@@ -49,27 +48,8 @@ def train_sft(
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    trained, frozen = split(params)
-    sft_loss = sft_loss_fn(policy)
-
-    def loss_fn(trained: Params, frozen: Any, batch: Any) -> tuple[jax.Array, Logs]:
-        return sft_loss(join(trained, frozen), batch)
-
-    def evaluate_trained(trained: Params, frozen: Any) -> dict[str, float]:
-        assert evaluate
-        return evaluate(join(trained, frozen))
-
-    return fit(
-        loss_fn,
-        trained,
-        frozen,
-        batches,
-        config,
-        run,
-        aggregation=token_mean_weights,
-        phase=phase,
-        evaluate=evaluate_trained if evaluate else None,
-    )
+    loss = SupervisedLoss(sft_loss_fn(policy), token_mean_weights)
+    return fit(loss, params, batches, config, run, phase=phase, evaluate=evaluate)
 
 
 def sft_loss_fn(policy: Policy) -> LossFn:
