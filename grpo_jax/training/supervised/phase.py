@@ -181,9 +181,8 @@ def fit(
                 evaluated, is_last = heldout(state, number), number == config.steps
                 skipped.append(metrics["skipped"])
                 if number % config.log_every == 0 or is_last or evaluated:
-                    metrics["skipped"] = max(jax.device_get(skipped))  # of all steps since the last line
+                    show(number, _log(run, phase, number, metrics | {"skipped": skipped}, evaluated, batch))
                     skipped.clear()
-                    show(number, _log(run, phase, number, metrics, evaluated, batch))
                 if (stop := asked_to_stop()) or is_last or checkpoints.is_due(number):
                     checkpoints.save(state, number)
                 if stop:
@@ -195,12 +194,16 @@ def _log(
     run: RunFolder,
     phase: str,
     number: int,
-    metrics: dict[str, jax.Array],
+    metrics: dict[str, Any],
     evaluated: dict[str, Any],
     batch: Any,
 ) -> str:
-    """Writes the line of a step, also of one that stops the run; what the terminal shows of it."""
-    numbers = jax.tree.map(float, jax.device_get(metrics))
+    """Writes the line of a step, also of one that stops the run; what the terminal shows of it.
+
+    Metrics are scalars, but `skipped` is that of each step since the last line.
+    """
+    metrics = jax.device_get(metrics)
+    numbers = jax.tree.map(float, metrics | {"skipped": max(metrics["skipped"])})
     run.log(phase, number, numbers | evaluated)
     check_gradients(run, f"{phase}_{number:06d}", numbers["skipped"], _MAX_SKIPPED, batch._asdict)
     run.log_times(phase, number)

@@ -92,10 +92,29 @@ def preference_loss(policy: Policy, params: Params, batch: PairBatch, *, loss: P
 
 def pair_logprobs(policy: Policy, params: Params, batch: PairBatch) -> jax.Array:
     """Log-probabilities of chosen and rejected, sums over tokens, float32 `[N, 2]`."""
-    temperature = jnp.ones(batch.completion_ids.shape[:2], jnp.float32)
-    completions = Batch(*batch[:4], temperature)
+    return completion_logprobs(policy, params, *batch[:4])
+
+
+def completion_logprobs(
+    policy: Policy,
+    params: Params,
+    prompt_ids: Array,
+    prompt_mask: Array,
+    completion_ids: Array,
+    completion_mask: Array,
+) -> jax.Array:
+    """Log-probabilities of G completions of each prompt, sums over tokens, float32 `[N, G]`.
+
+    Args:
+      policy: the model's functions.
+      params: its parameters.
+      prompt_ids, prompt_mask: `[N, P]`, padded on the left.
+      completion_ids, completion_mask: `[N, G, T]`.
+    """
+    temperature = jnp.ones(completion_ids.shape[:2], jnp.float32)
+    completions = Batch(prompt_ids, prompt_mask, completion_ids, completion_mask, temperature)
     scored = score_completion_tokens(policy, params, completions)
-    return jnp.sum(jnp.where(batch.completion_mask, scored.logprobs, 0), axis=-1)
+    return jnp.sum(jnp.where(completion_mask, scored.logprobs, 0), axis=-1)
 
 
 def pair_scores(logprobs: Array, batch: PairBatch) -> PairScores:

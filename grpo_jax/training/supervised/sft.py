@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Batch, TrainState
 from grpo_jax.training.step import Logs, LossFn
 from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, fit
@@ -56,8 +55,7 @@ def sft_loss_fn(policy: Policy) -> LossFn:
     """L = −Σ w log π(oₜ): next-token loss on the completion, none on the prompt."""
 
     def loss_fn(params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:
-        score: Any = score_packed if isinstance(batch, Packed) else score_completion_tokens
-        scores = score(policy, params, batch)
+        scores = score_tokens(policy, params, predicting_states(policy, params, batch), batch)
         # Where nothing is learned, packed rows have scores of one text's token after another's.
         loss = -jnp.sum(jnp.where(batch.completion_mask, batch.weights * scores.logprobs, 0))
         return loss, Logs({"entropy": masked_sum(scores.entropy, batch.completion_mask)}, {})
@@ -65,18 +63,29 @@ def sft_loss_fn(policy: Policy) -> LossFn:
     return loss_fn
 
 
-def score_packed(policy: Policy, params: Params, batch: Packed) -> TokenLogprobs:
-    """Log-probabilities and entropies of packed tokens, `[B, S]`; those of a text's first token mean nothing.
+def predicting_states(policy: Policy, params: Params, batch: Batch | Packed) -> jax.Array:
+    """The hidden states that predict each token, `[N, G, T, D]` or `[B, S, D]`; of a packed text's first token rubbish.
 
     Raises:
       UsageError: the model cannot be trained on packed texts.
     """
+    if not isinstance(batch, Packed):
+        return hidden_states(policy, params, batch)
     if policy.packed is None:
         raise UsageError("this policy has no function for packed texts: give it one, or batches of prompts")
     hidden = policy.packed(params, batch.ids, batch.texts)
     # State s predicts token s + 1; nothing predicts the first.
-    before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
-    return token_logprobs(before, policy.unembedding(params), jnp.asarray(batch.ids), softcap=policy.softcap)
+    return jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
+
+
+def score_tokens(policy: Policy, params: Params, hidden: jax.Array, batch: Batch | Packed) -> TokenLogprobs:
+    """Log-probabilities and entropies of tokens, from the states that predict them: `[N, G, T]` or `[B, S]`.
+
+    At a temperature of 1, or that of a batch that was sampled.
+    """
+    if not isinstance(batch, Packed):
+        return score_completion_tokens(policy, params, batch, hidden=hidden)
+    return token_logprobs(hidden, policy.unembedding(params), jnp.asarray(batch.ids), softcap=policy.softcap)
 
 
 def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> float:
@@ -116,4 +125,6 @@ def text_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> tuple
 
 @partial(jax.jit, static_argnums=0)
 def _token_nll(policy: Policy, params: Params, batch: Packed) -> jax.Array:
-    return -jnp.where(batch.completion_mask, score_packed(policy, params, batch).logprobs, 0)
+    return -jnp.where(
+        batch.completion_mask, score_tokens(policy, params, predicting_states(policy, params, batch), batch).logprobs, 0
+    )
