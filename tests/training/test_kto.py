@@ -58,12 +58,12 @@ def table_batch():
     size, _, width = TOKENS.shape
     prompts = np.arange(size, dtype=np.int32)[:, None]
     ids = np.broadcast_to(np.array([0, 1], np.int32)[:, None], (size, 2, width))
-    ref_logprobs = np.sum(REF * MASK, axis=-1, dtype=np.float64)
+    ref_logprobs = np.sum(REF * MASK, axis=-1)
     return RatedBatch(prompts, np.ones_like(prompts, bool), ids, MASK, DESIRABLE, ref_logprobs)
 
 
 def loss_and_gradient(name, devices, pieces):
-    """As `make_fit_programs` computes them."""
+    """As `make_fit_programs` computes them, in float32 as scores are; `tests/functional` compares in float64."""
     loss, estimates_kl = CASES[name]
     objective = kto_objective(TABLE, loss, estimates_kl=estimates_kl)
 
@@ -74,18 +74,17 @@ def loss_and_gradient(name, devices, pieces):
         grads, value, logs = accumulate_grads(objective.loss_fn, params, batch, microbatches)
         return (grads, value, logs) if axis_name is None else jax.lax.psum((grads, value, logs), axis_name)
 
-    with jax.enable_x64(True):
-        program = data_parallel(step, (None, 0), None, devices=devices)
-        return jax.device_get(program(jnp.asarray(TOKENS, jnp.float64), table_batch()))
+    program = data_parallel(step, (None, 0), None, devices=devices)
+    return jax.device_get(program(jnp.asarray(TOKENS), table_batch()))
 
 
 @pytest.mark.parametrize(("devices", "pieces"), [(1, 1), (1, 4), (8, 1), (8, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_trls_whatever_the_batch_is_cut_into(name, devices, pieces):
     gradient, value, logs = loss_and_gradient(name, devices, pieces)
-    np.testing.assert_allclose(value, GOLDEN[f"{name}.loss"], rtol=1e-12)
+    np.testing.assert_allclose(value, GOLDEN[f"{name}.loss"], rtol=1e-6)
     assert not GOLDEN[f"{name}.gradient"][:, 1].any()  # z₀ has none
-    np.testing.assert_allclose(gradient, GOLDEN[f"{name}.gradient"], rtol=1e-10, atol=1e-15)
+    np.testing.assert_allclose(gradient, GOLDEN[f"{name}.gradient"], rtol=1e-5, atol=1e-9)
 
     log_ratios = np.sum((TOKENS - REF.astype(np.float64)) * MASK, axis=-1)
     kl = log_ratios[:, 1].mean() if name == "kto_rated" else 0.0
@@ -97,7 +96,7 @@ def test_loss_and_gradient_are_trls_whatever_the_batch_is_cut_into(name, devices
         "log_ratio_desirable": own[DESIRABLE].mean(),
         "log_ratio_undesirable": own[~DESIRABLE].mean(),
     }
-    assert {key: pytest.approx(total / weight, rel=1e-12) for key, (total, weight) in logs.means.items()} == expected
+    assert {key: pytest.approx(total / weight, rel=1e-5) for key, (total, weight) in logs.means.items()} == expected
 
 
 def test_z0_of_parts_of_a_batch_would_be_another_loss():
