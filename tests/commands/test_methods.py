@@ -410,13 +410,17 @@ def test_kto_learns_ratings_and_is_resumed_exported_and_evaluated(folder, tmp_pa
 
 
 def test_kto_learns_from_labels_and_from_one_prompt_where_nothing_is_estimated(folder, tmp_path, capsys):
-    rows = [{"prompt": f"{i % 4}+1=", "completion": str(i), "label": i % 3 == 0} for i in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = ("--data", tmp_path / "rows.jsonl", *KTO, "--steps", 2, "--heldout-share", 0.4)
-    lines, results = run(folder, tmp_path / "run", "kto", *given)
+    for name, prompts in (("many", 8), ("two", 2)):  # of two, one is held out
+        rows = [{"prompt": f"{i % prompts}+1=", "completion": str(i), "label": i % 3 == 0} for i in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = (*KTO, "--steps", 1, "--heldout-share", 0.4)
+    _, results = run(folder, tmp_path / "run", "kto", *options, "--data", tmp_path / "many.jsonl")
     assert results["before"]["log_ratio_desirable"] == 0
-    lines, _ = run(folder, tmp_path / "zero", "kto", *given, "--reference-point", "zero", "--num-completions", 8)
-    assert all(line["kl"] == 0 for line in lines if line["step"])
+    two = (*options, "--data", tmp_path / "two.jsonl")
+    lines, _ = run(folder, tmp_path / "zero", "kto", *two, "--reference-point", "zero")
+    assert lines[-1]["kl"] == 0
+    where = ["--method", "kto", "--model", folder / "model", "--run-dir", tmp_path / "kl", "--no-compilation-cache"]
+    assert "or take the reference point zero" in refused(capsys, *where, *two)
 
 
 @pytest.mark.parametrize(

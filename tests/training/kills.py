@@ -54,6 +54,7 @@ def make():
 STEPS = ("--steps", "10", "--learning-rate", "1e-2", "--checkpoint-every", "3", "--eval-every", "5")
 ROLLOUTS = ("--num-prompts", "4", "--max-tokens", "4", "--rollouts-every", "1", *STEPS)
 GRPO = (*ROLLOUTS, "--group-size", "4", "--task", "rows.jsonl")
+ON_PAIRS = ("dpo", "kto")  # which have no rollouts
 KTO = ("--log-every", "1", "--devices", "2", "--microbatches", "2")
 # name -> devices, options
 RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
