@@ -3,6 +3,7 @@
 import inspect
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -27,8 +28,8 @@ CONFIG = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8)
 def folder(tmp_path_factory):
     """A model, and rows that serve every method."""
     folder = tmp_path_factory.mktemp("methods")
-    for name, seed in (("model", 3), ("teacher", 4)):
-        save_pretrained(folder / name, jax.jit(decoder_policy(CONFIG).init)(jax.random.key(seed)), CONFIG)
+    for name, config in (("model", CONFIG), ("teacher", replace(CONFIG, initializer_range=0.3))):
+        save_pretrained(folder / name, jax.jit(decoder_policy(config).init)(jax.random.key(3)), config)
         arithmetic.TEXT.save_tokenizer(folder / name)
     sums = [(f"{i}+{j}=", i + j) for i in range(8) for j in range(8)]
     rows = [
