@@ -1,4 +1,4 @@
-"""The training loop on given data: for supervised training and reward models."""
+"""The training loop on given data, of every supervised phase."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
