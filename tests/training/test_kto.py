@@ -162,7 +162,10 @@ def test_resume_is_exact_and_neither_pieces_nor_devices_count(tmp_path):
     assert params_sha256(resumed) == params_sha256(state)
     assert again.lines() == run.lines()
 
-    _, other = fit_ratings(tmp_path / "spread", replace(PHASE, devices=4, microbatches=2))
+    spread = replace(PHASE, devices=4, microbatches=2)
+    with pytest.raises(KeyboardInterrupt):
+        fit_ratings(tmp_path / "spread", spread, stop=3)
+    _, other = fit_ratings(tmp_path / "spread", spread)
     names = ("grad_norm", "loss", "kl", "accuracy", "log_ratio_desirable")
     for line, expected in zip(other.lines()[:4], run.lines()[:4], strict=True):
         for name in names:

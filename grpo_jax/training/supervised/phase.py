@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.stopping import between_steps
 from grpo_jax.training.guards import check_gradients
 from grpo_jax.training.microbatches import Microbatches, by_prompts
-from grpo_jax.training.parallel import data_parallel, num_devices, place, to_devices
+from grpo_jax.training.parallel import data_parallel, num_devices, place, shardings, to_devices
 from grpo_jax.training.state import (
     TrainState,
     init_state,
@@ -168,7 +169,7 @@ def fit(
 
     kept = run.checkpoints(phase, keep=2, every=config.checkpoint_every, minutes=config.save_every_minutes)
     with between_steps() as asked_to_stop, kept as checkpoints:
-        state, done = checkpoints.restore(lambda: programs.init_state(trained))
+        state, done = checkpoints.restore(lambda: programs.init_state(trained), partial(shardings, devices=devices))
         run.rewind(phase, done, checkpoints.lines)
         if done == 0 and (start := heldout(state, 0)):
             run.log(phase, 0, start)
