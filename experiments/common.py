@@ -15,6 +15,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import interval_over_runs
 from grpo_jax.tasks.characters import Characters
@@ -54,6 +55,7 @@ def warm_start(
     phase: str,
 ) -> Params:
     """The parameters of a new model after supervised training; arguments as for `train_sft`."""
+    hosts.check_alone("experiments with a warm start")
     return train_sft(policy, new_params(policy, seed), batches, config, run, phase=phase).params
 
 

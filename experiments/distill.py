@@ -30,7 +30,7 @@ from grpo_jax.config import Distillation, GRPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import arithmetic
@@ -122,6 +122,7 @@ class Models(NamedTuple):
 def main(config: Config) -> None:
     """For each seed a student, a teacher, and every method; a table, curves and all numbers."""
     started = time.perf_counter()
+    hosts.check_alone("experiments with supervised phases")
     check_warm_start(config.warm)
     if not config.kinds or "none" in config.kinds:
         raise UsageError("kinds names no distillation: choose reverse_kl, forward_kl, jsd or k1")

@@ -69,7 +69,7 @@ from grpo_jax.models.heads import add_head
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import RewardModel, reward_function
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.folder import RunFolder, write_json, write_text
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
 from grpo_jax.tasks.dataset import text_task
@@ -168,6 +168,7 @@ class Seed(NamedTuple):
 def main(config: Config) -> None:
     """Judge, and for each seed SFT, reward model, PPO, GRPO and control; tables, answers to read, curves."""
     started = time.perf_counter()
+    hosts.check_alone("experiments with supervised phases")
     check(config)
     seeds = seeds_of(config.ppo.run.seed, config.seeds)
     model = load_model(config.model, seed=config.ppo.run.seed)

@@ -36,7 +36,7 @@ from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell
 from grpo_jax.training.state import TrainState
@@ -93,6 +93,7 @@ class Config:
 def main(config: Config) -> None:
     """Trains with every seed; a table, curves and results.json."""
     started = time.perf_counter()
+    hosts.check_alone("experiments with supervised phases")
     seeds = seeds_of(config.seed, config.seeds)
     runs: dict[str, dict[str, list[float]]] = {}
     run = flags.open_run(config)

@@ -35,6 +35,7 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
 from grpo_jax.statistics import cell, paired_difference
+from grpo_jax.training.parallel import Devices, devices_of, place, where_to_load
 from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.preference import (
     PairLoss,
@@ -134,7 +135,8 @@ def main(config: Config) -> None:
         raise UsageError("--data is needed: name a file of preferences")
     preferences, dropped = read_preferences(config.data, chat=config.chat)
     parts = split_preferences(preferences, config.heldout_share)
-    model = load_model(config.model, seed=config.seed)
+    devices = devices_of(config.train)
+    model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
     training, heldout = (encode(config, part, model.pretrained) for part in parts)
     if config.num_pairs > len(training.prompts):
         raise UsageError(
@@ -147,13 +149,16 @@ def main(config: Config) -> None:
     check_width(run, training, model.pretrained.config.max_position_embeddings)
     inputs = {"training rows": digests.of_values(*training[:2]), "held-out pairs": digests.of_values(*heldout[:2])}
     run.keep_inputs(PHASE, inputs)
-    parts_by_name = {"training": training, "heldout": heldout}
-    ref_logprobs = reference_logprobs(run, model, parts_by_name, config.num_pairs) if needs_reference(loss) else {}
+    model = model._replace(params=place(model.params, devices))
+    ref_logprobs = {}
+    if needs_reference(loss):
+        by_name = {"training": training, "heldout": heldout}
+        ref_logprobs = reference_logprobs(run, model, by_name, config.num_pairs, devices)
     pairs = Pairs(training, heldout, ref_logprobs)
     batches = preference_batches(training, ref_logprobs.get("training"), config.num_pairs, config.seed)
 
     def evaluated(params: Params) -> dict[str, np.ndarray]:
-        return evaluate(model, params, pairs, loss, config.num_pairs)
+        return evaluate(model, params, pairs, loss, config.num_pairs, devices)
 
     def heldout_numbers(params: Params) -> dict[str, float]:
         return {f"heldout_{name}": value for name, value in with_intervals(evaluated(params)).items()}
@@ -164,8 +169,10 @@ def main(config: Config) -> None:
         model.policy, model.params, batches, config.train, run, loss=loss, phase=PHASE, evaluate=heldout_numbers
     )
     after = evaluated(join(state.params, split(model.params)[1]))
-    show(run, compare(before, after), params_sha256(state.params))
-    say_end(run, started)
+    checksum = params_sha256(state.params)
+    if run.writes:
+        show(run, compare(before, after), checksum)
+        say_end(run, started)
 
 
 def loss_of(config: Config) -> PairLoss:
@@ -243,7 +250,7 @@ def check_width(run: RunFolder, pairs: EncodedPairs, longest: int | None) -> Non
 
 
 def reference_logprobs(
-    run: RunFolder, model: Loaded, parts: Mapping[str, EncodedPairs], num_pairs: int
+    run: RunFolder, model: Loaded, parts: Mapping[str, EncodedPairs], num_pairs: int, devices: Devices
 ) -> dict[str, np.ndarray]:
     """The log-probabilities of both completions under the start, which a resumed run reads from its reference.npz.
 
@@ -252,6 +259,7 @@ def reference_logprobs(
       model: the start.
       parts: of the data, by name.
       num_pairs: that are scored at a time.
+      devices: where the parameters are.
 
     Returns:
       float32 `[M, 2]` of each part.
@@ -263,7 +271,7 @@ def reference_logprobs(
     def score() -> dict[str, np.ndarray]:
         with run.waiting("scoring all completions by the reference (may take minutes)"):
             return {
-                name: score_preferences(model.policy, model.params, part, num_pairs=num_pairs)
+                name: score_preferences(model.policy, model.params, part, num_pairs=num_pairs, devices=devices)
                 for name, part in parts.items()
             }
 
@@ -273,9 +281,11 @@ def reference_logprobs(
     return arrays
 
 
-def evaluate(model: Loaded, params: Params, pairs: Pairs, loss: PairLoss, num_pairs: int) -> dict[str, np.ndarray]:
+def evaluate(
+    model: Loaded, params: Params, pairs: Pairs, loss: PairLoss, num_pairs: int, devices: Devices
+) -> dict[str, np.ndarray]:
     """`evaluate_preferences` of the held-out pairs."""
-    logprobs = score_preferences(model.policy, params, pairs.heldout, num_pairs=num_pairs)
+    logprobs = score_preferences(model.policy, params, pairs.heldout, num_pairs=num_pairs, devices=devices)
     everything = pad_pairs(pairs.heldout, np.arange(len(logprobs)), *pair_widths(pairs.heldout))
     batch = everything._replace(ref_logprobs=pairs.ref_logprobs.get("heldout"))
     return evaluate_preferences(loss, pair_scores(logprobs, batch))

@@ -28,11 +28,12 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags
+from grpo_jax.runs import flags, hosts
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
 from grpo_jax.statistics import paired_difference
+from grpo_jax.training.parallel import devices_of, place, where_to_load
 from grpo_jax.training.supervised.kto import RatedLoss, evaluate_ratings, rated_batches, train_kto
 from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.preference import score_preferences, with_intervals
@@ -99,12 +100,14 @@ def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, a page, and the checksum."""
     started = time.perf_counter()
     loss = loss_of(config)
+    hosts.check_alone("phases on ratings")
     check_supervised(config.train, rows=config.num_completions, name="num_completions")
     if not config.data:
         raise UsageError("--data is needed: name a file of ratings")
     ratings, dropped = read_ratings(config.data, chat=config.chat)
     sides = split_preferences(ratings, config.heldout_share)
-    model = load_model(config.model, seed=config.seed)
+    devices = devices_of(config.train)
+    model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
     options = encoding(config.model, config.max_tokens, model.pretrained)
     encoded = [encode_ratings(model.pretrained.tokenizer, side, **options) for side in sides]
     beside = partial(with_mismatched, seed=config.seed) if config.reference_point == "kl" else with_none
@@ -121,6 +124,7 @@ def main(config: Config) -> None:
     check_width(run, training.pairs, model.pretrained.config.max_position_embeddings)
     inputs = {"training rows": encoded[0], "held-out completions": encoded[1]}
     run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in inputs.items()})
+    model = model._replace(params=place(model.params, devices))
     train_and_evaluate(run, config, model, training, heldout, loss)
     say_end(run, started)
 
@@ -141,15 +145,16 @@ def train_and_evaluate(
     run: RunFolder, config: Config, model: Loaded, training: Part, heldout: Part, loss: RatedLoss
 ) -> None:
     """Trains on the one part, evaluates on the other before, during and after; leaves table, curves and results."""
-    estimates_kl = config.reference_point == "kl"
+    estimates_kl, devices = config.reference_point == "kl", devices_of(config.train)
     parts = {"training": training.pairs, "heldout": heldout.pairs}
-    ref_logprobs = reference_logprobs(run, model, parts, config.num_completions)
+    ref_logprobs = reference_logprobs(run, model, parts, config.num_completions, devices)
     batches = rated_batches(
         training.pairs, training.desirable, ref_logprobs["training"], config.num_completions, config.seed
     )
 
     def evaluated(params: Params) -> dict[str, np.ndarray]:
-        logprobs = score_preferences(model.policy, params, heldout.pairs, num_pairs=config.num_completions)
+        size = config.num_completions
+        logprobs = score_preferences(model.policy, params, heldout.pairs, num_pairs=size, devices=devices)
         log_ratios = logprobs - ref_logprobs["heldout"]
         return evaluate_ratings(loss, log_ratios, heldout.desirable, estimates_kl=estimates_kl)
 

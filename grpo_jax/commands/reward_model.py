@@ -12,7 +12,7 @@ Left out of the papers: pretraining on preferences, and ensembles.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ from grpo_jax.models.heads import Headed, add_head, join, split
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
-from grpo_jax.runs import flags, hosts, terminal
+from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.runs.pretrained import keep_description, load_model
 from grpo_jax.statistics import cell
-from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.parallel import devices_of, place, to_host, where_to_load
+from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.reward_model import (
     PairEvaluation,
     evaluate_pairs,
@@ -101,21 +102,24 @@ def encode_pairs(
 def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, the calibration picture, the model's folder, and a checksum."""
     started = time.perf_counter()
-    hosts.check_alone("supervised phases")
+    check_supervised(config.train, rows=config.num_pairs, name="num_pairs")
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
     preferences, dropped = read_preferences(config.data, chat=config.chat)
     training, heldout = split_preferences(preferences, config.heldout_share)
-    model = load_model(config.model, seed=config.seed)
+    devices = devices_of(config.train)
+    model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
     loaded = model.pretrained
     shape, params = add_head(loaded.config, model.params)
+    params = place(params, devices)
     train_pairs, heldout_pairs = (
         encode_pairs(loaded, part, config.model, config.max_tokens) for part in (training, heldout)
     )
     batches = pair_batches(train_pairs, config.num_pairs, config.seed)
 
     def evaluated(params: Headed, pairs: EncodedPairs) -> PairEvaluation:
-        return evaluate_pairs(score_pairs(shape, params, pairs), bins=config.bins)
+        found = score_pairs(shape, params, pairs, num_pairs=config.num_pairs, devices=devices)
+        return evaluate_pairs(found, bins=config.bins)
 
     def heldout_numbers(params: Headed) -> dict[str, Any]:
         numbers = evaluated(params, heldout_pairs).numbers()
@@ -141,19 +145,27 @@ def main(config: Config) -> None:
     after, shorter = evaluated(trained, heldout_pairs), evaluate_pairs(-lengths(heldout_pairs))
     rows = {"held out": after.numbers(), "trained on": evaluated(trained, train_pairs).numbers()}
     rows["the shorter one"] = shorter.accuracy.named("accuracy")
+    checksum, whole = params_sha256(state.params), to_host(trained)
+    if run.writes:
+        title = f"{len(heldout_pairs.prompts)} held-out pairs of {len(preferences)}, with 95% intervals"
+        show(run, title, rows, after, checksum)
+        keep_model(run, RewardModel(shape, whole, loaded.tokenizer, loaded.eos_ids, loaded.folder))
+        say_end(run, started)
+        run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+
+
+def show(
+    run: RunFolder, title: str, rows: Mapping[str, Mapping[str, Any]], evaluation: PairEvaluation, checksum: str
+) -> None:
+    """The table, curves.png, the calibration picture and results.json."""
     table = {
         name: [cell(row, "accuracy"), cell(row, "nll"), cell(row, "calibration_error")] for name, row in rows.items()
     }
-    title = f"{len(heldout_pairs.prompts)} held-out pairs of {len(preferences)}, with 95% intervals"
     terminal.print_table(run, title, ("accuracy", "NLL", "calibration error"), table)
-    checksum = params_sha256(state.params)
-    curve = {name: np.asarray(value).tolist() for name, value in after.calibration._asdict().items()}
+    curve = {name: np.asarray(value).tolist() for name, value in evaluation.calibration._asdict().items()}
     write_json(run.path / "results.json", {**rows, "calibration": curve, "params_sha256": checksum})
     terminal.save_curves(run, CURVES, (PHASE,))
-    save_calibration(run, after)
-    keep_model(run, RewardModel(shape, trained, loaded.tokenizer, loaded.eos_ids, loaded.folder))
-    say_end(run, started)
-    run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+    save_calibration(run, evaluation)
 
 
 def lengths(pairs: EncodedPairs) -> np.ndarray:

@@ -33,15 +33,16 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import keep_description, keep_files, load_model, load_teacher
+from grpo_jax.runs.pretrained import Loaded, keep_description, keep_files, load_model, load_teacher
 from grpo_jax.statistics import bootstrap, cell, paired_difference
 from grpo_jax.tasks.dataset import EncodedRows, encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import padding_id
 from grpo_jax.training.distillation import Taught, check_top_k
+from grpo_jax.training.parallel import devices_of, place, where_to_load
 from grpo_jax.training.state import TrainState
 from grpo_jax.training.supervised.distillation import Lesson, mean_divergence, train_distillation
-from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.sft import mean_nll, text_nll, train_sft
 
 PHASE = "sft"
@@ -113,12 +114,12 @@ class Texts(NamedTuple):
 def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, a page, and the checksum."""
     started = time.perf_counter()
-    hosts.check_alone("supervised phases")
-    divergence = divergence_of(config)
+    if config.teacher:
+        hosts.check_alone("phases with a teacher")
+    check_supervised(config.train, rows=config.num_rows, name="num_rows")
+    divergence, devices = divergence_of(config), devices_of(config.train)
     rows = read_completions(config)  # before a checkpoint is read
-    model = load_model(config.model, seed=config.seed)
-    check_top_k(divergence, model.pretrained.config.vocab_size)
-    teacher = load_teacher(config.teacher, config.model, model.pretrained) if config.teacher else None
+    model, teacher = load(config, divergence)
     texts = encode_texts(config, rows, model.pretrained)
     batches = packed_batches(texts.training, config.num_rows, config.seed)
     run = flags.open_run(config)
@@ -135,15 +136,20 @@ def main(config: Config) -> None:
     }
     run.keep_inputs(PHASE, inputs)
 
+    def heldout() -> Iterable[Packed]:
+        return packed_pieces(texts.heldout, config.num_rows)
+
     with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
-        before = text_nll(model.policy, model.params, packed_pieces(texts.heldout, config.num_rows))
+        before = text_nll(model.policy, model.params, heldout(), devices=devices)
     lesson = Lesson(teacher.policy, divergence, config.nll_coef) if teacher else None
     params = Taught(model.params, teacher.params) if teacher else model.params
-    state = learn(run, config, model.policy, params, texts, batches, lesson)
+    state = learn(run, config, model.policy, params, batches, heldout, lesson)
     trained = join(state.params, split(model.params)[1])
-    rows_of_table = compare(before, text_nll(model.policy, trained, packed_pieces(texts.heldout, config.num_rows)))
-    show(run, rows_of_table, params_sha256(state.params), TAUGHT_CURVES if teacher else CURVES)
-    say_end(run, started)
+    rows_of_table = compare(before, text_nll(model.policy, trained, heldout(), devices=devices))
+    checksum = params_sha256(state.params)
+    if run.writes:
+        show(run, rows_of_table, checksum, TAUGHT_CURVES if teacher else CURVES)
+        say_end(run, started)
 
 
 def learn(
@@ -151,26 +157,40 @@ def learn(
     config: Config,
     policy: Policy,
     params: Any,
-    texts: Texts,
     batches: Callable[[int], Packed],
+    heldout: Callable[[], Iterable[Packed]],
     lesson: Lesson | None,
 ) -> TrainState:
     """Trains on texts, and on what a teacher says of them where there is one; `params` are then `Taught`."""
-
-    def heldout() -> Iterable[Packed]:
-        return packed_pieces(texts.heldout, config.num_rows)
+    devices = devices_of(config.train)
 
     def nll(params: Params) -> dict[str, float]:
-        return {"heldout_nll": mean_nll(policy, params, heldout())}
+        return {"heldout_nll": mean_nll(policy, params, heldout(), devices=devices)}
 
     if lesson is None:
         return train_sft(policy, params, batches, config.train, run, phase=PHASE, evaluate=nll)
 
     def evaluate(params: Taught) -> dict[str, float]:
-        divergence = mean_divergence(policy, params, heldout(), lesson=lesson)
+        divergence = mean_divergence(policy, params, heldout(), lesson=lesson, devices=devices)
         return nll(params.policy) | {"heldout_distillation": divergence}
 
     return train_distillation(policy, params, batches, config.train, run, lesson=lesson, phase=PHASE, evaluate=evaluate)
+
+
+def load(config: Config, divergence: DistillationConfig) -> tuple[Loaded, Loaded | None]:
+    """The model and its teacher, if it has one, where the devices of the run take them.
+
+    Raises:
+      UsageError: there is none, or they do not fit each other, the devices or the options.
+    """
+    devices = devices_of(config.train)
+    model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
+    model = model._replace(params=place(model.params, devices))
+    if not config.teacher:
+        return model, None
+    check_top_k(divergence, model.pretrained.config.vocab_size)
+    teacher = load_teacher(config.teacher, config.model, model.pretrained, sharding=where_to_load(devices))
+    return model, teacher._replace(params=place(teacher.params, devices))
 
 
 def divergence_of(config: Config) -> DistillationConfig:

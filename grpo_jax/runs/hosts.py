@@ -182,7 +182,7 @@ def check_alone(what: str) -> None:
       UsageError: there are several.
     """
     if count() > 1:
-        raise UsageError(f"{what} run on one host, and there are {count()}: GRPO and PPO alone run on several")
+        raise UsageError(f"{what} run on one host, and there are {count()}: leave out --distributed")
 
 
 # ---- what they tell each other

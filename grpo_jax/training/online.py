@@ -25,6 +25,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.learned import RewardModel, reward_function
+from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import make_programs
@@ -233,6 +234,7 @@ def _rollouts(pairs: int, config: GRPOConfig) -> int:
 
 
 def _check(config: GRPOConfig, online: OnlineConfig, task: Task) -> None:
+    hosts.check_alone("rounds of preferences")
     if not online.labels or min(online.labels) < online.num_pairs:
         raise UsageError(
             f"labels is {online.labels}: each round needs at least the {online.num_pairs} pairs of a step of the "

@@ -12,13 +12,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from grpo_jax.config import GRPOConfig, validate_mesh
+from grpo_jax.config import MeshConfig, validate_mesh
 from grpo_jax.errors import UsageError
 from grpo_jax.models import sharding
 from grpo_jax.models.quantised import is_quantised
@@ -41,6 +41,18 @@ class Mesh(NamedTuple):
 Devices = int | Mesh
 
 
+class HasDevices(Protocol):
+    """Options of a run, or of a phase."""
+
+    @property
+    def devices(self) -> int:
+        """Devices to use; 0 for all."""
+
+    @property
+    def mesh(self) -> MeshConfig:
+        """How they share the work."""
+
+
 def num_devices(requested: int) -> int:
     """Devices to use: `requested`, or all of them for 0.
 
@@ -58,7 +70,7 @@ def num_devices(requested: int) -> int:
     return requested or available
 
 
-def devices_of(config: GRPOConfig) -> Devices:
+def devices_of(config: HasDevices) -> Devices:
     """The devices that a run asks for.
 
     Raises:
@@ -167,6 +179,25 @@ def compiled(
         return jax.lax.with_sharding_constraint(result, _shardings(result, devices, out_axes))
 
     return jax.jit(call, donate_argnums=donate_argnums)
+
+
+def rows_program(fn: Callable[[Any, Any], Any], *, devices: Devices = 1) -> Callable[[Any, Any], Any]:
+    """Compiles a function of rows that do not depend on each other, such as scores, with its results on the host.
+
+    Args:
+      fn: (parameters, batch `[N, ...]`) -> arrays `[N, ...]`.
+      devices: where the parameters are. On a mesh N is a multiple of its `parts`.
+
+    Returns:
+      (parameters, batch of NumPy arrays) -> NumPy arrays of all rows, on every host; all hosts call it.
+    """
+    program = compiled(fn, 0, devices=devices)
+
+    def call(params: Any, batch: Any) -> Any:
+        given = to_devices(batch, devices) if isinstance(devices, Mesh) else batch
+        return all_rows(program(params, given), devices)
+
+    return call
 
 
 def spread_over(tree: Any, devices: Devices) -> Any:

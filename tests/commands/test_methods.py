@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_jax.commands import evaluate, train
+from grpo_jax.commands import evaluate, kto, sft, train
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
@@ -17,7 +17,7 @@ from grpo_jax.models.lora import merge
 from grpo_jax.models.peft import load_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import load_reward_model
-from grpo_jax.runs import flags
+from grpo_jax.runs import flags, hosts
 from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks import arithmetic
 
@@ -560,3 +560,42 @@ def test_help_lists_the_options_of_a_method_alone(capsys, method, has, lacks):
     assert "--method {grpo,ppo,sft,reward-model,dpo,kto}" in page
     assert all(flag in page for flag in has)
     assert not any(flag in page for flag in lacks)
+
+
+# ---- a mesh
+
+
+@pytest.mark.parametrize("teacher", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sft_trains_on_a_mesh(folder, tmp_path, teacher, capsys):
+    options = ("--teacher", folder / "teacher", "--distillation", "forward_kl") if teacher else ()
+    check_mesh(folder, tmp_path, "sft", "--num-rows", options, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "size"), [("dpo", "--num-pairs"), ("kto", "--num-completions"), ("reward-model", "--num-pairs")]
+)
+def test_preferences_are_learned_on_a_mesh(folder, tmp_path, method, size, capsys):
+    check_mesh(folder, tmp_path, method, size, (), capsys)
+
+
+@pytest.mark.parametrize(("method", "config"), [(kto, kto.Config()), (sft, sft.Config(teacher="DIR"))])
+def test_what_runs_on_one_host_alone_is_refused_on_two(monkeypatch, method, config):
+    monkeypatch.setattr(hosts, "count", lambda: 2)
+    with pytest.raises(UsageError, match="run on one host, and there are 2: leave out --distributed"):
+        method.main(config)
+
+
+def check_mesh(folder, tmp_path, method, size, more, capsys):
+    """Against one device: the same lines, and results by the same names."""
+    steps = ("--steps", 4, "--log-every", 1, "--eval-every", 2, "--learning-rate", 1e-2)
+    options = (*more, *steps, size, 16, "--microbatches", 2)
+    expected, results = run(folder, tmp_path / "one", method, *options)
+    lines, found = run(folder, tmp_path / "mesh", method, *options, "--devices", 8, "--fsdp", 4)
+    for line, other in zip(lines, expected, strict=True):
+        assert line.pop("phase") == other.pop("phase")
+        assert line == pytest.approx(other, rel=1e-3, abs=1e-4)
+    assert found.keys() == results.keys()
+    where = ["--model", folder / "model", "--task" if method == "sft" else "--data", folder / "rows.jsonl"]
+    given = ["--method", method, *where, *more, size, 12, "--devices", 8, "--fsdp", 4, "--run-dir", tmp_path / "no"]
+    assert "is 12: it must be a multiple of microbatches x data x fsdp, 8" in refused(capsys, *given)

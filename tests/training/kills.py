@@ -60,6 +60,7 @@ KTO = ("--log-every", "1", "--devices", "2", "--microbatches", "2")
 RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pmap": (2, (*GRPO, "--reward", "rewards.py:low", "--parallel", "pmap", "--devices", "2")),
     "mesh": (2, (*GRPO, "--reward", "rewards.py:low", "--parallel", "mesh", "--devices", "2", "--fsdp", "2")),
+    "lora": (1, (*GRPO, "--reward", "rewards.py:low", "--lora-rank", "2")),
     "ppo": (1, ("--method", "ppo", *ROLLOUTS, "--task", "rows.jsonl", "--reward", "rewards.py:low")),
     "dpo": (1, ("--method", "dpo", "--data", "rows.jsonl", "--num-pairs", "8", *STEPS, "--log-every", "1")),
     "kto": (2, ("--method", "kto", "--data", "rows.jsonl", "--num-completions", "16", *STEPS, *KTO)),

@@ -1,4 +1,4 @@
-"""What the tests of several hosts start on each of them: a run of a small policy, or updates of a decoder.
+"""What the tests of several hosts start on each of them: a run of a small policy, updates of a decoder, a command.
 
 Under pytest eight virtual devices are set; XLA_FLAGS of the tests of hosts set fewer.
 """
@@ -105,5 +105,9 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["updates"]:
         address, number, own, folder = sys.argv[2:]
         updates(Path(folder), hosts.HostOptions(False, address, int(number), int(own)))
+    elif sys.argv[1:2] == ["command"]:
+        from grpo_jax.commands import train
+
+        train.command(sys.argv[2:])
     else:
         flags.main(Config, run, None)

@@ -17,10 +17,15 @@ import on_hosts
 import pytest
 import test_parallel as cases
 
+from grpo_jax.commands import train
 from grpo_jax.config import with_options
 from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import save_pretrained
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs import hosts
 from grpo_jax.runs.hosts import HostOptions, start
+from grpo_jax.tasks import arithmetic
 
 Processes = list[subprocess.Popen]
 WORKER = Path(__file__).with_name("on_hosts.py")
@@ -117,6 +122,37 @@ def test_updates_on_several_hosts_have_the_gradients_of_one(tmp_path, number, de
     same = (one.completion_ids == other["ids"]).all(-1)
     assert (~same).sum() <= 1  # rounding may decide between two tokens
     np.testing.assert_allclose(other["logprobs"][same], one.sampler_logprobs[same], atol=1e-5)
+
+
+PAIRS = ("--data", "rows.jsonl", "--num-pairs", "8")
+METHODS = {
+    "dpo": (*PAIRS, "--lora-rank", "2"),
+    "reward-model": PAIRS,
+    "sft": ("--task", "rows.jsonl", "--num-rows", "8", "--fsdp", "4"),
+}
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=() if name == "dpo" else pytest.mark.slow) for name in METHODS]
+)
+def test_phases_on_given_data_have_the_numbers_of_one_host(tmp_path, monkeypatch, method):
+    """Cut off on two hosts of two devices, and resumed there; host 0 alone writes."""
+    config = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8)
+    save_pretrained(tmp_path / "model", jax.jit(decoder_policy(config).init)(jax.random.key(3)), config)
+    arithmetic.TEXT.save_tokenizer(tmp_path / "model")
+    sums = [(f"{i}+{j}=", str(i + j)) for i in range(8) for j in range(8)]
+    rows = [{"prompt": asked, "completion": total, "chosen": total, "rejected": total + "1"} for asked, total in sums]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--method", method, "--model", "model", *METHODS[method], "--no-compilation-cache", "--log-every", "1"]
+    given += ["--steps", "4", "--decay", "none", "--learning-rate", "1e-2", "--eval-every", "2"]
+    for more in (["--devices", "0", "--steps", "2"], ["--resume", "--steps", "4"]):
+        arguments = ["command", *([] if "--resume" in more else given), *more, "--run-dir", "run"]
+        finish(launch(tmp_path, *arguments, number=2, devices=2))
+    monkeypatch.chdir(tmp_path)
+    train.command([*given, "--fsdp", "1", "--run-dir", "one/run"])
+    assert_close(lines(tmp_path), lines(tmp_path / "one"))
+    made, alone = ({path.name for path in (tmp_path / at).iterdir()} for at in ("run", "one/run"))
+    assert made == alone
 
 
 # ---- hosts that end

@@ -297,7 +297,11 @@ def wide_programs(devices: Mesh) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["sample", "score", "learn"])
 def test_a_program_takes_its_share_and_gathers_a_layer_at_a_time(name, devices, monkeypatch):
     monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS_CPU", N * G * T * 128)  # several slices of the vocabulary
-    compiled, held = wide_programs(devices)[name]
+    check_program(*wide_programs(devices)[name], devices, PASSES[name])
+
+
+def check_program(compiled: Any, held: Any, devices: Mesh, passes: int) -> None:
+    """It is given its share of the parameters, or of the state that is held, and puts no more than a layer together."""
     whole = sum(x.nbytes for x in jax.tree.leaves(held))
     share = whole / (devices.fsdp * devices.tensor)
     assert share <= compiled.memory_analysis().argument_size_in_bytes < 1.2 * share
@@ -307,7 +311,7 @@ def test_a_program_takes_its_share_and_gathers_a_layer_at_a_time(name, devices, 
     gathered = [math.prod(map(int, shape.split(","))) for line in lines for shape in re.findall(r"\[([0-9,]+)\]", line)]
     assert max(gathered) <= layer
     # A loop over layers is there once. What decodes has the layers in a row: a copy of them all would be 4 passes more.
-    assert PASSES[name] <= sum(gathered) / (layer / devices.tensor) < PASSES[name] + 2
+    assert passes <= sum(gathered) / (layer / devices.tensor) < passes + 2
     for leaf in jax.tree.leaves(shapes_of(WIDE)):
         if leaf.size > 1000:  # no norm
             assert f"[{','.join(map(str, leaf.shape))}]" not in text

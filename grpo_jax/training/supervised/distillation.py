@@ -9,8 +9,8 @@ The teacher is computed in the same piece of a batch as the policy, so nothing o
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from grpo_jax.functional import masked_sum, token_mean_weights
 from grpo_jax.models.policy import Policy
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.training.distillation import Head, Taught, join, split, teaching, token_divergence
+from grpo_jax.training.parallel import Devices, rows_program
 from grpo_jax.training.state import Batch, TrainState
 from grpo_jax.training.step import Logs
 from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, fit
@@ -105,14 +106,28 @@ def divergence_of(
     return token_divergence(lesson.divergence, hidden, head, theirs, known, temperature)
 
 
-def mean_divergence(policy: Policy, params: Taught, batches: Iterable[Packed], *, lesson: Lesson) -> float:
-    """The mean divergence over all learned tokens of some batches of one shape, in nats."""
-    sums = [jax.device_get(_divergence_sum(policy, lesson, params, batch)) for batch in batches]
-    total, tokens = np.sum(np.asarray(sums, np.float64), axis=0)
-    return float(total / max(tokens, 1))
+def mean_divergence(
+    policy: Policy, params: Taught, batches: Iterable[Packed], *, lesson: Lesson, devices: Devices = 1
+) -> float:
+    """The mean divergence over all learned tokens of some batches, in nats.
+
+    Args:
+      policy, lesson: as in `train_distillation`.
+      params: the policy's and the teacher's.
+      batches, devices: as for `sft.mean_nll`.
+    """
+    totals, tokens = [], 0
+    for batch in batches:
+        found = _token_divergence(policy, lesson, devices)(params, batch)
+        totals.append(np.sum(found, dtype=np.float64))
+        tokens += np.sum(batch.completion_mask)
+    return float(np.sum(totals) / max(tokens, 1))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _divergence_sum(policy: Policy, lesson: Lesson, params: Taught, batch: Packed) -> Any:
-    hidden = predicting_states(policy, params.policy, batch)
-    return masked_sum(divergence_of(policy, params, hidden, batch, lesson=lesson), batch.completion_mask)
+@cache
+def _token_divergence(policy: Policy, lesson: Lesson, devices: Devices) -> Callable[[Taught, Packed], np.ndarray]:
+    def token_divergences(params: Taught, batch: Packed) -> jax.Array:
+        hidden = predicting_states(policy, params.policy, batch)
+        return jnp.where(batch.completion_mask, divergence_of(policy, params, hidden, batch, lesson=lesson), 0)
+
+    return rows_program(token_divergences, devices=devices)

@@ -8,16 +8,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import Decay, validate_minutes, validate_sizes
+from grpo_jax.config import Decay, MeshConfig, validate_mesh, validate_minutes, validate_sizes
 from grpo_jax.errors import UsageError
 from grpo_jax.models import lora
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.stopping import between_steps
 from grpo_jax.training.guards import check_gradients
 from grpo_jax.training.microbatches import Microbatches, by_prompts
-from grpo_jax.training.parallel import data_parallel, num_devices, place, shardings, to_devices
+from grpo_jax.training.parallel import (
+    Mesh,
+    compiled,
+    data_parallel,
+    devices_of,
+    parts,
+    place,
+    shardings,
+    to_devices,
+    to_host,
+)
 from grpo_jax.training.state import (
     TrainState,
     init_state,
@@ -50,6 +59,7 @@ class SupervisedConfig:
     """Pieces that a step is computed in, to save memory. Results differ by rounding alone."""
     devices: int = 1
     """Devices to spread a step over; 0 for all."""
+    mesh: MeshConfig = MeshConfig()
     checkpoint_every: int = 250
     """Steps between checkpoints."""
     save_every_minutes: float = 0.0
@@ -96,8 +106,7 @@ def make_fit_programs(loss: SupervisedLoss, config: SupervisedConfig) -> FitProg
     Raises:
       UsageError: the configuration cannot work.
     """
-    hosts.check_alone("supervised phases")
-    devices = num_devices(config.devices)
+    devices = devices_of(config)
     _check(config)
     learning_rate = learning_rate_schedule(
         config.learning_rate, warmup_steps=config.warmup_steps, total_steps=config.steps, decay=config.decay
@@ -122,11 +131,10 @@ def make_fit_programs(loss: SupervisedLoss, config: SupervisedConfig) -> FitProg
 
     step_fn = data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,))
 
-    @jax.jit
     def initial_state(params: Params) -> TrainState:
         return init_state(jax.tree.map(jnp.copy, params), optimizer)
 
-    return FitPrograms(step_fn, initial_state)
+    return FitPrograms(step_fn, compiled(initial_state, devices=devices))
 
 
 def fit(
@@ -145,7 +153,8 @@ def fit(
     Args:
       loss: of the phase.
       params: where training starts; `loss.split` says which of them are trained.
-      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x devices.
+      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x the `parallel.parts` of
+        the devices. Every host makes the whole batch.
       config: the phase.
       run: where lines and checkpoints go.
       phase: names lines and checkpoints.
@@ -159,7 +168,7 @@ def fit(
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    devices, programs = num_devices(config.devices), programs or make_fit_programs(loss, config)
+    devices, programs = devices_of(config), programs or make_fit_programs(loss, config)
     trained, frozen = (place(part, devices) for part in loss.split(params))
 
     def heldout(state: TrainState, number: int) -> dict[str, Any]:
@@ -170,6 +179,7 @@ def fit(
     kept = run.checkpoints(phase, keep=2, every=config.checkpoint_every, minutes=config.save_every_minutes)
     with between_steps() as asked_to_stop, kept as checkpoints:
         state, done = checkpoints.restore(lambda: programs.init_state(trained), partial(shardings, devices=devices))
+        state = place(state, devices)
         run.rewind(phase, done, checkpoints.lines)
         if done == 0 and (start := heldout(state, 0)):
             run.log(phase, 0, start)
@@ -203,7 +213,7 @@ def _log(
 
     Metrics are scalars, but `skipped` is that of each step since the last line.
     """
-    metrics = jax.device_get(metrics)
+    metrics = to_host(metrics)
     numbers = jax.tree.map(float, metrics | {"skipped": max(metrics["skipped"])})
     run.log(phase, number, numbers | evaluated)
     check_gradients(run, f"{phase}_{number:06d}", numbers["skipped"], _MAX_SKIPPED, batch._asdict)
@@ -235,12 +245,15 @@ def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
     Raises:
       UsageError: one sentence that says what to change.
     """
-    parts = config.microbatches * num_devices(config.devices)
-    if rows < 1 or rows % parts:
-        raise UsageError(f"{name} is {rows}: it must be a multiple of microbatches x devices, {parts}, and at least 1")
+    devices = devices_of(config)
+    pieces = config.microbatches * parts(devices)
+    if rows < 1 or rows % pieces:
+        along = "data x fsdp" if isinstance(devices, Mesh) else "devices"
+        raise UsageError(f"{name} is {rows}: it must be a multiple of microbatches x {along}, {pieces}, and at least 1")
 
 
 def _check(config: SupervisedConfig) -> None:
+    validate_mesh(config.mesh)
     validate_minutes(config.save_every_minutes)
     validate_sizes(config)
     for least, names in (

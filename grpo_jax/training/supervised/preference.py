@@ -8,7 +8,7 @@ import inspect
 import os
 import zipfile
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +21,10 @@ from grpo_jax.data.rows import batches
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import bootstrap
+from grpo_jax.training.parallel import Devices, rows_program
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Array, Batch, TrainState
 from grpo_jax.training.step import Logs
@@ -190,28 +192,41 @@ def preference_batches(
     return batch
 
 
-def score_preferences(policy: Policy, params: Params, pairs: EncodedPairs, *, num_pairs: int = 16) -> np.ndarray:
-    """Log-probabilities of chosen and rejected, float32 `[M, 2]`, `num_pairs` at a time with one compiled program."""
+def score_preferences(
+    policy: Policy, params: Params, pairs: EncodedPairs, *, num_pairs: int = 16, devices: Devices = 1
+) -> np.ndarray:
+    """Log-probabilities of chosen and rejected, float32 `[M, 2]`, `num_pairs` at a time with one compiled program.
+
+    Args:
+      policy, params: the model.
+      pairs: M.
+      num_pairs: a multiple of the `parts` of a mesh.
+      devices: where the parameters are.
+    """
     size, widths = len(pairs.prompts), pair_widths(pairs)
     pieces = (pad_pairs(pairs, np.arange(at, at + num_pairs), *widths) for at in range(0, size, num_pairs))
-    return np.concatenate([np.asarray(_pair_logprobs(policy, params, piece)) for piece in pieces])[:size]
+    return np.concatenate([_pair_logprobs(policy, devices)(params, piece) for piece in pieces])[:size]
 
 
-_pair_logprobs = partial(jax.jit, static_argnums=0)(pair_logprobs)
+@cache
+def _pair_logprobs(policy: Policy, devices: Devices) -> Callable[[Params, PairBatch], np.ndarray]:
+    return rows_program(partial(pair_logprobs, policy), devices=devices)
 
 
 def kept_arrays(file: Path, make: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Arrays that are made once: read from the file where it is there, and written to it where it is not.
 
     Args:
-      file: .npz; a reader sees all of it or nothing.
-      make: the arrays by name.
+      file: .npz, which all hosts see; a reader sees all of it or nothing.
+      make: the arrays by name; all hosts make them together, and the first writes them.
 
     Raises:
       UsageError: the file is damaged.
     """
-    if not file.exists():
+    if not hosts.first_says(f"whether there is {file.name}", file.exists()):
         made = dict(make())
+        if not hosts.is_first():
+            return made
         temporary = file.with_name(file.name + ".tmp")
         with temporary.open("wb") as opened:
             np.savez(opened, **made)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ A pair is one prompt with two completions, the chosen one first, so that the pro
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +18,11 @@ from grpo_jax.data.types import pad_completions, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import bradley_terry_loss, token_mean_weights
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.heads import Headed, join, score_groups, scores, split
-from grpo_jax.models.policy import Policy
+from grpo_jax.models.heads import Headed, join, scores, split
+from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
+from grpo_jax.training.parallel import Devices, rows_program
 from grpo_jax.training.state import Array, TrainState
 from grpo_jax.training.step import Logs
 from grpo_jax.training.supervised.phase import (
@@ -155,12 +156,28 @@ def pair_widths(pairs: EncodedPairs) -> tuple[int, int]:
     return max(map(len, pairs.prompts)), max(len(ids) for answers in pairs.answers for ids in answers)
 
 
-def score_pairs(config: ModelConfig, params: Headed, pairs: EncodedPairs, *, num_pairs: int = 32) -> np.ndarray:
-    """Scores of chosen and rejected, float32 `[M, 2]`, `num_pairs` at a time with one compiled program."""
+def score_pairs(
+    config: ModelConfig, params: Headed, pairs: EncodedPairs, *, num_pairs: int = 32, devices: Devices = 1
+) -> np.ndarray:
+    """Scores of chosen and rejected, float32 `[M, 2]`, `num_pairs` at a time with one compiled program.
+
+    Args:
+      config: the decoder's shape.
+      params: its parameters and the head.
+      pairs: M.
+      num_pairs: a multiple of the `parts` of a mesh.
+      devices: where the parameters are.
+    """
     starts = range(0, len(pairs.prompts), num_pairs)
     pieces = (pad_pairs(pairs, np.arange(start, start + num_pairs), *pair_widths(pairs)) for start in starts)
-    found = [np.asarray(score_groups(config, params, *piece[:4])) for piece in pieces]
+    found = [_scorer(config, devices)(params, piece[:4]) for piece in pieces]
     return np.concatenate(found)[: len(pairs.prompts)]
+
+
+@cache
+def _scorer(config: ModelConfig, devices: Devices) -> Callable[[Headed, Any], np.ndarray]:
+    policy = decoder_policy(config)
+    return rows_program(lambda params, arrays: scores(policy, params, *arrays), devices=devices)
 
 
 class PairEvaluation(NamedTuple):

@@ -1,7 +1,7 @@
 """Supervised training on given completions, with the step of everything else."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.training.parallel import Devices, rows_program
 from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Batch, TrainState
 from grpo_jax.training.step import Logs, LossFn
@@ -88,33 +89,36 @@ def score_tokens(policy: Policy, params: Params, hidden: jax.Array, batch: Batch
     return token_logprobs(hidden, policy.unembedding(params), jnp.asarray(batch.ids), softcap=policy.softcap)
 
 
-def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> float:
+def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1) -> float:
     """−mean log π over all learned tokens of some batches, in nats.
 
     Args:
       policy: the model's functions.
       params: its parameters.
       batches: of one shape, so that one program is compiled.
+      devices: where the parameters are; the rows of a batch are a multiple of the `parts` of a mesh.
 
     Returns:
       The mean.
     """
-    totals, tokens = text_nll(policy, params, batches)
+    totals, tokens = text_nll(policy, params, batches, devices=devices)
     return float(totals.sum() / max(tokens.sum(), 1))
 
 
-def text_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> tuple[np.ndarray, np.ndarray]:
+def text_nll(
+    policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """−Σ log π over the learned tokens of each text, in nats, and how many these tokens are.
 
     Args:
-      policy, params, batches: as for `mean_nll`.
+      policy, params, batches, devices: as for `mean_nll`.
 
     Returns:
       float64 and int `[M]`: row by row, and in a row in the order of its texts.
     """
     totals, tokens = [], []
     for batch in batches:
-        nll = np.asarray(_token_nll(policy, params, batch), np.float64)
+        nll = np.asarray(_token_nll(policy, devices)(params, batch), np.float64)
         shape = len(batch.texts), int(np.max(batch.texts)) + 1
         place = np.ravel_multi_index((np.arange(shape[0])[:, None], batch.texts), shape).ravel()
         count = np.bincount(place, np.ravel(batch.completion_mask), minlength=shape[0] * shape[1])
@@ -123,8 +127,10 @@ def text_nll(policy: Policy, params: Params, batches: Iterable[Packed]) -> tuple
     return np.concatenate(totals), np.concatenate(tokens)
 
 
-@partial(jax.jit, static_argnums=0)
-def _token_nll(policy: Policy, params: Params, batch: Packed) -> jax.Array:
-    return -jnp.where(
-        batch.completion_mask, score_tokens(policy, params, predicting_states(policy, params, batch), batch).logprobs, 0
-    )
+@cache
+def _token_nll(policy: Policy, devices: Devices) -> Callable[[Params, Packed], np.ndarray]:
+    def token_nll(params: Params, batch: Packed) -> jax.Array:
+        scores = score_tokens(policy, params, predicting_states(policy, params, batch), batch)
+        return -jnp.where(batch.completion_mask, scores.logprobs, 0)
+
+    return rows_program(token_nll, devices=devices)
