@@ -235,9 +235,7 @@ def case(folder: Path, number: int) -> dict[str, Any]:
     shutil.rmtree(run, ignore_errors=True)
     kills = []
     for _ in range(dice.randrange(1, 5)):
-        moment = dice.choice(
-            [word for word in MOMENTS if name not in ("dpo", "kto") or word not in ("rollout", "reward")]
-        )
+        moment = dice.choice([word for word in MOMENTS if name not in ON_PAIRS or word not in ("rollout", "reward")])
         cold = ("--no-compilation-cache",) if moment == "compile" else ()
         kills.append(kill(Process(folder, name, run, mark, *cold), run, moment, dice.choice(SIGNALS), dice))
     last = Process(folder, name, run, mark)
