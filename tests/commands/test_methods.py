@@ -593,8 +593,12 @@ def check_mesh(folder, tmp_path, method, size, more, capsys):
     expected, results = run(folder, tmp_path / "one", method, *options)
     lines, found = run(folder, tmp_path / "mesh", method, *options, "--devices", 8, "--fsdp", 4)
     for line, other in zip(lines, expected, strict=True):
-        assert line.pop("phase") == other.pop("phase")
-        assert line == pytest.approx(other, rel=1e-3, abs=1e-4)
+        assert line.keys() == other.keys()
+        for name, value in line.items():
+            if method in ("dpo", "kto") and name == "accuracy" and line["step"] <= 2:
+                continue  # the policy is the reference yet, and rounding says which is above
+            is_number = isinstance(value, (int, float))
+            assert value == (pytest.approx(other[name], rel=1e-3, abs=1e-4) if is_number else other[name]), name
     assert found.keys() == results.keys()
     where = ["--model", folder / "model", "--task" if method == "sft" else "--data", folder / "rows.jsonl"]
     given = ["--method", method, *where, *more, size, 12, "--devices", 8, "--fsdp", 4, "--run-dir", tmp_path / "no"]
