@@ -8,7 +8,11 @@ random order. About a minute and a half on two CPU cores for three seeds; expect
 π* gains, and the control a little less than nothing. Left out of the paper: a pretrained model, a supervised start, and
 natural language.
 
+--loss kto learns from the same completions one by one, the chosen ones as good and the rejected ones as bad. Its loss
+has no finite optimum where labels err: a completion that is good more often than not is to become ever more likely.
+
   python -m experiments.preferences
+  python -m experiments.preferences --loss kto
 """
 
 import time
@@ -16,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -25,14 +30,17 @@ from experiments import common
 from experiments.common import Seeds, collect, over_seeds, seeds_of
 from grpo_jax.commands.common import say_end
 from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.data.ratings import EncodedRatings, with_mismatched
 from grpo_jax.data.types import rng
-from grpo_jax.functional import dpo_loss
+from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell
+from grpo_jax.training.state import TrainState
+from grpo_jax.training.supervised.kto import rated_batches, train_kto
 from grpo_jax.training.supervised.phase import SupervisedConfig
 from grpo_jax.training.supervised.preference import (
     pair_logprobs,
@@ -52,7 +60,7 @@ COLUMNS = {
     "kl": "KL to π_ref",
     "kl_to_best": "KL to π*",
 }
-METHODS = ("dpo", "control")
+CONTROL = "control"
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,8 @@ class Config:
     """Pairs of a step."""
     total_pairs: int = 16384
     """Pairs in all; a step takes some of them."""
+    loss: Literal["dpo", "kto"] = "dpo"
+    """dpo: of pairs. kto: of their completions one by one."""
     beta: float = 1.0
     """β of the loss and of the objective."""
     seed: int = 0
@@ -97,7 +107,7 @@ def main(config: Config) -> None:
     }
     title = f"exact, by enumeration; means of seeds {seeds[0]} to {seeds[-1]}, 95% interval over seeds"
     terminal.print_table(run, title, list(COLUMNS.values()), table)
-    phases = {method: [f"{method}_{seed}" for seed in seeds] for method in METHODS}
+    phases = {method: [f"{method}_{seed}" for seed in seeds] for method in (config.loss, CONTROL)}
     curves = (("loss", "loss of a batch"), ("accuracy", "accuracy of a batch"), ("heldout_objective", "J"))
     terminal.save_curves(run, curves, phases)
     write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
@@ -112,23 +122,39 @@ def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, f
     best = special.log_softmax(reference + worth / config.beta, axis=-1)
     numbers = partial(judge, reference=reference, worth=worth, best=best, beta=config.beta)
     found = {"start": numbers(reference)}
-    for method in METHODS:
-        pairs = sample_pairs(reference, worth, config.total_pairs, seed, shuffled=method == "control")
-        ref_logprobs = score_preferences(POLICY, params, pairs, num_pairs=512)
-        state = train_preference(
-            POLICY,
-            params,
-            preference_batches(pairs, ref_logprobs, config.num_pairs, seed),
-            config.train,
-            run,
-            loss=partial(dpo_loss, beta=config.beta),
-            phase=f"{method}_{seed}",
-            evaluate=heldout(numbers),
-        )
+    for method in (config.loss, CONTROL):
+        pairs = sample_pairs(reference, worth, config.total_pairs, seed, shuffled=method == CONTROL)
+        train = {"dpo": train_dpo, "kto": train_on_ratings}[config.loss]
+        state = train(config, params, pairs, seed, run, phase=f"{method}_{seed}", evaluate=heldout(numbers))
         found[method] = numbers(log_probabilities(state.params))
     found["closed form"] = numbers(best)
     start, end = (found[name]["objective"] for name in ("start", "closed form"))
     return {name: row | {"share": (row["objective"] - start) / (end - start)} for name, row in found.items()}
+
+
+def train_dpo(
+    config: Config, params: Params, pairs: EncodedPairs, seed: int, run: RunFolder, **phase: Any
+) -> TrainState:
+    """DPO on pairs; `phase` are further arguments of `train_preference`."""
+    ref_logprobs = score_preferences(POLICY, params, pairs, num_pairs=512)
+    batches = preference_batches(pairs, ref_logprobs, config.num_pairs, seed)
+    return train_preference(
+        POLICY, params, batches, config.train, run, loss=partial(dpo_loss, beta=config.beta), **phase
+    )
+
+
+def train_on_ratings(
+    config: Config, params: Params, pairs: EncodedPairs, seed: int, run: RunFolder, **phase: Any
+) -> TrainState:
+    """KTO on the completions of pairs, twice as many in a step; `phase` are further arguments of `train_kto`."""
+    prompts = [prompt for prompt in pairs.prompts for _ in range(2)]
+    ratings = EncodedRatings(
+        prompts, [ids for pair in pairs.answers for ids in pair], [True, False] * len(pairs.prompts)
+    )
+    mismatched = with_mismatched(ratings, seed)
+    ref_logprobs = score_preferences(POLICY, params, mismatched, num_pairs=512)
+    batches = rated_batches(mismatched, np.array(ratings.desirable), ref_logprobs, 2 * config.num_pairs, seed)
+    return train_kto(POLICY, params, batches, config.train, run, loss=partial(kto_loss, beta=config.beta), **phase)
 
 
 def heldout(numbers: Callable[[np.ndarray], dict[str, float]]) -> Callable[[Params], dict[str, float]]:

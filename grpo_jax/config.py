@@ -778,23 +778,13 @@ def validate_distillation(config: GRPOConfig) -> None:
                 "forward_kl, jsd or k1",
             )
         return
-    _require_at_least(own, 0, "distillation_top_k")
+    validate_divergence(own)
     _require(
         0 < own.distillation_coef < float("inf"),
         f"distillation_coef is {own.distillation_coef}: it must be above 0, and finite",
     )
     _require(
         0 <= own.reward_coef < float("inf"), f"reward_coef is {own.reward_coef}: it must be at least 0, and finite"
-    )
-    _require(
-        0 < own.distillation_beta < 1,
-        f"distillation_beta is {own.distillation_beta}: it must be between 0 and 1; at the ends take forward_kl or "
-        "reverse_kl",
-    )
-    _require(
-        kind == "jsd" or own.distillation_beta == DistillationConfig().distillation_beta,
-        f"distillation_beta is {own.distillation_beta}, but {kind} has no mixture: leave it out, or set distillation "
-        "to jsd",
     )
     _require(
         kind != "k1" or own.distillation_top_k == 0,
@@ -808,6 +798,22 @@ def validate_distillation(config: GRPOConfig) -> None:
     )
     if is_zero(own.reward_coef):
         _validate_without_rewards(config)
+
+
+def validate_divergence(config: DistillationConfig) -> None:
+    """Refuses constants that the divergence from a teacher cannot have, as `validate` does."""
+    kind = config.distillation
+    _require_at_least(config, 0, "distillation_top_k")
+    _require(
+        0 < config.distillation_beta < 1,
+        f"distillation_beta is {config.distillation_beta}: it must be between 0 and 1; at the ends take forward_kl or "
+        "reverse_kl",
+    )
+    _require(
+        kind == "jsd" or config.distillation_beta == DistillationConfig().distillation_beta,
+        f"distillation_beta is {config.distillation_beta}, but {kind} has no mixture: leave it out, or set "
+        "distillation to jsd",
+    )
 
 
 def _validate_without_rewards(config: GRPOConfig) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from grpo_jax import functional as F
-from grpo_jax.commands import dpo, sft
+from grpo_jax.commands import dpo, kto, sft
 from grpo_jax.config import CriticConfig, EngineOptions, GRPOConfig, PPOConfig, options_of
 
 ROOT = Path(__file__).parents[1]
@@ -212,7 +212,7 @@ def test_defaults_of_ppo_are_as_written():
     assert all(f"`{name}={value}`" in text for name, value in differing.items())
 
 
-@pytest.mark.parametrize(("method", "config"), [("sft", sft.Config), ("dpo", dpo.Config)])
+@pytest.mark.parametrize(("method", "config"), [("sft", sft.Config), ("dpo", dpo.Config), ("kto", kto.Config)])
 def test_options_on_given_data_have_their_defaults(method, config):
     stated = {row[0].strip("`"): literal_eval(row[1].strip("`")) for row in table(f"of `{method}`", "training.md")}
     own = {field.name: field.default for field in fields(config) if not is_dataclass(field.default)}

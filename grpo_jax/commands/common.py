@@ -18,7 +18,7 @@ from grpo_jax.training.loop import Programs, train
 from grpo_jax.training.state import TrainState
 
 # What `grpo-jax train --method` takes; each is a module of this folder.
-Method = Literal["grpo", "ppo", "sft", "reward-model", "dpo"]
+Method = Literal["grpo", "ppo", "sft", "reward-model", "dpo", "kto"]
 RUN_DIR = "runs/train"  # of all methods, so that --resume alone continues the newest run
 CONTROL = "control"
 PHASES = ("grpo", CONTROL)

@@ -12,7 +12,7 @@ Start from a model that was trained on such completions: `--method sft`.
 import inspect
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,7 +123,7 @@ class Pairs(NamedTuple):
 
     training: EncodedPairs
     heldout: EncodedPairs
-    ref_logprobs: Mapping[str, np.ndarray]  # "training" and "heldout", float32 [M, 2]; empty without a reference
+    ref_logprobs: Mapping[str, np.ndarray]  # of both, as `reference_logprobs`; empty without a reference
 
 
 def main(config: Config) -> None:
@@ -150,10 +150,12 @@ def main(config: Config) -> None:
     inputs = {"training rows": digests.of_values(*training[:2]), "held-out pairs": digests.of_values(*heldout[:2])}
     run.keep_inputs(PHASE, inputs)
     model = model._replace(params=place(model.params, devices))
-    pairs = (
-        with_reference(run, config, model, training, heldout) if needs_reference(loss) else Pairs(training, heldout, {})
-    )
-    batches = preference_batches(training, pairs.ref_logprobs.get("training"), config.num_pairs, config.seed)
+    ref_logprobs = {}
+    if needs_reference(loss):
+        by_name = {"training": training, "heldout": heldout}
+        ref_logprobs = reference_logprobs(run, model, by_name, config.num_pairs, devices)
+    pairs = Pairs(training, heldout, ref_logprobs)
+    batches = preference_batches(training, ref_logprobs.get("training"), config.num_pairs, config.seed)
 
     def evaluated(params: Params) -> dict[str, np.ndarray]:
         return evaluate(model, params, pairs, loss, config.num_pairs, devices)
@@ -180,18 +182,33 @@ def loss_of(config: Config) -> PairLoss:
       UsageError: a constant is of another loss, or impossible.
     """
     loss = LOSSES[config.preference_loss]
-    given = {name: getattr(config, name) for name in CONSTANTS if getattr(config, name) is not None}
-    for name, value in given.items():
-        is_possible, words = CONSTANTS[name]
+    given = given_constants(config, CONSTANTS)
+    for name in given:
         if name not in inspect.signature(loss).parameters:
             owners = [other for other, function in LOSSES.items() if name in inspect.signature(function).parameters]
             raise UsageError(
                 f"{name} is no constant of --preference-loss {config.preference_loss}: leave it out, or choose "
                 f"{' or '.join(owners)}"
             )
+    return partial(loss, **given)
+
+
+def given_constants(config: Any, known: Mapping[str, tuple[Callable[[float], bool], str]]) -> dict[str, float]:
+    """The constants of a loss that a config sets, by name.
+
+    Args:
+      config: has an option of each name.
+      known: name -> what it must be, and in words.
+
+    Raises:
+      UsageError: one is impossible.
+    """
+    given = {name: getattr(config, name) for name in known if getattr(config, name) is not None}
+    for name, value in given.items():
+        is_possible, words = known[name]
         if not (math.isfinite(value) and is_possible(value)):
             raise UsageError(f"{name} is {value}: it must be {words}")
-    return partial(loss, **given)
+    return given
 
 
 def encode(config: Config, preferences: Any, pretrained: Pretrained) -> EncodedPairs:
@@ -200,17 +217,25 @@ def encode(config: Config, preferences: Any, pretrained: Pretrained) -> EncodedP
     Raises:
       UsageError: one sentence that says what to change.
     """
-    tokenizer, longest = pretrained.tokenizer, pretrained.config.max_position_embeddings
-    return encode_preferences(
-        tokenizer,
-        preferences,
-        eos_ids=pretrained.eos_ids,
-        max_prompt_tokens=prompt_limit(config.model.max_prompt_tokens, longest, config.max_tokens or 1),
-        max_tokens=config.max_tokens or longest,
-        overlong=config.model.overlong,
-        vocab_size=pretrained.config.vocab_size,
-        end_id=ending_id(tokenizer, pretrained.eos_ids),
-    )
+    options = encoding(config.model, config.max_tokens, pretrained)
+    return encode_preferences(pretrained.tokenizer, preferences, **options)
+
+
+def encoding(model: ModelOptions, max_tokens: int | None, pretrained: Pretrained) -> dict[str, Any]:
+    """How prompts and completions become tokens of a model: options of `encode_answers`.
+
+    Raises:
+      UsageError: completions leave no room for a prompt, or the tokenizer has no EOS.
+    """
+    longest = pretrained.config.max_position_embeddings
+    return {
+        "eos_ids": pretrained.eos_ids,
+        "max_prompt_tokens": prompt_limit(model.max_prompt_tokens, longest, max_tokens or 1),
+        "max_tokens": max_tokens or longest,
+        "overlong": model.overlong,
+        "vocab_size": pretrained.config.vocab_size,
+        "end_id": ending_id(pretrained.tokenizer, pretrained.eos_ids),
+    }
 
 
 def check_width(run: RunFolder, pairs: EncodedPairs, longest: int | None) -> None:
@@ -224,27 +249,36 @@ def check_width(run: RunFolder, pairs: EncodedPairs, longest: int | None) -> Non
         )
 
 
-def with_reference(
-    run: RunFolder, config: Config, model: Loaded, training: EncodedPairs, heldout: EncodedPairs
-) -> Pairs:
-    """The pairs with the log-probabilities of the start, which a resumed run reads from its reference.npz.
+def reference_logprobs(
+    run: RunFolder, model: Loaded, parts: Mapping[str, EncodedPairs], num_pairs: int, devices: Devices
+) -> dict[str, np.ndarray]:
+    """The log-probabilities of both completions under the start, which a resumed run reads from its reference.npz.
+
+    Args:
+      run: new, or to be continued.
+      model: the start.
+      parts: of the data, by name.
+      num_pairs: that are scored at a time.
+      devices: where the parameters are.
+
+    Returns:
+      float32 `[M, 2]` of each part.
 
     Raises:
       UsageError: the file is damaged or another one.
     """
 
     def score() -> dict[str, np.ndarray]:
-        parts, devices = {"training": training, "heldout": heldout}, devices_of(config.train)
-        with run.waiting("scoring all pairs by the reference (may take minutes)"):
+        with run.waiting("scoring all completions by the reference (may take minutes)"):
             return {
-                name: score_preferences(model.policy, model.params, part, num_pairs=config.num_pairs, devices=devices)
+                name: score_preferences(model.policy, model.params, part, num_pairs=num_pairs, devices=devices)
                 for name, part in parts.items()
             }
 
     arrays = kept_arrays(run.path / "reference.npz", score)
     names = sorted(arrays)
     run.keep_inputs("reference", {"reference.npz": digests.of_values(names, *(arrays[name] for name in names))})
-    return Pairs(training, heldout, arrays)
+    return arrays
 
 
 def evaluate(
@@ -263,9 +297,17 @@ def compare(before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]) -
     return {"before": with_intervals(before), "after": with_intervals(after) | change.named("change")}
 
 
-def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: str) -> None:
+def show(
+    run: RunFolder,
+    rows: Mapping[str, Mapping[str, float]],
+    checksum: str,
+    *,
+    title: str = "held-out pairs",
+    curves: Sequence[Any] = CURVES,
+    phase: str = PHASE,
+) -> None:
     """The table, curves.png and results.json."""
     names = [name for name in rows["after"] if not name.endswith(("_low", "_high"))]
     table = {name: [cell(row, name) for row in rows.values()] for name in names}
-    terminal.print_table(run, "held-out pairs [95% intervals]", tuple(rows), table)
-    terminal.save_results(run, rows, checksum, CURVES, (PHASE,))
+    terminal.print_table(run, f"{title} [95% intervals]", tuple(rows), table)
+    terminal.save_results(run, rows, checksum, curves, (phase,))

@@ -6,7 +6,7 @@ of its own, which is killed when it hangs. Held-out prompts are evaluated before
 also trains on a coin toss, which must not learn. With --teacher another model judges each token, beside the reward or
 in its place. A model of 260 thousand parameters takes minutes on two CPU cores; one of a billion needs an accelerator.
 
-Other methods are --method ppo, sft, reward-model and dpo; each has a --help of its own.
+Other methods are --method ppo, sft, reward-model, dpo and kto; each has a --help of its own.
 
   grpo-jax train --model DIR --task rows.jsonl --reward my_rewards.py:solved
   grpo-jax train --model DIR --task gsm8k --data DIR --preset dapo --max-rollouts 4

@@ -3,22 +3,23 @@
 The model learns the tokens of the completion and its EOS, and none of the prompt. Texts are packed into rows of the
 longest one's width, so that little padding is computed. Prompts are made and held out as for GRPO: with the same rows
 and options, what is held out here is held out there. The NLL of held-out completions is measured before, during and
-after training.
+after training. With --teacher the model learns another model's probabilities at each token of the completions.
 
   grpo-jax train --method sft --model DIR --task rows.jsonl
+  grpo-jax train --method sft --model SMALL --teacher LARGE --distillation forward_kl --task rows.jsonl
   grpo-jax train --method sft --model DIR --task train.jsonl --template "Q: {question} A:" --completion-column answer
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method, say_end
-from grpo_jax.config import ModelOptions
+from grpo_jax.config import DistillationConfig, ModelOptions, validate_divergence
 from grpo_jax.data import digests
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.rows import read_rows, text_column
@@ -27,21 +28,30 @@ from grpo_jax.data.types import Prompts, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import join, split
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import keep_description, load_model
+from grpo_jax.runs.pretrained import Loaded, keep_description, keep_files, load_model, load_teacher
 from grpo_jax.statistics import bootstrap, cell, paired_difference
 from grpo_jax.tasks.dataset import EncodedRows, encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import padding_id
+from grpo_jax.training.distillation import Taught, check_top_k
 from grpo_jax.training.parallel import devices_of, place, where_to_load
+from grpo_jax.training.state import TrainState
+from grpo_jax.training.supervised.distillation import Lesson, mean_divergence, train_distillation
 from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.sft import mean_nll, text_nll, train_sft
 
 PHASE = "sft"
 CURVES = ((("loss", "heldout_nll"), "NLL, nats a token (dots: held out)"), ("entropy", "entropy, nats a token"))
+TAUGHT_CURVES = (
+    (("nll", "heldout_nll"), "NLL, nats a token (dots: held out)"),
+    ("entropy", "entropy, nats a token"),
+    (("distillation", "heldout_distillation"), "divergence from the teacher, nats a token"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,20 @@ class Config:
     max_tokens: int | None = None
     """Longest completion, in tokens, its EOS included (T); None: as long as the model was trained on. `overlong` says
     what happens to longer ones: they are dropped, or lose their end."""
+    teacher: str = ""
+    """Model whose probabilities are learned at each token of the completions, as --distillation says: folder of a
+    Hugging Face model, or its id on the hub. It may have any size, but needs the model's tokenizer. Empty: none."""
+    distillation: Literal["none", "reverse_kl", "forward_kl", "jsd"] = "none"
+    """What the model π learns from a teacher π_T at each token, over the whole vocabulary. reverse_kl: KL(π ‖ π_T).
+    forward_kl: KL(π_T ‖ π). jsd: the generalised Jensen-Shannon divergence (GKD, 2306.13649). none: there is no
+    teacher."""
+    distillation_top_k: int = 0
+    """Compute the divergence over the teacher's k likeliest tokens, with all others counted as one; 0: over the whole
+    vocabulary."""
+    distillation_beta: float = 0.5
+    """For jsd alone: weight β of the teacher in its mixture. Near 0 it is like forward_kl, near 1 like reverse_kl."""
+    nll_coef: float = 0.0
+    """With a teacher: weight λ of the NLL of the completions, beside the divergence. 0: from the teacher alone."""
     num_rows: int = 8
     """Packed rows of a step. The run says how many of them an epoch has."""
     seed: int = 0
@@ -90,14 +114,18 @@ class Texts(NamedTuple):
 def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, a page, and the checksum."""
     started = time.perf_counter()
+    if config.teacher:
+        hosts.check_alone("phases with a teacher")
     check_supervised(config.train, rows=config.num_rows, name="num_rows")
-    devices = devices_of(config.train)
+    divergence, devices = divergence_of(config), devices_of(config.train)
     rows = read_completions(config)  # before a checkpoint is read
-    model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
+    model, teacher = load(config, divergence)
     texts = encode_texts(config, rows, model.pretrained)
     batches = packed_batches(texts.training, config.num_rows, config.seed)
     run = flags.open_run(config)
     keep_description(run, model, config.model)
+    if teacher:
+        keep_files(run, "teacher", teacher.pretrained.folder)
     for note in texts.notes:
         run.console.print(note, markup=False, highlight=False)
     check_width(run, texts, model.pretrained.config.max_position_embeddings)
@@ -108,22 +136,91 @@ def main(config: Config) -> None:
     }
     run.keep_inputs(PHASE, inputs)
 
-    def heldout() -> Any:
+    def heldout() -> Iterable[Packed]:
         return packed_pieces(texts.heldout, config.num_rows)
 
-    def evaluate(params: Params) -> dict[str, float]:
-        return {"heldout_nll": mean_nll(model.policy, params, heldout(), devices=devices)}
-
-    start = place(model.params, devices)
     with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
-        before = text_nll(model.policy, start, heldout(), devices=devices)
-    state = train_sft(model.policy, start, batches, config.train, run, phase=PHASE, evaluate=evaluate)
-    trained = join(state.params, split(start)[1])
+        before = text_nll(model.policy, model.params, heldout(), devices=devices)
+    lesson = Lesson(teacher.policy, divergence, config.nll_coef) if teacher else None
+    params = Taught(model.params, teacher.params) if teacher else model.params
+    state = learn(run, config, model.policy, params, batches, heldout, lesson)
+    trained = join(state.params, split(model.params)[1])
     rows_of_table = compare(before, text_nll(model.policy, trained, heldout(), devices=devices))
     checksum = params_sha256(state.params)
     if run.writes:
-        show(run, rows_of_table, checksum)
+        show(run, rows_of_table, checksum, TAUGHT_CURVES if teacher else CURVES)
         say_end(run, started)
+
+
+def learn(
+    run: RunFolder,
+    config: Config,
+    policy: Policy,
+    params: Any,
+    batches: Callable[[int], Packed],
+    heldout: Callable[[], Iterable[Packed]],
+    lesson: Lesson | None,
+) -> TrainState:
+    """Trains on texts, and on what a teacher says of them where there is one; `params` are then `Taught`."""
+    devices = devices_of(config.train)
+
+    def nll(params: Params) -> dict[str, float]:
+        return {"heldout_nll": mean_nll(policy, params, heldout(), devices=devices)}
+
+    if lesson is None:
+        return train_sft(policy, params, batches, config.train, run, phase=PHASE, evaluate=nll)
+
+    def evaluate(params: Taught) -> dict[str, float]:
+        divergence = mean_divergence(policy, params, heldout(), lesson=lesson, devices=devices)
+        return nll(params.policy) | {"heldout_distillation": divergence}
+
+    return train_distillation(policy, params, batches, config.train, run, lesson=lesson, phase=PHASE, evaluate=evaluate)
+
+
+def load(config: Config, divergence: DistillationConfig) -> tuple[Loaded, Loaded | None]:
+    """The model and its teacher, if it has one, where the devices of the run take them.
+
+    Raises:
+      UsageError: there is none, or they do not fit each other, the devices or the options.
+    """
+    devices = devices_of(config.train)
+    model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
+    model = model._replace(params=place(model.params, devices))
+    if not config.teacher:
+        return model, None
+    check_top_k(divergence, model.pretrained.config.vocab_size)
+    teacher = load_teacher(config.teacher, config.model, model.pretrained, sharding=where_to_load(devices))
+    return model, teacher._replace(params=place(teacher.params, devices))
+
+
+def divergence_of(config: Config) -> DistillationConfig:
+    """What is learned from the teacher; of kind "none" without one.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    found = DistillationConfig(
+        distillation=config.distillation,
+        distillation_top_k=config.distillation_top_k,
+        distillation_beta=config.distillation_beta,
+    )
+    kinds = "reverse_kl, forward_kl or jsd"
+    if config.distillation == "none":
+        if config.teacher:
+            raise UsageError(f"there is a teacher, but distillation is none: set it to {kinds}")
+        for name in ("distillation_top_k", "distillation_beta", "nll_coef"):
+            if getattr(config, name) != getattr(Config, name):
+                raise UsageError(
+                    f"{name} is {getattr(config, name)}, but distillation is none: leave it out, or choose {kinds}"
+                )
+    elif not config.teacher:
+        raise UsageError(
+            f"distillation {config.distillation} needs a teacher: name a model with the same tokenizer as teacher"
+        )
+    if not 0 <= config.nll_coef < float("inf"):
+        raise UsageError(f"nll_coef is {config.nll_coef}: it must be at least 0, and finite")
+    validate_divergence(found)
+    return found
 
 
 def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
@@ -231,8 +328,8 @@ def _shares(totals: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return ratio + (totals - ratio * tokens) / tokens.mean()
 
 
-def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: str) -> None:
+def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]], checksum: str, curves: Sequence[Any]) -> None:
     """The table, curves.png and results.json."""
     table = {name: [cell(row, name) for row in rows.values()] for name in ("nll", "change")}
     terminal.print_table(run, "held-out completions, nats a token [95% interval]", tuple(rows), table)
-    terminal.save_results(run, rows, checksum, CURVES, (PHASE,))
+    terminal.save_results(run, rows, checksum, curves, (PHASE,))

@@ -8,14 +8,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from scipy import special
 
 from grpo_jax.data.packing import Packed, pack
 from grpo_jax.data.rows import place, read_rows, text_column
-from grpo_jax.data.text import Message, Overlong, check_ids, encode_completion, encode_prompts
+from grpo_jax.data.text import Message, Overlong, encode_answers
 from grpo_jax.data.types import Completion, Example, rng
 from grpo_jax.errors import UsageError
 
@@ -23,6 +23,17 @@ from grpo_jax.errors import UsageError
 ASSISTANT = "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
+NO_PROMPT = "with an empty prompt, or messages without role or content"  # why a row is dropped
+
+
+class HasPrompt(Protocol):
+    """What is held out by its prompt."""
+
+    @property
+    def prompt(self) -> str | list[Message]: ...
+
+
+Kind = TypeVar("Kind", bound=HasPrompt)
 
 
 class Preference(NamedTuple):
@@ -64,11 +75,7 @@ def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Pr
     """
     kept, dropped = [], Counter[str]()
     for row in read_rows(source):
-        parsed = (
-            _answers(row)
-            if "prompt" in row
-            else parse_transcripts(text_column(row, "chosen"), text_column(row, "rejected"), chat=chat)
-        )
+        parsed = preference_of(row, chat=chat)
         if isinstance(parsed, str):
             dropped[parsed] += 1
         else:
@@ -78,17 +85,39 @@ def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Pr
     return kept, dict(dropped)
 
 
-def _answers(row: Mapping[str, Any]) -> Preference | str:
-    prompt, margin = row["prompt"], row.get("margin")
+def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference | str:
+    """The preference of a row, or why there is none.
+
+    Args:
+      row: as for `read_preferences`.
+      chat: as there.
+
+    Raises:
+      UsageError: a column is missing, or holds something else.
+    """
+    if "prompt" not in row:
+        return parse_transcripts(text_column(row, "chosen"), text_column(row, "rejected"), chat=chat)
+    prompt, margin = prompt_of(row), row.get("margin")
     margin = 0.0 if margin is None else margin
-    if not isinstance(prompt, str | list):
-        raise UsageError(f"{getattr(row, 'where', 'a row')}: column prompt should hold text or chat messages")
     if not isinstance(margin, int | float) or isinstance(margin, bool) or not math.isfinite(margin):
         raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number")
-    messages = prompt if isinstance(prompt, list) else []
-    if not prompt or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
-        return "with an empty prompt, or messages without role or content"
+    if prompt is None:
+        return NO_PROMPT
     return _checked(Preference(prompt, text_column(row, "chosen"), text_column(row, "rejected"), float(margin)))
+
+
+def prompt_of(row: Mapping[str, Any]) -> str | list[Message] | None:
+    """The prompt of a row, or None where it is empty or its messages are no messages.
+
+    Raises:
+      UsageError: it is neither text nor a list.
+    """
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str | list):
+        raise UsageError(f"{getattr(row, 'where', 'a row')}: column prompt should hold text or chat messages")
+    messages = prompt if isinstance(prompt, list) else []
+    is_whole = all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
+    return prompt if prompt and is_whole else None
 
 
 def write_preferences(path: Path, preferences: Sequence[Preference]) -> None:
@@ -141,13 +170,11 @@ def _checked(pair: Preference) -> Preference | str:
     return pair
 
 
-def split_preferences(
-    preferences: Sequence[Preference], heldout_share: float = 0.2
-) -> tuple[list[Preference], list[Preference]]:
+def split_preferences(preferences: Sequence[Kind], heldout_share: float = 0.2) -> tuple[list[Kind], list[Kind]]:
     """Those to train on, and those held out, by a hash of the prompt: equal prompts are on one side.
 
     Args:
-      preferences: all.
+      preferences: all; or completions that were rated.
       heldout_share: about this share is held out, 0.2.
 
     Returns:
@@ -161,7 +188,7 @@ def split_preferences(
     heldout = [pair for pair, at in zip(preferences, places, strict=True) if at < heldout_share]
     if not training or not heldout:
         raise UsageError(
-            f"of {len(preferences)} pairs {len(heldout)} are held out: give more, or another heldout_share than "
+            f"of {len(preferences)} rows {len(heldout)} are held out: give more, or another heldout_share than "
             f"{heldout_share}"
         )
     return training, heldout
@@ -233,47 +260,19 @@ def encode_preferences(
     Raises:
       UsageError: as `encode_prompts` does, nothing is left, or the model lacks a token.
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
-    prompts = encode_prompts(
+    found = encode_answers(
         tokenizer,
         [pair.prompt for pair in preferences],
+        [(pair.chosen, pair.rejected) for pair in preferences],
         eos_ids=eos_ids,
         max_prompt_tokens=max_prompt_tokens,
+        max_tokens=max_tokens,
         overlong=overlong,
+        vocab_size=vocab_size,
+        end_id=end_id,
     )
-    kept: list[tuple[list[int], tuple[list[int], list[int]], float]] = []
-    dropped, cut = Counter[str](), 0
-    for ids, number in zip(prompts.token_ids, prompts.kept, strict=True):
-        pair = preferences[number]
-        chosen, rejected = (
-            encode_completion(tokenizer, text, eos_ids=eos_ids) for text in (pair.chosen, pair.rejected)
-        )
-        if not chosen or not rejected:
-            dropped["whose answers are empty or equal as tokens"] += 1
-            continue
-        if end_id is not None:
-            chosen, rejected = [*chosen, end_id], [*rejected, end_id]
-        if max_tokens is not None and max(len(chosen), len(rejected)) > max_tokens:
-            if overlong == "drop":
-                dropped[f"with an answer longer than {max_tokens} tokens"] += 1
-                continue
-            chosen, rejected, cut = chosen[:max_tokens], rejected[:max_tokens], cut + 1
-        if chosen == rejected:
-            dropped["whose answers are empty or equal as tokens"] += 1
-            continue
-        kept.append((ids, (chosen, rejected), pair.margin))
-    if not kept:
-        raise UsageError(f"no pair is left of {len(preferences)} ({dict(dropped)}): raise max_tokens")
-    notes = (
-        prompts.summary(),
-        "; ".join(f"dropped {count} pairs {reason}" for reason, count in dropped.items()),
-        f"{cut} of {len(prompts.kept)} pairs have an answer that lost its end" if cut else "",
-    )
-    token_ids, answers, margins = (list(part) for part in zip(*kept, strict=True))
-    if vocab_size is not None:
-        check_ids([*token_ids, *(ids for pair in answers for ids in pair)], vocab_size)
-    return EncodedPairs(token_ids, answers, margins, tuple(filter(None, notes)))
+    margins = [preferences[number].margin for number in found.kept]
+    return EncodedPairs(found.prompts, [(chosen, rejected) for chosen, rejected in found.answers], margins, found.notes)
 
 
 def pack_chosen(pairs: EncodedPairs, eos_id: int, max_tokens: int) -> Packed:

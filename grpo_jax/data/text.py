@@ -200,6 +200,87 @@ def encode_completions(
     return EncodedCompletions(token_ids, kept, _left_out("completions", "end", len(kept), dropped, truncated))
 
 
+class EncodedAnswers(NamedTuple):
+    """Prompts with one answer or several to each, as token ids."""
+
+    prompts: list[list[int]]  # [M]
+    answers: list[tuple[list[int], ...]]  # [M]
+    kept: list[int]  # [M], numbers of these prompts among those given
+    notes: tuple[str, ...]  # what was dropped or cut, in words
+
+
+def encode_answers(
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[Message]],
+    answers: Sequence[tuple[str, ...]],
+    *,
+    eos_ids: tuple[int, ...],
+    max_prompt_tokens: int | None = None,
+    max_tokens: int | None = None,
+    overlong: Overlong = "truncate",
+    vocab_size: int | None = None,
+    end_id: int | None = None,
+    rows: str = "pairs",
+) -> EncodedAnswers:
+    """Token ids of prompts and answers. Answers to one prompt are kept where all have tokens and no two are equal.
+
+    Args:
+      tokenizer: of transformers.
+      prompts: texts or messages.
+      answers: to each of them.
+      eos_ids: what ends a text; dropped where it does.
+      max_prompt_tokens: P; None: as long as they come.
+      max_tokens: of an answer, T; None: as long as they come.
+      overlong: what is longer is dropped, or cut: a prompt loses its beginning, an answer its end.
+      vocab_size: of the model, which refuses tokens outside of it; None: they are not looked at.
+      end_id: put behind every answer, and counted in its length; None: nothing is.
+      rows: what one of them is called in notes.
+
+    Raises:
+      UsageError: as `encode_prompts` does, nothing is left, or the model lacks a token.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
+    encoded = encode_prompts(
+        tokenizer, prompts, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong
+    )
+    kept: list[tuple[list[int], tuple[list[int], ...], int]] = []
+    dropped, cut = Counter[str](), 0
+    for prompt, number in zip(encoded.token_ids, encoded.kept, strict=True):
+        ids = [encode_completion(tokenizer, text, eos_ids=eos_ids) for text in answers[number]]
+        fitted = _fitted(ids, max_tokens=max_tokens, overlong=overlong, end_id=end_id)
+        if isinstance(fitted, str):
+            dropped[fitted] += 1
+            continue
+        cut += sum(map(len, fitted)) < sum(map(len, ids)) + (end_id is not None) * len(ids)
+        kept.append((prompt, fitted, number))
+    if not kept:
+        raise UsageError(f"no {rows.rstrip('s')} is left of {len(prompts)} ({dict(dropped)}): raise max_tokens")
+    notes = (
+        encoded.summary(),
+        "; ".join(f"dropped {count} {rows} {reason}" for reason, count in dropped.items()),
+        f"{cut} of {len(encoded.kept)} {rows} have an answer that lost its end" if cut else "",
+    )
+    if vocab_size is not None:
+        check_ids([ids for prompt, several, _ in kept for ids in (prompt, *several)], vocab_size)
+    token_ids, fitting, numbers = (list(part) for part in zip(*kept, strict=True))
+    return EncodedAnswers(token_ids, fitting, numbers, tuple(filter(None, notes)))
+
+
+def _fitted(
+    answers: Sequence[list[int]], *, max_tokens: int | None, overlong: Overlong, end_id: int | None
+) -> tuple[list[int], ...] | str:
+    """Answers to one prompt with their ends, cut to what is allowed; or why they are dropped."""
+    unfit = "whose answers are empty or equal as tokens" if len(answers) > 1 else "that are empty as tokens"
+    if not all(answers):
+        return unfit
+    ended = [[*ids, *([] if end_id is None else [end_id])] for ids in answers]
+    if max_tokens is not None and overlong == "drop" and max(map(len, ended)) > max_tokens:
+        return f"with an answer longer than {max_tokens} tokens"
+    fitted = tuple(ids[:max_tokens] for ids in ended)
+    return unfit if len(set(map(tuple, fitted))) < len(fitted) else fitted
+
+
 def check_ids(token_ids: Iterable[Sequence[int]], vocab_size: int) -> None:
     """Refuses tokens that a model does not have. A tokenizer may know more, as long as they do not occur.
 

@@ -56,6 +56,17 @@ class Taught(NamedTuple):
     teacher: Params
 
 
+def split(params: Taught) -> tuple[Params, Taught]:
+    """What is trained of the policy, and all that is not."""
+    trained, frozen = lora.split(params.policy)
+    return trained, Taught(frozen, params.teacher)
+
+
+def join(trained: Params, frozen: Taught) -> Taught:
+    """The parameters that `split` took apart."""
+    return Taught(lora.join(trained, frozen.policy), frozen.teacher)
+
+
 def make_distillation_programs(
     policy: Policy, teacher: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
 ) -> Programs:
@@ -77,12 +88,21 @@ def make_distillation_programs(
     check_teacher(config, has_teacher=True)
     validate(config, num_devices=parts(devices_of(config)))
     check_task(task, config)
-    if config.distillation.distillation_top_k >= task.vocab_size:
-        raise UsageError(
-            f"distillation_top_k is {config.distillation.distillation_top_k}, but the model has {task.vocab_size} "
-            "tokens: set it below that, or to 0 for all"
-        )
+    check_top_k(config.distillation, task.vocab_size)
     return compile_programs(distillation_method(policy, teacher, config), policy, task, config, sampler=sampler)
+
+
+def check_top_k(config: DistillationConfig, vocab_size: int) -> None:
+    """Refuses as many of the teacher's likeliest tokens as there are tokens.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    if config.distillation_top_k >= vocab_size:
+        raise UsageError(
+            f"distillation_top_k is {config.distillation_top_k}, but the model has {vocab_size} tokens: set it below "
+            "that, or to 0 for all"
+        )
 
 
 def programs_with(
@@ -110,10 +130,6 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
     """GRPO with a teacher, whose parameters are `Taught`."""
     own, grpo = config.distillation, grpo_method(policy, config)
     policy_loss_fn = grpo_loss_fn(policy, config.loss)
-
-    def split(params: Taught) -> tuple[Params, Taught]:
-        trained, frozen = lora.split(params.policy)
-        return trained, Taught(frozen, params.teacher)
 
     def advantages(rewards: RewardArrays, batch: Batch, kl_coef: Array, axis_name: AxisName) -> Advantages:
         if is_zero(own.reward_coef):
@@ -169,12 +185,27 @@ def teach(teacher: Policy, params: Params, config: DistillationConfig, batch: Ba
     if config.distillation == "k1":
         return Teaching(logprobs=score_completion_tokens(teacher, params, batch).logprobs)
     hidden = hidden_states(teacher, params, batch)
+    head = Head(teacher.unembedding(params), teacher.softcap)
+    return teaching(config, hidden, head, batch.temperature[..., None], vocab_size=vocab_size)
+
+
+def teaching(
+    config: DistillationConfig, hidden: jax.Array, head: Head, temperature: jax.Array | float, *, vocab_size: int
+) -> Teaching:
+    """Of a teacher what `token_divergence` needs: its hidden states, or its likeliest tokens.
+
+    Args:
+      config: how it is learned from, other than by k1.
+      hidden: of the teacher, `[..., T, E]`.
+      head: of the teacher.
+      temperature: broadcasts against `[..., T]`.
+      vocab_size: as in `teach`.
+    """
     if not config.distillation_top_k:
         return Teaching(hidden=hidden)
-    unembedding = teacher.unembedding(params)[:vocab_size]
+    unembedding = head.unembedding[:vocab_size]
     ids = top_tokens(hidden, unembedding, config.distillation_top_k)
-    temperature = batch.temperature[..., None]
-    logits = bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=teacher.softcap)
+    logits = bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=head.softcap)
     return Teaching(ids=ids, logits=logits)
 
 

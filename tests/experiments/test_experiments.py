@@ -467,18 +467,19 @@ def test_a_student_beside_its_teacher_and_again_resumed(tmp_path):
     assert json.loads((tmp_path / "run/results.json").read_text()) == results
 
 
-def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_path):
-    args = ["--steps", 8, "--num-pairs", 32, "--total-pairs", 64, "--num-seeds", 1, "--warmup-steps", 2]
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_path, loss):
+    args = ["--loss", loss, "--steps", 8, "--num-pairs", 32, "--total-pairs", 64, "--num-seeds", 1, "--warmup-steps", 2]
     config = parse(*args, "--eval-every", 4, "--run-dir", tmp_path / "run", config=preferences.Config)
     preferences.main(config)
     results = json.loads((tmp_path / "run/results.json").read_text())
     runs = {method: {name: values[0] for name, values in row.items()} for method, row in results["runs"].items()}
-    assert list(runs) == ["start", "dpo", "control", "closed form"]
+    assert list(runs) == ["start", loss, "control", "closed form"]
     assert (runs["start"]["kl"], runs["start"]["share"]) == (0, 0)
     assert runs["closed form"]["kl_to_best"] == 0
     for row in runs.values():  # J(π*) − J(π) = β KL(π ‖ π*), whatever the policy
         gap = runs["closed form"]["objective"] - row["objective"]
         assert gap == pytest.approx(row["kl_to_best"], abs=1e-4)
-    assert runs["dpo"]["kl"] > 0
+    assert runs[loss]["kl"] > 0
     preferences.main(parse("--resume", "--run-dir", tmp_path / "run", config=preferences.Config))
     assert json.loads((tmp_path / "run/results.json").read_text()) == results

@@ -324,6 +324,13 @@ def kto_of_trl(logprobs, **constants):
     return jnp.mean(F.kto_loss(logprobs, total("ref", "mask"), D["desirable"], kl=kl, **constants))
 
 
+def rated_of_trl(logprobs, estimates_kl=True, **constants):
+    """Completions in the first row, mismatched ones in the second."""
+    own, other = (jnp.sum(jnp.where(D["rated_mask"], x, 0), axis=-1).T for x in (logprobs, D["rated_ref"]))
+    kl = F.kto_kl(own[1], other[1]) if estimates_kl else 0.0
+    return jnp.mean(F.kto_loss(own[0], other[0], D["rated_desirable"], kl=kl, **constants))
+
+
 OF_TRL = {
     "dpo": partial(mean_over_pairs, F.dpo_loss),
     "robust_dpo": partial(mean_over_pairs, F.robust_dpo_loss),
@@ -338,13 +345,16 @@ OF_TRL = {
     "orpo": partial(mean_over_pairs, F.orpo_loss),
     "kto": kto_of_trl,
     "kto_weighted": partial(kto_of_trl, beta=0.5, desirable_weight=1.5, undesirable_weight=0.5),
+    "kto_rated": partial(rated_of_trl, beta=0.5, desirable_weight=1.25, undesirable_weight=0.75),
+    "apo_zero": partial(rated_of_trl, beta=0.5, estimates_kl=False),
 }
 
 
 @pytest.mark.parametrize("name", OF_TRL)
 def test_losses_and_gradients_of_trl(name):
+    given = D["rated" if name in ("kto_rated", "apo_zero") else "logprobs"]
     with jax.enable_x64(True):
-        loss, gradient = jax.jit(jax.value_and_grad(OF_TRL[name]))(jnp.asarray(D["logprobs"], jnp.float64))
+        loss, gradient = jax.jit(jax.value_and_grad(OF_TRL[name]))(jnp.asarray(given, jnp.float64))
     assert_allclose(loss, GOLDEN[f"{name}.loss"], rtol=1e-9)
     assert np.any(GOLDEN[f"{name}.gradient"])
     assert_allclose(gradient, GOLDEN[f"{name}.gradient"], rtol=1e-8, atol=1e-12)

@@ -54,6 +54,8 @@ def make():
 STEPS = ("--steps", "10", "--learning-rate", "1e-2", "--checkpoint-every", "3", "--eval-every", "5")
 ROLLOUTS = ("--num-prompts", "4", "--max-tokens", "4", "--rollouts-every", "1", *STEPS)
 GRPO = (*ROLLOUTS, "--group-size", "4", "--task", "rows.jsonl")
+ON_PAIRS = ("dpo", "kto")  # which have no rollouts
+KTO = ("--log-every", "1", "--devices", "2", "--microbatches", "2")
 # name -> devices, options
 RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pmap": (2, (*GRPO, "--reward", "rewards.py:low", "--parallel", "pmap", "--devices", "2")),
@@ -61,6 +63,7 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "lora": (1, (*GRPO, "--reward", "rewards.py:low", "--lora-rank", "2")),
     "ppo": (1, ("--method", "ppo", *ROLLOUTS, "--task", "rows.jsonl", "--reward", "rewards.py:low")),
     "dpo": (1, ("--method", "dpo", "--data", "rows.jsonl", "--num-pairs", "8", *STEPS, "--log-every", "1")),
+    "kto": (2, ("--method", "kto", "--data", "rows.jsonl", "--num-completions", "16", *STEPS, *KTO)),
     "staleness": (1, (*GRPO, "--reward", "rewards.py:low", "--staleness", "4", "--correction", "token")),
     "environment": (
         1,
@@ -232,7 +235,7 @@ def case(folder: Path, number: int) -> dict[str, Any]:
     shutil.rmtree(run, ignore_errors=True)
     kills = []
     for _ in range(dice.randrange(1, 5)):
-        moment = dice.choice([word for word in MOMENTS if name != "dpo" or word not in ("rollout", "reward")])
+        moment = dice.choice([word for word in MOMENTS if name not in ON_PAIRS or word not in ("rollout", "reward")])
         cold = ("--no-compilation-cache",) if moment == "compile" else ()
         kills.append(kill(Process(folder, name, run, mark, *cold), run, moment, dice.choice(SIGNALS), dice))
     last = Process(folder, name, run, mark)

@@ -553,7 +553,7 @@ def test_stories_become_happier_by_a_reward_that_was_learned_from_pairs(tmp_path
             lambda model, folder: fit_pairs(folder / "run", replace(PHASE, steps=0)),
             "steps of supervised training",
         ),
-        (lambda model, folder: split_preferences([Preference("a", "b", "c")]), "of 1 pairs"),
+        (lambda model, folder: split_preferences([Preference("a", "b", "c")]), "of 1 rows"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(reward_model, policy_folder, call, message):

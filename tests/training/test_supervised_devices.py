@@ -13,6 +13,7 @@ from test_parallel import (
     DECODER,
     FSDP,
     MODEL,
+    OTHER,
     PASSES,
     PMAP,
     TENSOR,
@@ -25,25 +26,28 @@ from test_parallel import (
     shapes_of,
 )
 
+from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.types import rng
-from grpo_jax.functional import dpo_loss, logprobs, token_mean_weights
+from grpo_jax.functional import dpo_loss, kto_loss, logprobs, token_mean_weights
 from grpo_jax.models.heads import Headed, add_head
-from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.training.distillation import Taught, join, split
 from grpo_jax.training.parallel import Devices, place, to_devices, to_host
 from grpo_jax.training.supervised import phase
-from grpo_jax.training.supervised.phase import SupervisedConfig, make_fit_programs
+from grpo_jax.training.supervised.distillation import Lesson, distillation_loss, mean_divergence
+from grpo_jax.training.supervised.kto import RatedBatch, kto_objective
+from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, make_fit_programs
 from grpo_jax.training.supervised.preference import (
     preference_batches,
     preference_loss,
     score_preferences,
     train_preference,
 )
-from grpo_jax.training.supervised.reward_model import pad_pairs, pair_weights, reward_model_loss_fn, score_pairs
+from grpo_jax.training.supervised.reward_model import pad_pairs, pair_weights, reward_model_loss, score_pairs
 from grpo_jax.training.supervised.sft import sft_loss_fn, text_nll
 
 WIDTH = 8
@@ -70,32 +74,34 @@ def packed_rows() -> Packed:
 
 PAIRS, ROWS = some_pairs(), packed_rows()
 REFERENCE = NOISE.normal(-8, 1, (N, 2)).astype(np.float32)
+TAUGHT = Taught(case_of("decoder").start, case_of("other").start)
+LESSON = Lesson(decoder_policy(OTHER), DistillationConfig("forward_kl"), nll_coef=0.3)
 
 
 class Case(NamedTuple):
     """What a phase minimises, and where it starts."""
 
-    loss_fn: Any
-    aggregation: Any
+    loss: SupervisedLoss
     batch: Any
-    trained: Any
-    frozen: Any = None
+    start: Any
 
 
 def case_named(name: str) -> Case:
     pairs = pad_pairs(PAIRS, np.arange(N), WIDTH, WIDTH)
     if name == "reward model":
-        return Case(reward_model_loss_fn(decoder_policy(SHAPE), 0.01), pair_weights, pairs, HEADED)
+        return Case(reward_model_loss(decoder_policy(SHAPE), 0.01), pairs, HEADED)
     if name == "dpo":
-        policy, trained, frozen = DECODER, *split(case_of("lora").start)
-
-        def loss_fn(trained: Any, frozen: Any, batch: Any) -> Any:
-            return preference_loss(policy, join(trained, frozen), batch, loss=partial(dpo_loss, beta=0.5))
-
-        return Case(loss_fn, pair_weights, pairs._replace(ref_logprobs=REFERENCE), trained, frozen)
-    batch, loss = ROWS if name == "packed" else a_batch(MODEL.vocab_size), sft_loss_fn(DECODER)
-    start = case_of("decoder").start
-    return Case(lambda trained, frozen, batch: loss(trained, batch), token_mean_weights, batch, start)
+        loss = SupervisedLoss(partial(preference_loss, DECODER, loss=partial(dpo_loss, beta=0.5)), pair_weights)
+        return Case(loss, pairs._replace(ref_logprobs=REFERENCE), case_of("lora").start)
+    if name == "kto":  # z₀ is above 0, and pieces and devices have different parts of it
+        loss = kto_objective(DECODER, partial(kto_loss, beta=0.5))
+        rated = RatedBatch(*pairs[:4], np.arange(N) % 3 > 0, REFERENCE - np.array([0, 8], np.float32))
+        return Case(loss, rated, case_of("lora").start)
+    if name == "teacher":
+        loss = partial(distillation_loss, DECODER, lesson=LESSON)
+        return Case(SupervisedLoss(loss, token_mean_weights, split, join), ROWS, TAUGHT)
+    batch = ROWS if name == "packed" else a_batch(MODEL.vocab_size)
+    return Case(SupervisedLoss(sft_loss_fn(DECODER), token_mean_weights), batch, case_of("decoder").start)
 
 
 @cache
@@ -104,21 +110,22 @@ def gradients(name: str, devices: Devices) -> Any:
     case, config = case_named(name), on(devices, CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phase, "make_optimizer", lambda *_, **__: recorder(1))
-        programs = make_fit_programs(case.loss_fn, config, aggregation=case.aggregation)
-    trained, frozen = place(case.trained, devices), place(case.frozen, devices)
+        programs = make_fit_programs(case.loss, config)
+    trained, frozen = (place(part, devices) for part in case.loss.split(case.start))
     state = place(programs.init_state(trained), devices)
     state, metrics = programs.train_step(state, to_devices(case.batch, devices), frozen)
     return to_host((state.opt_state.gradients, metrics))
 
 
-QUICK = {("prompts", FSDP), ("packed", ALL), ("dpo", ALL), ("reward model", TENSOR)}
+NAMES = ("prompts", "packed", "teacher", "dpo", "kto", "reward model")
+QUICK = {("prompts", FSDP), ("packed", ALL), ("teacher", FSDP), ("dpo", ALL), ("kto", ALL), ("reward model", TENSOR)}
 
 
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
         pytest.param(name, devices, marks=() if (name, devices) in QUICK else pytest.mark.slow)
-        for name in ("prompts", "packed", "dpo", "reward model")
+        for name in NAMES
         for devices in (PMAP, FSDP, TENSOR, ALL)
     ],
 )
@@ -131,6 +138,7 @@ def test_a_step_has_the_gradients_of_one_device(name, devices):
     assert metrics.keys() == others.keys()
     for key, value in metrics.items():
         np.testing.assert_allclose(others[key], value, rtol=1e-4, atol=2e-6, err_msg=key)
+    assert name != "kto" or metrics["kl"] > 1
 
 
 @pytest.mark.parametrize("devices", [pytest.param(PMAP, marks=pytest.mark.slow), ALL])
@@ -138,6 +146,7 @@ def test_evaluations_have_the_numbers_of_one_device(devices):
     start, headed = case_of("decoder").start, HEADED
     for score in (
         lambda devices: text_nll(DECODER, place(start, devices), [ROWS], devices=devices),
+        lambda devices: mean_divergence(DECODER, place(TAUGHT, devices), [ROWS], lesson=LESSON, devices=devices),
         lambda devices: score_preferences(DECODER, place(start, devices), PAIRS, num_pairs=N, devices=devices),
         lambda devices: score_pairs(SHAPE, place(headed, devices), PAIRS, num_pairs=N, devices=devices),
     ):
@@ -172,16 +181,13 @@ def test_a_phase_on_a_mesh_is_resumed_to_the_bit_and_on_one_device_to_rounding(t
 @pytest.mark.parametrize("name", ["packed", "dpo"])
 def test_a_step_takes_its_share_and_gathers_a_layer_at_a_time(name, monkeypatch):
     monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS_CPU", N * WIDTH * 128)  # several slices of the vocabulary
-    policy, case = decoder_policy(WIDE), case_named(name)
+    policy, batch = decoder_policy(WIDE), case_named(name).batch
     start = jax.tree.map(lambda x: jax.numpy.full(x.shape, 0.01), shapes_of(WIDE))
-
-    def loss_fn(trained: Any, frozen: Any, batch: Any) -> Any:
-        if name == "packed":
-            return sft_loss_fn(policy)(trained, batch)
-        return preference_loss(policy, trained, batch, loss=dpo_loss)
-
+    loss = SupervisedLoss(partial(preference_loss, policy, loss=dpo_loss), pair_weights)
+    if name == "packed":
+        loss = SupervisedLoss(sft_loss_fn(policy), token_mean_weights)
     config = on(ALL, dataclasses.replace(CONFIG, microbatches=1))
-    programs: Any = make_fit_programs(loss_fn, config, aggregation=case.aggregation)
+    programs: Any = make_fit_programs(loss, config)
     state = place(programs.init_state(place(start, ALL)), ALL)
-    compiled = programs.train_step.lower(state, to_devices(case.batch, ALL), None).compile()
+    compiled = programs.train_step.lower(state, to_devices(batch, ALL), None).compile()
     check_program(compiled, state, ALL, PASSES["learn"])

@@ -1,1 +1,1 @@
-"""Phases that learn from given examples: completions, rated pairs, and pairs."""
+"""Phases that learn from given examples: completions, with a teacher or without, pairs, and ratings."""

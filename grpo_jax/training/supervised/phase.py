@@ -1,6 +1,6 @@
-"""The training loop on given data: for supervised training and reward models."""
+"""The training loop on given data, of every supervised phase."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 from grpo_jax.config import Decay, MeshConfig, validate_mesh, validate_minutes, validate_sizes
 from grpo_jax.errors import UsageError
+from grpo_jax.models import lora
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.stopping import between_steps
 from grpo_jax.training.guards import check_gradients
-from grpo_jax.training.microbatches import by_prompts
+from grpo_jax.training.microbatches import Microbatches, by_prompts
 from grpo_jax.training.parallel import (
     Mesh,
     compiled,
@@ -69,6 +70,20 @@ class SupervisedConfig:
     """Steps between held-out evaluations, the first before training; 0: none in between."""
 
 
+class SupervisedLoss(NamedTuple):
+    """What a phase minimises. Functions of parameters take all of them, in whatever tree `join` makes."""
+
+    # (parameters, batch with weights) -> Σ weights · loss, logs
+    loss_fn: Callable[[Any, Any], tuple[jax.Array, Logs]]
+    # (mask of the whole batch, axis_name) -> weights
+    aggregation: Callable[..., jax.Array]
+    # parameters -> those that are trained, the others (None where there are none); and back
+    split: Callable[[Any], tuple[Any, Any]] = lora.split
+    join: Callable[[Any, Any], Any] = lora.join
+    # (parameters, whole batch, its microbatches, axis_name) -> batch with what the loss needs to know of all of it
+    prepare: Callable[[Any, Any, Microbatches | None, Hashable | None], Any] | None = None
+
+
 class FitPrograms(NamedTuple):
     """The functions of a phase, compiled at their first call."""
 
@@ -78,19 +93,15 @@ class FitPrograms(NamedTuple):
     init_state: Callable[[Params], TrainState]
 
 
-def make_fit_programs(
-    loss_fn: Callable[[Params, Any, Any], tuple[jax.Array, Logs]],
-    config: SupervisedConfig,
-    *,
-    aggregation: Callable[..., jax.Array],
-) -> FitPrograms:
+def make_fit_programs(loss: SupervisedLoss, config: SupervisedConfig) -> FitPrograms:
     """Checks the configuration, and compiles nothing yet.
 
     Args:
-      loss_fn, config, aggregation: as in `fit`.
+      loss: of the phase.
+      config: of the phase.
 
     Returns:
-      The functions of every phase with this configuration.
+      The functions of every phase with this loss and this configuration.
 
     Raises:
       UsageError: the configuration cannot work.
@@ -104,13 +115,16 @@ def make_fit_programs(
 
     def step(state: TrainState, batch: Any, frozen: Any, *, axis_name):
         rate = learning_rate(steps_taken(state))
+        microbatches = by_prompts(jax.tree.leaves(batch)[0].shape[0], config.microbatches)
+        if loss.prepare is not None:
+            batch = loss.prepare(loss.join(state.params, frozen), batch, microbatches, axis_name)
         state, metrics = train_step(
             state,
             batch,
-            loss_fn=lambda trained, batch: loss_fn(trained, frozen, batch),
-            aggregation=aggregation,
+            loss_fn=lambda trained, batch: loss.loss_fn(loss.join(trained, frozen), batch),
+            aggregation=loss.aggregation,
             optimizer=optimizer,
-            microbatches=by_prompts(jax.tree.leaves(batch)[0].shape[0], config.microbatches),
+            microbatches=microbatches,
             axis_name=axis_name,
         )
         return state, metrics | {"learning_rate": jnp.asarray(rate)}
@@ -124,75 +138,87 @@ def make_fit_programs(
 
 
 def fit(
-    loss_fn: Callable[[Params, Any, Any], tuple[jax.Array, Logs]],
-    params: Params,
-    frozen: Any,
+    loss: SupervisedLoss,
+    params: Any,
     batches: Callable[[int], Any],
     config: SupervisedConfig,
     run: RunFolder,
     *,
-    aggregation: Callable[..., jax.Array],
     phase: str,
-    evaluate: Callable[[Params, Any], dict[str, Any]] | None = None,
+    evaluate: Callable[[Any], dict[str, Any]] | None = None,
     programs: FitPrograms | None = None,
 ) -> TrainState:
     """Minimises a loss over batches, continuing from the newest checkpoint of this phase.
 
     Args:
-      loss_fn: (trained parameters, frozen ones, batch with weights) -> loss and logs.
-      params: those that are trained.
-      frozen: the others, in whatever tree `loss_fn` takes them; None: there are none.
+      loss: of the phase.
+      params: where training starts; `loss.split` says which of them are trained.
       batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x the `parallel.parts` of
         the devices. Every host makes the whole batch.
       config: the phase.
       run: where lines and checkpoints go.
-      aggregation: (mask of the whole batch, axis_name) -> weights.
       phase: names lines and checkpoints.
-      evaluate: (trained parameters, frozen ones) -> numbers to log.
+      evaluate: (all parameters) -> numbers to log, every `config.eval_every` steps.
       programs: of `make_fit_programs`, to share them between phases with one configuration; made here, if None.
 
     Returns:
-      The final state.
+      The final state, of the parameters that are trained.
 
     Raises:
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    devices = devices_of(config)
-    programs = programs or make_fit_programs(loss_fn, config, aggregation=aggregation)
-    params, frozen = place(params, devices), place(frozen, devices)
+    devices, programs = devices_of(config), programs or make_fit_programs(loss, config)
+    trained, frozen = (place(part, devices) for part in loss.split(params))
+
+    def heldout(state: TrainState, number: int) -> dict[str, Any]:
+        if not evaluate or not config.eval_every or number % config.eval_every:
+            return {}
+        return evaluate(loss.join(state.params, frozen))
+
     kept = run.checkpoints(phase, keep=2, every=config.checkpoint_every, minutes=config.save_every_minutes)
     with between_steps() as asked_to_stop, kept as checkpoints:
-        state, done = checkpoints.restore(lambda: programs.init_state(params), partial(shardings, devices=devices))
+        state, done = checkpoints.restore(lambda: programs.init_state(trained), partial(shardings, devices=devices))
         state = place(state, devices)
         run.rewind(phase, done, checkpoints.lines)
-        if evaluate and config.eval_every and done == 0:
-            run.log(phase, 0, evaluate(state.params, frozen))
+        if done == 0 and (start := heldout(state, 0)):
+            run.log(phase, 0, start)
         with run.progress(phase, config.steps, done) as show:
             skipped: list[jax.Array] = []
             for number in range(done + 1, config.steps + 1):
                 batch = batches(number - 1)
-                _check_rows(config, jax.tree.leaves(batch)[0].shape[0], "a batch")
+                check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
                 state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
-                evaluated = {}
-                if evaluate and config.eval_every and number % config.eval_every == 0:
-                    evaluated = evaluate(state.params, frozen)
+                evaluated, is_last = heldout(state, number), number == config.steps
                 skipped.append(metrics["skipped"])
-                if number % config.log_every == 0 or number == config.steps or evaluated:
-                    # Of all steps since the last line, and without waiting for each.
-                    metrics["skipped"] = max(to_host(skipped))
+                if number % config.log_every == 0 or is_last or evaluated:
+                    show(number, _log(run, phase, number, metrics | {"skipped": skipped}, evaluated, batch))
                     skipped.clear()
-                    metrics = jax.tree.map(float, to_host(metrics))
-                    run.log(phase, number, metrics | evaluated)  # also of what stops the run
-                    check_gradients(run, f"{phase}_{number:06d}", metrics["skipped"], _MAX_SKIPPED, batch._asdict)
-                    run.log_times(phase, number)
-                    show(number, f"loss {metrics['loss']:.3f}")
-                stop, is_last = asked_to_stop(), number == config.steps
-                if stop or is_last or checkpoints.is_due(number):
+                if (stop := asked_to_stop()) or is_last or checkpoints.is_due(number):
                     checkpoints.save(state, number)
                 if stop:
                     break
     return state
+
+
+def _log(
+    run: RunFolder,
+    phase: str,
+    number: int,
+    metrics: dict[str, Any],
+    evaluated: dict[str, Any],
+    batch: Any,
+) -> str:
+    """Writes the line of a step, also of one that stops the run; what the terminal shows of it.
+
+    Metrics are scalars, but `skipped` is that of each step since the last line.
+    """
+    metrics = to_host(metrics)
+    numbers = jax.tree.map(float, metrics | {"skipped": max(metrics["skipped"])})
+    run.log(phase, number, numbers | evaluated)
+    check_gradients(run, f"{phase}_{number:06d}", numbers["skipped"], _MAX_SKIPPED, batch._asdict)
+    run.log_times(phase, number)
+    return f"loss {numbers['loss']:.3f}"
 
 
 def check_supervised(config: SupervisedConfig, *, rows: int, name: str) -> None:
@@ -207,13 +233,22 @@ def check_supervised(config: SupervisedConfig, *, rows: int, name: str) -> None:
       UsageError: one sentence that says what to change.
     """
     _check(config)
-    _check_rows(config, rows, name)
+    check_rows(config, rows=rows, name=name)
 
 
-def _check_rows(config: SupervisedConfig, rows: int, name: str) -> None:
-    pieces = config.microbatches * parts(devices_of(config))
+def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
+    """Refuses a batch that pieces and devices cannot share.
+
+    Args:
+      config, rows, name: as in `check_supervised`.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    devices = devices_of(config)
+    pieces = config.microbatches * parts(devices)
     if rows < 1 or rows % pieces:
-        along = "data x fsdp" if isinstance(devices_of(config), Mesh) else "devices"
+        along = "data x fsdp" if isinstance(devices, Mesh) else "devices"
         raise UsageError(f"{name} is {rows}: it must be a multiple of microbatches x {along}, {pieces}, and at least 1")
 
 

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ import numpy as np
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.rows import batches
 from grpo_jax.errors import UsageError
-from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import hosts
@@ -29,7 +28,7 @@ from grpo_jax.training.parallel import Devices, rows_program
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Array, Batch, TrainState
 from grpo_jax.training.step import Logs
-from grpo_jax.training.supervised.phase import SupervisedConfig, fit
+from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, fit
 from grpo_jax.training.supervised.reward_model import PairBatch, pad_pairs, pair_weights, pair_widths
 
 # Such as `functional.dpo_loss`: takes those fields of `PairScores` that it has arguments for, and gives [N].
@@ -77,25 +76,8 @@ def train_preference(
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    trained, frozen = split(params)
-
-    def loss_fn(trained: Params, frozen: Any, batch: PairBatch) -> tuple[jax.Array, Logs]:
-        return preference_loss(policy, join(trained, frozen), batch, loss=loss)
-
-    def evaluate_trained(trained: Params, frozen: Any) -> dict[str, float]:
-        return evaluate(join(trained, frozen)) if evaluate else {}
-
-    return fit(
-        loss_fn,
-        trained,
-        frozen,
-        pairs,
-        config,
-        run,
-        aggregation=pair_weights,
-        phase=phase,
-        evaluate=evaluate_trained if evaluate else None,
-    )
+    objective = SupervisedLoss(partial(preference_loss, policy, loss=loss), pair_weights)
+    return fit(objective, params, pairs, config, run, phase=phase, evaluate=evaluate)
 
 
 def preference_loss(policy: Policy, params: Params, batch: PairBatch, *, loss: PairLoss) -> tuple[jax.Array, Logs]:
@@ -112,10 +94,29 @@ def preference_loss(policy: Policy, params: Params, batch: PairBatch, *, loss: P
 
 def pair_logprobs(policy: Policy, params: Params, batch: PairBatch) -> jax.Array:
     """Log-probabilities of chosen and rejected, sums over tokens, float32 `[N, 2]`."""
-    temperature = jnp.ones(batch.completion_ids.shape[:2], jnp.float32)
-    completions = Batch(*batch[:4], temperature)
+    return completion_logprobs(policy, params, *batch[:4])
+
+
+def completion_logprobs(
+    policy: Policy,
+    params: Params,
+    prompt_ids: Array,
+    prompt_mask: Array,
+    completion_ids: Array,
+    completion_mask: Array,
+) -> jax.Array:
+    """Log-probabilities of G completions of each prompt, sums over tokens, float32 `[N, G]`.
+
+    Args:
+      policy: the model's functions.
+      params: its parameters.
+      prompt_ids, prompt_mask: `[N, P]`, padded on the left.
+      completion_ids, completion_mask: `[N, G, T]`.
+    """
+    temperature = jnp.ones(completion_ids.shape[:2], jnp.float32)
+    completions = Batch(prompt_ids, prompt_mask, completion_ids, completion_mask, temperature)
     scored = score_completion_tokens(policy, params, completions)
-    return jnp.sum(jnp.where(batch.completion_mask, scored.logprobs, 0), axis=-1)
+    return jnp.sum(jnp.where(completion_mask, scored.logprobs, 0), axis=-1)
 
 
 def pair_scores(logprobs: Array, batch: PairBatch) -> PairScores:

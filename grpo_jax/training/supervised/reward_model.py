@@ -4,7 +4,7 @@ A pair is one prompt with two completions, the chosen one first, so that the pro
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,13 @@ from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
 from grpo_jax.training.parallel import Devices, rows_program
 from grpo_jax.training.state import Array, TrainState
 from grpo_jax.training.step import Logs
-from grpo_jax.training.supervised.phase import FitPrograms, SupervisedConfig, fit, make_fit_programs
+from grpo_jax.training.supervised.phase import (
+    FitPrograms,
+    SupervisedConfig,
+    SupervisedLoss,
+    fit,
+    make_fit_programs,
+)
 
 
 class PairBatch(NamedTuple):
@@ -72,23 +78,8 @@ def train_reward_model(
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    trained, frozen = split(params)
-
-    def evaluate_trained(trained: Headed, frozen: Any) -> dict[str, Any]:
-        return evaluate(join(trained, frozen)) if evaluate else {}
-
-    return fit(
-        reward_model_loss_fn(policy, center_coef),
-        trained,
-        frozen,
-        pairs,
-        config,
-        run,
-        aggregation=pair_weights,
-        phase=phase,
-        evaluate=evaluate_trained if evaluate else None,
-        programs=programs,
-    )
+    loss = reward_model_loss(policy, center_coef)
+    return fit(loss, params, pairs, config, run, phase=phase, evaluate=evaluate, programs=programs)
 
 
 def make_reward_model_programs(policy: Policy, config: SupervisedConfig, *, center_coef: float = 0.0) -> FitPrograms:
@@ -103,16 +94,12 @@ def make_reward_model_programs(policy: Policy, config: SupervisedConfig, *, cent
     Raises:
       UsageError: the configuration cannot work.
     """
-    return make_fit_programs(reward_model_loss_fn(policy, center_coef), config, aggregation=pair_weights)
+    return make_fit_programs(reward_model_loss(policy, center_coef), config)
 
 
-def reward_model_loss_fn(policy: Policy, center_coef: float) -> Callable[..., tuple[jax.Array, Logs]]:
-    """(trained parameters, frozen ones, batch with weights) -> `pair_loss`."""
-
-    def loss_fn(trained: Headed, frozen: Any, batch: PairBatch) -> tuple[jax.Array, Logs]:
-        return pair_loss(policy, join(trained, frozen), batch, center_coef=center_coef)
-
-    return loss_fn
+def reward_model_loss(policy: Policy, center_coef: float) -> SupervisedLoss:
+    """`pair_loss` of the adapters or the decoder, and of the head."""
+    return SupervisedLoss(partial(pair_loss, policy, center_coef=center_coef), pair_weights, split, join)
 
 
 def pair_loss(policy: Policy, params: Headed, batch: PairBatch, *, center_coef: float = 0.0) -> tuple[jax.Array, Logs]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +10,14 @@ import numpy as np
 from grpo_jax.data.packing import Packed
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token_mean_weights
-from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.training.parallel import Devices, rows_program
-from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Batch, TrainState
 from grpo_jax.training.step import Logs, LossFn
-from grpo_jax.training.supervised.phase import SupervisedConfig, fit
+from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, fit
 
 
 def train_sft(
@@ -50,35 +48,15 @@ def train_sft(
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    trained, frozen = split(params)
-    sft_loss = sft_loss_fn(policy)
-
-    def loss_fn(trained: Params, frozen: Any, batch: Any) -> tuple[jax.Array, Logs]:
-        return sft_loss(join(trained, frozen), batch)
-
-    def evaluate_trained(trained: Params, frozen: Any) -> dict[str, float]:
-        assert evaluate
-        return evaluate(join(trained, frozen))
-
-    return fit(
-        loss_fn,
-        trained,
-        frozen,
-        batches,
-        config,
-        run,
-        aggregation=token_mean_weights,
-        phase=phase,
-        evaluate=evaluate_trained if evaluate else None,
-    )
+    loss = SupervisedLoss(sft_loss_fn(policy), token_mean_weights)
+    return fit(loss, params, batches, config, run, phase=phase, evaluate=evaluate)
 
 
 def sft_loss_fn(policy: Policy) -> LossFn:
     """L = −Σ w log π(oₜ): next-token loss on the completion, none on the prompt."""
 
     def loss_fn(params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:
-        score: Any = score_packed if isinstance(batch, Packed) else score_completion_tokens
-        scores = score(policy, params, batch)
+        scores = score_tokens(policy, params, predicting_states(policy, params, batch), batch)
         # Where nothing is learned, packed rows have scores of one text's token after another's.
         loss = -jnp.sum(jnp.where(batch.completion_mask, batch.weights * scores.logprobs, 0))
         return loss, Logs({"entropy": masked_sum(scores.entropy, batch.completion_mask)}, {})
@@ -86,18 +64,29 @@ def sft_loss_fn(policy: Policy) -> LossFn:
     return loss_fn
 
 
-def score_packed(policy: Policy, params: Params, batch: Packed) -> TokenLogprobs:
-    """Log-probabilities and entropies of packed tokens, `[B, S]`; those of a text's first token mean nothing.
+def predicting_states(policy: Policy, params: Params, batch: Batch | Packed) -> jax.Array:
+    """The hidden states that predict each token, `[N, G, T, D]` or `[B, S, D]`; of a packed text's first token rubbish.
 
     Raises:
       UsageError: the model cannot be trained on packed texts.
     """
+    if not isinstance(batch, Packed):
+        return hidden_states(policy, params, batch)
     if policy.packed is None:
         raise UsageError("this policy has no function for packed texts: give it one, or batches of prompts")
     hidden = policy.packed(params, batch.ids, batch.texts)
     # State s predicts token s + 1; nothing predicts the first.
-    before = jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
-    return token_logprobs(before, policy.unembedding(params), jnp.asarray(batch.ids), softcap=policy.softcap)
+    return jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
+
+
+def score_tokens(policy: Policy, params: Params, hidden: jax.Array, batch: Batch | Packed) -> TokenLogprobs:
+    """Log-probabilities and entropies of tokens, from the states that predict them: `[N, G, T]` or `[B, S]`.
+
+    At a temperature of 1, or that of a batch that was sampled.
+    """
+    if not isinstance(batch, Packed):
+        return score_completion_tokens(policy, params, batch, hidden=hidden)
+    return token_logprobs(hidden, policy.unembedding(params), jnp.asarray(batch.ids), softcap=policy.softcap)
 
 
 def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1) -> float:
@@ -141,6 +130,7 @@ def text_nll(
 @cache
 def _token_nll(policy: Policy, devices: Devices) -> Callable[[Params, Packed], np.ndarray]:
     def token_nll(params: Params, batch: Packed) -> jax.Array:
-        return -jnp.where(batch.completion_mask, score_packed(policy, params, batch).logprobs, 0)
+        scores = score_tokens(policy, params, predicting_states(policy, params, batch), batch)
+        return -jnp.where(batch.completion_mask, scores.logprobs, 0)
 
     return rows_program(token_nll, devices=devices)

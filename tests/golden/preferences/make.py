@@ -28,13 +28,14 @@ from trl.trainer.kto_trainer import KTOTrainer
 
 FILE = Path(__file__).with_name("golden.npz")
 N, T = 5, 9
+M = 16  # completions that were rated, each beside one of another prompt
 ACCELERATOR = SimpleNamespace(
     device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda model: model
 )
 
 
 def make_inputs() -> dict[str, np.ndarray]:
-    """N pairs of completions of at most T tokens, and N mismatched ones."""
+    """N pairs of completions of at most T tokens, and N mismatched ones; M rated ones, each with a mismatched one."""
     rng = np.random.default_rng(0)
 
     def grid(x):
@@ -47,7 +48,7 @@ def make_inputs() -> dict[str, np.ndarray]:
     lengths[0], lengths[1] = (1, T), (T, 2)
     logprobs = -grid(rng.exponential(1.5, (N, 2, T)) + 1 / 4096)
     mismatched = -grid(rng.exponential(1.5, (N, T)) + 1 / 4096)
-    return {
+    pairs = {
         "mask": np.arange(T) < lengths[..., None],
         "logprobs": logprobs,
         "ref": near(logprobs, 1.0),
@@ -55,6 +56,13 @@ def make_inputs() -> dict[str, np.ndarray]:
         "mismatched_mask": np.arange(T) < rng.integers(1, T + 1, N)[:, None],
         "mismatched": mismatched,
         "mismatched_ref": mismatched - np.abs(grid(0.5 * rng.normal(size=mismatched.shape))),
+    }
+    rated = -grid(rng.exponential(1.5, (M, 2, T)) + 1 / 4096)
+    return pairs | {
+        "rated_mask": np.arange(T) < rng.integers(1, T + 1, (M, 2))[..., None],
+        "rated": rated,
+        "rated_ref": np.minimum(near(rated, 1.0) - grid([[0.0], [0.25]]), np.float32(-1 / 4096)),
+        "rated_desirable": rng.random(M) < 0.4,
     }
 
 
@@ -81,9 +89,9 @@ def sums(logprobs: torch.Tensor) -> torch.Tensor:
     return (logprobs * MASK).sum(-1)
 
 
-def save(name: str, loss_of) -> None:
+def save(name: str, loss_of, *, of: str = "logprobs") -> None:
     """A loss, and its gradient in the log-probabilities of tokens."""
-    x = tensor("logprobs").requires_grad_()
+    x = tensor(of).requires_grad_()
     loss = loss_of(x)
     (gradient,) = torch.autograd.grad(loss, x)
     GOLDEN[f"{name}.loss"], GOLDEN[f"{name}.gradient"] = loss.detach().numpy(), gradient.numpy()
@@ -169,29 +177,41 @@ def cpo(name: str, loss_type: str, **options) -> None:
 
 
 def kto(name: str, **options) -> None:
-    """The loss of KTOTrainer, with its estimate of the KL."""
-    mask, other = with_prompt(stacked(MASK)), with_prompt(tensor("mismatched_mask"))
+    """The loss of KTOTrainer, with its estimate of the KL, of both completions of each pair."""
+    mismatched_mask = tensor("mismatched_mask")
+    others = tensor("mismatched"), tensor("mismatched_ref"), mismatched_mask
+    ratings = stacked(MASK), stacked(sums(tensor("ref"))), stacked(tensor("desirable"))
+    save(name, lambda x: loss_of_kto(stacked(x), *ratings, *others, **options))
+
+
+def rated(name: str, **options) -> None:
+    """The same of M completions, each with a mismatched one; `input.rated` has both, and a gradient at one alone."""
+    mask, ref = tensor("rated_mask"), tensor("rated_ref")
+    ratings = mask[:, 0], (ref * mask)[:, 0].sum(-1), tensor("rated_desirable")
+    save(name, lambda x: loss_of_kto(x[:, 0], *ratings, x[:, 1], ref[:, 1], mask[:, 1], **options), of="rated")
+
+
+def loss_of_kto(logprobs, mask, ref_sums, desirable, others, ref_of_others, mask_of_others, **options) -> torch.Tensor:
+    """What KTOTrainer computes of completions and of mismatched ones, from log-probabilities of their tokens."""
+    padded, other = with_prompt(mask), with_prompt(mask_of_others)
     inputs = {
-        "input_ids": mask,
-        "attention_mask": torch.ones(2 * N, T + 1),
-        "completion_mask": mask,
-        "KL_input_ids": other,
-        "KL_attention_mask": torch.ones(N, T + 1),
+        "input_ids": padded,
+        "attention_mask": torch.ones_like(padded),
+        "completion_mask": padded,
+        "KL_input_ids": other + 2,  # so that the stand-in knows them
+        "KL_attention_mask": torch.ones_like(other),
         "KL_completion_mask": other,
-        "label": stacked(tensor("desirable")),
-        "ref_logps": stacked(sums(tensor("ref"))),
-        "ref_KL_logps": (tensor("mismatched_ref") * tensor("mismatched_mask")).sum(-1),
+        "label": desirable,
+        "ref_logps": ref_sums,
+        "ref_KL_logps": (ref_of_others * mask_of_others).sum(-1),
     }
     defaults = {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
-
-    def loss_of(x):
-        matched, mismatched = stacked(x * MASK), tensor("mismatched") * tensor("mismatched_mask")
-        self = trainer(KTOTrainer, calculate_KL=True, precompute_ref_logps=True, **defaults | options)
-        return self._compute_loss(
-            lambda input_ids, **_: outputs(matched if len(input_ids) == 2 * N else mismatched), inputs, False
-        )
-
-    save(name, loss_of)
+    options = defaults | options
+    self = trainer(KTOTrainer, calculate_KL=options["loss_type"] == "kto", precompute_ref_logps=True, **options)
+    own, mismatched = logprobs * mask, others * mask_of_others
+    return self._compute_loss(
+        lambda input_ids, **_: outputs(mismatched if (input_ids >= 2).all() else own), inputs, False
+    )
 
 
 def main() -> None:
@@ -211,6 +231,8 @@ def main() -> None:
     pair_by_pair("orpo", ORPOTrainer, beta=0.1)
     kto("kto")
     kto("kto_weighted", beta=0.5, desirable_weight=1.5, undesirable_weight=0.5)
+    rated("kto_rated", beta=0.5, desirable_weight=1.25, undesirable_weight=0.75)
+    rated("apo_zero", beta=0.5, loss_type="apo_zero_unpaired")
     np.savez_compressed(FILE, **{f"input.{name}": value for name, value in INPUTS.items()}, **GOLDEN)
 
 
