@@ -293,6 +293,9 @@ class LoggingConfig:
     """Checkpoints kept of each phase."""
     rollouts_every: int = 10
     """Steps between rollouts written to rollouts.jsonl; 0 for none."""
+    profile_steps: int = 0
+    """Steps recorded by JAX's profiler, from the third step of a call on: what devices and host do at each moment. The
+    profile is in the folder `profile` of the run, for ui.perfetto.dev or XProf. 0: none."""
 
 
 @dataclass(frozen=True)
@@ -621,7 +624,7 @@ def validate_mesh(config: MeshConfig) -> None:
 
 def validate_logging(config: LoggingConfig) -> None:
     """Refuses options of logging that cannot work, as `validate` does."""
-    _require_at_least(config, 0, "eval_every", "checkpoint_every", "rollouts_every")
+    _require_at_least(config, 0, "eval_every", "checkpoint_every", "rollouts_every", "profile_steps")
     _require_at_least(config, 1, "keep_checkpoints")
     validate_minutes(config.save_every_minutes)
     _require(

@@ -11,7 +11,7 @@ memory, measured in the same run.
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,10 +23,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.benchmarks.shapes import SHAPES, ShapeName, cost_of
+from experiments.benchmarks.shapes import SHAPES, Shape, ShapeName, cost_of
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import Prompts
-from grpo_jax.models.config import AttentionKind, Dtype, ModelConfig, Remat
+from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
     cost = cost_of(shape, element=jnp.dtype(config.dtype).itemsize)
     report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__} | vars(config)
     report |= {"matmul_tflops": flops / 1e12, "copy_gb_s": bandwidth / 1e9}
-    report |= measure(config, model, run)
+    report |= measure(shape._replace(model=model), run, config.programs, config.repeats, config.trace)
     for name, operations in (("sample", 1), ("score", 1), ("learn", 3)):  # in forward passes
         if name in config.programs:
             report[f"{name}_flops_share"] = operations * cost.forward_flops / report[f"{name}_s"] / flops
@@ -84,9 +84,19 @@ def main(config: Config) -> None:
     show(report)
 
 
-def measure(config: Config, model: ModelConfig, run: GRPOConfig) -> dict[str, float]:
-    """Seconds, seconds to compile and temporary memory of each program, by name."""
-    shape, policy = SHAPES[config.shape], decoder_policy(model)
+def measure(
+    shape: Shape, run: GRPOConfig, names: Collection[str], repeats: int = 3, trace: str = ""
+) -> dict[str, float]:
+    """Seconds, seconds to compile and temporary memory of each program, by name.
+
+    Args:
+      shape: the decoder and the rollout.
+      run: of the same rollout.
+      names: of the programs.
+      repeats: as in `Config`, as is `trace`.
+    """
+    model, policy = shape.model, decoder_policy(shape.model)
+    timed = partial(_timed, repeats=repeats, trace=trace)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
     given = Prompts(ids, np.ones(ids.shape, bool), [])
@@ -98,26 +108,26 @@ def measure(config: Config, model: ModelConfig, run: GRPOConfig) -> dict[str, fl
     arguments = *prompts, numbers, temperature, noise_of(0, 0, 0)
     found: dict[str, float] = {}
     assert programs.sampler.program
-    if "sample" in config.programs:
-        completions = timed("sample", programs.sampler.program, config, found, params, *arguments)
+    if "sample" in names:
+        completions = timed("sample", programs.sampler.program, found, params, *arguments)
     else:
         shapes = jax.eval_shape(programs.sampler.program, params, *arguments)
         completions = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         completions = completions._replace(completion_mask=jnp.ones_like(completions.completion_mask))
     batch = to_batch(*prompts, temperature, completions)
-    if "score" in config.programs:
-        scored = timed("score", programs.score, config, found, params, None, params, batch)
-        if "sample" in config.programs:  # of the same parameters: what is left is rounding
+    if "score" in names:
+        scored = timed("score", programs.score, found, params, None, params, batch)
+        if "sample" in names:  # of the same parameters: what is left is rounding
             found["mismatch"] = float(jnp.mean(jnp.abs(batch.sampler_logprobs - scored.ref_logprobs)))
-    if "learn" in config.programs:
+    if "learn" in names:
         batch = batch._replace(ref_logprobs=jnp.zeros(batch.completion_ids.shape))
         rewards = RewardArrays(jnp.asarray(rng.random(numbers.shape, np.float32)), numbers >= 0)
         state = programs.init_state(params)  # a copy: the start stays, as a reference does
-        timed("learn", programs.learn, config, found, state, None, None, batch, rewards, jnp.zeros(2, jnp.uint32))
+        timed("learn", programs.learn, found, state, None, None, batch, rewards, jnp.zeros(2, jnp.uint32))
     return found
 
 
-def timed(name: str, program: Any, config: Config, found: dict[str, float], *args: Any) -> Any:
+def _timed(name: str, program: Any, found: dict[str, float], *args: Any, repeats: int, trace: str) -> Any:
     """The last result of several calls. Of `learn` the first part is the state, which the next call takes."""
     began = time.perf_counter()
     compiled = program.lower(*args).compile()
@@ -130,13 +140,13 @@ def timed(name: str, program: Any, config: Config, found: dict[str, float], *arg
         return out, (out[0], *args[1:]) if name == "learn" else args
 
     seconds = []
-    for _ in range(config.repeats + 1):
+    for _ in range(repeats + 1):
         began = time.perf_counter()
         out, args = call(args)
         seconds.append(time.perf_counter() - began)
     found[f"{name}_s"] = statistics.median(seconds[1:])
-    if config.trace:
-        with jax.profiler.trace(f"{config.trace}/{name}"):
+    if trace:
+        with jax.profiler.trace(f"{trace}/{name}"):
             out, args = call(args)
     return out
 

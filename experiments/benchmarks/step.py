@@ -3,7 +3,8 @@
 A decoder with random weights, completions of full length (but for long-tail), a separate reference, one optimizer step
 a rollout, float32: the work of TRL's and Tunix's trainers at the same shapes. Each line is one iteration as
 `loop.train` runs it, text and rewards included. The first line has the compilation in it. The last line has medians
-from the third iteration on, the peak memory of the process, and the speed of a matrix product beside them. Use
+over the iterations from the third to the last but one, the peak memory of the process, and the speed of a matrix
+product beside them. The last iteration waits for two updates, since each is read while the next one samples. Use
 `taskset -c 0` for one core.
 
   python -m experiments.benchmarks.step --shape tiny
@@ -105,8 +106,8 @@ def iterations(times: list[dict[str, Any]], marks: list[tuple[float, float]]) ->
 
 
 def summary(lines: list[dict[str, Any]], ready: float, first_end: float) -> dict[str, Any]:
-    """Medians from the third iteration on, and what the process took."""
-    warm = lines[2:] or lines[-1:]
+    """Medians, and what the process took."""
+    warm = lines[2:-1] or lines[-1:]
     names = ("seconds", "cpu_seconds", "rollout_s", "reward_s", "update_s")
     medians = {name: round(statistics.median(line.get(name, 0.0) for line in warm), 4) for name in names}
     return medians | {

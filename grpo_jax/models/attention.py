@@ -5,7 +5,6 @@ values are not repeated for them.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -62,6 +61,7 @@ def attend_groups(
     keys: jax.Array,
     values: jax.Array,
     masks: tuple[jax.Array, ...],
+    reaches: tuple[int | None, ...],
     kind: AttentionKind,
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> tuple[jax.Array, KeyValues]:
@@ -74,6 +74,7 @@ def attend_groups(
       queries: `[N, M, K, Q, E]`.
       keys, values: `[N, M, K, E]`.
       masks: of prompts, and of completions where there are any: see `Geometry`.
+      reaches: of each mask, as in `attend`. Other kinds of attention compute what is masked.
       kind: `ModelConfig.attention`.
       scores: how they are made.
 
@@ -84,10 +85,15 @@ def attend_groups(
     width = masks[0].shape[-1]
     own_queries, own_keys, own_values = (jnp.split(x, [width], axis=1) for x in (queries, keys, values))
     prompt = KeyValues(keys_for_decoding(own_keys[0].swapaxes(1, 2)), own_values[0].swapaxes(1, 2))
-    core: Callable[..., jax.Array] = partial(attend_fused, implementation=kind) if kind in ("xla", "cudnn") else attend
-    core = partial(core, scores=scores)
+
+    def core(*arrays: jax.Array, prefix: int, reach: int | None) -> jax.Array:
+        if kind in ("xla", "cudnn"):
+            return attend_fused(*arrays, implementation=kind, scores=scores)
+        return attend(*arrays, prefix=prefix, reach=reach, scores=scores)
+
     shared = tuple(x[0].swapaxes(1, 2)[:, :, None] for x in (own_keys, own_values))  # [N, K, 1, P, E]
-    attended = core(own_queries[0].transpose(0, 2, 3, 1, 4)[:, :, None], *shared, masks[0])
+    of_prompts = own_queries[0].transpose(0, 2, 3, 1, 4)[:, :, None]
+    attended = core(of_prompts, *shared, masks[0], prefix=0, reach=reaches[0])
     attended = attended[:, :, 0].transpose(0, 3, 1, 2, 4)
     if len(masks) == 1:
         return attended, prompt
@@ -99,7 +105,8 @@ def attend_groups(
         return jnp.concatenate([jnp.broadcast_to(prompt, (*own.shape[:3], width, e)), own], axis=3)
 
     given = own_queries[1].reshape(*shape, q, e).transpose(0, 3, 1, 4, 2, 5)
-    rest = core(given, *map(in_a_row, shared, (own_keys[1], own_values[1])), masks[1])
+    in_rows = map(in_a_row, shared, (own_keys[1], own_values[1]))
+    rest = core(given, *in_rows, masks[1], prefix=width, reach=reaches[1])
     rest = rest.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e)
     return jnp.concatenate([attended, rest], axis=1), prompt
 
@@ -115,24 +122,28 @@ def attend(
     values: jax.Array,
     mask: jax.Array,
     *,
+    prefix: int = 0,
+    reach: int | None = None,
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> jax.Array:
     """softmax(q·k/√E) v, causally: of S queries and C keys, query s sees at most the keys up to C − S + s.
 
-    Queries are taken in blocks. Keys that no query of a block may see are left out. A block of a long text is computed
-    in parts of `_MIN_BLOCK` queries, one after the other, so that scores of no more queries exist at a time. Each query
-    has its whole row of scores, so no softmax is put together from several.
+    Queries are taken in blocks. Keys that no query of a block may see, by `reach` too, are left out. A block of a long
+    text is computed in parts of `_MIN_BLOCK` queries, one after the other, so that scores of no more queries exist at a
+    time. Each query has its whole row of scores, so no softmax is put together from several.
 
     Args:
       queries: `[N, K, G, Q, S, E]`.
       keys, values: `[N, K, G, C, E]`.
       mask: bool `[N, 1, G or 1, 1, S, C]`, or with 1 for N; at least one true a query.
+      prefix: keys at the beginning that every query may see.
+      reach: of the other keys a query sees none but so many up to its own, by the mask; None: all up to its own.
       scores: how they are made.
 
     Returns:
       As queries.
     """
-    size = queries.shape[-2]
+    size, before = queries.shape[-2], keys.shape[-2] - queries.shape[-2]
     queries = scores.scaled(queries)
     width = max(_MIN_BLOCK, -(-size // _MAX_BLOCKS))
     if width > 2 * _MIN_BLOCK:
@@ -140,11 +151,18 @@ def attend(
     attended = []
     for start in range(0, size, width):
         end = min(start + width, size)
-        seen = keys.shape[-2] - size + end
+        first = prefix if reach is None else max(prefix, before + start - reach + 1)
         core = _attend_in_parts if end - start > 2 * _MIN_BLOCK else _attend_queries
-        own = queries[..., start:end, :], mask[..., start:end, :seen]
-        attended.append(core(*own, keys[..., :seen, :], values[..., :seen, :], scores.softcap))
+        seen = partial(_without_middle, begin=prefix, end=first, size=before + end)
+        of_block = queries[..., start:end, :], seen(mask[..., start:end, :], axis=-1), seen(keys), seen(values)
+        attended.append(core(*of_block, scores.softcap))
     return jnp.concatenate(attended, axis=-2)
+
+
+def _without_middle(x: jax.Array, *, begin: int, end: int, size: int, axis: int = -2) -> jax.Array:
+    """The first `size` along an axis, without those from `begin` to `end`."""
+    parts = [(0, size)] if begin == end else [(0, begin), (end, size)]
+    return jnp.concatenate([jax.lax.slice_in_dim(x, *part, axis=axis) for part in parts if part[1]], axis=axis)
 
 
 def _attend_in_parts(

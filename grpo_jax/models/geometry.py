@@ -1,6 +1,7 @@
 """Where tokens stand and what they look at: positions and masks. Letters as in `transformer`."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,17 +25,21 @@ class Seen(NamedTuple):
 
     angles: Angles
     masks: tuple[jax.Array, ...]
+    reaches: tuple[int | None, ...]  # of each mask: how many keys a query looks back at, as in `attention.attend`
 
 
-class Geometry(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["angles", "masks"], meta_fields=["reaches"])
+@dataclass(frozen=True)
+class Geometry:
     """`Seen` of all layers: what differs between them once, and not for each layer."""
 
     angles: tuple[Angles, ...]  # one for each rotation that there is among the layers
     masks: tuple[tuple[jax.Array, ...], ...]  # one for each window
+    reaches: tuple[int | None, ...]  # in any layer
 
     def of_layer(self, kind: "LayerKind") -> Seen:
         """What a layer of this kind sees."""
-        return Seen(_chosen(self.angles, kind.rotation), _chosen(self.masks, kind.window))
+        return Seen(_chosen(self.angles, kind.rotation), _chosen(self.masks, kind.window), self.reaches)
 
 
 class LayerKind(NamedTuple):
@@ -67,9 +72,16 @@ def _chosen(variants: tuple[Any, ...], place: Any) -> Any:
 
 
 def _geometry(
-    config: ModelConfig, positions: jax.Array, longest: int, masks_of: Callable[[int | None], tuple[jax.Array, ...]]
+    config: ModelConfig,
+    positions: jax.Array,
+    longest: int,
+    masks_of: Callable[[int | None], tuple[jax.Array, ...]],
+    reach: int | None = None,
 ) -> Geometry:
-    """Of tokens at positions `[N, M]`, of texts of so many tokens at most, with the masks of a window."""
+    """Of tokens at positions `[N, M]`, of texts of so many tokens at most, with the masks of a window.
+
+    A query of the last mask sees at most `reach` tokens of its row.
+    """
     if config.longest_text and longest > config.longest_text:
         raise UsageError(
             f"texts of up to {longest} tokens, padding included, are longer than the {config.longest_text} above which "
@@ -77,7 +89,11 @@ def _geometry(
         )
     masks = tuple(masks_of(window) for window in _different(config.windows))
     rotations = _different(config.rotations)
-    return Geometry(tuple(rotary_angles(positions, x, config.rotary_features) for x in rotations), masks)
+    angles = tuple(rotary_angles(positions, x, config.rotary_features) for x in rotations)
+    windows = [window for window in config.windows if window is not None]
+    largest = max(windows) if len(windows) == len(config.windows) else None
+    bounds = [x for x in (largest, reach) if x is not None]
+    return Geometry(angles, masks, (*[largest] * (len(masks[0]) - 1), min(bounds, default=None)))
 
 
 def geometry_of_texts(config: ModelConfig, positions: jax.Array, texts: jax.Array) -> Geometry:
@@ -133,13 +149,16 @@ def geometry_of_groups(config: ModelConfig, prompt_mask: jax.Array, group_size: 
     return _geometry(config, positions, in_a_row.shape[-1], masks_of)
 
 
-def geometry_of_packed_groups(config: ModelConfig, prompt_mask: jax.Array, completions: jax.Array) -> Geometry:
+def geometry_of_packed_groups(
+    config: ModelConfig, prompt_mask: jax.Array, completions: jax.Array, longest: int
+) -> Geometry:
     """Of prompts, each with several of its completions behind it in one row.
 
     Args:
       config: for rotations and windows.
       prompt_mask: bool `[N, P]`.
       completions: int `[N, S]`: numbered from 1, each in one piece, and 0 for padding.
+      longest: tokens of a completion at most.
 
     Returns:
       `Geometry` with two masks a window.
@@ -156,7 +175,7 @@ def geometry_of_packed_groups(config: ModelConfig, prompt_mask: jax.Array, compl
         seen = jnp.concatenate([of_prompt_seen, same], axis=-1) & near
         return _mask_of_texts(of_prompt, prompt_mask, window), seen[:, None, None, None]
 
-    return _geometry(config, positions, positions.shape[-1], masks_of)
+    return _geometry(config, positions, prompt_mask.shape[-1] + longest, masks_of, longest)
 
 
 def positions_in_texts(texts: jax.Array) -> jax.Array:

@@ -60,9 +60,9 @@ class Policy(NamedTuple):
     # (params, ids [N, S], texts [N, S]) -> hidden [N, S, D], of several texts in a row that do not see each other:
     # numbered from 1, each in one piece, 0 for padding. None: the model cannot be trained on packed texts
     packed: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
-    # (params, prompt_ids [N, P], prompt_mask [N, P], ids [N, S], completions [N, S]) -> hidden [N, S, D], that predict
-    # each token: of several completions of a prompt in a row, numbered as texts are in `packed`. None: completions are
-    # computed with their padding
+    # (params, prompt_ids [N, P], prompt_mask [N, P], ids [N, S], completions [N, S], longest) -> hidden [N, S, D], that
+    # predict each token: of several completions of a prompt in a row, numbered as texts are in `packed`, of at most
+    # `longest` tokens each. None: completions are computed with their padding
     packed_groups: Callable[..., jax.Array] | None = None
     # (cache, chosen int [R], of the N·G completions in a row) -> cache of R prompts with one completion each.
     # None: completions that have ended are decoded along until the last of the batch ends
@@ -180,10 +180,11 @@ def _scoring(config: ModelConfig, model: Transformer) -> dict[str, Any]:
         prompt_mask: jax.Array,
         ids: jax.Array,
         completions: jax.Array,
+        longest: int,
         *,
         routed: bool = False,
     ) -> Any:
-        seen = geometry_of_packed_groups(config, prompt_mask, completions)
+        seen = geometry_of_packed_groups(config, prompt_mask, completions, longest)
 
         def by_token(states: jax.Array) -> jax.Array:
             of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)

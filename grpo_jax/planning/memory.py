@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.logprobs import slices_of_vocabulary
+from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.heads import without_vocabulary
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
     minibatches: int = 1
     microbatches: int = 0  # pieces of a minibatch; 0: by piece_tokens
     piece_tokens: int = FASTEST
-    packs: bool = True  # whether completions may be packed: not by PPO
+    packs: bool = True  # whether completions may be packed
     lora_rank: int = 0  # 0: all parameters are trained
     lora_targets: tuple[Target, ...] = TARGETS
     param_dtype: Dtype = "float32"  # of the decoder's parameters
@@ -343,12 +343,16 @@ def _gathered(model: ModelConfig, shape: Shape) -> int:
 
 
 def _logits(model: ModelConfig, shape: Shape) -> int:
-    """Bytes: three slices in float32, hidden states and their gradient, and the matrix in the dtype of activations."""
+    """Bytes: three slices in float32, hidden states and their gradient, and the matrix in the dtype of activations.
+
+    All slices where they are kept.
+    """
     piece = shape.piece
     rows = piece.rows * piece.texts * piece.width // shape.tensor
     width = -(-model.vocab_size // slices_of_vocabulary(rows, model.vocab_size, on_cpu=shape.on_cpu))
     cast = 0 if model.dtype == "float32" else model.vocab_size * model.hidden_size * _bytes(model, shape)
-    return 3 * FLOAT32 * rows * width + 2 * rows * model.hidden_size * FLOAT32 + cast
+    slices = 2 * rows * width + rows * (model.vocab_size if keeps_logits(rows, model.vocab_size) else width)
+    return FLOAT32 * slices + 2 * rows * model.hidden_size * FLOAT32 + cast
 
 
 # ---- of a teacher

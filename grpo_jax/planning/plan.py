@@ -81,7 +81,7 @@ def shape_of(
         minibatches=run.optimizer.minibatches,
         microbatches=run.optimizer.microbatches,
         piece_tokens=run.optimizer.piece_tokens,
-        packs=isinstance(config, GRPOConfig) and run.loss.divergence == "preset" and by_token,
+        packs=run.loss.divergence == "preset" and by_token and not _reads_ends(config),
         lora_rank=options.lora_rank,
         lora_targets=options.lora_targets,
         param_dtype=options.param_dtype,
@@ -94,6 +94,11 @@ def shape_of(
         tensor=run.mesh.tensor,
         on_cpu=jax.default_backend() == "cpu",
     )
+
+
+def _reads_ends(config: GRPOConfig | PPOConfig) -> bool:
+    """Whether PPO reads the values after completions, which are not packed."""
+    return isinstance(config, PPOConfig) and config.critic.bootstrap_truncated
 
 
 def choose(model: ModelConfig, shape: Shape, limit: int, *, remat: PlannedRemat = "auto") -> Plan:

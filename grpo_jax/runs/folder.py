@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.markup import escape
 
@@ -326,7 +327,7 @@ class RunFolder:
     def timed(self, part: str) -> Iterator[None]:
         """Adds the seconds inside to `part`."""
         start = time.perf_counter()
-        with hosts.doing(part):
+        with hosts.doing(part), jax.profiler.TraceAnnotation(part):
             yield
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
 

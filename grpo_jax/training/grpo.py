@@ -46,7 +46,6 @@ from grpo_jax.training.rollout import (
     hidden_and_routing,
     hidden_states,
     score_completion_tokens,
-    score_packed_tokens,
 )
 from grpo_jax.training.state import (
     Array,
@@ -154,8 +153,13 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
     def loss_fn(trained: Params, frozen: Any, batch: Batch, reference: Params | None):
         return policy_loss_fn(join(trained, frozen), batch, reference)
 
-    packs = policy.packed_groups is not None and config.loss.divergence == "preset"
-    return Method(score, advantages, loss_fn, optimizer_of(config, schedule), schedule, packs=packs)
+    optimizer = optimizer_of(config, schedule)
+    return Method(score, advantages, loss_fn, optimizer, schedule, packs=packs(policy, config.loss))
+
+
+def packs(policy: Policy, config: LossConfig) -> bool:
+    """Whether a policy can compute packed completions, and the loss asks for nothing else."""
+    return policy.packed_groups is not None and config.divergence == "preset"
 
 
 def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
@@ -329,12 +333,9 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
                 f"divergence {config.divergence} needs the parameters of a reference: give them to the loss"
             )
         mask = batch.completion_mask
-        if hidden is None and (in_full or batch.packed is None):
-            hidden, routing = hidden_and_routing(policy, params, batch)
         if hidden is None:
-            scores, routing = score_packed_tokens(policy, params, batch)
-        else:
-            scores = score_completion_tokens(policy, params, batch, hidden=hidden)
+            hidden, routing = hidden_and_routing(policy, params, batch)
+        scores = score_completion_tokens(policy, params, batch, hidden=hidden)
         fresh = jax.lax.stop_gradient(scores.logprobs)
         old_logprobs = fresh if batch.old_logprobs is None else batch.old_logprobs
         advantages, more = corrected_advantages(batch, fresh, old_logprobs, config)

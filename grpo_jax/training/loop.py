@@ -22,6 +22,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import graders, new_counts, no_reward, ungraded_counts
 from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.profiling import profiling
 from grpo_jax.runs.stopping import between_steps
 from grpo_jax.runs.throughput import peak_flops, update_flops
 from grpo_jax.sampling.sampler import Completions
@@ -203,9 +204,11 @@ def train(
         unread: Iteration | None = None
         drawn: Draw | None = None
         reached = saved = done  # steps that the state has taken, and that of the newest checkpoint
-        with run.progress(phase, config.steps, done) as show:
+        profile = profiling(run.path / "profile", done, logging.profile_steps)
+        with run.progress(phase, config.steps, done) as show, profile as profile_step:
             try:
                 for step in range(done, end):
+                    profile_step(step)
                     first, drawn = start_draws(common, state, step, drawn)
                     read(common, unread, show)
                     unread = None

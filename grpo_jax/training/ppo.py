@@ -34,11 +34,17 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
-from grpo_jax.training.grpo import grpo_loss_fn, kl_logs, masked, optimizer_of, schedule_of
+from grpo_jax.training.grpo import grpo_loss_fn, kl_logs, masked, optimizer_of, packs, schedule_of
 from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
-from grpo_jax.training.rollout import Sampler, hidden_and_routing, score_completion_tokens
+from grpo_jax.training.rollout import (
+    Sampler,
+    hidden_and_routing,
+    hidden_states,
+    of_completions,
+    score_completion_tokens,
+)
 from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState
 from grpo_jax.training.step import Logs
 
@@ -162,6 +168,7 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         batch = masked(batch._replace(advantages=by_token, returns=returns), loss, axis_name)
         return Advantages(batch, masked_mean(by_token, mask, axis=-1), logs)
 
+    has_ends = config.critic.bootstrap_truncated  # the value after the last token is read, which is not packed
     schedule = schedule_of(config.run, config.run.optimizer.learning_rate)
     critic_schedule = schedule_of(config.run, config.critic.critic_learning_rate)
     # One step of both, but each gradient is clipped by its own norm.
@@ -176,6 +183,7 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         optimizer,
         schedule,
         has_critic=True,
+        packs=packs(policy, config.run.loss) and packs(critic, config.run.loss) and not has_ends,
         split=split_as_told,
         actor=lambda trained, frozen: lora.join(trained.policy, frozen.policy),
         of_policy=lambda trained: trained._replace(critic=None),
@@ -191,6 +199,11 @@ def score(policy: Policy, critic: Policy, params: ActorCritic, batch: Batch) -> 
       params: of both.
       batch: as sampled.
     """
+    if batch.packed is not None:
+        hidden = hidden_states(policy, params.policy, batch)
+        values = _packed_values(critic, params, hidden, batch)
+        scores = score_completion_tokens(policy, params.policy, batch, hidden=hidden)
+        return Scores(*scores, jnp.pad(values, [(0, 0), (0, 0), (0, 1)]))  # that of the end is asked for by no one
     if not is_shared(params):
         values = heads.values(critic, params.critic, *batch[:4])
         return Scores(*score_completion_tokens(policy, params.policy, batch), values)
@@ -199,6 +212,13 @@ def score(policy: Policy, critic: Policy, params: ActorCritic, batch: Batch) -> 
     hidden = policy.hidden(params.policy, batch.prompt_ids, batch.prompt_mask, longer)
     scores = score_completion_tokens(policy, params.policy, batch, hidden=hidden[..., :-1, :])
     return Scores(*scores, heads.read(hidden, params.critic.head))
+
+
+def _packed_values(critic: Policy, params: ActorCritic, hidden: jax.Array, batch: Batch) -> jax.Array:
+    """Values of the states in which packed tokens are chosen, `[N, G, T]`; `hidden` of the policy `[N, S, D]`."""
+    if not is_shared(params):
+        hidden = hidden_states(critic, params.critic.decoder, batch)
+    return of_completions(heads.read(hidden, params.critic.head), batch)
 
 
 def token_advantages(
@@ -259,7 +279,9 @@ def ppo_loss_fn(policy: Policy, critic: Policy, config: PPOConfig) -> Callable[.
     def loss_fn(params: ActorCritic, batch: Batch, reference: Params | None = None) -> tuple[jax.Array, Logs]:
         (hidden, routing), mask = hidden_and_routing(policy, params.policy, batch), batch.completion_mask
         loss, logs = policy_loss_fn(params.policy, batch, reference, hidden=hidden, routing=routing)
-        if is_shared(params):
+        if batch.packed is not None:
+            values = _packed_values(critic, params, hidden, batch)
+        elif is_shared(params):
             values = heads.read(hidden, params.critic.head)
         else:
             values = heads.values(critic, params.critic, *batch[:4])[..., :-1]

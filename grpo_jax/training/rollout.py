@@ -252,50 +252,57 @@ def score_completion_tokens(
       batch: completions. Those that are packed get 0 where they are not computed.
       hidden: of `hidden_states`, if they are computed already.
     """
-    if batch.packed is not None and hidden is None:
-        return score_packed_tokens(policy, params, batch)[0]
     hidden = hidden_states(policy, params, batch) if hidden is None else hidden
-    return _token_logprobs(policy, params, hidden, batch.completion_ids, batch.temperature[..., None])
+    if batch.packed is None:
+        return _token_logprobs(policy, params, hidden, batch.completion_ids, batch.temperature[..., None])
+    ids, numbers = _packed_ids(batch)
+    temperature = _take_tokens(batch.temperature, numbers - 1)
+    scores = _token_logprobs(policy, params, hidden, ids, temperature)
+    return jax.tree.map(lambda x: of_completions(x, batch), scores)
 
 
 def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
-    """The hidden states that predict each completion token, `[N, G, T, D]`."""
-    return policy.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+    """The hidden states that predict each completion token: `[N, G, T, D]`, or `[N, S, D]` of packed ones."""
+    return hidden_and_routing(policy._replace(routed=None), params, batch)[0]
 
 
 def hidden_and_routing(policy: Policy, params: Params, batch: Batch) -> tuple[jax.Array, Routing | None]:
     """`hidden_states`, and where these went in each layer `[N, G, T, L]`, if the model has experts."""
-    if policy.routed is None:
-        return hidden_states(policy, params, batch), None
-    hidden, _, _ = policy.routed
-    return hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+    states, packed_states, has_routing = policy.hidden, policy.packed_groups, policy.routed is not None
+    if policy.routed is not None:
+        states, packed_states, _ = policy.routed
+    prompts, found = (params, batch.prompt_ids, batch.prompt_mask), None
+    if batch.packed is None:
+        found = states(*prompts, batch.completion_ids)
+    else:
+        assert packed_states
+        found = packed_states(*prompts, *_packed_ids(batch), batch.completion_ids.shape[-1])
+    hidden, routing = found if has_routing else (found, None)
+    return hidden, jax.tree.map(lambda x: of_completions(x, batch), routing)
 
 
-def score_packed_tokens(policy: Policy, params: Params, batch: Batch) -> tuple[TokenLogprobs, Routing | None]:
-    """`score_completion_tokens` of the tokens in `batch.packed` alone, and their routing as in `hidden_and_routing`."""
-    assert policy.packed_groups
+def of_completions(x: jax.Array, batch: Batch) -> jax.Array:
+    """What was computed of tokens as `[N, G, T, ...]`: where they are packed it is `[N, S, ...]` before, and 0 is put
+    in for all others."""
+    if batch.packed is None:
+        return x
     n, group_size, size = batch.completion_ids.shape
+    whole = jnp.zeros((n, group_size * size, *x.shape[2:]), x.dtype)
+    whole = jax.vmap(lambda row, places, x: row.at[places].set(x, mode="drop"))(whole, batch.packed, x)
+    return whole.reshape(n, group_size, size, *x.shape[2:])
+
+
+def _packed_ids(batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Of packed completions the tokens, and the numbers of their completions from 1 on; 0 for padding. `[N, S]`."""
+    _, group_size, size = batch.completion_ids.shape
     is_token = batch.packed < group_size * size
-    completion = jnp.where(is_token, batch.packed // size, 0)
+    ids = jnp.where(is_token, _take_tokens(batch.completion_ids, batch.packed), 0)
+    return ids, jnp.where(is_token, batch.packed // size + 1, 0)
 
-    def chosen(x: jax.Array, places: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x.reshape(n, -1), places, axis=-1, mode="clip")
 
-    ids = jnp.where(is_token, chosen(batch.completion_ids, batch.packed), 0)
-    numbers = jnp.where(is_token, completion + 1, 0)
-    states, routing = policy.packed_groups if policy.routed is None else policy.routed[1], None
-    hidden = states(params, batch.prompt_ids, batch.prompt_mask, ids, numbers)
-    if policy.routed:
-        hidden, routing = hidden
-    temperature = chosen(batch.temperature, completion)
-    scores = _token_logprobs(policy, params, hidden, ids, temperature)
-
-    def unpacked(x: jax.Array) -> jax.Array:
-        whole = jnp.zeros((n, group_size * size, *x.shape[2:]), x.dtype)
-        whole = jax.vmap(lambda row, places, x: row.at[places].set(x, mode="drop"))(whole, batch.packed, x)
-        return whole.reshape(n, group_size, size, *x.shape[2:])
-
-    return jax.tree.map(unpacked, (scores, routing))
+def _take_tokens(x: jax.Array, places: jax.Array) -> jax.Array:
+    """Elements of each prompt's completions in a row: `[N, ...]`, int `[N, S]` -> `[N, S]`."""
+    return jnp.take_along_axis(x.reshape(x.shape[0], -1), places, axis=-1, mode="clip")
 
 
 def _token_logprobs(

@@ -19,9 +19,10 @@ SLICINGS = [(5, 128), (8, 4), (11, 4), (21, 5), (7, 1)]
 
 @pytest.fixture
 def slice_width(monkeypatch):
-    """Sets how many columns of the vocabulary are computed at a time."""
+    """Sets how many columns of the vocabulary are computed at a time, and whether logits are kept."""
 
-    def set_width(width):
+    def set_width(width, keeps=False):
+        monkeypatch.setattr(logprobs, "_KEPT_ELEMENTS", 2**25 if keeps else 0)
         monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS", 1)
         monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS_CPU", 1)
         monkeypatch.setattr(logprobs, "_MIN_SLICE_WIDTH", width)
@@ -108,9 +109,13 @@ def test_equals_a_plain_loop(slice_width):
     assert_trees_close(tuple(result), loop(*arguments, 0.7), rtol=1e-5, atol=1e-5)
 
 
+KEPT = pytest.mark.parametrize("keeps", [False, True], ids=["computed again", "kept"])
+
+
+@KEPT
 @pytest.mark.parametrize(("vocabulary", "width"), SLICINGS)
-def test_values_and_gradients_equal_the_dense_ones(slice_width, vocabulary, width):
-    slice_width(width)
+def test_values_and_gradients_equal_the_dense_ones(slice_width, vocabulary, width, keeps):
+    slice_width(width, keeps)
     temperature = np.array([[0.5], [1.5]], np.float32)  # one a completion
     arguments = *random_arguments(vocabulary), temperature
     (_, result), gradients = value_and_gradients(token_logprobs)(*arguments)
@@ -274,9 +279,10 @@ def arguments_of_eight():
     return hidden, unembedding, ids, np.linspace(0.5, 2, 16, dtype=np.float32)[:, None]
 
 
-def test_gradient_inside_shard_map(slice_width):
+@KEPT
+def test_gradient_inside_shard_map(slice_width, keeps):
     # With the default check_vma, autodiff has summed the gradient of the replicated matrix already.
-    slice_width(4)
+    slice_width(4, keeps)
     arguments = arguments_of_eight()
     rows, whole = PartitionSpec("data"), PartitionSpec()
     mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -611,9 +617,10 @@ def of_both(logprobs_of, kl_of):
     return jax.jit(jax.value_and_grad(weighted, (0, 1, 2, 3), has_aux=True))
 
 
+@KEPT
 @pytest.mark.parametrize("softcap", [0.5, 2.0, 1e4])
-def test_capped_logits_have_the_values_and_gradients_of_the_dense_ones(slice_width, softcap):
-    slice_width(4)
+def test_capped_logits_have_the_values_and_gradients_of_the_dense_ones(slice_width, softcap, keeps):
+    slice_width(4, keeps)
     hidden, unembedding, ref_hidden, ref_unembedding = kl_arguments(11)
     ids = np.random.default_rng(3).integers(0, 11, hidden.shape[:-1])
 

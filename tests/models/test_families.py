@@ -4,10 +4,12 @@
 folders in `golden`, of each family the one with the most options.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -175,6 +177,50 @@ def test_eight_devices_find_the_gradients_of_one(family):
     largest = max(np.linalg.norm(x) for x in jax.tree.leaves(expected[1]))
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), found[1], expected[1])
+
+
+def a_gradient(policy):
+    """(params, batch) -> log-probabilities, and gradients of their weighted sum."""
+
+    def loss(params, batch):
+        logprobs = score_completion_tokens(policy, params, batch).logprobs
+        return jnp.sum(jnp.linspace(-1, 2, logprobs.size).reshape(logprobs.shape) * logprobs), logprobs
+
+    return jax.grad(loss, has_aux=True)
+
+
+@each_family()
+def test_both_attentions_of_any_machine_give_the_same(family):
+    config, params = golden(family)
+    if config.attn_logit_softcapping is not None:
+        pytest.skip("one alone computes it")
+    batch = a_batch(np.random.default_rng(5).integers(3, 24, (N, G, T)).astype(np.int32))
+    (gradients, logprobs), (expected, expected_logprobs) = (
+        jax.jit(a_gradient(decoder_policy(replace(config, attention=kind))))(params, batch)
+        for kind in ("xla", "shared")
+    )
+    largest = max(np.linalg.norm(x) for x in jax.tree.leaves(expected))
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), gradients, expected)
+
+
+@each_family("gemma3_text")
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_programs_are_made_for_accelerators(family, platform, monkeypatch):
+    """Sampling and a gradient in bfloat16 are lowered, as far as it goes without the machine."""
+    config, params = golden(family)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if platform == "cuda" else platform)
+    policy = decoder_policy(replace(config, dtype="bfloat16"))
+    (ids, mask), batch = prompts(), a_batch(np.zeros((N, G, T), np.int32))
+
+    def both(params, ids, mask, batch, key):
+        numbers = jnp.arange(N * G).reshape(N, G)
+        return a_gradient(policy)(params, batch), sample_groups(
+            policy, params, ids, mask, numbers, key, max_tokens=T, temperature=1.0, eos_ids=(2,), pad_id=0
+        )
+
+    program = jax.export.export(jax.jit(both), platforms=[platform])(params, ids, mask, batch, jax.random.key(0))
+    assert "while" in program.mlir_module()
 
 
 def test_attentions_that_cannot_compute_a_family_are_refused_by_name():

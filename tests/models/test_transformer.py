@@ -550,18 +550,18 @@ def looped_attention(queries, keys, values, masks, scores):
 @each_kind_of_scores
 def test_attention_of_groups_equals_a_loop(scores):
     inputs, masks = group_inputs()
-    attended, prompt = jax.jit(lambda *x: attend_groups(*x, "shared", scores))(*inputs, masks)
+    attended, prompt = jax.jit(lambda *x: attend_groups(*x, (None, None), "shared", scores))(*inputs, masks)
     np.testing.assert_allclose(attended, looped_attention(*map(np.asarray, inputs), masks, scores), atol=1e-5)
     np.testing.assert_array_equal(prompt.keys, inputs[1][:, :P_A].transpose(0, 2, 3, 1))
     np.testing.assert_array_equal(prompt.values, inputs[2][:, :P_A].swapaxes(1, 2))
-    alone, _ = attend_groups(*(x[:, :P_A] for x in inputs), masks[:1], "shared", scores)
+    alone, _ = attend_groups(*(x[:, :P_A] for x in inputs), masks[:1], (None,), "shared", scores)
     np.testing.assert_allclose(alone, attended[:, :P_A], atol=1e-6)
 
 
 @each_kind_of_scores
 def test_gradients_of_attention(scores):
     inputs, masks = group_inputs()
-    attended = jax.jit(lambda *x: attend_groups(*x, masks, "shared", scores)[0])
+    attended = jax.jit(lambda *x: attend_groups(*x, masks, (None, None), "shared", scores)[0])
     check_grads(attended, inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
@@ -632,7 +632,7 @@ def test_fused_attention_has_the_same_values_and_gradients():
 
     def value_and_grads(kind):
         def total(inputs):
-            attended, _ = attend_groups(*inputs, masks, kind, scores)
+            attended, _ = attend_groups(*inputs, masks, (None, None), kind, scores)
             return jnp.sum(weights * attended), attended
 
         return jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)
@@ -640,15 +640,16 @@ def test_fused_attention_has_the_same_values_and_gradients():
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), value_and_grads("xla"), value_and_grads("shared"))
 
 
-@pytest.mark.parametrize("size", [128, 200, 300])
-def test_blocks_of_queries_are_the_whole_attention(size):
+@pytest.mark.parametrize(("size", "reach"), [(128, None), (200, None), (300, None), (300, 100)])
+def test_blocks_of_queries_are_the_whole_attention(size, reach):
     """300 queries are three blocks, the last one short; a window and a ragged prefix are in the mask."""
     rng = np.random.default_rng(0)
     shape = 2, 1, 2, 2, size, 4  # N, K, G, Q, S, E
     queries, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     keys, values = (jnp.asarray(rng.normal(size=(2, 1, 2, size + 5, 4)), jnp.float32) for _ in range(2))
     places = np.arange(size + 5) - 5
-    causal = (places <= np.arange(size)[:, None]) & (np.arange(size)[:, None] - places < 150)
+    causal = (places <= np.arange(size)[:, None]) & (np.arange(size)[:, None] - places < (reach or 150))
+    causal |= (places < 0) if reach else False
     prefix = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], bool)
     given = np.concatenate([prefix, np.ones((2, size), bool)], axis=-1)
     mask = jnp.asarray((causal & given[:, None])[:, None, None, None])
@@ -665,7 +666,7 @@ def test_blocks_of_queries_are_the_whole_attention(size):
 
         return jax.jit(jax.value_and_grad(summed, (0, 1, 2), has_aux=True))(queries, keys, values)
 
-    (_, attended), grads = value_and_grads(lambda *arrays: attend(*arrays, mask))
+    (_, attended), grads = value_and_grads(lambda *arrays: attend(*arrays, mask, prefix=5, reach=reach))
     (_, expected), expected_grads = value_and_grads(whole)
     np.testing.assert_allclose(attended, expected, atol=1e-5)
     for gradient, other in zip(grads, expected_grads, strict=True):

@@ -14,9 +14,13 @@ def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
 
 
 def test_the_shape_of_rows_by_hand():
-    """With pieces of about 1,024 tokens. Without padding, packing may cost 5% more tokens at most."""
-    # 4 prompts of 16 with 8 × 128: 1,040 tokens each. Rows of 144 would be 1,152; 4 rows of 272 are 1,088. 4 a piece.
-    assert choose_rows(4, 16, 8, 128, FASTEST_ON_CPU) == (256, 4)
+    """With pieces of about 1,024 tokens. Without padding, packing may cost 12% more tokens at most."""
+    # 4 prompts of 16 with 8 × 128: 1,040 tokens each. Rows of one completion are 8 · 144 = 1,152. 8 a piece.
+    assert choose_rows(4, 16, 8, 128, FASTEST_ON_CPU) == (128, 8)
+    # 4 prompts of 32: 1,056. Rows of one are 1,280, those of two 4 · 288 = 1,152. 4 a piece.
+    assert choose_rows(4, 32, 8, 128, FASTEST_ON_CPU) == (256, 4)
+    # With long prompts rows of eight would do, at 2 · 576 tokens where the group has 1,088, but not those of two.
+    assert choose_rows(4, 64, 16, 64, FASTEST_ON_CPU) is None
     # Prompts that are long beside their completions are computed once.
     assert choose_rows(4, 512, 8, 64, FASTEST_ON_CPU) is None
     # Long completions have a row each: 8 · 1,040 tokens where the group has 8,208.
@@ -29,8 +33,8 @@ def test_pieces_are_packed_unless_their_number_is_given_or_the_method_does_not_p
     def piece(**changes):
         return choose_piece(4, 16, 8, 128, **{"microbatches": 0, "piece_tokens": 1_024, "packs": True} | changes)
 
-    assert piece() == Piece(4, 1, 256, True)
-    assert piece(piece_tokens=512) == Piece(2, 1, 256, True)
+    assert piece() == Piece(8, 1, 128, True)
+    assert piece(piece_tokens=512) == Piece(4, 1, 128, True)
     assert piece(packs=False) == Piece(1, 8, 128)
     assert piece(microbatches=2) == Piece(2, 8, 128)
     assert piece(piece_tokens=5_000) == Piece(4, 8, 128)

@@ -1,9 +1,11 @@
 """The loop: guards, resume, epochs, devices. A task of one-token answers keeps every run to seconds."""
 
 import dataclasses
+import gzip
 import json
 import math
 import warnings
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +77,17 @@ def test_training_raises_the_reward_and_logs_every_step(tmp_path, programs):
     assert run.lines("times.jsonl")[-1]["compilations"] == run.lines("times.jsonl")[1]["compilations"]
     group = run.lines("rollouts.jsonl")[0]
     assert len(group["completions"]) == len(group["rewards"]) == len(group["advantages"]) == 4
+
+
+def test_a_profile_has_the_steps_that_were_asked_for(tmp_path, programs):
+    run = open_run(tmp_path)
+    train(POLICY, PARAMS, TASK, with_options(CONFIG, steps=5, profile_steps=2), run, programs=programs)
+    (file,) = tmp_path.glob("profile/plugins/profile/*/perfetto_trace.json.gz")
+    with gzip.open(file) as trace:
+        names = Counter(event.get("name") for event in json.load(trace)["traceEvents"])
+    assert names["reward"] == 2
+    assert names["rollout"] >= 2
+    assert names["update"] >= 2
 
 
 def test_a_random_reward_depends_on_the_completions_alone():

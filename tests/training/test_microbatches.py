@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V, states
 
-from grpo_jax.config import recipe
+from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.training.grpo import grpo_loss_fn
 from grpo_jax.training.microbatches import computed_in_pieces, lengths_of, packed, take
+from grpo_jax.training.ppo import add_critic, critic_policy, ppo_loss_fn, ppo_method, split
 from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Batch
 from grpo_jax.training.step import accumulate_grads
@@ -121,9 +122,9 @@ def test_packed_scores_are_those_of_padded_completions(config, width, rows):
 DIFFERENT_LOSSES = sorted({(a.term, a.aggregation): name for name, a in PRESETS.items()}.values())
 
 
-def packed_groups(params, prompt_ids, prompt_mask, ids, completions):
+def packed_groups(params, prompt_ids, prompt_mask, ids, completions, longest):
     """`Policy.packed_groups` of bigrams: before a completion's first token is the prompt's last."""
-    del prompt_mask
+    del prompt_mask, longest
     before, number_before = (jnp.pad(x, ((0, 0), (1, 0)))[:, :-1] for x in (ids, completions))
     return states(params, jnp.where(completions == number_before, before, prompt_ids[:, -1:]))
 
@@ -169,6 +170,44 @@ def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder)
         np.testing.assert_allclose(found[1], whole[1], rtol=1e-5)
         for name, (total, weight) in whole[2].means.items():
             np.testing.assert_allclose(found[2].means[name], (total, weight), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_packed_completions_have_the_scores_and_the_gradient_of_ppo(kind):
+    policy, critic, config = decoder_policy(PLAIN), critic_policy(PLAIN), with_options(PPOConfig(), critic=kind)
+    params = add_critic(PLAIN, params_of(PLAIN), kind)
+    params = params._replace(critic=params.critic._replace(head=jnp.linspace(-1, 1, PLAIN.hidden_size)))
+    rng = np.random.default_rng(1)
+    batch = a_batch()._replace(
+        ref_logprobs=None,  # the KL is in the reward
+        advantages=rng.normal(size=(N, G, T)).astype(np.float32),
+        returns=rng.normal(size=(N, G, T)).astype(np.float32),
+        old_values=rng.normal(size=(N, G, T + 1)).astype(np.float32),
+    )
+    method, aggregation = ppo_method(policy, critic, config), config.run.loss.objective.aggregation
+    assert method.packs
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def both(batch, in_rows):
+        pieces = packed(lengths_of(batch.completion_mask), 8, 2) if in_rows else None
+        scores = computed_in_pieces(lambda batch: method.score(*split(params), batch), batch, pieces)
+        weighted = batch._replace(weights=aggregation(batch.completion_mask, num_completions=N * G))
+        return scores, accumulate_grads(ppo_loss_fn(policy, critic, config), params, weighted, pieces)
+
+    (scores, whole), (packed_scores, found) = (both(batch, in_rows) for in_rows in (False, True))
+    for one, other in zip(scores, packed_scores, strict=True):
+        other = np.where(batch.completion_mask, other[..., :T], 0)
+        np.testing.assert_allclose(other, np.where(batch.completion_mask, one[..., :T], 0), atol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, jax.device_get((whole[0], found[0]))), strict=True):
+        assert np.linalg.norm(a) > 0
+        assert np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(a)
+    for name, (total, weight) in whole[2].means.items():
+        np.testing.assert_allclose(found[2].means[name], (total, weight), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_values_after_completions_are_not_packed():
+    reading = with_options(PPOConfig(), bootstrap_truncated=True)
+    assert not ppo_method(decoder_policy(PLAIN), critic_policy(PLAIN), reading).packs
 
 
 def test_context_that_is_not_learned_from_stays_in_the_row():

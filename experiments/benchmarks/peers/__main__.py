@@ -2,8 +2,9 @@
 
 The same decoder, losses and numbers, in turns on the same core: TRL's GRPOTrainer, this library with its defaults,
 Tunix's GRPOLearner. Each peer has an environment of its own, made by the first call with pip (TRL's takes 2 GB with the
-CPU build of torch, more with another). A number of the table is the median over the iterations from the third on of a
-process. A ratio is that of two processes of one round, the peer's time over ours.
+CPU build of torch, more with another). A number of the table is the median over the iterations of a process from the
+third to the last but one: our last one waits for two updates. A ratio is that of two processes of one round, the peer's
+time over ours.
 
   python -m experiments.benchmarks.peers --shape tiny --rounds 3
 """
@@ -90,7 +91,7 @@ def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
     steps = [line for line in lines if "step" in line]
     memory = lines[-1].get("peak_rss_mb") or lines[-1]["peak_rss_mib"] * 2**20 / 1e6
     return {
-        name: statistics.median(line[name] for line in steps[2:] or steps[-1:]) for name in ("seconds", "cpu_seconds")
+        name: statistics.median(line[name] for line in steps[2:-1] or steps[-1:]) for name in ("seconds", "cpu_seconds")
     } | {"peak_mb": memory}
 
 

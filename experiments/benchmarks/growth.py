@@ -1,0 +1,109 @@
+"""How do time and memory of an iteration grow as one of its sizes doubles?
+
+N prompts of P tokens, G completions of T tokens each, and a vocabulary of V tokens are doubled, one at a time, for a
+small decoder. Each time `sample`, `score` and `learn` are compiled and run: seconds are medians, megabytes are the
+temporary memory that the compiler plans. The operations that the work needs (`shapes.cost_of`) stand beside them: where
+they double and the time does not, a fixed cost was hidden before; where the time grows faster, something is lost.
+Memory of `score` and `learn` stops growing where a batch is computed in pieces. Five minutes on a CPU core.
+
+  python -m experiments.benchmarks.growth --plot growth.png
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import matplotlib
+import tyro
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from experiments.benchmarks.programs import measure
+from experiments.benchmarks.shapes import TINY, Shape, cost_of
+from grpo_jax.config import recipe
+
+Size = Literal["N", "P", "G", "T", "V"]
+PROGRAMS = ("sample", "score", "learn")
+BASE = {"N": 4, "P": 64, "G": 4, "T": 64, "V": 1024}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    sizes: tuple[Size, ...] = ("N", "P", "G", "T", "V")
+    """Which are doubled."""
+    doublings: int = 3
+    """How often."""
+    repeats: int = 3
+    """Timed calls of each program, after one that is not."""
+    plot: Path | None = None
+    """File for a picture; None: none."""
+
+
+def main(config: Config) -> None:
+    """Prints a table and a line of JSON, and draws a picture."""
+    sizes = {"": BASE} | {
+        f"{name} {BASE[name] * 2**times}": BASE | {name: BASE[name] * 2**times}
+        for name in config.sizes
+        for times in range(1, config.doublings + 1)
+    }
+    console, found = Console(), dict[str, dict[str, float]]()
+    for name, of in sizes.items():
+        with console.status(f"{len(found)} of {len(sizes)} sizes"):
+            found[name] = measured(of, config.repeats)
+    show(console, found)
+    print(json.dumps(found))
+    if config.plot:
+        draw(config, found).savefig(config.plot, dpi=120)
+
+
+def measured(sizes: dict[str, int], repeats: int) -> dict[str, float]:
+    """Seconds and temporary MB of each program, and the operations of one forward pass."""
+    shape = Shape(replace(TINY, vocab_size=sizes["V"]), sizes["N"], sizes["P"], sizes["T"], sizes["G"])
+    run = recipe(num_prompts=sizes["N"], group_size=sizes["G"], max_tokens=sizes["T"])
+    found = measure(shape, run, PROGRAMS, repeats)
+    seconds = {f"{name}_s": found[f"{name}_s"] for name in PROGRAMS}
+    memory = {f"{name}_mb": 1000 * found[f"{name}_temporary_gb"] for name in PROGRAMS}
+    return seconds | memory | {"gflop": cost_of(shape, element=4).forward_flops / 1e9}
+
+
+def show(console: Console, found: dict[str, dict[str, float]]) -> None:
+    """A row a size. The first is that of which one size is doubled."""
+    base = ", ".join(f"{name} {size}" for name, size in BASE.items())
+    table = Table("", *next(iter(found.values())), box=None, title=f"{base}, with one size changed")
+    for name, numbers in found.items():
+        table.add_row(name or "as above", *(f"{number:.3g}" for number in numbers.values()))
+    console.print(table)
+
+
+def draw(config: Config, found: dict[str, dict[str, float]]) -> Figure:
+    """A column a size: seconds above, MB below. Both axes are logarithmic, and the grey line is the operations'."""
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        2, len(config.sizes), figsize=(2.4 * len(config.sizes), 5), sharey="row", squeeze=False, layout="constrained"
+    )
+    for column, name in enumerate(config.sizes):
+        places = [BASE[name] * 2**times for times in range(config.doublings + 1)]
+        points = [found[""], *(found[f"{name} {place}"] for place in places[1:])]
+        for row, unit in enumerate(("s", "mb")):
+            axis = axes[row, column]
+            for program in PROGRAMS:
+                axis.loglog(places, [point[f"{program}_{unit}"] for point in points], "o-", label=program)
+            scale = points[0][f"learn_{unit}"] / points[0]["gflop"]
+            axis.loglog(places, [scale * point["gflop"] for point in points], color="0.7", label="operations")
+            axis.set_xticks(places, map(str, places))
+            axis.minorticks_off()
+        axes[1, column].set_xlabel(name)
+    axes[0, 0].set_ylabel("seconds")
+    axes[1, 0].set_ylabel("temporary MB")
+    axes[0, 0].legend()
+    return figure
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, prog="python -m experiments.benchmarks.growth", description=__doc__))
