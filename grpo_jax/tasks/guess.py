@@ -1,12 +1,20 @@
-"""Higher or lower, against an opponent that keeps its number open as long as it can.
+"""Higher or lower: the policy has as many guesses as halving needs, and no more.
 
-A prompt is the ends of an interval, "3d"; numbers are characters, from 0 to v. The policy writes a number and EOS; the
-environment answers ">" (its number is higher) or "<", whichever leaves it more numbers, until one alone is left and the
-policy says it. That earns 1 − (k − 1)/K in turn k of K; a number that is never found earns 0. The best policy halves
-the interval: the least k is ⌈log₂(numbers + 1)⌉. Nothing depends on luck, as it would if the number were drawn.
+A prompt is the ends of an interval of 8 to 15 numbers, "3e"; numbers are characters, from 0 to z. One number of the
+interval is the one to find, each as likely as any other. The policy writes a number and EOS; the environment answers
+">" (its number is higher) or "<". A game is won, and earns 1, if the number is named within 4 guesses; else it earns 0.
+
+What a policy can earn is known, on average over the numbers to find:
+- halving what is left wins every game, since 4 guesses tell 15 numbers apart;
+- a policy that hears no answer wins 4 games of w at best, w being the width: 4 different guesses, of which each is
+  right in one game of w (`blind_return`);
+- naming any number that the answers have left wins `listening_return`, without halving.
+So what is above `blind_return` needs the answers, and `above_blind` is 0 for the best deaf policy and 1 for halving.
+With `noise` for answers no policy can earn more than `blind_return`.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -15,31 +23,33 @@ from grpo_jax.data.types import Example, Prompts, rng
 from grpo_jax.tasks.characters import Characters, characters_task, encode_examples
 from grpo_jax.tasks.task import Task
 
-NUMBERS = "0123456789abcdefghijklmnopqrstuv"
+NUMBERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 TEXT = Characters(NUMBERS + "<>")
 PAD_ID, EOS_ID, VOCAB_SIZE = TEXT.pad_id, TEXT.eos_id, TEXT.vocab_size
-MAX_TURNS = 7
+MAX_TURNS = 4
+WIDTHS = range(8, 2**MAX_TURNS)  # numbers of an interval
 MAX_TOKENS = 2 * MAX_TURNS  # of the policy: a number and EOS in each turn
 ENVIRONMENT_TOKENS = MAX_TURNS - 1  # ">" or "<" after all but the last
-NUM_HELDOUT = 25
+NUM_HELDOUT = 20  # intervals
 
-# First and last number.
-_INTERVALS = [(first, first + width - 1) for width in range(6, 16) for first in range(len(NUMBERS) - width + 1)]
-# The split is the same for every seed of a run.
-_ORDER = rng(261).permutation(len(_INTERVALS))
-_TRAIN, _HELDOUT = _ORDER[NUM_HELDOUT:], _ORDER[:NUM_HELDOUT]
+# First and last number, in an order that is the same for every seed of a run: the first are held out.
+_INTERVALS = [(first, first + width - 1) for width in WIDTHS for first in range(len(NUMBERS) - width + 1)]
+_INTERVALS = [_INTERVALS[i] for i in rng(261).permutation(len(_INTERVALS))]
+# Each number of each interval is a game.
+_GAMES = [(*ends, number) for ends in _INTERVALS for number in range(ends[0], ends[1] + 1)]
+_HELDOUT, _TRAIN = np.split(np.arange(len(_GAMES)), [sum(b - a + 1 for a, b in _INTERVALS[:NUM_HELDOUT])])
 
 
 def guess_task(*, num_prompts: int, seed: int, reply: ReplyFn | None = None) -> Task:
-    """The task, with `num_prompts` different intervals a step.
+    """The task, with `num_prompts` different games a step; the completions of a prompt look for the same number.
 
     Args:
       num_prompts: N.
-      seed: of the order of intervals.
+      seed: of the order of games.
       reply: in place of the environment's, such as `noise`.
 
     Returns:
-      The task.
+      The task. Its held-out prompts are intervals that are never trained on, each once for each of its numbers.
     """
     task = characters_task(
         TEXT, examples_of, (_TRAIN, _HELDOUT), reward=episode_return, num_prompts=num_prompts, seed=seed
@@ -48,37 +58,28 @@ def guess_task(*, num_prompts: int, seed: int, reply: ReplyFn | None = None) -> 
 
 
 def higher_or_lower(example: Example, transcript: Transcript, key: Key) -> Reply:
-    """Whether the number is higher or lower than the last guess, or that it was found. What is no number ends the
-    game."""
-    low, high = ends_of(example)
-    answer = ""
-    for turn, (said, *_) in enumerate(transcript):
-        if len(said) != 1 or said not in NUMBERS:
-            return Reply(done=True, reward=0.0)
-        low, high, answer = _answered(low, high, NUMBERS.index(said), rng(*key[:-1], turn))
-    return Reply(answer, reward=0.0) if answer else Reply(done=True, reward=return_of(len(transcript)))
+    """Whether the number is higher or lower than the last guess, or how the game ended. What is no number ends it."""
+    del key
+    said = transcript[-1].said
+    if said == example["number"]:
+        return Reply(done=True, reward=1.0)
+    if len(said) != 1 or said not in NUMBERS or len(transcript) == MAX_TURNS:
+        return Reply(done=True, reward=0.0)
+    return Reply(">" if NUMBERS.index(example["number"]) > NUMBERS.index(said) else "<", reward=0.0)
 
 
 def noise(example: Example, transcript: Transcript, key: Key) -> Reply:
-    """The control: the same game, but what is said of it is a coin toss."""
+    """The control: the same game, but a fair coin answers, which knows neither the number nor the guesses."""
     reply = higher_or_lower(example, transcript, key)
-    return reply if reply.done else reply._replace(text="<>"[rng(*key, 1).integers(2)])
+    return reply if reply.done else reply._replace(text="<>"[rng(*key).integers(2)])
 
 
-def _answered(low: int, high: int, guess: int, coin: np.random.Generator) -> tuple[int, int, str]:
-    """What is left of an interval after a guess, and the answer; "" if the number was found."""
-    if not low <= guess <= high:
-        return low, high, ">" if guess < low else "<"
-    if low == high:
-        return low, high, ""
-    below, above = guess - low, high - guess
-    is_above = above > below or (above == below and bool(coin.integers(2)))
-    return (guess + 1, high, ">") if is_above else (low, guess - 1, "<")
-
-
-def return_of(turn: int) -> float:
-    """What a number earns that is found in this turn, counted from 1."""
-    return 1 - (turn - 1) / MAX_TURNS
+def examples_of(games: Sequence[int] | np.ndarray) -> list[Example]:
+    """The "prompt" and the "number" to find of the games with these numbers."""
+    return [
+        {"prompt": NUMBERS[first] + NUMBERS[last], "number": NUMBERS[number]}
+        for first, last, number in (_GAMES[game] for game in games)
+    ]
 
 
 def ends_of(example: Example) -> tuple[int, int]:
@@ -87,22 +88,51 @@ def ends_of(example: Example) -> tuple[int, int]:
     return first, last
 
 
-def examples_of(numbers: Sequence[int] | np.ndarray) -> list[Example]:
-    """The "prompt" of the intervals with these numbers."""
-    return [{"prompt": NUMBERS[first] + NUMBERS[last]} for first, last in (_INTERVALS[i] for i in numbers)]
+# ---- what players earn
 
 
-# ---- players
-
-
-def best_turns(example: Example) -> int:
-    """The turns that halving takes: ⌈log₂(numbers + 1)⌉. No policy needs fewer."""
+def blind_return(example: Example) -> float:
+    """The share of games that the best policy without answers wins, over all numbers of the interval."""
     first, last = ends_of(example)
-    return (last - first + 1).bit_length()
+    return MAX_TURNS / (last - first + 1)
 
 
-def bad_games(*, batch_size: int, seed: int, step: int, deaf_share: float) -> tuple[Prompts, np.ndarray, np.ndarray]:
-    """Games of a player that often does not listen, to begin training with.
+def listening_return(example: Example) -> float:
+    """The share that is won by naming any of the numbers that the answers have left."""
+    first, last = ends_of(example)
+    return _found(last - first + 1, MAX_TURNS) / (last - first + 1)
+
+
+@cache
+def _found(width: int, turns: int) -> float:
+    """How many of `width` numbers are found by naming any that is left, on average over the guesses."""
+    if width == 0 or turns == 0:
+        return 0.0
+    return sum(1 + _found(i, turns - 1) + _found(width - 1 - i, turns - 1) for i in range(width)) / width
+
+
+def above_blind(won: float, examples: Sequence[Example]) -> float:
+    """Where a share of games won lies between the best policy without answers, 0, and halving, 1."""
+    blind = float(np.mean([blind_return(example) for example in examples]))
+    return (won - blind) / (1 - blind)
+
+
+def mean_turns(example: Example) -> float:
+    """The turns that halving takes, on average over the numbers of an interval."""
+    first, last = ends_of(example)
+    return _turns(last - first + 1) / (last - first + 1)
+
+
+def _turns(width: int) -> int:
+    """Added up over the numbers."""
+    return width + _turns((width - 1) // 2) + _turns(width // 2) if width else 0
+
+
+# ---- the player to begin with
+
+
+def deaf_games(*, batch_size: int, seed: int, step: int, deaf_share: float) -> tuple[Prompts, np.ndarray, np.ndarray]:
+    """Games of a player that knows the rules and often does not listen, to begin training with.
 
     A guess is any number of the interval with probability `deaf_share`, and else any that the answers have left.
 
@@ -118,27 +148,24 @@ def bad_games(*, batch_size: int, seed: int, step: int, deaf_share: float) -> tu
     generator = rng(seed, 1, step)
     games = generator.choice(_TRAIN, batch_size)
     ids = np.full((batch_size, MAX_TOKENS + ENVIRONMENT_TOKENS), PAD_ID, np.int32)
-    mask = np.zeros(ids.shape, bool)
     for row, game in enumerate(games):
-        text, own = _bad_game(generator, _INTERVALS[game], deaf_share)
-        ids[row, : len(text)], mask[row, : len(text)] = text, own
+        tokens = _deaf_game(generator, _GAMES[game], deaf_share)
+        ids[row, : len(tokens)] = tokens
+    mask = ~np.isin(ids, [PAD_ID, *TEXT.encode("<>")])
     return encode_examples(TEXT, examples_of(games)), ids, mask
 
 
-def _bad_game(
-    generator: np.random.Generator, interval: tuple[int, int], deaf_share: float
-) -> tuple[list[int], list[bool]]:
-    """The tokens of a game, and which are the player's own."""
+def _deaf_game(generator: np.random.Generator, game: tuple[int, int, int], deaf_share: float) -> list[int]:
+    """The tokens of a game."""
+    first, last, number = game
+    low, high = first, last
     ids: list[int] = []
-    own: list[bool] = []
-    low, high = interval
     for turn in range(MAX_TURNS):
-        first, last = interval if generator.random() < deaf_share else (low, high)
-        guess = int(generator.integers(first, last + 1))
-        ids, own = [*ids, guess, EOS_ID], [*own, True, True]
-        low, high, answer = _answered(low, high, guess, generator)
-        if not answer:
+        among = (first, last) if generator.random() < deaf_share else (low, high)
+        guess = int(generator.integers(among[0], among[1] + 1))
+        ids += [guess, EOS_ID]
+        if guess == number or turn + 1 == MAX_TURNS:
             break
-        if turn + 1 < MAX_TURNS:
-            ids, own = [*ids, *TEXT.encode(answer)], [*own, False]
-    return ids, own
+        ids += TEXT.encode(">" if number > guess else "<")
+        low, high = (max(low, guess + 1), high) if number > guess else (low, min(high, guess - 1))
+    return ids

@@ -611,7 +611,9 @@ def test_attention_of_long_texts_needs_a_sixteenth_of_the_memory():
 def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, scores, monkeypatch):
     monkeypatch.setattr(attention, "_features_first", lambda: features_first)
     (queries, keys, values), masks = group_inputs()
-    expected, prompt = jax.jit(partial(attend_groups, kind="shared", scores=scores))(queries, keys, values, masks)
+    expected, prompt = jax.jit(lambda *x: attend_groups(*x, (None, None), "shared", scores))(
+        queries, keys, values, masks
+    )
     attend_next = jax.jit(partial(attend_past, scores=scores))  # traced anew for each case
     expected = np.asarray(expected)
     empty = jnp.zeros((N_A * G_A * K_A, S_A - 1, E_A))

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from experiments.benchmarks.shapes import MID
-from grpo_jax.config import ModelOptions, PPOConfig, recipe
+from grpo_jax.config import ModelOptions, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.planning import plan as planning
 from grpo_jax.planning.memory import Shape, estimate
@@ -52,7 +52,7 @@ def test_what_is_given_is_not_planned():
 
 def test_where_nothing_fits_the_sentence_names_what_would():
     held = estimate(MID, SHAPE).held
-    with pytest.raises(UsageError, match=r"needs about 1.3 GB of 0.84 on each device.* lora_rank 16, p") as error:
+    with pytest.raises(UsageError, match=r"needs about 1.2 GB of 0.84 on each device.* lora_rank 16, p") as error:
         choose(MID, SHAPE, int(1.1 * held))
     assert "fsdp 2 on 2 times as many devices" in str(error.value)
     assert "set microbatches and remat" in str(error.value)
@@ -66,7 +66,8 @@ def test_the_shape_of_a_run_is_that_of_its_options():
     assert (shape.num_prompts, shape.minibatches, shape.prompt_tokens, shape.fsdp) == (2, 2, 7, 2)
     assert (shape.packs, shape.copies, shape.lora_rank, shape.critic) == (False, 2, 4, "none")
     ppo = shape_of(PPOConfig(), ModelOptions(), 7, parts=1)
-    assert (ppo.packs, ppo.critic, ppo.group_size) == (False, "own", 1)
+    assert (ppo.packs, ppo.critic, ppo.group_size) == (True, "own", 1)
+    assert not shape_of(with_options(PPOConfig(), bootstrap_truncated=True), ModelOptions(), 7, parts=1).packs
     for kind, packs, top_k in (("k1", True, None), ("jsd", False, 0)):
         taught = shape_of(recipe(distillation=kind), ModelOptions(), 7, parts=1, teacher=MID)
         assert (taught.teacher, taught.packs, taught.distillation_top_k) == (MID, packs, top_k)

@@ -1,7 +1,5 @@
 """Higher or lower, and the calculator: their environments, the best policies, and the bad ones to begin with."""
 
-import functools
-
 import numpy as np
 import pytest
 
@@ -15,56 +13,73 @@ KEY = (0, 1, 2, 3)
 def play(example, player, reply=guess.higher_or_lower, key=KEY):
     """The turns of a game; `player` is told the answers so far, as (guess, answer)."""
     turns, told = [], []
-    for number in range(99):
+    while True:
         said = Completion(guess.NUMBERS[player(told)])
         turns.append(Turn(said))
-        found = reply(example, turns, (*key, number))
-        assert found == reply(example, turns, (*key, number))  # a pure function
+        found = reply(example, turns, (*key, len(turns)))
+        assert found == reply(example, turns, (*key, len(turns)))  # a pure function
         turns[-1] = Turn(said, Completion(found.text), found.reward)
         if found.done:
             return turns
         told.append((guess.NUMBERS.index(said), found.text))
-    return turns
 
 
 def halving(example):
+    """Of what the answers leave, or of the whole interval where they leave nothing."""
+    first, last = guess.ends_of(example)
+
     def player(told):
-        low, high = guess.ends_of(example)
-        for number, answer in told:
-            low, high = (number + 1, high) if answer == ">" else (low, number - 1)
-        return (low + high) // 2
+        left = [n for n in range(first, last + 1) if all((n > said) == (heard == ">") for said, heard in told)]
+        left = [n for n in left if n not in (said for said, _ in told)] or list(range(first, last + 1))
+        return left[(len(left) - 1) // 2]
 
     return player
 
 
-@functools.cache
-def fewest(width):
-    """Turns that the best first guess needs at worst, tried out."""
-    return 0 if width == 0 else 1 + min(max(fewest(i), fewest(width - 1 - i)) for i in range(width))
+def games_of(first, last):
+    """The games of an interval, one for each number."""
+    numbers = guess.NUMBERS[first : last + 1]
+    return [{"prompt": numbers[0] + numbers[-1], "number": number} for number in numbers]
 
 
-@pytest.mark.parametrize("number", range(0, 225, 16))
-def test_halving_takes_as_many_turns_as_the_best_policy_does_at_worst(number):
-    (example,) = guess.examples_of([number])
-    first, last = guess.ends_of(example)
-    turns = play(example, halving(example))
-    assert len(turns) == guess.best_turns(example) == fewest(last - first + 1)
-    assert turns[-1].reward == guess.return_of(len(turns))
-    # One by one, the opponent gives in at the last number, whatever the player does before.
-    assert len(play(example, lambda told: first + len(told))) == last - first + 1
+def won(turns):
+    return turns[-1].reward == 1
 
 
-def test_noise_says_nothing_of_the_game():
-    examples = guess.examples_of(guess._HELDOUT)
-    games = [play(example, halving(example), key=(0, 0, 0, i)) for i, example in enumerate(examples)]
-    deaf = [
-        play(example, lambda told, example=example: min(31, guess.ends_of(example)[0] + len(told)), guess.noise, (0, i))
-        for i, example in enumerate(examples)
-    ]
-    answers = [turn.heard for game in deaf for turn in game[:-1]]
-    assert {*answers} == {"<", ">"}
-    assert 0.35 < np.mean([answer == "<" for answer in answers]) < 0.65
-    assert [len(game) for game in games] == [guess.best_turns(example) for example in examples]
+@pytest.mark.parametrize("width", guess.WIDTHS)
+def test_halving_wins_every_game_and_a_guess_at_the_end_not(width):
+    games = games_of(5, 4 + width)
+    turns = [play(game, halving(game)) for game in games]
+    assert all(map(won, turns))
+    assert np.mean([len(game) for game in turns]) == guess.mean_turns(games[0])
+    one_by_one = [won(play(game, lambda told: 5 + len(told))) for game in games]
+    assert np.mean(one_by_one) == guess.blind_return(games[0])
+
+
+@pytest.mark.parametrize("player", [halving, lambda example: lambda told: guess.ends_of(example)[0] + len(told)])
+def test_whoever_hears_noise_wins_what_the_best_policy_without_answers_does_at_most(player):
+    # Answers are the same for each number to find, so guesses are too, and 4 guesses find 4 numbers at most.
+    heard = ""
+    for number in range(20):
+        games = games_of(number, number + 11)
+        turns = [play(game, player(game), guess.noise, key=(0, number)) for game in games]
+        assert sum(map(won, turns)) <= guess.MAX_TURNS
+        heard += "".join(turn.heard for turn in max(turns, key=len)[:-1])
+    assert 0.3 < np.mean([answer == "<" for answer in heard]) < 0.7
+
+
+def test_naming_any_number_left_wins_what_it_should():
+    example, generator = games_of(0, 14)[0], rng(0)
+
+    def player(told):
+        low = max((said + 1 for said, heard in told if heard == ">"), default=0)
+        high = min((said - 1 for said, heard in told if heard == "<"), default=14)
+        return int(generator.integers(low, high + 1))
+
+    rate = np.mean([won(play(game, player)) for _ in range(150) for game in games_of(0, 14)])
+    assert abs(rate - guess.listening_return(example)) < 0.03  # three standard errors
+    assert guess.above_blind(guess.blind_return(example), [example]) == 0
+    assert guess.above_blind(1.0, [example]) == 1
 
 
 @pytest.mark.parametrize("said", ["", "12", ">", "-"])
@@ -73,24 +88,37 @@ def test_what_is_no_number_ends_the_game(said):
     assert guess.higher_or_lower(example, [Turn(Completion(said))], (*KEY, 0)) == Reply(done=True, reward=0.0)
 
 
+def test_the_last_guess_ends_the_game():
+    game = games_of(0, 14)[0]
+    turns = play(game, lambda told: 14)
+    assert len(turns) == guess.MAX_TURNS
+    assert not won(turns)
+    assert guess.higher_or_lower(game, [*turns[:-1], Turn(Completion("0"))], KEY) == Reply(done=True, reward=1.0)
+
+
 def test_held_out_intervals_are_never_trained_on():
     task = guess.guess_task(num_prompts=32, seed=0)
-    held = {example["prompt"] for example in task.heldout.examples}
-    assert len(held) == guess.NUM_HELDOUT
-    assert not held & {example["prompt"] for step in range(20) for example in task.prompts(step).examples}
+    held = [example["prompt"] for example in task.heldout.examples]
+    assert len({*held}) == guess.NUM_HELDOUT
+    for prompt in {*held}:  # with each number to find
+        first, last = guess.ends_of({"prompt": prompt})
+        assert held.count(prompt) == last - first + 1
+    assert not {*held} & {example["prompt"] for step in range(20) for example in task.prompts(step).examples}
 
 
-def test_bad_games_follow_the_rules():
-    prompts, ids, mask = guess.bad_games(batch_size=64, seed=0, step=0, deaf_share=0.5)
+def test_deaf_games_follow_the_rules():
+    prompts, ids, mask = guess.deaf_games(batch_size=64, seed=0, step=0, deaf_share=0.5)
     for example, row, own in zip(prompts.examples, ids, mask, strict=True):
-        low, high = guess.ends_of(example)
-        said, heard = row[own], row[~own & (row != guess.PAD_ID)]
+        first, last = guess.ends_of(example)
+        said, heard = row[own], guess.TEXT.decode(row[~own & (row != guess.PAD_ID)])
         assert (said[1::2] == guess.EOS_ID).all()
-        for number, answer in zip(said[::2], heard, strict=False):
-            left = guess._answered(low, high, int(number), rng(0))
-            assert guess.TEXT.decode([answer]) in "<>"
-            low, high = left[:2] if guess.TEXT.decode([answer]) == left[2] else (low, high)
-        assert own.sum() // 2 == len(heard) + 1
+        assert all(first <= number <= last for number in said[::2])
+        turns = []
+        for number, answer in zip(said[::2], [*heard, None], strict=True):
+            turns.append(Turn(Completion(guess.NUMBERS[number])))
+            found = guess.higher_or_lower({"prompt": example["prompt"], "number": example["number"]}, turns, KEY)
+            assert found.done == (answer is None)
+            assert found.done or found.text == answer
 
 
 def test_the_calculator_answers_calls_and_judges_answers():
