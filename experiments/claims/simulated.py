@@ -2,8 +2,9 @@
 
 Whole families of claims with all their looks are simulated, as they are registered in `primary`. Means are put where a
 verdict is false: at no difference, at the edge of what matters, and at the bound of the claim's own range. Deviations
-are those seen where tasks are nearly solved, 0.0029 to 0.01, and where they are not, 0.025 to 0.05; claims are independent, or share half of their variance,
-as claims with a common arm do; values are normal, or have Student's tails at 3 degrees. Three minutes on two cores.
+are those seen over seeds, 0.0029 to 0.01 where tasks are nearly solved and 0.025 to 0.05 where they are not; claims are
+independent, or share half of their variance, as claims with a common arm do; values are normal, or have Student's tails
+at 3 degrees. Five minutes on two cores.
 
   python -m experiments.claims.simulated
 """
