@@ -30,7 +30,7 @@ from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.types import rng
-from grpo_jax.functional import dpo_loss, kto_loss, logprobs, token_mean_weights
+from grpo_jax.functional import dpo_loss, logprobs, token_mean_weights
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
@@ -74,8 +74,9 @@ def packed_rows() -> Packed:
 
 PAIRS, ROWS = some_pairs(), packed_rows()
 REFERENCE = NOISE.normal(-8, 1, (N, 2)).astype(np.float32)
-TAUGHT = Taught(case_of("decoder").start, case_of("other").start)
-LESSON = Lesson(decoder_policy(OTHER), DistillationConfig("forward_kl"), nll_coef=0.3)
+TEACHER = decoder_policy(dataclasses.replace(OTHER, num_key_value_heads=8))
+TAUGHT = Taught(case_of("decoder").start, jax.jit(TEACHER.init)(jax.random.key(5)))
+LESSON = Lesson(TEACHER, DistillationConfig("forward_kl"), nll_coef=0.3)
 
 
 class Case(NamedTuple):
@@ -94,9 +95,8 @@ def case_named(name: str) -> Case:
         loss = SupervisedLoss(partial(preference_loss, DECODER, loss=partial(dpo_loss, beta=0.5)), pair_weights)
         return Case(loss, pairs._replace(ref_logprobs=REFERENCE), case_of("lora").start)
     if name == "kto":  # z₀ is above 0, and pieces and devices have different parts of it
-        loss = kto_objective(DECODER, partial(kto_loss, beta=0.5))
         rated = RatedBatch(*pairs[:4], np.arange(N) % 3 > 0, REFERENCE - np.array([0, 8], np.float32))
-        return Case(loss, rated, case_of("lora").start)
+        return Case(kto_objective(DECODER), rated, case_of("lora").start)
     if name == "teacher":
         loss = partial(distillation_loss, DECODER, lesson=LESSON)
         return Case(SupervisedLoss(loss, token_mean_weights, split, join), ROWS, TAUGHT)
