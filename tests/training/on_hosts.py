@@ -3,6 +3,7 @@
 Under pytest eight virtual devices are set; XLA_FLAGS of the tests of hosts set fewer.
 """
 
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -86,10 +87,11 @@ def run(config: Config) -> None:
 
 
 def updates(folder: Path, options: hosts.HostOptions) -> None:
-    """Gradients, and completions, of a decoder on meshes of all devices; host 0 keeps them."""
+    """Gradients, completions, and bytes exchanged, of a decoder on meshes of all devices; host 0 keeps them."""
     hosts.start(options, print, print)
     import jax
     import test_parallel as cases
+    import test_traffic as traffic
 
     number = jax.device_count()
     for name, mesh in (("decoder", cases.Mesh(fsdp=number)), ("ppo", cases.Mesh(2, number // 2))):
@@ -99,6 +101,12 @@ def updates(folder: Path, options: hosts.HostOptions) -> None:
     found = cases.sampled(cases.Mesh(2, number // 2))
     if hosts.is_first():
         np.savez(folder / "sampled.npz", ids=found.completion_ids, logprobs=found.sampler_logprobs)
+    shape, run = traffic.shape_and_run(number)
+    program = traffic.lowered(traffic.MODEL, run, traffic.P, programs=("learn",))["learn"].compile()
+    exchanged = traffic.by_purpose(traffic.sizes(traffic.collectives(str(program.as_text()))))
+    if hosts.is_first():
+        planned = traffic.planned(traffic.learn_traffic(traffic.MODEL, shape))
+        (folder / "exchanged.json").write_text(json.dumps([exchanged, planned]))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def launch(folder: Path, *args: str, number: int = 1, devices: int = 1, updates:
     """Starts the worker on so many hosts with so many devices each."""
     flags = re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
     flags += " --xla_cpu_multi_thread_eigen=false"
-    path = [str(WORKER.parent), *filter(None, sys.path)]
+    path = [str(WORKER.parent), str(WORKER.parents[1] / "planning"), *filter(None, sys.path)]
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
     address = f"127.0.0.1:{free_port()}"
 
@@ -112,7 +112,8 @@ def test_two_hosts_have_the_numbers_of_one(tmp_path, one_host):
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "devices"), [(2, 2), (4, 1)])
 def test_updates_on_several_hosts_have_the_gradients_of_one(tmp_path, number, devices):
-    """Of a decoder and of PPO, with parameters cut over hosts. And the same noise gives the same tokens."""
+    """Of a decoder and of PPO, with parameters cut over hosts. And the same noise gives the same tokens, and what the
+    compiled update exchanges is what is planned."""
     finish(launch(tmp_path, number=number, devices=devices, updates=True))
     for name in ("decoder", "ppo"):
         expected = cases.gradients(name, 1)
@@ -122,6 +123,9 @@ def test_updates_on_several_hosts_have_the_gradients_of_one(tmp_path, number, de
     same = (one.completion_ids == other["ids"]).all(-1)
     assert (~same).sum() <= 1  # rounding may decide between two tokens
     np.testing.assert_allclose(other["logprobs"][same], one.sampler_logprobs[same], atol=1e-5)
+    exchanged, planned = json.loads((tmp_path / "exchanged.json").read_text())
+    assert sum(planned) > 0
+    assert exchanged == pytest.approx(planned, rel=0.05)
 
 
 PAIRS = ("--data", "rows.jsonl", "--num-pairs", "8")
