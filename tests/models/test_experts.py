@@ -176,7 +176,7 @@ def test_the_routing_of_states_is_there_for_packed_completions_too():
     np.testing.assert_allclose(hidden, jax.jit(policy.hidden)(params, ids, mask, completions), atol=1e-5)
     row = np.concatenate([completions[:, i, :length] for i, length in enumerate(lengths)], axis=-1)
     numbers = np.broadcast_to(np.repeat([1, 2, 3], lengths), row.shape)
-    _, of_row = jax.jit(packed)(params, ids, mask, row, numbers)
+    _, of_row = jax.jit(packed, static_argnums=5)(params, ids, mask, row, numbers, 5)
     expected = [np.concatenate([x[:, i, :length] for i, length in enumerate(lengths)], axis=1) for x in routing]
     np.testing.assert_array_equal(np.sort(of_row.experts), np.sort(expected[0]))
     np.testing.assert_allclose(of_row.entropy, expected[1], atol=1e-5)
