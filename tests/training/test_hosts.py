@@ -136,9 +136,8 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=() if name == "dpo" else pytest.mark.slow) for name in METHODS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_phases_on_given_data_have_the_numbers_of_one_host(tmp_path, monkeypatch, method):
     """Cut off on two hosts of two devices, and resumed there; host 0 alone writes."""
     config = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8)
