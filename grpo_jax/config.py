@@ -557,6 +557,11 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
     validate_mesh(config.mesh)
     validate_logging(config.logging)
+    _require(
+        not config.logging.profile_steps or config.steps > 2,
+        f"profile_steps is {config.logging.profile_steps}, but steps is {config.steps} and the first two are not "
+        "recorded: set steps to 3 or more",
+    )
     validate_distillation(config)
     compares_groups = compares_groups and not is_zero(config.distillation.reward_coef)
     validate_sampling(config.sampling, compares_groups=compares_groups)

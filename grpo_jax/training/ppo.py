@@ -203,7 +203,7 @@ def score(policy: Policy, critic: Policy, params: ActorCritic, batch: Batch) -> 
         hidden = hidden_states(policy, params.policy, batch)
         values = _packed_values(critic, params, hidden, batch)
         scores = score_completion_tokens(policy, params.policy, batch, hidden=hidden)
-        return Scores(*scores, jnp.pad(values, [(0, 0), (0, 0), (0, 1)]))  # that of the end is asked for by no one
+        return Scores(*scores, jnp.pad(values, [(0, 0), (0, 0), (0, 1)]))  # the value of the end is not read
     if not is_shared(params):
         values = heads.values(critic, params.critic, *batch[:4])
         return Scores(*score_completion_tokens(policy, params.policy, batch), values)

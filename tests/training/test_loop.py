@@ -482,6 +482,7 @@ def test_one_reward_has_no_components_to_compare(reward):
         ({"ref_mixup_alpha": 0.5}, "ref_mixup_alpha"),
         ({"ref_sync_steps": 1, "ref_mixup_alpha": 0.0}, "ref_mixup_alpha"),
         ({"microbatches": -1}, "microbatches is -1"),
+        ({"steps": 2, "profile_steps": 1}, "set steps to 3 or more"),
         ({"epsilon_high": None}, "epsilon_high is None, but preset grpo needs it: 0.2"),
         ({"preset": "sapo", "delta": 4.0}, "delta is 4.0, but preset sapo has no such constant"),
         ({"top_entropy": 0.0}, "top_entropy"),
