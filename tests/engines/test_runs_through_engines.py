@@ -124,7 +124,10 @@ def whole(params, tmp_path_factory):
     return {rank: (start, *run_of(tmp_path_factory.mktemp("own"), start)) for rank, start in starts.items()}
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("vllm", 0), ("sglang", 0), ("vllm", 2), ("sglang", 2)])
+@pytest.mark.parametrize(
+    ("kind", "rank"),
+    [*(pytest.param(*x, marks=pytest.mark.slow) for x in [("vllm", 2), ("sglang", 0)]), ("vllm", 0), ("sglang", 2)],
+)
 def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind, rank):
     start, own, own_run = whole[rank]
     through, run = run_of(tmp_path / "through", start, sampler_at(server, engine_kind=kind))
@@ -136,6 +139,7 @@ def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind
     assert len(server.adapters) == (1 if rank else 0)
 
 
+@pytest.mark.slow
 def test_a_run_with_stale_rollouts_gives_the_server_the_earlier_parameters(server, params, tmp_path):
     _, own = run_of(tmp_path / "own", params, staleness=1)
     _, run = run_of(tmp_path / "through", params, sampler_at(server), staleness=1)

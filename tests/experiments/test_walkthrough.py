@@ -104,6 +104,7 @@ def test_equal_rewards_are_said_to_teach_nothing(capsys):
     assert walk.metrics["grad_norm"] == 0
 
 
+@pytest.mark.slow
 @needs_stories
 def test_far_from_the_start_no_large_number_is_called_a_kl(capsys):
     walk, page = walk_through(capsys, kl_coef=0.0, learning_rate=0.01, seed=3)

@@ -590,7 +590,7 @@ def test_kl_cov_adds_its_penalty_to_the_largest_covariances(share, number):
         assert covariances[chosen].min() >= np.sort(covariances[COV_MASK])[-number]
 
 
-@pytest.mark.parametrize("share", [0.05, 0.4])
+@pytest.mark.parametrize("share", [0.05, pytest.param(0.4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(OF_THE_BATCH))
 def test_tokens_of_a_batch_over_devices_are_chosen_from_the_whole(name, share, spread):
     rng = np.random.default_rng(0)

@@ -101,7 +101,7 @@ def with_fused_experts(name, tensors):
 
 
 WITH_GRADIENTS = sorted(file.parent.name for file in GOLDEN.glob("*/gradients.npz"))
-QUICK = ("smollm3_window", "olmo2_biases", "phi3_window", "gemma2_untied", "gemma3_capped", "qwen3_moe")
+QUICK = ("phi3_window", "gemma3_capped", "qwen3_moe")
 
 
 @pytest.mark.parametrize("name", [*(name for name in NAMES if name not in QUICK), "llama/adapter"])
@@ -154,7 +154,10 @@ DECODED = [
 ]
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in ("qwen2_mixed", "phi3_window", "gemma3") else pytest.mark.slow) for x in DECODED],
+)
 def test_logits_one_token_after_the_other(name):
     config, params = load_golden(name)
     policy = decoder_policy(config)
@@ -239,7 +242,7 @@ def test_peft_and_its_reading_of_adapted_experts(name, tmp_path):
     np.testing.assert_allclose(logits_fn(config)(adapted, ids, 9), expected[:, 8:-1], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_adapted_experts_are_merged_saved_and_loaded(name, tmp_path):
     config, params = load_golden(name)
     new = add_adapters(params, jax.random.key(0), rank=2, alpha=3.0)

@@ -469,6 +469,7 @@ def test_batch_group_and_prompt_width_do_not_change_samples(params, prompts, sam
     np.testing.assert_allclose(other.sampler_logprobs, whole.sampler_logprobs[part, members], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_eight_devices_give_what_one_gives(prompts):
     policy = decoder_policy(replace(CONFIG, num_hidden_layers=1))  # compiles sooner
     params = random_params(policy)

@@ -144,6 +144,7 @@ def test_tokens_of_the_environment_have_no_gradient():
         assert one == two
 
 
+@pytest.mark.slow
 def test_packed_episodes_have_the_gradient_of_padded_ones():
     batch, completions = sampled()
     mask = completions.completion_mask

@@ -180,7 +180,7 @@ def gradients(name: str, devices: Devices) -> Any:
     return to_host((state.opt_state.gradients, found.metrics, found.advantages))
 
 
-QUICK = {("decoder", FSDP), ("ppo", ALL), ("lora", TENSOR)}
+QUICK = {("decoder", ALL)}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def compare(one: Any, other: Any, most: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("grpo", "lite_ppo") else pytest.mark.slow) for name in PRESETS]
+    "name", [pytest.param(name, marks=() if name == "lite_ppo" else pytest.mark.slow) for name in PRESETS]
 )
 def test_losses_have_the_gradients_of_one_device(name):
     """Of every preset, with statistics over the whole batch, on a policy that is a table."""
@@ -367,6 +367,7 @@ def test_a_checkpoint_of_a_mesh_is_read_wherever_a_run_goes_on(run_of_four, devi
     assert [x.sharding for x in jax.tree.leaves(found)] == jax.tree.leaves(shardings(state, devices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(ALL, marks=pytest.mark.slow)])
 def test_experts_are_those_of_the_sampler_and_logged(tmp_path, devices):
     """In float32, where routes of sampler and trainer do not differ."""

@@ -67,7 +67,8 @@ class Rising(Threes):
         return list(range(len(completions)))
 
 
-def test_the_five_lines_as_they_are_written(folder, tmp_path, monkeypatch):
+def test_the_five_lines_as_they_are_written(folder, tmp_path, monkeypatch, capsys):
+    """They leave the files of the command line but for the command: what was called is a program of the user's."""
     monkeypatch.chdir(tmp_path)
     scope = {"model": folder, "reward_model": Threes(), "prompts": PROMPTS}
     exec(LINES, scope)
@@ -81,23 +82,16 @@ def test_the_five_lines_as_they_are_written(folder, tmp_path, monkeypatch):
     assert group["prompt"] in PROMPTS  # each of them, at every step
     assert {row["prompt"] for row in scope["reward_model"].rows[:36]} == set(PROMPTS)
     assert len(group["completions"]) == 12
-
-
-def test_a_run_leaves_the_files_of_the_command_line(folder, tmp_path, capsys):
-    """All but the command: what was called is a program of the user's."""
-    options = {"steps": 2, "max_tokens": 3, "group_size": 4, "learning_rate": 0.1}
-    trainer = GRPOTrainer(folder, Threes(), run_dir=tmp_path / "run", **options)
-    trained = trainer.train(PROMPTS)
     lines = {"metrics.jsonl", "times.jsonl", "rollouts.jsonl", "warnings.jsonl"}
     made = {"config.json", "inputs.json", "lock", "model", "checkpoints", "tensorboard"}
     ending = {"curves.png", "report.html", "results.json"}
-    assert {file.name for file in trainer.run.path.iterdir()} == lines | made | ending
-    checksum = params_sha256(trained.params)
-    assert json.loads((trainer.run.path / "results.json").read_text()) == {"params_sha256": checksum}
-    assert checksum in (trainer.run.path / "report.html").read_text()
+    assert {file.name for file in run.path.iterdir()} == lines | made | ending
+    checksum = json.loads((run.path / "results.json").read_text())["params_sha256"]
+    assert checksum in (run.path / "report.html").read_text()
     assert "to read:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
     loaded, reward = load_pretrained(folder), Rising()
     before = params_sha256(loaded.params)
@@ -172,7 +166,10 @@ def test_an_environment_answers_each_turn(folder, tmp_path):
     trainer = GRPOTrainer(
         folder, episode_return, environment=higher, environment_tokens=4, run_dir=tmp_path / "run", **options
     )
-    trainer.train(PROMPTS)
+    trained = trainer.train(PROMPTS)
+    assert json.loads((trainer.run.path / "results.json").read_text()) == {
+        "params_sha256": params_sha256(trained.params)
+    }
     line, group = trainer.run.lines()[0], trainer.run.lines("rollouts.jsonl")[0]
     assert line["turns_mean"] > 1
     assert line["first_ratio_deviation"] < 1e-4
@@ -287,6 +284,7 @@ def test_several_rewards_add_up_over_the_prompts_that_are_left(folder, tmp_path)
     assert len(rewards["threes"].rows) == 30 * 8
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_size_is_learned_from(folder, tmp_path):
     large = tmp_path / "large"
     config = ModelConfig(arithmetic.VOCAB_SIZE, 24, 32, 1, 2, 1, 8, initializer_range=0.3)
