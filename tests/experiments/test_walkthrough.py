@@ -97,6 +97,7 @@ def walk_through(capsys, **options):
     return walk, " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 @needs_stories
 def test_equal_rewards_are_said_to_teach_nothing(capsys):
     walk, page = walk_through(capsys, reward="answer")

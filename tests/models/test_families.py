@@ -152,7 +152,7 @@ def test_peft_computes_what_a_saved_adapter_says(family, tmp_path):
     np.testing.assert_allclose(found, torch.log_softmax(logits, -1)[0, P - 1 : -1, 5].numpy(), atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("olmo2", "smollm3"))])
+@each_family("gemma2")
 def test_packed_texts_are_as_each_alone(family):
     config, params = golden(family)
     packed = jax.jit(decoder_policy(config).packed)

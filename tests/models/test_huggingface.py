@@ -104,7 +104,29 @@ WITH_GRADIENTS = sorted(file.parent.name for file in GOLDEN.glob("*/gradients.np
 QUICK = ("phi3_window", "gemma3_capped", "qwen3_moe")
 
 
-@pytest.mark.parametrize("name", [*(name for name in NAMES if name not in QUICK), "llama/adapter"])
+# Of the other folders each has something that no quick one has: biases, a rule of frequencies, a mixture.
+SLOW = (
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe_plain",
+    "smollm",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in NAMES if x not in QUICK),
+        "llama/adapter",
+    ],
+)
 def test_logits_are_those_of_transformers(name):
     """Of the second of two completions that share a prompt."""
     folder, _, adapter = name.partition("/")
@@ -242,6 +264,7 @@ def test_peft_and_its_reading_of_adapted_experts(name, tmp_path):
     np.testing.assert_allclose(logits_fn(config)(adapted, ids, 9), expected[:, 8:-1], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_adapted_experts_are_merged_saved_and_loaded(name, tmp_path):
     config, params = load_golden(name)

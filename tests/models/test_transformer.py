@@ -153,6 +153,7 @@ def loss_and_grads(hidden_fn, config):
 # ---- several texts in a row
 
 
+@pytest.mark.slow
 def test_packed_texts_are_as_each_alone():
     config = ALL
     params, policy = random_params(config), decoder_policy(config)
@@ -361,7 +362,7 @@ def num_equations(jaxpr):
     return len(jaxpr.eqns) + sum(num_equations(sub) for sub in inner)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_only_separate_layers_grow_the_program(scan_layers):
     def size(layers):
         config = dataclasses.replace(LLAMA, num_hidden_layers=layers)

@@ -55,6 +55,7 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert "Error" not in said
 
 
+@pytest.mark.slow
 def test_the_cache_can_be_switched_off(tmp_path):
     programs, _ = start(tmp_path, "--no-compilation-cache")
     assert programs.compiled > 0

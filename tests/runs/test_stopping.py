@@ -103,6 +103,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bytes(tmp_path,
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_the_status_after_sigterm_is_an_option(tmp_path):
     process = start(tmp_path, "--stop-code", "3", mode="start")
     wait_for(process, "hangs")

@@ -78,7 +78,9 @@ def loss_and_gradient(name, devices, pieces):
     return jax.device_get(program(jnp.asarray(TOKENS), table_batch()))
 
 
-@pytest.mark.parametrize(("devices", "pieces"), [(1, 1), (1, 4), (8, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("devices", "pieces"), [(1, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, 4), (8, 1)]), (8, 2)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_trls_whatever_the_batch_is_cut_into(name, devices, pieces):
     gradient, value, logs = loss_and_gradient(name, devices, pieces)

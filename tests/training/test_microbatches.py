@@ -179,7 +179,8 @@ def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder)
             np.testing.assert_allclose(found[2].means[name], (total, weight), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["own", pytest.param("shared", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["own", "shared"])
 def test_packed_completions_have_the_scores_and_the_gradient_of_ppo(kind):
     policy, critic, config = decoder_policy(PLAIN), critic_policy(PLAIN), with_options(PPOConfig(), critic=kind)
     params = add_critic(PLAIN, params_of(PLAIN), kind)

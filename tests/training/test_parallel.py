@@ -251,6 +251,7 @@ def sampled(devices: Devices, name: str = "decoder") -> Any:
     return sampler.complete(case_of(name).start, *given, noise_of(0, 0, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "devices", [pytest.param(FSDP, marks=pytest.mark.slow), pytest.param(TENSOR, marks=pytest.mark.slow), ALL]
 )

@@ -340,6 +340,7 @@ def stopping(step):
     return reward
 
 
+@pytest.mark.slow
 def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path):
     whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
     config = with_options(CONFIG, ref_sync_steps=2, ref_mixup_alpha=0.5, kl_target=0.1)

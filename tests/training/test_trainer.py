@@ -161,6 +161,7 @@ class Adder:
         return self.sum
 
 
+@pytest.mark.slow
 def test_an_environment_answers_each_turn(folder, tmp_path):
     options = {"steps": 2, "max_tokens": 6, "group_size": 4, "learning_rate": 0.1, "max_turns": 3}
     trainer = GRPOTrainer(
@@ -178,21 +179,35 @@ def test_an_environment_answers_each_turn(folder, tmp_path):
         assert reward == sum(range(1, len(rewards) + 1))
 
 
+# Of a chat template: the names of tools, and what each turn says.
+NAMES = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+TURNS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
 def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, tmp_path):
     told = tmp_path / "told"
     shutil.copytree(folder, told)
-    names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
-    turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
     template = told / "chat_template.jinja"
-    template.write_text(names + "{{ messages[0].content }}")
+    template.write_text(NAMES + "{{ messages[0].content }}")
     with pytest.raises(UsageError, match="no turn of the role tool or user"):
         GRPOTrainer(told, Threes(), tools=[add], environment_tokens=4, run_dir=tmp_path / "run").train(PROMPTS)
-    template.write_text(names + turns)
+    template.write_text(NAMES + TURNS)
     options = {"steps": 1, "max_tokens": 4, "max_turns": 2, "environment_tokens": 4, "learning_rate": 0.1}
     trainer = GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "run", **options)
     trainer.train(PROMPTS)
     line = trainer.run.lines()[0]
     assert (line["environment_calls"], line["environment_bad_calls"], line["turns_mean"]) == (0, 0, 1)
+    template.write_text(TURNS)
+    with pytest.raises(UsageError, match="writes no tools into the prompt"):
+        GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "none", **options).train(PROMPTS)
+
+
+@pytest.mark.slow
+def test_an_environment_as_for_trl_shows_its_tools_and_what_it_begins_with(folder, tmp_path):
+    told = tmp_path / "told"
+    shutil.copytree(folder, told)
+    (told / "chat_template.jinja").write_text(NAMES + TURNS)
+    options = {"steps": 1, "max_tokens": 4, "max_turns": 2, "environment_tokens": 4, "learning_rate": 0.1}
     reward = trl_reward(Adder)
     trainer = GRPOTrainer(told, reward, environment_factory=Adder, run_dir=tmp_path / "trl", **options)
     trainer.train(PROMPTS)
@@ -200,9 +215,6 @@ def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, t
     assert group["prompt"].endswith("==")  # what `reset` shows
     assert group["prompt"].startswith("more")
     assert {*group["rewards"]} == {0.0}
-    template.write_text(turns)
-    with pytest.raises(UsageError, match="writes no tools into the prompt"):
-        GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "none", **options).train(PROMPTS)
 
 
 @pytest.mark.parametrize(
