@@ -332,6 +332,7 @@ def test_under_jit_and_vmap(slice_width):
     assert_allclose(alone, eager[0][1, 2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16(slice_width):
     slice_width(4)
     models, ids = random_models(11, dtype=jnp.bfloat16), random_ids(11, 3)
@@ -420,6 +421,7 @@ def test_no_array_is_as_large_as_the_logits(loss):
     assert max(np.prod(shape) for shape in found) <= np.prod(tokens) * vocabulary / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [of_jsd, of_buckets])
 def test_memory_of_a_large_vocabulary(loss):
     # Either matrix of logits would be 8 · 512 · 151,936 · 4 bytes = 2,374 MiB.

@@ -147,7 +147,7 @@ def test_entropy_equals_that_of_the_logits(slice_width):
 # --- shapes, dtypes, temperatures ---
 
 
-@pytest.mark.parametrize("shape", [(), (2, 3, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((), marks=pytest.mark.slow), (2, 3, 2)])
 def test_any_leading_axes(slice_width, shape):
     slice_width(4)
     hidden, unembedding, ids = random_arguments(11, shape)

@@ -95,6 +95,7 @@ def test_parameters_are_counted():
         assert num_params(config) == sum(x.size for x in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 @each_family("gemma2")
 def test_lora_is_sampled_as_it_is_scored_and_merged(family):
     policy, params = decoder_policy(golden(family)[0]), adapted(family)

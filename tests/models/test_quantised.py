@@ -126,6 +126,7 @@ def test_errors_of_normal_weights(kind):
     assert error == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 @FORMATS
 def test_compiled_or_not(kind):
     matrix = np.random.default_rng(0).normal(size=(70, 5)).astype(np.float32)

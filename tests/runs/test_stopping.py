@@ -113,6 +113,7 @@ def test_the_status_after_sigterm_is_an_option(tmp_path):
     assert "stopped by SIGTERM between checkpoints; add --resume to continue the run in run" in said
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_run_whose_step_hangs(tmp_path):
     process = start(tmp_path, mode="step")
     wait_for(process, "hangs")

@@ -183,6 +183,7 @@ def test_neither_pieces_nor_devices_count(tmp_path, whole):
             assert line[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_without_an_estimate_the_kl_is_zero(tmp_path):
     _, zero = fit_ratings(tmp_path, replace(PHASE, steps=2), estimates_kl=False)
     first = zero.lines()[0]

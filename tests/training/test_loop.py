@@ -197,6 +197,7 @@ def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
     assert params_sha256(again) == params_sha256(expected)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_more_steps(tmp_path):
     short, long = with_options(CONFIG, steps=2), with_options(CONFIG, steps=4)
     train(POLICY, PARAMS, TASK, short, open_run(tmp_path / "short", short))
@@ -270,6 +271,7 @@ def test_nothing_compiles_after_the_first_step_also_when_resumed(tmp_path, devic
 # ---- metrics
 
 
+@pytest.mark.slow
 def test_metrics_of_tokens_do_not_depend_on_minibatches(tmp_path):
     # Without learning, and completions of 1 to 3 tokens.
     logged = []

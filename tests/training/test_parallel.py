@@ -351,6 +351,7 @@ def run_of_four(tmp_path_factory):
     return run_on(ALL, path)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mesh_is_resumed_to_the_bit(tmp_path, run_of_four):
     (resumed, of_cut), (state, whole) = run_of_four, run_on(ALL, tmp_path)
     assert params_sha256(resumed) == params_sha256(state)
@@ -360,7 +361,9 @@ def test_a_run_on_a_mesh_is_resumed_to_the_bit(tmp_path, run_of_four):
     assert counts == [counts[0]] * 4
 
 
-@pytest.mark.parametrize("devices", [1, PMAP, FSDP, Mesh(data=1, fsdp=4, tensor=2)])
+@pytest.mark.parametrize(
+    "devices", [1, *(pytest.param(x, marks=pytest.mark.slow) for x in (PMAP, FSDP)), Mesh(data=1, fsdp=4, tensor=2)]
+)
 def test_a_checkpoint_of_a_mesh_is_read_wherever_a_run_goes_on(run_of_four, devices):
     state, run = run_of_four
     found, _ = run_on(devices, run.path)  # which has no steps left

@@ -162,6 +162,7 @@ def test_adapters_alone_are_trained_and_start_at_the_reference(tmp_path):
     assert run.lines()[-1]["margin"] > 0.1
 
 
+@pytest.mark.slow
 def test_a_loss_without_reference_needs_none_and_learns(tmp_path):
     _, run = fit_pairs(tmp_path, loss=orpo_loss, reference=None)
     lines = run.lines()

@@ -282,6 +282,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(folder, tmp_path, options, me
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_several_rewards_add_up_over_the_prompts_that_are_left(folder, tmp_path):
     """Of 42 prompts 40 can be sampled, and 3 minibatches take 30 of the 32 that a step has by default."""
     prompts = [f"{i}+{i}=" for i in range(10, 50)] + ["", "1+1+1+1+1="]
