@@ -390,6 +390,7 @@ def test_what_dpo_cannot_learn_is_refused(folder, tmp_path, capsys, args, senten
 KTO = ("--steps", 8, "--num-completions", 16, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
 
 
+@pytest.mark.slow
 def test_kto_learns_ratings_and_is_resumed_exported_and_evaluated(folder, tmp_path, capsys):
     out, constant = tmp_path / "run", (*KTO, "--decay", "none", "--undesirable-weight", 0.75)
     lines, results = run(folder, out, "kto", *constant)

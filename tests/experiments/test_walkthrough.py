@@ -115,6 +115,7 @@ def test_far_from_the_start_no_large_number_is_called_a_kl(capsys):
     assert "with β = 0 nothing pulls back to it" in page
 
 
+@pytest.mark.slow
 @needs_stories
 def test_a_walk_with_a_real_model(capsys):
     walk = walkthrough.main(walkthrough.Config(model=str(STORIES)))

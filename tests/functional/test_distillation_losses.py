@@ -352,6 +352,7 @@ def test_large_logits_stay_finite(slice_width):
     assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
 
 
+@pytest.mark.slow
 def test_gradients_inside_shard_map(slice_width):
     slice_width(4)
     hidden, unembedding, teacher_hidden, teacher_unembedding = random_models(11, (16, WIDTH))

@@ -620,7 +620,7 @@ def of_both(logprobs_of, kl_of):
 
 
 @KEPT
-@pytest.mark.parametrize("softcap", [0.5, 2.0, 1e4])
+@pytest.mark.parametrize("softcap", [0.5, pytest.param(2.0, marks=pytest.mark.slow), 1e4])
 def test_capped_logits_have_the_values_and_gradients_of_the_dense_ones(slice_width, softcap, keeps):
     slice_width(4, keeps)
     hidden, unembedding, ref_hidden, ref_unembedding = kl_arguments(11)

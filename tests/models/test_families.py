@@ -114,7 +114,7 @@ def test_lora_is_sampled_as_it_is_scored_and_merged(family):
     assert np.abs(score(params.base, sampled.completion_ids) - scores).max() > 1e-2
 
 
-@each_family(*FAMILIES)
+@each_family("llama", "phi3", "qwen3_moe")
 @pytest.mark.parametrize(
     "targets",
     [pytest.param(None, id="all", marks=pytest.mark.slow), pytest.param(("k_proj", "up_proj", "o_proj"), id="some")],

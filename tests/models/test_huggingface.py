@@ -101,7 +101,7 @@ def with_fused_experts(name, tensors):
 
 
 WITH_GRADIENTS = sorted(file.parent.name for file in GOLDEN.glob("*/gradients.npz"))
-QUICK = ("phi3_window", "gemma3_capped", "qwen3_moe")
+QUICK = ("gemma3_capped", "qwen3_moe")
 
 
 # Of the other folders each has something that no quick one has: biases, a rule of frequencies, a mixture.

@@ -196,6 +196,7 @@ def test_a_model_computes_with_the_numbers_that_codes_stand_for(kind):
     assert np.abs(quantised - hidden(adapted(kind)._replace(base=base()))).max() > 1e-3
 
 
+@pytest.mark.slow
 @QUICK_FORMATS
 def test_decoding_computes_with_the_same_numbers(kind):
     np.testing.assert_allclose(decoded(adapted(kind)), hidden(adapted(kind)), atol=1e-5)

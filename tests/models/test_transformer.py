@@ -335,6 +335,7 @@ def test_remat_stores_less_for_the_backward_pass():
     assert stored("layer") < stored("none") / 2
 
 
+@pytest.mark.slow
 def test_attention_in_a_row_is_the_same_decoder():
     *inputs, _ = ragged_batch()
     config = dataclasses.replace(ALL, attn_logit_softcapping=None)

@@ -191,6 +191,7 @@ def test_without_an_estimate_the_kl_is_zero(tmp_path):
     assert all(line["kl"] == 0 for line in zero.lines())
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained(tmp_path):
     params = add_adapters(PARAMS, jax.random.key(0), rank=2, alpha=4.0)
     state, _ = fit_ratings(tmp_path, replace(PHASE, steps=2), params=params)

@@ -361,6 +361,7 @@ def test_a_run_on_a_mesh_is_resumed_to_the_bit(tmp_path, run_of_four):
     assert counts == [counts[0]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "devices", [1, *(pytest.param(x, marks=pytest.mark.slow) for x in (PMAP, FSDP)), Mesh(data=1, fsdp=4, tensor=2)]
 )

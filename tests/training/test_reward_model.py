@@ -282,6 +282,7 @@ def whole(tmp_path_factory):
     return fit_pairs(tmp_path_factory.mktemp("pairs") / "whole")
 
 
+@pytest.mark.slow
 def test_resume_is_exact(tmp_path, whole):
     state, run = whole
     assert run.lines()[0]["loss"] == pytest.approx(math.log(2))  # the head is zero at the start
