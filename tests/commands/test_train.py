@@ -196,6 +196,7 @@ def test_an_environment_that_cannot_work_is_refused(own, tmp_path, monkeypatch, 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @needs_model
 @pytest.mark.parametrize(
     ("name", "reason"),
