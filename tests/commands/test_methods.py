@@ -96,6 +96,7 @@ def test_ppo_has_its_own_defaults_a_table_a_page_and_a_control(ppo_run):
     assert (options["loss"]["kl_coef"], options["loss"]["kl_in_reward"]) == (0.02, True)
 
 
+@pytest.mark.slow
 def test_a_run_of_ppo_is_resumed_by_its_folder_alone(ppo_run, folder, tmp_path):
     run(folder, tmp_path / "cut", "ppo", *small(folder), "--steps", 1)
     lines, results = run(folder, tmp_path / "cut", "", "--resume", "--steps", 2)
@@ -176,6 +177,7 @@ def test_prompts_are_not_learned_and_completions_end_with_eos(folder):
             assert eval(prompt.removesuffix("=")) == int(arithmetic.TEXT.decode(answer[:-1]))
 
 
+@pytest.mark.slow
 def test_a_run_of_sft_is_resumed_with_adapters_and_more_steps(folder, tmp_path):
     constant = (*SFT, "--decay", "none", "--lora-rank", 2)
     whole = run(folder, tmp_path / "whole", "sft", *constant)
@@ -187,6 +189,7 @@ def test_a_run_of_sft_is_resumed_with_adapters_and_more_steps(folder, tmp_path):
     assert (tmp_path / "adapters/adapter_config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_on_a_quantised_base_is_resumed_and_exported_onto_the_original(folder, tmp_path):
     options = (*SFT, "--decay", "none", "--lora-rank", 2, "--lora-targets", "q_proj", "--quantize", "nf4")
     whole = run(folder, tmp_path / "whole", "sft", *options)
@@ -248,6 +251,7 @@ def test_a_completion_that_is_no_text_is_named_by_its_line(folder, tmp_path, cap
     assert "rows.jsonl, line 2: column completion holds a number, and should hold text" in said
 
 
+@pytest.mark.slow
 def test_sft_with_a_teacher_nears_it_and_goes_on_with_the_same_one_alone(folder, tmp_path, capsys):
     teacher = tmp_path / "teacher"
     shutil.copytree(folder / "teacher", teacher)
@@ -310,6 +314,7 @@ def test_dpo_learns_pairs_and_is_exported_and_evaluated(folder, tmp_path, capsys
     assert json.loads((tmp_path / "numbers/numbers.json").read_text())["options"]["phase"] == "dpo"
 
 
+@pytest.mark.slow
 def test_a_run_of_dpo_is_resumed_and_keeps_its_reference(folder, tmp_path, capsys):
     constant = (*DPO, "--decay", "none", "--lora-rank", 2, "--preference-loss", "ipo", "--tau", 0.5)
     whole = run(folder, tmp_path / "whole", "dpo", *constant)
@@ -325,6 +330,7 @@ def test_a_run_of_dpo_is_resumed_and_keeps_its_reference(folder, tmp_path, capsy
     assert "began: reference.npz" in said
 
 
+@pytest.mark.slow
 def test_a_loss_without_reference_keeps_none(folder, tmp_path):
     lines, results = run(folder, tmp_path / "run", "dpo", *DPO, "--preference-loss", "simpo", "--steps", 1)
     assert not (tmp_path / "run/reference.npz").exists()
@@ -384,6 +390,7 @@ def test_what_dpo_cannot_learn_is_refused(folder, tmp_path, capsys, args, senten
 KTO = ("--steps", 8, "--num-completions", 16, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
 
 
+@pytest.mark.slow
 def test_kto_learns_ratings_and_is_resumed_exported_and_evaluated(folder, tmp_path, capsys):
     out, constant = tmp_path / "run", (*KTO, "--decay", "none", "--undesirable-weight", 0.75)
     lines, results = run(folder, out, "kto", *constant)
@@ -410,6 +417,7 @@ def test_kto_learns_ratings_and_is_resumed_exported_and_evaluated(folder, tmp_pa
     assert json.loads((tmp_path / "numbers/numbers.json").read_text())["options"]["phase"] == "kto"
 
 
+@pytest.mark.slow
 def test_kto_learns_from_labels_and_from_one_prompt_where_nothing_is_estimated(folder, tmp_path, capsys):
     for name, prompts in (("many", 8), ("two", 2)):  # of two, one is held out
         rows = [{"prompt": f"{i % prompts}+1=", "completion": str(i), "label": i % 3 == 0} for i in range(40)]
@@ -452,8 +460,7 @@ def test_a_run_does_not_go_on_with_other_rows_rewards_or_weights(folder, tmp_pat
     here = tmp_path / "here"
     shutil.copytree(folder, here, dirs_exist_ok=True)
     out = tmp_path / "run"
-    run(here, out, "ppo", *small(here), "--eval-every", 0)
-    run(here, out, "", "--resume")
+    run(here, out, "grpo", *small(here), "--steps", 1, "--eval-every", 0)
     again = ["--resume", "--run-dir", out, "--no-compilation-cache"]
 
     def change_rows():
@@ -483,6 +490,7 @@ def test_a_run_does_not_go_on_with_other_rows_rewards_or_weights(folder, tmp_pat
     run(here, out, "", "--resume")
 
 
+@pytest.mark.slow
 def test_other_texts_and_pairs_are_noticed_too(folder, tmp_path, capsys):
     pairs = ("--steps", 2, "--num-pairs", 8)
     for method, options in (("sft", SFT), ("reward-model", pairs), ("dpo", pairs), ("kto", KTO)):
@@ -565,7 +573,8 @@ def test_help_lists_the_options_of_a_method_alone(capsys, method, has, lacks):
 # ---- a mesh
 
 
-@pytest.mark.parametrize("teacher", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", [False, True])
 def test_sft_trains_on_a_mesh(folder, tmp_path, teacher, capsys):
     options = ("--teacher", folder / "teacher", "--distillation", "forward_kl") if teacher else ()
     check_mesh(folder, tmp_path, "sft", "--num-rows", options, capsys)
