@@ -28,7 +28,7 @@ from rich.table import Table
 
 from experiments.benchmarks import shapes
 from experiments.paper.collectives import collectives
-from experiments.paper.lowered import lowered, planned_bytes
+from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import as_if_here, devices_of_topology
 from grpo_jax.config import GRPOConfig, PlannedRemat, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
@@ -157,6 +157,9 @@ def check(config: Config) -> None:
         for name in names:
             if not least <= getattr(config, name) < float("inf"):
                 raise UsageError(f"{name} is {getattr(config, name)}: it must be at least {least}, and finite")
+    tokens = config.prompts_per_device * config.group_size * (config.prompt_tokens + config.max_tokens)
+    if tokens >= 2**31:
+        raise UsageError(f"a device would have {tokens} tokens of a rollout: set prompts, group_size or tokens lower")
     if config.microbatches and config.prompts_per_device % config.microbatches:
         raise UsageError(
             f"microbatches is {config.microbatches}: it must divide the {config.prompts_per_device} prompts of a device"
@@ -345,7 +348,8 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
             continue
         compiled = made[program].compile()
         took = f"{time.perf_counter() - began:.0f}"
-        rows = _memory_rows(program, ours, planned_bytes(compiled))
+        given, added = memory_of(compiled, on_tpu=bool(config.topology))
+        rows = _memory_rows(program, ours, given, added)
         turns = config.max_tokens - 1 if program == "sample" else plan.shape.num_pieces
         rows += _traffic_rows(traffic[program], str(compiled.as_text()), turns)
         for name, planned, found in rows:
@@ -358,12 +362,18 @@ def _in_float32(plan: Plan) -> Plan:
     return plan._replace(model=replace(plan.model, dtype="float32"))
 
 
-def _memory_rows(program: str, ours: Estimate, found: Any) -> list[tuple[str, float, float]]:
+def memory_of(compiled: jax.stages.Compiled, *, on_tpu: bool) -> tuple[int, int]:
+    """Bytes that a program is given on a device, and that it adds."""
+    found = planned_bytes(compiled)
+    given = found["arguments"]
+    return given, peak_bytes(compiled) - given if on_tpu else found["temporary"] + found["results"]
+
+
+def _memory_rows(program: str, ours: Estimate, given: int, added: int) -> list[tuple[str, float, float]]:
     """(name, planned, compiled) of what a program is given, and of what it adds."""
-    given = {"learn": ours.params + ours.optimizer}.get(program, ours.params)
+    planned = {"learn": ours.params + ours.optimizer}.get(program, ours.params)
     adds = {"learn": ours.learning, "sample": ours.sampling}
-    rows = [("given", given, found["arguments"])]
-    return rows + ([("added", adds[program], found["temporary"] + found["results"])] if program in adds else [])
+    return [("given", planned, given), *([("added", adds[program], added)] if program in adds else [])]
 
 
 def _traffic_rows(exchanges: Iterable[Exchange], text: str, turns: int) -> list[tuple[str, float, float]]:

@@ -1,6 +1,8 @@
 """Devices of TPUs that are not there: libtpu compiles for them on any machine, from the name of their topology."""
 
+import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
@@ -12,14 +14,18 @@ from grpo_jax.errors import UsageError
 
 # libtpu takes a lock on the machine's TPUs and asks Google's cloud about them; for a compiler it need not.
 _WITHOUT_TPUS = {"ALLOW_MULTIPLE_LIBTPU_LOAD": "true", "TPU_SKIP_MDS_QUERY": "true"}
+_MOST = 2**16
 
 
 def devices_of_topology(name: str) -> list[jax.Device]:
     """The devices of a topology, such as v5p:2x2x2. Programs can be compiled for them and not run.
 
     Raises:
-      UsageError: libtpu is not installed, or has no such topology.
+      UsageError: libtpu is not installed, or has no such topology, or it is larger than there are.
     """
+    sizes = [int(size) for size in re.findall(r"\d{1,9}", name.partition(":")[2])]
+    if math.prod(sizes) > _MOST:  # which ends libtpu, and so the process
+        raise UsageError(f"topology is {name}: that is more than {_MOST:,} devices, so name a smaller one")
     os.environ |= _WITHOUT_TPUS | os.environ
     try:
         return list(topologies.get_topology_desc(name, platform="tpu").devices)

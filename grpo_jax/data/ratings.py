@@ -126,8 +126,8 @@ def with_mismatched(ratings: EncodedRatings, seed: int) -> EncodedPairs:
     """
     if all(prompt == ratings.prompts[0] for prompt in ratings.prompts):
         raise UsageError(
-            "all completions to train on, or all that are held out, have one prompt, but the KL is estimated from those "
-            "of other prompts: give rows of more prompts, or take the reference point zero"
+            "all completions to train on, or all that are held out, have one prompt, but the KL is estimated from "
+            "those of other prompts: give rows of more prompts, or take the reference point zero"
         )
     order = rng(seed, _ORDER).permutation(len(ratings.prompts)).tolist()
     others, other = dict[int, int](), -1

@@ -87,6 +87,7 @@ def test_the_compiler_for_tpus_takes_what_is_planned_of_parameters(tmp_path):
     [
         ({"topology": "v5p"}, "v5p: install libtpu .* name a topology that it has"),
         ({"topology": "v5p:3x2x1"}, "v5p:3x2x1: install libtpu .* name a topology that it has"),
+        ({"topology": "v5p:1000x1000x1000"}, "that is more than 65,536 devices"),
         ({"topology": "h9:2x2"}, "begin it with one of v5e, v5p, v6e, and a colon"),
         ({"topology": "h100:2x2"}, "begin it with one of v5e, v5p, v6e, and a colon"),
     ],
@@ -110,6 +111,7 @@ def test_the_devices_are_those_of_the_topology(monkeypatch):
         ({"tensor": 0}, "tensor is 0: it must be at least 1"),
         ({"devices": -8}, "devices is -8"),
         ({"prompts_per_device": 0}, "prompts_per_device is 0"),
+        ({"prompts_per_device": 10**12}, "tokens of a rollout: set prompts, group_size or tokens lower"),
         ({"link_gb_s": float("nan")}, "link_gb_s is nan"),
         ({"microbatches": 3}, "it must divide the 8 prompts of a device"),
         ({"tensor": 8}, "it must divide the model's 4 key-value heads"),
