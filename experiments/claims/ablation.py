@@ -227,19 +227,21 @@ class Bench:
 
     def runs(self, settings: Mapping[str, Setting]) -> dict[str, Runs]:
         """The runs of settings, by name. Runs that are not on disk yet are done first."""
-        jobs = [(setting, seed) for setting in settings.values() for seed in self.seeds]
         missing: dict[str, dict[Path, tuple[Setting, int]]] = {}  # a setting with two names is run once
-        for job in jobs:
-            if not self.file(*job).exists():
-                self.check(job[0])
-                missing.setdefault(self.program(job[0]), {})[self.file(*job)] = job
+        for setting in settings.values():
+            of_setting = [(setting, seed) for seed in self.seeds]
+            new = {file: job for job in of_setting if not (file := self.file(*job)).exists()}
+            if new:
+                self.check(setting)
+                missing.setdefault(self.program(setting), {}).update(new)
+        everything = len(settings) * len(self.seeds)
         left, timed, spent = sum(map(len, missing.values())), 0, 0.0  # runs; those without compilation, and their time
         for program, files in missing.items():
             of_one_program = list(files.values())
             width = at_once(len(of_one_program))
             for begin in range(0, len(of_one_program), width):
                 compiles, started = (program, width) not in self._programs, time.perf_counter()
-                words = f"{len(jobs) - left} of {len(jobs)} runs are done"
+                words = f"{everything - left} of {everything} runs are done"
                 words += f", about {in_time(spent / timed * left)} left" if timed else ""
                 self.say(words + ("; compiling (may take minutes)" if compiles else ""))
                 several = of_one_program[begin : begin + width]
