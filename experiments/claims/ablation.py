@@ -12,6 +12,8 @@ import inspect
 import json
 import os
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs.folder import RunFolder, differing_options
+from grpo_jax.runs.folder import RunFolder, differing_options, read_object
 from grpo_jax.runs.progress import in_time
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.loop import Method
@@ -98,8 +100,8 @@ def size_of(config: Config) -> Size:
     size = SIZES[config.preset]
     if config.num_seeds is None:
         return size
-    if config.num_seeds < 1:
-        raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1")
+    if not 1 <= config.num_seeds <= 1000:
+        raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1, and at most 1000")
     return size._replace(seeds=config.num_seeds)
 
 
@@ -204,9 +206,11 @@ class Bench:
         folder = config.run_dir.expanduser() / config.preset
         try:
             self.run = RunFolder(folder, options)
-        except UsageError:
-            saved = json.loads((folder / "config.json").read_text())
-            differing = ", ".join(differing_options(saved, options))
+        except UsageError as refused:
+            try:
+                differing = ", ".join(differing_options(read_object(folder / "config.json"), options))
+            except UsageError:
+                raise refused from None
             raise UsageError(f"{folder} has runs that differ in {differing}: name another --run-dir") from None
         except (OSError, ValueError) as error:
             raise UsageError(f"{folder} cannot be used ({error}): name another --run-dir") from None
@@ -405,10 +409,18 @@ def _sources() -> list[Path]:
 
 
 def _read(files: Sequence[Path]) -> Runs:
-    loaded = [dict(np.load(file)) for file in files]
+    loaded = [_numbers_of(file) for file in files]
     names = loaded[0].keys() - {"setting", "scores"}
     metrics = {name: np.stack([run[name] for run in loaded]) for name in sorted(names)}
     return Runs(metrics, np.stack([run["scores"] for run in loaded]))
+
+
+def _numbers_of(file: Path) -> dict[str, np.ndarray]:
+    """What `_run_jobs` wrote."""
+    try:
+        return dict(np.load(file))
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UsageError(f"{file} is damaged ({error}): delete it, and the run is done again") from None
 
 
 def smaller_steps(bench: Bench) -> dict[str, int]:
