@@ -230,6 +230,7 @@ def test_every_method_trains_adapters_on_a_quantised_base(folder, tmp_path, meth
         (["--max-tokens", 1], "no completion is left"),
         (["--num-rows", 99], "a step of 99 rows is asked for"),
         (["--steps", 0], "steps of supervised training is 0"),
+        (["--seed", -1], "seed is -1: it must be between 0 and 2^32 - 1"),
         (["--teacher", "DIR"], "there is a teacher, but distillation is none"),
         (["--distillation", "jsd"], "distillation jsd needs a teacher"),
         (["--nll-coef", 1], "nll_coef is 1.0, but distillation is none"),
@@ -375,8 +376,10 @@ def test_every_loss_has_constants_of_its_own_and_the_sources_defaults(name):
         (["--preference-loss", "simpo", "--gamma", -1], "gamma is -1.0: it must be at least 0"),
         (["--num-pairs", 99], "num_pairs is 99, but there are"),
         (["--max-tokens", 1], "no pair is left"),
+        (["--max-tokens", 0], "max_tokens is 0: it must be at least 1"),
         (["--heldout-share", 0], "0 are held out"),
         (["--steps", 0], "steps of supervised training is 0"),
+        (["--seed", -1], "seed is -1: it must be between 0 and 2^32 - 1"),
     ],
 )
 def test_what_dpo_cannot_learn_is_refused(folder, tmp_path, capsys, args, sentence):
@@ -432,6 +435,17 @@ def test_kto_learns_from_labels_and_from_one_prompt_where_nothing_is_estimated(f
     assert "or take the reference point zero" in refused(capsys, *where, *two)
 
 
+def test_completions_that_are_all_good_are_told_and_without_weight_refused(folder, tmp_path, capsys):
+    rows = [{"prompt": f"{i % 8}+1=", "completion": str(i), "label": True} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = (*KTO, "--steps", 1, "--heldout-share", 0.4, "--data", tmp_path / "rows.jsonl")
+    run(folder, tmp_path / "run", "kto", *options)
+    assert "all completions to train on are good" in (tmp_path / "run/warnings.jsonl").read_text()
+    where = ["--method", "kto", "--model", folder / "model", "--run-dir", tmp_path / "no", "--no-compilation-cache"]
+    said = refused(capsys, *where, *options, "--desirable-weight", 0)
+    assert "all completions are good, and the weight of good ones is 0" in said
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -442,8 +456,10 @@ def test_kto_learns_from_labels_and_from_one_prompt_where_nothing_is_estimated(f
         (["--num-completions", 0], "num_completions is 0: it must be a multiple"),
         (["--num-completions", 999], "num_completions is 999, but there are"),
         (["--max-tokens", 1], "no completion is left"),
+        (["--max-tokens", 0], "max_tokens is 0: it must be at least 1"),
         (["--heldout-share", 0], "0 are held out"),
         (["--steps", 0], "steps of supervised training is 0"),
+        (["--seed", -1], "seed is -1: it must be between 0 and 2^32 - 1"),
     ],
 )
 def test_what_kto_cannot_learn_is_refused(folder, tmp_path, capsys, args, sentence):

@@ -230,7 +230,7 @@ def test_a_mismatched_completion_is_found_where_there_are_hardly_any(odd):
     pairs = with_mismatched(ratings, seed=0)
     for number, (_, other) in enumerate(pairs.answers):
         assert other != [odd] if number == odd else other == [odd]
-    with pytest.raises(UsageError, match="all completions have one prompt"):
+    with pytest.raises(UsageError, match="or all that are held out, have one prompt"):
         with_mismatched(ratings._replace(prompts=[[1]] * 7), seed=0)
 
 
@@ -264,7 +264,8 @@ def test_ratings_are_read_from_labels_and_from_pairs(tmp_path):
         ({"prompt": "a", "label": True}, "has no column completion"),
         ({"completion": "a", "label": True}, "column prompt should hold text or chat messages"),
         ({"prompt": "a", "completion": "", "label": True}, "no completion of .* is left"),
-        ({"prompt": "a", "completion": "b"}, "has no column chosen"),
+        ({"prompt": "a", "completion": "b"}, "line 1 has no column label: say there, by true or false"),
+        ({"prompt": "a"}, "has no column chosen"),
     ],
 )
 def test_rows_that_are_no_ratings_are_refused(tmp_path, row, sentence):
