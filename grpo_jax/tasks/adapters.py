@@ -80,7 +80,7 @@ def _observed(observation: Any) -> str:
 # ---- TRL
 
 
-def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Rows as TRL shows them: what `reset` returns stands behind the prompt, or behind its last message.
 
     Args:

@@ -1,6 +1,6 @@
 """Which task, as a command line says it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -230,6 +230,7 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
         return partial(gsm8k_task, num_heldout=200 if most is None and training else most, **source)
     if options.task == "countdown":
         return partial(countdown_task, num_heldout=200 if most is None else most)
+    rows: Sequence[Mapping[str, Any]]
     rows = math_rows(options.data) if options.task == "math" else read_rows(options.task)
     if options.environment_factory:
         rows = trl_rows(load_factory(options.environment_factory), rows)
