@@ -70,6 +70,7 @@ class Config:
         max_tokens=guess.MAX_TOKENS,
         max_turns=guess.MAX_TURNS,
         environment_tokens=guess.ENVIRONMENT_TOKENS,
+        advantages_of="turns",
         learning_rate=1e-3,
         decay="linear",
         kl_coef=0.0,
@@ -132,7 +133,7 @@ def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dic
     """Of the sampled games: where the share won lies above blind play, and the turns that games won took."""
     del calls
     games = [completion for group in evaluation.texts for completion in group[:-1]]
-    turns = [len(game.turns) for game in games if game.turns[-1].reward]
+    turns = [len(game.turns) for game in games if guess.is_won(game.turns)]
     above = guess.above_blind(len(turns) / len(games), task.heldout.examples)
     return {"above_blind": above, "turns_to_win": float(np.mean(turns)) if turns else float("nan")}
 

@@ -1,8 +1,13 @@
 """Higher or lower: the policy has as many guesses as halving needs, and no more.
 
-A prompt is the ends of an interval of 8 to 15 numbers, "3e"; numbers are characters, from 0 to z. One number of the
+A prompt is the ends of an interval of 8 to 15 numbers, "3e?"; numbers are characters, from 0 to z. One number of the
 interval is the one to find, each as likely as any other. The policy writes a number and EOS; the environment answers
-">" (its number is higher) or "<". A game is won, and earns 1, if the number is named within 4 guesses; else it earns 0.
+with the ends of what is left, "8e?" after a 7 that is too low. A game is won, and earns 1, if the number is named
+within 4 guesses; else it earns 0.
+
+A turn earns by how much it changed the share of games that halving would still win. What this took on the way, the last
+turn gives back, so that a game's turns add up to 1 or 0. This is a potential (Ng, Harada and Russell 1999), so the best
+policy is the same as without it. With `advantages_of` "turns" no turn is then blamed for guesses before it.
 
 What a policy can earn is known, on average over the numbers to find:
 - halving what is left wins every game, since 4 guesses tell 15 numbers apart;
@@ -13,7 +18,7 @@ So what is above `blind_return` needs the answers, and `above_blind` is 0 for th
 With `noise` for answers no policy can earn more than `blind_return`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -24,12 +29,13 @@ from grpo_jax.tasks.characters import Characters, characters_task, encode_exampl
 from grpo_jax.tasks.task import Task
 
 NUMBERS = "0123456789abcdefghijklmnopqrstuvwxyz"
-TEXT = Characters(NUMBERS + "<>")
+TEXT = Characters(NUMBERS + "?")
 PAD_ID, EOS_ID, VOCAB_SIZE = TEXT.pad_id, TEXT.eos_id, TEXT.vocab_size
+Ends = tuple[int, int]  # the first and the last number of an interval
 MAX_TURNS = 4
 WIDTHS = range(8, 2**MAX_TURNS)  # numbers of an interval
 MAX_TOKENS = 2 * MAX_TURNS  # of the policy: a number and EOS in each turn
-ENVIRONMENT_TOKENS = MAX_TURNS - 1  # ">" or "<" after all but the last
+ENVIRONMENT_TOKENS = 3 * (MAX_TURNS - 1)  # two numbers and "?" after all guesses but the last
 NUM_HELDOUT = 20  # intervals
 
 # First and last number, in an order that is the same for every seed of a run: the first are held out.
@@ -58,34 +64,70 @@ def guess_task(*, num_prompts: int, seed: int, reply: ReplyFn | None = None) -> 
 
 
 def higher_or_lower(example: Example, transcript: Transcript, key: Key) -> Reply:
-    """Whether the number is higher or lower than the last guess, or how the game ended. What is no number ends it."""
+    """What is left after the last guess, or how the game ended. What is no number ends it."""
     del key
-    said = transcript[-1].said
-    if said == example["number"]:
-        return Reply(done=True, reward=1.0)
-    if len(said) != 1 or said not in NUMBERS or len(transcript) == MAX_TURNS:
-        return Reply(done=True, reward=0.0)
-    return Reply(">" if NUMBERS.index(example["number"]) > NUMBERS.index(said) else "<", reward=0.0)
+    return _reply(example, transcript, lambda guess: NUMBERS.index(example["number"]) > guess)
 
 
 def noise(example: Example, transcript: Transcript, key: Key) -> Reply:
-    """The control: the same game, but a fair coin answers, which knows neither the number nor the guesses."""
-    reply = higher_or_lower(example, transcript, key)
-    return reply if reply.done else reply._replace(text="<>"[rng(*key).integers(2)])
+    """The control: the same game, but a fair coin, which does not know the number, says on which side of a guess it is.
+
+    The coin's answer is left out where it would leave nothing.
+    """
+    return _reply(example, transcript, lambda guess: bool(rng(*key).integers(2)))
+
+
+def _reply(example: Example, transcript: Transcript, is_higher: Callable[[int], bool]) -> Reply:
+    said, turn = transcript[-1].said, len(transcript)
+    told = ends_of(str(transcript[-2].heard) if turn > 1 else example["prompt"])
+    before = _halving(told, MAX_TURNS - turn + 1)  # 1 in the first turn
+    if said == example["number"]:
+        return Reply(done=True, reward=2.0 - before)
+    if len(said) != 1 or said not in NUMBERS or turn == MAX_TURNS:
+        return Reply(done=True, reward=1.0 - before)
+    guess = NUMBERS.index(said)
+    left = narrowed(told, guess, is_higher(guess))
+    return Reply(asked(left), reward=_halving(left, MAX_TURNS - turn) - before)
+
+
+def is_won(turns: Transcript) -> bool:
+    """Whether a game that has ended was won."""
+    return sum(turn.reward or 0.0 for turn in turns) > 0.5
+
+
+def narrowed(ends: Ends, guess: int, is_higher: bool) -> Ends:
+    """The ends of what is left of an interval; as they were, where nothing would be left."""
+    first, last = ends
+    first, last = (max(first, guess + 1), last) if is_higher else (first, min(last, guess - 1))
+    return (first, last) if first <= last else ends
+
+
+def asked(ends: Ends) -> str:
+    """An interval as the policy reads it."""
+    return f"{NUMBERS[ends[0]]}{NUMBERS[ends[1]]}?"
+
+
+def ends_of(text: str) -> Ends:
+    """The first and the last number of an interval, of a prompt or a reply."""
+    return NUMBERS.index(text[0]), NUMBERS.index(text[1])
+
+
+def _halving(ends: Ends, turns: int) -> float:
+    """The share of games that halving wins with so many turns, over the numbers of an interval."""
+    return min(1.0, (2**turns - 1) / width_of(ends))
 
 
 def examples_of(games: Sequence[int] | np.ndarray) -> list[Example]:
     """The "prompt" and the "number" to find of the games with these numbers."""
     return [
-        {"prompt": NUMBERS[first] + NUMBERS[last], "number": NUMBERS[number]}
+        {"prompt": asked((first, last)), "number": NUMBERS[number]}
         for first, last, number in (_GAMES[game] for game in games)
     ]
 
 
-def ends_of(example: Example) -> tuple[int, int]:
-    """The first and the last number of an interval."""
-    first, last = (NUMBERS.index(character) for character in example["prompt"])
-    return first, last
+def width_of(ends: Ends) -> int:
+    """How many numbers an interval has."""
+    return ends[1] - ends[0] + 1
 
 
 # ---- what players earn
@@ -93,14 +135,16 @@ def ends_of(example: Example) -> tuple[int, int]:
 
 def blind_return(example: Example) -> float:
     """The share of games that the best policy without answers wins, over all numbers of the interval."""
-    first, last = ends_of(example)
-    return MAX_TURNS / (last - first + 1)
+    return MAX_TURNS / _width(example)
 
 
 def listening_return(example: Example) -> float:
     """The share that is won by naming any of the numbers that the answers have left."""
-    first, last = ends_of(example)
-    return _found(last - first + 1, MAX_TURNS) / (last - first + 1)
+    return _found(_width(example), MAX_TURNS) / _width(example)
+
+
+def _width(example: Example) -> int:
+    return width_of(ends_of(example["prompt"]))
 
 
 @cache
@@ -119,8 +163,7 @@ def above_blind(won: float, examples: Sequence[Example]) -> float:
 
 def mean_turns(example: Example) -> float:
     """The turns that halving takes, on average over the numbers of an interval."""
-    first, last = ends_of(example)
-    return _turns(last - first + 1) / (last - first + 1)
+    return _turns(_width(example)) / _width(example)
 
 
 def _turns(width: int) -> int:
@@ -151,21 +194,22 @@ def deaf_games(*, batch_size: int, seed: int, step: int, deaf_share: float) -> t
     for row, game in enumerate(games):
         tokens = _deaf_game(generator, _GAMES[game], deaf_share)
         ids[row, : len(tokens)] = tokens
-    mask = ~np.isin(ids, [PAD_ID, *TEXT.encode("<>")])
+    # Of two numbers and "?" for each answer, none is the player's own.
+    mask = (ids != PAD_ID) & (np.arange(ids.shape[1]) % 5 < 2)
     return encode_examples(TEXT, examples_of(games)), ids, mask
 
 
 def _deaf_game(generator: np.random.Generator, game: tuple[int, int, int], deaf_share: float) -> list[int]:
     """The tokens of a game."""
     first, last, number = game
-    low, high = first, last
+    left = (first, last)
     ids: list[int] = []
     for turn in range(MAX_TURNS):
-        among = (first, last) if generator.random() < deaf_share else (low, high)
+        among = (first, last) if generator.random() < deaf_share else left
         guess = int(generator.integers(among[0], among[1] + 1))
         ids += [guess, EOS_ID]
         if guess == number or turn + 1 == MAX_TURNS:
             break
-        ids += TEXT.encode(">" if number > guess else "<")
-        low, high = (max(low, guess + 1), high) if number > guess else (low, min(high, guess - 1))
+        left = narrowed(left, guess, number > guess)
+        ids += TEXT.encode(asked(left))
     return ids
