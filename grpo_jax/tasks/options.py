@@ -230,8 +230,7 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
         return partial(gsm8k_task, num_heldout=200 if most is None and training else most, **source)
     if options.task == "countdown":
         return partial(countdown_task, num_heldout=200 if most is None else most)
-    rows: Sequence[Mapping[str, Any]]
-    rows = math_rows(options.data) if options.task == "math" else read_rows(options.task)
+    rows: Sequence[Mapping[str, Any]] = math_rows(options.data) if options.task == "math" else read_rows(options.task)
     if options.environment_factory:
         rows = trl_rows(load_factory(options.environment_factory), rows)
     if not training and most is not None:
