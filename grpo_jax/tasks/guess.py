@@ -38,35 +38,48 @@ MAX_TOKENS = 2 * MAX_TURNS  # of the policy: a number and EOS in each turn
 ENVIRONMENT_TOKENS = 3 * (MAX_TURNS - 1)  # two numbers and "?" after all guesses but the last
 NUM_HELDOUT = 20  # intervals
 
+
+def asked(ends: Ends) -> str:
+    """An interval as the policy reads it."""
+    return f"{NUMBERS[ends[0]]}{NUMBERS[ends[1]]}?"
+
+
 # First and last number, in an order that is the same for every seed of a run: the first are held out.
 _INTERVALS = [(first, first + width - 1) for width in WIDTHS for first in range(len(NUMBERS) - width + 1)]
 _INTERVALS = [_INTERVALS[i] for i in rng(261).permutation(len(_INTERVALS))]
-# Each number of each interval is a game.
-_GAMES = [(*ends, number) for ends in _INTERVALS for number in range(ends[0], ends[1] + 1)]
-_HELDOUT, _TRAIN = np.split(np.arange(len(_GAMES)), [sum(b - a + 1 for a, b in _INTERVALS[:NUM_HELDOUT])])
+_HELDOUT, _TRAIN = _INTERVALS[:NUM_HELDOUT], _INTERVALS[NUM_HELDOUT:]
+# Intervals to train on, without a number: each game draws one. Held out is every number of an interval.
+_EXAMPLES: list[Example] = [{"prompt": asked(ends)} for ends in _TRAIN] + [
+    {"prompt": asked(ends), "number": number} for ends in _HELDOUT for number in NUMBERS[ends[0] : ends[1] + 1]
+]
 
 
 def guess_task(*, num_prompts: int, seed: int, reply: ReplyFn | None = None) -> Task:
-    """The task, with `num_prompts` different games a step; the completions of a prompt look for the same number.
+    """The task, with `num_prompts` different intervals a step; each completion looks for a number of its own.
 
     Args:
       num_prompts: N.
-      seed: of the order of games.
+      seed: of the order of intervals.
       reply: in place of the environment's, such as `noise`.
 
     Returns:
       The task. Its held-out prompts are intervals that are never trained on, each once for each of its numbers.
     """
     task = characters_task(
-        TEXT, examples_of, (_TRAIN, _HELDOUT), reward=episode_return, num_prompts=num_prompts, seed=seed
+        TEXT,
+        lambda chosen: [_EXAMPLES[i] for i in chosen],
+        (np.arange(len(_TRAIN)), np.arange(len(_TRAIN), len(_EXAMPLES))),
+        reward=episode_return,
+        num_prompts=num_prompts,
+        seed=seed,
     )
     return task._replace(environment=environment(reply or higher_or_lower, TEXT.encode))
 
 
 def higher_or_lower(example: Example, transcript: Transcript, key: Key) -> Reply:
     """What is left after the last guess, or how the game ended. What is no number ends it."""
-    del key
-    return _reply(example, transcript, lambda guess: NUMBERS.index(example["number"]) > guess)
+    number = number_of(example, key)
+    return _reply(example, transcript, number, is_higher=lambda guess: number > guess)
 
 
 def noise(example: Example, transcript: Transcript, key: Key) -> Reply:
@@ -74,14 +87,22 @@ def noise(example: Example, transcript: Transcript, key: Key) -> Reply:
 
     The coin's answer is left out where it would leave nothing.
     """
-    return _reply(example, transcript, lambda guess: bool(rng(*key).integers(2)))
+    return _reply(example, transcript, number_of(example, key), is_higher=lambda guess: bool(rng(*key).integers(2)))
 
 
-def _reply(example: Example, transcript: Transcript, is_higher: Callable[[int], bool]) -> Reply:
+def number_of(example: Example, key: Key) -> int:
+    """The number to find: the example's, or one that the completion's key draws, which is the same in all its turns."""
+    if "number" in example:
+        return NUMBERS.index(example["number"])
+    first, last = ends_of(example["prompt"])
+    return int(rng(*key[:-1]).integers(first, last + 1))
+
+
+def _reply(example: Example, transcript: Transcript, number: int, *, is_higher: Callable[[int], bool]) -> Reply:
     said, turn = transcript[-1].said, len(transcript)
     told = ends_of(str(transcript[-2].heard) if turn > 1 else example["prompt"])
     before = _halving(told, MAX_TURNS - turn + 1)  # 1 in the first turn
-    if said == example["number"]:
+    if said == NUMBERS[number]:
         return Reply(done=True, reward=2.0 - before)
     if len(said) != 1 or said not in NUMBERS or turn == MAX_TURNS:
         return Reply(done=True, reward=1.0 - before)
@@ -102,11 +123,6 @@ def narrowed(ends: Ends, guess: int, is_higher: bool) -> Ends:
     return (first, last) if first <= last else ends
 
 
-def asked(ends: Ends) -> str:
-    """An interval as the policy reads it."""
-    return f"{NUMBERS[ends[0]]}{NUMBERS[ends[1]]}?"
-
-
 def ends_of(text: str) -> Ends:
     """The first and the last number of an interval, of a prompt or a reply."""
     return NUMBERS.index(text[0]), NUMBERS.index(text[1])
@@ -115,14 +131,6 @@ def ends_of(text: str) -> Ends:
 def _halving(ends: Ends, turns: int) -> float:
     """The share of games that halving wins with so many turns, over the numbers of an interval."""
     return min(1.0, (2**turns - 1) / width_of(ends))
-
-
-def examples_of(games: Sequence[int] | np.ndarray) -> list[Example]:
-    """The "prompt" and the "number" to find of the games with these numbers."""
-    return [
-        {"prompt": asked((first, last)), "number": NUMBERS[number]}
-        for first, last, number in (_GAMES[game] for game in games)
-    ]
 
 
 def width_of(ends: Ends) -> int:
@@ -189,23 +197,22 @@ def deaf_games(*, batch_size: int, seed: int, step: int, deaf_share: float) -> t
       Prompts; ids int32 and mask of the player's own tokens, bool, `[N, T]`, padded on the right.
     """
     generator = rng(seed, 1, step)
-    games = generator.choice(_TRAIN, batch_size)
+    chosen = generator.choice(len(_TRAIN), batch_size)
     ids = np.full((batch_size, MAX_TOKENS + ENVIRONMENT_TOKENS), PAD_ID, np.int32)
-    for row, game in enumerate(games):
-        tokens = _deaf_game(generator, _GAMES[game], deaf_share)
+    for row, i in enumerate(chosen):
+        tokens = _deaf_game(generator, _TRAIN[i], deaf_share)
         ids[row, : len(tokens)] = tokens
     # Of two numbers and "?" for each answer, none is the player's own.
     mask = (ids != PAD_ID) & (np.arange(ids.shape[1]) % 5 < 2)
-    return encode_examples(TEXT, examples_of(games)), ids, mask
+    return encode_examples(TEXT, [_EXAMPLES[i] for i in chosen]), ids, mask
 
 
-def _deaf_game(generator: np.random.Generator, game: tuple[int, int, int], deaf_share: float) -> list[int]:
+def _deaf_game(generator: np.random.Generator, ends: Ends, deaf_share: float) -> list[int]:
     """The tokens of a game."""
-    first, last, number = game
-    left = (first, last)
+    number, left = int(generator.integers(ends[0], ends[1] + 1)), ends
     ids: list[int] = []
     for turn in range(MAX_TURNS):
-        among = (first, last) if generator.random() < deaf_share else left
+        among = ends if generator.random() < deaf_share else left
         guess = int(generator.integers(among[0], among[1] + 1))
         ids += [guess, EOS_ID]
         if guess == number or turn + 1 == MAX_TURNS:

@@ -35,8 +35,7 @@ def one_by_one(told):
 
 def games_of(first, last):
     """The games of an interval, one for each number."""
-    numbers = guess.NUMBERS[first : last + 1]
-    return [{"prompt": numbers[0] + numbers[-1], "number": number} for number in numbers]
+    return [{"prompt": guess.asked((first, last)), "number": number} for number in guess.NUMBERS[first : last + 1]]
 
 
 @pytest.mark.parametrize("width", guess.WIDTHS)
@@ -84,7 +83,7 @@ def test_naming_any_number_left_wins_what_it_should():
 
 @pytest.mark.parametrize("said", ["", "12", ">", "-"])
 def test_what_is_no_number_ends_the_game(said):
-    (example,) = guess.examples_of([0])
+    example = games_of(0, 14)[0]
     assert guess.higher_or_lower(example, [Turn(Completion(said))], (*KEY, 0)) == Reply(done=True, reward=0.0)
 
 
@@ -108,6 +107,15 @@ def test_held_out_intervals_are_never_trained_on():
     assert not {*held} & {example["prompt"] for step in range(20) for example in task.prompts(step).examples}
 
 
+def test_each_completion_of_a_prompt_in_training_looks_for_a_number_of_its_own():
+    (example, *_) = guess.guess_task(num_prompts=1, seed=0).prompts(0).examples
+    first, last = guess.ends_of(example["prompt"])
+    numbers = [guess.number_of(example, (0, 0, 0, completion, 1)) for completion in range(400)]
+    assert {*numbers} == {*range(first, last + 1)}
+    assert numbers == [guess.number_of(example, (0, 0, 0, completion, 3)) for completion in range(400)]
+    assert guess.is_won(play(example, lambda told: numbers[5], key=(0, 0, 0, 5)))
+
+
 def test_deaf_games_follow_the_rules():
     prompts, ids, mask = guess.deaf_games(batch_size=64, seed=0, step=0, deaf_share=0.5)
     for example, row, own in zip(prompts.examples, ids, mask, strict=True):
@@ -116,13 +124,13 @@ def test_deaf_games_follow_the_rules():
         heard = [heard[i : i + 3] for i in range(0, len(heard), 3)]
         assert (said[1::2] == guess.EOS_ID).all()
         assert all(first <= number <= last for number in said[::2])
-        turns = []
-        for number, answer in zip(said[::2], [*heard, None], strict=True):
-            turns.append(Turn(Completion(guess.NUMBERS[number])))
-            found = guess.higher_or_lower({"prompt": example["prompt"], "number": example["number"]}, turns, KEY)
-            assert found.done == (answer is None)
-            assert found.done or found.text == answer
-            turns[-1] = Turn(turns[-1].said, answer and Completion(answer))
+        left = (first, last)
+        for number, answer in zip(said[::2], heard, strict=False):
+            below, above = (guess.asked(guess.narrowed(left, number, is_higher)) for is_higher in (False, True))
+            assert answer in (below, above)
+            left = guess.ends_of(answer)
+        assert len(said[::2]) == len(heard) + 1
+        assert len(heard) == 3 or left[0] <= said[-2] <= left[1]  # found, or the guesses are used up
 
 
 def test_the_calculator_answers_calls_and_judges_answers():
