@@ -1,8 +1,9 @@
 """Higher or lower: does GRPO teach a policy to use what an environment tells it?
 
 A small decoder first learns the rules from a player that pays no heed to half of the answers. Then it plays by itself:
-a guess, the environment's answer, the next guess, in one completion whose answers it reads and does not learn from. It
-wins if it names the number within four guesses.
+a guess, the environment's answer, which tells the ends of what is left, the next guess, in one completion whose answers
+it reads and does not learn from. It wins if it names the number within four guesses. A turn earns by how much it
+changed the share of games that halving would still win; these rewards add up to whether the game was won.
 
 The measure is the share of games won on held-out intervals, over all numbers to find. Halving wins all of them. The
 best policy without answers wins .35 of them: what is above that was learned from the answers, and "above blind" says
@@ -65,16 +66,17 @@ class Config:
     train: GRPOConfig = recipe(
         steps=160,
         num_prompts=32,
+        group_size=16,
         epochs=2,
         minibatches=2,
         max_tokens=guess.MAX_TOKENS,
         max_turns=guess.MAX_TURNS,
         environment_tokens=guess.ENVIRONMENT_TOKENS,
         advantages_of="turns",
-        learning_rate=1e-3,
+        learning_rate=2e-3,
         decay="linear",
         kl_coef=0.0,
-        eval_every=40,
+        eval_every=80,
     )
     warm: WarmStart = WarmStart()
     output: flags.RunConfig = flags.RunConfig(Path("runs/guess"))
