@@ -23,8 +23,8 @@ from functools import cache
 
 import numpy as np
 
-from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript, environment, episode_return
-from grpo_jax.data.types import Example, Prompts, rng
+from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript, environment
+from grpo_jax.data.types import Completion, Example, Number, Prompts, rng
 from grpo_jax.tasks.characters import Characters, characters_task, encode_examples
 from grpo_jax.tasks.task import Task
 
@@ -69,7 +69,7 @@ def guess_task(*, num_prompts: int, seed: int, reply: ReplyFn | None = None) -> 
         TEXT,
         lambda chosen: [_EXAMPLES[i] for i in chosen],
         (np.arange(len(_TRAIN)), np.arange(len(_TRAIN), len(_EXAMPLES))),
-        reward=episode_return,
+        reward=games_won,
         num_prompts=num_prompts,
         seed=seed,
     )
@@ -109,6 +109,12 @@ def _reply(example: Example, transcript: Transcript, number: int, *, is_higher: 
     guess = NUMBERS.index(said)
     left = narrowed(told, guess, is_higher(guess))
     return Reply(asked(left), reward=_halving(left, MAX_TURNS - turn) - before)
+
+
+def games_won(examples: Sequence[Example], completions: Sequence[Completion]) -> list[Number]:
+    """The reward: 1 for a game that was won, 0 for others, also for those that were cut."""
+    del examples
+    return [float(is_won(completion.turns)) for completion in completions]
 
 
 def is_won(turns: Transcript) -> bool:

@@ -53,7 +53,8 @@ def test_turns_of_a_game_add_up_to_whether_it_is_won_and_lose_what_halving_loses
     turns = play(game, one_by_one)
     # 14, 13 and 12 numbers are left for 3, 2 and 1 guesses
     assert [turn.reward for turn in turns] == pytest.approx([7 / 14 - 1, 3 / 13 - 7 / 14, 1 / 12 - 3 / 13, 1 - 1 / 12])
-    assert not guess.is_won(turns)
+    played = [play(game, halving), turns, turns[:2]]  # the last was cut
+    assert guess.games_won([game] * 3, [Completion("", turns=tuple(game)) for game in played]) == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("player", [halving, one_by_one])
