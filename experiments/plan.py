@@ -5,10 +5,11 @@ formulas; seconds follow from the rates of a device, or from yours. Nothing can 
 
 --compile holds both against XLA: it compiles the programs for as many virtual CPU devices, from shapes alone, and reads
 what they plan and exchange. Passes of accelerators differ: XLA on CPU computes bfloat16 in float32, and sums gradients
-whole where others give each device its part.
+whole where others give each device its part. --topology compiles for TPUs instead, which need not be there.
 
   python -m experiments.plan --model Qwen2.5-7B --devices 8
   python -m experiments.plan --model Llama-3-70B --devices 64 --tensor 8 --device v5p --compile
+  python -m experiments.plan --model Qwen2.5-7B --topology v5p:2x2x2 --programs learn
 """
 
 import os
@@ -27,7 +28,8 @@ from rich.table import Table
 
 from experiments.benchmarks import shapes
 from experiments.paper.collectives import collectives
-from experiments.paper.lowered import lowered, planned_bytes
+from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
+from experiments.paper.topology import as_if_here, devices_of_topology
 from grpo_jax.config import GRPOConfig, PlannedRemat, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.models import sharding
@@ -43,6 +45,7 @@ from grpo_jax.planning.traffic import Exchange, learn_traffic, moved, sample_tra
 from grpo_jax.runs.flags import refusing
 
 Program = Literal["sample", "score", "learn"]
+TPUS = tuple(name for name in DEVICES if name.startswith("v"))
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,14 @@ class Config:
 
     model: str = "Qwen2.5-7B"
     """Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen2.5-7B, Qwen3-0.6B or Llama-3-70B; or the folder or hub id of a model."""
-    devices: int = 8
-    """Devices of the run."""
+    devices: int = 0
+    """Devices of the run; 0: those of the topology, or 8."""
     fsdp: int = 0
     """As in a run; 0: what tensor leaves of the devices."""
     tensor: int = 1
     """As in a run."""
     device: Literal["h100", "v5e", "v5p", "v6e"] = "h100"
-    """What the devices are."""
+    """What the devices are; with a topology those of its name."""
     tflops: float = 0.0
     """10^12 operations a second of a device; 0: its data sheet's."""
     bandwidth_gb_s: float = 0.0
@@ -87,14 +90,17 @@ class Config:
     """PPO has an own critic."""
     compile: bool = False
     """Compile the programs for virtual CPU devices, and compare."""
+    topology: str = ""
+    """Compile them for these TPUs instead, by libtpu: kind and torus, such as v5p:2x2x2 or v5e:4x4."""
     programs: tuple[Program, ...] = ("learn", "score", "sample")
     """Which to compile. A decoder of 80 layers takes long to compile for sampling."""
 
 
 def main(config: Config) -> None:
     """Prints the plan, and with --compile what the compiler makes of it."""
+    config, devices = resolved(config)
     check(config)
-    if config.compile and _flag(config) not in os.environ.get("XLA_FLAGS", ""):
+    if config.compile and not devices and _flag(config) not in os.environ.get("XLA_FLAGS", ""):
         raise SystemExit(_again(config))
     console, shape, data = Console(), shape_of(config), data_of(config)
     model = replace(model_of(config.model), dtype=config.dtype)
@@ -108,11 +114,34 @@ def main(config: Config) -> None:
     console.print(traffic_table(found, device))
     console.print(time_table(plan, found, device))
     console.print(sharding_table(model, plan.shape))
-    if config.compile:
+    if devices:
+        with as_if_here(devices):
+            console.print(compiled_table(config, plan, data))
+    elif config.compile:
         console.print(compiled_table(config, plan, data))
 
 
 # ---- what is planned
+
+
+def resolved(config: Config) -> tuple[Config, list[jax.Device]]:
+    """With the number and the kind of the devices; and the devices of the topology, none without one.
+
+    Raises:
+      UsageError: there is no such topology, it has another number of devices, or their rates are not known.
+    """
+    if not config.topology:
+        return replace(config, devices=config.devices or 8), []
+    kind: Any = config.topology.partition(":")[0]
+    if kind not in TPUS:
+        raise UsageError(f"topology is {config.topology}: begin it with one of {', '.join(TPUS)}, and a colon")
+    devices = devices_of_topology(config.topology)
+    if config.devices not in (0, len(devices)):
+        raise UsageError(
+            f"devices is {config.devices}, but {config.topology} has {len(devices)}: leave out devices, or name "
+            "another topology"
+        )
+    return replace(config, devices=len(devices), device=kind), devices
 
 
 def check(config: Config) -> None:
@@ -128,6 +157,9 @@ def check(config: Config) -> None:
         for name in names:
             if not least <= getattr(config, name) < float("inf"):
                 raise UsageError(f"{name} is {getattr(config, name)}: it must be at least {least}, and finite")
+    tokens = config.prompts_per_device * config.group_size * (config.prompt_tokens + config.max_tokens)
+    if tokens >= 2**31:
+        raise UsageError(f"a device would have {tokens} tokens of a rollout: set prompts, group_size or tokens lower")
     if config.microbatches and config.prompts_per_device % config.microbatches:
         raise UsageError(
             f"microbatches is {config.microbatches}: it must divide the {config.prompts_per_device} prompts of a device"
@@ -295,9 +327,10 @@ def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig | PPOConfig
 
 
 def compiled_table(config: Config, plan: Plan, data: int) -> Table:
-    """Plan beside compiled program: memory, and what is exchanged by kind. The plan is as for a CPU, in float32."""
-    on_cpu = plan.shape._replace(on_cpu=True)
-    ours, traffic = estimate(plan.model, on_cpu), traffic_of(_in_float32(plan), data)
+    """Plan beside compiled program: memory, and what is exchanged by kind. Of a CPU the plan is in float32."""
+    ours, traffic = plan.estimate, traffic_of(plan, data)
+    if not config.topology:
+        ours, traffic = estimate(plan.model, plan.shape._replace(on_cpu=True)), traffic_of(_in_float32(plan), data)
     table = Table("program", "", "planned GB", "compiled GB", "compiled / planned", "s to compile", box=None)
     run = run_of_plan(config, plan, data)
     for program in config.programs:
@@ -315,7 +348,8 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
             continue
         compiled = made[program].compile()
         took = f"{time.perf_counter() - began:.0f}"
-        rows = _memory_rows(program, ours, planned_bytes(compiled))
+        given, added = memory_of(compiled, on_tpu=bool(config.topology))
+        rows = _memory_rows(program, ours, given, added)
         turns = config.max_tokens - 1 if program == "sample" else plan.shape.num_pieces
         rows += _traffic_rows(traffic[program], str(compiled.as_text()), turns)
         for name, planned, found in rows:
@@ -328,12 +362,18 @@ def _in_float32(plan: Plan) -> Plan:
     return plan._replace(model=replace(plan.model, dtype="float32"))
 
 
-def _memory_rows(program: str, ours: Estimate, found: Any) -> list[tuple[str, float, float]]:
+def memory_of(compiled: jax.stages.Compiled, *, on_tpu: bool) -> tuple[int, int]:
+    """Bytes that a program is given on a device, and that it adds."""
+    found = planned_bytes(compiled)
+    given = found["arguments"]
+    return given, peak_bytes(compiled) - given if on_tpu else found["temporary"] + found["results"]
+
+
+def _memory_rows(program: str, ours: Estimate, given: int, added: int) -> list[tuple[str, float, float]]:
     """(name, planned, compiled) of what a program is given, and of what it adds."""
-    given = {"learn": ours.params + ours.optimizer}.get(program, ours.params)
+    planned = {"learn": ours.params + ours.optimizer}.get(program, ours.params)
     adds = {"learn": ours.learning, "sample": ours.sampling}
-    rows = [("given", given, found["arguments"])]
-    return rows + ([("added", adds[program], found["temporary"] + found["results"])] if program in adds else [])
+    return [("given", planned, given), *([("added", adds[program], added)] if program in adds else [])]
 
 
 def _traffic_rows(exchanges: Iterable[Exchange], text: str, turns: int) -> list[tuple[str, float, float]]:

@@ -554,7 +554,7 @@ def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool 
     """
     validate_sizes(config)
     _require_at_least(config, 1, "steps")
-    _require(0 <= config.seed < 2**32, f"seed is {config.seed}: it must be between 0 and 2^32 - 1")
+    validate_seed(config.seed)
     validate_mesh(config.mesh)
     validate_logging(config.logging)
     _require(
@@ -615,6 +615,11 @@ def validate_sizes(config: Any) -> None:
     for name, value in options_of(config).items():
         if isinstance(value, int) and name != "seed":
             _require(value < 2**31, f"{name} is {value}: it must be below 2^31")
+
+
+def validate_seed(seed: int) -> None:
+    """Refuses a seed that keys of random numbers cannot hold, as `validate` does."""
+    _require(0 <= seed < 2**32, f"seed is {seed}: it must be between 0 and 2^32 - 1")
 
 
 def validate_mesh(config: MeshConfig) -> None:

@@ -12,6 +12,8 @@ import inspect
 import json
 import os
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs.folder import RunFolder, differing_options
+from grpo_jax.runs.folder import RunFolder, differing_options, read_object
 from grpo_jax.runs.progress import in_time
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.loop import Method
@@ -98,8 +100,8 @@ def size_of(config: Config) -> Size:
     size = SIZES[config.preset]
     if config.num_seeds is None:
         return size
-    if config.num_seeds < 1:
-        raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1")
+    if not 1 <= config.num_seeds <= 1000:
+        raise UsageError(f"num_seeds is {config.num_seeds}: it must be at least 1, and at most 1000")
     return size._replace(seeds=config.num_seeds)
 
 
@@ -204,9 +206,11 @@ class Bench:
         folder = config.run_dir.expanduser() / config.preset
         try:
             self.run = RunFolder(folder, options)
-        except UsageError:
-            saved = json.loads((folder / "config.json").read_text())
-            differing = ", ".join(differing_options(saved, options))
+        except UsageError as refused:
+            try:
+                differing = ", ".join(differing_options(read_object(folder / "config.json"), options))
+            except UsageError:
+                raise refused from None
             raise UsageError(f"{folder} has runs that differ in {differing}: name another --run-dir") from None
         except (OSError, ValueError) as error:
             raise UsageError(f"{folder} cannot be used ({error}): name another --run-dir") from None
@@ -223,19 +227,21 @@ class Bench:
 
     def runs(self, settings: Mapping[str, Setting]) -> dict[str, Runs]:
         """The runs of settings, by name. Runs that are not on disk yet are done first."""
-        jobs = [(setting, seed) for setting in settings.values() for seed in self.seeds]
         missing: dict[str, dict[Path, tuple[Setting, int]]] = {}  # a setting with two names is run once
-        for job in jobs:
-            if not self.file(*job).exists():
-                self.check(job[0])
-                missing.setdefault(self.program(job[0]), {})[self.file(*job)] = job
+        for setting in settings.values():
+            of_setting = [(setting, seed) for seed in self.seeds]
+            new = {file: job for job in of_setting if not (file := self.file(*job)).exists()}
+            if new:
+                self.check(setting)
+                missing.setdefault(self.program(setting), {}).update(new)
+        everything = len(settings) * len(self.seeds)
         left, timed, spent = sum(map(len, missing.values())), 0, 0.0  # runs; those without compilation, and their time
         for program, files in missing.items():
             of_one_program = list(files.values())
             width = at_once(len(of_one_program))
             for begin in range(0, len(of_one_program), width):
                 compiles, started = (program, width) not in self._programs, time.perf_counter()
-                words = f"{len(jobs) - left} of {len(jobs)} runs are done"
+                words = f"{everything - left} of {everything} runs are done"
                 words += f", about {in_time(spent / timed * left)} left" if timed else ""
                 self.say(words + ("; compiling (may take minutes)" if compiles else ""))
                 several = of_one_program[begin : begin + width]
@@ -403,10 +409,18 @@ def _sources() -> list[Path]:
 
 
 def _read(files: Sequence[Path]) -> Runs:
-    loaded = [dict(np.load(file)) for file in files]
+    loaded = [_numbers_of(file) for file in files]
     names = loaded[0].keys() - {"setting", "scores"}
     metrics = {name: np.stack([run[name] for run in loaded]) for name in sorted(names)}
     return Runs(metrics, np.stack([run["scores"] for run in loaded]))
+
+
+def _numbers_of(file: Path) -> dict[str, np.ndarray]:
+    """What `_run_jobs` wrote."""
+    try:
+        return dict(np.load(file))
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UsageError(f"{file} is damaged ({error}): delete it, and the run is done again") from None
 
 
 def smaller_steps(bench: Bench) -> dict[str, int]:

@@ -5,7 +5,6 @@ A script gives `main` a function of a `Bench` that returns a `Finding`. What its
 """
 
 import hashlib
-import json
 import math
 import os
 import signal
@@ -13,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +26,7 @@ from grpo_jax.commands.common import explain_control
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.compilation import in_words, programs_so_far
-from grpo_jax.runs.folder import write_json
+from grpo_jax.runs.folder import read_object, write_json
 from grpo_jax.statistics import Interval, interval_over_runs
 
 SCORES = ("accuracy", "score", "gold")  # columns that rise where something is learned
@@ -183,9 +182,10 @@ def check(finding: Finding, name: str, seeds: int) -> None:
 def is_answered(bench: Bench, name: str) -> bool:
     """Whether a question has an answer on disk, made by the present code with at least the seeds of the bench."""
     file = bench.run.path / f"{name}.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
-    seeds = known.get("seeds", [])
-    return known.get("made_by") == question_checksum(name) and seeds[: len(bench.seeds)] == list(bench.seeds)
+    known = read_object(file) if file.exists() else {}
+    if known.get("made_by") != question_checksum(name):
+        return False
+    return read_answer(bench, name).seeds[: len(bench.seeds)] == list(bench.seeds)
 
 
 def question_checksum(name: str) -> str:
@@ -197,9 +197,19 @@ def question_checksum(name: str) -> str:
 
 
 def read_answer(bench: Bench, name: str) -> Answer:
-    """Reads the answer that `answer` wrote."""
-    known = json.loads((bench.run.path / f"{name}.json").read_text())
+    """Reads the answer that `answer` wrote.
 
+    Raises:
+      UsageError: the file is damaged.
+    """
+    file = bench.run.path / f"{name}.json"
+    try:
+        return _answer_of(read_object(file))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise UsageError(f"{file} is damaged: delete it, and the question is answered again") from None
+
+
+def _answer_of(known: Mapping[str, Any]) -> Answer:
     def numbers(values: Sequence[float | None]) -> list[float]:
         return [math.nan if value is None else value for value in values]  # JSON has neither NaN nor infinity
 
@@ -208,7 +218,7 @@ def read_answer(bench: Bench, name: str) -> Answer:
     also = [Also(**it)._replace(values=numbers(it["values"])) for it in known["also"]]
     curves = {setting: [numbers(curve) for curve in of] for setting, of in known["curves"].items()}
     finding = Finding(rows, primary, also, known["drawn"], curves, known["note"])
-    return Answer(finding, known["seconds"], known["seeds"])
+    return Answer(finding, known["seconds"], list(known["seeds"]))
 
 
 def show(bench: Bench, finding: Finding) -> None:

@@ -1,7 +1,7 @@
 """What the devices of a compiled program exchange, read from its text.
 
-A collective in a loop counts as often as the loop turns. XLA writes that down where it knows it; where it does not, as
-in decoding, the caller says it.
+A collective in a loop counts as often as the loop turns. XLA writes that down where it knows it, or it is what the
+condition of the loop compares with; where it is neither, as in decoding, the caller says it.
 """
 
 import math
@@ -17,6 +17,8 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(")
 _CALLED = re.compile(r"(?:body|to_apply|calls|branch_computations|(?:true|false)_computation)=\{?%?([\w.\-, %]+)")
 _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_BELOW = re.compile(r"ROOT .* compare\(.*?%([\w.\-]+)\), direction=LT")  # what a counter stays below
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
@@ -42,7 +44,7 @@ def collectives(text: str, *, unknown_trips: int = 1) -> list[Collective]:
     def walk(name: str, turns: int) -> None:
         times[name] += turns
         for line in bodies.get(name, []):
-            for called, trips in _calls(line, unknown_trips):
+            for called, trips in _calls(line, _trips(line, bodies) or unknown_trips):
                 walk(called, turns * trips)
 
     walk(entry, 1)
@@ -76,12 +78,22 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return bodies, entry
 
 
-def _calls(line: str, unknown_trips: int) -> Iterator[tuple[str, int]]:
+def _trips(line: str, bodies: dict[str, list[str]]) -> int | None:
+    """How often a loop turns, where that is known; of another operation 1. Counters begin at 0."""
+    if " while(" not in line:
+        return 1
+    if known := _TRIPS.search(line):
+        return int(known[1])
+    condition = _CONDITION.search(line)
+    lines = "\n".join(bodies.get(condition[1], [])) if condition else ""
+    if below := _BELOW.search(lines):
+        limit = re.search(rf"%{re.escape(below[1])} = s32\[\]\S* constant\((\d+)\)", lines)
+        return int(limit[1]) if limit else None
+    return None
+
+
+def _calls(line: str, trips: int) -> Iterator[tuple[str, int]]:
     """Computations that an operation runs, and how often."""
-    trips = 1
-    if " while(" in line:
-        known = _TRIPS.search(line)
-        trips = int(known[1]) if known else unknown_trips
     if any(f" {kind}" in line for kind in _KINDS):
         return  # what it reduces by
     for match in _CALLED.finditer(line):

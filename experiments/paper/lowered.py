@@ -133,3 +133,12 @@ def planned_bytes(compiled: jax.stages.Compiled) -> Mapping[str, int]:
     memory: Any = compiled.memory_analysis()
     out = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {"arguments": memory.argument_size_in_bytes, "results": out, "temporary": memory.temp_size_in_bytes}
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """What a program for TPUs has on one device at its fullest, arguments included.
+
+    That is the size of its buffers. What the compiler for TPUs calls temporary is more than that: 46.0 GB of `learn` of
+    Qwen2.5-7B, whose buffers are 48.4 GB with 11.4 GB of arguments. XLA on a CPU has no such number.
+    """
+    return int(compiled.memory_analysis().peak_memory_in_bytes)  # type: ignore[union-attr]

@@ -130,7 +130,7 @@ def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, a page, and the checksum."""
     started = time.perf_counter()
     loss = loss_of(config)
-    check_supervised(config.train, rows=config.num_pairs, name="num_pairs")
+    check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
     preferences, dropped = read_preferences(config.data, chat=config.chat)
@@ -231,7 +231,7 @@ def encoding(model: ModelOptions, max_tokens: int | None, pretrained: Pretrained
     return {
         "eos_ids": pretrained.eos_ids,
         "max_prompt_tokens": prompt_limit(model.max_prompt_tokens, longest, max_tokens or 1),
-        "max_tokens": max_tokens or longest,
+        "max_tokens": longest if max_tokens is None else max_tokens,
         "overlong": model.overlong,
         "vocab_size": pretrained.config.vocab_size,
         "end_id": ending_id(pretrained.tokenizer, pretrained.eos_ids),

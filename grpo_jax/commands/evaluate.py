@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from grpo_jax.config import GRPOConfig, fits, flattened, option_types, recipe, validate
+from grpo_jax.config import GRPOConfig, fits, flattened, option_types, recipe, validate, validate_seed
 from grpo_jax.data import digests
 from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.errors import UsageError, shown
@@ -135,6 +135,7 @@ def main(options: Options) -> None:
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
     if not 0 < options.samples < 2**31:
         raise UsageError(f"samples is {options.samples}: it must be at least 1, and below 2^31")
+    validate_seed(options.seed)
     sampling = sampling_of(options)
     validate(sampling)
     check_task_options(options)

@@ -10,7 +10,7 @@ completions of other prompts, in each step. Start from a model that was trained 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,7 +101,7 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     loss = loss_of(config)
     hosts.check_alone("phases on ratings")
-    check_supervised(config.train, rows=config.num_completions, name="num_completions")
+    check_supervised(config.train, seed=config.seed, rows=config.num_completions, name="num_completions")
     if not config.data:
         raise UsageError("--data is needed: name a file of ratings")
     ratings, dropped = read_ratings(config.data, chat=config.chat)
@@ -117,10 +117,16 @@ def main(config: Config) -> None:
             f"num_completions is {config.num_completions}, but there are {len(training.desirable)} completions: set it "
             "to at most that"
         )
+    weights = {True: config.desirable_weight, False: config.undesirable_weight}
+    if not any(weights[label] for label in set(training.desirable.tolist())):
+        word = only_word(encoded[0].desirable)
+        raise UsageError(f"all completions are {word}, and the weight of {word} ones is 0: set it above 0")
     run = flags.open_run(config)
     keep_description(run, model, config.model)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *notes(encoded[0])):
         run.console.print(note, markup=False, highlight=False)
+    if word := only_word(encoded[0].desirable):
+        run.warn_once("ratings", f"all completions to train on are {word}: the method tells good ones from bad ones")
     check_width(run, training.pairs, model.pretrained.config.max_position_embeddings)
     inputs = {"training rows": encoded[0], "held-out completions": encoded[1]}
     run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in inputs.items()})
@@ -184,6 +190,11 @@ def summary(values: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Means of what `evaluate_ratings` gives, with intervals from resampling completions; z₀ has none."""
     several = {name: x for name, x in values.items() if name != "kl" and len(x)}
     return with_intervals(several) | {"kl": float(values["kl"][0])}
+
+
+def only_word(desirable: Sequence[bool]) -> str:
+    """What all are, good or bad; empty where there are both."""
+    return "" if len(set(desirable)) > 1 else "good" if desirable[0] else "bad"
 
 
 def notes(ratings: EncodedRatings) -> tuple[str, ...]:

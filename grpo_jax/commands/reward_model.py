@@ -102,7 +102,7 @@ def encode_pairs(
 def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, the calibration picture, the model's folder, and a checksum."""
     started = time.perf_counter()
-    check_supervised(config.train, rows=config.num_pairs, name="num_pairs")
+    check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
     preferences, dropped = read_preferences(config.data, chat=config.chat)

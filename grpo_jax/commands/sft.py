@@ -116,7 +116,7 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     if config.teacher:
         hosts.check_alone("phases with a teacher")
-    check_supervised(config.train, rows=config.num_rows, name="num_rows")
+    check_supervised(config.train, seed=config.seed, rows=config.num_rows, name="num_rows")
     divergence, devices = divergence_of(config), devices_of(config.train)
     rows = read_completions(config)  # before a checkpoint is read
     model, teacher = load(config, divergence)

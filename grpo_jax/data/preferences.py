@@ -188,8 +188,8 @@ def split_preferences(preferences: Sequence[Kind], heldout_share: float = 0.2) -
     heldout = [pair for pair, at in zip(preferences, places, strict=True) if at < heldout_share]
     if not training or not heldout:
         raise UsageError(
-            f"of {len(preferences)} rows {len(heldout)} are held out: give more, or another heldout_share than "
-            f"{heldout_share}"
+            f"of {len(preferences)} rows with {len(set(places))} prompts {len(heldout)} are held out, by a hash of the "
+            f"prompt: give rows of more prompts, or another heldout_share than {heldout_share}"
         )
     return training, heldout
 

@@ -64,14 +64,18 @@ def read_ratings(source: str | Path, *, chat: bool = False) -> tuple[list[Rating
 
 def _ratings_of(row: Mapping[str, Any], *, chat: bool) -> list[Rating] | str:
     """Those of a row, or why there is none."""
+    where = getattr(row, "where", "a row")
     if "label" not in row:
+        if "completion" in row and "chosen" not in row:
+            raise UsageError(
+                f"{where} has no column label: say there, by true or false, whether its completion is good"
+            )
         pair = preference_of(row, chat=chat)
         if isinstance(pair, str):
             return pair
         return [Rating(pair.prompt, pair.chosen, True), Rating(pair.prompt, pair.rejected, False)]
     prompt, completion = prompt_of(row), text_column(row, "completion")
     if not isinstance(row["label"], bool):
-        where = getattr(row, "where", "a row")
         raise UsageError(f"{where}: column label holds {kind_of(row['label'])}, and should hold true or false")
     if prompt is None:
         return NO_PROMPT
@@ -122,8 +126,8 @@ def with_mismatched(ratings: EncodedRatings, seed: int) -> EncodedPairs:
     """
     if all(prompt == ratings.prompts[0] for prompt in ratings.prompts):
         raise UsageError(
-            "all completions have one prompt, but the KL is estimated from those of other prompts: give rows of "
-            "several prompts, or take the reference point zero"
+            "all completions to train on, or all that are held out, have one prompt, but the KL is estimated from "
+            "those of other prompts: give rows of more prompts, or take the reference point zero"
         )
     order = rng(seed, _ORDER).permutation(len(ratings.prompts)).tolist()
     others, other = dict[int, int](), -1

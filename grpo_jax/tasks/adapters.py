@@ -59,13 +59,23 @@ def gymnasium_rows(make: Factory, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """A row for each seed: "prompt", what the environment shows at its beginning, and "seed".
 
     Raises:
-      UsageError: it shows no text.
+      UsageError: it shows no text, or is of Gym before Gymnasium.
     """
     environment = make()
     try:
-        return [{"prompt": _observed(environment.reset(seed=seed)[0]), "seed": seed} for seed in seeds]
+        return [{"prompt": _first(environment.reset(seed=seed)), "seed": seed} for seed in seeds]
     finally:
         environment.close()
+
+
+def _first(returned: Any) -> str:
+    """What `reset` shows."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise UsageError(
+            f"reset of the environment returned {type(returned).__name__}, and in Gymnasium it returns an observation "
+            "and a dict: wrap one of Gym before Gymnasium"
+        )
+    return _observed(returned[0])
 
 
 def _observed(observation: Any) -> str:
@@ -91,7 +101,7 @@ def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mappin
       The same rows with that prompt, and the "row" as it was.
 
     Raises:
-      UsageError: `reset` raised.
+      UsageError: `reset` raised, or what it returned cannot stand behind the prompt.
     """
 
     def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +113,13 @@ def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mappin
             raise UsageError(
                 f"reset of the environment, called with the columns of row {number}, raised {reason}"
             ) from error
-        return {**row, "prompt": _behind(row.get("prompt", ""), shown or ""), "row": dict(row)}
+        try:
+            return {**row, "prompt": _behind(row.get("prompt", ""), shown or ""), "row": dict(row)}
+        except (KeyError, TypeError, ValueError):
+            raise UsageError(
+                f"row {number}: reset returned {type(shown).__name__}, to stand behind a prompt of type "
+                f"{type(row.get('prompt')).__name__}: let it return a text or None, and give a text or messages"
+            ) from None
 
     return [one(number, row) for number, row in enumerate(rows)]
 
@@ -255,11 +271,17 @@ def verifiers_rows(environment: Any) -> list[dict[str, Any]]:
       Rows with "prompt", its messages, the columns that its rewards read, and the "row" as it was.
 
     Raises:
-      UsageError: it has tools, which the prompts would not name.
+      UsageError: it has tools, which the prompts would not name, or no rows.
     """
     if getattr(environment, "tool_defs", None):
         raise UsageError("environments of verifiers with tools have no adapter: give their functions as tools")
-    return [{**row, "row": dict(row)} for row in environment.get_dataset()]
+    try:
+        return [{**row, "row": dict(row)} for row in environment.get_dataset()]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"the environment gives no rows ({type(error).__name__}: {error}): take one that load_environment of "
+            "verifiers returns, with a dataset"
+        ) from error
 
 
 def verifiers_environment(environment: Any) -> ReplyFn:

@@ -1,6 +1,7 @@
 """Runs of the questions: kept on disk, shared, continued with more seeds; and each question's script."""
 
 import importlib
+import json
 import subprocess
 import sys
 import time
@@ -76,10 +77,32 @@ def test_seeds_and_folders(tmp_path):
     bench = Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=3, seed=9))
     assert bench.seeds == [9, 15, 16]  # settings were tuned on those between
     assert bench.run.path == tmp_path / "smoke"
-    with pytest.raises(UsageError, match="num_seeds is 0"):
-        Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=0))
+    for number in (0, 10**9):
+        with pytest.raises(UsageError, match=f"num_seeds is {number}"):
+            Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=number))
     with pytest.raises(UsageError, match="epsilon_wide: neither"):
         ablation.grpo(epsilon_wide=1.0)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_folders_and_files_that_are_damaged_are_named(tmp_path, text):
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(UsageError, match="name another run_dir"):
+        Bench(Config(preset="smoke", run_dir=tmp_path / "file"))
+    bench = Bench(Config(preset="smoke", run_dir=tmp_path))
+    for name in ("a.npz", "agreement.json"):
+        (bench.run.path / name).write_text(text)
+    with pytest.raises(UsageError, match="delete it, and the run is done again"):
+        ablation._read([bench.run.path / "a.npz"])
+    with pytest.raises(UsageError, match=r"agreement\.json"):
+        findings.is_answered(bench, "agreement")
+    (bench.run.path / "agreement.json").write_text(json.dumps({"made_by": findings.question_checksum("agreement")}))
+    with pytest.raises(UsageError, match="delete it, and the question is answered again"):
+        findings.is_answered(bench, "agreement")
+    del bench
+    (tmp_path / "smoke/config.json").write_text(text)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        Bench(Config(preset="smoke", run_dir=tmp_path))
 
 
 @pytest.mark.parametrize("name", reproduce.QUESTIONS)

@@ -1,6 +1,7 @@
 """What a question leaves on disk, and the pages that are made of it."""
 
 import re
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,13 +30,8 @@ def finding_of(name, seeds, spread=0.003):
     return Finding(rows, primary, [Also("source", "said", f"also of {name}", noise)], ["accuracy"], curves)
 
 
-@pytest.fixture
-def config(tmp_path):
-    return reproduce.Config(preset="smoke", num_seeds=10, run_dir=tmp_path / "runs", out=tmp_path)
-
-
-@pytest.fixture
-def asked(monkeypatch):
+@pytest.fixture(scope="module")
+def asked():
     """The questions and seeds that were asked, in place of running them."""
     calls = []
 
@@ -46,13 +42,23 @@ def asked(monkeypatch):
 
         return SimpleNamespace(measure=measure)
 
-    monkeypatch.setattr(reproduce, "import_module", answering)
-    return calls
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reproduce, "import_module", answering)
+        yield calls
 
 
-def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, asked, tmp_path):
+@pytest.fixture(scope="module")
+def config(asked, tmp_path_factory):
+    """Of the first look, which was taken."""
+    folder = tmp_path_factory.mktemp("claims")
+    config = reproduce.Config(preset="smoke", num_seeds=10, run_dir=folder / "runs", out=folder)
     reproduce.main(config)
-    text = (tmp_path / "RESULTS-smoke.md").read_text()
+    assert {seeds for _, seeds in asked} == {10}
+    return config
+
+
+def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, asked):
+    text = (config.out / "RESULTS-smoke.md").read_text()
     first = text[: text.index("![")]
     assert "| GRPO or PPO, at equal samples? | Either: no difference that matters. |" in first
     assert "| Which β for the KL? | 0.01 beats none. 0.1 is worse. |" in first
@@ -61,20 +67,21 @@ def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, 
     for target in re.findall(r"\]\(#(\w+)\)", text):
         assert f'<a id="{target}"></a>' in text
     for target in re.findall(r"\]\((docs/[^)]+)\)", text):
-        assert (tmp_path / target).exists()
+        assert (config.out / target).exists()
     (row,) = re.findall(r"\| samples to 95%.*", text)
     assert "× 0.4 [" in row
     assert row.endswith("| below 0.5 | × 0.35 | 10 | supported |")
     assert "1 runs diverged" in text
     asked.clear()
     reproduce.main(config)
-    assert (tmp_path / "RESULTS-smoke.md").read_text() == text
+    assert (config.out / "RESULTS-smoke.md").read_text() == text
     assert not asked
 
 
+@pytest.mark.slow
 def test_a_later_look_asks_only_what_is_open(config, asked, tmp_path):
-    reproduce.main(config)
-    assert {seeds for _, seeds in asked} == {10}
+    shutil.copytree(config.out, tmp_path, dirs_exist_ok=True)
+    config = reproduce.replace(config, run_dir=tmp_path / "runs", out=tmp_path)
     asked.clear()
     reproduce.main(reproduce.replace(config, num_seeds=None, look=20))
     assert {seeds for _, seeds in asked} == {20}
@@ -86,13 +93,12 @@ def test_a_later_look_asks_only_what_is_open(config, asked, tmp_path):
     assert "; the look at 40 seeds takes up to" in (tmp_path / "RESULTS-smoke.md").read_text()
 
 
-def test_the_twin_has_the_same_tables(config, asked, tmp_path):
-    reproduce.main(config)
-    twin = (tmp_path / "docs/results-smoke/claims.html").read_text()
+def test_the_twin_has_the_same_tables(config):
+    twin = (config.out / "docs/results-smoke/claims.html").read_text()
     assert twin.count("<td>supported</td>") == 2 * 3  # of every claim, and of its question
     assert not re.search(r'(src|href)="(http|/)', twin)
     for figure in re.findall(r'<img src="([^"]+)"', twin):
-        assert (tmp_path / "docs/results-smoke" / figure).exists()
+        assert (config.out / "docs/results-smoke" / figure).exists()
 
 
 def test_what_is_registered_has_to_be_measured(config):

@@ -140,6 +140,7 @@ def test_carries_are_of_the_last_digits():
     np.testing.assert_array_equal(has_carry([{"prompt": prompt} for prompt in prompts]), [0, 1, 1, 0])
 
 
+@pytest.mark.slow
 def test_a_coarse_sampler_has_other_probabilities_than_what_scores():
     model = ModelConfig(4, 8, 16, 1, 1, 1, 8, initializer_range=1.0)
     exact, coarse = decoder_policy(model), coarse_sampler(model)

@@ -54,7 +54,7 @@ model/tokenizer.json            r    r    r     r    r    r      r        =     
 rows.jsonl                      r    r    r     r    r    r      r        =         r     r
 rewards.py                      r    r    r     r    r    r      r        =         r     .
 """
-QUICK = ("half", "dangling")
+QUICK = ("half",)
 ALIASES = {"newest": ["run/checkpoints/grpo/4"], "older": ["run/checkpoints/grpo/2"]}
 ALIASES["every"] = ALIASES["newest"] + ALIASES["older"]
 

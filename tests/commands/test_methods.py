@@ -96,6 +96,7 @@ def test_ppo_has_its_own_defaults_a_table_a_page_and_a_control(ppo_run):
     assert (options["loss"]["kl_coef"], options["loss"]["kl_in_reward"]) == (0.02, True)
 
 
+@pytest.mark.slow
 def test_a_run_of_ppo_is_resumed_by_its_folder_alone(ppo_run, folder, tmp_path):
     run(folder, tmp_path / "cut", "ppo", *small(folder), "--steps", 1)
     lines, results = run(folder, tmp_path / "cut", "", "--resume", "--steps", 2)
@@ -176,6 +177,7 @@ def test_prompts_are_not_learned_and_completions_end_with_eos(folder):
             assert eval(prompt.removesuffix("=")) == int(arithmetic.TEXT.decode(answer[:-1]))
 
 
+@pytest.mark.slow
 def test_a_run_of_sft_is_resumed_with_adapters_and_more_steps(folder, tmp_path):
     constant = (*SFT, "--decay", "none", "--lora-rank", 2)
     whole = run(folder, tmp_path / "whole", "sft", *constant)
@@ -187,6 +189,7 @@ def test_a_run_of_sft_is_resumed_with_adapters_and_more_steps(folder, tmp_path):
     assert (tmp_path / "adapters/adapter_config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_on_a_quantised_base_is_resumed_and_exported_onto_the_original(folder, tmp_path):
     options = (*SFT, "--decay", "none", "--lora-rank", 2, "--lora-targets", "q_proj", "--quantize", "nf4")
     whole = run(folder, tmp_path / "whole", "sft", *options)
@@ -227,6 +230,7 @@ def test_every_method_trains_adapters_on_a_quantised_base(folder, tmp_path, meth
         (["--max-tokens", 1], "no completion is left"),
         (["--num-rows", 99], "a step of 99 rows is asked for"),
         (["--steps", 0], "steps of supervised training is 0"),
+        (["--seed", -1], "seed is -1: it must be between 0 and 2^32 - 1"),
         (["--teacher", "DIR"], "there is a teacher, but distillation is none"),
         (["--distillation", "jsd"], "distillation jsd needs a teacher"),
         (["--nll-coef", 1], "nll_coef is 1.0, but distillation is none"),
@@ -248,6 +252,7 @@ def test_a_completion_that_is_no_text_is_named_by_its_line(folder, tmp_path, cap
     assert "rows.jsonl, line 2: column completion holds a number, and should hold text" in said
 
 
+@pytest.mark.slow
 def test_sft_with_a_teacher_nears_it_and_goes_on_with_the_same_one_alone(folder, tmp_path, capsys):
     teacher = tmp_path / "teacher"
     shutil.copytree(folder / "teacher", teacher)
@@ -310,6 +315,7 @@ def test_dpo_learns_pairs_and_is_exported_and_evaluated(folder, tmp_path, capsys
     assert json.loads((tmp_path / "numbers/numbers.json").read_text())["options"]["phase"] == "dpo"
 
 
+@pytest.mark.slow
 def test_a_run_of_dpo_is_resumed_and_keeps_its_reference(folder, tmp_path, capsys):
     constant = (*DPO, "--decay", "none", "--lora-rank", 2, "--preference-loss", "ipo", "--tau", 0.5)
     whole = run(folder, tmp_path / "whole", "dpo", *constant)
@@ -325,6 +331,7 @@ def test_a_run_of_dpo_is_resumed_and_keeps_its_reference(folder, tmp_path, capsy
     assert "began: reference.npz" in said
 
 
+@pytest.mark.slow
 def test_a_loss_without_reference_keeps_none(folder, tmp_path):
     lines, results = run(folder, tmp_path / "run", "dpo", *DPO, "--preference-loss", "simpo", "--steps", 1)
     assert not (tmp_path / "run/reference.npz").exists()
@@ -369,8 +376,10 @@ def test_every_loss_has_constants_of_its_own_and_the_sources_defaults(name):
         (["--preference-loss", "simpo", "--gamma", -1], "gamma is -1.0: it must be at least 0"),
         (["--num-pairs", 99], "num_pairs is 99, but there are"),
         (["--max-tokens", 1], "no pair is left"),
+        (["--max-tokens", 0], "max_tokens is 0: it must be at least 1"),
         (["--heldout-share", 0], "0 are held out"),
         (["--steps", 0], "steps of supervised training is 0"),
+        (["--seed", -1], "seed is -1: it must be between 0 and 2^32 - 1"),
     ],
 )
 def test_what_dpo_cannot_learn_is_refused(folder, tmp_path, capsys, args, sentence):
@@ -384,6 +393,7 @@ def test_what_dpo_cannot_learn_is_refused(folder, tmp_path, capsys, args, senten
 KTO = ("--steps", 8, "--num-completions", 16, "--learning-rate", 1e-2, "--eval-every", 4, "--checkpoint-every", 4)
 
 
+@pytest.mark.slow
 def test_kto_learns_ratings_and_is_resumed_exported_and_evaluated(folder, tmp_path, capsys):
     out, constant = tmp_path / "run", (*KTO, "--decay", "none", "--undesirable-weight", 0.75)
     lines, results = run(folder, out, "kto", *constant)
@@ -410,6 +420,7 @@ def test_kto_learns_ratings_and_is_resumed_exported_and_evaluated(folder, tmp_pa
     assert json.loads((tmp_path / "numbers/numbers.json").read_text())["options"]["phase"] == "kto"
 
 
+@pytest.mark.slow
 def test_kto_learns_from_labels_and_from_one_prompt_where_nothing_is_estimated(folder, tmp_path, capsys):
     for name, prompts in (("many", 8), ("two", 2)):  # of two, one is held out
         rows = [{"prompt": f"{i % prompts}+1=", "completion": str(i), "label": i % 3 == 0} for i in range(40)]
@@ -424,6 +435,17 @@ def test_kto_learns_from_labels_and_from_one_prompt_where_nothing_is_estimated(f
     assert "or take the reference point zero" in refused(capsys, *where, *two)
 
 
+def test_completions_that_are_all_good_are_told_and_without_weight_refused(folder, tmp_path, capsys):
+    rows = [{"prompt": f"{i % 8}+1=", "completion": str(i), "label": True} for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = (*KTO, "--steps", 1, "--heldout-share", 0.4, "--data", tmp_path / "rows.jsonl")
+    run(folder, tmp_path / "run", "kto", *options)
+    assert "all completions to train on are good" in (tmp_path / "run/warnings.jsonl").read_text()
+    where = ["--method", "kto", "--model", folder / "model", "--run-dir", tmp_path / "no", "--no-compilation-cache"]
+    said = refused(capsys, *where, *options, "--desirable-weight", 0)
+    assert "all completions are good, and the weight of good ones is 0" in said
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -434,8 +456,10 @@ def test_kto_learns_from_labels_and_from_one_prompt_where_nothing_is_estimated(f
         (["--num-completions", 0], "num_completions is 0: it must be a multiple"),
         (["--num-completions", 999], "num_completions is 999, but there are"),
         (["--max-tokens", 1], "no completion is left"),
+        (["--max-tokens", 0], "max_tokens is 0: it must be at least 1"),
         (["--heldout-share", 0], "0 are held out"),
         (["--steps", 0], "steps of supervised training is 0"),
+        (["--seed", -1], "seed is -1: it must be between 0 and 2^32 - 1"),
     ],
 )
 def test_what_kto_cannot_learn_is_refused(folder, tmp_path, capsys, args, sentence):
@@ -452,8 +476,7 @@ def test_a_run_does_not_go_on_with_other_rows_rewards_or_weights(folder, tmp_pat
     here = tmp_path / "here"
     shutil.copytree(folder, here, dirs_exist_ok=True)
     out = tmp_path / "run"
-    run(here, out, "ppo", *small(here), "--eval-every", 0)
-    run(here, out, "", "--resume")
+    run(here, out, "grpo", *small(here), "--steps", 1, "--eval-every", 0)
     again = ["--resume", "--run-dir", out, "--no-compilation-cache"]
 
     def change_rows():
@@ -483,6 +506,7 @@ def test_a_run_does_not_go_on_with_other_rows_rewards_or_weights(folder, tmp_pat
     run(here, out, "", "--resume")
 
 
+@pytest.mark.slow
 def test_other_texts_and_pairs_are_noticed_too(folder, tmp_path, capsys):
     pairs = ("--steps", 2, "--num-pairs", 8)
     for method, options in (("sft", SFT), ("reward-model", pairs), ("dpo", pairs), ("kto", KTO)):
@@ -565,7 +589,8 @@ def test_help_lists_the_options_of_a_method_alone(capsys, method, has, lacks):
 # ---- a mesh
 
 
-@pytest.mark.parametrize("teacher", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", [False, True])
 def test_sft_trains_on_a_mesh(folder, tmp_path, teacher, capsys):
     options = ("--teacher", folder / "teacher", "--distillation", "forward_kl") if teacher else ()
     check_mesh(folder, tmp_path, "sft", "--num-rows", options, capsys)

@@ -47,6 +47,13 @@ def test_an_evaluation_of_no_samples_is_refused(samples):
         evaluate.main(options)
 
 
+@pytest.mark.parametrize("seed", ["-1", str(2**32)])
+def test_an_evaluation_with_an_impossible_seed_is_refused(seed):
+    options = evaluate.parse(["somewhere", "--task", "gsm8k", "--seed", seed])
+    with pytest.raises(UsageError, match=f"seed is {seed}: it must be between 0 and"):
+        evaluate.main(options)
+
+
 # ---- limits before work
 
 

@@ -91,18 +91,17 @@ def test_own_rows_and_rewards_then_the_checkpoint_evaluated_alone(own, tmp_path,
     assert "held-out prompts" in capsys.readouterr().out
 
     out = tmp_path / "out"
-    for num_prompts in (1, 3):  # the task and the length are the run's; how many at once is no matter
-        given = [tmp_path / "run", "--samples", 3, "--num-prompts", num_prompts, "--seed", 3, "--out", out]
-        options = evaluate.parse([str(arg) for arg in given])
-        evaluate.main(options)
-        numbers = json.loads((out / "numbers.json").read_text())
-        assert numbers["options"]["task"] == str(own / "rows.jsonl")
-        assert numbers["options"]["step"] == 2
-        assert {name: numbers[name] for name in results["after"] if not name.startswith("change")} == {
-            name: pytest.approx(value, abs=1e-6, nan_ok=True)
-            for name, value in results["after"].items()
-            if not name.startswith("change")
-        }
+    # The task and the length are the run's; how many at once is no matter.
+    given = [tmp_path / "run", "--samples", 3, "--num-prompts", 3, "--seed", 3, "--out", out]
+    evaluate.main(evaluate.parse([str(arg) for arg in given]))
+    numbers = json.loads((out / "numbers.json").read_text())
+    assert numbers["options"]["task"] == str(own / "rows.jsonl")
+    assert numbers["options"]["step"] == 2
+    assert {name: numbers[name] for name in results["after"] if not name.startswith("change")} == {
+        name: pytest.approx(value, abs=1e-6, nan_ok=True)
+        for name, value in results["after"].items()
+        if not name.startswith("change")
+    }
 
     with pytest.raises(UsageError, match="leave out --num-heldout"):
         evaluate.main(evaluate.parse([str(tmp_path / "run"), "--num-heldout", "9"]))
@@ -110,6 +109,7 @@ def test_own_rows_and_rewards_then_the_checkpoint_evaluated_alone(own, tmp_path,
     assert (other.task, other.reward, other.max_tokens, other.temperature) == ("other.jsonl", (), 8, 0.5)
 
 
+@pytest.mark.slow
 @needs_model
 def test_a_teacher_is_learned_from_without_grading_and_its_files_are_those_of_the_run(own, tmp_path):
     teacher = tmp_path / "teacher"
@@ -142,6 +142,7 @@ def test_a_teacher_that_cannot_work_is_refused_before_a_model_is_read(own, tmp_p
         run(own, tmp_path, "--reward", "exact_answer", *options)
 
 
+@pytest.mark.slow
 @needs_model
 def test_an_environment_of_a_file_trains_and_is_evaluated(own, tmp_path, capsys):
     told = ("--environment", f"{own}/game.py:make", "--reply-deadline", 0.5)
@@ -175,6 +176,7 @@ def with_chat_template(folder):
     return folder
 
 
+@pytest.mark.slow
 @needs_model
 def test_a_class_written_for_trl_gives_prompts_tools_and_rewards(own, tmp_path):
     told = ("--model", with_chat_template(tmp_path / "model"), "--environment-factory", f"{own}/game.py:Animal")
@@ -188,6 +190,7 @@ def test_a_class_written_for_trl_gives_prompts_tools_and_rewards(own, tmp_path):
         assert group["components"]["get_reward"] == [len(word)] * 4
 
 
+@pytest.mark.slow
 @needs_model
 def test_a_run_goes_on_with_the_same_tools_alone_and_an_evaluation_needs_room_for_replies(own, tmp_path):
     model = with_chat_template(tmp_path / "model")
@@ -227,6 +230,7 @@ def test_an_environment_that_cannot_work_is_refused(own, tmp_path, monkeypatch, 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @needs_model
 @pytest.mark.parametrize(
     ("name", "reason"),

@@ -162,7 +162,7 @@ def test_ids_are_never_encoded_again(tmp_path):
     tokenizer.made = True
     # A name of three tokens does not fit; how many that is, a user is told.
     assert all("dropped of" in note and "longer than 20 tokens" in note for note in task.notes)
-    config = recipe(steps=1, num_prompts=4, group_size=2, max_tokens=8, learning_rate=1e-3, kl_coef=0.0)
+    config = recipe(steps=1, num_prompts=4, group_size=2, max_tokens=4, learning_rate=1e-3, kl_coef=0.0)
     run = RunFolder(tmp_path, dataclasses.asdict(config))
     train(decoder_policy(model.config), model.params, task, config, run)
     assert run.lines()[0]["first_ratio_deviation"] < 1e-4  # logits of ±20: float32 rounds them to 2e-6

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -119,14 +119,22 @@ def test_greedy_completions_have_the_same_ids(server, params):
 
 @pytest.fixture(scope="module")
 def whole(params, tmp_path_factory):
-    """Runs without a server, by the rank of their adapters: the start, and what `run_of` returns."""
-    starts = {0: params, 2: add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)}
-    return {rank: (start, *run_of(tmp_path_factory.mktemp("own"), start)) for rank, start in starts.items()}
+    """A run without a server, by the rank of its adapters: the start, and what `run_of` returns."""
+
+    @cache
+    def of_rank(rank):
+        start = add_adapters(params, jax.random.key(1), rank=rank, alpha=4.0) if rank else params
+        return start, *run_of(tmp_path_factory.mktemp("own"), start)
+
+    return of_rank
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("vllm", 0), ("sglang", 0), ("vllm", 2), ("sglang", 2)])
+@pytest.mark.parametrize(
+    ("kind", "rank"),
+    [("vllm", 0), *(pytest.param(*x, marks=pytest.mark.slow) for x in [("sglang", 0), ("vllm", 2), ("sglang", 2)])],
+)
 def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind, rank):
-    start, own, own_run = whole[rank]
+    start, own, own_run = whole(rank)
     through, run = run_of(tmp_path / "through", start, sampler_at(server, engine_kind=kind))
     assert tokens_of(run) == tokens_of(own_run)
     assert max(line["first_ratio_deviation"] for line in run.lines()) < 1e-5
@@ -136,6 +144,7 @@ def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind
     assert len(server.adapters) == (1 if rank else 0)
 
 
+@pytest.mark.slow
 def test_a_run_with_stale_rollouts_gives_the_server_the_earlier_parameters(server, params, tmp_path):
     _, own = run_of(tmp_path / "own", params, staleness=1)
     _, run = run_of(tmp_path / "through", params, sampler_at(server), staleness=1)

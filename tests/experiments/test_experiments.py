@@ -206,6 +206,7 @@ def test_help_explains_every_option(config, capsys):
         assert len([word for word in text if not word.startswith(("-", "{"))]) >= 3, lines[start]
 
 
+@pytest.mark.slow
 @needs_stories
 def test_stories_from_start_to_table_to_a_folder_of_the_same_format(tmp_path):
     args = [
@@ -467,6 +468,7 @@ def test_a_student_beside_its_teacher_and_again_resumed(tmp_path):
     assert json.loads((tmp_path / "run/results.json").read_text()) == results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_path, loss):
     args = ["--loss", loss, "--steps", 8, "--num-pairs", 32, "--total-pairs", 64, "--num-seeds", 1, "--warmup-steps", 2]

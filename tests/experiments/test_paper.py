@@ -1,8 +1,10 @@
 """A run on paper: its tables, and what they are made of."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from experiments import plan
 from experiments.plan import Config
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import config_to_huggingface
 from grpo_jax.planning.memory import Shape, estimate
 from grpo_jax.planning.plan import Plan
 
@@ -64,12 +67,51 @@ def test_the_compiler_agrees_in_a_process_with_so_many_devices():
     assert len(rows) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("libtpu"), reason="needs libtpu")
+def test_the_compiler_for_tpus_takes_what_is_planned_of_parameters(tmp_path):
+    model = ModelConfig(512, 256, 1024, 2, 2, 2, 128)  # whole tiles of 8 x 128
+    (tmp_path / "config.json").write_text(json.dumps(config_to_huggingface(model)))
+    options = ["--model", str(tmp_path), "--topology", "v5p:2x2x1", "--tensor", "2", "--max-tokens", "16"]
+    options += ["--programs", "learn"]
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.plan", *options], capture_output=True, text=True, timeout=600, check=True
+    )
+    assert "data 1 x fsdp 2 x tensor 2 v5p" in " ".join(done.stdout.split())
+    (given,) = (line.split() for line in done.stdout.splitlines() if line.startswith(" learn    given"))
+    assert float(given[4]) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"topology": "v5p"}, "v5p: install libtpu .* name a topology that it has"),
+        ({"topology": "v5p:3x2x1"}, "v5p:3x2x1: install libtpu .* name a topology that it has"),
+        ({"topology": "v5p:1000x1000x1000"}, "that is more than 65,536 devices"),
+        ({"topology": "h9:2x2"}, "begin it with one of v5e, v5p, v6e, and a colon"),
+        ({"topology": "h100:2x2"}, "begin it with one of v5e, v5p, v6e, and a colon"),
+    ],
+)
+def test_topologies_that_libtpu_does_not_have_are_refused(options, words):
+    with pytest.raises(UsageError, match=words):
+        plan.resolved(plan.Config(**options))
+
+
+def test_the_devices_are_those_of_the_topology(monkeypatch):
+    monkeypatch.setattr(plan, "devices_of_topology", lambda name: [None] * 4)
+    config, _ = plan.resolved(Config(topology="v6e:2x2"))
+    assert (config.devices, config.device) == (4, "v6e")
+    with pytest.raises(UsageError, match="devices is 8, but v6e:2x2 has 4"):
+        plan.resolved(Config(topology="v6e:2x2", devices=8))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"tensor": 0}, "tensor is 0: it must be at least 1"),
         ({"devices": -8}, "devices is -8"),
         ({"prompts_per_device": 0}, "prompts_per_device is 0"),
+        ({"prompts_per_device": 10**12}, "tokens of a rollout: set prompts, group_size or tokens lower"),
         ({"link_gb_s": float("nan")}, "link_gb_s is nan"),
         ({"microbatches": 3}, "it must divide the 8 prompts of a device"),
         ({"tensor": 8}, "it must divide the model's 4 key-value heads"),
@@ -77,4 +119,4 @@ def test_the_compiler_agrees_in_a_process_with_so_many_devices():
 )
 def test_plans_of_what_no_run_could_be_are_refused(options, words):
     with pytest.raises(UsageError, match=words):
-        plan.check(plan.Config(**options))
+        plan.check(plan.resolved(plan.Config(**options))[0])

@@ -97,6 +97,7 @@ def walk_through(capsys, **options):
     return walk, " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 @needs_stories
 def test_equal_rewards_are_said_to_teach_nothing(capsys):
     walk, page = walk_through(capsys, reward="answer")
@@ -104,6 +105,7 @@ def test_equal_rewards_are_said_to_teach_nothing(capsys):
     assert walk.metrics["grad_norm"] == 0
 
 
+@pytest.mark.slow
 @needs_stories
 def test_far_from_the_start_no_large_number_is_called_a_kl(capsys):
     walk, page = walk_through(capsys, kl_coef=0.0, learning_rate=0.01, seed=3)
@@ -113,6 +115,7 @@ def test_far_from_the_start_no_large_number_is_called_a_kl(capsys):
     assert "with β = 0 nothing pulls back to it" in page
 
 
+@pytest.mark.slow
 @needs_stories
 def test_a_walk_with_a_real_model(capsys):
     walk = walkthrough.main(walkthrough.Config(model=str(STORIES)))

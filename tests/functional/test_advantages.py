@@ -582,6 +582,7 @@ def test_where_under_vmap_is_one_group_at_a_time():
         assert_allclose(mapped[name][0], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_where_under_jit_equals_eager():
     for name, advantages in advantages_by_name(REWARDS, WHERE).items():
         eager = FUNCTIONS[name](jnp.asarray(REWARDS), where=jnp.asarray(WHERE))
@@ -722,6 +723,7 @@ def test_gdpo_equals_a_plain_loop(rewards):
     assert_allclose(advantages, loop_gdpo(rewards, WEIGHTS.tolist()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gdpo_under_jit_equals_eager():
     rewards = np.stack([REWARDS, REWARDS[::-1] ** 2])
     expected = jitted_gdpo(rewards)

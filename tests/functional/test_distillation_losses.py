@@ -22,7 +22,8 @@ from grpo_jax.functional import (
 )
 
 ROWS, WIDTH, FEATURES = 2, 6, 3
-SLICINGS = [(5, 128), (8, 4), (11, 4), (21, 5), (7, 1)]  # as in test_logprobs: with and without an overlap
+# As in test_logprobs: with and without an overlap.
+SLICINGS = [(5, 128), (8, 4), (21, 5), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(11, 4), (7, 1)])]
 
 
 @pytest.fixture
@@ -208,20 +209,25 @@ def test_divided_by_its_weight_the_jsd_tends_to_either_kl():
         assert_allclose(jsd_full(*logits, beta=1 - 1e-6) / 1e-6, kl_full(*logits), rtol=1e-4)
 
 
-@pytest.mark.parametrize("divergence", [kl_full, partial(kl_full, reverse=True), jsd_full])
+@pytest.mark.parametrize(
+    "divergence", [kl_full, pytest.param(partial(kl_full, reverse=True), marks=pytest.mark.slow), jsd_full]
+)
 def test_a_truncated_divergence_grows_with_its_tokens_up_to_that_of_all(slice_width, divergence):
     slice_width(4)
     hidden, unembedding, teacher_hidden, teacher_unembedding = random_models(11)
-    found = []
-    for k in (1, 3, 10, 11):
 
-        def truncated(hidden, teacher_hidden, k=k):
+    @jax.jit
+    def both(hidden, teacher_hidden):
+        pairs = []
+        for k in (1, 3, 10, 11):
             ids = top_tokens(teacher_hidden, teacher_unembedding, k)
-            pair = bucket_logits(hidden, unembedding, ids), bucket_logits(teacher_hidden, teacher_unembedding, ids)
-            return divergence(*pair)
+            pairs.append(
+                (bucket_logits(hidden, unembedding, ids), bucket_logits(teacher_hidden, teacher_unembedding, ids))
+            )
+        whole = scaled(hidden, unembedding, 1.0), scaled(teacher_hidden, teacher_unembedding, 1.0)
+        return jnp.stack([divergence(*pair) for pair in pairs]), divergence(*whole)
 
-        found.append(jax.jit(truncated)(hidden, teacher_hidden))
-    whole = divergence(scaled(hidden, unembedding, 1.0), scaled(teacher_hidden, teacher_unembedding, 1.0))
+    found, whole = both(hidden, teacher_hidden)
     assert np.all(np.diff(found, axis=0) >= -1e-6)
     assert np.all(found[0] < whole)
     assert_allclose(found[-2:], [whole, whole], rtol=1e-4, atol=1e-6)
@@ -312,6 +318,7 @@ def test_capped_logits(slice_width):
     assert_allclose(jax.nn.logsumexp(buckets, axis=-1), whole, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_under_jit_and_vmap(slice_width):
     slice_width(4)
     models, ids, betas = random_models(11), random_ids(11, 3), np.array([0.2, 0.7], np.float32)
@@ -325,6 +332,7 @@ def test_under_jit_and_vmap(slice_width):
     assert_allclose(alone, eager[0][1, 2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16(slice_width):
     slice_width(4)
     models, ids = random_models(11, dtype=jnp.bfloat16), random_ids(11, 3)
@@ -344,6 +352,7 @@ def test_large_logits_stay_finite(slice_width):
     assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
 
 
+@pytest.mark.slow
 def test_gradients_inside_shard_map(slice_width):
     slice_width(4)
     hidden, unembedding, teacher_hidden, teacher_unembedding = random_models(11, (16, WIDTH))
@@ -413,6 +422,7 @@ def test_no_array_is_as_large_as_the_logits(loss):
     assert max(np.prod(shape) for shape in found) <= np.prod(tokens) * vocabulary / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [of_jsd, of_buckets])
 def test_memory_of_a_large_vocabulary(loss):
     # Either matrix of logits would be 8 · 512 · 151,936 · 4 bytes = 2,374 MiB.

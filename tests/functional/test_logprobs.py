@@ -14,7 +14,7 @@ ROWS, WIDTH, FEATURES = 2, 6, 3
 
 # Vocabulary and greatest width of a slice. The last slice overlaps the one before it in
 # 1 of 4 columns for (11, 4) and in 4 of 5 for (21, 5).
-SLICINGS = [(5, 128), (8, 4), (11, 4), (21, 5), (7, 1)]
+SLICINGS = [(5, 128), (8, 4), (21, 5), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(11, 4), (7, 1)])]
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_entropy_equals_that_of_the_logits(slice_width):
 # --- shapes, dtypes, temperatures ---
 
 
-@pytest.mark.parametrize("shape", [(), (2, 3, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((), marks=pytest.mark.slow), (2, 3, 2)])
 def test_any_leading_axes(slice_width, shape):
     slice_width(4)
     hidden, unembedding, ids = random_arguments(11, shape)
@@ -467,6 +467,7 @@ def test_kl_of_a_model_from_itself_is_zero(slice_width, reverse):
     assert_trees_close(gradients, jax.tree.map(np.zeros_like, gradients), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_kl_under_jit_vmap_and_of_one_token(slice_width):
     slice_width(4)
     arguments, temperatures = kl_arguments(11), np.array([0.5, 2.0], np.float32)
@@ -541,6 +542,7 @@ def test_masked_tokens_of_kl_are_physically_removed(slice_width):
     assert_allclose(d_unembedding, d_expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, "of rows"])
 def test_gradient_of_kl_inside_shard_map(slice_width, temperature):
     # Matrices, and a temperature that is one number, are the same on all devices, hidden states are not.
@@ -618,7 +620,7 @@ def of_both(logprobs_of, kl_of):
 
 
 @KEPT
-@pytest.mark.parametrize("softcap", [0.5, 2.0, 1e4])
+@pytest.mark.parametrize("softcap", [0.5, pytest.param(2.0, marks=pytest.mark.slow), 1e4])
 def test_capped_logits_have_the_values_and_gradients_of_the_dense_ones(slice_width, softcap, keeps):
     slice_width(4, keeps)
     hidden, unembedding, ref_hidden, ref_unembedding = kl_arguments(11)

@@ -312,6 +312,7 @@ arrays_3_5 = hnp.arrays(np.float32, (3, 5), elements=st.floats(-8, 0, width=32))
 advantages_3 = hnp.arrays(np.float32, 3, elements=st.floats(-4, 4, width=32))
 
 
+@pytest.mark.slow
 @few
 @given(arrays_3_5, arrays_3_5, arrays_3_5, advantages_3, hnp.arrays(np.bool_, (3, 5)))
 def test_any_masked_is_physically_removed(logprobs, old_logprobs, ref_logprobs, advantages, mask):

@@ -162,6 +162,7 @@ MODEL = ModelConfig(
 )
 
 
+@pytest.mark.slow
 def test_the_routing_of_states_is_there_for_packed_completions_too():
     """Three completions of a prompt in one row, against the same beside each other; and in their order."""
     policy = decoder_policy(MODEL)
@@ -183,7 +184,7 @@ def test_the_routing_of_states_is_there_for_packed_completions_too():
     assert len(np.unique(routing.experts)) > 2
 
 
-@pytest.mark.parametrize("router", ["trained", "frozen"])
+@pytest.mark.parametrize("router", [pytest.param("trained", marks=pytest.mark.slow), "frozen"])
 def test_a_frozen_router_stays_as_it_is(router):
     """Under weight decay too, and all else learns."""
     policy = decoder_policy(dataclasses.replace(MODEL, router=router))

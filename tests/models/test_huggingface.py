@@ -101,10 +101,32 @@ def with_fused_experts(name, tensors):
 
 
 WITH_GRADIENTS = sorted(file.parent.name for file in GOLDEN.glob("*/gradients.npz"))
-QUICK = ("smollm3_window", "olmo2_biases", "phi3_window", "gemma2_untied", "gemma3_capped", "qwen3_moe")
+QUICK = ("gemma3_capped", "qwen3_moe")
 
 
-@pytest.mark.parametrize("name", [*(name for name in NAMES if name not in QUICK), "llama/adapter"])
+# Of the other folders each has something that no quick one has: biases, a rule of frequencies, a mixture.
+SLOW = (
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe_plain",
+    "smollm",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in NAMES if x not in QUICK),
+        "llama/adapter",
+    ],
+)
 def test_logits_are_those_of_transformers(name):
     """Of the second of two completions that share a prompt."""
     folder, _, adapter = name.partition("/")
@@ -154,7 +176,10 @@ DECODED = [
 ]
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in ("qwen2_mixed", "phi3_window", "gemma3") else pytest.mark.slow) for x in DECODED],
+)
 def test_logits_one_token_after_the_other(name):
     config, params = load_golden(name)
     policy = decoder_policy(config)
@@ -239,7 +264,8 @@ def test_peft_and_its_reading_of_adapted_experts(name, tmp_path):
     np.testing.assert_allclose(logits_fn(config)(adapted, ids, 9), expected[:, 8:-1], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_adapted_experts_are_merged_saved_and_loaded(name, tmp_path):
     config, params = load_golden(name)
     new = add_adapters(params, jax.random.key(0), rank=2, alpha=3.0)

@@ -43,6 +43,8 @@ CONFIG = ModelConfig(
 )
 POLICY = decoder_policy(CONFIG)
 FORMATS = pytest.mark.parametrize("kind", ["int8", "nf4"])
+# Of whole models, which see formats through `dequantised` alone.
+QUICK_FORMATS = pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 
 
 def there_and_back(matrix, kind):
@@ -124,6 +126,7 @@ def test_errors_of_normal_weights(kind):
     assert error == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 @FORMATS
 def test_compiled_or_not(kind):
     matrix = np.random.default_rng(0).normal(size=(70, 5)).astype(np.float32)
@@ -185,19 +188,21 @@ def decoded(params):
     return jnp.concatenate([jnp.broadcast_to(first[:, None], (1, *states.shape[1:])), states]).transpose(1, 2, 0, 3)
 
 
-@FORMATS
+@pytest.mark.slow
+@QUICK_FORMATS
 def test_a_model_computes_with_the_numbers_that_codes_stand_for(kind):
     quantised = hidden(adapted(kind))
     np.testing.assert_allclose(quantised, hidden(on_plain_numbers(adapted(kind))), atol=1e-5)
     assert np.abs(quantised - hidden(adapted(kind)._replace(base=base()))).max() > 1e-3
 
 
-@FORMATS
+@pytest.mark.slow
+@QUICK_FORMATS
 def test_decoding_computes_with_the_same_numbers(kind):
     np.testing.assert_allclose(decoded(adapted(kind)), hidden(adapted(kind)), atol=1e-5)
 
 
-@FORMATS
+@QUICK_FORMATS
 def test_gradients_of_adapters_against_finite_differences(kind):
     trained, frozen = split(adapted(kind))
     ids, mask, completions = ragged_batch()
@@ -228,6 +233,7 @@ def test_new_adapters_are_those_of_the_plain_base():
     jax.tree.map(np.testing.assert_array_equal, *of_both)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_programs_dequantise_one_layer_at_a_time(kind):
     config = ModelConfig(64, 128, 512, 4, 4, 4, 32)

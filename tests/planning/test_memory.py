@@ -57,15 +57,15 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
     ("name", "model", "options", "prompt", "programs"),
     [
         ("none", TINY, {}, 16, ("sample", "learn")),
-        ("layer", replace(TINY, remat="layer"), {}, 16, ("learn",)),
-        ("gemma", GEMMA, {}, 16, ("learn",)),
-        ("bfloat16", replace(TINY, dtype="bfloat16"), {}, 16, ("sample", "learn")),
-        ("lora", TINY, {"lora_rank": 8}, 16, ("learn",)),
-        ("nf4", TINY, {"lora_rank": 8, "quantize": "nf4"}, 16, ("sample", "learn")),
+        pytest.param("layer", replace(TINY, remat="layer"), {}, 16, ("learn",), marks=pytest.mark.slow),
+        pytest.param("gemma", GEMMA, {}, 16, ("learn",), marks=pytest.mark.slow),
+        pytest.param("bfloat16", replace(TINY, dtype="bfloat16"), {}, 16, ("sample", "learn"), marks=pytest.mark.slow),
+        pytest.param("lora", TINY, {"lora_rank": 8}, 16, ("learn",), marks=pytest.mark.slow),
+        pytest.param("nf4", TINY, {"lora_rank": 8, "quantize": "nf4"}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param(
             "int8", TINY, {"lora_rank": 8, "quantize": "int8"}, 16, ("sample", "learn"), marks=pytest.mark.slow
         ),
-        ("ppo", TINY, {"critic": "own"}, 16, ("learn",)),
+        pytest.param("ppo", TINY, {"critic": "own"}, 16, ("learn",), marks=pytest.mark.slow),
         pytest.param("experts", MIXTURE, {}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param("long", TINY, {"max_tokens": 256}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param(

@@ -56,6 +56,21 @@ def test_collectives_of_a_text_by_hand():
         collectives(TEXT.replace("[2,4]<=[8]", "any"))
 
 
+def test_turns_of_a_loop_are_what_its_counter_is_compared_with():
+    condition = """%more (carry: (s32[], f32[8])) -> pred[] {
+  %count = s32[]{:T(128)} get-tuple-element(%carry), index=0
+  %limit.1 = s32[]{:T(128)} constant(7)
+  ROOT %lt = pred[]{:T(512)} compare(%count, %limit.1), direction=LT
+}
+
+ENTRY"""
+    counted = TEXT.replace("ENTRY", condition)
+    assert Collective("reduce-scatter", 32, 4, 7) in collectives(counted, unknown_trips=10)
+    assert Collective("all-gather", 2048, 4, 6) in collectives(counted)  # what XLA says goes before
+    also = counted.replace("ROOT %lt", "%lt").replace("LT\n", "LT\n  ROOT %both = pred[] and(%lt, %alive)\n")
+    assert Collective("reduce-scatter", 32, 4, 10) in collectives(also, unknown_trips=10)
+
+
 def test_bytes_sent_in_a_ring_by_hand():
     """Of 8 devices each sends 7 of 8 parts, and for a sum that all have twice as many."""
     assert moved("all-gather", 800, 8) == moved("reduce-scatter", 800, 8) == 700

@@ -55,6 +55,7 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert "Error" not in said
 
 
+@pytest.mark.slow
 def test_the_cache_can_be_switched_off(tmp_path):
     programs, _ = start(tmp_path, "--no-compilation-cache")
     assert programs.compiled > 0
@@ -69,6 +70,7 @@ def test_a_folder_that_cannot_be_written_to_stops_no_run(tmp_path):
     assert "compiled programs cannot be kept" in said
 
 
+@pytest.mark.slow
 def test_a_folder_that_jax_was_told_stays(tmp_path):
     programs, _ = start(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
     assert programs.compiled > 0

@@ -103,6 +103,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bytes(tmp_path,
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_the_status_after_sigterm_is_an_option(tmp_path):
     process = start(tmp_path, "--stop-code", "3", mode="start")
     wait_for(process, "hangs")
@@ -112,6 +113,7 @@ def test_the_status_after_sigterm_is_an_option(tmp_path):
     assert "stopped by SIGTERM between checkpoints; add --resume to continue the run in run" in said
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_run_whose_step_hangs(tmp_path):
     process = start(tmp_path, mode="step")
     wait_for(process, "hangs")

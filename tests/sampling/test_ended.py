@@ -61,9 +61,9 @@ def assert_same(left, right, temperature=1.0, atol=1e-6):
     ("eos_ids", "tokens", "limits", "longest"),
     [
         ((3, 7, 11), TOKENS, LIMITS, None),
-        (range(V), TOKENS, None, 1),
+        pytest.param(range(V), TOKENS, None, 1, marks=pytest.mark.slow),
         ((), TOKENS, LIMITS, TOKENS),
-        ((3,), 1, None, 1),
+        pytest.param((3,), 1, None, 1, marks=pytest.mark.slow),
     ],
     ids=["most end", "all end at the first token", "none ends", "one token"],
 )
@@ -94,6 +94,7 @@ def test_the_completions_that_are_left_are_decoded_alone():
     assert sum(counts) < 0.5 * ROWS.size * len(counts)
 
 
+@pytest.mark.slow
 def test_several_runs_at_once_give_what_each_gives():
     """Under vmap a loop goes on until all runs are through it."""
     sample = sampler_of(markov_policy(), max_tokens=TOKENS, eos_ids=(3, 7))
@@ -104,6 +105,7 @@ def test_several_runs_at_once_give_what_each_gives():
         assert_same(jax.tree.map(lambda x, run=run: x[run], at_once), sample(tables[run], *PROMPTS, ROWS, keys[run]))
 
 
+@pytest.mark.slow
 def test_every_device_leaves_its_own_completions_behind():
     """32 completions on each of 8 devices, whose loops take different numbers of turns."""
     task = Task(None, None, None, None, (3, 7), 0, V)
@@ -135,9 +137,9 @@ def random_numbers(shapes, seed):
 @pytest.mark.parametrize(
     ("config", "rank"),
     [
-        (replace(CONFIG, sliding_window=9), 0),
+        pytest.param(replace(CONFIG, sliding_window=9), 0, marks=pytest.mark.slow),
         (replace(CONFIG, sliding_window=5, sliding_layers=(1,)), 0),
-        (replace(CONFIG, num_key_value_heads=2), 2),
+        pytest.param(replace(CONFIG, num_key_value_heads=2), 2, marks=pytest.mark.slow),
     ],
     ids=["window", "window in one layer", "LoRA, and heads of their own"],
 )
@@ -179,6 +181,7 @@ def test_a_cache_that_grows_changes_nothing(monkeypatch):
     assert_same(sampler_of(policy, **options)(*given), expected, atol=1e-5)  # the sums of a decoder
 
 
+@pytest.mark.slow
 def test_prompts_may_be_constants_of_a_program():
     """NumPy prompts that a compiled function closes over, with completions that are left behind."""
     policy = decoder_policy(ModelConfig(8, 8, 16, 1, 2, 1, 4))

@@ -67,7 +67,9 @@ def played(config=PLAIN, counts=COUNTS, waits=()):
     return jax.device_get(episodes.rows.out)
 
 
-@pytest.fixture(scope="module", params=[PLAIN, WINDOW], ids=["plain", "window"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(PLAIN, id="plain", marks=pytest.mark.slow), pytest.param(WINDOW, id="window")]
+)
 def config(request):
     return request.param
 

@@ -73,8 +73,10 @@ def test_extreme_uniforms_take_the_first_and_the_last_possible_token(vocab_size)
     assert ids.tolist() == np.flatnonzero(np.isfinite(logits))[[0, -1]].tolist()
 
 
-@pytest.mark.parametrize("vocab_size", [100, 1000, 151_936])
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    ("vocab_size", "axis"),
+    [(100, 0), (100, 1), (1000, 0), (1000, 1), (151_936, 0), pytest.param(151_936, 1, marks=pytest.mark.slow)],
+)
 def test_rounding_never_picks_an_impossible_token(vocab_size, axis):
     """Looks where one token hands over to the next: there a rounding of running sums decides."""
     logits, steps, count = random_logits(vocab_size, share=0.1), 2**23, 1000
@@ -316,6 +318,7 @@ def test_noise_is_that_of_a_key_folded_with_row_and_position():
         np.testing.assert_array_equal(noise[(*row, position)], jax.random.uniform(own, (2,)))
 
 
+@pytest.mark.slow
 def test_two_halves_of_a_batch_give_what_the_batch_gives(markov_sample):
     rows, key = row_numbers(6, 4), jax.random.key(3)
     whole = markov_sample(SIX, SIX_MASK, rows, key)
@@ -469,6 +472,7 @@ def test_batch_group_and_prompt_width_do_not_change_samples(params, prompts, sam
     np.testing.assert_allclose(other.sampler_logprobs, whole.sampler_logprobs[part, members], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_eight_devices_give_what_one_gives(prompts):
     policy = decoder_policy(replace(CONFIG, num_hidden_layers=1))  # compiles sooner
     params = random_params(policy)

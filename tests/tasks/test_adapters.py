@@ -93,6 +93,15 @@ def test_an_environment_of_gymnasium():
         gymnasium_rows(lambda: gymnasium.make("CartPole-v1"), [0])
 
 
+def test_an_environment_of_gym_before_gymnasium_is_refused():
+    class Old(Countdown):
+        def reset(self, *, seed=None):
+            return "3 left"
+
+    with pytest.raises(UsageError, match="reset of the environment returned str, and in Gymnasium"):
+        gymnasium_rows(Old, [0])
+
+
 # ---- TRL
 
 
@@ -203,6 +212,18 @@ def test_a_reset_that_takes_no_columns_is_told():
         trl_rows(Strict, [{"prompt": "a"}])
 
 
+@pytest.mark.parametrize(
+    ("prompt", "shown"), [(None, "x"), (3, "x"), ([], "x"), ([{"role": "user"}], "x"), ("a", 3), ("a", ["x"])]
+)
+def test_what_cannot_stand_behind_a_prompt_is_refused(prompt, shown):
+    class Showing(Counter):
+        def reset(self, **row):
+            return shown
+
+    with pytest.raises(UsageError, match=r"row 0: reset returned .* let it return a text or None"):
+        trl_rows(Showing, [{"prompt": prompt}])
+
+
 def test_async_methods_are_awaited():
     class Slow(Counter):
         async def count_on(self, steps: int) -> int:
@@ -302,3 +323,15 @@ def test_an_environment_of_verifiers_with_one_turn_or_with_tools(counting):
 
     with pytest.raises(UsageError, match="give their functions as tools"):
         verifiers_rows(vf.ToolEnv(tools=[add], dataset=counting.get_dataset(), rubric=rubric))
+
+
+@pytest.mark.parametrize("rows", [None, 3, [1], "ab"])
+def test_what_has_no_rows_is_refused_without_verifiers_too(rows):
+    class Empty:
+        def get_dataset(self):
+            return rows
+
+    with pytest.raises(UsageError, match="the environment gives no rows"):
+        verifiers_rows(Empty())
+    with pytest.raises(UsageError, match="take one that load_environment of verifiers returns"):
+        verifiers_rows(rows)

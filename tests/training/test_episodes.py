@@ -144,6 +144,7 @@ def test_tokens_of_the_environment_have_no_gradient():
         assert one == two
 
 
+@pytest.mark.slow
 def test_packed_episodes_have_the_gradient_of_padded_ones():
     batch, completions = sampled()
     mask = completions.completion_mask
@@ -163,6 +164,7 @@ def test_packed_episodes_have_the_gradient_of_padded_ones():
         np.testing.assert_allclose(one, two, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_episode_of_one_turn_gives_the_numbers_of_a_completion(tmp_path):
     done = with_environment(lambda example, transcript, key: Reply(done=True))
     alone = with_options(CONFIG, max_turns=1, environment_tokens=0)

@@ -39,12 +39,7 @@ CASES = sorted({name.split("/")[0] for name in GOLDEN})
 # What the others have besides is a loss without a term, or a batch that `dynamic` has too.
 # Without lora: on some CPUs rounding puts it above 1e-5, see BUILD_NOTES.md.
 QUICK = {
-    "grpo_reference",
-    "grpo_minibatches",
     "ppo_own_reference",
-    "ppo_shared_reference",
-    "dynamic",
-    "gdpo",
 }
 
 

@@ -78,7 +78,9 @@ def loss_and_gradient(name, devices, pieces):
     return jax.device_get(program(jnp.asarray(TOKENS), table_batch()))
 
 
-@pytest.mark.parametrize(("devices", "pieces"), [(1, 1), (1, 4), (8, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("devices", "pieces"), [(1, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, 4), (8, 1)]), (8, 2)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_trls_whatever_the_batch_is_cut_into(name, devices, pieces):
     gradient, value, logs = loss_and_gradient(name, devices, pieces)
@@ -148,8 +150,14 @@ def fit_ratings(path, config=PHASE, params=PARAMS, stop=None, **options):
     return train_kto(POLICY, params, batch, config, run, **options), run
 
 
-def test_resume_is_exact_and_neither_pieces_nor_devices_count(tmp_path):
-    state, run = fit_ratings(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The state after a phase, and its run."""
+    return fit_ratings(tmp_path_factory.mktemp("kto") / "whole")
+
+
+def test_a_phase_learns_and_its_resume_is_exact(tmp_path, whole):
+    state, run = whole
     first, last = run.lines()[0], run.lines()[-1]
     assert first["kl"] == pytest.approx(1, abs=1e-4)
     # All are below z₀, which is right of the others: 1 − σ(−0.1) = 0.525 of each that is good, 0.475 of the others.
@@ -162,16 +170,20 @@ def test_resume_is_exact_and_neither_pieces_nor_devices_count(tmp_path):
     assert params_sha256(resumed) == params_sha256(state)
     assert again.lines() == run.lines()
 
+
+@pytest.mark.slow
+def test_neither_pieces_nor_devices_count(tmp_path, whole):
     spread = replace(PHASE, devices=4, microbatches=2)
     with pytest.raises(KeyboardInterrupt):
         fit_ratings(tmp_path / "spread", spread, stop=3)
     _, other = fit_ratings(tmp_path / "spread", spread)
     names = ("grad_norm", "loss", "kl", "accuracy", "log_ratio_desirable")
-    for line, expected in zip(other.lines()[:4], run.lines()[:4], strict=True):
+    for line, expected in zip(other.lines()[:4], whole[1].lines()[:4], strict=True):
         for name in names:
             assert line[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_without_an_estimate_the_kl_is_zero(tmp_path):
     _, zero = fit_ratings(tmp_path, replace(PHASE, steps=2), estimates_kl=False)
     first = zero.lines()[0]
@@ -179,6 +191,7 @@ def test_without_an_estimate_the_kl_is_zero(tmp_path):
     assert all(line["kl"] == 0 for line in zero.lines())
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained(tmp_path):
     params = add_adapters(PARAMS, jax.random.key(0), rank=2, alpha=4.0)
     state, _ = fit_ratings(tmp_path, replace(PHASE, steps=2), params=params)
@@ -217,7 +230,7 @@ def test_a_mismatched_completion_is_found_where_there_are_hardly_any(odd):
     pairs = with_mismatched(ratings, seed=0)
     for number, (_, other) in enumerate(pairs.answers):
         assert other != [odd] if number == odd else other == [odd]
-    with pytest.raises(UsageError, match="all completions have one prompt"):
+    with pytest.raises(UsageError, match="or all that are held out, have one prompt"):
         with_mismatched(ratings._replace(prompts=[[1]] * 7), seed=0)
 
 
@@ -251,7 +264,8 @@ def test_ratings_are_read_from_labels_and_from_pairs(tmp_path):
         ({"prompt": "a", "label": True}, "has no column completion"),
         ({"completion": "a", "label": True}, "column prompt should hold text or chat messages"),
         ({"prompt": "a", "completion": "", "label": True}, "no completion of .* is left"),
-        ({"prompt": "a", "completion": "b"}, "has no column chosen"),
+        ({"prompt": "a", "completion": "b"}, "line 1 has no column label: say there, by true or false"),
+        ({"prompt": "a"}, "has no column chosen"),
     ],
 )
 def test_rows_that_are_no_ratings_are_refused(tmp_path, row, sentence):

@@ -216,8 +216,8 @@ def of_high_entropy(batch, share):
     ("options", "differently"),
     [
         ({}, lambda batch: {}),
-        ({"delta": 1.2}, lambda batch: {"delta": 1.2}),
-        ({"kl_bias_correction": True}, lambda batch: {"kl_bias_correction": True}),
+        pytest.param({"delta": 1.2}, lambda batch: {"delta": 1.2}, marks=pytest.mark.slow),
+        pytest.param({"kl_bias_correction": True}, lambda batch: {"kl_bias_correction": True}, marks=pytest.mark.slow),
         ({"top_entropy": 0.4}, lambda batch: {"advantages": of_high_entropy(batch, 0.4)}),
         ({"mask_truncated": True}, lambda batch: {"mask": batch.completion_mask & ~batch.truncated[..., None]}),
         ({"off_policy_threshold": 0.1}, lambda batch: {"on_policy": unlikely_now(batch, 0.1)}),

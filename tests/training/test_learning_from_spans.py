@@ -85,6 +85,7 @@ def test_a_run_learns_from_spans_and_shows_them(tmp_path):
         assert group["span_advantages"][i][:1] in ([], [group["advantages"][i]])
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_keeps_the_spans_of_the_groups_it_keeps(tmp_path):
     config = with_options(CONFIG, steps=2, max_rollouts=3, rollouts_every=1)
     run = RunFolder(tmp_path, dataclasses.asdict(config))

@@ -101,9 +101,9 @@ def test_a_random_reward_depends_on_the_completions_alone():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"epochs": 2, "minibatches": 2},
+        pytest.param({"epochs": 2, "minibatches": 2}, marks=pytest.mark.slow),
         {"preset": "rloo", "temperature": 0.8, "top_k": 4},
-        {"preset": "dapo", "temperature": 0.8, "microbatches": 2},
+        pytest.param({"preset": "dapo", "temperature": 0.8, "microbatches": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_first_ratio_is_one_whatever_the_sampling(tmp_path, changes):
@@ -197,6 +197,7 @@ def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path, programs):
     assert params_sha256(again) == params_sha256(expected)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_more_steps(tmp_path):
     short, long = with_options(CONFIG, steps=2), with_options(CONFIG, steps=4)
     train(POLICY, PARAMS, TASK, short, open_run(tmp_path / "short", short))
@@ -233,6 +234,7 @@ def test_a_checkpoint_is_what_was_saved_though_its_buffers_are_donated(tmp_path)
     np.testing.assert_array_equal(restored.params["w"], np.full((512, 1024), 4.0))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_know_how_many_devices_wrote_it(tmp_path, programs):
     many = with_options(CONFIG, steps=2, devices=8)
     train(POLICY, PARAMS, TASK, many, open_run(tmp_path / "run"))
@@ -252,7 +254,7 @@ def test_parameters_of_one_device_are_sampled_from_on_several():
     assert found.completion_ids.shape == (8, 4, 3)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_nothing_compiles_after_the_first_step_also_when_resumed(tmp_path, devices):
     config = with_options(CONFIG, steps=3, devices=devices, checkpoint_every=1)
     programs = make_programs(POLICY, TASK, config)
@@ -269,6 +271,7 @@ def test_nothing_compiles_after_the_first_step_also_when_resumed(tmp_path, devic
 # ---- metrics
 
 
+@pytest.mark.slow
 def test_metrics_of_tokens_do_not_depend_on_minibatches(tmp_path):
     # Without learning, and completions of 1 to 3 tokens.
     logged = []
@@ -350,6 +353,7 @@ def test_a_mask_that_would_leave_nothing_is_refused():
         make_programs(POLICY, TASK._replace(open_ended=True), with_options(CONFIG, mask_truncated=True))
 
 
+@pytest.mark.slow
 def test_a_run_with_correction_entropy_bonus_and_mask_learns(tmp_path):
     changes = {"correction": "icepop", "mask_truncated": True, "entropy_coef": 1e-3, "preset": "sapo"}
     config = with_options(CONFIG, steps=20, max_tokens=6, **changes)

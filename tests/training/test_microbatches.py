@@ -94,7 +94,14 @@ def test_a_length_reaches_to_the_last_token_that_is_learned_from():
     assert lengths_of(mask).tolist() == [3, 0]
 
 
-@pytest.mark.parametrize("config", [PLAIN, WINDOW, SOME_LAYERS], ids=["plain", "window", "some layers"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(PLAIN, id="plain", marks=pytest.mark.slow),
+        pytest.param(WINDOW, id="window", marks=pytest.mark.slow),
+        pytest.param(SOME_LAYERS, id="some layers"),
+    ],
+)
 @pytest.mark.parametrize(
     ("width", "rows"), [(12, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(6, 1), (24, 5)])]
 )
@@ -139,7 +146,7 @@ BIGRAMS = POLICY._replace(packed_groups=packed_groups), PARAMS
     [
         ("dapo", False),
         ("grpo", True),
-        ("gspo", True),
+        pytest.param("gspo", True, marks=pytest.mark.slow),
         *(pytest.param(preset, False, marks=pytest.mark.slow) for preset in DIFFERENT_LOSSES if preset != "dapo"),
     ],
 )
@@ -172,6 +179,7 @@ def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder)
             np.testing.assert_allclose(found[2].means[name], (total, weight), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "shared"])
 def test_packed_completions_have_the_scores_and_the_gradient_of_ppo(kind):
     policy, critic, config = decoder_policy(PLAIN), critic_policy(PLAIN), with_options(PPOConfig(), critic=kind)
@@ -230,7 +238,7 @@ def test_context_that_is_not_learned_from_stays_in_the_row():
 
 def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_padded_completions():
     """As when all completions are cut off and masked."""
-    policy, params = decoder_policy(PLAIN), params_of(PLAIN)
+    policy, params = BIGRAMS
     nothing = np.zeros((N, G, T), bool)
     batch = a_batch()._replace(completion_mask=nothing, weights=nothing.astype(np.float32))
     loss_fn = grpo_loss_fn(policy, recipe("grpo").loss)

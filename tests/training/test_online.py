@@ -135,6 +135,7 @@ def online(model, path, *, stop=None, online=ONLINE, config=CONFIG, task=TASK, j
     return *train_online(POLICY, PARAMS, model, task, judge, config, online, run, programs=PROGRAMS), run
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_in_a_round_ends_the_same_and_asks_nothing_twice(untrained, tmp_path):
     state, model, run = online(untrained, tmp_path / "whole")
     steps = [(line["phase"], line["step"]) for line in run.lines() if line["phase"] == "online"]

@@ -180,7 +180,7 @@ def gradients(name: str, devices: Devices) -> Any:
     return to_host((state.opt_state.gradients, found.metrics, found.advantages))
 
 
-QUICK = {("decoder", FSDP), ("ppo", ALL), ("lora", TENSOR)}
+QUICK = {("decoder", ALL)}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def compare(one: Any, other: Any, most: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("grpo", "lite_ppo") else pytest.mark.slow) for name in PRESETS]
+    "name", [pytest.param(name, marks=() if name == "lite_ppo" else pytest.mark.slow) for name in PRESETS]
 )
 def test_losses_have_the_gradients_of_one_device(name):
     """Of every preset, with statistics over the whole batch, on a policy that is a table."""
@@ -251,6 +251,7 @@ def sampled(devices: Devices, name: str = "decoder") -> Any:
     return sampler.complete(case_of(name).start, *given, noise_of(0, 0, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "devices", [pytest.param(FSDP, marks=pytest.mark.slow), pytest.param(TENSOR, marks=pytest.mark.slow), ALL]
 )
@@ -350,6 +351,7 @@ def run_of_four(tmp_path_factory):
     return run_on(ALL, path)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mesh_is_resumed_to_the_bit(tmp_path, run_of_four):
     (resumed, of_cut), (state, whole) = run_of_four, run_on(ALL, tmp_path)
     assert params_sha256(resumed) == params_sha256(state)
@@ -359,7 +361,10 @@ def test_a_run_on_a_mesh_is_resumed_to_the_bit(tmp_path, run_of_four):
     assert counts == [counts[0]] * 4
 
 
-@pytest.mark.parametrize("devices", [1, PMAP, FSDP, Mesh(data=1, fsdp=4, tensor=2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "devices", [1, *(pytest.param(x, marks=pytest.mark.slow) for x in (PMAP, FSDP)), Mesh(data=1, fsdp=4, tensor=2)]
+)
 def test_a_checkpoint_of_a_mesh_is_read_wherever_a_run_goes_on(run_of_four, devices):
     state, run = run_of_four
     found, _ = run_on(devices, run.path)  # which has no steps left
@@ -367,6 +372,7 @@ def test_a_checkpoint_of_a_mesh_is_read_wherever_a_run_goes_on(run_of_four, devi
     assert [x.sharding for x in jax.tree.leaves(found)] == jax.tree.leaves(shardings(state, devices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(ALL, marks=pytest.mark.slow)])
 def test_experts_are_those_of_the_sampler_and_logged(tmp_path, devices):
     """In float32, where routes of sampler and trainer do not differ."""

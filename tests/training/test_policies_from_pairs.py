@@ -123,8 +123,14 @@ def fit_pairs(path, config=PHASE, params=PARAMS, stop=None, loss=dpo_loss, refer
     return train_preference(POLICY, params, batch, config, run, loss=loss), run
 
 
-def test_resume_is_exact_and_neither_pieces_nor_devices_count(tmp_path):
-    state, run = fit_pairs(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The state after a phase, and its run."""
+    return fit_pairs(tmp_path_factory.mktemp("pairs") / "whole")
+
+
+def test_a_phase_learns_and_its_resume_is_exact(tmp_path, whole):
+    state, run = whole
     first, last = run.lines()[0], run.lines()[-1]
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-5)  # the policy is the reference
     assert first["margin"] == pytest.approx(0, abs=1e-4)
@@ -136,12 +142,16 @@ def test_resume_is_exact_and_neither_pieces_nor_devices_count(tmp_path):
     assert params_sha256(resumed) == params_sha256(state)
     assert again.lines() == run.lines()
 
+
+@pytest.mark.slow
+def test_neither_pieces_nor_devices_count(tmp_path, whole):
     _, other = fit_pairs(tmp_path / "spread", replace(PHASE, steps=3, devices=2, microbatches=2))
-    for line, expected in zip(other.lines(), run.lines(), strict=False):
+    for line, expected in zip(other.lines(), whole[1].lines(), strict=False):
         for name in ("grad_norm", "loss", "margin"):
             assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained_and_start_at_the_reference(tmp_path):
     params = add_adapters(PARAMS, jax.random.key(0), rank=2, alpha=4.0)
     np.testing.assert_allclose(score_preferences(POLICY, params, PAIRS, num_pairs=8), REFERENCE, rtol=1e-5)
@@ -152,6 +162,7 @@ def test_adapters_alone_are_trained_and_start_at_the_reference(tmp_path):
     assert run.lines()[-1]["margin"] > 0.1
 
 
+@pytest.mark.slow
 def test_a_loss_without_reference_needs_none_and_learns(tmp_path):
     _, run = fit_pairs(tmp_path, loss=orpo_loss, reference=None)
     lines = run.lines()

@@ -92,7 +92,7 @@ def padded(texts, width, side):
 # ---- the head
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_padding_does_not_move_a_score_wherever_it_is(adapters):
     prompts, completions = ragged()
     params = LOOKING
@@ -276,8 +276,15 @@ def fit_pairs(path, config=PHASE, params=PARAMS, pairs=PAIRS, stop=None):
     return train_reward_model(POLICY, params, batch, config, run, center_coef=0.01), run
 
 
-def test_resume_is_exact_and_neither_pieces_nor_devices_count(tmp_path):
-    state, run = fit_pairs(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The state after a phase, and its run."""
+    return fit_pairs(tmp_path_factory.mktemp("pairs") / "whole")
+
+
+@pytest.mark.slow
+def test_resume_is_exact(tmp_path, whole):
+    state, run = whole
     assert run.lines()[0]["loss"] == pytest.approx(math.log(2))  # the head is zero at the start
     assert run.lines()[0]["accuracy"] == 0.5  # all are ties
     with pytest.raises(KeyboardInterrupt):
@@ -286,12 +293,16 @@ def test_resume_is_exact_and_neither_pieces_nor_devices_count(tmp_path):
     assert params_sha256(resumed) == params_sha256(state)
     assert again.lines() == run.lines()
 
+
+@pytest.mark.slow
+def test_neither_pieces_nor_devices_count(tmp_path, whole):
     for changes in ({"microbatches": 4}, {"devices": 2, "microbatches": 2}):
         _, other = fit_pairs(tmp_path / str(changes), replace(PHASE, steps=2, **changes))
-        for line, expected in zip(other.lines(), run.lines(), strict=False):
+        for line, expected in zip(other.lines(), whole[1].lines(), strict=False):
             assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_and_the_head_alone_are_trained(tmp_path):
     params = PARAMS._replace(decoder=add_adapters(PARAMS.decoder, jax.random.key(0), rank=2, alpha=4.0))
     state, _ = fit_pairs(tmp_path, params=params)
@@ -381,7 +392,13 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=() if x in ("llama", "phi3_window", "gemma3_capped") else pytest.mark.slow)
+        for x in FAMILIES
+    ],
+)
 def test_transformers_reads_a_saved_reward_model(name, tmp_path):
     source = GOLDEN.parent / name
     config = config_from_huggingface(read_json(source / "config.json"))
@@ -456,6 +473,7 @@ def test_a_fixed_size_is_compiled_once(reward_model):
     assert sum(programs()) == 1
 
 
+@pytest.mark.slow
 def test_a_loaded_model_is_what_the_trainer_asks_for_and_grpo_raises_its_score(policy_folder, reward_model, tmp_path):
     prompts = ["1+1=", "2+2=", "12+3=", "4+4="]
     trainer = GRPOTrainer(
@@ -474,6 +492,7 @@ def test_a_loaded_model_is_what_the_trainer_asks_for_and_grpo_raises_its_score(p
     assert compilations[-1] == compilations[0]
 
 
+@pytest.mark.slow
 def test_the_command_from_rows_to_a_folder_and_again_resumed(policy_folder, tmp_path):
     rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

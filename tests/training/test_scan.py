@@ -84,6 +84,7 @@ def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, params, make_
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), history.params, state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("side_by_side", "devices"), [(False, 2), *(pytest.param(x, 1, marks=pytest.mark.slow) for x in (False, True))]
 )

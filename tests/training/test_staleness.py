@@ -104,6 +104,7 @@ def test_without_staleness_no_parameters_are_kept(programs):
     assert synchronous.init_state(PARAMS).earlier == ()
 
 
+@pytest.mark.slow
 def test_the_run_as_one_program_is_as_stale(tmp_path):
     config = recipe(steps=4, staleness=STALENESS, eval_every=4, **OPTIONS)
 

@@ -118,7 +118,7 @@ def gradients(name: str, devices: Devices) -> Any:
 
 
 NAMES = ("prompts", "packed", "teacher", "dpo", "kto", "reward model")
-QUICK = {("prompts", FSDP), ("packed", ALL), ("teacher", FSDP), ("dpo", ALL), ("kto", ALL), ("reward model", TENSOR)}
+QUICK = {("packed", ALL)}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,8 @@ def test_a_step_has_the_gradients_of_one_device(name, devices):
     assert name != "kto" or metrics["kl"] > 1
 
 
-@pytest.mark.parametrize("devices", [pytest.param(PMAP, marks=pytest.mark.slow), ALL])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [PMAP, ALL])
 def test_evaluations_have_the_numbers_of_one_device(devices):
     start, headed = case_of("decoder").start, HEADED
     for score in (
@@ -160,6 +161,7 @@ def fit_pairs(path: Any, devices: Devices, **options: Any) -> tuple[Any, RunFold
     return train_preference(DECODER, case_of("lora").start, batches, config, run, loss=loss), run
 
 
+@pytest.mark.slow
 def test_a_phase_on_a_mesh_is_resumed_to_the_bit_and_on_one_device_to_rounding(tmp_path):
     state, run = fit_pairs(tmp_path / "whole", ALL)
     for name in ("cut", "one"):

@@ -67,7 +67,8 @@ class Rising(Threes):
         return list(range(len(completions)))
 
 
-def test_the_five_lines_as_they_are_written(folder, tmp_path, monkeypatch):
+def test_the_five_lines_as_they_are_written(folder, tmp_path, monkeypatch, capsys):
+    """They leave the files of the command line but for the command: what was called is a program of the user's."""
     monkeypatch.chdir(tmp_path)
     scope = {"model": folder, "reward_model": Threes(), "prompts": PROMPTS}
     exec(LINES, scope)
@@ -81,23 +82,16 @@ def test_the_five_lines_as_they_are_written(folder, tmp_path, monkeypatch):
     assert group["prompt"] in PROMPTS  # each of them, at every step
     assert {row["prompt"] for row in scope["reward_model"].rows[:36]} == set(PROMPTS)
     assert len(group["completions"]) == 12
-
-
-def test_a_run_leaves_the_files_of_the_command_line(folder, tmp_path, capsys):
-    """All but the command: what was called is a program of the user's."""
-    options = {"steps": 2, "max_tokens": 3, "group_size": 4, "learning_rate": 0.1}
-    trainer = GRPOTrainer(folder, Threes(), run_dir=tmp_path / "run", **options)
-    trained = trainer.train(PROMPTS)
     lines = {"metrics.jsonl", "times.jsonl", "rollouts.jsonl", "warnings.jsonl"}
     made = {"config.json", "inputs.json", "lock", "model", "checkpoints", "tensorboard"}
     ending = {"curves.png", "report.html", "results.json"}
-    assert {file.name for file in trainer.run.path.iterdir()} == lines | made | ending
-    checksum = params_sha256(trained.params)
-    assert json.loads((trainer.run.path / "results.json").read_text()) == {"params_sha256": checksum}
-    assert checksum in (trainer.run.path / "report.html").read_text()
+    assert {file.name for file in run.path.iterdir()} == lines | made | ending
+    checksum = json.loads((run.path / "results.json").read_text())["params_sha256"]
+    assert checksum in (run.path / "report.html").read_text()
     assert "to read:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
     loaded, reward = load_pretrained(folder), Rising()
     before = params_sha256(loaded.params)
@@ -167,12 +161,16 @@ class Adder:
         return self.sum
 
 
+@pytest.mark.slow
 def test_an_environment_answers_each_turn(folder, tmp_path):
     options = {"steps": 2, "max_tokens": 6, "group_size": 4, "learning_rate": 0.1, "max_turns": 3}
     trainer = GRPOTrainer(
         folder, episode_return, environment=higher, environment_tokens=4, run_dir=tmp_path / "run", **options
     )
-    trainer.train(PROMPTS)
+    trained = trainer.train(PROMPTS)
+    assert json.loads((trainer.run.path / "results.json").read_text()) == {
+        "params_sha256": params_sha256(trained.params)
+    }
     line, group = trainer.run.lines()[0], trainer.run.lines("rollouts.jsonl")[0]
     assert line["turns_mean"] > 1
     assert line["first_ratio_deviation"] < 1e-4
@@ -181,21 +179,35 @@ def test_an_environment_answers_each_turn(folder, tmp_path):
         assert reward == sum(range(1, len(rewards) + 1))
 
 
+# Of a chat template: the names of tools, and what each turn says.
+NAMES = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+TURNS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
 def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, tmp_path):
     told = tmp_path / "told"
     shutil.copytree(folder, told)
-    names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
-    turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
     template = told / "chat_template.jinja"
-    template.write_text(names + "{{ messages[0].content }}")
+    template.write_text(NAMES + "{{ messages[0].content }}")
     with pytest.raises(UsageError, match="no turn of the role tool or user"):
         GRPOTrainer(told, Threes(), tools=[add], environment_tokens=4, run_dir=tmp_path / "run").train(PROMPTS)
-    template.write_text(names + turns)
+    template.write_text(NAMES + TURNS)
     options = {"steps": 1, "max_tokens": 4, "max_turns": 2, "environment_tokens": 4, "learning_rate": 0.1}
     trainer = GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "run", **options)
     trainer.train(PROMPTS)
     line = trainer.run.lines()[0]
     assert (line["environment_calls"], line["environment_bad_calls"], line["turns_mean"]) == (0, 0, 1)
+    template.write_text(TURNS)
+    with pytest.raises(UsageError, match="writes no tools into the prompt"):
+        GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "none", **options).train(PROMPTS)
+
+
+@pytest.mark.slow
+def test_an_environment_as_for_trl_shows_its_tools_and_what_it_begins_with(folder, tmp_path):
+    told = tmp_path / "told"
+    shutil.copytree(folder, told)
+    (told / "chat_template.jinja").write_text(NAMES + TURNS)
+    options = {"steps": 1, "max_tokens": 4, "max_turns": 2, "environment_tokens": 4, "learning_rate": 0.1}
     reward = trl_reward(Adder)
     trainer = GRPOTrainer(told, reward, environment_factory=Adder, run_dir=tmp_path / "trl", **options)
     trainer.train(PROMPTS)
@@ -203,9 +215,6 @@ def test_tools_are_told_of_by_the_template_and_their_calls_are_counted(folder, t
     assert group["prompt"].endswith("==")  # what `reset` shows
     assert group["prompt"].startswith("more")
     assert {*group["rewards"]} == {0.0}
-    template.write_text(turns)
-    with pytest.raises(UsageError, match="writes no tools into the prompt"):
-        GRPOTrainer(told, Threes(), tools=[add], run_dir=tmp_path / "none", **options).train(PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +282,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(folder, tmp_path, options, me
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_several_rewards_add_up_over_the_prompts_that_are_left(folder, tmp_path):
     """Of 42 prompts 40 can be sampled, and 3 minibatches take 30 of the 32 that a step has by default."""
     prompts = [f"{i}+{i}=" for i in range(10, 50)] + ["", "1+1+1+1+1="]
@@ -287,6 +297,7 @@ def test_several_rewards_add_up_over_the_prompts_that_are_left(folder, tmp_path)
     assert len(rewards["threes"].rows) == 30 * 8
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_size_is_learned_from(folder, tmp_path):
     large = tmp_path / "large"
     config = ModelConfig(arithmetic.VOCAB_SIZE, 24, 32, 1, 2, 1, 8, initializer_range=0.3)

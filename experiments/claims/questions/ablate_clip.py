@@ -29,6 +29,7 @@ def measure(bench: Bench) -> Finding:
         return compared(runs, read, "ε 0.15", other)
 
     also = [
+        Also("001, Policy Update", "clipping stabilizes", "accuracy, ε 0.15 − never clipped", of(NONE).values),
         Also(SOURCE, "ε of 0.1 to 0.2", "accuracy, ε 0.15 − 0.02", of("ε 0.02").values),
         Also(SOURCE, "ε of 0.1 to 0.2", "accuracy, ε 0.15 − 0.4", of("ε 0.4").values),
         Also("001, Policy Update", "clipping stabilizes", "KL, ε 0.15 − never clipped", of(NONE, last("kl")).values),
@@ -36,7 +37,7 @@ def measure(bench: Bench) -> Finding:
         Also("", "what a ratio is of", "accuracy, responses at ε 0.15 − tokens at 0.2", of(TOKENS).values),
     ]
     curves = {name: learning_curve(runs[name]) for name in settings}
-    return Finding(rows, {"clip_none": of(NONE)}, also, ["accuracy", "KL"], curves)
+    return Finding(rows, {"clip_none": of(NONE, on_the_way)}, also, ["accuracy", "KL"], curves)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,14 @@ def measure(bench: Bench) -> Finding:
     rows, of_words = table(runs, columns, start="β 0.01"), table(words, columns, start="words, β 0.01")
     rows |= {f"words, {START}": of_words.pop(START)} | of_words
     primary = {
-        "kl_none": compared(runs, accuracy, "β 0.01", "β 0"),
-        "kl_high": compared(runs, accuracy, "β 0.01", "β 0.1"),
+        "kl_none": compared(runs, on_the_way, "β 0.01", "β 0"),
+        "kl_high": compared(runs, on_the_way, "β 0.01", "β 0.1"),
     }
-    small = compared(runs, accuracy, "β 0.01", "β 0.001").values
+
+    def at_end(other: str) -> Also:
+        ends = minus(rows, "score", "β 0.01", f"β {other}")
+        return Also(SOURCE, "reduced sensitivity", f"accuracy at the end, β 0.01 − {other}", ends)
+
     also = [
         Also(
             SOURCE,
@@ -36,7 +40,7 @@ def measure(bench: Bench) -> Finding:
             "gold score of words, β 0.01 − 0",
             minus(rows, "score", "words, β 0.01", "words, β 0"),
         ),
-        Also(SOURCE, "reduced sensitivity", "accuracy, β 0.01 − 0.001", small),
+        *map(at_end, ("0", "0.001", "0.1")),
         Also(
             "", "what is forgotten", "KL from the start, nats a token, β 0 − 0.01", minus(rows, "KL", "β 0", "β 0.01")
         ),

@@ -23,9 +23,11 @@ def measure(bench: Bench) -> Finding:
     carried = of_prompts(has_carry(bench.task(grpo(), 0).task.heldout.examples))
     columns = {"accuracy": accuracy, "carried": carried, "on the way": on_the_way, "entropy": last("entropy")}
     rows = table(runs, columns, start="GRPO, c 0")
-    primary = {"entropy_bonus": compared(runs, accuracy, "GRPO, c 0.01", "GRPO, c 0")}
+    primary = {"entropy_bonus": compared(runs, on_the_way, "GRPO, c 0.01", "GRPO, c 0")}
     of_carried = compared(runs, carried, "GRPO, c 0.01", "GRPO, c 0").values
+    at_end = compared(runs, accuracy, "GRPO, c 0.01", "GRPO, c 0").values
     also = [
+        Also(SOURCE, "no bonus is used", "accuracy, c 0.01 − none", at_end),
         Also(SOURCE, "no bonus is used", "accuracy of additions with a carry, c 0.01 − none", of_carried),
         Also(
             SOURCE,

@@ -34,9 +34,9 @@ def measure(bench: Bench) -> Finding:
     rows |= {f"words, {START}": rows_of_words.pop(START)} | rows_of_words
     carried = of_prompts(has_carry(bench.task(grpo(), 0).task.heldout.examples))
     primary = {
-        "std_weight": compared(runs, accuracy, CENTRED, STANDARD),
+        "std_weight": compared(runs, on_the_way, CENTRED, STANDARD),
         "clip_higher": compared(runs, last("entropy"), HIGHER, EQUAL, ratio=True),
-        "aggregation": compared(of_words, accuracy, BY_TOKEN, GRPO),
+        "aggregation": compared(of_words, on_the_way, BY_TOKEN, GRPO),
         "dr_grpo_length": compared(of_words, length_of_wrong, GRPO, DR_GRPO, ratio=True),
     }
 
@@ -44,7 +44,10 @@ def measure(bench: Bench) -> Finding:
         return Also(source, words, measure, compared(runs, read, one, other).values)
 
     of_carried = "accuracy of additions with a carry, centred − standardised"
+    of_words_at_end = compared(of_words, accuracy, BY_TOKEN, GRPO).values
     also = [
+        more("Dr. GRPO, 2503.20783", "a bias", "accuracy, centred − standardised", CENTRED, STANDARD),
+        Also("DAPO, 2503.14476", "a mean over tokens", "score at the end, tokens − completions", of_words_at_end),
         more("Dr. GRPO, 2503.20783", "a bias to easy and hard prompts", of_carried, CENTRED, STANDARD, carried),
         *[more("RLOO, 2402.14740", "place of the KL", f"accuracy, {name}, loss − reward", name, IN_REWARD[name])
           for name in (STANDARD, CENTRED)],

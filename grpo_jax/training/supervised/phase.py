@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import Decay, MeshConfig, validate_mesh, validate_minutes, validate_sizes
+from grpo_jax.config import Decay, MeshConfig, validate_mesh, validate_minutes, validate_seed, validate_sizes
 from grpo_jax.errors import UsageError
 from grpo_jax.models import lora
 from grpo_jax.models.transformer import Params
@@ -221,11 +221,12 @@ def _log(
     return f"loss {numbers['loss']:.3f}"
 
 
-def check_supervised(config: SupervisedConfig, *, rows: int, name: str) -> None:
+def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: str) -> None:
     """Refuses options that cannot work, before anything is computed.
 
     Args:
       config: the phase.
+      seed: of the order of rows.
       rows: of a step.
       name: of the option that says how many.
 
@@ -233,6 +234,7 @@ def check_supervised(config: SupervisedConfig, *, rows: int, name: str) -> None:
       UsageError: one sentence that says what to change.
     """
     _check(config)
+    validate_seed(seed)
     check_rows(config, rows=rows, name=name)
 
 
