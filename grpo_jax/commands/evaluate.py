@@ -58,7 +58,7 @@ class Options(TaskOptions):
     max_tokens: int = 256
     """Longest completion, in tokens."""
     max_turns: int = 1
-    """Turns of an episode at most, with --environment or --tools."""
+    """Turns of an episode at most, where an environment or tools answer."""
     environment_tokens: int = 0
     """Tokens of the environment at most, in all its replies of an episode."""
     temperature: float = 1.0

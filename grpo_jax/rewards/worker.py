@@ -50,6 +50,7 @@ class Kind(NamedTuple):
 KINDS = {
     "reward": Kind("reward", "completions", ("examples", "completions")),
     "tool": Kind("tool", "calls", ()),
+    "factory": Kind("environment factory", "calls", ()),
     "environment": Kind("environment", "transcripts", ("example", "transcript", "key")),
 }
 

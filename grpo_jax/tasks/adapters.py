@@ -20,6 +20,7 @@ import numpy as np
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example, Number, Reward, Turn
 from grpo_jax.errors import UsageError
+from grpo_jax.rewards.worker import KINDS, load
 from grpo_jax.tasks.tools import reply_with
 
 Factory = Callable[[], Any]  # makes a fresh environment; a class is one
@@ -136,7 +137,10 @@ def trl_tools(factory: Factory) -> dict[str, Callable[..., Any]]:
     Raises:
       UsageError: it is none for TRL.
     """
-    environment = factory() if callable(factory) else None
+    try:
+        environment = factory() if callable(factory) else None
+    except Exception as error:
+        raise UsageError(f"environment_factory cannot be called: {type(error).__name__}: {error}") from error
     found = _methods(environment)
     if not found or not callable(getattr(environment, "reset", None)):
         raise UsageError(
@@ -207,6 +211,32 @@ async def _played(factory: Factory, example: Example, turns: Sequence[Turn]) -> 
         for turn in turns:
             reply = await _waited(answer(example, [turn], ()))
     return environment, reply
+
+
+def load_factory(text: str) -> Factory:
+    """The class that a text names: "path/to/file.py:Class" or "package.module:Class".
+
+    Raises:
+      UsageError: it names none that can be loaded.
+    """
+    return load(KINDS["factory"], text)
+
+
+def environment_of_factory(*, factory: str) -> ReplyFn:
+    """`trl_environment` of the class that a text names: `rewards.environments` calls this in its processes."""
+    return trl_environment(load_factory(factory))
+
+
+def reward_of_factory(*, factory: str) -> Reward:
+    """`trl_reward` of the class that a text names: `rewards.grading` calls this in its processes.
+
+    Raises:
+      UsageError: the class has no `get_reward`.
+    """
+    found = load_factory(factory)
+    if not callable(getattr(found(), "get_reward", None)):
+        raise UsageError(f"{factory} has no get_reward: give --reward")
+    return trl_reward(found)
 
 
 def _row(example: Example) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Which task, as a command line says it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.rewards.environments import environment_in_processes
 from grpo_jax.rewards.spec import open_rewards, parse_reward
+from grpo_jax.tasks.adapters import load_factory, trl_rows, trl_tools
 from grpo_jax.tasks.countdown import countdown_task
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.gsm8k import gsm8k_task
@@ -53,6 +54,9 @@ class TaskOptions:
     tools: str = ""
     """Functions that the policy may call: file.py:function,function, with type hints and docstrings. They need a model
     with a chat template, --max-turns and --environment-tokens."""
+    environment_factory: str = ""
+    """file.py:Class, written for environment_factory of TRL: its methods are tools, and what its reset returns is added
+    to the prompt of your own rows. Without --reward its get_reward is learned from. It needs what --tools needs."""
     prompt_column: str = "prompt"
     """Column of your own rows with the prompt: text, or a list of chat messages."""
     template: str | None = None
@@ -112,10 +116,11 @@ def open_task(
     """
     texts = check_task_options(options)
     chat = bool(pretrained.tokenizer.chat_template) if options.chat is None else options.chat
-    make = _task_maker(options, training)
-    tools = schemas_of(load_tools(options.tools)) if options.tools else None
+    tools = schemas_of(_tools(options)) or None
     if tools and not chat:
-        raise UsageError("--tools needs a model with a chat template, which tells it of them, and --chat")
+        flag = "--tools" if options.tools else "--environment-factory"
+        raise UsageError(f"{flag} needs a model with a chat template, which tells it of the tools, and --chat")
+    make = _task_maker(options, training)
     graded = open_rewards(
         texts,
         group_size=group_size,
@@ -144,27 +149,37 @@ def open_task(
 
 @contextmanager
 def _opened_environment(options: TaskOptions, pretrained: Pretrained, chat: bool) -> Iterator[Environment | None]:
-    """The environment or the tools that the options name, in processes that end with the block; or None."""
-    if not options.environment and not options.tools:
+    """What answers the policy, as the options say, in processes that end with the block; or None."""
+    spec, arguments = options.environment, dict[str, str]()
+    named = options.tools or options.environment_factory
+    if options.tools:
+        spec, arguments = "grpo_jax.tasks.tools:environment_of_tools", {"tools": named}
+    elif options.environment_factory:
+        spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": named}
+    if not spec:
         yield None
         return
-    spec, arguments = options.environment, dict[str, str]()
     roles: tuple[str, ...] = ("user",) if chat else ()
-    if options.tools:
-        spec, arguments, roles = "grpo_jax.tasks.tools:environment_of_tools", {"tools": options.tools}, ("tool", "user")
     with environment_in_processes(
         spec,
-        reply_encoder(pretrained.tokenizer, pretrained.eos_ids, roles=roles),
+        reply_encoder(pretrained.tokenizer, pretrained.eos_ids, roles=("tool", "user") if named else roles),
         arguments=arguments,
         deadline=options.reply_deadline,
         budget=options.reply_budget,
         memory_mb=options.reply_memory_mb,
     ) as environment:
-        if options.tools:
-            file = Path(options.tools.rpartition(":")[0])
+        if named:
+            file = Path(named.rpartition(":")[0])
             source = digests.of_file(file) if file.is_file() else ""
             environment = environment._replace(measure=count_calls, source=source)
         yield environment
+
+
+def _tools(options: TaskOptions) -> dict[str, Callable[..., Any]]:
+    """What the policy may call, by name."""
+    if options.environment_factory:
+        return trl_tools(load_factory(options.environment_factory))
+    return load_tools(options.tools) if options.tools else {}
 
 
 def check_task_options(options: TaskOptions) -> tuple[str, ...]:
@@ -182,9 +197,14 @@ def check_task_options(options: TaskOptions) -> tuple[str, ...]:
         raise UsageError("--data is needed for math: a file or folder with its problems, or an id on the hub")
     if options.prompt_column != "prompt" and not own:
         raise UsageError(f"--prompt-column is for rows of your own, not for {options.task}: leave it out")
-    if options.environment and options.tools:
-        raise UsageError("--environment and --tools both answer the policy: give one of them")
-    texts = options.reward or (() if options.environment else _REWARDS.get(options.task, ()))
+    if bool(options.environment) + bool(options.tools) + bool(options.environment_factory) > 1:
+        raise UsageError("--environment, --tools and --environment-factory all answer the policy: give one of them")
+    if options.environment_factory and (not own or options.template is not None or options.prompt_column != "prompt"):
+        raise UsageError(
+            "--environment-factory gives the columns of your own rows to reset, and adds to their prompt: give rows as "
+            "--task, and leave out --template and --prompt-column"
+        )
+    texts = options.reward or _usual_rewards(options)
     if not texts and not options.environment:
         raise UsageError(
             f"--reward is needed for {options.task}: name your function as file.py:function, or exact_answer for rows "
@@ -195,6 +215,13 @@ def check_task_options(options: TaskOptions) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _usual_rewards(options: TaskOptions) -> tuple[str, ...]:
+    """The rewards where the options name none; none where the environment's own are added up."""
+    if options.environment_factory:
+        return (f"get_reward=grpo_jax.tasks.adapters:reward_of_factory(factory={options.environment_factory!r})",)
+    return () if options.environment else _REWARDS.get(options.task, ())
+
+
 def _task_maker(options: TaskOptions, training: bool) -> Any:
     """The function that makes the task from a tokenizer and what all tasks need."""
     most = options.num_heldout
@@ -203,7 +230,9 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
         return partial(gsm8k_task, num_heldout=200 if most is None and training else most, **source)
     if options.task == "countdown":
         return partial(countdown_task, num_heldout=200 if most is None else most)
-    rows = math_rows(options.data) if options.task == "math" else read_rows(options.task)
+    rows: Sequence[Mapping[str, Any]] = math_rows(options.data) if options.task == "math" else read_rows(options.task)
+    if options.environment_factory:
+        rows = trl_rows(load_factory(options.environment_factory), rows)
     if not training and most is not None:
         rows = [rows[i] for i in np.sort(rng(0).permutation(len(rows))[:most])]
     if training:

@@ -165,7 +165,7 @@ BASES = {
 }
 # Where things are, and what the network is asked for.
 FIXED = {"run_dir", "config", "resume", "method", "model", "task", "data", "wandb", "engine", "teacher", "out"}
-FIXED |= {"environment", "tools"}
+FIXED |= {"environment", "tools", "environment_factory"}
 
 
 def words_of(hint: Any) -> st.SearchStrategy[list[str]]:

@@ -55,6 +55,15 @@ def own(tmp_path_factory):
         "def tool(a: int) -> int:\n"
         '    """A tool.\n\n    Args:\n        a: a number.\n    """\n'
         "    return a\n"
+        "class Animal:\n"
+        "    def reset(self, **row):\n"
+        "        self.word = row['word']\n"
+        "        return ' that could count.'\n"
+        "    def get_reward(self):\n"
+        "        return len(self.word)\n"
+        "    def count(self, a: int) -> int:\n"
+        '        """Counts.\n\n        Args:\n            a: a number.\n        """\n'
+        "        return a + 1\n"
     )
     return folder
 
@@ -157,17 +166,37 @@ def test_an_environment_of_a_file_trains_and_is_evaluated(own, tmp_path, capsys)
     assert json.loads((out / "numbers.json").read_text())["avg"] == pytest.approx(results["after"]["avg"], abs=1e-6)
 
 
-@pytest.mark.slow
-@needs_model
-def test_a_run_goes_on_with_the_same_tools_alone_and_an_evaluation_needs_room_for_replies(own, tmp_path):
-    shutil.copytree(MODEL, tmp_path / "model")
+def with_chat_template(folder):
+    """A copy of the model, whose prompts name the tools."""
+    shutil.copytree(MODEL, folder)
     template = (
         "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    (tmp_path / "model/chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.mark.slow
+@needs_model
+def test_a_class_written_for_trl_gives_prompts_tools_and_rewards(own, tmp_path):
+    told = ("--model", with_chat_template(tmp_path / "model"), "--environment-factory", f"{own}/game.py:Animal")
+    room = ("--max-turns", 2, "--environment-tokens", 9, "--num-heldout", 4)
+    lines = run(own, tmp_path / "run", *told, *room, "--steps", 1, "--eval-every", 0)
+    assert lines[-1]["environment_calls"] == 0
+    for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines():
+        group = json.loads(line)
+        word = group["columns"]["word"]
+        assert group["prompt"] == f"count Once there was a {word} that could count."
+        assert group["components"]["get_reward"] == [len(word)] * 4
+
+
+@pytest.mark.slow
+@needs_model
+def test_a_run_goes_on_with_the_same_tools_alone_and_an_evaluation_needs_room_for_replies(own, tmp_path):
+    model = with_chat_template(tmp_path / "model")
     tools = tmp_path / "tools.py"
     tools.write_text((own / "game.py").read_text())
-    told = ("--model", tmp_path / "model", "--tools", f"{tools}:tool", "--reward", "length(maximum=3)")
+    told = ("--model", model, "--tools", f"{tools}:tool", "--reward", "length(maximum=3)")
     room = ("--max-turns", 2, "--environment-tokens", 9)
     run(own, tmp_path / "run", *told, *room, "--steps", 1, "--eval-every", 0, "--num-heldout", 4)
     evaluation = [str(arg) for arg in (tmp_path / "run", "--environment-tokens", 0)]
@@ -185,6 +214,11 @@ def test_a_run_goes_on_with_the_same_tools_alone_and_an_evaluation_needs_room_fo
         (("--tools", "game.py:tool", "--reward", "exact_answer"), "chat template"),
         (("--tools", "game.py:none", "--reward", "exact_answer"), "has no 'none'"),
         (("--tools", "game.py:tool", "--environment", "game.py:make"), "give one of them"),
+        (("--tools", "game.py:tool", "--environment-factory", "game.py:Animal"), "give one of them"),
+        (("--environment-factory", "game.py:Animal"), "chat template"),
+        (("--environment-factory", "game.py:Nobody"), "has no 'Nobody'"),
+        (("--environment-factory", "game.py:tool"), "environment_factory cannot be called"),
+        (("--environment-factory", "game.py:Animal", "--template", "{word}"), "leave out --template"),
         (("--environment", "game.py:make"), "environment_tokens is 0"),
         (("--environment", "game.py:nobody", "--environment-tokens", 9), "has no 'nobody'"),
     ],

@@ -1,6 +1,7 @@
 """Environments for Gymnasium, TRL and verifiers, as they were written for these."""
 
 import asyncio
+import inspect
 import random
 import string
 
@@ -10,9 +11,12 @@ import pytest
 from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Turn
 from grpo_jax.errors import UsageError
+from grpo_jax.rewards.environments import environment_in_processes
+from grpo_jax.rewards.grading import Grader
 from grpo_jax.tasks.adapters import (
     gymnasium_environment,
     gymnasium_rows,
+    load_factory,
     trl_environment,
     trl_reward,
     trl_rows,
@@ -143,6 +147,25 @@ def test_methods_are_tools_that_remember():
     assert reply_to(call(3), call(4) + call(2)).text == "7\n9"
     assert reply_to(call(-1)).text == "Error: ValueError: only upwards"
     assert reply_to(call(3), "done") == Reply(done=True)
+
+
+def test_a_class_of_a_file_is_played_and_scored_in_processes(tmp_path):
+    file = tmp_path / "counting.py"
+    file.write_text("import random\n" + inspect.getsource(Counter))
+    named, module = {"factory": f"{file}:Counter"}, "grpo_jax.tasks.adapters"
+    rows = trl_rows(Counter, [{"target": 7}])
+    said = turns(call(3), call(4), heard="3")
+    with environment_in_processes(f"{module}:environment_of_factory", list, arguments=named, workers=1) as environment:
+        (reply,) = environment.ask(rows, [said], [(0,)])
+    assert reply.text == "7"
+    with Grader(f"{module}:reward_of_factory", arguments=named, workers=1) as reward:
+        assert reward(rows * 2, [Completion("", turns=said), Completion("", turns=said[:1])]) == [1.0, 0.0]
+    for name in ("Nobody", "random"):
+        with pytest.raises(UsageError, match="environment factory"):
+            load_factory(f"{file}:{name}")
+    file.write_text(file.read_text().replace("def get_reward", "def scored"))
+    with pytest.raises(UsageError, match="has no get_reward: give --reward"):
+        Grader(f"{module}:reward_of_factory", arguments=named, workers=1).__enter__()
 
 
 def test_what_is_drawn_belongs_to_the_row_and_leaves_other_numbers_alone():

@@ -11,8 +11,8 @@ KEY = (0, 1, 2, 3)
 
 
 def play(example, player, reply=guess.higher_or_lower, key=KEY):
-    """The turns of a game; `player` is told the answers so far, as (guess, answer)."""
-    turns, told = [], []
+    """The turns of a game; `player` is told what was left at the beginning and after each guess."""
+    turns, told = [], [guess.ends_of(example["prompt"])]
     while True:
         said = Completion(guess.NUMBERS[player(told)])
         turns.append(Turn(said))
@@ -21,62 +21,62 @@ def play(example, player, reply=guess.higher_or_lower, key=KEY):
         turns[-1] = Turn(said, Completion(found.text), found.reward)
         if found.done:
             return turns
-        told.append((guess.NUMBERS.index(said), found.text))
+        told.append(guess.ends_of(found.text))
 
 
-def halving(example):
-    """Of what the answers leave, or of the whole interval where they leave nothing."""
-    first, last = guess.ends_of(example)
+def halving(told):
+    return sum(told[-1]) // 2
 
-    def player(told):
-        left = [n for n in range(first, last + 1) if all((n > said) == (heard == ">") for said, heard in told)]
-        left = [n for n in left if n not in (said for said, _ in told)] or list(range(first, last + 1))
-        return left[(len(left) - 1) // 2]
 
-    return player
+def one_by_one(told):
+    """Numbers from the first on, whatever the answers."""
+    return told[0][0] + len(told) - 1
 
 
 def games_of(first, last):
     """The games of an interval, one for each number."""
-    numbers = guess.NUMBERS[first : last + 1]
-    return [{"prompt": numbers[0] + numbers[-1], "number": number} for number in numbers]
-
-
-def won(turns):
-    return turns[-1].reward == 1
+    return [{"prompt": guess.asked((first, last)), "number": number} for number in guess.NUMBERS[first : last + 1]]
 
 
 @pytest.mark.parametrize("width", guess.WIDTHS)
 def test_halving_wins_every_game_and_a_guess_at_the_end_not(width):
     games = games_of(5, 4 + width)
-    turns = [play(game, halving(game)) for game in games]
-    assert all(map(won, turns))
+    turns = [play(game, halving) for game in games]
+    assert all(map(guess.is_won, turns))
     assert np.mean([len(game) for game in turns]) == guess.mean_turns(games[0])
-    one_by_one = [won(play(game, lambda told: 5 + len(told))) for game in games]
-    assert np.mean(one_by_one) == guess.blind_return(games[0])
+    assert np.mean([guess.is_won(play(game, one_by_one)) for game in games]) == guess.blind_return(games[0])
 
 
-@pytest.mark.parametrize("player", [halving, lambda example: lambda told: guess.ends_of(example)[0] + len(told)])
+def test_turns_of_a_game_add_up_to_whether_it_is_won_and_lose_what_halving_loses():
+    (game,) = (game for game in games_of(0, 14) if game["number"] == "9")
+    assert [turn.reward for turn in play(game, halving)] == [0, 0, 1]  # guesses 7, b and 9
+    turns = play(game, one_by_one)
+    # 14, 13 and 12 numbers are left for 3, 2 and 1 guesses
+    assert [turn.reward for turn in turns] == pytest.approx([7 / 14 - 1, 3 / 13 - 7 / 14, 1 / 12 - 3 / 13, 1 - 1 / 12])
+    played = [play(game, halving), turns, turns[:2]]  # the last was cut
+    assert guess.games_won([game] * 3, [Completion("", turns=tuple(game)) for game in played]) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("player", [halving, one_by_one])
 def test_whoever_hears_noise_wins_what_the_best_policy_without_answers_does_at_most(player):
     # Answers are the same for each number to find, so guesses are too, and 4 guesses find 4 numbers at most.
-    heard = ""
+    heard = []
     for number in range(20):
         games = games_of(number, number + 11)
-        turns = [play(game, player(game), guess.noise, key=(0, number)) for game in games]
-        assert sum(map(won, turns)) <= guess.MAX_TURNS
-        heard += "".join(turn.heard for turn in max(turns, key=len)[:-1])
-    assert 0.3 < np.mean([answer == "<" for answer in heard]) < 0.7
+        turns = [play(game, player, guess.noise, key=(0, number)) for game in games]
+        assert sum(map(guess.is_won, turns)) <= guess.MAX_TURNS
+        heard.append(max(turns, key=len)[0])
+    if player is halving:
+        assert 0.25 < np.mean([turn.heard[0] > turn.said for turn in heard]) < 0.75
 
 
 def test_naming_any_number_left_wins_what_it_should():
     example, generator = games_of(0, 14)[0], rng(0)
 
     def player(told):
-        low = max((said + 1 for said, heard in told if heard == ">"), default=0)
-        high = min((said - 1 for said, heard in told if heard == "<"), default=14)
-        return int(generator.integers(low, high + 1))
+        return int(generator.integers(told[-1][0], told[-1][1] + 1))
 
-    rate = np.mean([won(play(game, player)) for _ in range(150) for game in games_of(0, 14)])
+    rate = np.mean([guess.is_won(play(game, player)) for _ in range(150) for game in games_of(0, 14)])
     assert abs(rate - guess.listening_return(example)) < 0.03  # three standard errors
     assert guess.above_blind(guess.blind_return(example), [example]) == 0
     assert guess.above_blind(1.0, [example]) == 1
@@ -84,7 +84,7 @@ def test_naming_any_number_left_wins_what_it_should():
 
 @pytest.mark.parametrize("said", ["", "12", ">", "-"])
 def test_what_is_no_number_ends_the_game(said):
-    (example,) = guess.examples_of([0])
+    example = games_of(0, 14)[0]
     assert guess.higher_or_lower(example, [Turn(Completion(said))], (*KEY, 0)) == Reply(done=True, reward=0.0)
 
 
@@ -92,8 +92,10 @@ def test_the_last_guess_ends_the_game():
     game = games_of(0, 14)[0]
     turns = play(game, lambda told: 14)
     assert len(turns) == guess.MAX_TURNS
-    assert not won(turns)
-    assert guess.higher_or_lower(game, [*turns[:-1], Turn(Completion("0"))], KEY) == Reply(done=True, reward=1.0)
+    assert not guess.is_won(turns)
+    last = guess.higher_or_lower(game, [*turns[:-1], Turn(Completion("0"))], KEY)
+    assert last.done
+    assert last.reward == pytest.approx(1 - sum(turn.reward for turn in turns[:-1]))
 
 
 def test_held_out_intervals_are_never_trained_on():
@@ -101,24 +103,35 @@ def test_held_out_intervals_are_never_trained_on():
     held = [example["prompt"] for example in task.heldout.examples]
     assert len({*held}) == guess.NUM_HELDOUT
     for prompt in {*held}:  # with each number to find
-        first, last = guess.ends_of({"prompt": prompt})
+        first, last = guess.ends_of(prompt)
         assert held.count(prompt) == last - first + 1
     assert not {*held} & {example["prompt"] for step in range(20) for example in task.prompts(step).examples}
+
+
+def test_each_completion_of_a_prompt_in_training_looks_for_a_number_of_its_own():
+    (example, *_) = guess.guess_task(num_prompts=1, seed=0).prompts(0).examples
+    first, last = guess.ends_of(example["prompt"])
+    numbers = [guess.number_of(example, (0, 0, 0, completion, 1)) for completion in range(400)]
+    assert {*numbers} == {*range(first, last + 1)}
+    assert numbers == [guess.number_of(example, (0, 0, 0, completion, 3)) for completion in range(400)]
+    assert guess.is_won(play(example, lambda told: numbers[5], key=(0, 0, 0, 5)))
 
 
 def test_deaf_games_follow_the_rules():
     prompts, ids, mask = guess.deaf_games(batch_size=64, seed=0, step=0, deaf_share=0.5)
     for example, row, own in zip(prompts.examples, ids, mask, strict=True):
-        first, last = guess.ends_of(example)
+        first, last = guess.ends_of(example["prompt"])
         said, heard = row[own], guess.TEXT.decode(row[~own & (row != guess.PAD_ID)])
+        heard = [heard[i : i + 3] for i in range(0, len(heard), 3)]
         assert (said[1::2] == guess.EOS_ID).all()
         assert all(first <= number <= last for number in said[::2])
-        turns = []
-        for number, answer in zip(said[::2], [*heard, None], strict=True):
-            turns.append(Turn(Completion(guess.NUMBERS[number])))
-            found = guess.higher_or_lower({"prompt": example["prompt"], "number": example["number"]}, turns, KEY)
-            assert found.done == (answer is None)
-            assert found.done or found.text == answer
+        left = (first, last)
+        for number, answer in zip(said[::2], heard, strict=False):
+            below, above = (guess.asked(guess.narrowed(left, number, is_higher)) for is_higher in (False, True))
+            assert answer in (below, above)
+            left = guess.ends_of(answer)
+        assert len(said[::2]) == len(heard) + 1
+        assert len(heard) == 3 or left[0] <= said[-2] <= left[1]  # found, or the guesses are used up
 
 
 def test_the_calculator_answers_calls_and_judges_answers():
