@@ -58,6 +58,7 @@ def save_forest(path: Path, drawn: Sequence[Drawn]) -> None:
         for verdict, (colour, mark) in MARKS.items()
     ]
     handles.append(plt.Line2D([], [], color="0.2", marker="o", fillstyle="none", linestyle="", label="as claimed"))
+    handles.append(plt.Line2D([], [], color="0.9", linewidth=8, label="does not matter"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
     _save(figure, path)
 
@@ -77,7 +78,7 @@ def _forest(axis: Any, panel: Sequence[Drawn]) -> None:
         axis.plot(np.clip(mean, -reach, reach), place, beyond, color=colour, markersize=5)
         if math.isfinite(low):
             axis.plot(np.clip((low, high), -reach, reach), (place, place), color=colour, linewidth=1.4)
-        number = f"× {math.exp(mean):.2f}" if ratio else f"{mean:+.3f}".replace("-", "−")
+        number = f"× {math.exp(mean):.2f}" if ratio else f"{mean:+z.3f}".replace("-", "−")
         words = f"{number}   n {decision.seeds}"
         axis.text(1.01, place, words, transform=axis.get_yaxis_transform(), fontsize=8, va="center")
     axis.set_xlim(-1.03 * reach, 1.03 * reach)
@@ -88,7 +89,9 @@ def _forest(axis: Any, panel: Sequence[Drawn]) -> None:
         axis.tick_params(axis="x", labelsize=8)
     axis.set_yticks(range(len(panel)), [it.claim.label for it in reversed(panel)], fontsize=8.5)
     axis.set_ylim(-0.7, len(panel) - 0.3)
-    axis.set_xlabel("ratio" if ratio else "difference, with its 95% interval over seeds", fontsize=8.5)
+    axis.set_xlabel(
+        "ratio" if ratio else "difference (of accuracy, unless named), 95% interval; n: seeds", fontsize=8.5
+    )
 
 
 def save_curves(path: Path, curves: Mapping[str, Sequence[Sequence[float]]], steps: int) -> None:

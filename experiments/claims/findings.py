@@ -40,6 +40,8 @@ OF_PAGES = (
     "facts",
     "figures",
     "page",
+    "results",
+    "earlier",
     "reproduce",
 )  # no number depends on it
 

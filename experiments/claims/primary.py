@@ -5,8 +5,9 @@ Nothing is added, dropped or reworded once a claim has been looked at; the histo
 
 "Accuracy" and "score" are means over sampled held-out completions at the end of a run; "on the way" is the mean score
 of all completions that a run learns from, over its steps: the area under the curve of learning. Between seeds the end
-varies twice as much as the way to it, so claims ask for the way. Those of `ppo_vs_grpo` and `ablate_group_size` ask for
-the end, for ten seeds of them were looked at before that was known, and staleness does, for what is old starts late.
+varies twice as much as the way to it, so claims ask for the way. Those of `ppo_vs_grpo` and `ablate_group_size` keep
+what they asked for, since ten seeds of them were looked at before that was known. Staleness asks for the end, since
+what is old starts late.
 "Equal samples" is as many completions a step.
 """
 
@@ -66,7 +67,7 @@ PRIMARY: tuple[Primary, ...] = (
         _PPO,
         "35K samples against 100K, 2x faster",
         "samples to a target, GRPO / PPO",
-        "samples to 95% of the lower final accuracy, GRPO / PPO on the same groups",
+        "samples until 95% of the final accuracy of the worse of the two, GRPO / PPO on the same groups",
         scale="ratio",
         low=-math.inf,
         high=math.log(0.5),
@@ -114,7 +115,7 @@ PRIMARY: tuple[Primary, ...] = (
         "the larger group size is essential",
         "K 8 − 2, equal samples",
         "accuracy at equal samples, K 8 − K 2",
-        why="at equal prompts a larger group costs more: what is left at equal cost?",
+        why="at equal prompts a larger group costs more; this is what is left at equal cost",
     ),
     Primary(
         "kl_none",
@@ -283,13 +284,14 @@ BY_ID = {claim.id: claim for claim in PRIMARY}
 
 
 class Answered(NamedTuple):
-    """What to say of a claim, by its verdict."""
+    """What to say of a claim, by its verdict. Where it is undecided, the side that is ahead is named."""
 
     id: str
+    where: str  # that it is asked of, before what is not settled
+    sides: tuple[str, str]  # what is ahead where the number is above 0, and below
     supported: str
     contradicted: str
     no_difference: str
-    undecided: str
 
 
 class Headline(NamedTuple):
@@ -305,10 +307,27 @@ HEADLINES: tuple[Headline, ...] = (
         (
             Answered(
                 "grpo_ppo",
+                "As they are used",
+                ("GRPO", "PPO"),
                 "GRPO is better.",
                 "PPO is better.",
                 "Either: no difference that matters.",
-                "Not settled: the interval beside says how far apart they may be.",
+            ),
+            Answered(
+                "critic",
+                "All else equal",
+                ("the group's mean", "a critic"),
+                "All else equal, the group's mean is a better baseline than a critic.",
+                "All else equal, a critic is a better baseline than the group's mean.",
+                "All else equal, the group's mean or a critic: no difference that matters.",
+            ),
+            Answered(
+                "shifted_prompts",
+                "Where prompts shift rewards",
+                ("GRPO", "PPO"),
+                "Where prompts shift rewards, GRPO is better.",
+                "Where prompts shift rewards, PPO is better.",
+                "Where prompts shift rewards: no difference that matters.",
             ),
         ),
     ),
@@ -317,36 +336,48 @@ HEADLINES: tuple[Headline, ...] = (
         (
             Answered(
                 "group_size_samples",
+                "At equal samples",
+                ("8", "2"),
                 "At equal samples 8 beats 2.",
                 "At equal samples 2 beats 8.",
                 "At equal samples any: 8 and 2 do not differ by what matters.",
-                "At equal samples not settled, between 8 and 2.",
             ),
             Answered(
                 "group_size_2",
+                "At equal prompts",
+                ("8", "2"),
                 "At equal prompts 8 beats 2, for four times the samples.",
                 "At equal prompts 2 beats 8.",
                 "At equal prompts 8 is no better than 2.",
-                "At equal prompts not settled, between 8 and 2.",
+            ),
+            Answered(
+                "group_size_16",
+                "Between 8 and 16 at equal prompts",
+                ("16", "8"),
+                "At equal prompts 16 is no better than 8.",
+                "At equal prompts 16 and 8 differ by more than what matters.",
+                "At equal prompts 16 is no better than 8.",
             ),
         ),
     ),
     Headline(
-        "Which β for the KL?",
+        "Which β for the KL, on additions, in short runs?",
         (
             Answered(
                 "kl_none",
+                "Between 0.01 and none",
+                ("0.01", "none"),
                 "0.01 beats none.",
                 "None beats 0.01.",
                 "0.01 or none: no difference that matters.",
-                "0.01 or none is not settled.",
             ),
             Answered(
                 "kl_high",
+                "Between 0.01 and 0.1",
+                ("0.01", "0.1"),
                 "0.1 is worse.",
                 "0.1 is better.",
-                "0.1 is no different.",
-                "0.1 is not settled.",
+                "0.01 or 0.1: no difference that matters.",
             ),
         ),
     ),
@@ -355,22 +386,24 @@ HEADLINES: tuple[Headline, ...] = (
         (
             Answered(
                 "clip_none",
+                "With eight updates a rollout (with one a clip does nothing)",
+                ("ε 0.15", "no clip"),
                 "Yes, where a rollout serves eight updates.",
                 "No: without it learning is better, with eight updates a rollout.",
                 "Not here: no difference that matters, with eight updates a rollout.",
-                "Not settled, with eight updates a rollout.",
             ),
         ),
     ),
     Headline(
-        "Do ranks help against distorted rewards?",
+        "Do ranks help where a distortion keeps the rewards' order?",
         (
             Answered(
                 "ranks_distorted",
+                "Against standardised rewards",
+                ("ranks", "standardised rewards"),
                 "Yes.",
                 "No: they are worse than standardised rewards.",
-                "No: no difference that matters.",
-                "Not settled.",
+                "No: no difference that matters from standardised rewards.",
             ),
         ),
     ),

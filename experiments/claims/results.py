@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import math
 import platform
+import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 import jax
 
 from experiments.claims import ablation, findings
-from experiments.claims.ablation import Bench
+from experiments.claims.ablation import COIN, START, Bench
 from experiments.claims.earlier import EARLIER
 from experiments.claims.facts import FACTS
 from experiments.claims.figures import Drawn, save_forest
@@ -27,7 +28,10 @@ TITLE = "What is claimed of GRPO, and what was measured"
 OUT_OF_SCOPE = """Out of scope are large models, learned rewards, long texts and tasks of the real world: what fails
 here is not refuted there, and what holds here is not proved there."""
 RULE = """A claim has one number: a difference of two settings that share seeds, starts, prompts and evaluation, or
-the logarithm of a ratio. Claims, numbers and the range that words allow were fixed before the runs. Three t tests
+the logarithm of a ratio. "On the way" is the mean score of all completions that a run learns from. Claims, numbers and
+the range that words allow were fixed before the runs. Ten seeds of two questions (GRPO or PPO, group size) had been
+seen on earlier code; ten claims of other questions were then moved, before any of their runs, from the score at the end
+to the score on the way, which varies half as much between seeds. Three t tests
 over seeds stand behind three verdicts. **No difference that matters**: the mean is within ±0.02, or a ratio within
 10%; this is decided first, whatever the words say. **Supported**: the mean is in the range that the words allow.
 **Contradicted**: it is outside. **Undecided**: the rest. Looks are at 10, 20 and 40 seeds, each at a third of 5%;
@@ -72,21 +76,41 @@ def write_results(bench: Bench, preset: str, out: Path, answers: Mapping[str, An
     page = [*_first_screen(bench, preset, answers, decisions), *_folded(answers, decisions)]
     ending = Text(f"SHA-256 of all numbers: `{_checksum(answers)}`")
     links = [f"[{_title(name)}](docs/results{suffix}/{name}.md)" for name in answers]
-    pages = Text("Each question with its settings and all that was measured besides: " + "; ".join(links) + ".")
+    pages = Text("Each question with its settings and all that was measured besides:\n\n- " + "\n- ".join(links))
     sortable = Text(f"The same with tables that a click sorts: [claims.html](docs/results{suffix}/claims.html).")
     text = markdown([*_of_root(page, suffix), pages, sortable, ending])
     write_text(out / f"RESULTS{suffix}.md", text + "\n")
-    inner = [Folded(_title(name), blocks[1:], name) for name, blocks in sections.items()]
-    write_text(folder / "claims.html", html([*page, Heading("Questions"), *inner, ending], TITLE))
+    inner = [Folded(_title(name), _linked(blocks[1:], r"](#\1)"), name) for name, blocks in sections.items()]
+    write_text(folder / "claims.html", html([*_linked(page, r"](#\1)"), Heading("Questions"), *inner, ending], TITLE))
     return out / f"RESULTS{suffix}.md"
 
 
 def _of_root(blocks: Sequence[Block], suffix: str) -> list[Block]:
     """Blocks whose figures and pages lie in docs/results."""
+    found = _linked(blocks, f"](docs/results{suffix}/\\1.md)")
     return [
         block._replace(file=f"docs/results{suffix}/{block.file}") if isinstance(block, Figure) else block
-        for block in blocks
+        for block in found
     ]
+
+
+def _linked(blocks: Sequence[Block], to: str) -> list[Block]:
+    """Blocks whose links to pages of questions, "](NAME.md)", lead elsewhere."""
+
+    def words(given: str) -> str:
+        return re.sub(r"\]\((\w+)\.md\)", to, given)
+
+    def linked(block: Block) -> Block:
+        match block:
+            case Text(given):
+                return Text(words(given))
+            case Table(columns, rows):
+                return Table(columns, [tuple(map(words, row)) for row in rows])
+            case Folded(title, inner, name):
+                return Folded(title, _linked(inner, to), name)
+        return block
+
+    return list(map(linked, blocks))
 
 
 # ---- the first screen
@@ -97,13 +121,17 @@ def _first_screen(
 ) -> list[Block]:
     counts = Counter(decision.verdict for decision in decisions.values())
     minutes = sum(answer.seconds for answer in answers.values()) / 60
-    seeds = sorted({len(answer.seeds) for answer in answers.values()})
+    looks = sorted({decision.seeds for decision in decisions.values() if decision.seeds})
+    look = f" --look {max(looks)}" if max(looks, default=0) > ablation.SIZES[preset].seeds else ""
     blocks: list[Block] = [
         Heading(TITLE, 1),
         Text(
-            f"{len(PRIMARY)} claims, each asked of models of 124,000 parameters on additions and 39,000 on words: "
-            f"{' or '.join(map(str, seeds))} seeds, {bench.size.steps} steps; `python -m experiments.claims.reproduce "
-            f"--preset {preset}`, {minutes:.0f} minutes on {_hardware()}. {OUT_OF_SCOPE}"
+            f"{len(PRIMARY)} claims, asked of small models: of 124,000 parameters on additions, a tenth of which has "
+            f"no right answer, and of 39,000 on writing words. Runs have {bench.size.steps} steps of "
+            f"{bench.size.num_prompts} prompts (half as many on words) with 8 completions, unless a setting says "
+            f"otherwise. Claims were decided at {', '.join(map(str, looks))} seeds. "
+            f"`python -m experiments.claims.reproduce --preset {preset}{look}`, "
+            f"{minutes:.0f} minutes on {_hardware()}. {OUT_OF_SCOPE}"
         ),
     ]
     if preset == "smoke":
@@ -123,34 +151,45 @@ def _first_screen(
         *blocks,
         Table(("question", "answer", "evidence"), rows),
         Text(
-            f"Of all {len(PRIMARY)}: {said}. How sure: of verdicts 5% at most are false, in expectation "
-            f"([the rule](#rule)). {_open(answers, decisions)}Evidence: [every claim](#every), a page a question "
-            "(below), [what changed against the earlier page](#earlier)."
+            f"Of all {len(PRIMARY)}: {said}. How sure: of the verdicts of each of two families 5% at most are false, "
+            "in expectation ([the rule](#rule)). Verdicts are corrected for all claims of a family and for three "
+            "looks; the intervals are plain 95% ones. So an interval may leave 0 out while the claim is undecided. "
+            "What does not matter is a difference within ±0.02, or a ratio within 10%."
+        ),
+        Text(
+            f"{_open(answers, decisions)}Evidence: [every claim](#every), a page a question (links in the table, and "
+            "below), [what changed against the earlier page](#earlier)."
         ),
         Figure("claims.png", "each claim's difference with its interval, what does not matter, and what was claimed"),
-        Figure("ppo_vs_grpo_curves.png", "scores over the steps of training, with bands over seeds"),
+        Figure("ppo_vs_grpo_curves.png", "GRPO or PPO: scores during training; a coin toss has random rewards"),
     ]
 
 
 def _open(answers: Mapping[str, Answer], decisions: Mapping[str, Decision]) -> str:
     """The claims that are undecided, each with the seeds that would decide it."""
-    left = [f"{claim.label} ({enough} seeds)" for claim, enough, _ in _undecided(answers, decisions)]
-    return f"Undecided, and the seeds that would decide: {'; '.join(left)} ([why not](#undecided)). " if left else ""
+    left = [f"{claim.label} ({enough})" for claim, enough, _ in _undecided(answers, decisions)]
+    if not left:
+        return ""
+    said = f"Undecided, with the number of seeds that would decide: {'; '.join(left)}"
+    return f"{said} ([why they were not run](#undecided)). "
 
 
 def _sentence(said: Answered, decision: Decision) -> str:
+    mean = decision.interval.mean
+    ahead = f"; {said.sides[mean < 0]} is ahead by {abs(mean):.3f} in these seeds" if decision.seeds else ""
     words = {
         "supported": said.supported,
         "contradicted": said.contradicted,
         "no difference that matters": said.no_difference,
-        "undecided": said.undecided,
+        "undecided": f"{said.where}: not settled{ahead}.",
     }
     return words[decision.verdict]
 
 
 def _evidence(claims: Sequence[Answered], decisions: Mapping[str, Decision]) -> str:
     return "; ".join(
-        f"{BY_ID[it.id].label}: {_ours(BY_ID[it.id], decisions[it.id])}, {decisions[it.id].seeds} seeds"
+        f"[{BY_ID[it.id].label}]({BY_ID[it.id].question}.md): {_ours(BY_ID[it.id], decisions[it.id])}, "
+        f"{decisions[it.id].seeds} seeds"
         for it in claims
     )
 
@@ -189,10 +228,10 @@ def _claims_table(claims: Sequence[Primary], answers: Mapping[str, Answer], deci
         decision, of_claim = decisions[claim.id], measured.get(claim.id)
         diverged = f"; {of_claim.diverged} runs diverged" if of_claim and of_claim.diverged else ""
         holds = claim.low < 0 < claim.high and decision.verdict == "no difference that matters"
-        verdict = decision.verdict + (", as the words have it" if holds else "")
+        verdict = decision.verdict + (", as claimed" if holds else "")
         ours = _ours(claim, decision) + diverged
         return (
-            claim.source,
+            f"[{claim.source}]({claim.question}.md)",
             claim.words,
             claim.measure,
             ours,
@@ -298,7 +337,10 @@ def _section(name: str, answer: Answer, decisions: Mapping[str, Decision]) -> li
         Text(text.strip().rpartition("\n\n")[0]),
         *unlearned,
         *(of_claims if claims else []),
-        Text(f"Means ± half a 95% interval over {len(answer.seeds)} seeds."),
+        Text(
+            f"Means ± half a 95% interval over {len(answer.seeds)} seeds; a claim keeps the number of the look that "
+            f"decided it. “{START}” is where all runs start, “{COIN}” has random rewards."
+        ),
         Table(("", *columns), [(row, *values) for row, values in rows.items()]),
         *([Text(finding.note)] if finding.note else []),
         Figure(f"{name}.png", " and ".join(finding.drawn)),

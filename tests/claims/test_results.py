@@ -60,15 +60,18 @@ def config(asked, tmp_path_factory):
 def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, asked):
     text = (config.out / "RESULTS-smoke.md").read_text()
     first = text[: text.index("![")]
-    assert "| GRPO or PPO, at equal samples? | Either: no difference that matters. |" in first
-    assert "| Which β for the KL? | 0.01 beats none. 0.1 is worse. |" in first
+    assert (
+        "| GRPO or PPO, at equal samples? | Either: no difference that matters. All else equal: not settled; " in first
+    )
+    assert "the group's mean is ahead by 0.030 in these seeds." in first
+    assert "? | 0.01 beats none. 0.1 is worse. |" in first
     assert "| Is a clip needed? | No: without it learning is better" in first
-    assert "GRPO − PPO: +0.001 [" in first
+    assert "[GRPO − PPO](docs/results-smoke/ppo_vs_grpo.md): +0.001 [" in first
     for target in re.findall(r"\]\(#(\w+)\)", text):
         assert f'<a id="{target}"></a>' in text
     for target in re.findall(r"\]\((docs/[^)]+)\)", text):
         assert (config.out / target).exists()
-    (row,) = re.findall(r"\| samples to 95%.*", text)
+    (row,) = re.findall(r"\| samples until 95%.*", text)
     assert "× 0.4 [" in row
     assert row.endswith("| below 0.5 | × 0.35 | 10 | supported |")
     assert "1 runs diverged" in text

@@ -2,8 +2,8 @@
 
 Source 000: "GRPO still benefits from KL regularization, but with reduced sensitivity", "β = 0.01 works across tasks".
 Source 001: "KL penalty: Lower than PPO (0.01 vs 0.1)". Here β from 0 to 0.1 for the posts' algorithm on additions, and
-for GRPO on words, with the KL (k3) in the loss. The KL at the end says how far a policy went from its start, which is
-what is forgotten of it. Expect no difference that matters up to 0.01, and slower learning at 0.1.
+for GRPO on words, with the KL (k3) in the loss. The KL at the end says how far a policy went from its start, a
+proxy for what it forgets. Expect no difference that matters up to 0.01, and slower learning at 0.1.
 
   python -m experiments.claims.questions.ablate_kl --preset cpu
 """

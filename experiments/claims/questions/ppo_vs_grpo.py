@@ -63,7 +63,7 @@ def measure(bench: Bench) -> Finding:
         Also("", "place of the KL", f"accuracy, {GROUP} − in the reward", place.values),
         Also("", "place of the KL", f"accuracy, {CRITIC} − in the reward", of(CRITIC, CRITIC_REWARD).values),
     ]
-    curves = {name: learning_curve(runs[name]) for name in (POSTS, GRPO, PPO, CRITIC, COIN)}
+    curves = {name: learning_curve(runs[name]) for name in (GRPO, PPO, GROUP, CRITIC, COIN)}
     return Finding(rows, primary, also, ["accuracy", "on the way"], curves)
 
 

@@ -5,8 +5,9 @@ reliable". Source 001: "Absolute reward values vary across prompts … Normaliza
 sensitivity". Here additions with a graded reward (the share of right tokens), spoilt in four ways: noise without a
 variance, a distortion that keeps their order, and for each answer a number added, or a factor, drawn anew for each
 seed. The posts' algorithm on standardised rewards and on ranks, and PPO on the same groups. PPO's clip of values, 0.2
-in its code, would forbid its critic to follow shifts of 2: here it has none. What counts is true accuracy, on the way
-and at the end. Expect groups to be above PPO where prompts are shifted, and ranks where tails are heavy.
+in its code, would forbid its critic to follow shifts of 2: here it has none. So PPO
+differs from that of `ppo_vs_grpo` in the reward and the clip. What counts is true accuracy, on the way and at the end.
+Expect groups to be above PPO where prompts are shifted, and ranks where tails are heavy.
 
   python -m experiments.claims.questions.reward_noise --preset cpu
 """
