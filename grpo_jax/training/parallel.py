@@ -67,7 +67,8 @@ def num_devices(requested: int) -> int:
         )
     if not 0 <= requested <= available:
         raise UsageError(
-            f"devices is {requested}, but JAX sees {available} ({jax.default_backend()}): set it to at most that, or to 0 for all"
+            f"devices is {requested}, but JAX sees {available} ({jax.default_backend()}): set it to at most that, or "
+            "to 0 for all"
         )
     return requested or available
 
