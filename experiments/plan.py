@@ -107,7 +107,7 @@ def main(config: Config) -> None:
     device = device_of(config)
     plan = choose(model, shape, int(device.memory), remat=config.remat)
     mesh = f"data {data} x fsdp {plan.shape.fsdp} x tensor {plan.shape.tensor}"
-    console.print(f"{config.model}: {num_params(model) / 1e9:.2f} billion parameters on {mesh} {config.device}")
+    console.print(f"{config.model}: {in_words(num_params(model))} parameters on {mesh} {config.device}")
     console.print(f"{plan}, each device", highlight=False)
     console.print(memory_table(plan.estimate))
     found = traffic_of(plan, data)
@@ -231,11 +231,17 @@ def traffic_of(plan: Plan, data: int) -> dict[str, list[Exchange]]:
 # ---- tables
 
 
+def in_words(number: int) -> str:
+    """A number of parameters, in billions or, of a small model, in millions."""
+    return f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
+
+
 def memory_table(of: Estimate) -> Table:
-    """GB of one device, by part."""
+    """GB of one device, by part; without parts that are not there, such as a teacher."""
     table = Table("GB of a device", "", box=None)
     for name, size in of._asdict().items():
-        table.add_row(name, f"{size / GB:.2f}")
+        if size:
+            table.add_row(name, f"{size / GB:.2f}")
     for name in ("held", "sampling", "learning", "peak"):
         table.add_row(f"[bold]{name}[/]", f"{getattr(of, name) / GB:.2f}")
     return table

@@ -881,8 +881,8 @@ def validate_optimizer(config: GRPOConfig, *, num_devices: int = 1) -> None:
     pieces = optimizer.minibatches * (optimizer.microbatches or 1) * num_devices
     _require(
         config.sampling.num_prompts % pieces == 0,
-        f"num_prompts ({config.sampling.num_prompts}) must be a multiple of minibatches x microbatches x devices "
-        f"({pieces})",
+        f"num_prompts ({config.sampling.num_prompts}) must be a multiple of minibatches x microbatches x "
+        f"devices / tensor ({pieces})",
     )
     _require(
         0 <= optimizer.weight_decay < float("inf"),

@@ -254,8 +254,8 @@ def _fitting_num_prompts(config: GRPOConfig, left: int) -> int:
     pieces = max(config.optimizer.minibatches * (config.optimizer.microbatches or 1) * parts(devices_of(config)), 1)
     if left < pieces:
         raise UsageError(
-            f"there are {left} prompts for {pieces} pieces of a step (minibatches x microbatches x devices): lower "
-            "these, or give more prompts"
+            f"there are {left} prompts for {pieces} pieces of a step (minibatches x microbatches x devices / "
+            "tensor): lower these, or give more prompts"
         )
     return max(min(config.sampling.num_prompts, left) // pieces, 1) * pieces
 

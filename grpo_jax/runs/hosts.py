@@ -35,8 +35,11 @@ _LONG_SECONDS = 120.0  # after which the first host says what all hosts do
 _MEET_SECONDS = 120.0  # for host 0 to answer at the start, and then for all to be there
 _TOLD_SECONDS = 10.0  # after which a host says that it waits for that
 _JAX_SECONDS = 60  # after which JAX itself ends the others: if this thread cannot
+_REFUSED = 2  # the exit status of a refusal
 _LOST = 75  # the exit status of hosts that lost another: EX_TEMPFAIL, as after SIGTERM
 _ALIVE, _ROUNDS = "grpo_jax/alive", "grpo_jax/round"
+_met = threading.Event()  # cleared while JAX waits for all hosts: asked for devices then, it aborts
+_met.set()
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,12 @@ class HostOptions:
 
 def count() -> int:
     """How many hosts there are; 1 unless `start` found more. Devices are not touched before."""
-    return jax.process_count() if jax.distributed.is_initialized() else 1
+    return jax.process_count() if jax.distributed.is_initialized() and _met.is_set() else 1
 
 
 def index() -> int:
     """The number of this one, from 0."""
-    return jax.process_index() if jax.distributed.is_initialized() else 0
+    return jax.process_index() if jax.distributed.is_initialized() and _met.is_set() else 0
 
 
 def is_first() -> bool:
@@ -135,13 +138,13 @@ def _meeting(say: Callable[[str], None], note: Callable[[str], None]) -> Iterato
 
     A thread ends the process sooner, as when a host is lost, so that a scheduler starts all of them again.
     """
-    met = threading.Event()
+    _met.clear()
 
     def watch() -> None:
-        if met.wait(_TOLD_SECONDS):
+        if _met.wait(_TOLD_SECONDS):
             return
         note(f"waits until all hosts are there, {_MEET_SECONDS:.0f} s at most")
-        if not met.wait(_MEET_SECONDS - _TOLD_SECONDS):
+        if not _met.wait(_MEET_SECONDS - _TOLD_SECONDS):
             say(
                 f"not all hosts were there within {_MEET_SECONDS:.0f} s: start all at once, and see what the others say"
             )
@@ -152,7 +155,7 @@ def _meeting(say: Callable[[str], None], note: Callable[[str], None]) -> Iterato
     try:
         yield
     finally:
-        met.set()
+        _met.set()
 
 
 def _check(options: HostOptions) -> None:
@@ -331,6 +334,8 @@ def _beat(over: threading.Event, say: Callable[[str], None], note: Callable[[str
 
 def _check_sign(host: int, sign: Mapping[str, Any], age: float, say: Callable[[str], None]) -> None:
     """Ends the process if another host has ended, by its own words or by its silence of `age` seconds."""
+    if _last_words:
+        return  # this one ends already, and has said why
     if "ended" in sign and host != index():
         _end(say, f"host {host} has ended: {sign['ended']}", sign["code"])
     if age > _SILENT_SECONDS:
@@ -338,7 +343,8 @@ def _check_sign(host: int, sign: Mapping[str, Any], age: float, say: Callable[[s
 
 
 def _end(say: Callable[[str], None], sentence: str, code: int) -> NoReturn:
-    say(f"{sentence}; add --resume to continue the run")
+    # What was refused is refused again, and the run may not have begun.
+    say(sentence if code == _REFUSED else f"{sentence}; add --resume to continue the run")
     sys.stdout.flush()
     os._exit(code)  # the main thread may hang in C code
 

@@ -31,6 +31,8 @@ def progress(console: Console, phase: str, total: int, completed: int = 0, *, se
       seldom: whether lines that come too fast are left out; the first and the last one stay.
     """
     if not _moves(console):
+        if 0 < completed < total:
+            _print(console, f"{phase}: goes on after step {completed} of {total}")
         lines = _Lines(console, phase, total, completed, seldom)
         with before_programs(lines.compiling) if completed < total else nullcontext():
             yield lines.show

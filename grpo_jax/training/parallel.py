@@ -66,7 +66,10 @@ def num_devices(requested: int) -> int:
             "devices to 0"
         )
     if not 0 <= requested <= available:
-        raise UsageError(f"devices is {requested}, but JAX sees {available}: set it to at most that, or to 0 for all")
+        raise UsageError(
+            f"devices is {requested}, but JAX sees {available} ({jax.default_backend()}): set it to at most that, or "
+            "to 0 for all"
+        )
     return requested or available
 
 

@@ -28,6 +28,12 @@ def test_tables_name_parts_exchanges_seconds_and_parameters(capsys):
     for row in ("optimizer", "gradients of layers", "heads and features", "iteration", "layers/mlp/up_proj"):
         assert row in out
     assert "- fsdp tensor" in out  # how up_proj is cut
+    assert "teacher" not in out  # parts that are not there have no line
+
+
+def test_small_models_have_millions_of_parameters():
+    assert plan.in_words(7_615_616_512) == "7.62 billion"
+    assert plan.in_words(260_032) == "0.26 million"
 
 
 def test_what_cannot_be_is_refused():

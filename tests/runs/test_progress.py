@@ -68,6 +68,10 @@ def test_a_phase_that_compiles_nothing_does_not_speak_of_it(clock):
     assert not any("compil" in line for line in lines)
 
 
+def test_a_resumed_phase_says_where_it_goes_on(clock):
+    assert lines_of(clock, 10, 1, completed=4)[0] == "grpo: goes on after step 4 of 10"
+
+
 def test_a_phase_that_is_complete_says_nothing(clock):
     assert lines_of(clock, 10, 1, completed=10) == []
 
