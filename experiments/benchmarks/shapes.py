@@ -23,6 +23,7 @@ MID = ModelConfig(32_000, 512, 2048, 8, 8, 4, 64)
 SHAPES = {
     "tiny": Shape(TINY, 16, 16, 32),
     "tiny256": Shape(TINY, 16, 16, 256),
+    "tiny1024": Shape(TINY, 4, 16, 1024),
     "mid": Shape(MID, 4, 16, 128),
     "prompt": Shape(MID, 1, 512, 64),
     # Weights so small that every token is about as likely as any other.
@@ -35,6 +36,7 @@ SHAPES = {
 ShapeName = Literal[
     "tiny",
     "tiny256",
+    "tiny1024",
     "mid",
     "prompt",
     "long-tail",

@@ -43,9 +43,9 @@ class Config:
     """Options of the benchmark."""
 
     shape: ShapeName = "tiny"
-    """tiny, tiny256: a million parameters and completions of 32 or 256 tokens. mid, prompt: 48 million, and completions
-    of 128 tokens or prompts of 512. long-tail: mid with completions of 64 tokens in the mean and 256 at most. The
-    others are for accelerators."""
+    """tiny, tiny256, tiny1024: a million parameters and completions of 32, 256 or 1,024 tokens. mid, prompt: 48
+    million, and completions of 128 tokens or prompts of 512. long-tail: mid with completions of 64 tokens in the mean
+    and 256 at most. The others are for accelerators."""
     steps: int = 9
     """Iterations."""
     microbatches: int = 0

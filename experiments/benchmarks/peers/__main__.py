@@ -36,8 +36,8 @@ PEERS = tuple(PACKAGES)
 class Config:
     """Options of the benchmark."""
 
-    shape: Literal["tiny", "tiny256", "mid"] = "tiny"
-    """Decoder and rollout, as in benchmarks.step. mid takes a quarter of an hour a round."""
+    shape: Literal["tiny", "tiny256", "tiny1024", "mid", "prompt"] = "tiny"
+    """Decoder and rollout, as in benchmarks.step. mid, prompt and tiny1024 take up to a quarter of an hour a round."""
     steps: int = 6
     """Iterations of each process."""
     rounds: int = 1
