@@ -2,9 +2,9 @@
 
 The default suite is bound by compile time. Level 0 of LLVM leaves the optimisation of the XLA
 program as it is, and compiles three times faster; without the newer emitters of fusions it takes half
-of that once more, and a program in one piece a quarter of the rest (of jaxlib 0.10: a later one may not know the flags).
-What one process has compiled, the others of
-the same session (workers, and experiments that tests start) read from a folder.
+of that once more, and a program in one piece a quarter of the rest (of jaxlib 0.10: a later one may not
+know these flags). What one process has compiled, the others of the same session (workers, and
+experiments that tests start) read from a folder.
 """
 
 import ctypes
@@ -72,7 +72,13 @@ def _share_contexts() -> None:
     from jax._src.interpreters import mlir
 
     if make := getattr(mlir, "make_ir_context", None):
-        mlir.make_ir_context = lambda: _context_of(make, threading.get_ident())
+
+        def shared():
+            if mlir.ir.Context.current is not None:  # a program that is compiled while another one is lowered
+                return make()
+            return _context_of(make, threading.get_ident())
+
+        mlir.make_ir_context = shared
 
 
 def _resident_bytes() -> float:
