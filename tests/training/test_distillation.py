@@ -133,8 +133,8 @@ def test_advantages_of_k1_are_the_teachers_beside_those_of_rewards(reward_coef):
     for old in (a_batch().old_logprobs, None):  # None: those of the sampler
         batch = a_batch()._replace(teacher=taught, old_logprobs=old)
         found = advantages(arrays, batch)
-        log_ratio = np.asarray(teachers_logprobs(a_batch()))
-        log_ratio = log_ratio - a_batch().sampler_logprobs if old is None else old
+        sampled = a_batch().sampler_logprobs if old is None else old
+        log_ratio = np.asarray(teachers_logprobs(a_batch()) - sampled)
         mask = a_batch().completion_mask
         total = expected + 0.7 * log_ratio
         np.testing.assert_allclose(found.batch.advantages[mask], total[mask], rtol=1e-4, atol=1e-5)
