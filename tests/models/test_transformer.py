@@ -132,7 +132,9 @@ def shared_hidden(config, params, *batch):
 
 def relative_differences(tree, reference):
     """‖difference‖ / ‖reference‖ for each leaf, by its path."""
-    differences = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), tree, reference)
+    differences = jax.tree.map(
+        lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), *jax.device_get((tree, reference))
+    )
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(differences)}
 
 
@@ -295,10 +297,14 @@ def test_several_models_at_once():
 @MOST_OPTIONS
 def test_scanned_layers_equal_separate_layers(config):
     params, (ids, mask, *_) = random_params(config), ragged_batch()
-    inputs = ids, geometry_of_texts(config, prompt_positions(mask), mask)
-    scanned, stacked = jax.jit(Transformer(config).apply)({"params": params}, *inputs)
-    separate = jax.jit(Transformer(config, scan_layers=False).apply)
-    hidden, layers = separate({"params": decoding_layout(params, config)}, *inputs)
+
+    @partial(jax.jit, static_argnums=0)
+    def apply(model, params):
+        params = params if model.scan_layers else decoding_layout(params, config)
+        return model.apply({"params": params}, ids, geometry_of_texts(config, prompt_positions(mask), mask))
+
+    scanned, stacked = jax.device_get(apply(Transformer(config), params))
+    hidden, layers = jax.device_get(apply(Transformer(config, scan_layers=False), params))
     np.testing.assert_allclose(hidden, scanned, atol=1e-5)
     for layer, own in enumerate(layers):
         np.testing.assert_allclose(own.keys, stacked.keys[layer], atol=1e-5)
@@ -531,8 +537,8 @@ def group_inputs():
     of_prompt = np.tril(np.ones((P_A, P_A), bool)) & PREFIX_MASK[:, None] | np.eye(P_A, dtype=bool)
     own = np.broadcast_to(np.tril(np.ones((S_A, S_A), bool)), (N_A, S_A, S_A))
     in_a_row = np.concatenate([np.repeat(PREFIX_MASK[:, None], S_A, axis=1), own], axis=-1)
-    masks = tuple(jnp.asarray(x[:, None, None, None]) for x in (of_prompt, in_a_row))
-    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes], masks
+    masks = tuple(x[:, None, None, None] for x in (of_prompt, in_a_row))
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes], masks
 
 
 CAPPED = Scores(0.8, 1.5)
@@ -564,8 +570,9 @@ def test_attention_of_groups_equals_a_loop(scores):
     np.testing.assert_allclose(attended, looped_attention(*map(np.asarray, inputs), masks, scores), atol=1e-5)
     np.testing.assert_array_equal(prompt.keys, inputs[1][:, :P_A].transpose(0, 2, 3, 1))
     np.testing.assert_array_equal(prompt.values, inputs[2][:, :P_A].swapaxes(1, 2))
-    alone, _ = attend_groups(*(x[:, :P_A] for x in inputs), masks[:1], (None,), "shared", scores)
-    np.testing.assert_allclose(alone, attended[:, :P_A], atol=1e-6)
+    first = [x[:, :P_A] for x in inputs]
+    alone, _ = jax.jit(lambda *x: attend_groups(*x, (None,), "shared", scores))(*first, masks[:1])
+    np.testing.assert_allclose(alone, np.asarray(attended)[:, :P_A], atol=1e-6)
 
 
 @each_kind_of_scores
