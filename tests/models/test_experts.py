@@ -148,7 +148,7 @@ def test_the_load_of_experts_equals_counting():
     for place in zip(*np.nonzero(mask), strict=True):
         for layer in range(layers):
             counts[layer, experts[place][layer]] += 1
-    made = load(Routing(jnp.asarray(experts), jnp.asarray(entropy)), jnp.asarray(mask), EXPERTS)
+    made = jax.jit(load, static_argnums=2)(Routing(experts, entropy), mask, EXPERTS)
     total, weight = made["expert_share"]
     assert weight == mask.sum() == made["router_entropy"][1]
     np.testing.assert_allclose(total, counts / CHOSEN, rtol=1e-6)
