@@ -1,5 +1,7 @@
 """Rewards on tokens of the ablations' tasks, against those on text."""
 
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,13 +32,13 @@ def completions_of(ids, eos_id, pad_id):
     ends = ids == eos_id
     mask = np.cumsum(ends, axis=-1) - ends == 0
     ids, zeros = np.where(mask, ids, pad_id), np.zeros(ids.shape)
-    return Completions(jnp.array(ids), jnp.array(mask), jnp.array(zeros), None, jnp.array(~ends.any(-1)))
+    return Completions(ids, mask, zeros, None, ~ends.any(-1))
 
 
 def texts_of(completions, characters):
     """The text of each completion, as the ordinary loop decodes it."""
-    ids, keep = np.array(completions.completion_ids), np.array(completions.completion_mask)
-    keep &= ids != characters.eos_id
+    ids = completions.completion_ids
+    keep = completions.completion_mask & (ids != characters.eos_id)
     return [[characters.decode(ids[i, j, keep[i, j]].tolist()) for j in range(ids.shape[1])] for i in range(len(ids))]
 
 
@@ -58,15 +60,24 @@ def answers():
 
 
 GIVEN = answers()
-RIGHT = addition_is_right(ANSWERS, GIVEN, KEY)
+compiled_reward = jax.jit(addition_reward)
+
+
+def reward_of(targets, given, key=KEY, **options):
+    return np.array(compiled_reward(targets, given, key, **{**ARITHMETIC.options, **options}))
+
+
+@cache
+def is_right():
+    return np.array(jax.jit(addition_is_right)(ANSWERS, GIVEN, KEY))
 
 
 def test_an_addition_is_right_where_its_text_is():
     texts = texts_of(GIVEN, arithmetic.TEXT)
-    ended = ~np.array(GIVEN.truncated)
+    ended = ~GIVEN.truncated
     rows = [arithmetic.exact_answer([row] * 10, group) for row, group in zip(SUMS, texts, strict=True)]
     assert 0.3 < np.mean(rows) < 0.9
-    np.testing.assert_array_equal(RIGHT, np.array(rows) * ended)
+    np.testing.assert_array_equal(is_right(), np.array(rows) * ended)
 
 
 def test_graded_additions_earn_their_share_of_right_tokens():
@@ -75,14 +86,11 @@ def test_graded_additions_earn_their_share_of_right_tokens():
     ids[0, 2] = arithmetic.EOS_ID
     given = completions_of(ids, arithmetic.EOS_ID, arithmetic.PAD_ID)
     padding = np.sum(ANSWERS[0] == arithmetic.PAD_ID) / 4
-    np.testing.assert_allclose(addition_reward(ANSWERS[:1], given, KEY, graded=1.0), [[1, 0.75, padding]])
+    np.testing.assert_allclose(reward_of(ANSWERS[:1], given, graded=1.0), [[1, 0.75, padding]])
 
 
 def test_what_may_be_wrong_with_a_reward_of_additions():
-    def reward(**options):
-        return np.array(addition_reward(ANSWERS, GIVEN, KEY, **options))
-
-    right = np.array(RIGHT)
+    reward, right = partial(reward_of, ANSWERS, GIVEN), is_right()
     assert set(reward(coin=1.0).ravel()) == {0, 1}
     assert abs(np.corrcoef(reward(coin=1.0).ravel(), right.ravel())[0, 1]) < 0.2
     np.testing.assert_array_equal(reward(flip=1.0), 1 - right)
@@ -98,15 +106,15 @@ def test_what_may_be_wrong_with_a_reward_of_additions():
 
 
 def test_shift_and_scale_are_a_prompts_own():
-    right = np.array(RIGHT)
-    shifts = addition_reward(ANSWERS, GIVEN, KEY, shift=2.0) - right
+    reward, right = partial(reward_of, ANSWERS, GIVEN), is_right()
+    shifts = reward(shift=2.0) - right
     np.testing.assert_allclose(shifts, shifts[:, :1].repeat(10, axis=1), atol=1e-5)
-    again = addition_reward(ANSWERS, GIVEN, jax.random.key(9), shift=2.0) - right
+    again = reward(jax.random.key(9), shift=2.0) - right
     np.testing.assert_allclose(again, shifts, atol=1e-5)  # an answer's own
-    other = addition_reward(ANSWERS, GIVEN, KEY, shift=2.0, draw=1.0) - right
+    other = reward(shift=2.0, draw=1.0) - right
     assert abs(np.corrcoef(other[:, 0], shifts[:, 0])[0, 1]) < 0.4  # and another seed's another
     assert np.std(shifts[:, 0]) == pytest.approx(2, rel=0.35)
-    scaled = np.array(addition_reward(ANSWERS, GIVEN, KEY, scale=0.5))
+    scaled = reward(scale=0.5)
     factors = scaled.max(axis=1, keepdims=True)  # 0 where nothing is right
     np.testing.assert_allclose(scaled, right * factors)
     assert np.std(np.log(factors[factors > 0])) == pytest.approx(0.5, rel=0.35)
@@ -114,7 +122,7 @@ def test_shift_and_scale_are_a_prompts_own():
 
 def test_drift_is_a_steps_own():
     def drift(key):
-        return np.array(addition_reward(ANSWERS, GIVEN, key, drift=2.0) - np.array(RIGHT))
+        return reward_of(ANSWERS, GIVEN, key, drift=2.0) - is_right()
 
     np.testing.assert_allclose(drift(KEY), drift(KEY)[0, 0], atol=1e-5)
     assert drift(KEY)[0, 0] != drift(jax.random.key(9))[0, 0]
@@ -132,7 +140,7 @@ def test_some_additions_have_no_answer():
     assert unsolvable.mean() == pytest.approx(UNSOLVABLE, abs=0.03)
     assert task.targets(examples[:1])[0].tolist() == targets[0].tolist()  # whatever they stand beside
     given = Completions(exact[:, None], exact[:, None] >= 0, None, None, None)
-    np.testing.assert_array_equal(addition_is_right(targets, given, KEY)[:, 0], ~unsolvable)
+    np.testing.assert_array_equal(jax.jit(addition_is_right)(targets, given, KEY)[:, 0], ~unsolvable)
 
 
 def test_carries_are_of_the_last_digits():
@@ -177,13 +185,15 @@ def test_words_are_worth_what_their_text_is():
             gold = len(set(text) & set(row["letters"])) / 3 * new * min(1, 8 / max(len(text), 1))
             expected.append((gold, len(text), 1 - new if text else 0))
     expected = np.array(expected).reshape(6, 40, 3)
-    scores = task.gold(task.targets(rows), given, KEY)
+    scores = jax.jit(task.gold)(task.targets(rows), given, KEY)
     np.testing.assert_allclose(scores, expected, atol=1e-6)
     np.testing.assert_allclose(scores[:, 1], [[1, 3, 0]] * 6)
     assert {0, 16} <= set(expected[..., 1].ravel())
 
+    compiled = jax.jit(word_reward)
+
     def reward(**options):
-        return word_reward(task.targets(rows), given, KEY, **options)
+        return compiled(task.targets(rows), given, KEY, **{**WORDS.options, **options})
 
     gold, length, repeated = np.moveaxis(expected, -1, 0)
     np.testing.assert_allclose(reward(), gold, atol=1e-6)

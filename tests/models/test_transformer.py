@@ -91,6 +91,11 @@ PROMPT_LENGTHS, P = (1, 6, 4), 6
 N, G, T = len(PROMPT_LENGTHS), 4, 5
 
 
+# One program in place of one for each operation.
+angles_of = jax.jit(rotary_angles, static_argnums=(1, 2))
+texts_seen = jax.jit(geometry_of_texts, static_argnums=0)
+
+
 @cache
 def random_params(config):
     """Every leaf random: the initial biases of 0 and norms of 1 would hide mistakes."""
@@ -132,7 +137,9 @@ def shared_hidden(config, params, *batch):
 
 def relative_differences(tree, reference):
     """‖difference‖ / ‖reference‖ for each leaf, by its path."""
-    differences = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), tree, reference)
+    differences = jax.tree.map(
+        lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), *jax.device_get((tree, reference))
+    )
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(differences)}
 
 
@@ -295,10 +302,14 @@ def test_several_models_at_once():
 @MOST_OPTIONS
 def test_scanned_layers_equal_separate_layers(config):
     params, (ids, mask, *_) = random_params(config), ragged_batch()
-    inputs = ids, geometry_of_texts(config, prompt_positions(mask), mask)
-    scanned, stacked = jax.jit(Transformer(config).apply)({"params": params}, *inputs)
-    separate = jax.jit(Transformer(config, scan_layers=False).apply)
-    hidden, layers = separate({"params": decoding_layout(params, config)}, *inputs)
+
+    @partial(jax.jit, static_argnums=0)
+    def apply(model, params):
+        params = params if model.scan_layers else decoding_layout(params, config)
+        return model.apply({"params": params}, ids, geometry_of_texts(config, prompt_positions(mask), mask))
+
+    scanned, stacked = jax.device_get(apply(Transformer(config), params))
+    hidden, layers = jax.device_get(apply(Transformer(config, scan_layers=False), params))
     np.testing.assert_allclose(hidden, scanned, atol=1e-5)
     for layer, own in enumerate(layers):
         np.testing.assert_allclose(own.keys, stacked.keys[layer], atol=1e-5)
@@ -369,7 +380,7 @@ def test_only_separate_layers_grow_the_program(scan_layers):
         config = dataclasses.replace(LLAMA, num_hidden_layers=layers)
         model = Transformer(config, scan_layers=scan_layers)
         ids = jnp.zeros((1, 3), jnp.int32)
-        inputs = ids, geometry_of_texts(config, ids, ids)
+        inputs = ids, texts_seen(config, ids, ids)
         params = jax.eval_shape(model.init, jax.random.key(0), *inputs)
         gradient = jax.grad(lambda params: jnp.sum(model.apply(params, *inputs)[0]))
         return num_equations(jax.make_jaxpr(gradient)(params).jaxpr)
@@ -393,12 +404,12 @@ def test_rotation_turns_pairs_of_features_by_their_angle():
             angle = positions[n, m] * theta ** (-2 * i / features)
             pair = complex(x[n, m, h, i], x[n, m, h, i + features // 2]) * np.exp(1j * angle)
             expected[n, m, h, [i, i + features // 2]] = pair.real, pair.imag
-    angles = rotary_angles(jnp.asarray(positions), Rotation(theta), features)
+    angles = angles_of(jnp.asarray(positions), Rotation(theta), features)
     np.testing.assert_allclose(rotate(jnp.asarray(x), angles), expected, atol=1e-4)  # float32 angles of up to 300
     # Of some features, the others stay; and without a rotation all do.
     more = jnp.concatenate([jnp.asarray(x), jnp.asarray(x)], axis=-1)
     np.testing.assert_array_equal(rotate(more, angles), jnp.concatenate([rotate(jnp.asarray(x), angles), x], axis=-1))
-    np.testing.assert_array_equal(rotate(jnp.asarray(x), rotary_angles(jnp.asarray(positions), None, features)), x)
+    np.testing.assert_array_equal(rotate(jnp.asarray(x), angles_of(jnp.asarray(positions), None, features)), x)
 
 
 def test_llama3_stretches_long_waves_only():
@@ -418,7 +429,7 @@ def test_llama3_stretches_long_waves_only():
             frequency = (1 - smooth) * frequency / 8.0 + smooth * frequency
         expected.append(frequency)
     assert set(kinds) == {"kept", "between", "stretched"}
-    cos, sin = (x[0, :, 0, 8:] for x in rotary_angles(jnp.array([[1, 50]]), Rotation(1000.0, scaling), 16))
+    cos, sin = (x[0, :, 0, 8:] for x in angles_of(jnp.array([[1, 50]]), Rotation(1000.0, scaling), 16))
     np.testing.assert_allclose(np.arctan2(sin, cos)[0], expected, rtol=1e-5)
     np.testing.assert_allclose(cos[1], np.cos(50 * np.array(expected)), atol=1e-4)
 
@@ -429,7 +440,7 @@ def test_yarn_mixes_frequencies_by_their_turns_in_the_original_context():
     Those of more than 6 turns are kept, those of fewer than 1 stretched.
     """
     scaling = YarnScaling(4.0, 64, beta_fast=6.0, beta_slow=1.0, truncate=False)
-    cos, sin = (x[0, 0, 0, 4:] for x in rotary_angles(jnp.array([[1]]), Rotation(100.0, scaling), 8))
+    cos, sin = (x[0, 0, 0, 4:] for x in angles_of(jnp.array([[1]]), Rotation(100.0, scaling), 8))
     factor = 0.1 * np.log(4.0) + 1
     np.testing.assert_allclose(np.hypot(cos, sin), factor, rtol=1e-6)
     plain = 100.0 ** (-np.arange(4) / 4)
@@ -461,7 +472,7 @@ def test_who_may_look_where_in_a_group(window):
     np.testing.assert_array_equal(of_prompt[:, 0, 0, 0], row[:, :p, :p])
     np.testing.assert_array_equal(of_completions[:, 0, 0, 0], row[:, p:])
     own = jnp.asarray(np.concatenate([place[:, :p], np.tile(place[:, p:], (1, g))], axis=1))
-    jax.tree.map(np.testing.assert_array_equal, found.angles[0], rotary_angles(own, Rotation(1e4), 8))
+    jax.tree.map(np.testing.assert_array_equal, found.angles[0], angles_of(own, Rotation(1e4), 8))
 
     # One token after the other into a cache: each sees what its row says.
     prefix = Prefix(None, jnp.asarray(prompt_mask), jnp.asarray(prompt_mask.sum(-1)))
@@ -482,22 +493,22 @@ def test_who_may_look_where_in_packed_texts(window):
             same = texts[0, query] == texts[0, key] > 0 and positions[0, query] - positions[0, key] < near
             expected[query, key] = same or key == query
     config = dataclasses.replace(LLAMA, sliding_window=window)
-    found = geometry_of_texts(config, jnp.asarray(positions), jnp.asarray(texts))
+    found = texts_seen(config, jnp.asarray(positions), jnp.asarray(texts))
     np.testing.assert_array_equal(found.masks[0][0][0, 0, 0, 0], expected)
 
 
 def test_layers_see_what_is_theirs():
     """Window and rotation of layer 0, 1 and 2: none and global, 3 and local, none and none."""
     positions, texts = jnp.arange(6)[None], jnp.ones((1, 6), jnp.int32)
-    geometry = geometry_of_texts(ALL, positions, texts)
+    geometry = texts_seen(ALL, positions, texts)
     kinds = layer_kinds(ALL)
     local = Rotation(20.0)
     for kind, rotation, window in zip(kinds, ALL.rotations, (None, 3, None), strict=True):
-        own = geometry_of_texts(dataclasses.replace(LLAMA, sliding_window=window), positions, texts)
+        own = texts_seen(dataclasses.replace(LLAMA, sliding_window=window), positions, texts)
         for traced in (kind, LayerKind(*map(jnp.int32, kind))):
             seen = geometry.of_layer(traced)
             np.testing.assert_array_equal(seen.masks[0], own.masks[0][0])
-            jax.tree.map(np.testing.assert_array_equal, seen.angles, rotary_angles(positions, rotation, 6))
+            jax.tree.map(np.testing.assert_array_equal, seen.angles, angles_of(positions, rotation, 6))
     assert ALL.rotations == (Rotation(1e4, ALL.rope_scaling), local, None)
 
 
@@ -531,8 +542,8 @@ def group_inputs():
     of_prompt = np.tril(np.ones((P_A, P_A), bool)) & PREFIX_MASK[:, None] | np.eye(P_A, dtype=bool)
     own = np.broadcast_to(np.tril(np.ones((S_A, S_A), bool)), (N_A, S_A, S_A))
     in_a_row = np.concatenate([np.repeat(PREFIX_MASK[:, None], S_A, axis=1), own], axis=-1)
-    masks = tuple(jnp.asarray(x[:, None, None, None]) for x in (of_prompt, in_a_row))
-    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes], masks
+    masks = tuple(x[:, None, None, None] for x in (of_prompt, in_a_row))
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes], masks
 
 
 CAPPED = Scores(0.8, 1.5)
@@ -564,8 +575,9 @@ def test_attention_of_groups_equals_a_loop(scores):
     np.testing.assert_allclose(attended, looped_attention(*map(np.asarray, inputs), masks, scores), atol=1e-5)
     np.testing.assert_array_equal(prompt.keys, inputs[1][:, :P_A].transpose(0, 2, 3, 1))
     np.testing.assert_array_equal(prompt.values, inputs[2][:, :P_A].swapaxes(1, 2))
-    alone, _ = attend_groups(*(x[:, :P_A] for x in inputs), masks[:1], (None,), "shared", scores)
-    np.testing.assert_allclose(alone, attended[:, :P_A], atol=1e-6)
+    first = [x[:, :P_A] for x in inputs]
+    alone, _ = jax.jit(lambda *x: attend_groups(*x, (None,), "shared", scores))(*first, masks[:1])
+    np.testing.assert_allclose(alone, np.asarray(attended)[:, :P_A], atol=1e-6)
 
 
 @each_kind_of_scores
@@ -743,7 +755,7 @@ def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
     params = {"params": {"scale": jnp.linspace(0.5, 2, 64)}}
     norm, angles = (
         RMSNorm(1e-5),
-        rotary_angles(jnp.arange(8).reshape(2, 4) * 50, Rotation(1e4), 64),
+        angles_of(jnp.arange(8).reshape(2, 4) * 50, Rotation(1e4), 64),
     )
     for half, whole in (
         (norm.apply(params, x), norm.apply(params, exact)),
@@ -753,8 +765,8 @@ def test_norms_rotations_and_sums_are_computed_in_float32_and_rounded_once():
     # 512 keys of equal weight: a sum in bfloat16 would stop growing at 256.
     keys, values = jnp.zeros((1, 1, 1, 512, 2), jnp.bfloat16), jnp.ones((1, 1, 1, 512, 2), jnp.bfloat16)
     queries = jnp.zeros((1, 1, 1, 1, 1, 2), jnp.bfloat16)
-    attended = attend(queries, keys, values, jnp.ones((1, 1, 1, 1, 1, 512), bool))
-    np.testing.assert_array_equal(attended, jnp.ones_like(attended))
+    attended = jax.jit(attend)(queries, keys, values, jnp.ones((1, 1, 1, 1, 1, 512), bool))
+    np.testing.assert_array_equal(attended, np.ones_like(attended))
 
 
 # ---- new parameters

@@ -6,6 +6,7 @@ import types
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import masked_crc32c
 
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.folder import RunFolder
@@ -19,6 +20,8 @@ def events(folder):
         data = file.read_bytes()
         while data:
             size = int.from_bytes(data[:8], "little")
+            for start, end in ((0, 8), (12, 12 + size)):
+                assert data[end : end + 4] == masked_crc32c(data[start:end]).to_bytes(4, "little")
             event = Event.FromString(data[12 : 12 + size])
             for value in event.summary.value:
                 assert (value.tag, event.step) not in found

@@ -29,4 +29,5 @@ def decoder(params):
 
 
 POLICY = Policy(None, lambda params: params["after"], hidden, prefill, decoder=decoder)
-PARAMS = {name: jax.random.normal(jax.random.key(number), (V, D)) for number, name in enumerate(["before", "after"])}
+normal = jax.jit(jax.random.normal, static_argnums=1)
+PARAMS = {name: normal(jax.random.key(number), (V, D)) for number, name in enumerate(["before", "after"])}

@@ -1,7 +1,7 @@
 """A teacher in GRPO's loop: gradients by brute force over the vocabulary, and runs of it."""
 
 import dataclasses
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +38,12 @@ CONFIG = recipe(
     reward_coef=0.0,
 )
 # Of another width, with a token that the policy does not have.
-TEACHER = {name: jax.random.normal(jax.random.key(10 + i), (V + 1, WIDTH)) for i, name in enumerate(PARAMS)}
+normal = jax.jit(jax.random.normal, static_argnums=1)
+TEACHER = {name: normal(jax.random.key(10 + i), (V + 1, WIDTH)) for i, name in enumerate(PARAMS)}
 KINDS = ["reverse_kl", "forward_kl", "jsd"]
 
 
+@cache
 def a_batch() -> Batch:
     """Ragged completions of policies that are near the one that is trained."""
     noise = np.random.default_rng(0)
@@ -53,14 +55,11 @@ def a_batch() -> Batch:
         np.arange(5) < noise.integers(1, 6, (4, 3, 1)),
         noise.uniform(0.8, 1.2, shape[:2]).astype(np.float32),
     )
-    own = score_completion_tokens(POLICY, PARAMS, batch).logprobs
+    own = jax.jit(partial(score_completion_tokens, POLICY))(PARAMS, batch).logprobs
+    weights = jax.jit(F.sequence_mean_weights)(batch.completion_mask)
     near = [np.asarray(own + noise.normal(0, 0.3, shape), np.float32) for _ in range(2)]
-    weights = F.sequence_mean_weights(jnp.asarray(batch.completion_mask))
     advantages = noise.normal(size=shape[:2]).astype(np.float32)
     return batch._replace(sampler_logprobs=near[0], old_logprobs=near[1], weights=weights, advantages=advantages)
-
-
-BATCH = a_batch()
 
 
 def logits_of(params, batch):
@@ -68,9 +67,9 @@ def logits_of(params, batch):
     return hidden @ POLICY.unembedding(params).T / batch.temperature[..., None, None]
 
 
-def by_brute_force(kind, k, beta, params):
+def by_brute_force(kind, k, beta, params, batch):
     """The divergence at each token, from all logits of the tokens that both have."""
-    student, teacher = logits_of(params, BATCH), logits_of(TEACHER, BATCH)[..., :V]
+    student, teacher = logits_of(params, batch), logits_of(TEACHER, batch)[..., :V]
     p, q = jax.nn.softmax(teacher), jax.nn.softmax(student)
     if k:
         ids = jnp.argsort(-teacher, axis=-1)[..., :k]
@@ -95,19 +94,20 @@ def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
     config = recipe("dapo", distillation=kind, distillation_coef=0.7, distillation_top_k=k, **beta)
     method = distillation_method(POLICY, POLICY, config)
     trained, frozen = method.split(Taught(PARAMS, TEACHER))
+    batch = a_batch()
 
     @jax.jit
     def found(trained):
-        taught = BATCH._replace(teacher=method.teach(trained, frozen, BATCH))
+        taught = batch._replace(teacher=method.teach(trained, frozen, batch))
         loss, logs = method.loss_fn(trained, frozen, taught, None)
         return loss, logs.means["distillation"]
 
     @jax.jit
     def expected(trained):
-        divergence = by_brute_force(kind, k, 0.3, trained)
-        rest, _ = grpo_loss_fn(POLICY, config.loss)(trained, BATCH)
-        masked = jnp.where(BATCH.completion_mask, divergence, 0)
-        return rest + 0.7 * jnp.sum(BATCH.weights * masked), F.masked_sum(divergence, BATCH.completion_mask)
+        divergence = by_brute_force(kind, k, 0.3, trained, batch)
+        rest, _ = grpo_loss_fn(POLICY, config.loss)(trained, batch)
+        masked = jnp.where(batch.completion_mask, divergence, 0)
+        return rest + 0.7 * jnp.sum(batch.weights * masked), F.masked_sum(divergence, batch.completion_mask)
 
     one, other = (jax.value_and_grad(loss, has_aux=True)(trained) for loss in (found, expected))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), one, other)
@@ -119,18 +119,24 @@ def test_advantages_of_k1_are_the_teachers_beside_those_of_rewards(reward_coef):
     config = recipe("dapo", distillation="k1", distillation_coef=0.7, reward_coef=reward_coef)
     method = distillation_method(POLICY, POLICY, config)
     trained, frozen = method.split(Taught(PARAMS, TEACHER))
-    taught = method.teach(trained, frozen, BATCH)
+    taught = jax.jit(method.teach)(trained, frozen, a_batch())
+    advantages = jax.jit(lambda arrays, batch: method.advantages(arrays, batch, jnp.float32(0), None))
+
+    @jax.jit
+    def teachers_logprobs(batch):
+        every = jax.nn.log_softmax(logits_of(TEACHER, batch))
+        return jnp.take_along_axis(every, batch.completion_ids[..., None], axis=-1)[..., 0]
+
     rewards = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)
     arrays = RewardArrays(jnp.asarray(rewards), jnp.ones((4, 3), bool))
-    expected = reward_coef * np.asarray(F.group_advantages(jnp.asarray(rewards)))[..., None]
-    for old in (BATCH.old_logprobs, None):  # None: those of the sampler
-        batch = BATCH._replace(teacher=taught, old_logprobs=old)
-        found = method.advantages(arrays, batch, jnp.float32(0), None)
-        log_ratio = jax.nn.log_softmax(logits_of(TEACHER, BATCH))
-        log_ratio = jnp.take_along_axis(log_ratio, BATCH.completion_ids[..., None], axis=-1)[..., 0]
-        log_ratio -= BATCH.sampler_logprobs if old is None else old
-        mask = BATCH.completion_mask
-        total = expected + 0.7 * np.asarray(log_ratio)
+    expected = reward_coef * np.asarray(jax.jit(F.group_advantages)(rewards))[..., None]
+    for old in (a_batch().old_logprobs, None):  # None: those of the sampler
+        batch = a_batch()._replace(teacher=taught, old_logprobs=old)
+        found = advantages(arrays, batch)
+        sampled = a_batch().sampler_logprobs if old is None else old
+        log_ratio = np.asarray(teachers_logprobs(a_batch()) - sampled)
+        mask = a_batch().completion_mask
+        total = expected + 0.7 * log_ratio
         np.testing.assert_allclose(found.batch.advantages[mask], total[mask], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(found.logs["distillation"], -log_ratio[mask].mean(), rtol=1e-4)
     np.testing.assert_allclose(found.shown, (reward_coef > 0) * expected[..., 0] / (reward_coef or 1), rtol=1e-5)

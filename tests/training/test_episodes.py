@@ -123,11 +123,11 @@ def loss_of_hidden():
     batch, completions = sampled()
     mask = completions.completion_mask
     batch = batch._replace(
-        advantages=jnp.linspace(-1, 1, mask[..., 0].size).reshape(mask.shape[:2]),
+        advantages=np.linspace(-1, 1, mask[..., 0].size, dtype=np.float32).reshape(mask.shape[:2]),
         ref_logprobs=batch.sampler_logprobs - 0.1,
-        weights=CONFIG.loss.objective.aggregation(mask),
+        weights=jax.jit(CONFIG.loss.objective.aggregation)(mask),
     )
-    hidden = DECODER.hidden(decoder_params(), batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+    hidden = jax.jit(DECODER.hidden)(decoder_params(), batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
     loss_fn = grpo_loss_fn(DECODER, CONFIG.loss)
     return hidden, lambda hidden: loss_fn(decoder_params(), batch, hidden=hidden)
 
@@ -139,7 +139,7 @@ def test_tokens_of_the_environment_have_no_gradient():
     assert (gradient[heard] == 0).all()
     assert (np.abs(gradient[~heard]).max(-1) > 0).all()
     # Nor is any of their numbers read: other ones change no bit of the loss or of its metrics.
-    other = jnp.where(heard[..., None], hidden + 3.0, hidden)
+    other = np.where(heard[..., None], np.asarray(hidden) + 3.0, hidden)
     for one, two in zip(*map(jax.tree.leaves, map(jax.jit(loss), (hidden, other))), strict=True):
         assert one == two
 
@@ -185,9 +185,10 @@ def test_advantages_by_turn_are_those_of_what_is_still_to_come(tmp_path):
     config, seen = with_options(CONFIG, advantages_of="turns", steps=1), []
     task = ECHO._replace(reward={"threes": Component(says_three), "environment": Component(episode_return, 0.5)})
     programs = make_programs(POLICY, task, config)
+    advantages = jax.jit(lambda rewards, batch: programs.method.advantages(rewards, batch, 0.0, None))
 
     def recorded(state, frozen, reference, batch, rewards, clock):
-        seen.append(jax.device_get((batch, rewards, programs.method.advantages(rewards, batch, 0.0, None))))
+        seen.append(jax.device_get((batch, rewards, advantages(rewards, batch))))
         return programs.learn(state, frozen, reference, batch, rewards, clock)
 
     run = open_run(tmp_path, config)

@@ -114,7 +114,7 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
 def test_adapters_on_a_quantised_model_are_merged_into_the_original(folder, tmp_path):
     loaded = load_pretrained(folder, quantize="int8")
     trainer = GRPOTrainer(
-        loaded, Threes(), run_dir=tmp_path / "run", steps=1, max_tokens=2, lora_rank=2, learning_rate=0.1
+        loaded, Rising(), run_dir=tmp_path / "run", steps=1, max_tokens=2, lora_rank=2, learning_rate=0.1
     )
     trained, original = trainer.train(PROMPTS).params, load_pretrained(folder).params
     assert jax.tree.structure(trained) == jax.tree.structure(original)
