@@ -20,6 +20,7 @@ from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters, merge, sites
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.quantised import dequantise_params
 from grpo_jax.planning.memory import num_params
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation
@@ -151,6 +152,35 @@ def test_peft_computes_what_a_saved_adapter_says(family, tmp_path):
     with torch.no_grad():
         logits = model(torch.tensor(np.concatenate([ids, completion[0]], axis=1)).long()).logits
     np.testing.assert_allclose(found, torch.log_softmax(logits, -1)[0, P - 1 : -1, 5].numpy(), atol=1e-4)
+
+
+@pytest.mark.slow
+@each_family()
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_base_is_sampled_scored_and_exported(family, kind, tmp_path):
+    """With adapters on it; what is computed is of the numbers that its codes stand for."""
+    config, _ = golden(family)
+    policy, params = decoder_policy(config), adapted(family)
+    on_codes = params._replace(base=load_params(GOLDEN / FULLEST[family], config, quantize=kind))
+    on_numbers = params._replace(base=dequantise_params(on_codes.base))
+
+    @jax.jit
+    def sample(params):
+        rows = np.arange(N * G).reshape(N, G)
+        return sample_groups(policy, params, *prompts(), rows, jax.random.key(0), max_tokens=T, eos_ids=(99,))
+
+    @jax.jit
+    def score(params):
+        batch = a_batch(sampled.completion_ids)._replace(temperature=np.ones((N, G), np.float32))
+        return score_completion_tokens(policy, params, batch).logprobs
+
+    sampled = sample(on_codes)
+    np.testing.assert_allclose(score(on_codes), score(on_numbers), atol=1e-5)
+    np.testing.assert_allclose(sampled.sampler_logprobs, score(on_codes), atol=1e-4)
+    assert np.abs(score(on_codes) - score(params)).max() > 1e-2
+    folder = save_adapter(tmp_path / "out", on_codes, base="base", fused_projections=config.fused_projections)
+    again = load_adapter(folder, params.base)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), merge(again), merge(params))
 
 
 @each_family("gemma2")

@@ -65,6 +65,9 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
         pytest.param(
             "int8", TINY, {"lora_rank": 8, "quantize": "int8"}, 16, ("sample", "learn"), marks=pytest.mark.slow
         ),
+        pytest.param(
+            "experts, nf4", MIXTURE, {"lora_rank": 8, "quantize": "nf4"}, 16, ("learn",), marks=pytest.mark.slow
+        ),
         pytest.param("ppo", TINY, {"critic": "own"}, 16, ("learn",), marks=pytest.mark.slow),
         pytest.param("experts", MIXTURE, {}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param("long", TINY, {"max_tokens": 256}, 16, ("sample", "learn"), marks=pytest.mark.slow),
