@@ -50,7 +50,7 @@ OldLogprobs = Literal["trainer", "sampler"]
 Distillation = Literal["none", "reverse_kl", "forward_kl", "jsd", "k1"]
 Decay = Literal["none", "linear", "cosine"]
 Parallel = Literal["auto", "pmap", "mesh"]
-PlannedRemat = Literal["auto", "none", "layer"]
+PlannedRemat = Literal["auto", "none", "layer", "offload"]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -74,7 +74,8 @@ class ModelOptions:
     parameters. Needs lora_rank."""
     remat: PlannedRemat = "auto"
     """What the backward pass computes again to save memory. none: norms, rotations and attention's scores. layer: whole
-    layers. Results differ by rounding alone. auto: layer where the memory of the device asks for it, in runs of GRPO
+    layers, from what goes into each. offload: the same, and what goes in waits in the host's memory; on a CPU nothing is
+    gained. Results differ by rounding alone. auto: layer where the memory of the device asks for it, in runs of GRPO
     and PPO; else none."""
     attention: AttentionKind = "auto"
     """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for

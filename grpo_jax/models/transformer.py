@@ -160,6 +160,13 @@ def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Modul
     """
     kept = _KEPT if config.remat == "none" else ("routed",) if config.experts else ()
     policy = jax.checkpoint_policies.save_only_these_names(*kept) if kept else None
+    if config.remat == "offload":
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=kept,
+            names_which_can_be_offloaded=["input"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
     return nn.remat(block, prevent_cse=False, policy=policy)
 
 
@@ -182,7 +189,7 @@ class Block(nn.Module):
         def after(name: str, x: jax.Array) -> jax.Array:
             return x if config.norms == "before" else norm(config, name)(checkpoint_name(x, "output"))
 
-        x = spread(x, rows)
+        x = checkpoint_name(spread(x, rows), "input")
         normed = before("input_norm", x)
         attended, key_values = Attention(config, name="attention")(normed, geometry.of_layer(kind), past)
         x = checkpoint_name(spread(x + after("attention_output_norm", attended), rows), "middle")

@@ -108,8 +108,8 @@ def case_of(name: str) -> Case:
         return Case(config, grpo_method(policy, config), jax.jit(policy.init)(jax.random.key(0)), policy)
     config = recipe("grpo", **options, epochs=2, microbatches=2, kl_coef=0.2)
     policy = DECODER
-    if "experts" in name:
-        policy = decoder_policy(EXPERTS)
+    if "experts" in name or name == "offload":
+        policy = decoder_policy(dataclasses.replace(EXPERTS, remat="offload") if name == "offload" else EXPERTS)
         params = jax.jit(policy.init)(jax.random.key(0))
     if name in ("int8", "nf4", "nf4 experts"):
         params = quantise_params(params, name.split()[0])
@@ -200,6 +200,12 @@ def test_updates_have_the_gradients_of_one_device(name, devices):
 @pytest.mark.parametrize("name", ["shared", "moving", "other", "adapted experts", "nf4 experts"])
 def test_updates_of_other_kinds_have_the_gradients_of_one_device(name):
     compare(gradients(name, 1), gradients(name, ALL), 2e-6 if "experts" in name else 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [PMAP, ALL])
+def test_inputs_of_layers_that_wait_on_the_host_change_no_gradient(devices):
+    compare(gradients("experts", 1), gradients("offload", devices), 2e-6)
 
 
 def compare(one: Any, other: Any, most: float = 1e-6) -> None:
