@@ -74,8 +74,8 @@ class ModelOptions:
     parameters. Needs lora_rank."""
     remat: PlannedRemat = "auto"
     """What the backward pass computes again to save memory. none: norms, rotations and attention's scores. layer: whole
-    layers, from what goes into each. offload: the same, and what goes in waits in the host's memory; on a CPU nothing is
-    gained. Results differ by rounding alone. auto: layer where the memory of the device asks for it, in runs of GRPO
+    layers, from what goes into each. offload: the same, and what goes in waits in the host's memory. That gains nothing
+    on a CPU. Results differ by rounding alone. auto: layer where the memory of the device asks for it, in runs of GRPO
     and PPO; else none."""
     attention: AttentionKind = "auto"
     """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for

@@ -186,8 +186,8 @@ class ModelConfig:
             raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
         if self.attention == "cudnn" and (self.head_dim % 8 or self.head_dim > 256):
             raise UsageError(
-                f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {self.head_dim}: '
-                'set it to "auto", "shared" or "xla"'
+                f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {self.head_dim}'
+                ': set it to "auto", "shared" or "xla"'
             )
         if self.attention in ("xla", "cudnn") and self.attn_logit_softcapping is not None:
             raise UsageError(
