@@ -278,7 +278,7 @@ def costs(plan: Plan) -> dict[str, tuple[float, float]]:
     rollout = shapes.Shape(plan.model, together, own.prompt_tokens, own.max_tokens, own.group_size)
     cost = shapes.cost_of(rollout, element=2 if plan.model.dtype == "bfloat16" else 4)
     forward, critics = cost.forward_flops / cut, 2 if own.critic == "own" else 1
-    passes = 4 if plan.model.remat == "layer" else 3
+    passes = 3 if plan.model.remat == "none" else 4
     return {
         "sample": (forward, cost.sample_bytes / cut),
         "score": (forward * critics, 0.0),

@@ -46,10 +46,11 @@ Preset = Literal[
 Divergence = Literal["preset", "full", "reverse"]
 AdvantagesOf = Literal["sum", "components", "turns", "spans"]
 Correction = Literal["none", "token", "sequence", "icepop", "geometric"]
+OldLogprobs = Literal["trainer", "sampler"]
 Distillation = Literal["none", "reverse_kl", "forward_kl", "jsd", "k1"]
 Decay = Literal["none", "linear", "cosine"]
 Parallel = Literal["auto", "pmap", "mesh"]
-PlannedRemat = Literal["auto", "none", "layer"]
+PlannedRemat = Literal["auto", "none", "layer", "offload"]
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -73,7 +74,8 @@ class ModelOptions:
     parameters. Needs lora_rank."""
     remat: PlannedRemat = "auto"
     """What the backward pass computes again to save memory. none: norms, rotations and attention's scores. layer: whole
-    layers. Results differ by rounding alone. auto: layer where the memory of the device asks for it, in runs of GRPO
+    layers, from what goes into each. offload: the same, and what goes in waits in the host's memory. That gains nothing
+    on a CPU. Results differ by rounding alone. auto: layer where the memory of the device asks for it, in runs of GRPO
     and PPO; else none."""
     attention: AttentionKind = "auto"
     """shared: plain JAX, for any device. xla, cudnn: jax.nn.dot_product_attention; cudnn is flash attention, for
@@ -181,6 +183,11 @@ class LossConfig:
     one reward does not hide another, and the preset's own advantage is not used. turns: for each turn of an
     episode, the reward from this turn on, standardised among the episodes of its group that have that turn. spans: the
     same for the parts of a completion, where a reward returns (start, end, reward) for each."""
+    old_logprobs: OldLogprobs = "trainer"
+    """Whose numbers the ratio is taken against, both of the policy before the update. trainer: those of the pass that
+    is differentiated. sampler: those of the program that samples, so that what the two programs round differently is in
+    the ratio. They take no pass; with `staleness` the sampler's program is run again on the completions, which takes as
+    long as sampling."""
     correction: Correction = "none"
     """Importance weights that multiply advantages. w is the trainer's probability over the sampler's. token: min(w, 2)
     of tokens. sequence: min(w, 3) of completions. icepop: w of tokens where it is in [0.5, 5], else 0. geometric: 1 for
@@ -769,6 +776,15 @@ def _validate_advantages(config: GRPOConfig) -> None:
         loss.correction == "none" or not loss.objective.ratio_to_sampler,
         f"correction {loss.correction} compares the sampler with the trainer, but preset {loss.preset} takes its ratio "
         "against the sampler already: leave it out",
+    )
+    _require(
+        loss.old_logprobs == "trainer" or not loss.objective.ratio_to_sampler,
+        f"preset {loss.preset} takes its ratio against the sampler already: leave old_logprobs out",
+    )
+    _require(
+        loss.old_logprobs == "trainer" or loss.correction == "none" or sampling.staleness > 0,
+        f"correction {loss.correction} weighs the sampler against old_logprobs, which are its own without staleness: "
+        "leave one of them out",
     )
     _require(
         loss.correction != "geometric" or (sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0),

@@ -36,7 +36,7 @@ _POSITIVE = (
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 Norms = Literal["before", "after", "around"]
 Dtype = Literal["float32", "bfloat16"]
-Remat = Literal["none", "layer"]
+Remat = Literal["none", "layer", "offload"]
 Router = Literal["trained", "frozen"]
 AttentionKind = Literal["auto", "shared", "xla", "cudnn"]
 
@@ -147,7 +147,7 @@ class ModelConfig:
     # Of activations and matrix products; norms, rotations and softmax are computed in float32.
     dtype: Dtype = "float32"
     # What the backward pass computes again. "none": norms, rotations and attention's scores, but no projection;
-    # "layer": all of a layer.
+    # "layer": all of a layer, from what goes into it; "offload": the same, and what goes in waits in the host's memory.
     remat: Remat = "none"
     # Over prompt and completion in a row. "shared": two products and a softmax between them. "xla" and "cudnn": by
     # jax.nn.dot_product_attention; cudnn is flash attention, for bfloat16 on NVIDIA GPUs. "auto": cudnn where it can be
@@ -184,6 +184,11 @@ class ModelConfig:
                 raise UsageError(f"{name} is {shown(getattr(self, name))}: choose one of {get_args(choices)}")
         if self.attention == "cudnn" and self.dtype != "bfloat16":
             raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
+        if self.attention == "cudnn" and (self.head_dim % 8 or self.head_dim > 256):
+            raise UsageError(
+                f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {self.head_dim}'
+                ': set it to "auto", "shared" or "xla"'
+            )
         if self.attention in ("xla", "cudnn") and self.attn_logit_softcapping is not None:
             raise UsageError(
                 f'attention "{self.attention}" does not compute attn_logit_softcapping: set it to "auto" or "shared"'

@@ -24,6 +24,7 @@ from grpo_jax.errors import missing
 from grpo_jax.functional.numerics import transposed
 from grpo_jax.models import sharding
 from grpo_jax.models.config import ExpertsConfig
+from grpo_jax.models.quantised import beside, dequantised, is_quantised
 
 try:
     from flax import linen as nn
@@ -54,9 +55,9 @@ class Experts(nn.Module):
             "up_proj": (config.num_experts, width, config.moe_intermediate_size),
             "down_proj": (config.num_experts, config.moe_intermediate_size, width),
         }
-        router = Kernel((width, config.num_experts), self.is_decoding, name="router")(jnp.float32)["kernel"]
+        router = Kernel((width, config.num_experts), self.is_decoding, name="router")(x, jnp.float32)["kernel"]
         router = jax.lax.stop_gradient(router) if self.has_frozen_router else router
-        kernels = {name: Kernel(shape, self.is_decoding, name=name)(x.dtype) for name, shape in shapes.items()}
+        kernels = {name: Kernel(shape, self.is_decoding, name=name)(x, x.dtype) for name, shape in shapes.items()}
 
         def mixed(x: jax.Array, router: jax.Array, kernels: Any) -> tuple[jax.Array, Routing]:
             tokens = x.reshape(-1, width)
@@ -71,20 +72,25 @@ class Experts(nn.Module):
 
 
 class Kernel(nn.Module):
-    """A parameter `kernel`, and of its adapter `a` and `b` where the collection "lora" has them."""
+    """A parameter `kernel`, which may be `Quantised`, and of its adapter `a` and `b` where "lora" has them."""
 
     shape: tuple[int, ...]
     is_decoding: bool
 
     @nn.compact
-    def __call__(self, dtype):
-        """The arrays by name, where they are used."""
-        arrays = {"kernel": self.param("kernel", nn.initializers.zeros, self.shape)}
-        arrays |= {leaf: self.get_variable("lora", leaf) for leaf in "ab" if self.has_variable("lora", leaf)}
-        arrays = {leaf: x.astype(dtype) for leaf, x in arrays.items()}
+    def __call__(self, x, dtype):
+        """The arrays by name, where they are used with x."""
+        leaves = [leaf for leaf in "ab" if self.has_variable("lora", leaf)]
+        arrays: dict[str, Any] = {leaf: self.get_variable("lora", leaf).astype(dtype) for leaf in leaves}
+        kernel: Any = self.get_variable("params", "kernel")
+        if is_quantised(kernel):  # what travels on a mesh are the codes
+            kernel = beside(kernel, x) if self.is_decoding else sharding.put_together(str(self.name), "kernel", kernel)
+            arrays["kernel"] = dequantised(kernel, dtype)
+        else:
+            arrays["kernel"] = self.param("kernel", nn.initializers.zeros, self.shape).astype(dtype)
         if self.is_decoding:
             return arrays
-        return {leaf: sharding.put_together(str(self.name), leaf, x) for leaf, x in arrays.items()}
+        return {leaf: sharding.put_together(str(self.name), leaf, y) for leaf, y in arrays.items()}
 
 
 def _shared_out(

@@ -347,9 +347,11 @@ def load_params(
 
     def load(tensor: Tensor, leaf: Any, target: Any) -> Any:
         if is_quantised(leaf):
-            read = (read_tensor(found, tensor.name.format(layer)) for layer in range(leaf.shape[0]))
+            read = (
+                read_tensor(found, tensor.name.format(*place)) for place in np.ndindex(leaf.shape[: tensor.stacked])
+            )
             rounded = (x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype) for x in read)
-            return _quantised((tensor.to_leaf(x, leaf.shape[1:]) for x in rounded), leaf, target)
+            return _quantised((tensor.to_leaf(x, leaf.shape[tensor.stacked :]) for x in rounded), leaf, target)
 
         def part(index: Any) -> np.ndarray:
             """What one device holds, a tuple of slices: of each layer its part."""
@@ -376,15 +378,15 @@ def _quantised(kernels: Iterator[np.ndarray], leaf: Quantised, target: Any) -> Q
     """The kernels of all layers, quantised one by one on the host, and then put where they belong.
 
     Args:
-      kernels: `[*in, *out]` of each layer.
+      kernels: `[*in, *out]` of each layer, or of each expert of each layer.
       leaf: shapes of the result.
       target: its shardings.
     """
     whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), leaf)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for layer, kernel in enumerate(kernels):
+        for place, kernel in zip(np.ndindex(whole.codes.shape[:-2]), kernels, strict=True):
             one = quantise(kernel, leaf.in_shape, leaf.out_shape, leaf.format)
-            whole.codes[layer], whole.scales[layer] = one.codes, one.scales
+            whole.codes[place], whole.scales[place] = one.codes, one.scales
 
     def put(x: np.ndarray, target: jax.sharding.Sharding) -> jax.Array:
         return jax.block_until_ready(jax.make_array_from_callback(x.shape, target, lambda index: x[index]))

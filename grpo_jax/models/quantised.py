@@ -1,7 +1,7 @@
 """Frozen weights in 8 or 4 bits, from which a kernel is computed where it is used: the base of QLoRA (2305.14314).
 
-Only the kernels of projections are quantised. Embeddings, norms and biases stay as they are. Both formats take the
-largest weight M of a group of weights, and keep a code q of each:
+Only the kernels of projections are quantised, those of experts too. Embeddings, norms, biases and routers stay as they
+are. Both formats take the largest weight M of a group of weights, and keep a code q of each:
 
 - int8: W ≈ q · M / 127, q = round(127 W / M), a group is all weights of one output (LLM.int8, 2208.07339). M / 127 is
   kept in float32.
@@ -9,13 +9,14 @@ largest weight M of a group of weights, and keep a code q of each:
   nearest to W / M. A group is 64 inputs of one output. M is kept in bfloat16, so that a weight takes 4.25 bits; QLoRA's
   second quantisation, of M itself, would make that 4.13.
 
-Letters: L layers, I inputs and O outputs of a projection, all axes of heads in one.
+Letters: L layers, I inputs and O outputs of a projection, all axes of heads in one. Of a mixture of experts an axis X
+of experts stands behind L.
 """
 
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import Params
+from grpo_jax.models.sharding import mesh_sizes
 
 Format = Literal["int8", "nf4"]
 Quantize = Literal["none", "int8", "nf4"]
@@ -97,6 +99,20 @@ def dequantised(kernel: Quantised, dtype: Any) -> jax.Array:
     return matrix.astype(dtype).reshape(kernel.shape)
 
 
+def beside(kernel: Quantised, x: jax.Array) -> Quantised:
+    """A kernel that is there only when x is, for the loop over tokens: else XLA dequantises all layers before it.
+
+    Args:
+      kernel: of a layer.
+      x: what it is multiplied with.
+    """
+    if mesh_sizes() is None:
+        # XLA on CPU takes barriers out before it orders what it computes. What depends on x it has to leave behind x.
+        never = x[(0,) * x.ndim] > jnp.inf
+        return replace(kernel, codes=kernel.codes ^ never.astype(kernel.codes.dtype))
+    return jax.lax.optimization_barrier((kernel, x))[0]  # a number of x is on one device
+
+
 def quantise_params(params: Params, format: Quantize) -> Params:
     """Parameters with the kernels of all projections quantised.
 
@@ -108,19 +124,17 @@ def quantise_params(params: Params, format: Quantize) -> Params:
       The parameters. They are frozen: LoRA's adapters are trained on them.
 
     Raises:
-      UsageError: they are quantised already, or are of a mixture of experts.
+      UsageError: they are quantised already.
     """
     if format == "none":
         return params
-    names = {str(getattr(key, "key", "")) for path, _ in jax.tree_util.tree_leaves_with_path(params) for key in path}
-    if "router" in names:
-        raise UsageError(f"quantize {format} is not of mixtures of experts: set it to none")
     if holds_quantised(params):
         raise UsageError("these parameters are quantised already: give those of the original model")
 
     def leaf(path: Any, x: jax.Array) -> Any:
         names = [str(getattr(key, "key", "")) for key in path]
-        is_projection = names[-4:-3] == ["layers"] and names[-1] == "kernel"  # layers, block, projection, kernel
+        is_kernel = names[-4:-3] == ["layers"] and names[-1] == "kernel"  # layers, block, projection, kernel
+        is_projection = is_kernel and names[-2] != "router"
         return quantise(x, *split_shape(names[-2], x.shape)[1:], format) if is_projection else x
 
     return jax.tree_util.tree_map_with_path(leaf, params)

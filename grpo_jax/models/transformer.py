@@ -12,7 +12,6 @@ M = P + G·S tokens of a group, C tokens of the cache, D features, F features of
 K key-value heads, Q = H/K query heads that share one key-value head, E features of a head, L layers, V vocabulary.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -31,7 +30,7 @@ from grpo_jax.models.config import Activation, ModelConfig
 from grpo_jax.models.config import Params as Params
 from grpo_jax.models.experts import Experts
 from grpo_jax.models.geometry import Geometry, LayerKind, Seen, layer_kinds
-from grpo_jax.models.quantised import Quantised, dequantised, holds_quantised, is_quantised
+from grpo_jax.models.quantised import Quantised, beside, dequantised, holds_quantised, is_quantised
 from grpo_jax.models.rotary import rotate
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
 
@@ -161,6 +160,13 @@ def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Modul
     """
     kept = _KEPT if config.remat == "none" else ("routed",) if config.experts else ()
     policy = jax.checkpoint_policies.save_only_these_names(*kept) if kept else None
+    if config.remat == "offload":
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=kept,
+            names_which_can_be_offloaded=["input"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
     return nn.remat(block, prevent_cse=False, policy=policy)
 
 
@@ -183,7 +189,7 @@ class Block(nn.Module):
         def after(name: str, x: jax.Array) -> jax.Array:
             return x if config.norms == "before" else norm(config, name)(checkpoint_name(x, "output"))
 
-        x = spread(x, rows)
+        x = checkpoint_name(spread(x, rows), "input")
         normed = before("input_norm", x)
         attended, key_values = Attention(config, name="attention")(normed, geometry.of_layer(kind), past)
         x = checkpoint_name(spread(x + after("attention_output_norm", attended), rows), "middle")
@@ -326,17 +332,8 @@ class Linear(nn.Module):
 
 
 def _times_quantised(x: jax.Array, kernel: Quantised) -> jax.Array:
-    """x `[M, I]` times a quantised kernel -> `[M, O]`, in decoding, where the kernel is dequantised when x is there.
-
-    Otherwise XLA dequantises all layers before the loop over tokens, and holds them.
-    """
-    if sharding.mesh_sizes() is None:
-        # XLA on CPU takes barriers out before it orders what it computes. What depends on x it has to leave behind x.
-        never = x[0, 0] > jnp.inf
-        kernel = dataclasses.replace(kernel, codes=kernel.codes ^ never.astype(kernel.codes.dtype))
-    else:  # a number of x is on one device
-        kernel, x = jax.lax.optimization_barrier((kernel, x))
-    return product(x, dequantised(kernel, x.dtype).reshape(x.shape[-1], -1))
+    """x `[M, I]` times a quantised kernel -> `[M, O]`, in decoding."""
+    return product(x, dequantised(beside(kernel, x), x.dtype).reshape(x.shape[-1], -1))
 
 
 def _times_transposed(x: jax.Array, matrix: jax.Array, in_axes: int = 1) -> jax.Array:
@@ -469,8 +466,8 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
       The tree with `layer_0`, `layer_1`, … in place of `layers`.
     """
 
-    def cast(kernel: jax.Array) -> jax.Array:
-        return kernel.astype(config.dtype)
+    def cast(kernel: Any) -> Any:
+        return kernel if is_quantised(kernel) else kernel.astype(config.dtype)
 
     def transposed(name: str, kernel: jax.Array) -> jax.Array:
         inputs = math.prod(kernel.shape[: 2 if name == "o_proj" else 1])
@@ -479,7 +476,9 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
     def part(tree: Params) -> Params:
         """Attention, MLP or experts."""
         if "router" in tree:  # whose kernels are not multiplied one by one
-            return {name: x if name == "router" else jax.tree.map(cast, x) for name, x in tree.items()}
+            return {
+                name: x if name == "router" else jax.tree.map(cast, x, is_leaf=is_quantised) for name, x in tree.items()
+            }
         tree = {
             name: {"quantised" if is_quantised(leaf) else key: leaf for key, leaf in x.items()}
             for name, x in tree.items()

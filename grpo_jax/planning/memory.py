@@ -298,7 +298,8 @@ def tokens_of_piece(shape: Shape) -> int:
 
 def _kept(model: ModelConfig, shape: Shape) -> int:
     """Bytes that all layers keep of a piece: what goes into each, and without remat its projections."""
-    kept = model.hidden_size + (_projected(model, shape) if model.remat == "none" else 0)
+    inputs = 0 if model.remat == "offload" and not shape.on_cpu else model.hidden_size
+    kept = inputs + (_projected(model, shape) if model.remat == "none" else 0)
     return model.num_hidden_layers * kept * tokens_of_piece(shape) * _bytes(model, shape)
 
 

@@ -70,7 +70,7 @@ def learn_traffic(model: ModelConfig, shape: Shape, *, data: int = 1) -> list[Ex
     decoders, matrix = 2 if shape.critic == "own" else 1, model.vocab_size * model.hidden_size
     gradient = pieces * size * _in_layers(trained, shape)
     # Heads and features: two sums forward, five backward (of queries, keys, values, gate and up), one computed again.
-    sums = (8 if model.remat == "layer" else 7) * model.num_hidden_layers
+    sums = (7 if model.remat == "none" else 8) * model.num_hidden_layers
     exchanges = _of_pass(model, shape, decoders * pieces, layers=2)
     exchanges += [
         Exchange("gradients of layers", "reduce-scatter", gradient, shape.fsdp),

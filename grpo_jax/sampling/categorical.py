@@ -17,6 +17,7 @@ def sample_categorical(
     *,
     scale: jax.Array | float = 1.0,
     greedy: jax.Array | None = None,
+    given: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Samples v with probability softmax(scale · logits)[v]: first a block of the vocabulary, then a token of it.
 
@@ -29,6 +30,7 @@ def sample_categorical(
       scale: 1/temperature, above 0, broadcasts against `[...]`. Default 1. Scaled logits would be one more array of
         this size to write and to read, which takes a GPU a twentieth of a decode step.
       greedy: bool `[...]`, take the largest logit instead.
+      given: int32 `[...]`, ids to take instead, or −1 where one is drawn.
 
     Returns:
       int32 ids `[...]` and their log-probabilities `[...]` in nats.
@@ -49,6 +51,8 @@ def sample_categorical(
         # On CPU the arg max takes as long as all else here, and mostly nobody asks for it.
         likeliest = jax.lax.cond(jnp.any(greedy), lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), lambda: ids)
         ids = jnp.where(greedy, likeliest, ids)
+    if given is not None:
+        ids = jnp.where(given < 0, ids, given)
     logit = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
     return ids, (logit - maximum[..., 0]) * scale - jnp.log(jnp.sum(sums, axis=-1))
 

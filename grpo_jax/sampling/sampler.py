@@ -64,6 +64,7 @@ def sample_groups(
     temperature: jax.Array | float = 1.0,
     truncation: Truncation | None = None,
     pad_id: int = 0,
+    given: jax.Array | None = None,
 ) -> Completions:
     """Samples G completions of each of N prompts.
 
@@ -71,6 +72,10 @@ def sample_groups(
     of the batch or of the prompts, the number of devices, or the vocabulary.
 
     On a CPU, long completions are decoded in fewer and fewer rows as they end (`_widths`). The tokens stay the same.
+
+    **Replay.** A program of this with `given` can be called twice: with −1 it draws, and with the ids that it drew it
+    says what these parameters, or others, give to them. It is the same program, so for the parameters that drew them it
+    repeats its log-probabilities to the bit, in bfloat16 too. A pass over whole completions sums in another order.
 
     Args:
       policy: the model's functions.
@@ -85,13 +90,14 @@ def sample_groups(
         log-probabilities are then those at temperature 1. Default 1.
       truncation: limits on the candidates, or None.
       pad_id: fills completion_ids after the end.
+      given: int32 `[N, G, T]`, tokens to take, or −1 where one is drawn. None: all are drawn.
 
     Returns:
       `Completions`.
     """
-    given = _given(rows, key, max_tokens, temperature, truncation, pad_id)
+    before = _given(rows, key, max_tokens, temperature, truncation, pad_id)._replace(given=spread(given, BATCH))
     rooms = _rooms(max_tokens) if policy.widen else (max_tokens,)
-    extend, begun = _begun(policy, params, prompt_ids, prompt_mask, given, rooms[0], eos_ids)
+    extend, begun = _begun(policy, params, prompt_ids, prompt_mask, before, rooms[0], eos_ids)
     for room, wider in itertools.pairwise(rooms):
         step, cache, begun_rows = jax.lax.while_loop(partial(_continues, max_tokens=room), extend, begun)
         assert policy.widen
@@ -244,6 +250,7 @@ class _Rows(NamedTuple):
     temperature: jax.Array
     limits: Truncation
     out: Completions
+    given: Any = None  # int32 [..., T], tokens to take, or −1 where one is drawn; None: all are drawn
 
 
 def _given(
@@ -394,7 +401,8 @@ def _add_token(rows: _Rows, logits: jax.Array, step: jax.Array, eos_ids: tuple[i
         uniforms = jnp.take_along_axis(rows.uniforms, step[..., None, None], axis=2, mode="clip")[:, :, 0]
     else:
         uniforms = rows.uniforms[:, :, step]
-    ids, logprob = sample_categorical(candidates, uniforms, scale=scale, greedy=greedy)
+    given = None if rows.given is None else rows.given[:, :, step]
+    ids, logprob = sample_categorical(candidates, uniforms, scale=scale, greedy=greedy, given=given)
 
     def put(array, value):
         return _put(array, step, value, running)
@@ -407,6 +415,8 @@ def _add_token(rows: _Rows, logits: jax.Array, step: jax.Array, eos_ids: tuple[i
         truncated_logprobs=put(out.truncated_logprobs, logprob) if limited else None,
         truncated=out.truncated & ~(running & ends),
     )
+    if given is not None:  # padding behind the end, in a draw as in its replay: experts compute all rows together
+        ids = out.completion_ids[:, :, step]
     return rows._replace(ids=ids, out=out)
 
 

@@ -18,6 +18,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs import hosts
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
+from grpo_jax.training.learn import needs_replay
 from grpo_jax.training.parallel import Devices, devices_of, to_devices, to_host
 from grpo_jax.training.rollout import Sampler
 
@@ -67,7 +68,7 @@ def sampler_of(
     """
     if not options.engine:
         return None
-    _check(pretrained, task, config.sampling)
+    _check(pretrained, task, config)
 
     def save(folder, params: Params) -> None:
         if isinstance(params, Adapted):
@@ -108,7 +109,7 @@ def completions_of(answers: list[Answer], shape: tuple[int, int], max_tokens: in
     return Completions(ids, mask, logprobs, None, ~ended.any(-1))  # type: ignore[arg-type]
 
 
-def _check(pretrained: Pretrained, task: Task, sampling: SamplingConfig) -> None:
+def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
     """Refuses what an engine does not do, before one is asked."""
     if holds_quantised(pretrained.params):
         raise UsageError(
@@ -117,10 +118,16 @@ def _check(pretrained: Pretrained, task: Task, sampling: SamplingConfig) -> None
         )
     if task.environment is not None:
         raise UsageError("an engine samples no episodes of several turns: leave out engine, or the environment")
+    sampling = config.sampling
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
         raise UsageError(
             "with top_k, top_p or min_p an engine says the probabilities after truncation alone, and not those of the "
             "policy: leave them out, or leave out engine"
+        )
+    if needs_replay(config):
+        raise UsageError(
+            "old_logprobs sampler with staleness runs the sampler's program again, and an engine has its own: leave "
+            "out old_logprobs, staleness or engine"
         )
     if hosts.count() > 1:
         raise UsageError(f"an engine is asked by one host, and there are {hosts.count()}: leave out --distributed")

@@ -124,12 +124,24 @@ def needs_old_logprobs(config: GRPOConfig) -> bool:
     With one optimizer step on a rollout, that policy is the one that is differentiated. Its own numbers without
     gradient then serve. It is the one that sampled, but where `staleness` lets an earlier one do so. Several steps need
     the numbers from before the first, and a KL in the reward needs them too. A method whose ratio is defined against
-    the sampler takes the sampler's numbers for both.
+    the sampler takes the sampler's numbers for both, and so does a run that asks for them (`needs_replay`).
     """
     objective = config.loss.objective
     has_penalty = objective.has_reference and objective.kl_in_reward
     several_steps = config.optimizer.epochs * config.optimizer.minibatches > 1
-    return (several_steps or has_penalty) and not objective.ratio_to_sampler
+    return (several_steps or has_penalty) and not objective.ratio_to_sampler and not _of_sampler(config)
+
+
+def needs_replay(config: GRPOConfig) -> bool:
+    """Whether old log-probabilities are those of the sampler's program, and it has to run again for them.
+
+    Without staleness the policy before the update is the one that sampled, and the sampler has said them already.
+    """
+    return _of_sampler(config) and config.sampling.staleness > 0
+
+
+def _of_sampler(config: GRPOConfig) -> bool:
+    return config.loss.old_logprobs == "sampler"
 
 
 def score(
@@ -171,7 +183,7 @@ def score(
 
 def with_scores(batch: Batch, scored: Scored, config: GRPOConfig) -> Batch:
     """The sampled batch with its scores, as `learn` takes it."""
-    if config.loss.objective.ratio_to_sampler:
+    if config.loss.objective.ratio_to_sampler or (_of_sampler(config) and not needs_replay(config)):
         scored = scored._replace(old_logprobs=batch.sampler_logprobs)
     return batch._replace(**scored._asdict())
 

@@ -98,7 +98,9 @@ def compile_programs(
       config: the run, checked.
       sampler: another engine, on the run's devices; None: the policy's own.
     """
-    sampler = sampler or make_sampler(policy, task, config.sampling, devices=devices_of(config))
+    sampler = sampler or make_sampler(
+        policy, task, config.sampling, devices=devices_of(config), replays=learn.needs_replay(config)
+    )
 
     def reference_logprobs(params: Params, batch: Batch) -> jax.Array:
         return score_completion_tokens(policy, params, batch).logprobs
@@ -314,6 +316,10 @@ def iterate(phase: Phase, state: TrainState, step: int, first: Draw) -> tuple[Tr
         found = Scored()
         if programs.score is not None:
             found = programs.score(state.params, phase.frozen, reference if objective.has_reference else None, batch)
+        if learn.needs_replay(config):
+            assert programs.sampler.replay
+            replayed = programs.sampler.replay(method.actor(state.params, phase.frozen), batch)
+            found = found._replace(old_logprobs=replayed)
         return learn.with_scores(batch, found, config)
 
     # ---- rewards: completions to text to numbers
@@ -496,6 +502,11 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     if loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
+        )
+    if learn.needs_replay(config) and task.environment is not None:
+        raise UsageError(
+            "old_logprobs sampler with staleness runs the sampler again on its completions, and not on episodes: leave "
+            "out old_logprobs, staleness or the environment"
         )
     if loss.advantages_of == "spans" and task.environment is not None:
         raise UsageError(

@@ -73,8 +73,12 @@ class Sampler(NamedTuple):
     # on the host, all others on the devices
     draw: Callable[..., Completions]
     devices: Devices
-    # Of the policy's own: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the devices
+    # Of the policy's own: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the
+    # devices. Where there is `replay`, `given` of `sample_groups` is the last argument
     program: Callable[..., Completions] | None = None
+    # (params, batch as sampled) -> the log-probabilities `[N, G, T]` that `program` gives to its completions. None: the
+    # sampler was not asked to
+    replay: Callable[[Params, Batch], jax.Array] | None = None
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
@@ -125,6 +129,7 @@ def sample(
     numbers: jax.Array,
     temperature: jax.Array,
     key: jax.Array,
+    given: jax.Array | None = None,
 ) -> Completions:
     """Completions of prompts, as a run samples them.
 
@@ -135,6 +140,7 @@ def sample(
       numbers: int32 `[N, G]`, of the completions; they key the noise of each.
       temperature: `[N, G]`.
       key: consumed.
+      given: as in `sample_groups`.
     """
     return sample_groups(
         policy,
@@ -147,10 +153,13 @@ def sample(
         temperature=temperature,
         truncation=truncation_of(sampling),
         pad_id=task.pad_id,
+        given=given,
     )
 
 
-def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, devices: Devices = 1) -> Sampler:
+def make_sampler(
+    policy: Policy, task: Task, sampling: SamplingConfig, *, devices: Devices = 1, replays: bool = False
+) -> Sampler:
     """The sampler of a run, compiled at its first call.
 
     Args:
@@ -158,24 +167,35 @@ def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, device
       task: its tokens.
       sampling: of the run.
       devices: that it runs on.
+      replays: whether it has to have `replay`. Episodes are not replayed.
 
     Raises:
       UsageError: the task has an environment, and the policy cannot go on after its replies.
     """
 
-    def program(params, prompt_ids, prompt_mask, numbers, temperature, noise, *, axis_name) -> Completions:
+    def program(params, prompt_ids, prompt_mask, numbers, temperature, noise, *given, axis_name) -> Completions:
         del axis_name  # completions do not depend on each other
-        given = prompt_ids, prompt_mask
-        return sample(policy, task, sampling, params, given, numbers, temperature, step_key(*noise))
+        prompts = prompt_ids, prompt_mask
+        return sample(policy, task, sampling, params, prompts, numbers, temperature, step_key(*noise), *given)
 
-    sample_all = data_parallel(program, (None, 0, 0, 0, 0, None), 0, devices=devices)
+    sample_all = data_parallel(program, (None, 0, 0, 0, 0, None, *[0] * replays), 0, devices=devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
         noise = to_devices(noise, devices, axes=None)
-        return sample_all(params, prompts.ids, prompts.mask, numbers, temperature, noise)
+        all_drawn = [np.full((*numbers.shape, sampling.max_tokens), -1, np.int32)] if replays else []
+        given = to_devices(all_drawn, devices)
+        return sample_all(params, prompts.ids, prompts.mask, numbers, temperature, noise, *given)
+
+    def replay(params, batch: Batch) -> jax.Array:
+        """By the program that drew, which is compiled already. No token is drawn, so its noise has no effect."""
+        numbers, noise = np.zeros(batch.temperature.shape, np.int32), np.zeros(3, np.uint32)
+        numbers, noise = to_devices(numbers, devices), to_devices(noise, devices, axes=None)
+        prompts = batch.prompt_ids, batch.prompt_mask
+        drawn = sample_all(params, *prompts, numbers, batch.temperature, noise, batch.completion_ids)
+        return drawn.sampler_logprobs
 
     if task.environment is None:
-        return Sampler(draw, devices, sample_all)
+        return Sampler(draw, devices, sample_all, replay if replays else None)
     if policy.decoder is None:
         raise UsageError("this policy has no decoder, with which a completion goes on after a reply: give it one")
     programs = episode_programs(policy, task, sampling, devices)

@@ -232,16 +232,11 @@ def _iteration(run: _Run, state: TrainState, inputs: tuple[Array, Prompts]) -> t
     temperature, numbers = jnp.asarray(group_temperatures(config.sampling)), completion_numbers(config.sampling)
 
     # ---- sample, and reward
-    completions = sample(
-        policy,
-        task,
-        config.sampling,
-        current,
-        (given.ids, given.mask),
-        jnp.asarray(numbers),
-        temperature,
-        step_key(seed, SAMPLING, step),
-    )
+    def drawn(params: Params, tokens: Array) -> Completions:
+        prompts, key = (given.ids, given.mask), step_key(seed, SAMPLING, step)
+        return sample(policy, task, config.sampling, params, prompts, jnp.asarray(numbers), temperature, key, tokens)
+
+    completions = drawn(current, None)
     rewards = reward(given.targets, completions, step_key(seed, REWARD, step))
     scores = gold(given.targets, completions, step_key(seed, REWARD, step))
 
@@ -251,6 +246,9 @@ def _iteration(run: _Run, state: TrainState, inputs: tuple[Array, Prompts]) -> t
 
     batch = to_batch(given.ids, given.mask, temperature, completions)
     scored = learning.score(method, reference_logprobs, config, state.params, frozen, reference, batch)
+    if learning.needs_replay(config):
+        replayed = drawn(method.actor(state.params, frozen), completions.completion_ids)
+        scored = scored._replace(old_logprobs=replayed.sampler_logprobs)
     batch = learning.with_scores(batch, scored, config)
 
     # ---- learn

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+from experiments.benchmarks import routes
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.experts import Routing, busiest, grouped_product, load, mixture, route
@@ -209,3 +210,13 @@ def test_a_frozen_router_of_a_model_without_experts_is_refused():
 
 def test_a_dense_model_has_no_routing():
     assert decoder_policy(ModelConfig(29)).routed is None
+
+
+@pytest.mark.slow
+def test_sampler_and_trainer_send_tokens_to_the_same_experts():
+    """In float32, and then ratios to the sampler are 1 within 1e-5: 1,024 tokens of a random model of 4 layers."""
+    options = routes.Options(prompts=4, group_size=8, prompt_tokens=8, tokens=32)
+    places, tokens, mean, _, largest = routes.compare(routes.MODEL, options)
+    assert places == tokens == 0
+    assert mean < 1 + 2e-6
+    assert largest < 1e-5

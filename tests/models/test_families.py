@@ -17,9 +17,10 @@ import pytest
 from grpo_jax.errors import UsageError
 from grpo_jax.models.families import FAMILIES, config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json
-from grpo_jax.models.lora import add_adapters, merge, sites
+from grpo_jax.models.lora import add_adapters, join, merge, sites, split
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.quantised import dequantise_params, quantise_params
 from grpo_jax.planning.memory import num_params
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation
@@ -153,6 +154,64 @@ def test_peft_computes_what_a_saved_adapter_says(family, tmp_path):
     np.testing.assert_allclose(found, torch.log_softmax(logits, -1)[0, P - 1 : -1, 5].numpy(), atol=1e-4)
 
 
+@pytest.mark.slow
+@each_family()
+def test_in_bfloat16_a_replay_has_the_samplers_bits_and_a_scoring_pass_is_close(family):
+    """Completions of 32 tokens that end at random, of a random model: the table in docs/pretrained.md."""
+    config, params = golden(family)
+    policy, size = decoder_policy(replace(config, dtype="bfloat16")), 32
+    rows = np.arange(N * 16).reshape(N, 16)
+
+    @jax.jit
+    def sample(params, given):
+        options = {"max_tokens": size, "eos_ids": (5,), "given": given}
+        return sample_groups(policy, params, *prompts(), rows, jax.random.key(0), **options)
+
+    @jax.jit
+    def score(params, sampled):
+        batch = Batch(*prompts(), sampled.completion_ids, sampled.completion_mask, np.ones((N, 16), np.float32))
+        return score_completion_tokens(policy, params, batch).logprobs
+
+    sampled = sample(params, np.full((N, 16, size), -1, np.int32))
+    replayed = sample(params, sampled.completion_ids)
+    np.testing.assert_array_equal(replayed.sampler_logprobs, sampled.sampler_logprobs)
+    mask = np.asarray(sampled.completion_mask)
+    difference = np.abs(score(params, sampled) - sampled.sampler_logprobs)[mask]
+    print(f"\n{family}: {mask.sum()} tokens, mean exp {np.exp(difference).mean():.4f}, largest {difference.max():.3f}")
+    assert np.exp(difference).mean() < 1.05
+    if config.experts is None:  # a token that goes to another expert may differ by any number
+        assert difference.max() < 0.5
+
+
+@pytest.mark.slow
+@each_family()
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_base_is_sampled_scored_and_exported(family, kind, tmp_path):
+    """With adapters on it; what is computed is of the numbers that its codes stand for."""
+    config, _ = golden(family)
+    policy, params = decoder_policy(config), adapted(family)
+    on_codes = params._replace(base=load_params(GOLDEN / FULLEST[family], config, quantize=kind))
+    on_numbers = params._replace(base=dequantise_params(on_codes.base))
+
+    @jax.jit
+    def sample(params):
+        rows = np.arange(N * G).reshape(N, G)
+        return sample_groups(policy, params, *prompts(), rows, jax.random.key(0), max_tokens=T, eos_ids=(99,))
+
+    @jax.jit
+    def score(params):
+        batch = a_batch(sampled.completion_ids)._replace(temperature=np.ones((N, G), np.float32))
+        return score_completion_tokens(policy, params, batch).logprobs
+
+    sampled = sample(on_codes)
+    np.testing.assert_allclose(score(on_codes), score(on_numbers), atol=1e-5)
+    np.testing.assert_allclose(sampled.sampler_logprobs, score(on_codes), atol=1e-4)
+    assert np.abs(score(on_codes) - score(params)).max() > 1e-2
+    folder = save_adapter(tmp_path / "out", on_codes, base="base", fused_projections=config.fused_projections)
+    again = load_adapter(folder, params.base)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), merge(again), merge(params))
+
+
 @each_family("gemma2")
 def test_packed_texts_are_as_each_alone(family):
     config, params = golden(family)
@@ -225,6 +284,46 @@ def test_programs_are_made_for_accelerators(family, platform, monkeypatch):
 
     program = jax.export.export(jax.jit(both), platforms=[platform])(params, ids, mask, batch, jax.random.key(0))
     assert "while" in program.mlir_module()
+
+
+@pytest.mark.slow
+@each_family()
+def test_cudnns_attention_is_lowered_forward_and_backward(family, monkeypatch):
+    """Where it may be used, with heads that it has. JAX asks for the library before it lowers, which is not here."""
+    config = replace(golden(family)[0], dtype="bfloat16", head_dim=16, rope_scaling=None)
+    if config.attn_logit_softcapping is not None:
+        pytest.skip("refused: it has no cap")
+    module = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(f"{module}.check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    policy, batch = decoder_policy(replace(config, attention="cudnn")), a_batch(np.zeros((N, G, T), np.int32))
+    params = jax.eval_shape(policy.init, jax.random.key(0))
+    program = jax.jit(a_gradient(policy)).trace(params, batch).lower(lowering_platforms=("cuda",)).as_text()
+    # Of prompts and of completions, there and back, in at least one layer.
+    for name in ("__cudnn$fmhaScaleBiasSoftmax(", "__cudnn$fmhaScaleBiasSoftmaxBackward("):
+        assert program.count(name) >= 2, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_programs_on_quantised_bases_are_made_for_accelerators(family, platform, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if platform == "cuda" else platform)
+    policy, params = decoder_policy(replace(golden(family)[0], dtype="bfloat16")), adapted(family)
+    params = params._replace(base=quantise_params(params.base, "nf4"))
+
+    def both(trained, frozen, ids, mask, batch, key):
+        def loss(trained):
+            return jnp.sum(score_completion_tokens(policy, join(trained, frozen), batch).logprobs)
+
+        rows = jnp.arange(N * G).reshape(N, G)
+        sampled = sample_groups(policy, join(trained, frozen), ids, mask, rows, key, max_tokens=T, eos_ids=(2,))
+        return jax.grad(loss)(trained), sampled
+
+    given = *split(params), *prompts(), a_batch(np.zeros((N, G, T), np.int32)), jax.random.key(0)
+    program = jax.jit(both).trace(*given).lower(lowering_platforms=(platform,)).as_text()
+    assert "while" in program
 
 
 def test_attentions_that_cannot_compute_a_family_are_refused_by_name():

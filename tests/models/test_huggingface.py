@@ -164,15 +164,18 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
 
 
 DECODED = [
+    "llama_biases",
     "mistral_window",
     "qwen2_mixed",
     "qwen3",
     "smollm3_window",
     "olmo2_biases",
     "phi3_window",
+    "gemma",
     "gemma2_untied",
     "gemma3",
     "qwen3_moe",
+    "mixtral",
 ]
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import NormalDist
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import config_to_huggingface
 from grpo_jax.models.huggingface import Tensor, load_params, save_pretrained, tensor_layout
 from grpo_jax.models.lora import add_adapters, join, merge, sites, split
@@ -234,11 +235,12 @@ def test_new_adapters_are_those_of_the_plain_base():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("experts", [None, ExpertsConfig(8, 2, 64, norm_topk_prob=True)], ids=["dense", "experts"])
 @pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_programs_dequantise_one_layer_at_a_time(kind):
-    config = ModelConfig(64, 128, 512, 4, 4, 4, 32)
+def test_programs_dequantise_one_layer_at_a_time(kind, experts):
+    config = ModelConfig(64, 128, 512, 4, 4, 4, 32, experts=experts)
     policy = decoder_policy(config)
-    of_a_layer = 4 * (4 * 128 * 128 + 3 * 128 * 512)  # bytes in float32
+    of_a_layer = 4 * (4 * 128 * 128 + 3 * 128 * 512)  # bytes in float32, of the experts together too
     base = jax.eval_shape(lambda key: quantise_params(policy.init(key), kind), jax.random.key(0))
     params = jax.eval_shape(partial(add_adapters, rank=2, alpha=1.0), base, jax.random.key(0))
 
@@ -261,6 +263,48 @@ def test_programs_dequantise_one_layer_at_a_time(kind):
     print(kind, learned / of_a_layer, (sampled - codes) / of_a_layer)
     assert learned < 2.5 * of_a_layer  # 1.1 of them are activations
     assert sampled - codes < 2 * of_a_layer
+
+
+# ---- experts
+
+MIXTURE = ModelConfig(24, 16, 20, 2, 2, 1, 8, experts=ExpertsConfig(4, 2, 10, norm_topk_prob=True))
+TOKENS = np.random.default_rng(3).integers(0, 24, (1, 6), np.int32)
+
+
+def test_experts_are_quantised_one_by_one_and_routers_are_not():
+    policy = decoder_policy(replace(MIXTURE, initializer_range=0.3))
+    params = policy.init(jax.random.key(0))
+    of = quantise_params(params, "nf4")["layers"]["mlp"]
+    plain = params["layers"]["mlp"]
+    np.testing.assert_array_equal(of["router"]["kernel"], plain["router"]["kernel"])
+    assert of["down_proj"]["kernel"].codes.shape == (2, 4, 5, 16)  # two of 10 inputs in a byte
+    for layer, expert in np.ndindex(2, 4):
+        own = there_and_back(plain["down_proj"]["kernel"][layer, expert], "nf4")
+        found = jax.tree.map(lambda x: x[layer, expert], of["down_proj"]["kernel"])  # noqa: B023, called here
+        jax.tree.map(np.testing.assert_array_equal, found, own)
+
+
+def test_a_mixture_computes_with_the_numbers_that_codes_stand_for():
+    policy = decoder_policy(replace(MIXTURE, initializer_range=0.3))
+    codes = quantise_params(policy.init(jax.random.key(0)), "nf4")
+    numbers = dequantise_params(codes)
+
+    @jax.jit
+    def by_pass(params):
+        return policy.hidden(params, TOKENS[:, :2], np.ones((1, 2), bool), TOKENS[:, None, 2:])[0, 0]
+
+    @jax.jit
+    def by_token(params):
+        first, decode, cache = policy.prefill(params, TOKENS[:, :2], np.ones((1, 2), bool), 1, 4)
+
+        def step(cache, token):
+            state, cache = decode(cache, *token)
+            return cache, state[:, 0]
+
+        return jnp.concatenate([first, jax.lax.scan(step, cache, (TOKENS[:, 2:5].T[:, None], jnp.arange(3)))[1][:, 0]])
+
+    np.testing.assert_array_equal(by_pass(codes), by_pass(numbers))
+    np.testing.assert_allclose(by_token(codes), by_pass(numbers), atol=1e-5)
 
 
 # ---- what is refused
@@ -349,14 +393,20 @@ print(memory("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(params)))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-def test_loading_peaks_near_the_quantised_size(tmp_path):
-    config = ModelConfig(8000, 1024, 2816, 48, 16, 16, 64, tie_word_embeddings=False)
+@pytest.mark.parametrize("experts", [None, ExpertsConfig(8, 2, 352, norm_topk_prob=True)], ids=["dense", "experts"])
+def test_loading_peaks_near_the_quantised_size(experts, tmp_path):
+    config = ModelConfig(8000, 1024, 2816, 48, 16, 16, 64, tie_word_embeddings=False, experts=experts)
     rng, weights = np.random.default_rng(0), 0
     weight_map: dict[str, str] = {}
     layout = tensor_layout(config)
     tensors = jax.tree.leaves(layout, is_leaf=lambda x: isinstance(x, Tensor))
     for layer in range(config.num_hidden_layers):
-        of_layer = {x.name.format(layer): x.shape for x in tensors if x.stacked or layer == 0}
+        of_layer = {
+            x.name.format(layer, expert): x.shape
+            for x in tensors
+            if x.stacked or layer == 0
+            for expert in range(experts.num_experts if experts and x.stacked == 2 else 1)
+        }
         drawn = {name: (0.02 * rng.standard_normal(x, np.float32)).astype(jnp.bfloat16) for name, x in of_layer.items()}
         save_file(drawn, tmp_path / f"{layer}.safetensors")
         weight_map |= dict.fromkeys(drawn, f"{layer}.safetensors")

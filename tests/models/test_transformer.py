@@ -316,7 +316,7 @@ def test_scanned_layers_equal_separate_layers(config):
         np.testing.assert_allclose(own.values, stacked.values[layer], atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["layer"])
+@pytest.mark.parametrize("remat", ["layer", pytest.param("offload", marks=pytest.mark.slow)])
 def test_remat_changes_neither_values_nor_gradients(remat):
     (value, _), grads = loss_and_grads(shared_hidden, dataclasses.replace(LLAMA, remat=remat))
     (expected_value, _), expected_grads = loss_and_grads(shared_hidden, LLAMA)
@@ -344,6 +344,23 @@ def test_remat_stores_less_for_the_backward_pass():
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(backward, random_params(LLAMA))))
 
     assert stored("layer") < stored("none") / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_inputs_of_layers_go_to_the_host_and_come_back(platform):
+    """As far as it goes without the machine: once there, and once back, in the loops over layers."""
+    *inputs, _ = ragged_batch()
+
+    def moves(remat):
+        def loss(params):
+            return jnp.sum(shared_hidden(dataclasses.replace(LLAMA, remat=remat), params, *inputs))
+
+        program = jax.export.export(jax.jit(jax.grad(loss)), platforms=[platform])(random_params(LLAMA))
+        return program.mlir_module().count('_xla_buffer_placement = "pinned_host"')
+
+    assert moves("layer") == 0
+    assert moves("offload") == 1
 
 
 @pytest.mark.slow
@@ -738,6 +755,7 @@ def test_rms_norm():
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 7}, "head_dim"),
         ({"attention": "cudnn"}, "bfloat16"),
+        ({"attention": "cudnn", "dtype": "bfloat16", "head_dim": 12}, "256 features, in eights, and head_dim is 12"),
         ({"attention": "xla", "attn_logit_softcapping": 5.0}, '"xla" does not compute attn_logit_softcapping'),
         ({"norms": "between"}, "norms is 'between'"),
         ({"partial_rotary_factor": 0.4}, "partial_rotary_factor .3. must be even"),

@@ -58,12 +58,16 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
     [
         ("none", TINY, {}, 16, ("sample", "learn")),
         pytest.param("layer", replace(TINY, remat="layer"), {}, 16, ("learn",), marks=pytest.mark.slow),
+        pytest.param("offload", replace(TINY, remat="offload"), {}, 16, ("learn",), marks=pytest.mark.slow),
         pytest.param("gemma", GEMMA, {}, 16, ("learn",), marks=pytest.mark.slow),
         pytest.param("bfloat16", replace(TINY, dtype="bfloat16"), {}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param("lora", TINY, {"lora_rank": 8}, 16, ("learn",), marks=pytest.mark.slow),
         pytest.param("nf4", TINY, {"lora_rank": 8, "quantize": "nf4"}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param(
             "int8", TINY, {"lora_rank": 8, "quantize": "int8"}, 16, ("sample", "learn"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "experts, nf4", MIXTURE, {"lora_rank": 8, "quantize": "nf4"}, 16, ("learn",), marks=pytest.mark.slow
         ),
         pytest.param("ppo", TINY, {"critic": "own"}, 16, ("learn",), marks=pytest.mark.slow),
         pytest.param("experts", MIXTURE, {}, 16, ("sample", "learn"), marks=pytest.mark.slow),

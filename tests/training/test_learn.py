@@ -126,6 +126,7 @@ def test_a_pass_of_their_own_gives_old_probabilities_where_several_steps_or_a_pe
         ({"preset": "grpo"}, True),
         ({"preset": "grpo", "divergence": "full"}, False),  # its reference runs in the loss
         ({"preset": "dapo", "top_entropy": 0.5}, True),
+        ({"preset": "dapo", "minibatches": 2, "old_logprobs": "sampler"}, False),
     ],
 )
 def test_there_is_a_scoring_pass_where_an_update_needs_one(options, scored):
@@ -142,9 +143,9 @@ def test_the_ratio_of_the_only_step_is_one_to_the_bit():
     assert metrics["ratio_deviation"] > 0.01  # that is against the sampler
 
 
-def test_a_ratio_to_the_sampler_is_against_what_it_reported():
+@pytest.mark.parametrize("config", [recipe("dppo"), recipe("grpo", old_logprobs="sampler", epochs=2)])
+def test_a_ratio_to_the_sampler_is_against_what_it_reported(config):
     batch = a_batch(4)
-    config = recipe("dppo")
     np.testing.assert_array_equal(with_scores(batch, Batch(*[None] * 5), config).old_logprobs, batch.sampler_logprobs)
 
 

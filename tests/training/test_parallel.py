@@ -108,12 +108,12 @@ def case_of(name: str) -> Case:
         return Case(config, grpo_method(policy, config), jax.jit(policy.init)(jax.random.key(0)), policy)
     config = recipe("grpo", **options, epochs=2, microbatches=2, kl_coef=0.2)
     policy = DECODER
-    if name in ("experts", "adapted experts"):
-        policy = decoder_policy(EXPERTS)
+    if "experts" in name or name == "offload":
+        policy = decoder_policy(dataclasses.replace(EXPERTS, remat="offload") if name == "offload" else EXPERTS)
         params = jax.jit(policy.init)(jax.random.key(0))
-    if name in ("int8", "nf4"):
-        params = quantise_params(params, name)
-    if name in ("lora", "adapted experts", "int8", "nf4"):
+    if name in ("int8", "nf4", "nf4 experts"):
+        params = quantise_params(params, name.split()[0])
+    if name in ("lora", "adapted experts", "int8", "nf4", "nf4 experts"):
         params = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)
         noise = iter(jax.random.split(jax.random.key(2), 99))  # B begins at 0, and then A has no gradient
         params = params._replace(
@@ -197,9 +197,15 @@ def test_updates_have_the_gradients_of_one_device(name, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shared", "moving", "other", "adapted experts"])
+@pytest.mark.parametrize("name", ["shared", "moving", "other", "adapted experts", "nf4 experts"])
 def test_updates_of_other_kinds_have_the_gradients_of_one_device(name):
-    compare(gradients(name, 1), gradients(name, ALL), 2e-6 if name == "adapted experts" else 1e-6)
+    compare(gradients(name, 1), gradients(name, ALL), 2e-6 if "experts" in name else 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [PMAP, ALL])
+def test_inputs_of_layers_that_wait_on_the_host_change_no_gradient(devices):
+    compare(gradients("experts", 1), gradients("offload", devices), 2e-6)
 
 
 def compare(one: Any, other: Any, most: float = 1e-6) -> None:
@@ -246,17 +252,18 @@ def sampled(devices: Devices, name: str = "decoder") -> Any:
     config, batch = recipe(num_prompts=N, group_size=G, max_tokens=12).sampling, a_batch(MODEL.vocab_size)
     mask = np.array(batch.prompt_mask)
     mask[:, -1] = True
-    sampler = make_sampler(DECODER, TASK, config, devices=devices)
+    sampler = make_sampler(case_of(name).policy, TASK, config, devices=devices)
     given = Prompts(batch.prompt_ids, mask, []), completion_numbers(config), group_temperatures(config)
     return sampler.complete(case_of(name).start, *given, noise_of(0, 0, 0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "devices", [pytest.param(FSDP, marks=pytest.mark.slow), pytest.param(TENSOR, marks=pytest.mark.slow), ALL]
+    ("devices", "name"),
+    [(FSDP, "decoder"), (TENSOR, "decoder"), (ALL, "decoder"), (ALL, "nf4"), (ALL, "experts"), (ALL, "nf4 experts")],
 )
-def test_the_same_noise_gives_the_same_tokens(devices):
-    one, other = sampled(1), sampled(devices)
+def test_the_same_noise_gives_the_same_tokens(devices, name):
+    one, other = sampled(1, name), sampled(devices, name)
     # Rounding may decide between two tokens, and all that follow then differ.
     same = (one.completion_ids == other.completion_ids).all(-1)
     assert (~same).sum() <= 1

@@ -1,6 +1,7 @@
 """Completions of an earlier policy: which one sampled, what corrections see, and exact resume."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import grpo_method, make_programs, train
 from grpo_jax.training.learn import SAMPLING
 from grpo_jax.training.parallel import to_host
-from grpo_jax.training.rollout import completion_numbers, group_temperatures, noise_of
+from grpo_jax.training.rollout import completion_numbers, group_temperatures, noise_of, score_completion_tokens
 from grpo_jax.training.scan import DeviceTask, heldout_of, prompts_of, whole_run
 
 EOS, PAD, STEPS, STALENESS = 6, 7, 6, 2
@@ -104,9 +105,29 @@ def test_without_staleness_no_parameters_are_kept(programs):
     assert synchronous.init_state(PARAMS).earlier == ()
 
 
+def test_the_sampler_runs_again_for_old_log_probabilities(tmp_path):
+    """With the same policy it says the same bits, and with another one what this one gives to the completions."""
+    config = with_options(CONFIG, old_logprobs="sampler", minibatches=2)
+    programs = make_programs(POLICY, TASK, config)
+    given = completion_numbers(config.sampling), group_temperatures(config.sampling), noise_of(0, SAMPLING, 0)
+    batch, completions = programs.sampler.sample(PARAMS, prompts(0), *given)
+    np.testing.assert_array_equal(programs.sampler.replay(PARAMS, batch), completions.sampler_logprobs)
+    moved = jax.tree.map(lambda x: 1.2 * x, PARAMS)
+    scores = jax.jit(partial(score_completion_tokens, POLICY))(moved, batch).logprobs
+    expected = jnp.where(batch.completion_mask, scores, 0)
+    np.testing.assert_allclose(programs.sampler.replay(moved, batch), expected, atol=1e-5)
+    run, _ = trained(tmp_path, programs, config)
+    stale = [line["first_sampler_mismatch"] for line in run.lines()]
+    weights = [line["correction"] for line in run.lines()]
+    assert weights[0] == 1  # to the bit: the policy has not moved, and both numbers are of one program
+    assert min(stale[1:]) > 1.001
+    assert 1 not in weights[STALENESS:]
+
+
 @pytest.mark.slow
-def test_the_run_as_one_program_is_as_stale(tmp_path):
-    config = recipe(steps=4, staleness=STALENESS, eval_every=4, **OPTIONS)
+@pytest.mark.parametrize("old_logprobs", ["trainer", "sampler"])
+def test_the_run_as_one_program_is_as_stale(tmp_path, old_logprobs):
+    config = recipe(steps=4, staleness=STALENESS, eval_every=4, old_logprobs=old_logprobs, **OPTIONS)
 
     def on_device(targets, completions, key):
         del targets, key
@@ -132,3 +153,15 @@ def test_a_negative_staleness_is_refused():
 def test_a_staleness_of_all_steps_is_refused():
     with pytest.raises(UsageError, match="staleness is 6, and steps is 6, so the start would sample all"):
         validate(with_options(CONFIG, staleness=STEPS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"preset": "dppo", "correction": "none"}, "takes its ratio against the sampler already: leave old_logprobs"),
+        ({"staleness": 0}, "correction token weighs the sampler against old_logprobs, which are its own"),
+    ],
+)
+def test_ratios_to_the_sampler_that_make_no_sense(changes, named):
+    with pytest.raises(UsageError, match=named):
+        validate(with_options(CONFIG, old_logprobs="sampler", **changes))
