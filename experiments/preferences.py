@@ -55,6 +55,8 @@ POLICY = decoder_policy(ModelConfig(VOCAB, 32, 64, 2, 2, 2, 16, initializer_rang
 COMPLETIONS = np.array(np.unravel_index(np.arange(VOCAB**TOKENS), (VOCAB,) * TOKENS)).T.astype(np.int32)  # [V^T, T]
 COLUMNS = {
     "share": "share of π*'s gain",
+    "accuracy": "accuracy",
+    "below_best": "below π*",
     "utility": "E u",
     "objective": "J",
     "kl": "KL to π_ref",
@@ -102,7 +104,7 @@ def main(config: Config) -> None:
     rows = over_seeds(runs, first="share", control="control")
     # Worlds differ by far more than methods: an interval is of interest where each is measured against its own start.
     table = {
-        name: [cell(row, "share"), *(row[column] for column in COLUMNS if column != "share")]
+        name: [cell(row, column) if column in ("share", "below_best") else row[column] for column in COLUMNS]
         for name, row in rows.items()
     }
     title = f"exact, by enumeration; means of seeds {seeds[0]} to {seeds[-1]}, 95% interval over seeds"
@@ -128,8 +130,15 @@ def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, f
         state = train(config, params, pairs, seed, run, phase=f"{method}_{seed}", evaluate=heldout(numbers))
         found[method] = numbers(log_probabilities(state.params))
     found["closed form"] = numbers(best)
-    start, end = (found[name]["objective"] for name in ("start", "closed form"))
-    return {name: row | {"share": (row["objective"] - start) / (end - start)} for name, row in found.items()}
+    first, last = found["start"], found["closed form"]
+    return {
+        name: row
+        | {
+            "share": (row["objective"] - first["objective"]) / (last["objective"] - first["objective"]),
+            "below_best": last["accuracy"] - row["accuracy"],
+        }
+        for name, row in found.items()
+    }
 
 
 def train_dpo(
@@ -170,7 +179,32 @@ def judge(
     utility, kl, kl_to_best = (
         float((probabilities * x).sum(-1).mean()) for x in (worth, policy - reference, policy - best)
     )
-    return {"utility": utility, "kl": kl, "objective": utility - beta * kl, "kl_to_best": kl_to_best}
+    accuracy = pair_accuracy(policy - reference, reference=reference, worth=worth)
+    objective = utility - beta * kl
+    return {"utility": utility, "kl": kl, "objective": objective, "kl_to_best": kl_to_best, "accuracy": accuracy}
+
+
+def pair_accuracy(log_ratio: np.ndarray, *, reference: np.ndarray, worth: np.ndarray) -> float:
+    """How often the implicit reward, β log π/π_ref, is higher for the completion that was chosen.
+
+    Σᵢⱼ P(i) P(j | not i) (σ(uᵢ − uⱼ) [rᵢ > rⱼ] + σ(uⱼ − uᵢ) [rᵢ < rⱼ] + ½ [rᵢ = rⱼ]),   r = log π/π_ref
+
+    over all pairs that the start may sample. No reward is right more often than u, and that of π* is u but for a number
+    of the prompt.
+
+    Args:
+      log_ratio: r, `[prompts, completions]`.
+      reference, worth: as in `judge`.
+    """
+
+    def differences(x: np.ndarray) -> np.ndarray:
+        return x[:, :, None] - x[:, None, :]
+
+    first = np.exp(reference)[:, :, None]
+    pairs = first * first.swapaxes(1, 2) / (1 - first) * (1 - np.eye(reference.shape[-1]))
+    chosen, margin = special.expit(differences(worth)), differences(log_ratio)
+    right = np.where(margin == 0, 0.5, np.where(margin > 0, chosen, 1 - chosen))
+    return float((pairs * right).sum((1, 2)).mean())
 
 
 def utilities(seed: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The experiments as a user starts them."""
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -10,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -469,6 +472,22 @@ def test_a_student_beside_its_teacher_and_again_resumed(tmp_path):
 
 
 @pytest.mark.slow
+def test_how_often_a_policy_prefers_what_is_chosen_is_counted_over_all_pairs():
+    generator = np.random.default_rng(0)
+    reference = np.log(generator.dirichlet(np.ones(4), 2))
+    worth, log_ratio = generator.normal(size=(2, 2, 4))
+    log_ratio[0, 1] = log_ratio[0, 2]
+    expected = 0.0
+    for p, u, r in zip(np.exp(reference), worth, log_ratio, strict=True):
+        for i, j in itertools.permutations(range(4), 2):
+            drawn, wins = p[i] * p[j] / (1 - p[i]), 1 / (1 + np.exp(u[j] - u[i]))
+            expected += drawn * (0.5 if r[i] == r[j] else wins if r[i] > r[j] else 1 - wins) / 2
+    accuracy = partial(preferences.pair_accuracy, reference=reference, worth=worth)
+    assert accuracy(log_ratio) == pytest.approx(expected)
+    assert accuracy(np.zeros_like(worth)) == pytest.approx(0.5)
+    assert accuracy(3 * worth + 1) == accuracy(worth) > accuracy(log_ratio)
+
+
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_path, loss):
     args = ["--loss", loss, "--steps", 8, "--num-pairs", 32, "--total-pairs", 64, "--num-seeds", 1, "--warmup-steps", 2]
@@ -482,6 +501,9 @@ def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_pa
     for row in runs.values():  # J(π*) − J(π) = β KL(π ‖ π*), whatever the policy
         gap = runs["closed form"]["objective"] - row["objective"]
         assert gap == pytest.approx(row["kl_to_best"], abs=1e-4)
+        assert row["accuracy"] == pytest.approx(runs["closed form"]["accuracy"] - row["below_best"])
+        assert row["below_best"] >= 0
+    assert runs["start"]["accuracy"] == pytest.approx(0.5)
     assert runs[loss]["kl"] > 0
     preferences.main(parse("--resume", "--run-dir", tmp_path / "run", config=preferences.Config))
     assert json.loads((tmp_path / "run/results.json").read_text()) == results
