@@ -80,9 +80,9 @@ class Config:
     )
     seeds: Seeds = Seeds()
     output: flags.RunConfig = flags.RunConfig(Path("runs/preferences"))
-    num_pairs: int = 64
+    num_pairs: int = 1024
     """Pairs of a step."""
-    total_pairs: int = 16384
+    total_pairs: int = 131072
     """Pairs in all; a step takes some of them."""
     loss: Literal["dpo", "kto"] = "dpo"
     """dpo: of pairs. kto: of their completions one by one."""
@@ -237,15 +237,22 @@ def sample_pairs(reference: np.ndarray, worth: np.ndarray, number: int, seed: in
     """
     draws, coins = rng(seed, 2), rng(seed, 3)
     probabilities = special.softmax(reference, axis=-1)
-    prompts, answers = [], []
-    for prompt in draws.integers(0, PROMPTS, number).tolist():
-        first, second = draws.choice(len(COMPLETIONS), 2, replace=False, p=probabilities[prompt]).tolist()
-        difference = 0.0 if shuffled else worth[prompt, first] - worth[prompt, second]
-        if coins.random() > special.expit(difference):
-            first, second = second, first
-        prompts.append([prompt])
-        answers.append((COMPLETIONS[first].tolist(), COMPLETIONS[second].tolist()))
-    return EncodedPairs(prompts, answers, [0.0] * number)
+    ends = probabilities.cumsum(-1)  # completion i has the numbers of [0, 1) from ends[i - 1] to ends[i]
+    prompts = draws.integers(0, PROMPTS, number)
+
+    def completions_at(places: np.ndarray) -> np.ndarray:
+        found = [np.searchsorted(ends[prompt], place, "right") for prompt, place in zip(prompts, places, strict=True)]
+        return np.minimum(found, len(COMPLETIONS) - 1)
+
+    first = completions_at(draws.random(number))
+    taken = probabilities[prompts, first]
+    places = draws.random(number) * (1 - taken)  # in what the first has left, which is then put around its place
+    second = completions_at(places + taken * (places >= ends[prompts, first] - taken))
+    difference = 0.0 if shuffled else worth[prompts, first] - worth[prompts, second]
+    is_first = coins.random(number) < special.expit(difference)
+    chosen, rejected = np.where(is_first, (first, second), (second, first))
+    answers = zip(COMPLETIONS[chosen].tolist(), COMPLETIONS[rejected].tolist(), strict=True)
+    return EncodedPairs(prompts[:, None].tolist(), list(answers), [0.0] * number)
 
 
 if __name__ == "__main__":

@@ -488,6 +488,28 @@ def test_how_often_a_policy_prefers_what_is_chosen_is_counted_over_all_pairs():
     assert accuracy(3 * worth + 1) == accuracy(worth) > accuracy(log_ratio)
 
 
+def test_pairs_are_of_different_completions_and_chosen_as_often_as_they_should():
+    generator = np.random.default_rng(1)
+    shape = preferences.PROMPTS, len(preferences.COMPLETIONS)
+    reference = np.log(generator.dirichlet(np.full(shape[1], 0.05), shape[0]) + 1e-9)
+    reference -= np.log(np.exp(reference).sum(-1, keepdims=True))
+    worth, number = preferences.utilities(0), 20_000
+    places = preferences.VOCAB ** np.arange(preferences.TOKENS)[::-1]
+    for shuffled in (False, True):
+        pairs = preferences.sample_pairs(reference, worth, number, 0, shuffled=shuffled)
+        prompts, answers = np.array(pairs.prompts)[:, 0], np.array(pairs.answers) @ places
+        assert (answers[:, 0] != answers[:, 1]).all()
+        chosen, rejected = worth[prompts[:, None], answers].T
+        expected = 0.5 if shuffled else preferences.pair_accuracy(worth, reference=reference, worth=worth)
+        assert np.mean(chosen > rejected) == pytest.approx(expected, abs=4 * 0.5 / number**0.5)
+        for prompt, probabilities in enumerate(np.exp(reference)):
+            most = np.argmax(probabilities)
+            others = np.delete(probabilities, most)
+            expected = probabilities[most] * (1 + (others / (1 - others)).sum())  # first, or behind another
+            found = (answers[prompts == prompt] == most).any(1)
+            assert found.mean() == pytest.approx(expected, abs=4 * 0.5 / len(found) ** 0.5)
+
+
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_path, loss):
     args = ["--loss", loss, "--steps", 8, "--num-pairs", 32, "--total-pairs", 64, "--num-seeds", 1, "--warmup-steps", 2]
