@@ -471,7 +471,6 @@ def test_a_student_beside_its_teacher_and_again_resumed(tmp_path):
     assert json.loads((tmp_path / "run/results.json").read_text()) == results
 
 
-@pytest.mark.slow
 def test_how_often_a_policy_prefers_what_is_chosen_is_counted_over_all_pairs():
     generator = np.random.default_rng(0)
     reference = np.log(generator.dirichlet(np.ones(4), 2))
@@ -510,7 +509,8 @@ def test_pairs_are_of_different_completions_and_chosen_as_often_as_they_should()
             assert found.mean() == pytest.approx(expected, abs=4 * 0.5 / len(found) ** 0.5)
 
 
-@pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_path, loss):
     args = ["--loss", loss, "--steps", 8, "--num-pairs", 32, "--total-pairs", 64, "--num-seeds", 1, "--warmup-steps", 2]
     config = parse(*args, "--eval-every", 4, "--run-dir", tmp_path / "run", config=preferences.Config)
