@@ -4,9 +4,10 @@ Completions are three tokens of eight, so that all 512 of a prompt can be enumer
 A completion is worth u = Σₜ w(prompt, oₜ), and of two that the start samples the first is chosen with probability
 σ(u₁ − u₂) (Bradley and Terry). Of J = E u − β KL(π ‖ π_ref) the best policy is π* ∝ π_ref exp(u/β) (2305.18290,
 equation 4), and DPO never sees u. At β = 1 its loss is least at π* itself. The control learns from the same pairs in
-random order. About a minute and a half on two CPU cores for three seeds; expect DPO to gain 0.84 to 0.87 of the J that
-π* gains, and the control a little less than nothing. Left out of the paper: a pretrained model, a supervised start, and
-natural language.
+random order. "accuracy" is how often the implicit reward is higher for the chosen completion, over all pairs that there
+can be; that of π* is the highest there is, and "below π*" what is missing to it. Under a minute of one CPU core for
+each seed; expect DPO to gain 0.92 to 0.96 of the J that π* gains and to be 0.003 to 0.005 below its accuracy, and the
+control to gain nothing. Left out of the paper: a pretrained model, a supervised start, and natural language.
 
 --loss kto learns from the same completions one by one, the chosen ones as good and the rejected ones as bad. Its loss
 has no finite optimum where labels err: a completion that is good more often than not is to become ever more likely.
@@ -80,7 +81,7 @@ class Config:
     )
     seeds: Seeds = Seeds()
     output: flags.RunConfig = flags.RunConfig(Path("runs/preferences"))
-    num_pairs: int = 1024
+    num_pairs: int = 512
     """Pairs of a step."""
     total_pairs: int = 131072
     """Pairs in all; a step takes some of them."""
