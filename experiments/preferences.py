@@ -4,9 +4,10 @@ Completions are three tokens of eight, so that all 512 of a prompt can be enumer
 A completion is worth u = Σₜ w(prompt, oₜ), and of two that the start samples the first is chosen with probability
 σ(u₁ − u₂) (Bradley and Terry). Of J = E u − β KL(π ‖ π_ref) the best policy is π* ∝ π_ref exp(u/β) (2305.18290,
 equation 4), and DPO never sees u. At β = 1 its loss is least at π* itself. The control learns from the same pairs in
-random order. About a minute and a half on two CPU cores for three seeds; expect DPO to gain 0.84 to 0.87 of the J that
-π* gains, and the control a little less than nothing. Left out of the paper: a pretrained model, a supervised start, and
-natural language.
+random order. "accuracy" is how often the implicit reward is higher for the chosen completion, over all pairs that there
+can be; that of π* is the highest there is, and "below π*" what is missing to it. Under a minute of one CPU core for
+each seed; expect DPO to gain 0.92 to 0.96 of the J that π* gains and to be 0.003 to 0.005 below its accuracy, and the
+control to gain nothing. Left out of the paper: a pretrained model, a supervised start, and natural language.
 
 --loss kto learns from the same completions one by one, the chosen ones as good and the rejected ones as bad. Its loss
 has no finite optimum where labels err: a completion that is good more often than not is to become ever more likely.
@@ -55,6 +56,8 @@ POLICY = decoder_policy(ModelConfig(VOCAB, 32, 64, 2, 2, 2, 16, initializer_rang
 COMPLETIONS = np.array(np.unravel_index(np.arange(VOCAB**TOKENS), (VOCAB,) * TOKENS)).T.astype(np.int32)  # [V^T, T]
 COLUMNS = {
     "share": "share of π*'s gain",
+    "accuracy": "accuracy",
+    "below_best": "below π*",
     "utility": "E u",
     "objective": "J",
     "kl": "KL to π_ref",
@@ -78,9 +81,9 @@ class Config:
     )
     seeds: Seeds = Seeds()
     output: flags.RunConfig = flags.RunConfig(Path("runs/preferences"))
-    num_pairs: int = 64
+    num_pairs: int = 512
     """Pairs of a step."""
-    total_pairs: int = 16384
+    total_pairs: int = 131072
     """Pairs in all; a step takes some of them."""
     loss: Literal["dpo", "kto"] = "dpo"
     """dpo: of pairs. kto: of their completions one by one."""
@@ -102,7 +105,7 @@ def main(config: Config) -> None:
     rows = over_seeds(runs, first="share", control="control")
     # Worlds differ by far more than methods: an interval is of interest where each is measured against its own start.
     table = {
-        name: [cell(row, "share"), *(row[column] for column in COLUMNS if column != "share")]
+        name: [cell(row, column) if column in ("share", "below_best") else row[column] for column in COLUMNS]
         for name, row in rows.items()
     }
     title = f"exact, by enumeration; means of seeds {seeds[0]} to {seeds[-1]}, 95% interval over seeds"
@@ -128,8 +131,15 @@ def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, f
         state = train(config, params, pairs, seed, run, phase=f"{method}_{seed}", evaluate=heldout(numbers))
         found[method] = numbers(log_probabilities(state.params))
     found["closed form"] = numbers(best)
-    start, end = (found[name]["objective"] for name in ("start", "closed form"))
-    return {name: row | {"share": (row["objective"] - start) / (end - start)} for name, row in found.items()}
+    first, last = found["start"], found["closed form"]
+    return {
+        name: row
+        | {
+            "share": (row["objective"] - first["objective"]) / (last["objective"] - first["objective"]),
+            "below_best": last["accuracy"] - row["accuracy"],
+        }
+        for name, row in found.items()
+    }
 
 
 def train_dpo(
@@ -170,7 +180,32 @@ def judge(
     utility, kl, kl_to_best = (
         float((probabilities * x).sum(-1).mean()) for x in (worth, policy - reference, policy - best)
     )
-    return {"utility": utility, "kl": kl, "objective": utility - beta * kl, "kl_to_best": kl_to_best}
+    accuracy = pair_accuracy(policy - reference, reference=reference, worth=worth)
+    objective = utility - beta * kl
+    return {"utility": utility, "kl": kl, "objective": objective, "kl_to_best": kl_to_best, "accuracy": accuracy}
+
+
+def pair_accuracy(log_ratio: np.ndarray, *, reference: np.ndarray, worth: np.ndarray) -> float:
+    """How often the implicit reward, β log π/π_ref, is higher for the completion that was chosen.
+
+    Σᵢⱼ P(i) P(j | not i) (σ(uᵢ − uⱼ) [rᵢ > rⱼ] + σ(uⱼ − uᵢ) [rᵢ < rⱼ] + ½ [rᵢ = rⱼ]),   r = log π/π_ref
+
+    over all pairs that the start may sample. No reward is right more often than u, and that of π* is u but for a number
+    of the prompt.
+
+    Args:
+      log_ratio: r, `[prompts, completions]`.
+      reference, worth: as in `judge`.
+    """
+
+    def differences(x: np.ndarray) -> np.ndarray:
+        return x[:, :, None] - x[:, None, :]
+
+    first = np.exp(reference)[:, :, None]
+    pairs = first * first.swapaxes(1, 2) / (1 - first) * (1 - np.eye(reference.shape[-1]))
+    chosen, margin = special.expit(differences(worth)), differences(log_ratio)
+    right = np.where(margin == 0, 0.5, np.where(margin > 0, chosen, 1 - chosen))
+    return float((pairs * right).sum((1, 2)).mean())
 
 
 def utilities(seed: int) -> np.ndarray:
@@ -203,15 +238,22 @@ def sample_pairs(reference: np.ndarray, worth: np.ndarray, number: int, seed: in
     """
     draws, coins = rng(seed, 2), rng(seed, 3)
     probabilities = special.softmax(reference, axis=-1)
-    prompts, answers = [], []
-    for prompt in draws.integers(0, PROMPTS, number).tolist():
-        first, second = draws.choice(len(COMPLETIONS), 2, replace=False, p=probabilities[prompt]).tolist()
-        difference = 0.0 if shuffled else worth[prompt, first] - worth[prompt, second]
-        if coins.random() > special.expit(difference):
-            first, second = second, first
-        prompts.append([prompt])
-        answers.append((COMPLETIONS[first].tolist(), COMPLETIONS[second].tolist()))
-    return EncodedPairs(prompts, answers, [0.0] * number)
+    ends = probabilities.cumsum(-1)  # completion i has the numbers of [0, 1) from ends[i - 1] to ends[i]
+    prompts = draws.integers(0, PROMPTS, number)
+
+    def completions_at(places: np.ndarray) -> np.ndarray:
+        found = [np.searchsorted(ends[prompt], place, "right") for prompt, place in zip(prompts, places, strict=True)]
+        return np.minimum(found, len(COMPLETIONS) - 1)
+
+    first = completions_at(draws.random(number))
+    taken = probabilities[prompts, first]
+    places = draws.random(number) * (1 - taken)  # in what the first has left, which is then put around its place
+    second = completions_at(places + taken * (places >= ends[prompts, first] - taken))
+    difference = 0.0 if shuffled else worth[prompts, first] - worth[prompts, second]
+    is_first = coins.random(number) < special.expit(difference)
+    chosen, rejected = np.where(is_first, (first, second), (second, first))
+    answers = zip(COMPLETIONS[chosen].tolist(), COMPLETIONS[rejected].tolist(), strict=True)
+    return EncodedPairs(prompts[:, None].tolist(), list(answers), [0.0] * number)
 
 
 if __name__ == "__main__":

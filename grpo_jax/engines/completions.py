@@ -1,8 +1,16 @@
 """The completions protocol with token ids and log-probabilities: what is asked, and what of an answer is believed.
 
-POST /v1/completions takes the prompt as token ids. With `return_token_ids` a choice has `token_ids` (vLLM from 0.10.2,
-SGLang of 2026). With `return_tokens_as_token_ids` the tokens of its log-probabilities are texts "token_id:17" (vLLM).
-Nothing is encoded or decoded on the way: what is learned from is what was sampled.
+POST /v1/completions takes the prompt as token ids. Nothing is encoded or decoded on the way: what is learned from is
+what was sampled. In the public code and documentation of both servers (November 2026; neither was run):
+
+- `return_token_ids` gives a choice `token_ids` and `prompt_token_ids`: vLLM from 0.10.2, SGLang of 2026.
+- `logprobs` 0 gives `token_logprobs` of the sampled tokens alone. Their `tokens` are texts; in vLLM they are
+  "token_id:17" with `return_tokens_as_token_ids`, which SGLang does not know.
+- vLLM's log-probabilities are those before temperature, penalties and truncation (`--logprobs-mode raw_logprobs`, its
+  default); with `processed_logprobs` those after them. SGLang's are those after temperature and before truncation,
+  unless its environment sets `SGLANG_RETURN_ORIGINAL_LOGPROB`.
+- `seed` is of the request in vLLM. SGLang heeds it with `--enable-deterministic-inference` alone.
+- What a request leaves out, vLLM takes from the model's generation_config.json.
 """
 
 import json

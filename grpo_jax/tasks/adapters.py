@@ -101,18 +101,22 @@ def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mappin
       The same rows with that prompt, and the "row" as it was.
 
     Raises:
-      UsageError: `reset` raised, or what it returned cannot stand behind the prompt.
+      UsageError: `reset` raised or is async, or what it returned cannot stand behind the prompt.
     """
 
     def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
         try:
             with _drawing_for(row):
                 shown = factory().reset(**row)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UsageError(
                 f"reset of the environment, called with the columns of row {number}, raised {reason}"
             ) from error
+        if inspect.isawaitable(shown):
+            if inspect.iscoroutine(shown):
+                shown.close()  # else Python warns that nobody waited for it
+            raise UsageError("reset of the environment is async, and TRL does not wait for it: make it a plain method")
         try:
             return {**row, "prompt": _behind(row.get("prompt", ""), shown or ""), "row": dict(row)}
         except (KeyError, TypeError, ValueError):
@@ -139,7 +143,7 @@ def trl_tools(factory: Factory) -> dict[str, Callable[..., Any]]:
     """
     try:
         environment = factory() if callable(factory) else None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"environment_factory cannot be called: {type(error).__name__}: {error}") from error
     found = _methods(environment)
     if not found or not callable(getattr(environment, "reset", None)):
@@ -231,10 +235,14 @@ def reward_of_factory(*, factory: str) -> Reward:
     """`trl_reward` of the class that a text names: `rewards.grading` calls this in its processes.
 
     Raises:
-      UsageError: the class has no `get_reward`.
+      UsageError: the class has no `get_reward`, or cannot be called.
     """
     found = load_factory(factory)
-    if not callable(getattr(found(), "get_reward", None)):
+    try:
+        has_reward = callable(getattr(found(), "get_reward", None))
+    except Exception as error:
+        raise UsageError(f"{factory} cannot be called: {type(error).__name__}: {error}") from error
+    if not has_reward:
         raise UsageError(f"{factory} has no get_reward: give --reward")
     return trl_reward(found)
 

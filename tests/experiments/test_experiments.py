@@ -1,6 +1,7 @@
 """The experiments as a user starts them."""
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -10,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -468,8 +471,46 @@ def test_a_student_beside_its_teacher_and_again_resumed(tmp_path):
     assert json.loads((tmp_path / "run/results.json").read_text()) == results
 
 
+def test_how_often_a_policy_prefers_what_is_chosen_is_counted_over_all_pairs():
+    generator = np.random.default_rng(0)
+    reference = np.log(generator.dirichlet(np.ones(4), 2))
+    worth, log_ratio = generator.normal(size=(2, 2, 4))
+    log_ratio[0, 1] = log_ratio[0, 2]
+    expected = 0.0
+    for p, u, r in zip(np.exp(reference), worth, log_ratio, strict=True):
+        for i, j in itertools.permutations(range(4), 2):
+            drawn, wins = p[i] * p[j] / (1 - p[i]), 1 / (1 + np.exp(u[j] - u[i]))
+            expected += drawn * (0.5 if r[i] == r[j] else wins if r[i] > r[j] else 1 - wins) / 2
+    accuracy = partial(preferences.pair_accuracy, reference=reference, worth=worth)
+    assert accuracy(log_ratio) == pytest.approx(expected)
+    assert accuracy(np.zeros_like(worth)) == pytest.approx(0.5)
+    assert accuracy(3 * worth + 1) == accuracy(worth) > accuracy(log_ratio)
+
+
+def test_pairs_are_of_different_completions_and_chosen_as_often_as_they_should():
+    generator = np.random.default_rng(1)
+    shape = preferences.PROMPTS, len(preferences.COMPLETIONS)
+    reference = np.log(generator.dirichlet(np.full(shape[1], 0.05), shape[0]) + 1e-9)
+    reference -= np.log(np.exp(reference).sum(-1, keepdims=True))
+    worth, number = preferences.utilities(0), 20_000
+    places = preferences.VOCAB ** np.arange(preferences.TOKENS)[::-1]
+    for shuffled in (False, True):
+        pairs = preferences.sample_pairs(reference, worth, number, 0, shuffled=shuffled)
+        prompts, answers = np.array(pairs.prompts)[:, 0], np.array(pairs.answers) @ places
+        assert (answers[:, 0] != answers[:, 1]).all()
+        chosen, rejected = worth[prompts[:, None], answers].T
+        expected = 0.5 if shuffled else preferences.pair_accuracy(worth, reference=reference, worth=worth)
+        assert np.mean(chosen > rejected) == pytest.approx(expected, abs=4 * 0.5 / number**0.5)
+        for prompt, probabilities in enumerate(np.exp(reference)):
+            most = np.argmax(probabilities)
+            others = np.delete(probabilities, most)
+            expected = probabilities[most] * (1 + (others / (1 - others)).sum())  # first, or behind another
+            found = (answers[prompts == prompt] == most).any(1)
+            assert found.mean() == pytest.approx(expected, abs=4 * 0.5 / len(found) ** 0.5)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_path, loss):
     args = ["--loss", loss, "--steps", 8, "--num-pairs", 32, "--total-pairs", 64, "--num-seeds", 1, "--warmup-steps", 2]
     config = parse(*args, "--eval-every", 4, "--run-dir", tmp_path / "run", config=preferences.Config)
@@ -482,6 +523,9 @@ def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_pa
     for row in runs.values():  # J(π*) − J(π) = β KL(π ‖ π*), whatever the policy
         gap = runs["closed form"]["objective"] - row["objective"]
         assert gap == pytest.approx(row["kl_to_best"], abs=1e-4)
+        assert row["accuracy"] == pytest.approx(runs["closed form"]["accuracy"] - row["below_best"])
+        assert row["below_best"] >= 0
+    assert runs["start"]["accuracy"] == pytest.approx(0.5)
     assert runs[loss]["kl"] > 0
     preferences.main(parse("--resume", "--run-dir", tmp_path / "run", config=preferences.Config))
     assert json.loads((tmp_path / "run/results.json").read_text()) == results

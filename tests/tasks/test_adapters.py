@@ -17,6 +17,7 @@ from grpo_jax.tasks.adapters import (
     gymnasium_environment,
     gymnasium_rows,
     load_factory,
+    reward_of_factory,
     trl_environment,
     trl_reward,
     trl_rows,
@@ -166,6 +167,9 @@ def test_a_class_of_a_file_is_played_and_scored_in_processes(tmp_path):
     file.write_text(file.read_text().replace("def get_reward", "def scored"))
     with pytest.raises(UsageError, match="has no get_reward: give --reward"):
         Grader(f"{module}:reward_of_factory", arguments=named, workers=1).__enter__()
+    file.write_text("def Counter():\n    raise ValueError('no server')")
+    with pytest.raises(UsageError, match="Counter cannot be called: ValueError: no server"):
+        reward_of_factory(**named)
 
 
 def test_what_is_drawn_belongs_to_the_row_and_leaves_other_numbers_alone():
@@ -201,6 +205,32 @@ def test_rewards_of_trl_see_environments_messages_and_columns():
 def test_what_is_no_environment_of_trl_is_refused(factory):
     with pytest.raises(UsageError, match="must be a class"):
         trl_tools(factory)
+
+
+@pytest.mark.parametrize("error", [ValueError("no\nserver"), SystemExit("no server")])
+def test_an_environment_that_cannot_be_made_or_reset_is_told(error):
+    class Unmade(Counter):
+        def __init__(self):
+            raise error
+
+    class Unset(Counter):
+        def reset(self, **row):
+            raise error
+
+    with pytest.raises(UsageError, match=r"environment_factory cannot be called: \w+: no server$"):
+        trl_tools(Unmade)
+    with pytest.raises(UsageError, match=r"the columns of row 0, raised \w+: no server$"):
+        trl_rows(Unset, [{"prompt": "a"}])
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_async_reset_is_refused():
+    class Slow(Counter):
+        async def reset(self, **row):
+            return "more"
+
+    with pytest.raises(UsageError, match="reset of the environment is async"):
+        trl_rows(Slow, [{"prompt": "a"}])
 
 
 def test_a_reset_that_takes_no_columns_is_told():
