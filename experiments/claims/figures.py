@@ -117,7 +117,7 @@ def save_rows(path: Path, rows: Mapping[str, Mapping[str, Interval]], drawn: Seq
     size = (2.2 + 2.6 * len(drawn), 1.2 + min(0.24, 5.5 / len(shown)) * len(shown))
     figure, axes = plt.subplots(1, len(drawn), figsize=size, layout="constrained", squeeze=False, sharey=True)
     for axis, column in zip(axes[0], drawn, strict=True):
-        least = 0.0 if all(row[column].mean >= 0 for row in rows.values()) else -math.inf  # no bar below it
+        least = -math.inf if any(row[column].mean < 0 for row in rows.values()) else 0.0  # no bar below it
         for place, name in enumerate(reversed(shown)):
             mean, low, high = rows[name][column]
             axis.plot(mean, place, "o", color="black", markersize=4)

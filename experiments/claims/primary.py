@@ -292,7 +292,7 @@ class Headline(NamedTuple):
     supported: str
     contradicted: str
     no_difference: str = "No difference that matters."
-    beside: str = ""  # the measure of a `findings.Also` of the same script: said with it, without a verdict
+    beside: tuple[str, str] = ("", "")  # a name and the measure of a `findings.Also`: said with it, without a verdict
 
 
 HEADLINES: tuple[Headline, ...] = (
@@ -304,7 +304,7 @@ HEADLINES: tuple[Headline, ...] = (
         "PPO.",
     ),
     Headline(
-        "A group's mean or a critic, all else equal?",
+        "All else equal, a group's mean or a critic?",
         "critic",
         ("the group's mean is ahead", "the critic is ahead"),
         "The group's mean.",
@@ -318,28 +318,28 @@ HEADLINES: tuple[Headline, ...] = (
         "PPO.",
     ),
     Headline(
-        "Which group size K at equal samples, 8 or 2?",
+        "Which group size at equal samples: 8 or 2?",
         "group_size_samples",
         ("8 is ahead", "2 is ahead"),
         "8.",
         "2.",
     ),
     Headline(
-        "Which K at equal prompts, 8 or 2?",
+        "Which group size at equal prompts: 8 or 2?",
         "group_size_2",
         ("8 is ahead", "2 is ahead"),
         "8, for four times the samples.",
         "2, for a quarter of the samples.",
     ),
     Headline(
-        "Which β for the KL, 0.01 or none, in 60 steps?",
+        "Which β for the KL: 0.01 or none?",
         "kl_none",
         ("0.01 is ahead", "none is ahead"),
         "0.01.",
         "None.",
     ),
     Headline(
-        "Which β, 0.01 or 0.1?",
+        "Which β for the KL: 0.01 or 0.1?",
         "kl_high",
         ("0.01 is ahead", "0.1 is ahead"),
         "0.01.",
@@ -353,7 +353,7 @@ HEADLINES: tuple[Headline, ...] = (
         "No: learning is better without one.",
     ),
     Headline(
-        "Does the division by a group's deviation matter?",
+        "Does dividing by the deviation matter?",
         "std_weight",
         ("without it learning is ahead", "with it learning is ahead"),
         "No: without it learning is no worse.",
@@ -369,11 +369,11 @@ HEADLINES: tuple[Headline, ...] = (
         "No: no difference that matters.",
     ),
     Headline(
-        "A mean over tokens, or over completions (sequences)?",
+        "A mean over tokens or over sequences?",
         "aggregation",
-        ("tokens are ahead", "completions are ahead"),
+        ("tokens are ahead", "sequences are ahead"),
         "Over tokens.",
-        "Over completions.",
+        "Over sequences.",
     ),
     Headline(
         "How stale may rollouts be: 8 steps, corrected?",
@@ -381,22 +381,22 @@ HEADLINES: tuple[Headline, ...] = (
         ("stale ones are ahead", "fresh ones are ahead"),
         "Yes, 8 steps: they are as good as fresh ones.",
         "Not 8 steps: fresh ones are better.",
-        beside="accuracy, k = 2 and corrected − fresh",
+        beside=("2 steps", "accuracy, k = 2 and corrected − fresh"),
     ),
     Headline(
-        "Does RL add to what the start can do, by pass@64?",
+        "Does RL add to the start's pass@64?",
         "pass_at_k",
         ("the trained policy is ahead", "the start is ahead"),
         "No: the start is better.",
         "Yes.",
     ),
     Headline(
-        "Do ranks help where rewards are noisy or distorted?",
+        "Do ranks help against noise in rewards?",
         "ranks_distorted",
         ("ranks are ahead", "rewards are ahead"),
-        "Yes, where they are distorted.",
-        "No: they are worse where rewards are distorted.",
-        "Distorted: no difference that matters.",
-        beside="accuracy, ranks − rewards, heavy tails",
+        "Yes, against distortion.",
+        "Against distortion they are worse.",
+        "Distortion: no difference that matters.",
+        beside=("heavy tails", "accuracy, ranks − rewards, heavy tails"),
     ),
 )

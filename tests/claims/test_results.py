@@ -3,18 +3,20 @@
 import json
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments.claims import findings, numbers, page, replication, reproduce
+from experiments.claims import findings, numbers, page, replication, reproduce, results
 from experiments.claims.ablation import COIN, START, Bench
 from experiments.claims.findings import Also, Finding, Measured
-from experiments.claims.primary import PRIMARY
+from experiments.claims.primary import HEADLINES, PRIMARY
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.folder import write_json
 
+ROOT = Path(__file__).parents[2]
 MEANS = {"grpo_ppo": 0.001, "kl_none": 0.2, "kl_high": 0.05, "clip_none": -0.05, "samples_to_target": np.log(0.4)}
 
 
@@ -66,10 +68,10 @@ def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, 
         "| GRPO or PPO, at equal samples? | No difference that matters. | [GRPO − PPO](docs/results-smoke/ppo_" in first
     )
     assert (
-        "A group's mean or a critic, all else equal? | Not settled; the group's mean is ahead. | [group baseline"
+        "All else equal, a group's mean or a critic? | Not settled; the group's mean is ahead. | [group baseline"
         in first
     )
-    assert "0.01 or none, in 60 steps? | 0.01. | [β 0.01 − none](docs/results-smoke/ablate_kl.md): +0.200 [" in first
+    assert "0.01 or none? | 0.01. | [β 0.01 − none](docs/results-smoke/ablate_kl.md): +0.200 [" in first
     assert "eight updates a rollout? | No: learning is better without one." in first
     for target in re.findall(r"\]\(#(\w+)\)", text):
         assert f'<a id="{target}"></a>' in text
@@ -94,6 +96,19 @@ def test_the_pages_are_made_of_the_file_of_numbers_alone(config, asked, tmp_path
     for path in (config.out / "docs/results-smoke").iterdir():
         assert (tmp_path / "docs/results-smoke" / path.name).read_bytes() == path.read_bytes()
     assert (tmp_path / "RESULTS-smoke.md").read_text() == (config.out / "RESULTS-smoke.md").read_text()
+
+
+def test_the_pages_of_the_repository_are_those_of_its_numbers(monkeypatch, tmp_path):
+    for draw in ("save_forest", "save_rows", "save_curves"):
+        monkeypatch.setattr(results, draw, lambda *of: None)
+    files = sorted((ROOT / "docs/results").glob("numbers*.json"))
+    reproduce.main(reproduce.Config(numbers=tuple(files), out=tmp_path))
+    for path in (Path("RESULTS.md"), *(file.relative_to(tmp_path) for file in tmp_path.glob("docs/results/*.md"))):
+        assert (tmp_path / path).read_text() == (ROOT / path).read_text()
+    text = (tmp_path / "RESULTS.md").read_text()
+    for headline in HEADLINES:  # each has its row, with what is said beside it
+        (row,) = re.findall(rf"\| {re.escape(headline.question)} \|.*", text)
+        assert headline.beside[0] in row
 
 
 def test_the_file_has_the_values_of_all_seeds(config):
