@@ -1,18 +1,23 @@
 """The claims asked again on another machine: both numbers side by side, and whether verdicts agree."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+
+from scipy import special
 
 from experiments.claims.findings import with_interval
 from experiments.claims.numbers import Judged, Numbers
 from experiments.claims.page import Block, Heading, Table, Text
 from experiments.claims.primary import PRIMARY, Primary
 
-SHARED = """The page's verdicts stay those of the first column; nothing of the second enters them, nor is anything
-pooled. Seeds of the same number have the same prompts and the same random keys. Their starts are trained anew by the
-same steps. So the two differ by rounding alone, at first: soon a token is sampled otherwise, and from there on the runs
-are others. What is asked again is whether an answer hangs on a machine, its arithmetic and its version of jax, not
-whether it holds for other seeds. Intervals overlap more easily than those of seeds that are not shared."""
+SHARED = """The page's verdicts stay those of the first; nothing of the second enters them, and nothing is pooled. Seeds
+of the same number have the same prompts and random keys, and starts trained by the same steps. So at first the two
+differ by rounding alone. Soon a token is sampled otherwise, and from there on the runs are others. What is asked again
+is whether an answer hangs on the machine, its arithmetic, its jax and the chances of sampling. It is no second sample
+of starts and prompts."""
+APART = """“Apart” is the distance of the two means in standard errors, as if no seed were shared: above 2 is by chance
+one claim in twenty. “Open again” is a claim that the first decided and the second, with its seeds, does not."""
 
 
 def replication(first: Numbers, others: Sequence[Numbers]) -> list[Block]:
@@ -34,28 +39,48 @@ def _table(first: Numbers, other: Numbers) -> list[Block]:
     said = ", ".join(f"{count} {word}" for word, count in words.items())
     overlapping = sum(overlap(one, two) for _, one, two in both)
     rows = [
-        (claim.label, _said(claim, one), _said(claim, two), "yes" if overlap(one, two) else "no", agreement(one, two))
+        (
+            claim.label,
+            _said(claim, one),
+            _said(claim, two),
+            "yes" if overlap(one, two) else "no",
+            f"{apart(one, two):.1f}",
+            agreement(one, two),
+        )
         for claim, one, two in both
     ]
-    made = {
-        name: "; ".join(dict.fromkeys(it.machine for it in of.questions.values()))
-        for name, of in (("first", first), ("other", other))
-    }
     minutes = sum(it.seconds for it in other.questions.values()) / 60
     return [
         Text(
-            f"First {made['first']}; then {made['other']}, {minutes:.0f} minutes. Of {len(both)} claims the intervals "
-            f"of {overlapping} overlap. Verdicts: {said}."
+            f"First {_machine(first)}; then {_machine(other)}, {minutes:.0f} minutes, code {_code(other)}. "
+            f"Of {len(both)} claims the intervals of {overlapping} overlap. Verdicts: {said}."
         ),
         *([Text(other.source)] if other.source else []),
-        Table(("claim", "first", "again", "intervals overlap", "verdicts"), rows),
+        Table(("claim", "first", "again", "intervals overlap", "apart", "verdicts"), rows),
+        Text(APART),
     ]
+
+
+def _machine(numbers: Numbers) -> str:
+    return " and ".join(dict.fromkeys(told.machine for told in numbers.questions.values()))
+
+
+def _code(numbers: Numbers) -> str:
+    return " and ".join(dict.fromkeys(told.code for told in numbers.questions.values()))
 
 
 def overlap(one: Judged, two: Judged) -> bool:
     """Whether the 95% intervals have a point in common."""
     a, b = one.decision.interval, two.decision.interval
     return a.low <= b.high and b.low <= a.high
+
+
+def apart(one: Judged, two: Judged) -> float:
+    """|m₁ − m₂| / √(e₁² + e₂²), with each mean's standard error e from its interval: large is no chance."""
+    decisions = (one.decision, two.decision)
+    halves = [(it.interval.high - it.interval.low) / 2 for it in decisions]
+    errors = [half / special.stdtrit(it.seeds - 1, 0.975) for half, it in zip(halves, decisions, strict=True)]
+    return abs(decisions[0].interval.mean - decisions[1].interval.mean) / math.hypot(*errors)
 
 
 def agreement(one: Judged, two: Judged) -> str:

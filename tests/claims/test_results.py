@@ -184,7 +184,7 @@ def test_another_machine_stands_beside_the_first(config, other):
     assert "; then another, " in text
     assert "Of 2 claims the intervals of 0 overlap. Verdicts: 1 different, 1 open again." in text
     assert re.search(
-        r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| different \|", text
+        r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| [\d.]+ \| different \|", text
     )
 
 
@@ -209,6 +209,15 @@ def test_intervals_overlap_where_they_share_a_point(bounds, expected):
 
     assert replication.overlap(judged(-0.2, 0.1), judged(*bounds)) == expected
     assert replication.overlap(judged(*bounds), judged(-0.2, 0.1)) == expected
+
+
+def test_how_far_two_means_are_apart_by_hand():
+    # 9 degrees of freedom: t is 2.262. Standard errors of 0.03 and 0.04 are 0.05 together, and 0.1 is two of them.
+    both = [
+        numbers.Judged(numbers.Decision("undecided", 10, numbers.Interval(mean, mean - 2.262 * e, mean + 2.262 * e)))
+        for mean, e in ((0.3, 0.03), (0.2, 0.04))
+    ]
+    assert replication.apart(*both) == pytest.approx(2, rel=1e-3)
 
 
 @pytest.mark.slow
