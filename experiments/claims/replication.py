@@ -49,10 +49,11 @@ def _table(first: Numbers, other: Numbers) -> list[Block]:
         )
         for claim, one, two in both
     ]
-    minutes = sum(it.seconds for it in other.questions.values()) / 60
+    seconds = sum(it.seconds for it in other.questions.values())
+    time = "" if math.isnan(seconds) else f", {seconds / 60:.0f} minutes"
     return [
         Text(
-            f"First {_machine(first)}; then {_machine(other)}, {minutes:.0f} minutes, code {_code(other)}. "
+            f"First {_machine(first)}; then {_machine(other)}{time}, code {_code(other)}. "
             f"Of {len(both)} claims the intervals of {overlapping} overlap. Verdicts: {said}."
         ),
         *([Text(other.source)] if other.source else []),
