@@ -29,15 +29,22 @@ def replication(first: Numbers, others: Sequence[Numbers]) -> list[Block]:
     ]
 
 
-def _table(first: Numbers, other: Numbers) -> list[Block]:
-    both = [
-        (claim, first.claims[claim.id], other.claims[claim.id])
-        for claim in PRIMARY
-        if first.claims[claim.id].decision.seeds and other.claims[claim.id].decision.seeds
-    ]
-    words = Counter(agreement(one, two) for _, one, two in both)
-    said = ", ".join(f"{count} {word}" for word, count in words.items())
+def in_words(first: Numbers, other: Numbers) -> str:
+    """How many intervals overlap, and what verdicts are to each other."""
+    both = _both(first, other)
+    verdicts = Counter(agreement(one, two) for _, one, two in both)
+    said = ", ".join(f"{count} {word}" for word, count in verdicts.items())
     overlapping = sum(overlap(one, two) for _, one, two in both)
+    return f"of {len(both)} claims the intervals of {overlapping} overlap; verdicts: {said}"
+
+
+def _both(first: Numbers, other: Numbers) -> list[tuple[Primary, Judged, Judged]]:
+    """The claims that both have measured."""
+    found = ((claim, first.claims[claim.id], other.claims[claim.id]) for claim in PRIMARY)
+    return [(claim, one, two) for claim, one, two in found if one.decision.seeds and two.decision.seeds]
+
+
+def _table(first: Numbers, other: Numbers) -> list[Block]:
     rows = [
         (
             claim.label,
@@ -47,15 +54,12 @@ def _table(first: Numbers, other: Numbers) -> list[Block]:
             f"{apart(one, two):.1f}",
             agreement(one, two),
         )
-        for claim, one, two in both
+        for claim, one, two in _both(first, other)
     ]
     seconds = sum(it.seconds for it in other.questions.values())
     time = "" if math.isnan(seconds) else f", {seconds / 60:.0f} minutes"
     return [
-        Text(
-            f"First {_machine(first)}; then {_machine(other)}{time}, code {_code(other)}. "
-            f"Of {len(both)} claims the intervals of {overlapping} overlap. Verdicts: {said}."
-        ),
+        Text(f"First {_machine(first)}; then {_machine(other)}{time}, code {_code(other)}: {in_words(first, other)}."),
         *([Text(other.source)] if other.source else []),
         Table(("claim", "first", "again", "intervals overlap", "apart", "verdicts"), rows),
         Text(APART),

@@ -17,7 +17,7 @@ from experiments.claims.findings import cells, number, with_interval
 from experiments.claims.numbers import Judged, Numbers, Told, read_numbers
 from experiments.claims.page import Block, Figure, Folded, Heading, Table, Text, html, markdown
 from experiments.claims.primary import BY_ID, HEADLINES, PRIMARY, Headline, Primary
-from experiments.claims.replication import replication
+from experiments.claims.replication import in_words, replication
 from experiments.claims.verdicts import LOOKS, VERDICTS
 from grpo_jax.runs.folder import write_text
 
@@ -155,7 +155,9 @@ def _first_screen(numbers: Numbers, others: Sequence[Numbers], folder: Path) -> 
         blocks.append(Text("This is a test of whether it works: the numbers mean nothing."))
     rows = [(it.question, _answered(it, numbers), _evidence(it, numbers)) for it in HEADLINES]
     said = ", ".join(f"{counts[word]} {word}" for word in (*VERDICTS[1:], VERDICTS[0], "undecided"))
-    again = " The same claims on another machine: [asked again](replication.md)." if others else ""
+    again = "".join(
+        f" [Asked again](replication.md) on another machine, {in_words(numbers, other)}." for other in others
+    )
     blocks += [
         Table(("question", "answer", "difference of scores, 95% interval, n seeds"), rows),
         Text(

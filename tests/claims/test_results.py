@@ -182,7 +182,7 @@ def test_another_machine_stands_beside_the_first(config, other):
     first = numbers.read_numbers(config.out / "docs/results-smoke/numbers.json")
     text = page.markdown(replication.replication(first, [numbers.read_numbers(other)]))
     assert "; then another, " in text
-    assert "Of 2 claims the intervals of 0 overlap. Verdicts: 1 different, 1 open again." in text
+    assert ": of 2 claims the intervals of 0 overlap; verdicts: 1 different, 1 open again." in text
     assert re.search(
         r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| [\d.]+ \| different \|", text
     )
