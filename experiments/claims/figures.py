@@ -11,7 +11,7 @@ import numpy as np
 from experiments.claims.ablation import COIN, START
 from experiments.claims.primary import Primary
 from experiments.claims.verdicts import BANDS, Decision
-from grpo_jax.statistics import interval_over_runs
+from grpo_jax.statistics import Interval
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -94,11 +94,11 @@ def _forest(axis: Any, panel: Sequence[Drawn]) -> None:
     )
 
 
-def save_curves(path: Path, curves: Mapping[str, Sequence[Sequence[float]]], steps: int) -> None:
+def save_curves(path: Path, curves: Mapping[str, Sequence[Interval]], steps: int) -> None:
     """Scores over the steps of a run, each point a part of it: means over seeds, their 95% intervals as bands."""
     figure, axis = plt.subplots(figsize=(8.5, 3.4), layout="constrained")
     for (name, of), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
-        bounds = np.array([interval_over_runs(values) for values in np.transpose(of)])
+        bounds = np.array(of)
         at = (np.arange(len(bounds)) + 0.5) * steps / len(bounds)
         axis.plot(at, bounds[:, 0], color=colour, linewidth=1.4, label=name)
         if np.isfinite(bounds).all():
@@ -111,21 +111,21 @@ def save_curves(path: Path, curves: Mapping[str, Sequence[Sequence[float]]], ste
     _save(figure, path)
 
 
-def save_rows(path: Path, rows: Mapping[str, Mapping[str, Sequence[float]]], drawn: Sequence[str]) -> None:
+def save_rows(path: Path, rows: Mapping[str, Mapping[str, Interval]], drawn: Sequence[str]) -> None:
     """Means with their intervals as dots and bars, a panel a column. Controls are lines where they fit, else named."""
     shown = [name for name in rows if name not in (START, COIN)]
     size = (2.2 + 2.6 * len(drawn), 1.2 + min(0.24, 5.5 / len(shown)) * len(shown))
     figure, axes = plt.subplots(1, len(drawn), figsize=size, layout="constrained", squeeze=False, sharey=True)
     for axis, column in zip(axes[0], drawn, strict=True):
-        least = 0.0 if all(min(row[column]) >= 0 for row in rows.values()) else -math.inf  # no bar below it
+        least = -math.inf if any(row[column].mean < 0 for row in rows.values()) else 0.0  # no bar below it
         for place, name in enumerate(reversed(shown)):
-            mean, low, high = interval_over_runs(rows[name][column])
+            mean, low, high = rows[name][column]
             axis.plot(mean, place, "o", color="black", markersize=4)
             if not math.isnan(low):
                 axis.plot((max(low, least), high), (place, place), color="black", linewidth=1.2)
         limits = axis.get_xlim()
         for control, style in ((START, ":"), (COIN, "--")):
-            value = interval_over_runs(rows[control][column]).mean if control in rows else math.nan
+            value = rows[control][column].mean if control in rows else math.nan
             if limits[0] < value < limits[1]:
                 axis.axvline(value, color="0.5", linestyle=style, linewidth=1, label=control, zorder=0)
             elif not math.isnan(value):

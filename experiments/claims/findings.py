@@ -41,6 +41,8 @@ OF_PAGES = (
     "figures",
     "page",
     "results",
+    "numbers",
+    "replication",
     "earlier",
     "reproduce",
 )  # no number depends on it
@@ -148,9 +150,9 @@ def answer(bench: Bench, name: str, measure: Measure) -> Answer:
     started = time.perf_counter()
     finding = measure(bench)
     check(finding, name, len(bench.seeds))
-    save_rows(bench.run.path / f"{name}.png", finding.rows, finding.drawn)
+    save_rows(bench.run.path / f"{name}.png", intervals_of(finding.rows), finding.drawn)
     if finding.curves:
-        save_curves(bench.run.path / f"{name}_curves.png", finding.curves, bench.size.steps)
+        save_curves(bench.run.path / f"{name}_curves.png", bands_of(finding.curves), bench.size.steps)
     file = bench.run.path / f"{name}.json"
     before = read_answer(bench, name).seconds if file.exists() else 0.0
     known = finding._asdict() | {
@@ -206,12 +208,14 @@ def read_answer(bench: Bench, name: str) -> Answer:
     """
     file = bench.run.path / f"{name}.json"
     try:
-        return _answer_of(read_object(file))
+        return answer_of(read_object(file))
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UsageError(f"{file} is damaged: delete it, and the question is answered again") from None
 
 
-def _answer_of(known: Mapping[str, Any]) -> Answer:
+def answer_of(known: Mapping[str, Any]) -> Answer:
+    """The answer that was written as this object."""
+
     def numbers(values: Sequence[float | None]) -> list[float]:
         return [math.nan if value is None else value for value in values]  # JSON has neither NaN nor infinity
 
@@ -225,7 +229,7 @@ def _answer_of(known: Mapping[str, Any]) -> Answer:
 
 def show(bench: Bench, finding: Finding) -> None:
     """The table and the numbers of a finding."""
-    run, (columns, rows) = bench.run, cells(finding)
+    run, (columns, rows) = bench.run, cells(intervals_of(finding.rows))
     terminal.print_table(run, f"means ± half a 95% interval over {bench.of_what}", columns, rows)
     if _score(finding):  # else the coin's row is no run
         explain_control(run, rows, control=COIN)
@@ -241,10 +245,22 @@ def show(bench: Bench, finding: Finding) -> None:
         run.console.print(finding.note)
 
 
-def cells(finding: Finding) -> tuple[list[str], dict[str, list[str]]]:
-    """The columns of a finding, and its rows as text."""
-    rows = {name: [number(interval_over_runs(values)) for values in row.values()] for name, row in finding.rows.items()}
-    return list(next(iter(finding.rows.values()))), rows
+Rows = Mapping[str, Mapping[str, Interval]]  # setting -> column -> its mean with Student's 95% interval over seeds
+
+
+def intervals_of(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> Rows:
+    """The rows of a finding, with a mean and its interval in place of a value for each seed."""
+    return {row: {column: interval_over_runs(x) for column, x in of.items()} for row, of in rows.items()}
+
+
+def bands_of(curves: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[Interval]]:
+    """The curves of a finding, with a mean and its interval for each part of a run."""
+    return {name: [interval_over_runs(part) for part in np.transpose(of)] for name, of in curves.items()}
+
+
+def cells(rows: Rows) -> tuple[list[str], dict[str, list[str]]]:
+    """The columns of a table, and its rows as text."""
+    return list(next(iter(rows.values()))), {name: list(map(number, row.values())) for name, row in rows.items()}
 
 
 def with_interval(scale: Scale, found: Interval) -> str:

@@ -104,11 +104,12 @@ _PAGE = """<!doctype html>
 <title>TITLE</title>
 <style>
 :root { color-scheme: light dark; --line: #8886 }
-body { max-width: 62rem; margin: 1rem auto; padding: 0 1rem; font: 16px/1.45 system-ui, sans-serif }
+body { max-width: 72rem; margin: 1rem auto; padding: 0 1rem; font: 16px/1.45 system-ui, sans-serif }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { text-align: left; vertical-align: top; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line) }
 th button { all: unset; cursor: pointer; font-weight: bold } th button:focus-visible { outline: 2px solid }
 th[aria-sort=ascending] button::after { content: " ▲" } th[aria-sort=descending] button::after { content: " ▼" }
+h1 { font-size: 1.5rem; margin: .5rem 0 } p { margin: .7rem 0 }
 img { max-width: 100%; max-height: 100vh; background: #fff } summary { cursor: pointer; padding: .3rem 0 }
 </style>
 BODY

@@ -283,128 +283,120 @@ BY_ID = {claim.id: claim for claim in PRIMARY}
 # ---- what a reader wants to know
 
 
-class Answered(NamedTuple):
-    """What to say of a claim, by its verdict. Where it is undecided, the side that is ahead is named."""
-
-    id: str
-    where: str  # that it is asked of, before what is not settled
-    sides: tuple[str, str]  # what is ahead where the number is above 0, and below
-    supported: str
-    contradicted: str
-    no_difference: str
-
-
 class Headline(NamedTuple):
-    """A question of a reader, with the claims that answer it."""
+    """A question of a reader, with the claim that answers it and what to say by its verdict."""
 
     question: str
-    claims: tuple[Answered, ...]
+    id: str
+    sides: tuple[str, str]  # who is ahead in the seeds where nothing is settled: the number is above 0, or below
+    supported: str
+    contradicted: str
+    no_difference: str = "No difference that matters."
+    beside: tuple[str, str] = ("", "")  # a name and the measure of a `findings.Also`: said with it, without a verdict
 
 
 HEADLINES: tuple[Headline, ...] = (
     Headline(
         "GRPO or PPO, at equal samples?",
-        (
-            Answered(
-                "grpo_ppo",
-                "As they are used",
-                ("GRPO", "PPO"),
-                "GRPO is better.",
-                "PPO is better.",
-                "Either: no difference that matters.",
-            ),
-            Answered(
-                "critic",
-                "All else equal",
-                ("the group's mean", "a critic"),
-                "All else equal, the group's mean is a better baseline than a critic.",
-                "All else equal, a critic is a better baseline than the group's mean.",
-                "All else equal, the group's mean or a critic: no difference that matters.",
-            ),
-            Answered(
-                "shifted_prompts",
-                "Where prompts shift rewards",
-                ("GRPO", "PPO"),
-                "Where prompts shift rewards, GRPO is better.",
-                "Where prompts shift rewards, PPO is better.",
-                "Where prompts shift rewards: no difference that matters.",
-            ),
-        ),
+        "grpo_ppo",
+        ("GRPO is ahead", "PPO is ahead"),
+        "GRPO.",
+        "PPO.",
     ),
     Headline(
-        "Which group size K?",
-        (
-            Answered(
-                "group_size_samples",
-                "At equal samples",
-                ("8", "2"),
-                "At equal samples 8 beats 2.",
-                "At equal samples 2 beats 8.",
-                "At equal samples any: 8 and 2 do not differ by what matters.",
-            ),
-            Answered(
-                "group_size_2",
-                "At equal prompts",
-                ("8", "2"),
-                "At equal prompts 8 beats 2, for four times the samples.",
-                "At equal prompts 2 beats 8.",
-                "At equal prompts 8 is no better than 2.",
-            ),
-            Answered(
-                "group_size_16",
-                "Between 8 and 16 at equal prompts",
-                ("16", "8"),
-                "At equal prompts 16 is no better than 8.",
-                "At equal prompts 16 and 8 differ by more than what matters.",
-                "At equal prompts 16 is no better than 8.",
-            ),
-        ),
+        "All else equal, a group's mean or a critic?",
+        "critic",
+        ("the group's mean is ahead", "the critic is ahead"),
+        "The group's mean.",
+        "The critic.",
     ),
     Headline(
-        "Which β for the KL, on additions, in short runs?",
-        (
-            Answered(
-                "kl_none",
-                "Between 0.01 and none",
-                ("0.01", "none"),
-                "0.01 beats none.",
-                "None beats 0.01.",
-                "0.01 or none: no difference that matters.",
-            ),
-            Answered(
-                "kl_high",
-                "Between 0.01 and 0.1",
-                ("0.01", "0.1"),
-                "0.1 is worse.",
-                "0.1 is better.",
-                "0.01 or 0.1: no difference that matters.",
-            ),
-        ),
+        "GRPO or PPO, where prompts shift rewards?",
+        "shifted_prompts",
+        ("GRPO is ahead", "PPO is ahead"),
+        "GRPO.",
+        "PPO.",
     ),
     Headline(
-        "Is a clip needed?",
-        (
-            Answered(
-                "clip_none",
-                "With eight updates a rollout (with one a clip does nothing)",
-                ("ε 0.15", "no clip"),
-                "Yes, where a rollout serves eight updates.",
-                "No: without it learning is better, with eight updates a rollout.",
-                "Not here: no difference that matters, with eight updates a rollout.",
-            ),
-        ),
+        "Which group size at equal samples: 8 or 2?",
+        "group_size_samples",
+        ("8 is ahead", "2 is ahead"),
+        "8.",
+        "2.",
     ),
     Headline(
-        "Do ranks help where a distortion keeps the rewards' order?",
-        (
-            Answered(
-                "ranks_distorted",
-                "Against standardised rewards",
-                ("ranks", "standardised rewards"),
-                "Yes.",
-                "No: they are worse than standardised rewards.",
-                "No: no difference that matters from standardised rewards.",
-            ),
-        ),
+        "Which group size at equal prompts: 8 or 2?",
+        "group_size_2",
+        ("8 is ahead", "2 is ahead"),
+        "8, for four times the samples.",
+        "2, for a quarter of the samples.",
+    ),
+    Headline(
+        "Which β for the KL: 0.01 or none?",
+        "kl_none",
+        ("0.01 is ahead", "none is ahead"),
+        "0.01.",
+        "None.",
+    ),
+    Headline(
+        "Which β for the KL: 0.01 or 0.1?",
+        "kl_high",
+        ("0.01 is ahead", "0.1 is ahead"),
+        "0.01.",
+        "0.1.",
+    ),
+    Headline(
+        "Is a clip needed, at eight updates a rollout?",
+        "clip_none",
+        ("learning with one is ahead", "learning without one is ahead"),
+        "Yes.",
+        "No: learning is better without one.",
+    ),
+    Headline(
+        "Does dividing by the deviation matter?",
+        "std_weight",
+        ("without it learning is ahead", "with it learning is ahead"),
+        "No: without it learning is no worse.",
+        "Yes: without it learning is worse.",
+        "No: no difference that matters.",
+    ),
+    Headline(
+        "Does an entropy bonus help?",
+        "entropy_bonus",
+        ("a bonus of 0.01 is ahead", "none is ahead"),
+        "No.",
+        "Yes, one of 0.01.",
+        "No: no difference that matters.",
+    ),
+    Headline(
+        "A mean over tokens or over sequences?",
+        "aggregation",
+        ("tokens are ahead", "sequences are ahead"),
+        "Over tokens.",
+        "Over sequences.",
+    ),
+    Headline(
+        "How stale may rollouts be: 8 steps, corrected?",
+        "stale",
+        ("stale ones are ahead", "fresh ones are ahead"),
+        "Yes, 8 steps: they are as good as fresh ones.",
+        "Not 8 steps: fresh ones are better.",
+        beside=("2 steps", "accuracy, k = 2 and corrected − fresh"),
+    ),
+    Headline(
+        "Does RL add to the start's pass@64?",
+        "pass_at_k",
+        ("the trained policy is ahead", "the start is ahead"),
+        "No: the start is better.",
+        "Yes.",
+    ),
+    Headline(
+        "Do ranks help against noise in rewards?",
+        "ranks_distorted",
+        ("ranks are ahead", "rewards are ahead"),
+        "Yes, against distortion.",
+        "Against distortion they are worse.",
+        "Distortion: no difference that matters.",
+        beside=("heavy tails", "accuracy, ranks − rewards, heavy tails"),
     ),
 )

@@ -1,32 +1,29 @@
 """RESULTS.md, docs/results/*.md and claims.html: what was measured, what the rule makes of it, and what is open."""
 
-import hashlib
 import importlib
 import math
-import platform
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-
 from experiments.claims import ablation, findings
-from experiments.claims.ablation import COIN, START, Bench
+from experiments.claims.ablation import COIN, START
 from experiments.claims.earlier import EARLIER
 from experiments.claims.facts import FACTS
-from experiments.claims.figures import Drawn, save_forest
-from experiments.claims.findings import Answer, cells, has_learned, number, with_interval
+from experiments.claims.figures import Drawn, save_curves, save_forest, save_rows
+from experiments.claims.findings import cells, number, with_interval
+from experiments.claims.numbers import Judged, Numbers, Told, read_numbers
 from experiments.claims.page import Block, Figure, Folded, Heading, Table, Text, html, markdown
-from experiments.claims.primary import BY_ID, HEADLINES, PRIMARY, Answered, Primary
-from experiments.claims.verdicts import LOOKS, Decision, decide, needed
+from experiments.claims.primary import BY_ID, HEADLINES, PRIMARY, Headline, Primary
+from experiments.claims.replication import in_words, replication
+from experiments.claims.verdicts import LOOKS, VERDICTS
 from grpo_jax.runs.folder import write_text
-from grpo_jax.statistics import interval_over_runs
 
 TITLE = "What is claimed of GRPO, and what was measured"
-OUT_OF_SCOPE = """Out of scope are large models, learned rewards, long texts and tasks of the real world: what fails
-here is not refuted there, and what holds here is not proved there."""
+OUT_OF_SCOPE = """Out of scope are large models, learned rewards, long texts and tasks of the real world: nothing is
+proved or refuted there."""
 RULE = """A claim has one number: a difference of two settings that share seeds, starts, prompts and evaluation, or
 the logarithm of a ratio. "On the way" is the mean score of all completions that a run learns from. Claims, numbers and
 the range that words allow were fixed before the runs. Ten seeds of two questions (GRPO or PPO, group size) had been
@@ -39,50 +36,79 @@ at each look all hypotheses of a family (the announcements; the field since) are
 and Yekutieli. A claim with a verdict keeps it. Of the verdicts of a family 5% are false at most, in expectation.
 Intervals are Student's 95%, not adjusted. A deviation counts as no less than what evaluation alone would give,
 0.0017, or 1% of a ratio. A run that diverged has the score's floor, and is counted."""
+# By `simulated`, with 40 seeds at the last look and with 62 and 46.
+POWER_SAID = """How much is missed: of differences of 0.03 whose deviation over seeds is 0.05, as at the end of runs, 40
+seeds settle 55% (announcements) and 74% (the field since); 62 and 46 seeds would settle 80%."""
 SOURCES = """000 and 001 are the posts that announced GRPO in September 2022, 003 are notes on PPO and GRPO; none of
 them published data. The field since is named by its papers."""
 FIRST = {"agree": "supported", "disagree": "contradicted"}  # words of the earlier page
 
 
-def decisions_of(answers: Mapping[str, Answer]) -> dict[str, Decision]:
-    """What the rule says of each registered claim. Where nothing learned, nothing was measured."""
-    values = {
-        key: measured.values
-        for answer in answers.values()
-        if has_learned(answer.finding)
-        for key, measured in answer.finding.primary.items()
-    }
-    families = dict.fromkeys(claim.family for claim in PRIMARY)
-    return {
-        key: decision
-        for family in families
-        for key, decision in decide([claim for claim in PRIMARY if claim.family == family], values).items()
-    }
+def write_results(files: Sequence[Path], out: Path) -> Path:
+    """All pages and figures, from files of numbers alone.
 
+    Args:
+      files: as `numbers.write_numbers` writes them. The first decides; others have the same claims on other machines,
+        and are put beside it.
+      out: the folder for RESULTS.md, and for docs/.
 
-def write_results(bench: Bench, preset: str, out: Path, answers: Mapping[str, Answer]) -> Path:
-    """All pages and figures; returns the place of RESULTS.md."""
-    suffix = "" if preset == "cpu" else f"-{preset}"
-    folder = out / "docs" / f"results{suffix}"
+    Returns:
+      The place of RESULTS.md.
+    """
+    (first, *others), kept = map(read_numbers, files), [file.read_text() for file in files]
+    suffix, folder = _suffix(first.preset), folder_of(out, first.preset)
     folder.mkdir(parents=True, exist_ok=True)
-    decisions = decisions_of(answers)
-    measured = [claim for claim in PRIMARY if decisions[claim.id].seeds]
-    save_forest(folder / "claims.png", [Drawn(claim, decisions[claim.id]) for claim in measured])
-    sections = {name: _section(name, answer, decisions) for name, answer in answers.items()}
+    for place, text in enumerate(kept):
+        write_text(folder / _file_of(place), text)
+    _draw(first, folder, files[0].parent)
+    sections = {name: _section(name, told, first, folder) for name, told in first.questions.items()}
+    if others:
+        sections["replication"] = replication(first, others)
     for name, blocks in sections.items():
-        for file in bench.run.path.glob(f"{name}*.png"):
-            shutil.copy(file, folder / file.name)
         write_text(folder / f"{name}.md", markdown(blocks) + "\n")
-    page = [*_first_screen(bench, preset, answers, decisions), *_folded(answers, decisions)]
-    ending = Text(f"SHA-256 of all numbers: `{_checksum(answers)}`")
-    links = [f"[{_title(name)}](docs/results{suffix}/{name}.md)" for name in answers]
-    pages = Text("Each question with its settings and all that was measured besides:\n\n- " + "\n- ".join(links))
-    sortable = Text(f"The same with tables that a click sorts: [claims.html](docs/results{suffix}/claims.html).")
+    titles = {name: blocks[0].words for name, blocks in sections.items() if isinstance(blocks[0], Heading)}
+    page = [*_first_screen(first, others, folder), *_folded(first)]
+    ending = Text(f"SHA-256 of all numbers: `{first.checksum}`")
+    pages = Text(
+        "Each question with its settings and all that was measured besides:\n\n- "
+        + "\n- ".join(f"[{title}](docs/results{suffix}/{name}.md)" for name, title in titles.items())
+    )
+    data = ", ".join(f"[{_file_of(place)}](docs/results{suffix}/{_file_of(place)})" for place in range(len(files)))
+    sortable = Text(
+        f"The same with tables that a click sorts: [claims.html](docs/results{suffix}/claims.html). All numbers: "
+        f"{data}; `python -m experiments.claims.reproduce --numbers FILE` makes the pages of them."
+    )
     text = markdown([*_of_root(page, suffix), pages, sortable, ending])
     write_text(out / f"RESULTS{suffix}.md", text + "\n")
-    inner = [Folded(_title(name), _linked(blocks[1:], r"](#\1)"), name) for name, blocks in sections.items()]
+    inner = [Folded(titles[name], _linked(blocks[1:], r"](#\1)"), name) for name, blocks in sections.items()]
     write_text(folder / "claims.html", html([*_linked(page, r"](#\1)"), Heading("Questions"), *inner, ending], TITLE))
     return out / f"RESULTS{suffix}.md"
+
+
+def folder_of(out: Path, preset: str) -> Path:
+    """The folder of all pages but RESULTS.md."""
+    return out / "docs" / f"results{_suffix(preset)}"
+
+
+def _suffix(preset: str) -> str:
+    return "" if preset == "cpu" else f"-{preset}"
+
+
+def _file_of(place: int) -> str:
+    return f"numbers{place + 1 if place else ''}.json"
+
+
+def _draw(numbers: Numbers, folder: Path, before: Path) -> None:
+    """All figures. Where curves are lost, the figure that was drawn of them is kept."""
+    measured = [Drawn(claim, it.decision) for claim in PRIMARY if (it := numbers.claims[claim.id]).decision.seeds]
+    save_forest(folder / "claims.png", measured)
+    for name, told in numbers.questions.items():
+        save_rows(folder / f"{name}.png", told.rows, told.drawn)
+        curves = f"{name}_curves.png"
+        if told.curves:
+            save_curves(folder / curves, told.curves, numbers.steps)
+        elif (before / curves).exists() and before.resolve() != folder.resolve():
+            shutil.copy(before / curves, folder / curves)
 
 
 def _of_root(blocks: Sequence[Block], suffix: str) -> list[Block]:
@@ -116,97 +142,86 @@ def _linked(blocks: Sequence[Block], to: str) -> list[Block]:
 # ---- the first screen
 
 
-def _first_screen(
-    bench: Bench, preset: str, answers: Mapping[str, Answer], decisions: Mapping[str, Decision]
-) -> list[Block]:
-    counts = Counter(decision.verdict for decision in decisions.values())
-    minutes = sum(answer.seconds for answer in answers.values()) / 60
-    looks = sorted({decision.seeds for decision in decisions.values() if decision.seeds})
-    look = f" --look {max(looks)}" if max(looks, default=0) > ablation.SIZES[preset].seeds else ""
+def _first_screen(numbers: Numbers, others: Sequence[Numbers], folder: Path) -> list[Block]:
+    counts = Counter(it.decision.verdict for it in numbers.claims.values())
     blocks: list[Block] = [
         Heading(TITLE, 1),
         Text(
-            f"{len(PRIMARY)} claims, asked of small models: of 124,000 parameters on additions, a tenth of which has "
-            f"no right answer, and of 39,000 on writing words. Runs have {bench.size.steps} steps of "
-            f"{bench.size.num_prompts} prompts (half as many on words) with 8 completions, unless a setting says "
-            f"otherwise. Claims were decided at {', '.join(map(str, looks))} seeds. "
-            f"`python -m experiments.claims.reproduce --preset {preset}{look}`, "
-            f"{minutes:.0f} minutes on {_hardware()}. {OUT_OF_SCOPE}"
+            f"{len(PRIMARY)} claims about GRPO, asked of models of 124,000 parameters on additions (a tenth "
+            f"unsolvable) and of 39,000 on writing words, in {numbers.steps} steps. {OUT_OF_SCOPE}"
         ),
     ]
-    if preset == "smoke":
+    if numbers.preset == "smoke":
         blocks.append(Text("This is a test of whether it works: the numbers mean nothing."))
-    rows = [
-        (
-            headline.question,
-            " ".join(_sentence(it, decisions[it.id]) for it in headline.claims),
-            _evidence(headline.claims, decisions),
-        )
-        for headline in HEADLINES
-    ]
-    said = ", ".join(
-        f"{counts[word]} {word}" for word in ("supported", "contradicted", "no difference that matters", "undecided")
+    rows = [(it.question, _answered(it, numbers), _evidence(it, numbers)) for it in HEADLINES]
+    said = ", ".join(f"{counts[word]} {word}" for word in (*VERDICTS[1:], VERDICTS[0], "undecided"))
+    again = "".join(
+        f" [Asked again](replication.md) on another machine, {in_words(numbers, other)}." for other in others
     )
-    return [
-        *blocks,
-        Table(("question", "answer", "evidence"), rows),
+    blocks += [
+        Table(("question", "answer", "difference of scores, 95% interval, n seeds"), rows),
         Text(
-            f"Of all {len(PRIMARY)}: {said}. How sure: of the verdicts of each of two families 5% at most are false, "
-            "in expectation ([the rule](#rule)). Verdicts are corrected for all claims of a family and for three "
-            "looks; the intervals are plain 95% ones. So an interval may leave 0 out while the claim is undecided. "
-            "What does not matter is a difference within ±0.02, or a ratio within 10%."
+            f"Of all {len(PRIMARY)}: {said}. “Not settled” says who is ahead in these seeds. What does not matter is a "
+            "difference within ±0.02, or a ratio within 10%. How sure: of the verdicts of each of two families 5% at "
+            "most are false, in expectation ([the rule](#rule)). Verdicts are corrected for all claims of a family and "
+            "for three looks; the intervals are plain 95% ones. So an interval may leave 0 out while the claim is not "
+            f"settled. {POWER_SAID}"
         ),
         Text(
-            f"{_open(answers, decisions)}Evidence: [every claim](#every), a page a question (links in the table, and "
-            "below), [what changed against the earlier page](#earlier)."
+            f"{_open(numbers)}Evidence: [every claim](#every), a page a question (links in the table, and below), "
+            f"[machines, code and minutes](#machines), [what changed against the earlier page](#earlier).{again}"
         ),
         Figure("claims.png", "each claim's difference with its interval, what does not matter, and what was claimed"),
-        Figure("ppo_vs_grpo_curves.png", "GRPO or PPO: scores during training; a coin toss has random rewards"),
     ]
+    if (folder / "ppo_vs_grpo_curves.png").exists():
+        says = "GRPO or PPO: scores during training; a coin toss has random rewards"
+        blocks.append(Figure("ppo_vs_grpo_curves.png", says))
+    return blocks
 
 
-def _open(answers: Mapping[str, Answer], decisions: Mapping[str, Decision]) -> str:
+def _open(numbers: Numbers) -> str:
     """The claims that are undecided, each with the seeds that would decide it."""
-    left = [f"{claim.label} ({enough})" for claim, enough, _ in _undecided(answers, decisions)]
+    left = [f"{claim.label} ({_enough(it)})" for claim, it in _undecided(numbers)]
     if not left:
         return ""
     said = f"Undecided, with the number of seeds that would decide: {'; '.join(left)}"
     return f"{said} ([why they were not run](#undecided)). "
 
 
-def _sentence(said: Answered, decision: Decision) -> str:
-    mean = decision.interval.mean
-    ahead = f"; {said.sides[mean < 0]} is ahead by {abs(mean):.3f} in these seeds" if decision.seeds else ""
+def _answered(headline: Headline, numbers: Numbers) -> str:
+    decision = numbers.claims[headline.id].decision
     words = {
-        "supported": said.supported,
-        "contradicted": said.contradicted,
-        "no difference that matters": said.no_difference,
-        "undecided": f"{said.where}: not settled{ahead}.",
+        "supported": headline.supported,
+        "contradicted": headline.contradicted,
+        "no difference that matters": headline.no_difference,
+        "undecided": f"Not settled; {headline.sides[decision.interval.mean < 0]}." if decision.seeds else "Not known.",
     }
     return words[decision.verdict]
 
 
-def _evidence(claims: Sequence[Answered], decisions: Mapping[str, Decision]) -> str:
-    return "; ".join(
-        f"[{BY_ID[it.id].label}]({BY_ID[it.id].question}.md): {_ours(BY_ID[it.id], decisions[it.id])}, "
-        f"{decisions[it.id].seeds} seeds"
-        for it in claims
-    )
+def _evidence(headline: Headline, numbers: Numbers) -> str:
+    claim, judged = BY_ID[headline.id], numbers.claims[headline.id]
+    told = numbers.questions.get(claim.question)
+    name, measure = headline.beside
+    beside = [it for it in told.also if it.measure == measure] if told else []
+    says = f"[{claim.label}]({claim.question}.md): {_ours(claim, judged)}, n {judged.decision.seeds}"
+    return says + "".join(f"; {name}: {with_interval('difference', it.interval)}, no verdict" for it in beside)
 
 
-def _ours(claim: Primary, decision: Decision) -> str:
-    return with_interval(claim.scale, decision.interval)
+def _ours(claim: Primary, judged: Judged) -> str:
+    return with_interval(claim.scale, judged.decision.interval)
 
 
 # ---- what is folded
 
 
-def _folded(answers: Mapping[str, Answer], decisions: Mapping[str, Decision]) -> list[Block]:
+def _folded(numbers: Numbers) -> list[Block]:
     return [
-        Folded("Every claim, its number and its verdict", [_claims_table(PRIMARY, answers, decisions)], "every"),
-        Folded("What is undecided, and what it would take", _why_undecided(answers, decisions), "undecided"),
+        Folded("Every claim, its number and its verdict", [_claims_table(PRIMARY, numbers)], "every"),
+        Folded("What is undecided, and what it would take", _why_undecided(numbers), "undecided"),
         Folded("The rule", [Text(RULE), Text(SOURCES)], "rule"),
-        Folded("What changed against the earlier page", _earlier(decisions), "earlier"),
+        Folded("Machines, code and minutes", _machines(numbers), "machines"),
+        Folded("What changed against the earlier page", _earlier(numbers), "earlier"),
         Folded(
             "Settled by arithmetic",
             [
@@ -221,24 +236,20 @@ def _folded(answers: Mapping[str, Answer], decisions: Mapping[str, Decision]) ->
     ]
 
 
-def _claims_table(claims: Sequence[Primary], answers: Mapping[str, Answer], decisions: Mapping[str, Decision]) -> Table:
-    measured = {key: it for answer in answers.values() for key, it in answer.finding.primary.items()}
-
+def _claims_table(claims: Sequence[Primary], numbers: Numbers) -> Table:
     def row(claim: Primary) -> tuple[str, ...]:
-        decision, of_claim = decisions[claim.id], measured.get(claim.id)
-        diverged = f"; {of_claim.diverged} runs diverged" if of_claim and of_claim.diverged else ""
-        holds = claim.low < 0 < claim.high and decision.verdict == "no difference that matters"
-        verdict = decision.verdict + (", as claimed" if holds else "")
-        ours = _ours(claim, decision) + diverged
+        judged = numbers.claims[claim.id]
+        diverged = f"; {judged.diverged} runs diverged" if judged.diverged else ""
+        holds = claim.low < 0 < claim.high and judged.decision.verdict == "no difference that matters"
         return (
             f"[{claim.source}]({claim.question}.md)",
             claim.words,
             claim.measure,
-            ours,
+            _ours(claim, judged) + diverged,
             _range(claim),
             _claimed(claim),
-            str(decision.seeds),
-            verdict,
+            str(judged.decision.seeds),
+            judged.decision.verdict + (", as claimed" if holds else ""),
         )
 
     columns = ("source", "what it says", "measured by", "ours", "allowed", "claimed", "seeds", "verdict")
@@ -258,56 +269,76 @@ def _claimed(claim: Primary) -> str:
     return f"× {math.exp(claim.claimed):.2g}" if claim.scale == "ratio" else f"{claim.claimed:+g}"
 
 
-def _undecided(
-    answers: Mapping[str, Answer], decisions: Mapping[str, Decision]
-) -> list[tuple[Primary, str, Sequence[float]]]:
-    """Each undecided claim with the seeds that would decide it, in words, and its values."""
-    found: list[tuple[Primary, str, Sequence[float]]] = []
-    for claim in PRIMARY:
-        if decisions[claim.id].verdict == "undecided":
-            measured = answers[claim.question].finding.primary if decisions[claim.id].seeds else {}
-            values = list(measured[claim.id].values) if measured else []
-            enough = needed(claim, values, sum(it.family == claim.family for it in PRIMARY))
-            found.append((claim, "over 10,000" if enough is None else str(enough), values))
-    return found
+def _undecided(numbers: Numbers) -> list[tuple[Primary, Judged]]:
+    judged = ((claim, numbers.claims[claim.id]) for claim in PRIMARY)
+    return [(claim, it) for claim, it in judged if it.decision.verdict == "undecided"]
 
 
-def _why_undecided(answers: Mapping[str, Answer], decisions: Mapping[str, Decision]) -> list[Block]:
+def _enough(judged: Judged) -> str:
+    return "over 10,000" if judged.needed is None else str(judged.needed)
+
+
+def _why_undecided(numbers: Numbers) -> list[Block]:
     """Each undecided claim with the seeds that would decide it, and why they were not spent."""
     says = """Seeds that would decide with probability 0.8, if mean and deviation are those seen and no other claim of
 the family is decided at the same look."""
     rows = [
-        (claim.label, _ours(claim, decisions[claim.id]), enough, _why_open(answers.get(claim.question), values, enough))
-        for claim, enough, values in _undecided(answers, decisions)
+        (claim.label, _ours(claim, it), _enough(it), _why_open(numbers.questions.get(claim.question), it))
+        for claim, it in _undecided(numbers)
     ]
     return [Text(says), Table(("claim", "ours", "seeds", "why they were not spent"), rows)]
 
 
-def _why_open(answer: Answer | None, values: Sequence[float], enough: str) -> str:
-    if answer is None or not len(values):
-        return "not measured" if answer is None else f"{findings.UNLEARNED}: {findings.WHY_UNLEARNED}"
-    if not all(map(math.isfinite, values)):
+def _why_open(told: Told | None, judged: Judged) -> str:
+    seeds = judged.decision.seeds
+    if told is None or not seeds:
+        return "not measured" if told is None else f"{findings.UNLEARNED}: {findings.WHY_UNLEARNED}"
+    if math.isnan(judged.decision.interval.mean):
         return "a run has no such number"
-    look = next((look for look in LOOKS if look > len(values)), None)
+    look = next((look for look in LOOKS if look > seeds), None)
     if look is None:
         return "the last look was taken"
-    minutes = answer.seconds / 60 * (look - len(values)) / len(values)
-    within = enough.isdigit() and int(enough) <= LOOKS[-1]
-    cost = f"the look at {look} seeds takes up to {minutes:.0f} minutes more, `--look {look}`"
+    minutes = told.seconds / 60 * (look - seeds) / seeds
+    takes = "was not taken" if math.isnan(minutes) else f"takes up to {minutes:.0f} minutes more"
+    cost = f"the look at {look} seeds {takes}, `--look {look}`"
+    within = judged.needed is not None and judged.needed <= LOOKS[-1]
     return cost if within else f"more than the last look's {LOOKS[-1]}; {cost}"
 
 
-def _earlier(decisions: Mapping[str, Decision]) -> list[Block]:
+def _machines(numbers: Numbers) -> list[Block]:
+    """Where the numbers were computed, by which code and in what time."""
+    looks = sorted({it.decision.seeds for it in numbers.claims.values() if it.decision.seeds})
+    look = f" --look {max(looks)}" if max(looks, default=0) > ablation.SIZES[numbers.preset].seeds else ""
+    says = f"""Runs have {numbers.steps} steps of {numbers.num_prompts} prompts (half as many on words) with 8
+completions, unless a setting says otherwise. Claims were decided at {", ".join(map(str, looks))} seeds:
+`python -m experiments.claims.reproduce --preset {numbers.preset}{look}`. The code that makes runs may have changed
+since: what made these is named. A question shares runs and programs with those before it."""
+    made: dict[tuple[str, str], list[tuple[str, Told]]] = {}
+    for name, told in numbers.questions.items():
+        made.setdefault((told.machine, told.code), []).append((name, told))
+    rows = [
+        (machine, code, ", ".join(name for name, _ in of), _minutes([told.seconds for _, told in of]))
+        for (machine, code), of in made.items()
+    ]
+    table = Table(("machine", "code", "questions", "minutes"), rows)
+    return [Text(says), table, *([Text(numbers.source)] if numbers.source else [])]
+
+
+def _minutes(seconds: Sequence[float]) -> str:
+    return "–" if math.isnan(sum(seconds)) else f"{sum(seconds) / 60:.0f}"
+
+
+def _earlier(numbers: Numbers) -> list[Block]:
     """Verdicts that differ from those of the earlier page."""
     rows = [
         (
             BY_ID[key].label,
             f"{was.number}: {was.verdict}",
-            f"{_ours(BY_ID[key], now)}: {now.verdict}",
+            f"{_ours(BY_ID[key], now)}: {now.decision.verdict}",
             was.differs or "the same measure, more seeds and samples",
         )
         for key, was in EARLIER.items()
-        if (now := decisions[key]).verdict != FIRST.get(was.verdict, was.verdict)
+        if (now := numbers.claims[key]).decision.verdict != FIRST.get(was.verdict, was.verdict)
     ]
     says = f"""The earlier page had 81 rows with 5 seeds and one sample a prompt, and no correction: 29 agreed, 18
 disagreed, 34 were undecided. {len(EARLIER)} of its rows are among today's claims; here are those whose verdict differs.
@@ -319,54 +350,35 @@ questions, or were left out. Of a difference of less than 0.02 it said "undecide
 # ---- a question
 
 
-def _section(name: str, answer: Answer, decisions: Mapping[str, Decision]) -> list[Block]:
+def _section(name: str, told: Told, numbers: Numbers, folder: Path) -> list[Block]:
     """A question with its claims, table, figure, and what was measured besides."""
-    finding, claims = answer.finding, [claim for claim in PRIMARY if claim.question == name]
-    columns, rows = cells(finding)
-    text = (importlib.import_module(f"{findings.QUESTIONS}.{name}").__doc__ or name).strip().partition("\n")[2]
-    of_claims: list[Block] = [_claims_table(claims, {name: answer}, decisions)]
+    claims = [claim for claim in PRIMARY if claim.question == name]
+    columns, rows = cells(told.rows)
+    title, _, text = (importlib.import_module(f"{findings.QUESTIONS}.{name}").__doc__ or name).strip().partition("\n")
+    of_claims: list[Block] = [_claims_table(claims, numbers)]
     of_claims += [Text(f"{claim.label}: {claim.why}.") for claim in claims if claim.why]
-    also = [(it.source, it.words, it.measure, number(interval_over_runs(it.values))) for it in finding.also]
     besides: list[Block] = [
         Text("Also measured, without a verdict."),
-        Table(("source", "what it says", "measured by", "ours"), also),
+        Table(
+            ("source", "what it says", "measured by", "ours"),
+            [(it.source, it.words, it.measure, number(it.interval)) for it in told.also],
+        ),
     ]
-    unlearned = [] if has_learned(finding) else [Text(f"{findings.UNLEARNED.capitalize()}: {findings.WHY_UNLEARNED}")]
+    unlearned = [] if told.learned else [Text(f"{findings.UNLEARNED.capitalize()}: {findings.WHY_UNLEARNED}")]
+    curves, time = f"{name}_curves.png", "" if math.isnan(told.seconds) else f", {told.seconds:.0f} s"
     return [
-        Heading(_title(name), 1),
+        Heading(title, 1),
         Text(text.strip().rpartition("\n\n")[0]),
         *unlearned,
         *(of_claims if claims else []),
         Text(
-            f"Means ± half a 95% interval over {len(answer.seeds)} seeds; a claim keeps the number of the look that "
+            f"Means ± half a 95% interval over {told.seeds} seeds; a claim keeps the number of the look that "
             f"decided it. “{START}” is where all runs start, “{COIN}” has random rewards."
         ),
         Table(("", *columns), [(row, *values) for row, values in rows.items()]),
-        *([Text(finding.note)] if finding.note else []),
-        Figure(f"{name}.png", " and ".join(finding.drawn)),
-        *([Figure(f"{name}_curves.png", "scores over the steps of training")] if finding.curves else []),
-        *(besides if also else []),
-        Text(f"`python -m {findings.QUESTIONS}.{name}`: {answer.seconds:.0f} s here, after the questions before it."),
+        *([Text(told.note)] if told.note else []),
+        Figure(f"{name}.png", " and ".join(told.drawn)),
+        *([Figure(curves, "scores over the steps of training")] if (folder / curves).exists() else []),
+        *(besides if told.also else []),
+        Text(f"`python -m {findings.QUESTIONS}.{name}`: {told.machine}{time}."),
     ]
-
-
-def _title(name: str) -> str:
-    return (importlib.import_module(f"{findings.QUESTIONS}.{name}").__doc__ or name).strip().partition("\n")[0]
-
-
-def _checksum(answers: Mapping[str, Answer]) -> str:
-    """Of all values of all seeds, without any words."""
-
-    def numbers(answer: Answer) -> list:
-        finding = answer.finding
-        rows = [list(values) for columns in finding.rows.values() for values in columns.values()]
-        return [*rows, *(list(it.values) for it in finding.primary.values()), *(list(it.values) for it in finding.also)]
-
-    return hashlib.sha256(repr([numbers(answer) for answer in answers.values()]).encode()).hexdigest()
-
-
-def _hardware() -> str:
-    """What computed: without names of machines."""
-    if jax.default_backend() != "cpu":
-        return f"{jax.device_count()} × {jax.devices()[0].device_kind}, jax {jax.__version__}"
-    return f"{ablation.cores()} {platform.machine()} cores, jax {jax.__version__}"

@@ -32,6 +32,8 @@ class Config:
     """Simulated families for each line."""
     seed: int = 0
     """Of the simulation."""
+    last_look: int = LOOKS[-1]
+    """Seeds of the last look: how many more would find."""
 
 
 class Rates(NamedTuple):
@@ -75,6 +77,7 @@ def simulate(
     seed: int = 0,
     correlation: float = 0.0,
     degrees: float = math.inf,
+    looks: Sequence[int] = LOOKS,
 ) -> Rates:
     """Whole families, looked at as often as the rule looks.
 
@@ -86,8 +89,9 @@ def simulate(
       seed: of the simulation.
       correlation: of claims with one another.
       degrees: of freedom of Student's tails; infinite: normal values.
+      looks: seeds of each.
     """
-    random, shape = np.random.default_rng(seed), (len(claims), LOOKS[-1])
+    random, shape = np.random.default_rng(seed), (len(claims), looks[-1])
     deviations = deviation * np.array([1.0 if claim.scale == "difference" else 5.0 for claim in claims])
     wrong, decided, first = 0, 0, 0
 
@@ -99,11 +103,11 @@ def simulate(
     for _ in range(sets):
         shared = math.sqrt(correlation) * noise(shape[1:]) + math.sqrt(1 - correlation) * noise(shape)
         values = np.array(means)[:, None] + deviations[:, None] * shared
-        found = decide(claims, {claim.id: row for claim, row in zip(claims, values, strict=True)})
+        found = decide(claims, {claim.id: row for claim, row in zip(claims, values, strict=True)}, looks)
         said = [found[claim.id] for claim in claims]
         wrong += any(is_false(claim, mean, it.verdict) for claim, mean, it in zip(claims, means, said, strict=True))
         decided += sum(it.verdict != "undecided" for it in said)
-        first += sum(it.verdict != "undecided" and it.seeds == LOOKS[0] for it in said)
+        first += sum(it.verdict != "undecided" and it.seeds == looks[0] for it in said)
     count = sets * len(claims)
     return Rates(wrong / sets, decided / count, first / count)
 
@@ -111,6 +115,7 @@ def simulate(
 def lines(config: Config) -> Iterator[tuple[str, Rates]]:
     """What is simulated, with its rates."""
     families = {name: [c for c in PRIMARY if c.family == name] for name in dict.fromkeys(c.family for c in PRIMARY)}
+    looks = (*LOOKS[:-1], config.last_look)
     nulls: tuple[Callable[[Primary], float], ...] = (no_difference, edge, bound)
     ways = (("normal", 0.0, math.inf), ("correlated", 0.5, math.inf), ("heavy tails", 0.0, 3.0))
     for (name, claims), at, deviation, (way, correlation, degrees) in product(
@@ -126,11 +131,12 @@ def lines(config: Config) -> Iterator[tuple[str, Rates]]:
                 seed=config.seed,
                 correlation=correlation,
                 degrees=degrees,
+                looks=looks,
             ),
         )
     for (name, claims), deviation in product(families.items(), DEVIATIONS):
         means = [0.03 if claim.scale == "difference" else 0.15 for claim in claims]
-        rates = simulate(claims, means, deviation, sets=config.sets, seed=config.seed)
+        rates = simulate(claims, means, deviation, sets=config.sets, seed=config.seed, looks=looks)
         yield f"{name}, difference of 0.03, deviation {deviation:g}, normal", rates
 
 

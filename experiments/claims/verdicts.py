@@ -45,23 +45,26 @@ class Decision(NamedTuple):
     interval: Interval  # Student's 95% over them, not adjusted for there being many claims and looks
 
 
-def decide(claims: Sequence[Primary], values: Mapping[str, Sequence[float] | np.ndarray]) -> dict[str, Decision]:
+def decide(
+    claims: Sequence[Primary], values: Mapping[str, Sequence[float] | np.ndarray], looks: Sequence[int] = LOOKS
+) -> dict[str, Decision]:
     """The verdicts of one family.
 
     Args:
       claims: all of the family, measured or not: so many are corrected for.
       values: id of a claim -> one value a seed, in the order of the seeds; a claim may have no values yet.
+      looks: seeds of each.
 
     Returns:
       A decision for each claim, by its id.
     """
     found: dict[str, tuple[Verdict, int]] = {}
-    for look in LOOKS:
+    for look in looks:
         tested = [claim for claim in claims if claim.id not in found and len(values.get(claim.id, ())) >= look]
         p = np.ones((len(claims), len(VERDICTS)))
         for claim in tested:
             p[claims.index(claim)] = p_values(claim, values[claim.id][:look])
-        rejected = stats.false_discovery_control(p.ravel(), method="by").reshape(p.shape) <= ALPHA / len(LOOKS)
+        rejected = stats.false_discovery_control(p.ravel(), method="by").reshape(p.shape) <= ALPHA / len(looks)
         for claim in tested:
             if (of_claim := rejected[claims.index(claim)]).any():
                 found[claim.id] = VERDICTS[int(np.argmax(of_claim))], look

@@ -1,18 +1,22 @@
-"""What a question leaves on disk, and the pages that are made of it."""
+"""What questions leave on disk, and the pages that are made of their numbers."""
 
+import json
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments.claims import findings, page, reproduce, results
+from experiments.claims import findings, numbers, page, replication, reproduce, results
 from experiments.claims.ablation import COIN, START, Bench
 from experiments.claims.findings import Also, Finding, Measured
-from experiments.claims.primary import PRIMARY
+from experiments.claims.primary import HEADLINES, PRIMARY
 from grpo_jax.errors import UsageError
+from grpo_jax.runs.folder import write_json
 
+ROOT = Path(__file__).parents[2]
 MEANS = {"grpo_ppo": 0.001, "kl_none": 0.2, "kl_high": 0.05, "clip_none": -0.05, "samples_to_target": np.log(0.4)}
 
 
@@ -61,12 +65,14 @@ def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, 
     text = (config.out / "RESULTS-smoke.md").read_text()
     first = text[: text.index("![")]
     assert (
-        "| GRPO or PPO, at equal samples? | Either: no difference that matters. All else equal: not settled; " in first
+        "| GRPO or PPO, at equal samples? | No difference that matters. | [GRPO − PPO](docs/results-smoke/ppo_" in first
     )
-    assert "the group's mean is ahead by 0.030 in these seeds." in first
-    assert "? | 0.01 beats none. 0.1 is worse. |" in first
-    assert "| Is a clip needed? | No: without it learning is better" in first
-    assert "[GRPO − PPO](docs/results-smoke/ppo_vs_grpo.md): +0.001 [" in first
+    assert (
+        "All else equal, a group's mean or a critic? | Not settled; the group's mean is ahead. | [group baseline"
+        in first
+    )
+    assert "0.01 or none? | 0.01. | [β 0.01 − none](docs/results-smoke/ablate_kl.md): +0.200 [" in first
+    assert "eight updates a rollout? | No: learning is better without one." in first
     for target in re.findall(r"\]\(#(\w+)\)", text):
         assert f'<a id="{target}"></a>' in text
     for target in re.findall(r"\]\((docs/[^)]+)\)", text):
@@ -79,6 +85,139 @@ def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, 
     reproduce.main(config)
     assert (config.out / "RESULTS-smoke.md").read_text() == text
     assert not asked
+
+
+def test_the_pages_are_made_of_the_file_of_numbers_alone(config, asked, tmp_path):
+    asked.clear()
+    file = config.out / "docs/results-smoke/numbers.json"
+    reproduce.main(reproduce.Config(numbers=(file,), run_dir=tmp_path / "none", out=tmp_path))
+    assert not asked
+    assert not (tmp_path / "none").exists()
+    for path in (config.out / "docs/results-smoke").iterdir():
+        assert (tmp_path / "docs/results-smoke" / path.name).read_bytes() == path.read_bytes()
+    assert (tmp_path / "RESULTS-smoke.md").read_text() == (config.out / "RESULTS-smoke.md").read_text()
+
+
+def test_the_pages_of_the_repository_are_those_of_its_numbers(monkeypatch, tmp_path):
+    for draw in ("save_forest", "save_rows", "save_curves"):
+        monkeypatch.setattr(results, draw, lambda *of: None)
+    files = sorted((ROOT / "docs/results").glob("numbers*.json"))
+    reproduce.main(reproduce.Config(numbers=tuple(files), out=tmp_path))
+    for path in (Path("RESULTS.md"), *(file.relative_to(tmp_path) for file in tmp_path.glob("docs/results/*.md"))):
+        assert (tmp_path / path).read_text() == (ROOT / path).read_text()
+    text = (tmp_path / "RESULTS.md").read_text()
+    for headline in HEADLINES:  # each has its row, with what is said beside it
+        (row,) = re.findall(rf"\| {re.escape(headline.question)} \|.*", text)
+        assert headline.beside[0] in row
+
+
+def test_the_file_has_the_values_of_all_seeds(config):
+    known = json.loads((config.out / "docs/results-smoke/numbers.json").read_text())
+    values, diverged = known["answers"]["ablate_clip"]["primary"]["clip_none"]
+    np.testing.assert_allclose(values, finding_of("ablate_clip", 10).primary["clip_none"].values, rtol=1e-6)
+    assert diverged == 1
+    assert known["answers"]["ablate_clip"]["rows"]["it"]["nothing"] == [None] * 10
+
+
+def test_numbers_of_other_seeds_have_another_checksum(config, tmp_path):
+    file = config.out / "docs/results-smoke/numbers.json"
+    known, first = json.loads(file.read_text()), numbers.read_numbers(file).checksum
+    other = tmp_path / "numbers.json"
+    known["answers"]["ablate_kl"] |= {"seconds": 1e9, "machine": "another", "note": "other words"}
+    other.write_text(json.dumps(known))
+    assert numbers.read_numbers(other).checksum == first
+    known["answers"]["ablate_kl"]["primary"]["kl_none"][0][3] += 1e-6
+    other.write_text(json.dumps(known))
+    assert numbers.read_numbers(other).checksum != first
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"preset": "cpu", "answers": 3}'])
+def test_a_file_that_has_no_numbers_is_named(tmp_path, text):
+    (tmp_path / "numbers.json").write_text(text)
+    with pytest.raises(UsageError, match=r"numbers\.json"):
+        numbers.read_numbers(tmp_path / "numbers.json")
+
+
+def lose_values(file):
+    """Leaves the file as it would be if the values of seeds were lost."""
+    kept, found = json.loads(file.read_text()), numbers.read_numbers(file)
+    answers = kept.pop("answers")
+    kept["claims"] = {
+        key: it.decision._asdict() | {"diverged": it.diverged, "needed": it.needed} for key, it in found.claims.items()
+    }
+    lost = ("learned", "curves")
+    kept["questions"] = {
+        name: {key: value for key, value in told._asdict().items() if key not in lost}
+        | {"also": [it._asdict() for it in told.also], "seconds": answers[name]["seconds"]}
+        for name, told in found.questions.items()
+    }
+    write_json(file, kept)
+
+
+def test_where_values_are_lost_means_and_verdicts_make_the_same_pages(config, tmp_path):
+    before = config.out / "docs/results-smoke"
+    shutil.copytree(before, tmp_path / "before")
+    file = tmp_path / "before/numbers.json"
+    lose_values(file)
+    reproduce.main(reproduce.Config(numbers=(file,), out=tmp_path))
+    first = (config.out / "RESULTS-smoke.md").read_text()
+    again = (tmp_path / "RESULTS-smoke.md").read_text()
+    assert again.rpartition("SHA-256")[0] == first.rpartition("SHA-256")[0]
+    for path in before.glob("*.[mp]*"):  # pages and figures, those of curves as they were
+        assert (tmp_path / "docs/results-smoke" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.fixture
+def other(config, tmp_path):
+    """Numbers of another machine, of one question: one claim is reversed, the other undecided."""
+    known = json.loads((config.out / "docs/results-smoke/numbers.json").read_text())
+    of_kl = known["answers"]["ablate_kl"] | {"machine": "another"}
+    of_kl["primary"] = {"kl_none": [[-x for x in of_kl["primary"]["kl_none"][0]], 0], "kl_high": [[0.05, -0.05] * 5, 0]}
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(known | {"answers": {"ablate_kl": of_kl}}))
+    return file
+
+
+def test_another_machine_stands_beside_the_first(config, other):
+    first = numbers.read_numbers(config.out / "docs/results-smoke/numbers.json")
+    text = page.markdown(replication.replication(first, [numbers.read_numbers(other)]))
+    assert "; then another, " in text
+    assert ": of 2 claims the intervals of 0 overlap; verdicts: 1 different, 1 open again." in text
+    assert re.search(
+        r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| [\d.]+ \| different \|", text
+    )
+
+
+@pytest.mark.slow
+def test_another_machine_has_a_page_and_a_link(config, other, tmp_path):
+    file = config.out / "docs/results-smoke/numbers.json"
+    reproduce.main(reproduce.Config(numbers=(file, other), out=tmp_path))
+    text, before = (tmp_path / "RESULTS-smoke.md").read_text(), (config.out / "RESULTS-smoke.md").read_text()
+    assert "](docs/results-smoke/replication.md)" in text
+    assert (tmp_path / "docs/results-smoke/replication.md").exists()
+    assert (tmp_path / "docs/results-smoke/numbers2.json").read_text() == other.read_text()
+    assert text.splitlines()[-1] == before.splitlines()[-1]  # nothing of the other enters the page's numbers
+    assert text[text.index('id="every"') : text.index('id="rule"')] in before
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"), [((0.0, 0.1), True), ((0.1, 0.2), True), ((0.11, 0.2), False), ((-0.3, -0.21), False)]
+)
+def test_intervals_overlap_where_they_share_a_point(bounds, expected):
+    def judged(low, high):
+        return numbers.Judged(numbers.Decision("undecided", 10, numbers.Interval(0.0, low, high)))
+
+    assert replication.overlap(judged(-0.2, 0.1), judged(*bounds)) == expected
+    assert replication.overlap(judged(*bounds), judged(-0.2, 0.1)) == expected
+
+
+def test_how_far_two_means_are_apart_by_hand():
+    # 9 degrees of freedom: t is 2.262. Standard errors of 0.03 and 0.04 are 0.05 together, and 0.1 is two of them.
+    both = [
+        numbers.Judged(numbers.Decision("undecided", 10, numbers.Interval(mean, mean - 2.262 * e, mean + 2.262 * e)))
+        for mean, e in ((0.3, 0.03), (0.2, 0.04))
+    ]
+    assert replication.apart(*both) == pytest.approx(2, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -117,11 +256,11 @@ def test_what_is_registered_has_to_be_measured(config):
 def test_where_nothing_learned_there_is_no_verdict():
     found = finding_of("ablate_kl", 10)
     answer = findings.Answer(found, 1.0, range(10))
-    assert results.decisions_of({"ablate_kl": answer})["kl_none"].verdict == "supported"
+    assert numbers.decisions_of({"ablate_kl": answer})["kl_none"].verdict == "supported"
     unlearned = found._replace(rows=found.rows | {"it": found.rows[START]})
     assert not findings.has_learned(unlearned)
     answer = answer._replace(finding=unlearned)
-    assert results.decisions_of({"ablate_kl": answer})["kl_none"].verdict == "undecided"
+    assert numbers.decisions_of({"ablate_kl": answer})["kl_none"].verdict == "undecided"
     # A table without a score is of no training; one of a second testbed has its own start.
     assert findings.has_learned(found._replace(rows={START: {"signal": [0.0] * 3}}))
     words = {f"words, {START}": {"accuracy": [0.8] * 10}, "words, it": {"accuracy": [0.7] * 10}}

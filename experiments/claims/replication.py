@@ -1,0 +1,103 @@
+"""The claims asked again on another machine: both numbers side by side, and whether verdicts agree."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from scipy import special
+
+from experiments.claims.findings import with_interval
+from experiments.claims.numbers import Judged, Numbers
+from experiments.claims.page import Block, Heading, Table, Text
+from experiments.claims.primary import PRIMARY, Primary
+
+SHARED = """The page's verdicts stay those of the first; nothing of the second enters them, and nothing is pooled. Seeds
+of the same number have the same prompts and random keys, and starts trained by the same steps. So at first the two
+differ by rounding alone. Soon a token is sampled otherwise, and from there on the runs are others. What is asked again
+is whether an answer hangs on the machine, its arithmetic, its jax and the chances of sampling. It is no second sample
+of starts and prompts."""
+APART = """“Apart” is the distance of the two means in standard errors, as if no seed were shared: above 2 is by chance
+one claim in twenty. “Open again” is a claim that the first decided and the second, with its seeds, does not."""
+
+
+def replication(first: Numbers, others: Sequence[Numbers]) -> list[Block]:
+    """The page: a table for each of the other files of numbers."""
+    return [
+        Heading("The same claims on another machine", 1),
+        Text(SHARED),
+        *(block for other in others for block in _table(first, other)),
+    ]
+
+
+def in_words(first: Numbers, other: Numbers) -> str:
+    """How many intervals overlap, and what verdicts are to each other."""
+    both = _both(first, other)
+    verdicts = Counter(agreement(one, two) for _, one, two in both)
+    said = ", ".join(f"{count} {word}" for word, count in verdicts.items())
+    overlapping = sum(overlap(one, two) for _, one, two in both)
+    return f"of {len(both)} claims the intervals of {overlapping} overlap; verdicts: {said}"
+
+
+def _both(first: Numbers, other: Numbers) -> list[tuple[Primary, Judged, Judged]]:
+    """The claims that both have measured."""
+    found = ((claim, first.claims[claim.id], other.claims[claim.id]) for claim in PRIMARY)
+    return [(claim, one, two) for claim, one, two in found if one.decision.seeds and two.decision.seeds]
+
+
+def _table(first: Numbers, other: Numbers) -> list[Block]:
+    rows = [
+        (
+            claim.label,
+            _said(claim, one),
+            _said(claim, two),
+            "yes" if overlap(one, two) else "no",
+            f"{apart(one, two):.1f}",
+            agreement(one, two),
+        )
+        for claim, one, two in _both(first, other)
+    ]
+    seconds = sum(it.seconds for it in other.questions.values())
+    time = "" if math.isnan(seconds) else f", {seconds / 60:.0f} minutes"
+    return [
+        Text(f"First {_machine(first)}; then {_machine(other)}{time}, code {_code(other)}: {in_words(first, other)}."),
+        *([Text(other.source)] if other.source else []),
+        Table(("claim", "first", "again", "intervals overlap", "apart", "verdicts"), rows),
+        Text(APART),
+    ]
+
+
+def _machine(numbers: Numbers) -> str:
+    return " and ".join(dict.fromkeys(told.machine for told in numbers.questions.values()))
+
+
+def _code(numbers: Numbers) -> str:
+    return " and ".join(dict.fromkeys(told.code for told in numbers.questions.values()))
+
+
+def overlap(one: Judged, two: Judged) -> bool:
+    """Whether the 95% intervals have a point in common."""
+    a, b = one.decision.interval, two.decision.interval
+    return a.low <= b.high and b.low <= a.high
+
+
+def apart(one: Judged, two: Judged) -> float:
+    """|m₁ − m₂| / √(e₁² + e₂²), with each mean's standard error e from its interval: large is no chance."""
+    decisions = (one.decision, two.decision)
+    halves = [(it.interval.high - it.interval.low) / 2 for it in decisions]
+    errors = [half / special.stdtrit(it.seeds - 1, 0.975) for half, it in zip(halves, decisions, strict=True)]
+    return abs(decisions[0].interval.mean - decisions[1].interval.mean) / math.hypot(*errors)
+
+
+def agreement(one: Judged, two: Judged) -> str:
+    """What two verdicts of a claim are to each other."""
+    first, again = one.decision.verdict, two.decision.verdict
+    if first == again:
+        return "the same"
+    if "undecided" in (first, again):
+        return "open again" if again == "undecided" else "decided again only"
+    return "different"
+
+
+def _said(claim: Primary, judged: Judged) -> str:
+    decision = judged.decision
+    return f"{with_interval(claim.scale, decision.interval)}, n {decision.seeds}: {decision.verdict}"
