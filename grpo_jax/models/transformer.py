@@ -371,8 +371,8 @@ def _product_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[
 def _product_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, kernel = kept
     if jax.default_backend() == "cpu" and kernel.shape[0] > kernel.shape[1]:
-        # A tall gradient is computed as its transpose there, in three fifths of the time: 512 x 128, 1,088 rows. Without
-        # the barrier XLA exchanges the factors again.
+        # A tall gradient is computed as its transpose there, in three fifths of the time (512 x 128, 1,088 rows).
+        # Without the barrier XLA exchanges the factors again.
         d_kernel = jax.lax.optimization_barrier(_contract(transposed(gradient), x, 1, 0)).T
     else:
         d_kernel = _contract(transposed(x), gradient, 1, 0)
