@@ -182,7 +182,10 @@ def test_another_machine_stands_beside_the_first(config, other):
     first = numbers.read_numbers(config.out / "docs/results-smoke/numbers.json")
     text = page.markdown(replication.replication(first, [numbers.read_numbers(other)]))
     assert "; then another, " in text
-    assert ": of 2 claims the intervals of 0 overlap; verdicts: 1 different, 1 open again." in text
+    assert (
+        ": of 2 claims the intervals of 0 overlap, and the means of 2 are more than 2 standard errors apart; " in text
+    )
+    assert "; verdicts: 1 different, 1 open again." in text
     assert re.search(
         r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| [\d.]+ \| different \|", text
     )
@@ -209,6 +212,22 @@ def test_intervals_overlap_where_they_share_a_point(bounds, expected):
 
     assert replication.overlap(judged(-0.2, 0.1), judged(*bounds)) == expected
     assert replication.overlap(judged(*bounds), judged(-0.2, 0.1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "expected"),
+    [
+        ("supported", "supported", "the same"),
+        ("supported", "contradicted", "different"),
+        ("no difference that matters", "supported", "different"),
+        ("contradicted", "undecided", "open again"),
+        ("undecided", "contradicted", "decided again only"),
+        ("undecided", "undecided", "open in both"),
+    ],
+)
+def test_what_two_verdicts_are_to_each_other(first, again, expected):
+    both = [numbers.Judged(numbers.Decision(verdict, 10, numbers.UNKNOWN)) for verdict in (first, again)]
+    assert replication.agreement(*both) == expected
 
 
 def test_how_far_two_means_are_apart_by_hand():
