@@ -11,6 +11,7 @@ from experiments.claims.numbers import Judged, Numbers
 from experiments.claims.page import Block, Heading, Table, Text
 from experiments.claims.primary import PRIMARY, Primary
 
+FAR = 2  # standard errors between two means: by chance one claim in twenty
 SHARED = """The page's verdicts stay those of the first; nothing of the second enters them, and nothing is pooled. Seeds
 of the same number have the same prompts and random keys, and starts trained by the same steps. So at first the two
 differ by rounding alone. Soon a token is sampled otherwise, and from there on the runs are others. What is asked again
@@ -35,7 +36,11 @@ def in_words(first: Numbers, other: Numbers) -> str:
     verdicts = Counter(agreement(one, two) for _, one, two in both)
     said = ", ".join(f"{count} {word}" for word, count in verdicts.items())
     overlapping = sum(overlap(one, two) for _, one, two in both)
-    return f"of {len(both)} claims the intervals of {overlapping} overlap; verdicts: {said}"
+    far = sum(apart(one, two) > FAR for _, one, two in both)
+    return (
+        f"of {len(both)} claims the intervals of {overlapping} overlap, and the means of {far} are more than {FAR} "
+        f"standard errors apart; verdicts: {said}"
+    )
 
 
 def _both(first: Numbers, other: Numbers) -> list[tuple[Primary, Judged, Judged]]:
@@ -92,7 +97,7 @@ def agreement(one: Judged, two: Judged) -> str:
     """What two verdicts of a claim are to each other."""
     first, again = one.decision.verdict, two.decision.verdict
     if first == again:
-        return "the same"
+        return "open in both" if first == "undecided" else "the same"
     if "undecided" in (first, again):
         return "open again" if again == "undecided" else "decided again only"
     return "different"

@@ -98,9 +98,14 @@ def test_the_pages_are_made_of_the_file_of_numbers_alone(config, asked, tmp_path
     assert (tmp_path / "RESULTS-smoke.md").read_text() == (config.out / "RESULTS-smoke.md").read_text()
 
 
-def test_the_pages_of_the_repository_are_those_of_its_numbers(monkeypatch, tmp_path):
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Without new figures, for tests of words."""
     for draw in ("save_forest", "save_rows", "save_curves"):
         monkeypatch.setattr(results, draw, lambda *of: None)
+
+
+def test_the_pages_of_the_repository_are_those_of_its_numbers(undrawn, tmp_path):
     files = sorted((ROOT / "docs/results").glob("numbers*.json"))
     reproduce.main(reproduce.Config(numbers=tuple(files), out=tmp_path))
     for path in (Path("RESULTS.md"), *(file.relative_to(tmp_path) for file in tmp_path.glob("docs/results/*.md"))):
@@ -154,7 +159,7 @@ def lose_values(file):
     write_json(file, kept)
 
 
-def test_where_values_are_lost_means_and_verdicts_make_the_same_pages(config, tmp_path):
+def test_where_values_are_lost_means_and_verdicts_make_the_same_pages(config, undrawn, tmp_path):
     before = config.out / "docs/results-smoke"
     shutil.copytree(before, tmp_path / "before")
     file = tmp_path / "before/numbers.json"
@@ -163,7 +168,7 @@ def test_where_values_are_lost_means_and_verdicts_make_the_same_pages(config, tm
     first = (config.out / "RESULTS-smoke.md").read_text()
     again = (tmp_path / "RESULTS-smoke.md").read_text()
     assert again.rpartition("SHA-256")[0] == first.rpartition("SHA-256")[0]
-    for path in before.glob("*.[mp]*"):  # pages and figures, those of curves as they were
+    for path in (*before.glob("*.md"), *before.glob("*_curves.png")):  # these as they were
         assert (tmp_path / "docs/results-smoke" / path.name).read_bytes() == path.read_bytes()
 
 
@@ -182,7 +187,10 @@ def test_another_machine_stands_beside_the_first(config, other):
     first = numbers.read_numbers(config.out / "docs/results-smoke/numbers.json")
     text = page.markdown(replication.replication(first, [numbers.read_numbers(other)]))
     assert "; then another, " in text
-    assert ": of 2 claims the intervals of 0 overlap; verdicts: 1 different, 1 open again." in text
+    assert (
+        ": of 2 claims the intervals of 0 overlap, and the means of 2 are more than 2 standard errors apart; " in text
+    )
+    assert "; verdicts: 1 different, 1 open again." in text
     assert re.search(
         r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| [\d.]+ \| different \|", text
     )
@@ -209,6 +217,22 @@ def test_intervals_overlap_where_they_share_a_point(bounds, expected):
 
     assert replication.overlap(judged(-0.2, 0.1), judged(*bounds)) == expected
     assert replication.overlap(judged(*bounds), judged(-0.2, 0.1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "expected"),
+    [
+        ("supported", "supported", "the same"),
+        ("supported", "contradicted", "different"),
+        ("no difference that matters", "supported", "different"),
+        ("contradicted", "undecided", "open again"),
+        ("undecided", "contradicted", "decided again only"),
+        ("undecided", "undecided", "open in both"),
+    ],
+)
+def test_what_two_verdicts_are_to_each_other(first, again, expected):
+    both = [numbers.Judged(numbers.Decision(verdict, 10, numbers.UNKNOWN)) for verdict in (first, again)]
+    assert replication.agreement(*both) == expected
 
 
 def test_how_far_two_means_are_apart_by_hand():
