@@ -170,13 +170,15 @@ def test_a_decoder_says_the_same_with_and_without_the_completions_that_have_ende
     assert different <= 1, f"{different} of {6 * rows.size} completions differ"
 
 
-def test_a_cache_that_grows_changes_nothing(monkeypatch):
-    """As on an accelerator: room for a half of the tokens at first."""
+@pytest.mark.parametrize("widths", [(), (8,)], ids=["all stay", "those that have ended leave"])
+def test_a_cache_that_grows_changes_nothing(monkeypatch, widths):
+    """Room for one token at first, then for a half of them."""
     policy = decoder_policy(replace(CONFIG, num_key_value_heads=2))
     params = random_numbers(jax.eval_shape(policy.init, jax.random.key(0)), 0)
     given = params, *random_prompts(SHAPE[0], 50), row_numbers(*SHAPE), jax.random.key(0)
-    options = {"max_tokens": 21, "eos_ids": (3,), "pad_id": 1}
+    options = {"max_tokens": 21, "eos_ids": tuple(range(3, 9)) if widths else (3,), "pad_id": 1}
     expected = sampler_of(policy, **options)(*given)
+    monkeypatch.setattr(sampler, "_widths", lambda *_: widths)
     monkeypatch.setattr(sampler, "_rooms", lambda max_tokens: (1, max_tokens // 2, max_tokens))
     assert_same(sampler_of(policy, **options)(*given), expected, atol=1e-5)  # the sums of a decoder
 
