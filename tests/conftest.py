@@ -69,16 +69,19 @@ def _share_contexts() -> None:
 
     The function is not public. Where a later JAX does not have it, programs get a context each.
     """
-    from jax._src.interpreters import mlir
+    try:
+        from jax._src.interpreters import mlir
 
-    if make := getattr(mlir, "make_ir_context", None):
+        make, contexts = mlir.make_ir_context, mlir.ir.Context
+    except (ImportError, AttributeError):
+        return
 
-        def shared():
-            if mlir.ir.Context.current is not None:  # a program that is compiled while another one is lowered
-                return make()
-            return _context_of(make, threading.get_ident())
+    def shared():
+        if contexts.current is not None:  # a program that is compiled while another one is lowered
+            return make()
+        return _context_of(make, threading.get_ident())
 
-        mlir.make_ir_context = shared
+    mlir.make_ir_context = shared
 
 
 def _resident_bytes() -> float:

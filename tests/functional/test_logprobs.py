@@ -68,13 +68,14 @@ def assert_trees_close(result, expected, **tolerance):
 
 def test_by_hand():
     # Logits (0, log 3): π = (1/4, 3/4). log ¼ = −1.3863, log ¾ = −0.2877, H = ¼ · 1.3863 + ¾ · 0.2877 = 0.5623.
-    hidden, unembedding = jnp.ones((2, 1)), jnp.log(jnp.array([[1.0], [3.0]]))
-    result = token_logprobs(hidden, unembedding, jnp.array([0, 1]))
+    arguments = np.ones((2, 1), np.float32), np.log(np.float32([[1], [3]])), np.int32([0, 1])
+    compiled = jax.jit(token_logprobs)
+    result = compiled(*arguments)
     assert_allclose(result.logprobs, [-1.3863, -0.2877], atol=5e-5)
     assert_allclose(result.entropy, [0.5623, 0.5623], atol=5e-5)
     # τ = ½ squares the odds: logits (0, log 9), π = (1/10, 9/10). log 0.1 = −2.3026, log 0.9 = −0.1054,
     # H = 0.2303 + 0.0948 = 0.3251.
-    result = token_logprobs(hidden, unembedding, jnp.array([0, 1]), temperature=0.5)
+    result = compiled(*arguments, temperature=0.5)
     assert_allclose(result.logprobs, [-2.3026, -0.1054], atol=5e-5)
     assert_allclose(result.entropy, [0.3251, 0.3251], atol=5e-5)
 
@@ -83,7 +84,7 @@ def test_uniform_by_hand(slice_width):
     # Without features all 11 logits are 0: log π = −log 11, H = log 11.
     slice_width(4)
     hidden, unembedding, ids = random_arguments(11)
-    result = token_logprobs(np.zeros_like(hidden), unembedding, ids)
+    result = jax.jit(partial(token_logprobs))(np.zeros_like(hidden), unembedding, ids)
     assert_allclose(result.logprobs, np.full(ids.shape, -np.log(11)), rtol=1e-6)
     assert_allclose(result.entropy, np.full(ids.shape, np.log(11)), rtol=1e-6)
 
@@ -407,13 +408,14 @@ def test_kl_by_hand():
     # The seed's two models of the weather, A (0.7, 0.2, 0.1) and B (0.6, 0.3, 0.1). KL(B ‖ A) = 0.6 log 6/7 +
     # 0.3 log 3/2 = −0.09249 + 0.12164 = 0.02915; the seed adds up rounded terms, −0.092 + 0.122 = 0.030.
     # KL(A ‖ B) = 0.7 log 7/6 + 0.2 log 2/3 = 0.1079 − 0.0811 = 0.0268.
-    one, a, b = jnp.ones((1, 1)), jnp.log(jnp.array([[0.7], [0.2], [0.1]])), jnp.log(jnp.array([[0.6], [0.3], [0.1]]))
-    assert_allclose(token_kl(one, b, one, a), [0.02915], atol=5e-5)
-    assert_allclose(token_kl(one, a, one, b, reverse=True), [0.02915], atol=5e-5)
-    assert_allclose(token_kl(one, a, one, b), [0.0268], atol=5e-5)
+    one, a, b = np.ones((1, 1), np.float32), *np.log(np.float32([[[0.7], [0.2], [0.1]], [[0.6], [0.3], [0.1]]]))
+    kl = jax.jit(token_kl, static_argnames="reverse")
+    assert_allclose(kl(one, b, one, a), [0.02915], atol=5e-5)
+    assert_allclose(kl(one, a, one, b, reverse=True), [0.02915], atol=5e-5)
+    assert_allclose(kl(one, a, one, b), [0.0268], atol=5e-5)
     # τ = ½ squares the odds: (1/2, 1/2) stays, (1/4, 3/4) becomes (1/10, 9/10). ½ log 5 + ½ log 5/9 = 0.5108.
-    even, uneven = jnp.zeros((2, 1)), jnp.log(jnp.array([[1.0], [3.0]]))
-    assert_allclose(token_kl(one, even, one, uneven, temperature=0.5), [0.5108], atol=5e-5)
+    even, uneven = np.zeros((2, 1), np.float32), np.log(np.float32([[1], [3]]))
+    assert_allclose(kl(one, even, one, uneven, temperature=0.5), [0.5108], atol=5e-5)
 
 
 @DIRECTIONS
