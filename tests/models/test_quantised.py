@@ -284,6 +284,7 @@ def test_experts_are_quantised_one_by_one_and_routers_are_not():
         jax.tree.map(np.testing.assert_array_equal, found, own)
 
 
+@pytest.mark.slow
 def test_a_mixture_computes_with_the_numbers_that_codes_stand_for():
     policy = decoder_policy(replace(MIXTURE, initializer_range=0.3))
     codes = quantise_params(policy.init(jax.random.key(0)), "nf4")
