@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_jax.functional import token_logprobs
-from grpo_jax.models.attention import Cache, KeyValues, keys_for_decoding
+from grpo_jax.models.attention import KeyValues, keys_for_decoding
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.geometry import geometry_of_step
 from grpo_jax.models.policy import decoder_policy
@@ -63,7 +63,7 @@ def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: ja
     def step(cache, token):
         given, number = token
         seen = geometry_of_step(config, prefix, g, size - 1, number)
-        past = prefix, Cache(cache, number)
+        past = prefix, cache
         (hidden, cache), sown = model.apply(separate, given, seen, past=past, mutable=["routing"])
         layers = sown["routing"].values()  # layer_0, layer_1, …
         return cache, (hidden, jnp.stack([layer["mlp"]["routing"].experts for layer in layers], axis=2))

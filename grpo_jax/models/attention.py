@@ -5,6 +5,7 @@ values are not repeated for them.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -47,13 +48,6 @@ class Prefix(NamedTuple):
     layers: Any  # KeyValues with a leading L, or a tuple of L KeyValues
     mask: jax.Array  # bool [N, P], true on tokens of the prompt
     length: jax.Array  # int32 [N], tokens of the prompt: the position of the first completion token
-
-
-class Cache(NamedTuple):
-    """Keys and values of the completion tokens seen so far."""
-
-    layers: tuple[KeyValues, ...]
-    length: jax.Array  # int32 scalar, or [N, G] of each completion: tokens written; the next ones go there
 
 
 def attend_groups(
@@ -307,7 +301,7 @@ def attend_past(
     masks: tuple[jax.Array, ...],
     prompt: KeyValues,
     cache: KeyValues,
-    length: jax.Array,
+    places: jax.Array,
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> tuple[jax.Array, KeyValues]:
     """Attention of the next tokens of each completion over the prompt and the cache, those tokens included.
@@ -316,11 +310,12 @@ def attend_past(
 
     Args:
       queries: `[N, G·W, K, Q, E]`, of W tokens of each completion.
-      keys, values: `[N, G·W, K, E]`, written to the cache; what lies beyond its room is dropped.
+      keys, values: `[N, G·W, K, E]`, written to the cache.
       masks: over the prompt and over the cache.
       prompt: of the layer.
       cache: of the layer, or with `[N, K·G, ...]` in place of its first axis.
-      length: int32, tokens in the cache: a scalar, where W is 1, or `[N, G]`.
+      places: int32, slots of the cache that they are written to: a scalar, where W is 1, or `[N, G, W]`; one that the
+        cache does not have: they are dropped.
       scores: how they are made.
 
     Returns:
@@ -332,7 +327,7 @@ def attend_past(
     rows = cache.values.shape[:-2]
     keys, values = (x.reshape(n, g, w, k, e).transpose(0, 3, 1, 2, 4).reshape(*rows, w, e) for x in (keys, values))
     keys_axes = "ec" if _features_first() else "ce"
-    cache = _written(cache, keys, values, length)
+    cache = _written(cache, keys, values, places)
     queries = scores.scaled(queries).reshape(n, g, w, k, q, e).transpose(0, 3, 1, 4, 2, 5)
     queries, q = queries.reshape(n, k, g, q * w, e), q * w
     if w > 1:
@@ -353,17 +348,17 @@ def attend_past(
     return attended.reshape(n, m, k, q // w, e), cache
 
 
-def _written(cache: KeyValues, keys: jax.Array, values: jax.Array, length: jax.Array) -> KeyValues:
+def _written(cache: KeyValues, keys: jax.Array, values: jax.Array, places: jax.Array) -> KeyValues:
     """The cache with W tokens more: keys and values `[..., W, E]`, with the leading axes of the cache."""
     rows = values.shape[:-2]
-    if not length.ndim:
+    if not places.ndim:
         axis = len(rows) + 1 if _features_first() else len(rows)
         return KeyValues(
-            write_slice(cache.keys, keys_for_decoding(keys), length, axis),
-            write_slice(cache.values, values, length, len(rows)),
+            write_slice(cache.keys, keys_for_decoding(keys), places, axis),
+            write_slice(cache.values, values, places, len(rows)),
         )
-    heads = math.prod(rows) // length.size
-    places = jnp.repeat(length[:, None], heads, axis=1).reshape(rows)[..., None] + jnp.arange(values.shape[-2])
+    heads = math.prod(rows) * places.shape[-1] // places.size
+    places = jnp.repeat(places[:, None], heads, axis=1).reshape(*rows, -1)
 
     def put(own: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
         return own.at[places].set(new, mode="drop")
@@ -376,15 +371,18 @@ def _written(cache: KeyValues, keys: jax.Array, values: jax.Array, length: jax.A
     return KeyValues(put_keys(cache.keys, keys, places), put(cache.values, values, places))
 
 
-def widen(layers: tuple[KeyValues, ...], slots: int) -> tuple[KeyValues, ...]:
-    """A cache of completions with room for `slots` tokens each."""
+def widen(layers: tuple[KeyValues, ...], slots: Sequence[int]) -> tuple[KeyValues, ...]:
+    """A cache of completions with so many slots for each in each layer."""
 
-    def pad(x: jax.Array, axis: int) -> jax.Array:
+    def pad(x: jax.Array, axis: int, slots: int) -> jax.Array:
         return jnp.pad(x, [(0, slots - size if i == axis else 0) for i, size in enumerate(x.shape)])
 
     last = layers[0].keys.ndim - 1
     axis = last if _features_first() else last - 1
-    return tuple(KeyValues(pad(layer.keys, axis), pad(layer.values, last - 1)) for layer in layers)
+    return tuple(
+        KeyValues(pad(layer.keys, axis, own), pad(layer.values, last - 1, own))
+        for layer, own in zip(layers, slots, strict=True)
+    )
 
 
 def select_completions(

@@ -1,7 +1,7 @@
 """Where tokens stand and what they look at: positions and masks. Letters as in `transformer`."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,9 +26,10 @@ class Seen(NamedTuple):
     angles: Angles
     masks: tuple[jax.Array, ...]
     reaches: tuple[int | None, ...]  # of each mask: how many keys a query looks back at, as in `attention.attend`
+    places: Any = None  # of the next tokens: slots of the cache that they go to, as in `attention.attend_past`
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["angles", "masks"], meta_fields=["reaches"])
+@partial(jax.tree_util.register_dataclass, data_fields=["angles", "masks", "places"], meta_fields=["reaches"])
 @dataclass(frozen=True)
 class Geometry:
     """`Seen` of all layers: what differs between them once, and not for each layer."""
@@ -36,10 +37,12 @@ class Geometry:
     angles: tuple[Angles, ...]  # one for each rotation that there is among the layers
     masks: tuple[tuple[jax.Array, ...], ...]  # one for each window
     reaches: tuple[int | None, ...]  # in any layer
+    places: tuple[jax.Array, ...] | None = None  # one for each window; None: there is no cache
 
     def of_layer(self, kind: "LayerKind") -> Seen:
         """What a layer of this kind sees."""
-        return Seen(_chosen(self.angles, kind.rotation), _chosen(self.masks, kind.window), self.reaches)
+        places = None if self.places is None else _chosen(self.places, kind.window)
+        return Seen(_chosen(self.angles, kind.rotation), _chosen(self.masks, kind.window), self.reaches, places)
 
 
 class LayerKind(NamedTuple):
@@ -185,6 +188,34 @@ def positions_in_texts(texts: jax.Array) -> jax.Array:
     return place - jax.lax.cummax(begins, axis=1)
 
 
+# The most tokens of a completion that are computed at once behind others. Padding among them is written to the cache
+# too, so where a layer forgets, it must not reach what a window still sees.
+AT_ONCE = 32
+
+
+def slots_of(config: ModelConfig, window: int | None, room: int) -> int:
+    """Slots that a layer's cache has for a completion: no more than its window sees, and `AT_ONCE`.
+
+    Token n goes to slot n mod slots, over one that no later token sees. A model whose rotations change with a text's
+    length keeps all, so that the width of its cache tells the length.
+
+    Args:
+      config: of the model.
+      window: of the layer, or None.
+      room: tokens of a completion.
+    """
+    return room if window is None or config.longest_text else min(room, window + AT_ONCE)
+
+
+def _held(last: jax.Array, slots: int) -> jax.Array:
+    """Numbers of the tokens in the slots of a cache, `[..., slots]`, that were written up to number `last` `[...]`.
+
+    They are negative where none was written yet.
+    """
+    last = last[..., None]
+    return last - (last - jnp.arange(slots)) % slots
+
+
 def geometry_of_step(config: ModelConfig, prefix: Prefix, group_size: int, slots: int, step: jax.Array) -> Geometry:
     """Of token number `step` of all completions.
 
@@ -192,22 +223,24 @@ def geometry_of_step(config: ModelConfig, prefix: Prefix, group_size: int, slots
       config: for rotations and windows.
       prefix: the prompts.
       group_size: G.
-      slots: C, tokens that the cache has room for.
+      slots: C, tokens that the cache has room for, in layers without a window.
       step: int32 scalar.
 
     Returns:
       `Geometry` with two masks a window.
     """
     position = prefix.length[:, None] + step  # [N, 1]
-    own = jnp.arange(slots)[None] + prefix.length[:, None]
 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
         of_prompt = prefix.mask & _near(position, prompt_positions(prefix.mask), window)
-        of_cache = (own <= position) & _near(position, own, window)
+        held = _held(step, slots_of(config, window, slots))
+        of_cache = jnp.broadcast_to((held >= 0) & _near(step, held, window), (position.shape[0], held.size))
         return of_prompt[:, None, None, None, None], of_cache[:, None, None, None, None]
 
     positions = jnp.broadcast_to(position, (position.shape[0], group_size))
-    return _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
+    found = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
+    places = tuple(step % slots_of(config, window, slots) for window in _different(config.windows))
+    return replace(found, places=places)
 
 
 def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, width: int, slots: int) -> Geometry:
@@ -217,24 +250,31 @@ def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, 
       config: for rotations and windows.
       prefix: the prompts.
       lengths: int32 `[N, G]`, tokens of each completion before them.
-      width: W, tokens of each completion.
-      slots: C, tokens that the cache has room for.
+      width: W, tokens of each completion, at most `AT_ONCE`.
+      slots: C, tokens that the cache has room for, in layers without a window. What goes beyond is dropped.
 
     Returns:
       `Geometry` with two masks a window.
     """
+    assert width <= AT_ONCE
     number = lengths[..., None] + jnp.arange(width)  # [N, G, W]
     position = number + prefix.length[:, None, None]
-    places, own = prompt_positions(prefix.mask)[:, None, None], jnp.arange(slots)
+    places = prompt_positions(prefix.mask)[:, None, None]
 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
         of_prompt = prefix.mask[:, None, None] & _near(position[..., None], places, window)
         of_prompt = jnp.broadcast_to(of_prompt, (*number.shape, prefix.mask.shape[-1]))
-        of_cache = (own <= number[..., None]) & _near(number[..., None], own, window)
+        held = _held(number, slots_of(config, window, slots))
+        of_cache = (held >= 0) & _near(number[..., None], held, window)
         return of_prompt[:, None, :, None], of_cache[:, None, :, None]
 
+    def slots_for(window: int | None) -> jax.Array:
+        size = slots_of(config, window, slots)
+        return number % size if window is not None and size == window + AT_ONCE else number
+
     positions = position.reshape(position.shape[0], -1)
-    return _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
+    found = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
+    return replace(found, places=tuple(map(slots_for, _different(config.windows))))
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.attention import (
-    Cache,
     KeyValues,
     Prefix,
     keys_for_decoding,
@@ -32,6 +31,7 @@ from grpo_jax.models.geometry import (
     geometry_of_tokens,
     positions_in_texts,
     prompt_positions,
+    slots_of,
 )
 from grpo_jax.models.lora import variables
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
@@ -213,6 +213,13 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
         """As decode steps read parameters: laid out once in a program, and not in every turn of its loops."""
         return {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in variables(params).items()}
 
+    def slots_of_layers(room: int) -> list[int]:
+        return [slots_of(config, window, room) for window in config.windows]
+
+    def room(own: tuple[KeyValues, ...]) -> int:
+        """Slots of a layer without a window; without any such layer the most that there are, which serve as well."""
+        return max(layer.values.shape[-2] for layer in own)
+
     def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):
         last, stacked = run_prompts(params, prompt_ids, prompt_mask)
         layers = range(config.num_hidden_layers)
@@ -221,14 +228,17 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
         prefix = Prefix(prompts, jnp.asarray(prompt_mask), jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32))
         rows = [prompt_ids.shape[0], config.num_key_value_heads * group_size]
         rows = rows if mesh_sizes() else [math.prod(rows)]
-        values = jnp.zeros((*rows, max(max_tokens - 1, 1), config.head_dim), config.dtype)
-        values = spread(values, BATCH, TENSOR)
-        cache = prefix, tuple(KeyValues(keys_for_decoding(values), values) for _ in layers)
+
+        def empty(slots: int) -> KeyValues:
+            values = spread(jnp.zeros((*rows, slots, config.head_dim), config.dtype), BATCH, TENSOR)
+            return KeyValues(keys_for_decoding(values), values)
+
+        cache = prefix, tuple(empty(slots) for slots in slots_of_layers(max(max_tokens - 1, 1)))
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array):
             prefix, own = cache
-            seen = geometry_of_step(config, prefix, ids.shape[1], own[0].values.shape[-2], step)
-            hidden, own = one_by_one.apply(separate, ids, seen, past=(prefix, Cache(own, step)))
+            seen = geometry_of_step(config, prefix, ids.shape[1], room(own), step)
+            hidden, own = one_by_one.apply(separate, ids, seen, past=(prefix, own))
             return hidden, (prefix, own)
 
         return last, decode, cache
@@ -238,9 +248,8 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
 
         def append(cache: Any, ids: jax.Array, lengths: jax.Array):
             (prefix, own), (n, group_size, width) = cache, ids.shape
-            seen = geometry_of_tokens(config, prefix, lengths, width, own[0].values.shape[-2])
-            past = prefix, Cache(own, lengths)
-            hidden, own = one_by_one.apply(separate, ids.reshape(n, -1), seen, past=past)
+            seen = geometry_of_tokens(config, prefix, lengths, width, room(own))
+            hidden, own = one_by_one.apply(separate, ids.reshape(n, -1), seen, past=(prefix, own))
             return hidden.reshape(n, group_size, width, -1), (prefix, own)
 
         return append
@@ -251,6 +260,6 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
 
     def wider(cache: Any, slots: int) -> Any:
         prefix, own = cache
-        return prefix, widen(own, slots)
+        return prefix, widen(own, slots_of_layers(slots))
 
     return {"prefill": prefill, "decoder": decoder, "select": select, "widen": wider}

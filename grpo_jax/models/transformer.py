@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from grpo_jax.errors import missing
 from grpo_jax.functional.numerics import transposed
 from grpo_jax.models import sharding
-from grpo_jax.models.attention import Cache, KeyValues, Prefix, Scores, attend_groups, attend_past
+from grpo_jax.models.attention import KeyValues, Prefix, Scores, attend_groups, attend_past
 from grpo_jax.models.config import Activation, ModelConfig
 from grpo_jax.models.config import Params as Params
 from grpo_jax.models.experts import Experts
@@ -91,14 +91,14 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, ids: jax.Array, geometry: Geometry, past: tuple[Prefix, Cache] | None = None
+        self, ids: jax.Array, geometry: Geometry, past: tuple[Prefix, tuple[KeyValues, ...]] | None = None
     ) -> tuple[jax.Array, Any]:
         """Hidden states of prompts alone, of groups, or with `past` of the next tokens of each completion.
 
         Args:
           ids: int `[N, M]`: prompts `[N, P]`; groups, prompt and completions in a row; or W tokens each, `[N, G·W]`.
           geometry: where they stand and what they see.
-          past: the prompts, and where to write the keys and values of `ids` and what else to attend to.
+          past: the prompts, and the cache of each layer, to which the keys and values of `ids` are written.
 
         Returns:
           Hidden states `[N, M, D]`; the keys and values of all layers: of the prompts, or the cache.
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
         else:
             key_values = []
             for layer, kind in enumerate(kinds):
-                own_past = None if past is None else (past[0].layers[layer], past[1].layers[layer], past[1].length)
+                own_past = None if past is None else (past[0].layers[layer], past[1][layer])
                 x, own = Block(config, name=f"layer_{layer}")(x, geometry, kind, past=own_past)
                 key_values.append(own)
             key_values = tuple(key_values)
@@ -208,8 +208,8 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x, seen: Seen, past: tuple[KeyValues, KeyValues, jax.Array] | None = None):
-        """x `[N, M, D]`; past: the prompt, the cache and its length -> as x; keys and values of prompt or cache."""
+    def __call__(self, x, seen: Seen, past: tuple[KeyValues, KeyValues] | None = None):
+        """x `[N, M, D]`; past: the prompt and the cache -> as x; keys and values of prompt or cache."""
         config = self.config
         heads, kv_heads, features = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
@@ -232,7 +232,7 @@ class Attention(nn.Module):
         if past is None:
             attended, kept = attend_groups(queries, keys, values, seen.masks, seen.reaches, config.attention, scores)
         else:
-            attended, kept = attend_past(queries, keys, values, seen.masks, *past, scores)
+            attended, kept = attend_past(queries, keys, values, seen.masks, *past, seen.places, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
         return out(attended), kept

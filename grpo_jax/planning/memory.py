@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
+from grpo_jax.models.geometry import slots_of
 from grpo_jax.models.heads import without_vocabulary
 from grpo_jax.models.lora import TARGETS, Target, add_adapters
 from grpo_jax.models.policy import decoder_policy
@@ -278,9 +279,10 @@ def _projected(model: ModelConfig, shape: Shape) -> int:
 
 
 def _cache(model: ModelConfig, shape: Shape) -> int:
-    """Bytes: 2 L K E for each token of a prompt, once a group, and of a completion but its last."""
-    tokens = shape.num_prompts * shape.prompt_tokens + _completions(shape) * (shape.max_tokens - 1)
-    return 2 * model.num_hidden_layers * _keys(model, shape) * tokens * BYTES[model.dtype]
+    """Bytes: 2 L K E for each token of a prompt, once a group, and of a completion what each layer keeps of it."""
+    of_prompts = model.num_hidden_layers * shape.num_prompts * shape.prompt_tokens
+    slots = sum(slots_of(model, window, shape.max_tokens - 1) for window in model.windows)
+    return 2 * _keys(model, shape) * (of_prompts + _completions(shape) * slots) * BYTES[model.dtype]
 
 
 def _prefill(model: ModelConfig, shape: Shape) -> int:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import softcapped
+from grpo_jax.models.geometry import AT_ONCE
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
 from grpo_jax.models.transformer import Params
@@ -142,10 +143,6 @@ def begin_episodes(
     return Episodes(cache, ended._replace(out=out), jnp.sum(out.completion_mask, axis=-1, dtype=jnp.int32))
 
 
-# Tokens of the environment are computed so many at a time, of all completions.
-_CHUNK = 32
-
-
 def continue_episodes(
     policy: Policy,
     params: Params,
@@ -188,7 +185,7 @@ def continue_episodes(
         hidden, cache = append(cache, rows.ids[..., None], lengths - 1)
         return cache, *add(rows, hidden[:, :, 0], lengths)
 
-    hidden, cache = _computed(append, episodes, rows.out.completion_ids, lengths, min(_CHUNK, replies.shape[-1] + 1))
+    hidden, cache = _computed(append, episodes, rows.out.completion_ids, lengths, min(AT_ONCE, replies.shape[-1] + 1))
     begun = cache, *add(rows, hidden, lengths)
     return Episodes(*jax.lax.while_loop(lambda carry: jnp.any(_active(carry[1], max_tokens)), extend, begun))
 

@@ -284,6 +284,7 @@ def test_experts_are_quantised_one_by_one_and_routers_are_not():
         jax.tree.map(np.testing.assert_array_equal, found, own)
 
 
+@pytest.mark.slow
 def test_a_mixture_computes_with_the_numbers_that_codes_stand_for():
     policy = decoder_policy(replace(MIXTURE, initializer_range=0.3))
     codes = quantise_params(policy.init(jax.random.key(0)), "nf4")
@@ -395,7 +396,8 @@ print(memory("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(params)))
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("experts", [None, ExpertsConfig(8, 2, 352, norm_topk_prob=True)], ids=["dense", "experts"])
 def test_loading_peaks_near_the_quantised_size(experts, tmp_path):
-    config = ModelConfig(8000, 1024, 2816, 48, 16, 16, 64, tie_word_embeddings=False, experts=experts)
+    sizes = 8000, 1024, 2816, 48, 16, 16, 64
+    config = ModelConfig(*sizes, tie_word_embeddings=False, qk_norm=experts is not None, experts=experts)
     rng, weights = np.random.default_rng(0), 0
     weight_map: dict[str, str] = {}
     layout = tensor_layout(config)

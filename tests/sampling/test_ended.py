@@ -13,6 +13,7 @@ from markov import markov_policy, random_table, row_numbers, sampler_of
 
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Prompts
+from grpo_jax.models import geometry
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
@@ -181,6 +182,28 @@ def test_a_cache_that_grows_changes_nothing(monkeypatch, widths):
     monkeypatch.setattr(sampler, "_widths", lambda *_: widths)
     monkeypatch.setattr(sampler, "_rooms", lambda max_tokens: (1, max_tokens // 2, max_tokens))
     assert_same(sampler_of(policy, **options)(*given), expected, atol=1e-5)  # the sums of a decoder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [None, (1,)], ids=["all", "one of two"])
+def test_layers_with_a_window_forget_what_it_does_not_see(layers, monkeypatch):
+    """A window of 3: 5 slots give what 20 give, also where room is made in between."""
+    config = replace(CONFIG, num_key_value_heads=2, sliding_window=3, sliding_layers=layers)
+    policy = decoder_policy(config)
+    params = random_numbers(jax.eval_shape(policy.init, jax.random.key(0)), 0)
+    prompts = random_prompts(SHAPE[0], 50)
+    given = params, *prompts, row_numbers(*SHAPE), jax.random.key(0)
+    options = {"max_tokens": 21, "eos_ids": (3,), "pad_id": 1}
+    expected = sampler_of(policy, **options)(*given)
+    monkeypatch.setattr(geometry, "AT_ONCE", 2)
+
+    def slots(params):
+        return [layer.values for layer in policy.prefill(params, *prompts, SHAPE[1], 21)[2][1]]
+
+    assert {x.shape[-2] for x in jax.eval_shape(slots, params)} == ({5} if layers is None else {20, 5})
+    assert_same(sampler_of(policy, **options)(*given), expected, atol=1e-5)
+    monkeypatch.setattr(sampler, "_rooms", lambda max_tokens: (4, max_tokens // 2, max_tokens))
+    assert_same(sampler_of(policy, **options)(*given), expected, atol=1e-5)
 
 
 @pytest.mark.slow
