@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -347,11 +347,13 @@ def load_params(
 
     def load(tensor: Tensor, leaf: Any, target: Any) -> Any:
         if is_quantised(leaf):
-            read = (
-                read_tensor(found, tensor.name.format(*place)) for place in np.ndindex(leaf.shape[: tensor.stacked])
-            )
-            rounded = (x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype) for x in read)
-            return _quantised((tensor.to_leaf(x, leaf.shape[tensor.stacked :]) for x in rounded), leaf, target)
+
+            def kernel(place: tuple[int, ...]) -> np.ndarray:
+                x = read_tensor(found, tensor.name.format(*place))
+                x = x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype)
+                return tensor.to_leaf(x, leaf.shape[tensor.stacked :])
+
+            return _quantised(kernel, leaf, target)
 
         def part(index: Any) -> np.ndarray:
             """What one device holds, a tuple of slices: of each layer its part."""
@@ -374,19 +376,20 @@ def load_params(
     return jax.tree.unflatten(structure, [loaded[i] for i in range(len(leaves))])
 
 
-def _quantised(kernels: Iterator[np.ndarray], leaf: Quantised, target: Any) -> Quantised:
+def _quantised(kernel: Callable[[tuple[int, ...]], np.ndarray], leaf: Quantised, target: Any) -> Quantised:
     """The kernels of all layers, quantised one by one on the host, and then put where they belong.
 
     Args:
-      kernels: `[*in, *out]` of each layer, or of each expert of each layer.
+      kernel: (layer,) or (layer, expert) -> `[*in, *out]`, read then.
       leaf: shapes of the result.
       target: its shardings.
     """
     whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), leaf)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for place, kernel in zip(np.ndindex(whole.codes.shape[:-2]), kernels, strict=True):
-            one = quantise(kernel, leaf.in_shape, leaf.out_shape, leaf.format)
+        for place in np.ndindex(whole.codes.shape[:-2]):
+            one = quantise(kernel(place), leaf.in_shape, leaf.out_shape, leaf.format)
             whole.codes[place], whole.scales[place] = one.codes, one.scales
+            del one  # before the next is read
 
     def put(x: np.ndarray, target: jax.sharding.Sharding) -> jax.Array:
         return jax.block_until_ready(jax.make_array_from_callback(x.shape, target, lambda index: x[index]))
