@@ -11,14 +11,14 @@ from experiments.claims.numbers import Judged, Numbers
 from experiments.claims.page import Block, Heading, Table, Text
 from experiments.claims.primary import PRIMARY, Primary
 
-FAR = 2  # standard errors between two means: by chance one claim in twenty
+FAR = 1.96  # standard errors between two means: by chance one claim in twenty
 SHARED = """The page's verdicts stay those of the first; nothing of the second enters them, and nothing is pooled. Seeds
 of the same number have the same prompts and random keys, and starts trained by the same steps. So at first the two
 differ by rounding alone. Soon a token is sampled otherwise, and from there on the runs are others. What is asked again
 is whether an answer hangs on the machine, its arithmetic, its jax and the chances of sampling. It is no second sample
 of starts and prompts."""
-APART = """“Apart” is the distance of the two means in standard errors, as if no seed were shared: above 2 is by chance
-one claim in twenty. “Open again” is a claim that the first decided and the second, with its seeds, does not."""
+APART = """“Apart” is the distance of the two means in standard errors, as if no seed were shared: above 1.96 is by chance
+one claim in twenty. “Decided at first only” may be for want of seeds: the second has fewer."""
 
 
 def replication(first: Numbers, others: Sequence[Numbers]) -> list[Block]:
@@ -37,9 +37,11 @@ def in_words(first: Numbers, other: Numbers) -> str:
     said = ", ".join(f"{count} {word}" for word, count in verdicts.items())
     overlapping = sum(overlap(one, two) for _, one, two in both)
     far = sum(apart(one, two) > FAR for _, one, two in both)
+    turned = [claim.label for claim, one, two in both if turns(one, two)]
+    other_way = f"; who is ahead is another in {len(turned)} ({', '.join(turned)})" if turned else ""
     return (
         f"of {len(both)} claims the intervals of {overlapping} overlap, and the means of {far} are more than {FAR} "
-        f"standard errors apart; verdicts: {said}"
+        f"standard errors apart; verdicts: {said}{other_way}"
     )
 
 
@@ -93,13 +95,20 @@ def apart(one: Judged, two: Judged) -> float:
     return abs(decisions[0].interval.mean - decisions[1].interval.mean) / math.hypot(*errors)
 
 
+def turns(one: Judged, two: Judged) -> bool:
+    """Whether the means have opposite signs, and neither is a difference that does not matter."""
+    if "no difference that matters" in (one.decision.verdict, two.decision.verdict):
+        return False
+    return one.decision.interval.mean * two.decision.interval.mean < 0
+
+
 def agreement(one: Judged, two: Judged) -> str:
     """What two verdicts of a claim are to each other."""
     first, again = one.decision.verdict, two.decision.verdict
     if first == again:
-        return "open in both" if first == "undecided" else "the same"
+        return "undecided in both" if first == "undecided" else "the same"
     if "undecided" in (first, again):
-        return "open again" if again == "undecided" else "decided again only"
+        return "decided at first only" if again == "undecided" else "decided again only"
     return "different"
 
 

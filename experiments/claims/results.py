@@ -37,8 +37,8 @@ and Yekutieli. A claim with a verdict keeps it. Of the verdicts of a family 5% a
 Intervals are Student's 95%, not adjusted. A deviation counts as no less than what evaluation alone would give,
 0.0017, or 1% of a ratio. A run that diverged has the score's floor, and is counted."""
 # By `simulated`, with 40 seeds at the last look and with 62 and 46.
-POWER_SAID = """How much is missed: of differences of 0.03 whose deviation over seeds is 0.05, as at the end of runs, 40
-seeds settle 55% (announcements) and 74% (the field since); 62 and 46 seeds would settle 80%."""
+POWER_SAID = """Where seeds deviate by 0.05, as at the end of runs, 40 seeds settle a difference of 0.03 with a chance of 55%
+(announcements) and 74% (the field since); 62 and 46 seeds would do so with 80%."""
 SOURCES = """000 and 001 are the posts that announced GRPO in September 2022, 003 are notes on PPO and GRPO; none of
 them published data. The field since is named by its papers."""
 FIRST = {"agree": "supported", "disagree": "contradicted"}  # words of the earlier page
@@ -147,8 +147,8 @@ def _first_screen(numbers: Numbers, others: Sequence[Numbers], folder: Path) -> 
     blocks: list[Block] = [
         Heading(TITLE, 1),
         Text(
-            f"{len(PRIMARY)} claims about GRPO, asked of models of 124,000 parameters on additions (a tenth "
-            f"unsolvable) and of 39,000 on writing words, in {numbers.steps} steps. {OUT_OF_SCOPE}"
+            f"{len(PRIMARY)} claims about GRPO, tested in {numbers.steps} steps on a model of 124,000 parameters that "
+            f"adds (a tenth unsolvable) and one of 39,000 that writes words. {OUT_OF_SCOPE}"
         ),
     ]
     if numbers.preset == "smoke":
@@ -161,11 +161,11 @@ def _first_screen(numbers: Numbers, others: Sequence[Numbers], folder: Path) -> 
     blocks += [
         Table(("question", "answer", "difference of scores, 95% interval, n seeds"), rows),
         Text(
-            f"Of all {len(PRIMARY)}: {said}. “Not settled” says who is ahead in these seeds. What does not matter is a "
-            "difference within ±0.02, or a ratio within 10%. How sure: of the verdicts of each of two families 5% at "
-            "most are false, in expectation ([the rule](#rule)). Verdicts are corrected for all claims of a family and "
-            "for three looks; the intervals are plain 95% ones. So an interval may leave 0 out while the claim is not "
-            f"settled. {POWER_SAID}"
+            f"Of all {len(PRIMARY)}: {said}. “Not settled” is undecided; the answer names who is ahead in these seeds. “No "
+            "difference that matters” is within ±0.02, or a ratio within 10%. At most 5% of the verdicts of each of two "
+            "families (announcements; the field since) are false, in expectation ([the rule](#rule)). Verdicts are "
+            "corrected for all claims of a family and for three looks. Intervals are plain 95% ones, so that of an "
+            f"undecided claim may leave out 0. {POWER_SAID}"
         ),
         Text(
             f"{_open(numbers)}Evidence: [every claim](#every), a page a question (links in the table, and below), "

@@ -184,14 +184,14 @@ class ModelConfig:
                 raise UsageError(f"{name} is {shown(getattr(self, name))}: choose one of {get_args(choices)}")
         if self.attention == "cudnn" and self.dtype != "bfloat16":
             raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
+        if self.attention in ("xla", "cudnn") and self.attn_logit_softcapping is not None:
+            raise UsageError(
+                f'attention "{self.attention}" does not compute attn_logit_softcapping: set it to "auto" or "shared"'
+            )
         if self.attention == "cudnn" and (self.head_dim % 8 or self.head_dim > 256):
             raise UsageError(
                 f'attention "cudnn" computes heads of at most 256 features, in eights, and head_dim is {self.head_dim}'
                 ': set it to "auto", "shared" or "xla"'
-            )
-        if self.attention in ("xla", "cudnn") and self.attn_logit_softcapping is not None:
-            raise UsageError(
-                f'attention "{self.attention}" does not compute attn_logit_softcapping: set it to "auto" or "shared"'
             )
 
     @property

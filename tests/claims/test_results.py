@@ -188,9 +188,10 @@ def test_another_machine_stands_beside_the_first(config, other):
     text = page.markdown(replication.replication(first, [numbers.read_numbers(other)]))
     assert "; then another, " in text
     assert (
-        ": of 2 claims the intervals of 0 overlap, and the means of 2 are more than 2 standard errors apart; " in text
+        ": of 2 claims the intervals of 0 overlap, and the means of 2 are more than 1.96 standard errors apart; "
+        in text
     )
-    assert "; verdicts: 1 different, 1 open again." in text
+    assert "; verdicts: 1 different, 1 decided at first only" in text
     assert re.search(
         r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| [\d.]+ \| different \|", text
     )
@@ -225,9 +226,9 @@ def test_intervals_overlap_where_they_share_a_point(bounds, expected):
         ("supported", "supported", "the same"),
         ("supported", "contradicted", "different"),
         ("no difference that matters", "supported", "different"),
-        ("contradicted", "undecided", "open again"),
+        ("contradicted", "undecided", "decided at first only"),
         ("undecided", "contradicted", "decided again only"),
-        ("undecided", "undecided", "open in both"),
+        ("undecided", "undecided", "undecided in both"),
     ],
 )
 def test_what_two_verdicts_are_to_each_other(first, again, expected):
