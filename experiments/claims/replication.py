@@ -17,8 +17,8 @@ of the same number have the same prompts and random keys, and starts trained by 
 differ by rounding alone. Soon a token is sampled otherwise, and from there on the runs are others. What is asked again
 is whether an answer hangs on the machine, its arithmetic, its jax and the chances of sampling. It is no second sample
 of starts and prompts."""
-APART = """“Apart” is the distance of the two means in standard errors, as if no seed were shared: above 1.96 is by chance
-one claim in twenty. “Decided at first only” may be for want of seeds: the second has fewer."""
+APART = """“Apart” is the distance of the two means in standard errors, as if no seed were shared: above 1.96 is by
+chance one claim in twenty. “Decided at first only” may be for want of seeds: the second has fewer."""
 
 
 def replication(first: Numbers, others: Sequence[Numbers]) -> list[Block]:

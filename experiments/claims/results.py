@@ -37,8 +37,8 @@ and Yekutieli. A claim with a verdict keeps it. Of the verdicts of a family 5% a
 Intervals are Student's 95%, not adjusted. A deviation counts as no less than what evaluation alone would give,
 0.0017, or 1% of a ratio. A run that diverged has the score's floor, and is counted."""
 # By `simulated`, with 40 seeds at the last look and with 62 and 46.
-POWER_SAID = """Where seeds deviate by 0.05, as at the end of runs, 40 seeds settle a difference of 0.03 with a chance of 55%
-(announcements) and 74% (the field since); 62 and 46 seeds would do so with 80%."""
+POWER_SAID = """Where seeds deviate by 0.05, as at the end of runs, 40 seeds settle a difference of 0.03 with a chance
+of 55% (announcements) and 74% (the field since); 62 and 46 seeds would do so with 80%."""
 SOURCES = """000 and 001 are the posts that announced GRPO in September 2022, 003 are notes on PPO and GRPO; none of
 them published data. The field since is named by its papers."""
 FIRST = {"agree": "supported", "disagree": "contradicted"}  # words of the earlier page
@@ -161,9 +161,9 @@ def _first_screen(numbers: Numbers, others: Sequence[Numbers], folder: Path) -> 
     blocks += [
         Table(("question", "answer", "difference of scores, 95% interval, n seeds"), rows),
         Text(
-            f"Of all {len(PRIMARY)}: {said}. “Not settled” is undecided; the answer names who is ahead in these seeds. “No "
-            "difference that matters” is within ±0.02, or a ratio within 10%. At most 5% of the verdicts of each of two "
-            "families (announcements; the field since) are false, in expectation ([the rule](#rule)). Verdicts are "
+            f"Of all {len(PRIMARY)}: {said}. “Not settled” is undecided; the answer names who is ahead in these seeds. "
+            "“No difference that matters” is within ±0.02, or a ratio within 10%. At most 5% of the verdicts of each of "
+            "two families (announcements; the field since) are false, in expectation ([the rule](#rule)). Verdicts are "
             "corrected for all claims of a family and for three looks. Intervals are plain 95% ones, so that of an "
             f"undecided claim may leave out 0. {POWER_SAID}"
         ),
