@@ -164,9 +164,8 @@ def _first_screen(numbers: Numbers, others: Sequence[Numbers], folder: Path) -> 
             f"Of all {len(PRIMARY)}: {said}. “Not settled” is undecided; the answer names who is ahead in these seeds. "
             "“No difference that matters” is within ±0.02, or a ratio within 10%. Of the verdicts of each of two "
             "families (announcements; the field since) at most 5% are false, in expectation ([the rule](#rule)). "
-            "Verdicts are corrected for all claims of a family and for three looks. Intervals are plain 95% ones, so that "
-            "of an "
-            f"undecided claim may leave out 0. {POWER_SAID}"
+            "Verdicts are corrected for all claims of a family and for three looks. Intervals are plain 95% ones, so "
+            f"that of an undecided claim may leave out 0. {POWER_SAID}"
         ),
         Text(
             f"{_open(numbers)}Evidence: [every claim](#every), a page a question (links in the table, and below), "
