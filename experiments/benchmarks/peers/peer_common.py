@@ -26,7 +26,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-BETA, CLIP, LEARNING_RATE, MAX_GRAD_NORM, ROPE_THETA, NORM_EPS, INIT = 0.04, 0.2, 1e-6, 1.0, 10000.0, 1e-6, 0.02
+BETA, CLIP, LEARNING_RATE, MAX_GRAD_NORM, ROPE_THETA, NORM_EPS = 0.04, 0.2, 1e-6, 1.0, 10000.0, 1e-6
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,17 @@ class Shape:
     group: int
     prompt: int
     completion: int
+    mean_length: int = 0  # of completions, in tokens, where a uniform choice of tokens ends them; 0: none ends
+
+    @property
+    def init(self) -> float:
+        """Deviation of the weights: where completions end, so small that every token is about as likely as any other."""
+        return 0.001 if self.mean_length else 0.02
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end a completion."""
+        return list(range(self.vocabulary // self.mean_length)) if self.mean_length else []
 
     @property
     def head_dim(self) -> int:
@@ -65,6 +76,7 @@ SHAPES = {
     "tiny256": Shape(128, 4, 4, 2, 512, 64, 16, 8, 16, 256),
     "tiny1024": Shape(128, 4, 4, 2, 512, 64, 4, 8, 16, 1024),
     "prompt": Shape(512, 8, 8, 4, 2048, 32000, 1, 8, 512, 64),
+    "long-tail": Shape(512, 8, 8, 4, 2048, 32000, 4, 8, 16, 256, mean_length=64),
 }
 
 

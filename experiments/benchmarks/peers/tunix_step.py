@@ -76,7 +76,7 @@ def make_model(mesh: Mesh) -> Qwen2:
         draw = np.random.default_rng(0)
         state = nnx.state(model, nnx.Param)
         state = jax.tree.map(
-            lambda x: jnp.asarray(draw.standard_normal(x.shape, np.float32) * common.INIT) if x.ndim > 1 else x, state
+            lambda x: jnp.asarray(draw.standard_normal(x.shape, np.float32) * SHAPE.init) if x.ndim > 1 else x, state
         )
         nnx.update(model, state)
     return model
@@ -100,6 +100,7 @@ class Timed(GRPOLearner):
         fields = {
             "completions": len(SEEN["lengths"]),
             "lengths": sorted(set(SEEN["lengths"])),
+            "tokens": sum(SEEN["lengths"]),
             "ref_shape": SEEN["ref_shape"],
             "update_shapes": SEEN["update_shapes"],
             "loss": float(buffered.loss),
@@ -178,6 +179,7 @@ def main() -> None:
                 temperature=1.0,
                 top_p=1.0,
                 top_k=None,
+                eos_tokens=SHAPE.ends or None,
             ),
         ),
     )
