@@ -51,7 +51,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Prints a table of medians and ratios."""
+    """Prints a line for each process when it has ended, and a table of medians and ratios."""
     pythons = {peer: environment(peer, config) for peer in PEERS}
     ours = [sys.executable, "-m", "experiments.benchmarks.step"]
     commands = {
@@ -63,8 +63,9 @@ def main(config: Config) -> None:
     for number in range(config.rounds):
         took = {}
         for name, command in commands.items():
-            print(f"round {number + 1} of {config.rounds}: {name}", file=sys.stderr, flush=True)
             took[name] = measured([*command, "--shape", config.shape, "--steps", str(config.steps)], config.cores)
+            figures = ", ".join(f"{key} {value:.3g}" for key, value in took[name].items())
+            print(f"round {number + 1} of {config.rounds}: {name}: {figures}", file=sys.stderr, flush=True)
         rounds.append(took)
     Console().print(table(rounds))
 
