@@ -82,7 +82,7 @@ def environment(peer: str, config: Config) -> str:
 
 
 def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
-    """Medians of a process's iterations: seconds, those of the processor, seconds of sampling; its peak memory in MB."""
+    """Medians of a process's iterations: seconds, seconds of the processor and of sampling; peak memory in MB."""
 
     def pin() -> None:
         os.sched_setaffinity(0, cores)

@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def init(self) -> float:
-        """Deviation of the weights: where completions end, so small that every token is about as likely as any other."""
+        """Deviation of the weights: so small where completions end that all tokens are about equally likely."""
         return 0.001 if self.mean_length else 0.02
 
     @property
