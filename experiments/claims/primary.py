@@ -1,7 +1,8 @@
 """What is asked before any run: one measure a claim, the range that its words allow, and what is corrected together.
 
 A claim's number is paired by seed: one setting minus another, or the logarithm of their ratio. `verdicts` decides.
-Nothing is added, dropped or reworded once a claim has been looked at; the history of this file shows it.
+Nothing is added, dropped or reworded once a claim has been looked at; the history of this file shows it. Labels and
+headlines are words of the page alone.
 
 "Accuracy" and "score" are means over sampled held-out completions at the end of a run; "on the way" is the mean score
 of all completions that a run learns from, over its steps: the area under the curve of learning. Between seeds the end
@@ -66,7 +67,7 @@ PRIMARY: tuple[Primary, ...] = (
         "announcements",
         _PPO,
         "35K samples against 100K, 2x faster",
-        "samples to a target, GRPO / PPO",
+        "GRPO / PPO: samples to a target",
         "samples until 95% of the final accuracy of the worse of the two, GRPO / PPO on the same groups",
         scale="ratio",
         low=-math.inf,
@@ -171,7 +172,7 @@ PRIMARY: tuple[Primary, ...] = (
         "announcements",
         "000, Reward Hacking",
         "significantly less repetition compared to PPO",
-        "repetition, PPO − GRPO, KL in the loss",
+        "PPO − GRPO: repeated letters",
         "share of repeated letters under a weak bonus for them, PPO − GRPO, both with their KL in the loss",
         why="in the reward a KL weighs more than in the loss, which has nothing to do with groups",
     ),
@@ -181,7 +182,7 @@ PRIMARY: tuple[Primary, ...] = (
         "announcements",
         "000, Temperature Schedule",
         "higher temperature increases group diversity",
-        "diversity, schedule − its mean",
+        "schedule − its mean: diversity",
         "share of different completions of a group in the first 5 steps, 0.7 + 0.3 i/8 − its mean temperature",
         why="a schedule is claimed: one temperature at its mean is the alternative",
     ),
@@ -203,7 +204,7 @@ PRIMARY: tuple[Primary, ...] = (
         "since",
         "Dr. GRPO, 2503.20783",
         "GRPO makes wrong responses longer",
-        "wrong answers' length, GRPO / Dr. GRPO",
+        "GRPO / Dr. GRPO: length of wrong answers",
         "length of wrong completions at the end, GRPO / Dr. GRPO",
         scale="ratio",
     ),
@@ -224,7 +225,7 @@ PRIMARY: tuple[Primary, ...] = (
         "since",
         "DAPO, 2503.14476",
         "clip-higher prevents the collapse of entropy",
-        "entropy, ε above 0.28 / 0.2",
+        "ε above 0.28 / 0.2: entropy",
         "entropy at the end, ε above 0.28 / 0.2; eight updates a rollout",
         scale="ratio",
     ),
@@ -252,7 +253,7 @@ PRIMARY: tuple[Primary, ...] = (
         "since",
         "truncated importance sampling, Yao et al. 2025",
         "a correction repairs what the sampler's mismatch costs",
-        "mismatched sampler, corrected − not",
+        "corrected − not: mismatched sampler",
         "accuracy on the way under a mismatched sampler, corrected − not corrected",
     ),
     Primary(
@@ -369,11 +370,11 @@ HEADLINES: tuple[Headline, ...] = (
         "No: no difference that matters.",
     ),
     Headline(
-        "A mean over tokens or over sequences?",
+        "A mean over tokens or over completions?",
         "aggregation",
-        ("tokens are ahead", "sequences are ahead"),
+        ("tokens are ahead", "completions are ahead"),
         "Over tokens.",
-        "Over sequences.",
+        "Over completions.",
     ),
     Headline(
         "How stale may rollouts be: 8 steps, corrected?",
@@ -381,7 +382,7 @@ HEADLINES: tuple[Headline, ...] = (
         ("stale ones are ahead", "fresh ones are ahead"),
         "Yes, 8 steps: they are as good as fresh ones.",
         "Not 8 steps: fresh ones are better.",
-        beside=("2 steps", "accuracy, k = 2 and corrected − fresh"),
+        beside=("2 steps old and corrected", "accuracy, k = 2 and corrected − fresh"),
     ),
     Headline(
         "Does RL add to the start's pass@64?",
@@ -391,12 +392,12 @@ HEADLINES: tuple[Headline, ...] = (
         "Yes.",
     ),
     Headline(
-        "Do ranks help against noise in rewards?",
+        "Do ranks help where rewards are distorted?",
         "ranks_distorted",
         ("ranks are ahead", "rewards are ahead"),
-        "Yes, against distortion.",
-        "Against distortion they are worse.",
-        "Distortion: no difference that matters.",
-        beside=("heavy tails", "accuracy, ranks − rewards, heavy tails"),
+        "Yes.",
+        "No: they are worse.",
+        "No: no difference that matters.",
+        beside=("against noise with heavy tails, at the end", "accuracy, ranks − rewards, heavy tails"),
     ),
 )

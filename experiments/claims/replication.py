@@ -38,7 +38,7 @@ def in_words(first: Numbers, other: Numbers) -> str:
     overlapping = sum(overlap(one, two) for _, one, two in both)
     far = sum(apart(one, two) > FAR for _, one, two in both)
     turned = [claim.label for claim, one, two in both if turns(one, two)]
-    other_way = f"; who is ahead is another in {len(turned)} ({', '.join(turned)})" if turned else ""
+    other_way = f"; who is ahead is another in {len(turned)} ({'; '.join(turned)})" if turned else ""
     return (
         f"of {len(both)} claims the intervals of {overlapping} overlap, and the means of {far} are more than {FAR} "
         f"standard errors apart; verdicts: {said}{other_way}"

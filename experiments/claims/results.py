@@ -41,7 +41,13 @@ POWER_SAID = """Where seeds deviate by 0.05, as at the end of runs, 40 seeds set
 of 55% (announcements) and 74% (the field since); 62 and 46 seeds would do so with 80%."""
 SOURCES = """000 and 001 are the posts that announced GRPO in September 2022, 003 are notes on PPO and GRPO; none of
 them published data. The field since is named by its papers."""
-FIRST = {"agree": "supported", "disagree": "contradicted"}  # words of the earlier page
+AS_CLAIMED = ", as claimed"
+# Words of the earlier page, and what says the same today.
+FIRST = {
+    "agree": ("supported", "no difference that matters" + AS_CLAIMED),
+    "disagree": ("contradicted",),
+    "undecided": ("undecided",),
+}
 
 
 def write_results(files: Sequence[Path], out: Path) -> Path:
@@ -144,32 +150,40 @@ def _linked(blocks: Sequence[Block], to: str) -> list[Block]:
 
 def _first_screen(numbers: Numbers, others: Sequence[Numbers], folder: Path) -> list[Block]:
     counts = Counter(it.decision.verdict for it in numbers.claims.values())
+    families = Counter(claim.family for claim in PRIMARY)
     blocks: list[Block] = [
         Heading(TITLE, 1),
         Text(
-            f"{len(PRIMARY)} claims about GRPO, tested in {numbers.steps} steps on a model of 124,000 parameters that "
-            f"adds (a tenth unsolvable) and one of 39,000 that writes words. {OUT_OF_SCOPE}"
+            f"{len(PRIMARY)} claims about GRPO, {families['announcements']} of the texts that announced it and "
+            f"{families['since']} of the field since. They were tested in runs of {numbers.steps} steps of a model of "
+            "124,000 parameters that adds numbers (a tenth of the problems has no right answer), and of one of 39,000 "
+            f"that writes words. {OUT_OF_SCOPE}"
         ),
     ]
     if numbers.preset == "smoke":
         blocks.append(Text("This is a test of whether it works: the numbers mean nothing."))
     rows = [(it.question, _answered(it, numbers), _evidence(it, numbers)) for it in HEADLINES]
     said = ", ".join(f"{counts[word]} {word}" for word in (*VERDICTS[1:], VERDICTS[0], "undecided"))
-    again = "".join(
-        f" [Asked again](replication.md) on another machine, {in_words(numbers, other)}." for other in others
-    )
+    again = [Text(f"[Asked again](replication.md) on another machine, {in_words(numbers, other)}.") for other in others]
     blocks += [
         Table(("question", "answer", "difference of scores, 95% interval, n seeds"), rows),
         Text(
-            f"Of all {len(PRIMARY)}: {said}. “Not settled” is undecided; the answer names who is ahead in these seeds. "
-            "“No difference that matters” is within ±0.02, or a ratio within 10%. Of the verdicts of each of two "
-            "families (announcements; the field since) at most 5% are false, in expectation ([the rule](#rule)). "
-            "Verdicts are corrected for all claims of a family and for three looks. Intervals are plain 95% ones, so "
-            f"that of an undecided claim may leave out 0. {POWER_SAID}"
+            "A score is that of held-out completions at the end of a run or, where “on the way” is said, the mean of "
+            "all completions that the run learns from. β weighs the KL, ε bounds the clip, K is the group size. "
+            "“No difference that matters” is within ±0.02, or a ratio within 10%. “Not settled” is undecided; the "
+            "answer names who is ahead in these seeds."
         ),
         Text(
-            f"{_open(numbers)}Evidence: [every claim](#every), a page a question (links in the table, and below), "
-            f"[machines, code and minutes](#machines), [what changed against the earlier page](#earlier).{again}"
+            f"Of all {len(PRIMARY)}: {said}. Of the verdicts of each of two families (announcements; the field since) "
+            "at most 5% are false, in expectation ([the rule](#rule)): they are corrected for all claims of a family "
+            "and for three looks. Intervals are plain 95% ones, so that of an undecided claim may leave out 0. "
+            f"{POWER_SAID}"
+        ),
+        *_open(numbers),
+        *again,
+        Text(
+            "Evidence: [every claim](#every), a page a question (links in the table, and below), [machines, code and "
+            "minutes](#machines), [what changed against the earlier page](#earlier)."
         ),
         Figure("claims.png", "each claim's difference with its interval, what does not matter, and what was claimed"),
     ]
@@ -179,13 +193,13 @@ def _first_screen(numbers: Numbers, others: Sequence[Numbers], folder: Path) -> 
     return blocks
 
 
-def _open(numbers: Numbers) -> str:
+def _open(numbers: Numbers) -> list[Block]:
     """The claims that are undecided, each with the seeds that would decide it."""
     left = [f"{claim.label} ({_enough(it)})" for claim, it in _undecided(numbers)]
     if not left:
-        return ""
+        return []
     said = f"Undecided, with the number of seeds that would decide: {'; '.join(left)}"
-    return f"{said} ([why they were not run](#undecided)). "
+    return [Text(f"{said} ([why they were not run](#undecided)).")]
 
 
 def _answered(headline: Headline, numbers: Numbers) -> str:
@@ -204,7 +218,8 @@ def _evidence(headline: Headline, numbers: Numbers) -> str:
     told = numbers.questions.get(claim.question)
     name, measure = headline.beside
     beside = [it for it in told.also if it.measure == measure] if told else []
-    says = f"[{claim.label}]({claim.question}.md): {_ours(claim, judged)}, n {judged.decision.seeds}"
+    way = ", on the way" if "on the way" in claim.measure else ""
+    says = f"[{claim.label}]({claim.question}.md){way}: {_ours(claim, judged)}, n {judged.decision.seeds}"
     return says + "".join(f"; {name}: {with_interval('difference', it.interval)}, no verdict" for it in beside)
 
 
@@ -240,7 +255,6 @@ def _claims_table(claims: Sequence[Primary], numbers: Numbers) -> Table:
     def row(claim: Primary) -> tuple[str, ...]:
         judged = numbers.claims[claim.id]
         diverged = f"; {judged.diverged} runs diverged" if judged.diverged else ""
-        holds = claim.low < 0 < claim.high and judged.decision.verdict == "no difference that matters"
         return (
             f"[{claim.source}]({claim.question}.md)",
             claim.words,
@@ -249,11 +263,17 @@ def _claims_table(claims: Sequence[Primary], numbers: Numbers) -> Table:
             _range(claim),
             _claimed(claim),
             str(judged.decision.seeds),
-            judged.decision.verdict + (", as claimed" if holds else ""),
+            _verdict(claim, judged),
         )
 
     columns = ("source", "what it says", "measured by", "ours", "allowed", "claimed", "seeds", "verdict")
     return Table(columns, [row(claim) for claim in claims])
+
+
+def _verdict(claim: Primary, judged: Judged) -> str:
+    """The verdict, and whether a difference of 0 is what the words say."""
+    holds = claim.low < 0 < claim.high and judged.decision.verdict == "no difference that matters"
+    return judged.decision.verdict + (AS_CLAIMED if holds else "")
 
 
 def _range(claim: Primary) -> str:
@@ -338,7 +358,7 @@ def _earlier(numbers: Numbers) -> list[Block]:
             was.differs or "the same measure, more seeds and samples",
         )
         for key, was in EARLIER.items()
-        if (now := numbers.claims[key]).decision.verdict != FIRST.get(was.verdict, was.verdict)
+        if _verdict(BY_ID[key], now := numbers.claims[key]) not in FIRST[was.verdict]
     ]
     says = f"""The earlier page had 81 rows with 5 seeds and one sample a prompt, and no correction: 29 agreed, 18
 disagreed, 34 were undecided. {len(EARLIER)} of its rows are among today's claims; here are those whose verdict differs.

@@ -71,7 +71,7 @@ def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, 
         "All else equal, a group's mean or a critic? | Not settled; the group's mean is ahead. | [group baseline"
         in first
     )
-    assert "0.01 or none? | 0.01. | [β 0.01 − none](docs/results-smoke/ablate_kl.md): +0.200 [" in first
+    assert "0.01 or none? | 0.01. | [β 0.01 − none](docs/results-smoke/ablate_kl.md), on the way: +0.200 [" in first
     assert "eight updates a rollout? | No: learning is better without one." in first
     for target in re.findall(r"\]\(#(\w+)\)", text):
         assert f'<a id="{target}"></a>' in text
