@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +41,7 @@ from grpo_jax.planning.memory import Estimate, Shape, decoder_shapes, estimate, 
 from grpo_jax.planning.models import MODELS
 from grpo_jax.planning.plan import GB, Plan, choose
 from grpo_jax.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
-from grpo_jax.runs.flags import refusing
+from grpo_jax.runs.flags import read_flags, refusing
 
 Program = Literal["sample", "score", "learn"]
 TPUS = tuple(name for name in DEVICES if name.startswith("v"))
@@ -398,4 +397,4 @@ def _traffic_rows(exchanges: Iterable[Exchange], text: str, turns: int) -> list[
 
 if __name__ == "__main__":
     with refusing():
-        main(tyro.cli(Config, prog="python -m experiments.plan", description=__doc__))
+        main(read_flags(Config, prog="python -m experiments.plan", description=__doc__))

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -379,7 +378,7 @@ def table(columns: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    config = tyro.cli(Config, prog="python -m experiments.walkthrough", description=__doc__)
+    config = flags.read_flags(Config, prog="python -m experiments.walkthrough", description=__doc__)
     if config.compilation_cache:
         flags.keep_programs()
     try:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,6 +230,16 @@ def test_an_unknown_preset_is_refused_by_the_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse("--preset", "nonsense", "--run-dir", tmp_path / "run")
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_help_that_is_read_in_part_ends_without_a_traceback(monkeypatch):
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as nobody_reads:
+        monkeypatch.setattr("sys.stdout", nobody_reads)
+        with pytest.raises(SystemExit) as ended:
+            flags.read_flags(Experiment, args=["--help"])
+    assert ended.value.code == 128 + signal.SIGPIPE
 
 
 # ---- files

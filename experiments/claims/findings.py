@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import tyro
 
 from experiments.claims.ablation import COIN, START, Bench, Config, cores
 from experiments.claims.figures import save_curves, save_rows
@@ -105,7 +104,7 @@ Measure = Callable[[Bench], Finding]
 
 def main(measure: Measure, description: str | None) -> None:
     """Answers one question: a table, its claims with verdicts, and a figure in the folder of runs."""
-    config = tyro.cli(Config, prog=f"python -m {QUESTIONS}.{Path(sys.argv[0]).stem}", description=description)
+    config = flags.read_flags(Config, prog=f"python -m {QUESTIONS}.{Path(sys.argv[0]).stem}", description=description)
     run_guarded(lambda: _main(measure, config, Path(sys.argv[0]).stem), config)
 
 

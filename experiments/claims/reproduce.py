@@ -22,7 +22,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-import tyro
 from rich.console import Console
 
 from experiments.claims import ablation, findings
@@ -33,6 +32,7 @@ from experiments.claims.primary import PRIMARY
 from experiments.claims.results import folder_of, write_results
 from experiments.claims.verdicts import LOOKS
 from grpo_jax.errors import UsageError
+from grpo_jax.runs.flags import read_flags
 
 QUESTIONS = (*dict.fromkeys(claim.question for claim in PRIMARY), "curriculum", "agreement")  # no claims in these two
 
@@ -105,5 +105,5 @@ def _say(show: Callable[[int, str], None], number: int, name: str, words: str) -
 
 
 if __name__ == "__main__":
-    options = tyro.cli(Config, prog="python -m experiments.claims.reproduce", description=__doc__)
+    options = read_flags(Config, prog="python -m experiments.claims.reproduce", description=__doc__)
     findings.run_guarded(lambda: main(options), options)

@@ -92,7 +92,7 @@ class Options(TaskOptions):
 def parse(args: list[str] | None = None) -> Options:
     """The command line; of a run, what is not given is the run's."""
     prog = flags.program()
-    given = tyro.cli(Options, prog=prog, description=__doc__, args=args)
+    given = flags.read_flags(Options, prog=prog, description=__doc__, args=args)
     saved = saved_options(given.model)
     if not saved:
         return given
@@ -104,7 +104,7 @@ def parse(args: list[str] | None = None) -> Options:
         del found["max_tokens"]
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     default = dataclasses.replace(Options(model=given.model), **found)
-    return tyro.cli(Options, prog=prog, description=__doc__, args=args, default=default)
+    return flags.read_flags(Options, prog=prog, description=__doc__, args=args, default=default)
 
 
 def saved_options(model: str) -> dict[str, Any]:

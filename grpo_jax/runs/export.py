@@ -18,7 +18,7 @@ from rich.console import Console
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface, peft
 from grpo_jax.runs.card import model_card
-from grpo_jax.runs.flags import program, refusing
+from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import write_text
 from grpo_jax.runs.pretrained import Trained, phase_of, restore
 
@@ -120,7 +120,7 @@ def push(folder: Path, repo: str) -> None:
 
 def command() -> None:
     """The command line."""
-    given = tyro.cli(Options, prog=program(), description=__doc__)
+    given = read_flags(Options, prog=program(), description=__doc__)
     with refusing():
         done = export(given)
     Console().print(f"step {done} of {given.run} is now in {given.out}", markup=False, highlight=False, soft_wrap=True)

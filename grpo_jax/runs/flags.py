@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import shlex
 import signal
 import sys
@@ -61,6 +62,7 @@ class HasOutput(Protocol):
 
 
 Config = TypeVar("Config", bound=HasOutput)
+Options = TypeVar("Options")
 
 
 def parse(config_class: type[Config], description: str | None, args: list[str] | None = None) -> Config:
@@ -122,7 +124,24 @@ def program() -> str:
 def _read(config_class: type[Config], default: Config, args: list[str], prog: str, description: str | None) -> Config:
     """The command line, over these defaults."""
     flat = (tyro.conf.OmitArgPrefixes,)
-    return tyro.cli(config_class, prog=prog, args=args, description=description, default=default, config=flat)
+    return read_flags(config_class, prog=prog, args=args, description=description, default=default, config=flat)
+
+
+def read_flags(config_class: type[Options], **given: Any) -> Options:
+    """`tyro.cli`, whose help may be read in part, as by `head`: then the program ends without a traceback.
+
+    Args:
+      config_class: as in `parse`.
+      given: as for `tyro.cli`.
+    """
+    try:
+        try:
+            return tyro.cli(config_class, **given)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more as it ends
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _with_preset(default: Config, args: list[str]) -> Config:

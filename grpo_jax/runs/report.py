@@ -24,7 +24,7 @@ from rich.console import Console
 
 from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
-from grpo_jax.runs.flags import program, refusing
+from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import SIDE_PHASES, check_fields, read_object, write_text
 from grpo_jax.runs.turns import Part, of_turn, parts_of
 
@@ -708,7 +708,7 @@ def _tokens(
 
 def command() -> None:
     """The command line."""
-    given = tyro.cli(Options, prog=program(), description=__doc__)
+    given = read_flags(Options, prog=program(), description=__doc__)
     with refusing():
         written = write_report(given.run, given.phase)
     Console().print(f"report: {written}", markup=False, highlight=False, soft_wrap=True)
