@@ -28,7 +28,7 @@ from rich.table import Table
 from experiments import chapter
 from experiments.chapter import shown
 from grpo_jax import functional as F
-from grpo_jax.config import ModelOptions, options_of, recipe, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, options_of, recipe, with_options
 from grpo_jax.data.text import check_ids, encode_prompts
 from grpo_jax.data.types import Completion, Example, pad_prompts
 from grpo_jax.errors import UsageError
@@ -39,11 +39,15 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags
 from grpo_jax.runs.pretrained import load_model
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import grpo_method, make_programs
 from grpo_jax.training.learn import SAMPLING
+from grpo_jax.training.loop import Programs
 from grpo_jax.training.rollout import (
+    Rollout,
     completion_numbers,
+    decode_groups,
     grade,
     group_temperatures,
     noise_of,
@@ -149,25 +153,57 @@ def main(config: Config) -> Walk:
     algorithm = options.loss.objective
     programs = make_programs(policy, task, options)  # what the loop calls in turn
     score = jax.jit(partial(score_completion_tokens, policy))
-    prompts = task.heldout
-    numbers, temperature = completion_numbers(options.sampling), group_temperatures(options.sampling)
     say(f"{chapter.TITLE}, with numbers of a model. The chapter is at {chapter.ADDRESS}")
 
-    # ---- rollout
-    names = list(RULES) if config.reward == "auto" else [config.reward]
-    for name in names:
-        noise = noise_of(config.seed, SAMPLING, 0)  # the same completions under each rule
-        completions = programs.sampler.complete(params, prompts, numbers, temperature, noise)
-        rollout = grade(prompts, completions, task, RULES[name])
-        lengths = rollout.completions.completion_mask.sum(-1)
+    heading("1. A group of completions for each prompt", "sampling.sampler.sample_groups")
+    numbers, temperature = completion_numbers(options.sampling), group_temperatures(options.sampling)
+    noise = noise_of(config.seed, SAMPLING, 0)
+    sampled = programs.sampler.complete(params, task.heldout, numbers, temperature, noise)
+    show_completions(task, sampled)
+    correct(*chapter.about_sampling(pretrained.tokenizer, config.prompts[0]))
+
+    heading("2. A reward for each completion", "rewards.reward.score_completions")
+    rule, rollout, advantages = graded(config, task, sampled, algorithm)
+
+    heading("3. Advantages: (reward − mean) / (standard deviation + ε)", "functional.group_advantages")
+    show_advantages(rollout.rewards, advantages)
+
+    heading("4. Log-probabilities of the sampled tokens", "training.rollout.score_completion_tokens")
+    batch = to_batch(task.heldout.ids, task.heldout.mask, temperature, sampled)
+    start = np.asarray(score(params, batch).logprobs)
+    plain = np.asarray(score(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
+    # The policy that samples and the reference are both the start.
+    batch = batch._replace(advantages=advantages, old_logprobs=start, ref_logprobs=start)
+    mask = batch.completion_mask
+    tokens = [repr(task.decode([token])) for token in batch.completion_ids[mask].tolist()]
+    show_logprobs(config, sampled, tokens, start, plain)
+
+    heading("5. Ratio and clip, before the update", "functional.token_log_ratio, functional.clipped_surrogate")
+    before = terms(start, batch, algorithm)
+    show_start(config, tokens, before, mask)
+
+    heading("7. One optimizer step", "training.step.train_step")
+    updated, metrics = updates(policy, programs, options, params, batch)
+
+    heading("8. The same completions after the update", "training.rollout.score_completion_tokens")
+    after = terms(np.asarray(score(updated, batch).logprobs), batch, algorithm)
+    show_terms(tokens, after, mask)
+    say(f"loss of a second pass over this rollout: {after.loss:.4f}")
+    wanted, moved = show_moves(rollout, advantages, mask, before, after)
+    kl = np.asarray(exact_kl(policy, updated, params, batch))
+    if metrics["grad_norm"] > 0:  # with nothing learned, there are no numbers that show it
+        as_expected = (moved == wanted)[wanted != 0]
+        kl_now = np.mean(exact_kl(policy, updated, updated, batch), where=mask)
+        show_changes(config, batch, after, as_expected, kl, kl_now)
+    return Walk(rule, rollout.rewards, advantages, before, after, kl, metrics, moved)
+
+
+def graded(config: Config, task: Task, sampled: Completions, algorithm: Objective) -> tuple[str, Rollout, np.ndarray]:
+    """Rewards by the first rule under which they differ within a prompt: its name, the rollout, and advantages."""
+    for name in list(RULES) if config.reward == "auto" else [config.reward]:
+        rollout = grade(task.heldout, sampled, task, RULES[name])
+        lengths = sampled.completion_mask.sum(-1)
         advantages = np.asarray(algorithm.advantages(rollout.rewards, lengths, where=rollout.applicable))
-        if name == names[0]:
-            heading("1. A group of completions for each prompt", "sampling.sampler.sample_groups")
-            for number, (example, texts) in enumerate(zip(prompts.examples, rollout.texts, strict=True), 1):
-                say(f"prompt {number}: {example['prompt']!r}, right: {example['answer']}")
-                say(f"  sampled: {', '.join(repr(str(text)) for text in texts)}")
-            correct(*chapter.about_sampling(pretrained.tokenizer, config.prompts[0]))
-            heading("2. A reward for each completion", "rewards.reward.score_completions")
         say(f"{name}: {RULES[name].__doc__}")
         say("  " + " | ".join(" ".join(f"{reward:.2f}" for reward in group) for group in rollout.rewards))
         if not zero_spread(rollout).all():
@@ -176,54 +212,13 @@ def main(config: Config) -> Walk:
     else:
         other = "another --seed or a larger --group-size" if config.reward == "auto" else "--reward auto"
         say(f"What follows is zeros: take {other}, so that completions differ in their rewards.")
+    return name, rollout, advantages
 
-    # ---- advantages
-    heading("3. Advantages: (reward − mean) / (standard deviation + ε)", "functional.group_advantages")
-    for number, (rewards, group) in enumerate(zip(rollout.rewards, advantages, strict=True), 1):
-        say(f"prompt {number}: mean {rewards.mean():.4f}, standard deviation (n − 1) {rewards.std(ddof=1):.4f}")
-        say(f"  advantages {shown(group)}, sum {abs(group.sum()):.4f}")
-    correct(*chapter.about_advantages())
 
-    # ---- score
-    heading(
-        "4. Log-probabilities of the sampled tokens",
-        "training.rollout.score_completion_tokens",
-    )
-    batch = to_batch(prompts.ids, prompts.mask, temperature, rollout.completions)
-    start = np.asarray(score(params, batch).logprobs)
-    plain = np.asarray(score(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
-    # The policy that samples and the reference are both the start.
-    batch = batch._replace(advantages=advantages, old_logprobs=start, ref_logprobs=start)
-    mask, sampled = batch.completion_mask, rollout.completions
-    tokens = [repr(task.decode([token])) for token in batch.completion_ids[mask].tolist()]
-    drawn = sampled.sampler_logprobs if sampled.truncated_logprobs is None else sampled.truncated_logprobs
-    columns = {"log π": start, "π": np.exp(start), "π among top k": np.exp(drawn), "π, temperature 1": np.exp(plain)}
-    table({"token": tokens} | {name: values[mask] for name, values in columns.items()})
-    off, kept = np.exp(plain - start)[mask], np.exp(start - drawn)[mask]
-    correct(
-        "The chapter samples with temperature=0.7 and top_k=10, and takes log-probabilities without either. A "
-        f"temperature of {config.temperature:g} alone takes the ratio of one policy, scored so and sampled, from 1 to "
-        f"between {off.min():.3f} and {off.max():.3f}. Here the temperature is part of π, on both sides. Top-k is not: "
-        f"π is a softmax over all tokens, of which those sampled among hold {kept.min():.4f} to {kept.max():.4f}.",
-        *chapter.about_logprobs(),
-    )
-
-    # ---- the loss, before the update
-    heading("5. Ratio and clip, before the update", "functional.token_log_ratio, functional.clipped_surrogate")
-    before = terms(start, batch, algorithm)
-    show_terms(tokens, before, mask)
-    say("π is still π_old: each ratio is 1, and nothing is clipped. The loss falls with log π where A > 0.")
-    say("\nThe two cases of the chapter, with both signs of A (the slope is by log π):")
-    table(chapter.cases())
-    correct(*chapter.about_clip())
-    heading("6. KL divergence from the reference, and the loss", "functional.kl_k3, functional.grpo_loss")
-    say(f"k3 = exp(−x) − 1 + x, x = log π − log π_ref: {before.kl[mask].max():.4f} at most, for π is still π_ref.")
-    say(f"loss = mean of (term + {config.kl_coef:g} k3) = {abs(before.loss):.4f}: advantages of a group add up to 0.")
-    correct(*chapter.about_kl())
-
-    # ---- update
-    heading("7. One optimizer step", "training.step.train_step")
-
+def updates(
+    policy: Policy, programs: Programs, options: GRPOConfig, params: Params, batch: Batch
+) -> tuple[Params, dict[str, float]]:
+    """The parameters after a step on the batch, and its metrics; beside it, steps on other advantages are shown."""
     # While the policy is the reference, the KL's gradient is 0. Without it, its rounding is no step of AdamW.
     without_kl = grpo_method(policy, with_options(options, kl_coef=0.0))
 
@@ -238,18 +233,17 @@ def main(config: Config) -> Walk:
         )
 
     def update(advantages: np.ndarray) -> tuple[Params, dict[str, float]]:
-        new = batch._replace(advantages=advantages)
-        state, metrics = step(programs.init_state(params), new)
+        state, metrics = step(programs.init_state(params), batch._replace(advantages=advantages))
         moves = jax.tree.map(lambda new, old: np.abs(np.asarray(new) - old).max(), state.params, params)
         metrics = jax.tree.map(float, metrics) | {"change": float(max(jax.tree.leaves(moves)))}
         say(f"  gradient norm {metrics['grad_norm']:.4f}, largest change of a weight {metrics['change']:.2e}")
         return state.params, metrics
 
-    updated, metrics = update(advantages)
+    updated, metrics = update(batch.advantages)
     say("had the rewards of each group been equal:")
-    update(np.zeros_like(advantages))
+    update(np.zeros_like(batch.advantages))
     say("had the advantages been twice as large:")
-    _, twice = update(2 * advantages)
+    _, twice = update(2 * batch.advantages)
     if metrics["grad_norm"] > 0:
         times = [twice[name] / metrics[name] for name in ("grad_norm", "change")]
         correct(
@@ -257,41 +251,7 @@ def main(config: Config) -> Walk:
             f"limit on its norm, and AdamW, divide by it: {times[0]:.2f} times the norm, {times[1]:.2f} times the "
             "change."
         )
-
-    # ---- what has changed
-    heading("8. The same completions after the update", "training.rollout.score_completion_tokens")
-    after = terms(np.asarray(score(updated, batch).logprobs), batch, algorithm)
-    show_terms(tokens, after, mask)
-    say(f"loss of a second pass over this rollout: {after.loss:.4f}")
-    probability = [np.exp(np.where(mask, logprobs, 0).sum(-1)).ravel() for logprobs in (start, after.logprobs)]
-    wanted, moved = np.sign(advantages.ravel()).astype(int), np.sign(probability[1] - probability[0]).astype(int)
-    columns = {"completion": [repr(str(text)) for group in rollout.texts for text in group], "A": advantages.ravel()}
-    columns |= {"π before": probability[0], "π after": probability[1]}
-    words = np.array(["down", "", "up"])
-    table(columns | {"expected": words[wanted + 1], "moved": words[moved + 1]})
-    kl = np.asarray(exact_kl(policy, updated, params, batch))
-    if metrics["grad_norm"] > 0:  # with nothing learned, there are no numbers that show it
-        low, high = 1 - config.epsilon_low, 1 + config.epsilon_high
-        ratio, above, below = after.ratio[mask], (after.ratio > high) & mask, (after.ratio < low) & mask
-        side = advantages[..., None]
-        stopped = (above & (side > 0)) | (below & (side < 0))
-        pull = f"β = {config.kl_coef:g} pulls back to it" if config.kl_coef else "with β = 0 nothing pulls back to it"
-        correct(
-            'The chapter says that for A > 0 the "generation probability will be increased": that is likely, not '
-            f"certain, for completions share all weights. Here {(moved == wanted)[wanted != 0].sum()} of "
-            f"{(wanted != 0).sum()} moved as expected.",
-            'The chapter says that the clip limits "how much the probability ratio can increase": in a step from 1 it '
-            f"has no say, and {(above | below).sum()} of {ratio.size} ratios are now outside {low:g} to {high:g}, the "
-            f"largest {ratio.max():.3g}. In the next pass it takes the slope of those outside on the side that A "
-            f"pushes to (above with A > 0, below with A < 0), {stopped.sum()} here; on the other side they keep it.",
-            'The chapter says that π_ref is "the pre-update model\'s output, per_token_logps": that is π_old. In the '
-            "next rollout π_old is the policy of now, and the KL to it "
-            f"{np.mean(exact_kl(policy, updated, updated, batch), where=mask):.4f}. π_ref stays the start: "
-            f"KL(π ‖ π_ref) over the whole vocabulary is {kl[mask].mean():.4f}, the mean of the places above, and "
-            f"{pull}. The mean of the k3 above, {after.kl[mask].mean():.3g}, is another number: k3 estimates this KL "
-            "from tokens that π samples, and π_old sampled these.",
-        )
-    return Walk(name, rollout.rewards, advantages, before, after, kl, metrics, moved)
+    return updated, metrics
 
 
 def task_of(config: Config, pretrained: Pretrained) -> Task:
@@ -338,6 +298,91 @@ def exact_kl(policy: Policy, params: Params, reference: Params, batch: Batch) ->
 
 
 # ---- the page
+
+
+def show_completions(task: Task, sampled: Completions) -> None:
+    """What was sampled, and what is right."""
+    pairs = zip(task.heldout.examples, decode_groups(sampled, task), strict=True)
+    for number, (example, texts) in enumerate(pairs, 1):
+        say(f"prompt {number}: {example['prompt']!r}, right: {example['answer']}")
+        say(f"  sampled: {', '.join(repr(str(text)) for text in texts)}")
+
+
+def show_advantages(rewards: np.ndarray, advantages: np.ndarray) -> None:
+    """Those of each group, beside what they are computed from."""
+    for number, (of_group, group) in enumerate(zip(rewards, advantages, strict=True), 1):
+        say(f"prompt {number}: mean {of_group.mean():.4f}, standard deviation (n − 1) {of_group.std(ddof=1):.4f}")
+        say(f"  advantages {shown(group)}, sum {abs(group.sum()):.4f}")
+    correct(*chapter.about_advantages())
+
+
+def show_logprobs(
+    config: Config, sampled: Completions, tokens: list[str], start: np.ndarray, plain: np.ndarray
+) -> None:
+    """Those of the policy, `start`, beside those among the top k and those at temperature 1, `plain`."""
+    mask = sampled.completion_mask
+    drawn = sampled.sampler_logprobs if sampled.truncated_logprobs is None else sampled.truncated_logprobs
+    columns = {"log π": start, "π": np.exp(start), "π among top k": np.exp(drawn), "π, temperature 1": np.exp(plain)}
+    table({"token": tokens} | {name: values[mask] for name, values in columns.items()})
+    off, kept = np.exp(plain - start)[mask], np.exp(start - drawn)[mask]
+    correct(
+        "The chapter samples with temperature=0.7 and top_k=10, and takes log-probabilities without either. A "
+        f"temperature of {config.temperature:g} alone takes the ratio of one policy, scored so and sampled, from 1 to "
+        f"between {off.min():.3f} and {off.max():.3f}. Here the temperature is part of π, on both sides. Top-k is not: "
+        f"π is a softmax over all tokens, of which those sampled among hold {kept.min():.4f} to {kept.max():.4f}.",
+        *chapter.about_logprobs(),
+    )
+
+
+def show_start(config: Config, tokens: list[str], before: Terms, mask: np.ndarray) -> None:
+    """The loss before the update, whose ratios are all 1, and the two cases of the clip."""
+    show_terms(tokens, before, mask)
+    say("π is still π_old: each ratio is 1, and nothing is clipped. The loss falls with log π where A > 0.")
+    say("\nThe two cases of the chapter, with both signs of A (the slope is by log π):")
+    table(chapter.cases())
+    correct(*chapter.about_clip())
+    heading("6. KL divergence from the reference, and the loss", "functional.kl_k3, functional.grpo_loss")
+    say(f"k3 = exp(−x) − 1 + x, x = log π − log π_ref: {before.kl[mask].max():.4f} at most, for π is still π_ref.")
+    say(f"loss = mean of (term + {config.kl_coef:g} k3) = {abs(before.loss):.4f}: advantages of a group add up to 0.")
+    correct(*chapter.about_kl())
+
+
+def show_moves(
+    rollout: Rollout, advantages: np.ndarray, mask: np.ndarray, before: Terms, after: Terms
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where the probability of each completion was to go and where it went: -1, 0 or 1, `[N · G]` each."""
+    old, new = (np.exp(np.where(mask, of.logprobs, 0).sum(-1)).ravel() for of in (before, after))
+    wanted, moved = np.sign(advantages.ravel()).astype(int), np.sign(new - old).astype(int)
+    completions = [repr(str(text)) for group in rollout.texts for text in group]
+    words = np.array(["down", "", "up"])
+    columns = {"completion": completions, "A": advantages.ravel(), "π before": old, "π after": new}
+    table(columns | {"expected": words[wanted + 1], "moved": words[moved + 1]})
+    return wanted, moved
+
+
+def show_changes(
+    config: Config, batch: Batch, after: Terms, as_expected: np.ndarray, kl: np.ndarray, kl_now: float
+) -> None:
+    """What the chapter says of the update, beside the numbers of this one."""
+    mask, side = batch.completion_mask, batch.advantages[..., None]
+    low, high = 1 - config.epsilon_low, 1 + config.epsilon_high
+    ratio, above, below = after.ratio[mask], (after.ratio > high) & mask, (after.ratio < low) & mask
+    stopped = (above & (side > 0)) | (below & (side < 0))
+    pull = f"β = {config.kl_coef:g} pulls back to it" if config.kl_coef else "with β = 0 nothing pulls back to it"
+    correct(
+        'The chapter says that for A > 0 the "generation probability will be increased": that is likely, not '
+        f"certain, for completions share all weights. Here {as_expected.sum()} of {as_expected.size} moved as "
+        "expected.",
+        'The chapter says that the clip limits "how much the probability ratio can increase": in a step from 1 it '
+        f"has no say, and {(above | below).sum()} of {ratio.size} ratios are now outside {low:g} to {high:g}, the "
+        f"largest {ratio.max():.3g}. In the next pass it takes the slope of those outside on the side that A "
+        f"pushes to (above with A > 0, below with A < 0), {stopped.sum()} here; on the other side they keep it.",
+        'The chapter says that π_ref is "the pre-update model\'s output, per_token_logps": that is π_old. In the '
+        f"next rollout π_old is the policy of now, and the KL to it {kl_now:.4f}. π_ref stays the start: "
+        f"KL(π ‖ π_ref) over the whole vocabulary is {kl[mask].mean():.4f}, the mean of the places above, and "
+        f"{pull}. The mean of the k3 above, {after.kl[mask].mean():.3g}, is another number: k3 estimates this KL "
+        "from tokens that π samples, and π_old sampled these.",
+    )
 
 
 def heading(title: str, functions: str) -> None:
