@@ -173,19 +173,10 @@ def encode_rows(
         examples = [{**chosen[encoded.kept[i]].row, "prompt": encoded.texts[i]} for i in numbers]
         return EncodedRows([encoded.token_ids[i] for i in numbers], examples)
 
-    given, lost = items(rows, "row"), 0
     nothing_held_out = heldout_rows is None and num_heldout is None and heldout_share == 0
-    if nothing_held_out:
-        training = heldout = given
-    elif heldout_rows is None:
-        training, heldout = _split(given, heldout_share, num_heldout)
-    else:
-        heldout = items(heldout_rows, "held-out row")
-        places = {item.place for item in heldout}
-        training = [item for item in given if item.place not in places]
-        lost = len(given) - len(training)
-        if num_heldout is not None:
-            heldout = _split(heldout, 0.0, num_heldout)[1]
+    given = items(rows, "row")
+    apart = None if heldout_rows is None else items(heldout_rows, "held-out row")
+    training, heldout, lost = _sides(given, apart, heldout_share, num_heldout)
     if not training or not heldout:
         which = "training" if heldout else "held out"
         raise UsageError(
@@ -263,6 +254,26 @@ def _in_chat(prompt: str | list[Message], tokenizer: Any, chat: bool, system: st
     if system is None or prompt[0]["role"] == "system":
         return prompt
     return [{"role": "system", "content": system}, *prompt]
+
+
+def _sides(
+    items: list[_Item], apart: list[_Item] | None, share: float, number: int | None
+) -> tuple[list[_Item], list[_Item], int]:
+    """Rows to train on, rows held out, and how many are not trained on because others with their prompt are `apart`.
+
+    Args:
+      items: for training, and without `apart` for holding out.
+      apart: never trained on.
+      share: without `apart`, of the prompts that are held out. 0: all are trained on, and the same are held out.
+      number: of held-out prompts, in place of a share.
+    """
+    if apart is None:
+        all_alike = number is None and share == 0
+        return (items, items, 0) if all_alike else (*_split(items, share, number), 0)
+    places = {item.place for item in apart}
+    training = [item for item in items if item.place not in places]
+    heldout = apart if number is None else _split(apart, 0.0, number)[1]
+    return training, heldout, len(items) - len(training)
 
 
 def _split(items: Sequence[_Item], share: float, number: int | None) -> tuple[list[_Item], list[_Item]]:
