@@ -109,8 +109,10 @@ def main(measure: Measure, description: str | None) -> None:
 
 
 def run_guarded(act: Callable[[], None], config: Config) -> None:
-    """Does something with all cores as devices; a refusal is one sentence."""
+    """Does something with all cores as devices, and products in float32; a refusal is one sentence."""
     jax.config.update("jax_num_cpu_devices", cores())
+    # GPUs would round the factors of a product to TF32, and TPUs to bfloat16: then a machine would be an experiment.
+    jax.config.update("jax_default_matmul_precision", "highest")
     if config.compilation_cache:
         flags.keep_programs()
     try:
