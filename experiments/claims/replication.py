@@ -13,10 +13,9 @@ from experiments.claims.primary import PRIMARY, Primary
 
 FAR = 1.96  # standard errors between two means: by chance one claim in twenty
 SHARED = """The page's verdicts stay those of the first; nothing of the second enters them, and nothing is pooled. Seeds
-of the same number have the same prompts and random keys, and starts trained by the same steps. So at first the two
-differ by rounding alone. Soon a token is sampled otherwise, and from there on the runs are others. What is asked again
-is whether an answer hangs on the machine, its arithmetic, its jax and the chances of sampling. It is no second sample
-of starts and prompts."""
+of the same number have the same prompts and random keys. Their starts are trained by the same steps, and differ all the
+same: hundreds of steps make a rounding large. So a seed on another machine is nearly a new draw. What is asked again is
+whether an answer hangs on the machine, its arithmetic, its jax and the chances of starts and sampling."""
 APART = """“Apart” is the distance of the two means in standard errors, as if no seed were shared: above 1.96 is by
 chance one claim in twenty. “Decided at first only” may be for want of seeds: the second has fewer."""
 
@@ -36,12 +35,14 @@ def in_words(first: Numbers, other: Numbers) -> str:
     verdicts = Counter(agreement(one, two) for _, one, two in both)
     said = ", ".join(f"{count} {word}" for word, count in verdicts.items())
     overlapping = sum(overlap(one, two) for _, one, two in both)
-    far = sum(apart(one, two) > FAR for _, one, two in both)
+    distances = [apart(one, two) for _, one, two in both]
+    far = sum(distance > FAR for distance in distances)
     turned = [claim.label for claim, one, two in both if turns(one, two)]
     other_way = f"; who is ahead is another in {len(turned)} ({'; '.join(turned)})" if turned else ""
     return (
         f"of {len(both)} claims the intervals of {overlapping} overlap, and the means of {far} are more than {FAR} "
-        f"standard errors apart; verdicts: {said}{other_way}"
+        f"standard errors apart; by chance alone one of {len(both)} is as far as the farthest, {max(distances):.1f}, "
+        f"in at most {by_chance(distances):.0%} of repetitions; verdicts: {said}{other_way}"
     )
 
 
@@ -93,6 +94,11 @@ def apart(one: Judged, two: Judged) -> float:
     halves = [(it.interval.high - it.interval.low) / 2 for it in decisions]
     errors = [half / special.stdtrit(it.seeds - 1, 0.975) for half, it in zip(halves, decisions, strict=True)]
     return abs(decisions[0].interval.mean - decisions[1].interval.mean) / math.hypot(*errors)
+
+
+def by_chance(distances: Sequence[float]) -> float:
+    """Bonferroni's bound n · P(|z| > max): however claims depend on each other, chance gives no more."""
+    return min(1.0, len(distances) * math.erfc(max(distances) / math.sqrt(2)))
 
 
 def turns(one: Judged, two: Judged) -> bool:

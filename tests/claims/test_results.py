@@ -191,7 +191,7 @@ def test_another_machine_stands_beside_the_first(config, other):
         ": of 2 claims the intervals of 0 overlap, and the means of 2 are more than 1.96 standard errors apart; "
         in text
     )
-    assert "; verdicts: 1 different, 1 decided at first only" in text
+    assert "in at most 0% of repetitions; verdicts: 1 different, 1 decided at first only" in text
     assert re.search(
         r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| [\d.]+ \| different \|", text
     )
@@ -243,6 +243,12 @@ def test_how_far_two_means_are_apart_by_hand():
         for mean, e in ((0.3, 0.03), (0.2, 0.04))
     ]
     assert replication.apart(*both) == pytest.approx(2, rel=1e-3)
+
+
+def test_what_chance_gives_by_hand():
+    assert replication.by_chance([1.96]) == pytest.approx(0.05, abs=1e-4)
+    assert replication.by_chance([0.3, 1.96, 1.0]) == pytest.approx(0.15, abs=1e-4)
+    assert replication.by_chance([0.3] * 9) == 1
 
 
 @pytest.mark.slow
