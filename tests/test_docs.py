@@ -37,7 +37,14 @@ def examples(file="examples.md"):
     return programs
 
 
-@pytest.mark.parametrize("code", examples(), ids=range(len(examples())))
+# Without a compiler each operation is a program of its own.
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, id=str(number), marks=() if number < 3 else pytest.mark.slow)
+        for number, code in enumerate(examples())
+    ],
+)
 def test_example_runs(code):
     exec(compile(code, "examples.md", "exec"), {})
 

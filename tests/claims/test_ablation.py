@@ -18,13 +18,50 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks import arithmetic
+from grpo_jax.training.scan import History, heldout_of
 
 TINY = ARITHMETIC._replace(
     model=ModelConfig(arithmetic.VOCAB_SIZE, 8, 16, 1, 1, 1, 8),
-    start=lambda seed, steps, run: jax.jit(decoder_policy(TINY.model).init)(jax.random.key(seed)),
+    start=lambda seed, steps, run: INIT(jax.random.key(seed)),
 )
+INIT = jax.jit(decoder_policy(TINY.model).init)
 
 
+def test_runs_are_kept_and_more_seeds_are_new_runs(tmp_path, monkeypatch):
+    """With a program that does not train: a run's rewards are its seed, and its scores a hundred learning rates."""
+    done = list[int]()
+
+    def run_all(params, prompts, heldout, seeds, numbers):
+        done.extend(seeds)
+        rewards = np.tile(np.array(seeds, float)[:, None], 4)
+        scores = np.ones((len(seeds), 3, *heldout.counted.shape)) * 100
+        scores *= numbers["learning_rate"].reshape(-1, 1, 1, 1, 1)
+        return History(params, {"reward": rewards, "skipped": np.zeros_like(rewards)}, scores)
+
+    def program(bench, setting, width):
+        return ablation.Program(run_all, heldout_of(bench.task(setting, 0), bench.config(setting)))
+
+    monkeypatch.setattr(Bench, "_compile", program)
+    settings = {COIN: ablation.grpo(TINY, coin=1.0), "fast": ablation.grpo(TINY, learning_rate=0.01)}
+    bench = Bench(Config(preset="smoke", run_dir=tmp_path))
+    first = bench.runs(settings)
+    assert set(done) == {0, 1}
+    done.clear()
+    files = {file: file.stat().st_mtime_ns for file in (bench.run.path / "runs").iterdir()}
+    assert len(files) == 4
+    more = Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=3)).runs(settings)
+    assert set(done) == {2}
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+    assert len(list((bench.run.path / "runs").iterdir())) == 6
+    for name, runs in first.items():
+        assert runs.scores.shape == (2, 3, 16, ablation.SAMPLES + 1)
+        np.testing.assert_array_equal(more[name].scores[:2], runs.scores)
+        np.testing.assert_array_equal(more[name].metrics["reward"][:, 0], [0, 1, 2])
+    np.testing.assert_allclose(more["fast"].scores, 1)
+    assert not np.any(np.isclose(more[COIN].scores, 1))
+
+
+@pytest.mark.slow
 def test_runs_are_kept_and_share_programs(tmp_path):
     settings = {COIN: ablation.grpo(TINY, coin=1.0), "fast": ablation.grpo(TINY, learning_rate=0.01)}
     said = list[str]()

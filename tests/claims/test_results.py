@@ -61,7 +61,7 @@ def config(asked, tmp_path_factory):
     return config
 
 
-def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, asked):
+def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, asked, undrawn):
     text = (config.out / "RESULTS-smoke.md").read_text()
     first = text[: text.index("![")]
     assert (

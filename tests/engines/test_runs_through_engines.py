@@ -108,6 +108,7 @@ def tokens_of(run):
     return [group["tokens"] for group in run.lines("rollouts.jsonl")]
 
 
+@pytest.mark.slow
 def test_greedy_completions_have_the_same_ids(server, params):
     given = prompts(0), completion_numbers(CONFIG.sampling), np.zeros((4, 4), np.float32), noise_of(0, EVALUATION, 0)
     through, own = sampler_at(server).complete(params, *given), OWN.complete(params, *given)
@@ -151,7 +152,7 @@ def test_a_run_with_stale_rollouts_gives_the_server_the_earlier_parameters(serve
     assert tokens_of(run) == tokens_of(own)
 
 
-@pytest.mark.parametrize("spoiled", [None, {"choices": []}])
+@pytest.mark.parametrize("spoiled", [pytest.param(None, marks=pytest.mark.slow), {"choices": []}])
 def test_a_run_whose_server_dies_or_lies_is_saved_and_goes_on_to_the_same_end(server, params, tmp_path, spoiled):
     end, whole_run = run_of(tmp_path / "whole", params, sampler_at(server))
     third, server._count = 2 * 16 + 5, 0

@@ -35,6 +35,7 @@ from experiments import (
     stories,
 )
 from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.lora import join, merge, split
 from grpo_jax.models.peft import load_adapter
@@ -71,11 +72,18 @@ CONFIGS = [
         stories,
     )
 ]
-SMALL = ["--warm-steps", "4", "--warm-batch", "8", "--steps", "2", "--num-prompts", "8", "--eval-every", "1"]
+SMALL = ["--warm-steps", "4", "--warm-batch", "8", "--steps", "2", "--num-prompts", "40", "--eval-every", "1"]
 
 
 def parse(*args, config=arithmetic.Config):
     return flags.parse(config, None, [str(arg) for arg in args])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model_that_compiles_soon():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arithmetic, "MODEL", ModelConfig(arithmetic.MODEL.vocab_size, 16, 32, 1, 2, 2, 8))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +110,7 @@ def test_arithmetic_from_start_to_table_and_again_resumed(arithmetic_run, capsys
     assert evaluated[-1]["heldout_avg"] == results["after"]["avg"]  # the same completions
 
     config = parse("--resume", "--run-dir", run)
-    assert (config.train.steps, config.train.sampling.num_prompts) == (2, 8)  # those of the run, not the defaults
+    assert (config.train.steps, config.train.sampling.num_prompts) == (2, 40)  # those of the run, not the defaults
     arithmetic.main(config)
     assert json.loads((run / "results.json").read_text()) == results
     assert results["params_sha256"] in capsys.readouterr().out

@@ -24,7 +24,7 @@ SPREAD = {
 }
 
 
-@pytest.fixture(params=["vmap", pytest.param("pmap", marks=pytest.mark.slow), "shard_map"])
+@pytest.fixture(params=["shard_map", *(pytest.param(x, marks=pytest.mark.slow) for x in ("vmap", "pmap"))])
 def spread(request):
     """Runs a function of arrays [8, ...] with the mapped axis "data", one part on each of eight devices."""
     return SPREAD[request.param]

@@ -82,6 +82,7 @@ def test_weights_equal_a_plain_loop(function, log_ratio):
     assert_allclose(jitted[function](log_ratio), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @every_weight
 def test_weights_under_jit_and_vmap_equal_eager(function):
     log_ratio = np.random.default_rng(0).normal(size=MASK.shape).astype(np.float32)
@@ -164,10 +165,10 @@ def test_on_policy_completions_by_completion_under_vmap_and_eager():
     arrays = [jnp.asarray(x) for x in (log_ratio, advantages, MASK)]
     assert_array_equal(on_policy_completions(*arrays, threshold=0.0), expected)
     assert_array_equal(jax.jit(jax.vmap(partial(on_policy_completions, threshold=0.0)))(*arrays), expected)
-    deep = on_policy_completions(*(x.reshape(2, 2, *x.shape[1:]) for x in arrays), threshold=0.0)
+    deep = jitted[on_policy_completions](*(x.reshape(2, 2, *x.shape[1:]) for x in arrays), threshold=0.0)
     assert_array_equal(deep.reshape(MASK.shape), expected)
     wide = [jnp.pad(x, ((0, 0), (0, 3))) if x.ndim == 2 else x for x in arrays]
-    assert_array_equal(on_policy_completions(*wide, threshold=0.0)[:, :5], expected)
+    assert_array_equal(jitted[on_policy_completions](*wide, threshold=0.0)[:, :5], expected)
 
 
 # --- the tokens of largest entropy ---

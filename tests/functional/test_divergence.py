@@ -130,7 +130,9 @@ def test_gradient_of_the_entropy_equals_finite_differences():
     check_grads(jitted_entropy, random_logits(3, 5)[:1], order=1, modes=["rev"], eps=1e-2)
 
 
-@pytest.mark.parametrize("function", [*ESTIMATORS, kl_full, kl_reverse])
+@pytest.mark.parametrize(
+    "function", [kl_full, *(pytest.param(x, marks=pytest.mark.slow) for x in (*ESTIMATORS, kl_reverse))]
+)
 def test_jit_and_vmap_equal_eager(function):
     logits, ref_logits = random_logits(3, 5)
     expected = function(logits, ref_logits)
@@ -138,6 +140,7 @@ def test_jit_and_vmap_equal_eager(function):
     assert_allclose(jax.jit(jax.vmap(function))(logits, ref_logits), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_jit_and_vmap_of_the_entropy_equal_eager():
     logits, _ = random_logits(3, 5)
     assert_allclose(jitted_entropy(logits), entropy(logits), rtol=1e-6)

@@ -336,6 +336,7 @@ LOG_RATIO = np.array([[-0.5, -0.1, 0.05, 0.4, 1.25], [-0.4, -0.15, 0.1, 0.9, 1.8
 ADVANTAGES = np.array([1.5, -0.7], np.float32)
 
 
+@pytest.mark.slow
 @every_surrogate
 def test_surrogate_under_jit_and_vmap_equals_eager(surrogate):
     expected = surrogate(jnp.asarray(LOG_RATIO), jnp.asarray(ADVANTAGES))

@@ -55,6 +55,7 @@ def test_pairs_equal_a_plain_loop(chosen, rejected, margin):
     assert_allclose(jitted_pair(chosen, rejected, margin=margin, center_coef=0.25), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_pairs_under_jit_and_vmap_equal_eager():
     chosen, rejected, margin = map(jnp.asarray, random_numbers(3))
     expected = bradley_terry_loss(chosen, rejected, margin=margin, center_coef=0.01)
@@ -408,6 +409,7 @@ def test_critic_equals_a_plain_loop(values, returns, old_values):
     assert_allclose(jitted_critic(values, returns), [(v - r) ** 2 / 2 for v, r in zip(values, returns, strict=True)])
 
 
+@pytest.mark.slow
 def test_critic_under_jit_and_vmap_equals_eager():
     values, returns, old_values = map(jnp.asarray, random_numbers(3))
     expected = critic_loss(values, returns, old_values=old_values)

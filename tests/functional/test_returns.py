@@ -122,6 +122,7 @@ def test_generalized_advantages_by_default():
     assert_allclose(generalized_advantages(*map(jnp.asarray, (rewards, values, MASK))), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_generalized_advantages_under_jit_equal_eager():
     rewards, values, bootstrap = map(jnp.asarray, random_tokens())
     for num_steps in (None, 3):
@@ -284,6 +285,7 @@ def test_whiten_equals_a_plain_loop(values, mask):
     assert_allclose(jitted_whiten(np.where(mask, values, NAN), mask), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_whiten_under_jit_equals_eager():
     values = random_tokens()[0]
     expected = whiten(jnp.asarray(values), jnp.asarray(MASK))

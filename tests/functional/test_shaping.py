@@ -101,6 +101,7 @@ def test_combine_rewards_equals_a_plain_loop(rewards):
     assert_array_equal(combined.applicable, applicable)
 
 
+@pytest.mark.slow
 def test_combine_rewards_under_jit_and_vmap_equals_eager():
     rewards = np.random.default_rng(0).normal(size=(3, 2, 4)).astype(np.float32)
     rewards[0, 0], rewards[:, 1, 2] = NAN, NAN

@@ -106,9 +106,7 @@ def padded(*arrays, fill=0):
 
 
 # Without a compiler each operation is a program of its own.
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x in ("gspo", "vespo", "clip_cov") else pytest.mark.slow) for x in TERMS]
-)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "clip_cov" else pytest.mark.slow) for x in TERMS])
 def test_jit_equals_eager(name):
     *inputs, _ = arguments()
     expected = TERMS[name](*map(jnp.asarray, inputs))
@@ -521,9 +519,9 @@ def chosen_by(share, key, **constants):
     ("share", "number"),
     [
         (0.1, 4),  # of 40 tokens, not of 80 slots
-        (0.33, 13),  # 13.2
+        pytest.param(0.33, 13, marks=pytest.mark.slow),  # 13.2
         (1e-6, 1),  # at least one
-        (0.6, 24),
+        pytest.param(0.6, 24, marks=pytest.mark.slow),
         (1.0, 24),  # no more than there are in the band
     ],
 )

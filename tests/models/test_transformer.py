@@ -193,7 +193,7 @@ def test_packed_texts_are_as_each_alone():
 # ---- the prompt once, or G times
 
 
-@pytest.mark.parametrize("config", [LLAMA, ALL, pytest.param(MIXTURE, marks=pytest.mark.slow)], ids=NAMES)
+@MOST_OPTIONS
 def test_shared_prompt_equals_repeated_prompt(config):
     (value, hidden), grads = loss_and_grads(shared_hidden, config)
     (expected_value, expected_hidden), expected_grads = loss_and_grads(repeated_hidden, config)
@@ -631,7 +631,7 @@ def attention_of(size, num_keys, window=None, heads=(1, 2)):
 @pytest.mark.parametrize(
     ("sizes", "window"),
     [
-        pytest.param(SIZES_A[0], None, id="ragged"),
+        pytest.param(SIZES_A[0], None, id="ragged", marks=pytest.mark.slow),
         pytest.param(SIZES_A[1], 700, id="window", marks=pytest.mark.slow),
     ],
 )

@@ -47,7 +47,12 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert first.compiled > 0
     assert second == Programs(0, sum(first))
     assert "Error" not in said
-    # A program whose writer was killed is no hindrance: it is deleted, and compiled again.
+
+
+@pytest.mark.slow
+def test_a_program_whose_writer_was_killed_is_no_hindrance(tmp_path):
+    """It is deleted, and compiled again."""
+    first, _ = start(tmp_path)
     (broken,) = (tmp_path / "cache").rglob("jit__lambda*-atime")
     broken.unlink()
     third, said = start(tmp_path)

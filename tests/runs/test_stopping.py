@@ -10,52 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_jax.runs import stopping
+from grpo_jax.runs import flags, stopping
 
 TESTS = Path(__file__).parents[1]
-# An experiment of which each step takes a tenth of a second; MODE says where it hangs, in C code.
-SCRIPT = """
-import dataclasses, hashlib, os, sys, time
-from dataclasses import dataclass
-from pathlib import Path
-from bigrams import PARAMS, POLICY, V
-from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.data.types import pad_prompts, rng
-from grpo_jax.runs import flags
-from grpo_jax.tasks.task import Task
-from grpo_jax.training.grpo import train
-
-@dataclass(frozen=True)
-class Config:
-    train: GRPOConfig = recipe(steps=12, num_prompts=8, group_size=4, max_tokens=3, checkpoint_every=50)
-    output: flags.RunConfig = flags.RunConfig(Path("run"))
-
-def hang():
-    print("hangs", flush=True)
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
-
-def prompts(step):
-    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=7)
-
-def reward(examples, completions, calls=[]):
-    calls.append(None)
-    print("step", len(calls), flush=True)
-    if os.environ["MODE"] == "step" and len(calls) == 3:
-        hang()
-    time.sleep(0.1)
-    return [text.count("3") / 3 for text in completions]
-
-def run(config):
-    folder = flags.open_run(config)
-    if os.environ["MODE"] == "start":
-        hang()
-    task = Task(prompts, reward, prompts(999), lambda ids: "".join(map(str, ids)), (6,), 7, V)
-    train(POLICY, PARAMS, task, config.train, folder)
-    print("finished", flush=True)
-
-flags.main(Config, run, None)
-"""
 
 
 def start(folder: Path, *args: str, mode: str = "") -> subprocess.Popen:
@@ -63,9 +20,20 @@ def start(folder: Path, *args: str, mode: str = "") -> subprocess.Popen:
         "PYTHONPATH": os.pathsep.join([str(TESTS / "training"), *filter(None, sys.path)]),
         "MODE": mode,
     }
-    command = [sys.executable, "-c", SCRIPT, *args]
+    command = [sys.executable, str(Path(__file__).with_name("stopped.py")), *args]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload]
+
+
+def run_here(folder: Path, *args: str) -> None:
+    """The same in this process, for runs that get no signal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(TESTS / "training")
+        patch.setenv("MODE", "")
+        import stopped
+
+        flags.main(stopped.Config, stopped.run, None, list(args))
 
 
 def wait_for(process: subprocess.Popen, line: str) -> None:
@@ -78,16 +46,14 @@ def wait_for(process: subprocess.Popen, line: str) -> None:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    process = start(folder)
-    process.communicate(timeout=120)
-    assert process.returncode == 0
+    run_here(folder)
     return (folder / "run/metrics.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
-def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bytes(tmp_path, expected, number, code):
+def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bytes(tmp_path, expected, number, code, capsys):
     process = start(tmp_path)
     wait_for(process, "step 4")
     process.send_signal(number)
@@ -97,9 +63,8 @@ def test_a_signal_saves_the_step_and_the_run_goes_on_to_the_same_bytes(tmp_path,
     assert "Traceback" not in said
     (saved,) = (tmp_path / "run/checkpoints/grpo").iterdir()
     assert 4 <= int(saved.name) < 12
-    again = start(tmp_path, "--resume")
-    assert "finished" in again.communicate(timeout=120)[0]
-    assert again.returncode == 0
+    run_here(tmp_path, "--resume")
+    assert "finished" in capsys.readouterr().out
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == expected
 
 
@@ -128,7 +93,7 @@ def test_a_second_ctrl_c_ends_a_run_whose_step_hangs(tmp_path):
 
 FORKS = """
 import os, signal, time
-from grpo_jax.runs import stopping
+from grpo_jax.runs import flags, stopping
 with stopping.listening(print, lambda number: os._exit(9)):
     child = os.fork()
     if not child:

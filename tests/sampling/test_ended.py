@@ -63,7 +63,7 @@ def assert_same(left, right, temperature=1.0, atol=1e-6):
     [
         ((3, 7, 11), TOKENS, LIMITS, None),
         pytest.param(range(V), TOKENS, None, 1, marks=pytest.mark.slow),
-        ((), TOKENS, LIMITS, TOKENS),
+        pytest.param((), TOKENS, LIMITS, TOKENS, marks=pytest.mark.slow),
         pytest.param((3,), 1, None, 1, marks=pytest.mark.slow),
     ],
     ids=["most end", "all end at the first token", "none ends", "one token"],
@@ -171,7 +171,9 @@ def test_a_decoder_says_the_same_with_and_without_the_completions_that_have_ende
     assert different <= 1, f"{different} of {6 * rows.size} completions differ"
 
 
-@pytest.mark.parametrize("widths", [(), (8,)], ids=["all stay", "those that have ended leave"])
+@pytest.mark.parametrize(
+    "widths", [pytest.param((), marks=pytest.mark.slow), (8,)], ids=["all stay", "those that have ended leave"]
+)
 def test_a_cache_that_grows_changes_nothing(monkeypatch, widths):
     """Room for one token at first, then for a half of them."""
     policy = decoder_policy(replace(CONFIG, num_key_value_heads=2))

@@ -131,6 +131,7 @@ def test_packed_texts_and_prompts_with_completions_are_the_same_to_it():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), one, other)
 
 
+@pytest.mark.slow
 def test_the_student_nears_its_teacher_and_resumes_to_the_bit(tmp_path):
     config = SupervisedConfig(40, 5e-2, checkpoint_every=10, log_every=10, eval_every=20)
     lesson, heldout = lesson_of("forward_kl", nll_coef=0.0), pack(*texts(20, seed=1), width=8)

@@ -87,6 +87,17 @@ def open_run(path, config=CONFIG):
 
 
 @functools.cache
+def programs_of_echo():
+    return make_programs(POLICY, ECHO, CONFIG)
+
+
+def train_bigrams(task, run, config=CONFIG):
+    """What learns is compiled once: it knows no environment."""
+    programs = programs_of_echo()._replace(sampler=make_sampler(POLICY, task, config.sampling))
+    return train(POLICY, PARAMS, task, config, run, programs=programs)
+
+
+@functools.cache
 def decoder_params():
     return jax.jit(DECODER.init)(jax.random.key(0))
 
@@ -275,6 +286,12 @@ def fails(example, transcript, key):
     raise RuntimeError(f"no answer in turn {len(transcript)}")
 
 
+REPLIES = [echo]
+ANY = with_environment(lambda *given: REPLIES[-1](*given), reward=episode_return)  # of the function that is there last
+TWO_TURNS = with_options(CONFIG, max_turns=2).sampling
+PLAYER = make_sampler(POLICY, ANY, TWO_TURNS)
+
+
 @pytest.mark.parametrize(
     ("reply", "ending"),
     [
@@ -296,9 +313,9 @@ def fails(example, transcript, key):
     ],
 )
 def test_what_ended_an_episode_is_counted(reply, ending):
-    task = with_environment(reply, reward=episode_return)
-    completions = sample(task, with_options(CONFIG, max_turns=2))
-    texts = decode_groups(completions, task)
+    REPLIES[:] = [reply]
+    given = completion_numbers(TWO_TURNS), group_temperatures(TWO_TURNS), noise_of(0, SAMPLING, 0)
+    texts = decode_groups(PLAYER.complete(PARAMS, prompts(0), *given), ANY)
     counts = {}
     for text in (text for group in texts for text in group):
         counts[text.ending.replace(" ", "_")] = counts.get(text.ending.replace(" ", "_"), 0) + 1
@@ -306,7 +323,7 @@ def test_what_ended_an_episode_is_counted(reply, ending):
     assert counts.keys() <= {ending, "policy_tokens"}
     assert counts[ending] > 1
     if ending == "raised":
-        assert "no answer in turn 1" in task.environment.messages["raised"]
+        assert "no answer in turn 1" in ANY.environment.messages["raised"]
 
 
 @pytest.mark.parametrize(
@@ -328,7 +345,7 @@ def test_a_policy_that_cannot_go_on_is_refused():
 
 def test_an_environment_that_only_raises_ends_the_run(tmp_path):
     with pytest.raises(UsageError, match=r"no answer in turn 1 \(.*test_episodes.py, line \d+, in fails\)"):
-        train(POLICY, PARAMS, with_environment(fails), CONFIG, open_run(tmp_path))
+        train_bigrams(with_environment(fails), open_run(tmp_path))
 
 
 def test_failures_are_counted_and_told_once(tmp_path):
@@ -336,7 +353,7 @@ def test_failures_are_counted_and_told_once(tmp_path):
         return echo(example, transcript, key) if key[3] % 4 else fails(example, transcript, key)
 
     run = open_run(tmp_path)
-    train(POLICY, PARAMS, with_environment(sometimes), CONFIG, run)
+    train_bigrams(with_environment(sometimes), run)
     assert [line["ended_raised"] for line in run.lines()] == [4] * 4
     assert sum("environment" in line["message"] for line in run.lines("warnings.jsonl")) == 1
 
@@ -346,7 +363,7 @@ def test_tokens_that_the_model_does_not_have_end_an_episode_and_are_told(tmp_pat
         return echo(example, transcript, key) if key[3] % 4 else Reply(ids=[1, V])
 
     run = open_run(tmp_path)
-    train(POLICY, PARAMS, with_environment(sometimes), with_options(CONFIG, steps=1), run)
+    train_bigrams(with_environment(sometimes), run, with_options(CONFIG, steps=1))
     assert run.lines()[0]["ended_not_a_reply"] > 0
     assert run.lines()[0]["ended_turns"] > 0
     (line,) = (line for line in run.lines("warnings.jsonl") if "environment" in line["message"])
@@ -362,7 +379,7 @@ class Stop(BaseException):
 
 def test_a_run_that_is_cut_within_a_turn_ends_with_the_same_bytes(tmp_path):
     whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
-    expected = train(POLICY, PARAMS, ECHO, CONFIG, whole)
+    expected = train_bigrams(ECHO, whole)
 
     def stops(example, transcript, key):
         if key[2] == 3 and key[4] == 1:  # in the second turn of the last step
@@ -370,8 +387,8 @@ def test_a_run_that_is_cut_within_a_turn_ends_with_the_same_bytes(tmp_path):
         return echo(example, transcript, key)
 
     with pytest.raises(Stop):
-        train(POLICY, PARAMS, with_environment(stops), CONFIG, cut)
-    resumed = train(POLICY, PARAMS, ECHO, CONFIG, open_run(tmp_path / "cut"))
+        train_bigrams(with_environment(stops), cut)
+    resumed = train_bigrams(ECHO, open_run(tmp_path / "cut"))
     assert params_sha256(resumed) == params_sha256(expected)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert (cut.path / name).read_text() == (whole.path / name).read_text()

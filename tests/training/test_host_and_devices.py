@@ -161,8 +161,18 @@ def uncut(tmp_path_factory, programs):
     return params_sha256(state), run
 
 
-@pytest.mark.parametrize("step", [1, 4])  # before the first checkpoint, and behind one
-@pytest.mark.parametrize("place", ["prompts", "reward", "evaluate", "log", "log_rollout", "log_times", "checkpoints"])
+PLACES = ("prompts", "reward", "evaluate", "log", "log_rollout", "log_times", "checkpoints")
+
+
+# Before the first checkpoint, and behind one.
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [
+        pytest.param(place, step, marks=() if step == 4 or place == "reward" else pytest.mark.slow)
+        for place in PLACES
+        for step in (1, 4)
+    ],
+)
 def test_a_run_that_is_cut_off_anywhere_ends_the_same(tmp_path, programs, uncut, monkeypatch, place, step):
     run = open_run(tmp_path, CUT)
     if place == "checkpoints":  # before any is saved, and between two

@@ -156,6 +156,7 @@ def whole(tmp_path_factory):
     return fit_ratings(tmp_path_factory.mktemp("kto") / "whole")
 
 
+@pytest.mark.slow
 def test_a_phase_learns_and_its_resume_is_exact(tmp_path, whole):
     state, run = whole
     first, last = run.lines()[0], run.lines()[-1]

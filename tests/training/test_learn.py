@@ -255,7 +255,7 @@ def test_the_reference_of_the_loss_is_the_one_that_moves():
     ("config", "components"),
     [
         pytest.param(recipe("grpo", minibatches=2, epochs=2, kl_coef=0.2), 0, id="grpo"),
-        pytest.param(recipe("dapo", advantages_of="components", minibatches=2), 3, id="gdpo"),
+        pytest.param(recipe("dapo", advantages_of="components", minibatches=2), 3, id="gdpo", marks=pytest.mark.slow),
         *(
             pytest.param(config, 0, id=name, marks=pytest.mark.slow)
             for name, config in {

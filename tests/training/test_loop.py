@@ -120,7 +120,7 @@ def test_first_ratio_is_one_whatever_the_sampling(tmp_path, changes):
     assert params_sha256(state.params) != params_sha256(params)
 
 
-def test_kl_in_the_reward_lowers_advantages_of_unlikely_rows(tmp_path):
+def test_kl_in_the_reward_lowers_advantages_of_unlikely_rows(tmp_path, programs):
     # With a zero reward, only the penalty tells completions apart, once the policy has left the reference.
     config = with_options(CONFIG, steps=4, preset="rloo", kl_coef=1.0)
     run = open_run(tmp_path, config)
@@ -128,7 +128,8 @@ def test_kl_in_the_reward_lowers_advantages_of_unlikely_rows(tmp_path):
     def first_steps_only(examples, texts, calls=iter(range(99))):  # noqa: B008
         return says_three(examples, texts) if next(calls) < 3 else [0.0] * len(texts)
 
-    train(POLICY, PARAMS, TASK, config, run, reward=first_steps_only)
+    sharing = make_programs(POLICY, TASK, config, sampler=programs.sampler)
+    train(POLICY, PARAMS, TASK, config, run, programs=sharing, reward=first_steps_only)
     advantages = [group["advantages"] for group in run.lines("rollouts.jsonl") if group["step"] == 4]
     assert np.abs(advantages).max() > 1e-3
 
@@ -147,16 +148,18 @@ def test_a_reference_that_moves_every_step_is_the_policy_that_sampled(tmp_path, 
     kl = {}
     for every in (0, 1):
         config, run = with_options(CONFIG, ref_sync_steps=every), open_run(tmp_path / f"every_{every}")
-        train(POLICY, PARAMS, TASK, config, run, programs=None if every else programs)
+        moving = make_programs(POLICY, TASK, config, sampler=programs.sampler)
+        train(POLICY, PARAMS, TASK, config, run, programs=moving if every else programs)
         kl[every] = [line["kl"] for line in run.lines()]
     assert kl[0][-1] > 1e-3
     assert kl[1] == pytest.approx([0] * 6, abs=1e-6)  # and the gradient of the KL with it
 
 
-def test_kl_coef_is_steered_to_a_target(tmp_path):
+def test_kl_coef_is_steered_to_a_target(tmp_path, programs):
     config = with_options(CONFIG, steps=4, preset="rloo", kl_coef=0.5, kl_target=0.005, kl_horizon=64)
     run = open_run(tmp_path, config)
-    state = train(POLICY, PARAMS, TASK, config, run)
+    sharing = make_programs(POLICY, TASK, config, sampler=programs.sampler)
+    state = train(POLICY, PARAMS, TASK, config, run, programs=sharing)
     lines = run.lines()
     coef = 0.5
     for line in lines:
@@ -383,10 +386,10 @@ COMPONENTS = {
 BY_COMPONENT = with_options(CONFIG, advantages_of="components")
 
 
-def judged_steps(path, rewards, config=BY_COMPONENT, change=lambda method: method):
+def judged_steps(path, sampler, rewards, config=BY_COMPONENT, change=lambda method: method):
     """What two steps learned from, and the run; by a method of components, or by what is made of it."""
     task, config, seen = TASK._replace(reward=COMPONENTS), with_options(config, steps=2), []
-    programs = compile_programs(change(grpo_method(POLICY, config)), POLICY, task, config)
+    programs = compile_programs(change(grpo_method(POLICY, config)), POLICY, task, config, sampler=sampler)
 
     def recorded(state, frozen, reference, batch, given, clock):
         state, learned = programs.learn(state, frozen, reference, batch, given, clock)
@@ -398,8 +401,8 @@ def judged_steps(path, rewards, config=BY_COMPONENT, change=lambda method: metho
     return seen, run
 
 
-def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_all(tmp_path):
-    seen, run = judged_steps(tmp_path, COMPONENTS)
+def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_all(tmp_path, programs):
+    seen, run = judged_steps(tmp_path, programs.sampler, COMPONENTS)
     for rewards, advantages in seen:
         np.testing.assert_array_equal(rewards.weights, np.array([0.7, 0.3, 0], np.float32))
         parts = np.moveaxis(rewards.components, -1, 0)
@@ -414,13 +417,13 @@ def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_al
     assert np.isnan(np.concatenate([rewards.components[..., 1] for rewards, _ in seen])).any()  # of empty completions
 
 
-def test_in_place_of_several_rewards_one_alone_is_standardised_and_whitened(tmp_path):
-    for rewards, advantages in judged_steps(tmp_path, says_three)[0]:
+def test_in_place_of_several_rewards_one_alone_is_standardised_and_whitened(tmp_path, programs):
+    for rewards, advantages in judged_steps(tmp_path, programs.sampler, says_three)[0]:
         expected = whiten(group_advantages(rewards.rewards), eps=1e-6)
         np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_advantages_of_ones_own_take_the_components_and_their_weights(tmp_path):
+def test_advantages_of_ones_own_take_the_components_and_their_weights(tmp_path, programs):
     def best_of_both(rewards, batch, kl_coef, axis_name):
         by_row = jnp.nanmax(rewards.components * rewards.weights, axis=-1)
         return Advantages(batch._replace(advantages=by_row), by_row, {})
@@ -428,15 +431,15 @@ def test_advantages_of_ones_own_take_the_components_and_their_weights(tmp_path):
     def change(method):
         return method._replace(advantages=best_of_both)
 
-    for rewards, advantages in judged_steps(tmp_path, COMPONENTS, change=change)[0]:
+    for rewards, advantages in judged_steps(tmp_path, programs.sampler, COMPONENTS, change=change)[0]:
         parts = np.nan_to_num(rewards.components)
         np.testing.assert_allclose(advantages, np.maximum(0.7 * parts[..., 0], 0.3 * parts[..., 1]), rtol=1e-6)
 
 
-def test_a_component_that_is_nan_stops_the_run(tmp_path):
+def test_a_component_that_is_nan_stops_the_run(tmp_path, programs):
     broken = COMPONENTS | {"threes": Component(lambda examples, texts: [float("nan")] * len(texts))}
     with pytest.raises(FloatingPointError):
-        judged_steps(tmp_path, broken, config=with_options(BY_COMPONENT, max_skipped=1))
+        judged_steps(tmp_path, programs.sampler, broken, config=with_options(BY_COMPONENT, max_skipped=1))
 
 
 @pytest.mark.parametrize("reward", [says_three, {"a": Component(says_three), "b": Component(says_three, 0.0)}])

@@ -144,10 +144,9 @@ BIGRAMS = POLICY._replace(packed_groups=packed_groups), PARAMS
 @pytest.mark.parametrize(
     ("preset", "is_decoder"),
     [
-        ("dapo", False),
         ("grpo", True),
         pytest.param("gspo", True, marks=pytest.mark.slow),
-        *(pytest.param(preset, False, marks=pytest.mark.slow) for preset in DIFFERENT_LOSSES if preset != "dapo"),
+        *(pytest.param(preset, False, marks=pytest.mark.slow) for preset in DIFFERENT_LOSSES),
     ],
 )
 def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder):

@@ -283,8 +283,8 @@ def shapes_of(model: ModelConfig) -> Any:
 
 
 @cache
-def wide_programs(devices: Mesh) -> dict[str, Any]:
-    """The three programs, compiled for a wide model: name -> program, and the bytes of its state."""
+def wide_program(name: str, devices: Mesh) -> Any:
+    """One of the three programs, compiled for a wide model, and its state."""
     config = on(devices, recipe("grpo", num_prompts=N, group_size=G, max_tokens=T, epochs=2))
     policy = decoder_policy(WIDE)
     start = jax.tree.map(lambda x: jnp.full(x.shape, 0.01), shapes_of(WIDE))
@@ -293,19 +293,25 @@ def wide_programs(devices: Mesh) -> dict[str, Any]:
     trained, batch = program.args[0].params, a_batch(MODEL.vocab_size)
     prompts = (batch.prompt_ids, batch.prompt_mask, completion_numbers(config.sampling), batch.temperature)
     given = trained, *to_devices(prompts, devices), to_devices(noise_of(0, 0, 0), devices, axes=None)
-    lowered = {
+    fn, args, held = {
         "sample": (sampler.program, given, given[0]),
         "score": (program.score, program.score_args, program.score_args[:3]),
         "learn": (program.learn, program.args, program.args[0]),
-    }
-    return {name: (fn.lower(*args).compile(), held) for name, (fn, args, held) in lowered.items()}
+    }[name]
+    return fn.lower(*args).compile(), held
 
 
-@pytest.mark.parametrize("devices", [pytest.param(FSDP, marks=pytest.mark.slow), ALL])
-@pytest.mark.parametrize("name", ["sample", "score", "learn"])
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        pytest.param(name, devices, marks=() if (name, devices) == ("learn", ALL) else pytest.mark.slow)
+        for name in ("sample", "score", "learn")
+        for devices in (FSDP, ALL)
+    ],
+)
 def test_a_program_takes_its_share_and_gathers_a_layer_at_a_time(name, devices, monkeypatch):
     monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS_CPU", N * G * T * 128)  # several slices of the vocabulary
-    check_program(*wide_programs(devices)[name], devices, PASSES[name])
+    check_program(*wide_program(name, devices), devices, PASSES[name])
 
 
 def check_program(compiled: Any, held: Any, devices: Mesh, passes: int) -> None:

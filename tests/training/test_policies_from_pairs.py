@@ -129,6 +129,7 @@ def whole(tmp_path_factory):
     return fit_pairs(tmp_path_factory.mktemp("pairs") / "whole")
 
 
+@pytest.mark.slow
 def test_a_phase_learns_and_its_resume_is_exact(tmp_path, whole):
     state, run = whole
     first, last = run.lines()[0], run.lines()[-1]

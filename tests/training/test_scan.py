@@ -52,15 +52,16 @@ def of_ppo(policy, config):
 
 
 @pytest.mark.parametrize(
-    ("config", "params", "make_method"),
+    ("config", "policy", "params", "make_method"),
     [
-        pytest.param(GRPO, PARAMS, grpo_method, id="grpo"),
-        pytest.param(PPO, add_critic(MODEL, PARAMS), of_ppo, id="ppo", marks=pytest.mark.slow),
+        pytest.param(GRPO, bigrams.POLICY, bigrams.PARAMS, grpo_method, id="bigrams"),
+        pytest.param(GRPO, POLICY, PARAMS, grpo_method, id="grpo", marks=pytest.mark.slow),
+        pytest.param(PPO, POLICY, add_critic(MODEL, PARAMS), of_ppo, id="ppo", marks=pytest.mark.slow),
     ],
 )
-def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, params, make_method):
+def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, policy, params, make_method):
     shared = run_of(config)
-    programs, judged = compile_programs(make_method(POLICY, config), POLICY, TASK, shared), []
+    programs, judged = compile_programs(make_method(policy, config), policy, TASK, shared), []
 
     def judge(actor, step):
         calls = sample_heldout(
@@ -71,7 +72,7 @@ def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, params, make_
 
     run = RunFolder(tmp_path, dataclasses.asdict(config))
     state = train(params, TASK, shared, run, programs, phase="it", evaluate=judge)
-    whole = jax.jit(whole_run(POLICY, ON_DEVICE, config, make_method))
+    whole = jax.jit(whole_run(policy, ON_DEVICE, config, make_method))
     heldout = heldout_of(ON_DEVICE, shared)
     history = whole(params, prompts_of(ON_DEVICE, shared.steps), heldout, shared.seed, {})
 

@@ -67,17 +67,18 @@ class Rising(Threes):
         return list(range(len(completions)))
 
 
-def test_the_five_lines_as_they_are_written(folder, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("steps", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_five_lines(folder, tmp_path, monkeypatch, capsys, steps):
     """They leave the files of the command line but for the command: what was called is a program of the user's."""
     monkeypatch.chdir(tmp_path)
     scope = {"model": folder, "reward_model": Threes(), "prompts": PROMPTS}
-    exec(LINES, scope)
+    exec(LINES if steps == 100 else LINES.replace("group_size", f"steps={steps}, group_size"), scope)
     run = scope["trainer"].run
     assert run.path == Path("runs/grpo_trainer")
     options = flattened(json.loads((run.path / "config.json").read_text()))
-    assert (options["group_size"], options["num_prompts"], options["steps"]) == (12, 3, 100)
+    assert (options["group_size"], options["num_prompts"], options["steps"]) == (12, 3, steps)
     assert (options["epsilon_low"], options["epsilon_high"]) == (0.15, 0.15)
-    assert [line["step"] for line in run.lines()] == list(range(1, 101))
+    assert [line["step"] for line in run.lines()] == list(range(1, steps + 1))
     group = run.lines("rollouts.jsonl")[0]
     assert group["prompt"] in PROMPTS  # each of them, at every step
     assert {row["prompt"] for row in scope["reward_model"].rows[:36]} == set(PROMPTS)
@@ -111,6 +112,7 @@ def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
         assert params_sha256(params) == params_sha256(trained.params)
 
 
+@pytest.mark.slow
 def test_adapters_on_a_quantised_model_are_merged_into_the_original(folder, tmp_path):
     loaded = load_pretrained(folder, quantize="int8")
     trainer = GRPOTrainer(
