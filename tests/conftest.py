@@ -89,6 +89,14 @@ def _resident_bytes() -> float:
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if _STATM.exists() else float("inf")
 
 
+@pytest.fixture
+def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end with an empty curves.png: a second or two for each. What is drawn has tests of its own."""
+    from grpo_jax.runs import terminal
+
+    monkeypatch.setattr(terminal, "save_curves", lambda run, *_: (run.path / "curves.png").touch())
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _programs_end_before_they_fill_the_memory() -> Iterator[None]:
     """Compiled programs are most of a worker's memory. What is compiled again is read from the folder."""

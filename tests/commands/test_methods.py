@@ -21,6 +21,7 @@ from grpo_jax.runs import flags, hosts
 from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks import arithmetic
 
+pytestmark = pytest.mark.usefixtures("without_curves")
 CONFIG = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8)
 
 
@@ -470,6 +471,7 @@ def test_what_kto_cannot_learn_is_refused(folder, tmp_path, capsys, args, senten
 # ---- what a run is made of
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_other_rows_rewards_or_weights(folder, tmp_path, capsys):
     """Each change is of what the first step does not show."""
     (tmp_path / "here").mkdir()

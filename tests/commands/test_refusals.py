@@ -61,7 +61,7 @@ ROWS = [{"prompt": f"Once there was a {animal}."} for animal in ("cat", "dog", "
 
 
 @needs_model
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+@pytest.mark.parametrize("overlong", ["drop", pytest.param("truncate", marks=pytest.mark.slow)])
 def test_a_prompt_of_a_million_characters_is_bounded_by_the_model_and_counted(tmp_path, overlong):
     rows = [*ROWS, {"prompt": "Once there was a cat. " * 50_000}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -49,6 +49,7 @@ from grpo_jax.tasks.stories import stories_task
 from grpo_jax.tasks.task import random_reward
 from grpo_jax.training.grpo import train
 
+pytestmark = pytest.mark.usefixtures("without_curves")
 ROOT = Path(__file__).parents[2]
 STORIES_MODEL = ROOT.parent / "shared/data/stories260K-hf"
 HH = ROOT.parent / "shared/data/hh-rlhf/harmless-base-test.jsonl.gz"

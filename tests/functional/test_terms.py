@@ -61,6 +61,11 @@ TERMS = {name: ratio_term(*pair) for name, pair in RATIO_TERMS.items()} | OTHER_
 OF_COMPLETIONS = {"sequence", "sequence_mean", "gmpo"}
 OF_THE_BATCH = {"clip_cov", "kl_cov"}
 every_term = pytest.mark.parametrize("name", TERMS)
+# A ratio of tokens, one of completions, and two that choose tokens of the batch: the others are made of the same parts.
+TYPICAL = ("clipped", "sequence", "clip_cov", "kl_cov")
+typical_terms = pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in TYPICAL else pytest.mark.slow) for x in TERMS]
+)
 few = settings(max_examples=25, deadline=None, derandomize=True)
 
 # Rows of 4, 2, 0 and 2 tokens; the last has its tokens in the middle.
@@ -114,7 +119,7 @@ def test_jit_equals_eager(name):
     assert_allclose(evaluated(name)(*arguments())[0], expected, rtol=1e-5, atol=1e-6)
 
 
-@every_term
+@typical_terms
 def test_leading_axes_and_vmap(name):
     # Two batches at once, each of two groups of two completions.
     batches = [np.stack(pair) for pair in zip(arguments(0), arguments(1), strict=True)]
@@ -164,7 +169,7 @@ def test_padding_and_rubbish_in_masked_slots_change_nothing(name):
             assert_array_equal(gradients, clean_gradients)
 
 
-@every_term
+@typical_terms
 def test_advantages_of_completions_equal_advantages_of_tokens(name):
     inputs = list(arguments())
     expected = evaluated(name)(*inputs)
@@ -193,7 +198,7 @@ def test_far_policies_stay_finite(name):
             assert np.all(np.isfinite(result))
 
 
-@every_term
+@typical_terms
 def test_16_bits_are_computed_in_32(name):
     logprobs, old_logprobs, *rest = arguments()
     short = [x.astype(jnp.bfloat16) for x in (logprobs, old_logprobs)]

@@ -40,7 +40,10 @@ def test_each_row_is_multiplied_by_the_kernel_of_its_group(sizes):
     np.testing.assert_allclose(made, jax.lax.ragged_dot(rows, kernels, jnp.array(sizes)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(x, id=name, marks=() if name == "empty at ends" else pytest.mark.slow) for name, x in SIZES.items()],
+)
 def test_gradients_of_the_product_of_groups(sizes):
     """Against those that JAX has of `ragged_dot`, and finite differences."""
     rows, kernels, weights = randoms((sum(sizes), WIDTH), (EXPERTS, WIDTH, INNER), (sum(sizes), INNER))

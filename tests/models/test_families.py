@@ -267,6 +267,7 @@ def test_both_attentions_of_any_machine_give_the_same(family):
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), gradients, expected)
 
 
+@pytest.mark.slow
 @each_family("gemma3_text")
 @pytest.mark.parametrize("platform", ["tpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_programs_are_made_for_accelerators(family, platform, monkeypatch):

@@ -104,7 +104,7 @@ WITH_GRADIENTS = sorted(file.parent.name for file in GOLDEN.glob("*/gradients.np
 QUICK = "gemma3_capped"  # with gradients
 
 
-# Of the other folders each has something that no quick one has: biases, a rule of frequencies, a mixture.
+# Of the other folders each has something that no quick one has: a rule of frequencies, biases, a mixture.
 SLOW = (
     "llama",
     "mistral",
@@ -112,6 +112,7 @@ SLOW = (
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_biases",
     "qwen3_moe_plain",
     "smollm",
     "smollm3",

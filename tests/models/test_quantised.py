@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from grpo_jax.errors import UsageError
+from grpo_jax.models import quantised
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import config_to_huggingface
 from grpo_jax.models.huggingface import Tensor, load_params, save_pretrained, tensor_layout
@@ -24,8 +25,6 @@ from grpo_jax.models.lora import add_adapters, join, merge, sites, split
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import (
-    dequantise_params,
-    dequantised,
     is_quantised,
     quantise,
     quantise_params,
@@ -43,6 +42,9 @@ CONFIG = ModelConfig(
     tie_word_embeddings=False,
 )
 POLICY = decoder_policy(CONFIG)
+# One program in place of one for each operation.
+dequantised = jax.jit(quantised.dequantised, static_argnums=1)
+dequantise_params = jax.jit(quantised.dequantise_params)
 FORMATS = pytest.mark.parametrize("kind", ["int8", "nf4"])
 # Of whole models, which see formats through `dequantised` alone.
 QUICK_FORMATS = pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
@@ -134,8 +136,8 @@ def test_compiled_or_not(kind):
     with jax.disable_jit():
         one_by_one = there_and_back(matrix, kind)
     jax.tree.map(np.testing.assert_array_equal, one_by_one, there_and_back(matrix, kind))
-    compiled = jax.jit(partial(dequantised, dtype=jnp.float32))(one_by_one)
-    np.testing.assert_array_equal(dequantised(one_by_one, jnp.float32), compiled)
+    compiled = jax.jit(partial(quantised.dequantised, dtype=jnp.float32))(one_by_one)
+    np.testing.assert_array_equal(quantised.dequantised(one_by_one, jnp.float32), compiled)
 
 
 # ---- in a model

@@ -68,6 +68,7 @@ def test_the_cache_can_be_switched_off(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_to_stops_no_run(tmp_path):
     (tmp_path / "cache").write_text("a file")
     programs, said = start(tmp_path)

@@ -241,13 +241,15 @@ def plain():
     return evaluated()
 
 
-def test_samples_do_not_depend_on_how_they_are_spread(plain):
-    # 11 prompts of 3 samples and a greedy one: calls that do not divide them, and one that holds everything.
+# 11 prompts of 3 samples and a greedy one: calls that do not divide them, and one that holds everything.
+@pytest.mark.parametrize(
+    ("num_prompts", "group_size"), [(5, 2), pytest.param(16, 7, marks=pytest.mark.slow)], ids=["ragged", "at once"]
+)
+def test_samples_do_not_depend_on_how_they_are_spread(plain, num_prompts, group_size):
     assert plain.scores.shape == (11, 3)
-    for num_prompts, group_size in ((5, 2), (16, 7)):
-        other = evaluated(num_prompts=num_prompts, group_size=group_size, samples=3)
-        assert other.texts == plain.texts
-        jax.tree.map(assert_array_equal, other, plain)
+    other = evaluated(num_prompts=num_prompts, group_size=group_size, samples=3)
+    assert other.texts == plain.texts
+    jax.tree.map(assert_array_equal, other, plain)
 
 
 def test_more_samples_begin_with_the_fewer(plain):

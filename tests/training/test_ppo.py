@@ -274,6 +274,7 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
     assert count == batch.completion_mask.sum()
 
 
+@pytest.mark.slow
 def test_a_shared_decoder_has_the_sum_of_both_gradients():
     params, config = (
         add_critic(MODEL, PARAMS.policy, "shared"),

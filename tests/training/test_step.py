@@ -83,7 +83,7 @@ def assert_same_gradient(one, other, tolerance=1e-6):
     [
         (F.token_mean_weights, {"devices": 8}),
         *(pytest.param(other, {"devices": 8}, marks=pytest.mark.slow) for other in AGGREGATIONS[1:]),
-        (F.sequence_mean_weights, {"devices": 2, "num_microbatches": 2}),
+        pytest.param(F.sequence_mean_weights, {"devices": 2, "num_microbatches": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_split_batch_has_the_gradient_of_the_whole(aggregation, split):

@@ -22,6 +22,7 @@ from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.adapters import trl_reward
 
+pytestmark = pytest.mark.usefixtures("without_curves")
 STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 PROMPTS = ["1+1=", "2+2=", "12+3="]
 LINES = """
