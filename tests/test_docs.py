@@ -41,7 +41,7 @@ def examples(file="examples.md"):
 @pytest.mark.parametrize(
     "code",
     [
-        pytest.param(code, id=str(number), marks=() if number in (0, 2) else pytest.mark.slow)
+        pytest.param(code, id=str(number), marks=() if number == 2 else pytest.mark.slow)
         for number, code in enumerate(examples())
     ],
 )

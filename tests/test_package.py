@@ -112,6 +112,7 @@ def started():
     return dict(zip(LINES, json.loads(ran.stdout), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "evaluate"])
 def test_a_command_and_its_module_in_a_clone_have_one_help(name):
     module = f"experiments.{name}"

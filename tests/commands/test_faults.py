@@ -54,23 +54,17 @@ model/tokenizer.json            r    r    r     r    r    r      r        =     
 rows.jsonl                      r    r    r     r    r    r      r        =         r     r
 rewards.py                      r    r    r     r    r    r      r        =         r     .
 """
-QUICK = ("half",)
 ALIASES = {"newest": ["run/checkpoints/grpo/4"], "older": ["run/checkpoints/grpo/2"]}
 ALIASES["every"] = ALIASES["newest"] + ALIASES["older"]
 
 
 def cases() -> list:
-    """(place, fault, cell) of the table. Slow are runs that go on, and most that are refused."""
+    """(place, fault, cell) of the table."""
     faults, *rows = (line.split() for line in TABLE.strip().splitlines())
     every = [
         (place, fault, cell) for place, *cells in rows for fault, cell in zip(faults, cells, strict=True) if cell != "."
     ]
-    return [
-        pytest.param(
-            *case, id="-".join(case[:2]), marks=() if case[1] in QUICK and case[2] == "r" else pytest.mark.slow
-        )
-        for case in every
-    ]
+    return [pytest.param(*case, id="-".join(case[:2])) for case in every]
 
 
 # ---- what happens to a file, or to a folder
@@ -206,6 +200,7 @@ def warnings(folder: Path) -> set[str]:
     return {json.loads(line)["message"] for line in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "fault", "cell"), cases())
 def test_a_fault_is_mended_or_told(killed, tmp_path, monkeypatch, capsys, place, fault, cell):
     origin, expected = killed

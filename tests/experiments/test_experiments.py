@@ -83,7 +83,8 @@ def parse(*args, config=arithmetic.Config):
 @pytest.fixture(scope="module", autouse=True)
 def model_that_compiles_soon():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arithmetic, "MODEL", ModelConfig(arithmetic.MODEL.vocab_size, 16, 32, 1, 2, 2, 8))
+        model = ModelConfig(arithmetic.MODEL.vocab_size, 16, 32, 1, 2, 2, 8, initializer_range=0.1)
+        patch.setattr(arithmetic, "MODEL", model)
         yield
 
 
@@ -97,6 +98,7 @@ def arithmetic_run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_arithmetic_from_start_to_table_and_again_resumed(arithmetic_run, capsys):
     run = arithmetic_run / "run"
     assert {file.name for file in run.iterdir()} == FILES | {"warnings.jsonl"}  # there is little to learn
@@ -401,6 +403,7 @@ def test_exports_that_cannot_be(arithmetic_run, options, message):
     assert not (arithmetic_run / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_model_from_nothing_is_exported_with_its_tokenizer(arithmetic_run):
     export(Options(arithmetic_run / "run", arithmetic_run / "saved", phase="warm"))
     saved = load_pretrained(arithmetic_run / "saved")

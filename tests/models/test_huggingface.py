@@ -910,6 +910,7 @@ def stories():
     return load_pretrained(STORIES)
 
 
+@pytest.mark.slow
 @needs_stories
 def test_greedy_ids_and_logprobs_equal_the_reference(stories):
     reference = json.loads((STORIES / "greedy_reference.json").read_text())

@@ -12,15 +12,15 @@ import pytest
 
 from grpo_jax.runs import flags, stopping
 
-TESTS = Path(__file__).parents[1]
+WHERE = Path(__file__).parents[1] / "training"
 
 
 def start(folder: Path, *args: str, mode: str = "") -> subprocess.Popen:
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(TESTS / "training"), *filter(None, sys.path)]),
+        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path)]),
         "MODE": mode,
     }
-    command = [sys.executable, str(Path(__file__).with_name("stopped.py")), *args]
+    command = [sys.executable, str(WHERE / "stopped.py"), *args]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes)  # type: ignore[call-overload]
 
@@ -29,7 +29,7 @@ def run_here(folder: Path, *args: str) -> None:
     """The same in this process, for runs that get no signal."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.syspath_prepend(TESTS / "training")
+        patch.syspath_prepend(WHERE)
         patch.setenv("MODE", "")
         import stopped
 

@@ -58,13 +58,14 @@ def assert_same(left, right, temperature=1.0, atol=1e-6):
 # ---- a Markov chain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("eos_ids", "tokens", "limits", "longest"),
     [
         ((3, 7, 11), TOKENS, LIMITS, None),
-        pytest.param(range(V), TOKENS, None, 1, marks=pytest.mark.slow),
-        pytest.param((), TOKENS, LIMITS, TOKENS, marks=pytest.mark.slow),
-        pytest.param((3,), 1, None, 1, marks=pytest.mark.slow),
+        (range(V), TOKENS, None, 1),
+        ((), TOKENS, LIMITS, TOKENS),
+        ((3,), 1, None, 1),
     ],
     ids=["most end", "all end at the first token", "none ends", "one token"],
 )

@@ -94,6 +94,7 @@ def test_a_length_reaches_to_the_last_token_that_is_learned_from():
     assert lengths_of(mask).tolist() == [3, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

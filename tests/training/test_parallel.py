@@ -301,13 +301,10 @@ def wide_program(name: str, devices: Mesh) -> Any:
     return fn.lower(*args).compile(), held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [
-        pytest.param(name, devices, marks=() if (name, devices) == ("learn", ALL) else pytest.mark.slow)
-        for name in ("sample", "score", "learn")
-        for devices in (FSDP, ALL)
-    ],
+    [(name, devices) for name in ("sample", "score", "learn") for devices in (FSDP, ALL)],
 )
 def test_a_program_takes_its_share_and_gathers_a_layer_at_a_time(name, devices, monkeypatch):
     monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS_CPU", N * G * T * 128)  # several slices of the vocabulary

@@ -311,6 +311,7 @@ def test_a_shared_decoder_has_the_sum_of_both_gradients():
 # ---- the loop
 
 
+@pytest.mark.slow
 def test_training_raises_the_reward_and_the_critic_foresees_it(tmp_path, programs, capsys):
     run = open_run(tmp_path)
     train(with_options(CONFIG, steps=20), run, programs)
