@@ -111,6 +111,7 @@ SLOW = (
     "olmo2",
     "phi3",
     "qwen2",
+    "qwen2_yarn",
     "qwen3",
     "qwen3_biases",
     "qwen3_moe_plain",

@@ -329,7 +329,7 @@ def test_what_frozen_bits_cannot_be(tmp_path):
 
 
 @FORMATS
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_folder_is_quantised_as_its_parameters_are(kind, dtype):
     loaded = load_params(GOLDEN, CONFIG, dtype=dtype, quantize=kind)
     in_memory = quantise_params(load_params(GOLDEN, CONFIG, dtype=dtype), kind)

@@ -721,6 +721,7 @@ def test_blocks_of_queries_are_the_whole_attention(size, reach):
         np.testing.assert_allclose(gradient, other, atol=1e-5 * float(jnp.linalg.norm(other)))
 
 
+@pytest.mark.slow
 def test_a_group_of_one_is_the_first_of_a_larger_group():
     prompt_ids, prompt_mask, completion_ids, _ = ragged_batch()
     hidden = jax.jit(partial(shared_hidden, ALL, random_params(ALL)))

@@ -48,15 +48,16 @@ def test_a_replay_says_what_the_distribution_says():
         assert not found.sampler_logprobs[i, j, t + 1 :].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "num_tokens", "group_size", "truncation", "lora"),
     [
         ("bfloat16", 12, 3, None, False),
-        pytest.param("float32", 12, 3, None, False, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 12, 3, Truncation(top_k=9), True, marks=pytest.mark.slow),
+        ("float32", 12, 3, None, False),
+        ("bfloat16", 12, 3, Truncation(top_k=9), True),
         # On a CPU a draw of 32 completions of 64 tokens goes on with fewer of them as they end.
-        pytest.param("float32", 64, 8, None, True, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 64, 8, None, False, marks=pytest.mark.slow),
+        ("float32", 64, 8, None, True),
+        ("bfloat16", 64, 8, None, False),
     ],
 )
 def test_a_replay_of_a_draw_has_its_bits(dtype, num_tokens, group_size, truncation, lora):

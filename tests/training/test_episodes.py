@@ -394,6 +394,7 @@ def test_a_run_that_is_cut_within_a_turn_ends_with_the_same_bytes(tmp_path):
         assert (cut.path / name).read_text() == (whole.path / name).read_text()
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_the_first_step(tmp_path):
     run = open_run(tmp_path)
     train(POLICY, PARAMS, ECHO, CONFIG, run)

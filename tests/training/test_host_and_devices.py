@@ -1,6 +1,7 @@
 """What a run moves between host and devices, what it compiles, and where it may be cut off or skips."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -162,15 +163,15 @@ def uncut(tmp_path_factory, programs):
 
 
 PLACES = ("prompts", "reward", "evaluate", "log", "log_rollout", "log_times", "checkpoints")
+QUICK = {("reward", 1), *((place, 4) for place in ("prompts", "reward", "evaluate", "log", "checkpoints"))}
 
 
 # Before the first checkpoint, and behind one.
 @pytest.mark.parametrize(
     ("place", "step"),
     [
-        pytest.param(place, step, marks=() if step == 4 or place == "reward" else pytest.mark.slow)
-        for place in PLACES
-        for step in (1, 4)
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(PLACES, (1, 4))
     ],
 )
 def test_a_run_that_is_cut_off_anywhere_ends_the_same(tmp_path, programs, uncut, monkeypatch, place, step):

@@ -98,12 +98,13 @@ def test_a_random_reward_depends_on_the_completions_alone():
     assert set(draws) == {0.0, 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"epochs": 2, "minibatches": 2}, marks=pytest.mark.slow),
-        pytest.param({"preset": "rloo", "temperature": 0.8, "top_k": 4}, marks=pytest.mark.slow),
-        pytest.param({"preset": "dapo", "temperature": 0.8, "microbatches": 2}, marks=pytest.mark.slow),
+        {"epochs": 2, "minibatches": 2},
+        {"preset": "rloo", "temperature": 0.8, "top_k": 4},
+        {"preset": "dapo", "temperature": 0.8, "microbatches": 2},
     ],
 )
 def test_first_ratio_is_one_whatever_the_sampling(tmp_path, changes):
@@ -257,7 +258,8 @@ def test_parameters_of_one_device_are_sampled_from_on_several():
     assert found.completion_ids.shape == (8, 4, 3)
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
 def test_nothing_compiles_after_the_first_step_also_when_resumed(tmp_path, devices):
     config = with_options(CONFIG, steps=3, devices=devices, checkpoint_every=1)
     programs = make_programs(POLICY, TASK, config)
@@ -417,6 +419,7 @@ def test_components_are_compared_one_by_one_and_those_without_a_weight_not_at_al
     assert np.isnan(np.concatenate([rewards.components[..., 1] for rewards, _ in seen])).any()  # of empty completions
 
 
+@pytest.mark.slow
 def test_in_place_of_several_rewards_one_alone_is_standardised_and_whitened(tmp_path, programs):
     for rewards, advantages in judged_steps(tmp_path, programs.sampler, says_three)[0]:
         expected = whiten(group_advantages(rewards.rewards), eps=1e-6)

@@ -463,7 +463,8 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     np.testing.assert_allclose(ended.batch.returns[0, 0], 0.5 * batch.completion_mask[0, 0], atol=1e-5)
 
 
-@pytest.mark.parametrize("adapted", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapted", [False, True])
 def test_of_a_checkpoint_the_policy_alone_is_exported(tmp_path, adapted):
     run, base = open_run(tmp_path / "run"), save_pretrained(tmp_path / "base", PARAMS.policy, MODEL)
     save_description(run.path / "model", MODEL, source=base)
