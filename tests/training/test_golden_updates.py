@@ -173,9 +173,14 @@ def check(case: str, state, learned, batch) -> None:
         np.testing.assert_allclose(learned.metrics[name], value, rtol=1e-3, atol=5e-5, err_msg=name)
 
 
-# On some CPUs rounding puts two cases above 1e-5, see BUILD_NOTES.md.
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+# What the others have besides is a loss without a term, or a batch that `dynamic` has too. On some CPUs rounding puts
+# two of them above 1e-5, see BUILD_NOTES.md.
+QUICK = {"ppo_own_reference"}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_gradients_are_those_that_were_recorded(case):
     check(case, *replay(case))
 
