@@ -178,7 +178,7 @@ def train(
       run: where lines and checkpoints go.
       programs: of the method; phases that differ in the reward alone may share them.
       phase: names lines and checkpoints.
-      reward: in place of the task's.
+      reward: in place of the task's, and of what its environment gives, unless it has one of the task's as a part.
       evaluate: (params of the policy, step) -> numbers to log, called at step 0, every `eval_every` steps, and at the
         end.
       until: the step to stop at. A later call goes on from there, perhaps with another reward. None: the last step.

@@ -353,10 +353,14 @@ def read_completions(completions: Completions | Batch) -> Completions:
 def grade(prompts: Prompts, completions: Completions, task: Task, reward: Reward | Rewards) -> Rollout:
     """Decodes completions and rewards them.
 
+    What the environment gave for turns is part of the task's reward. A reward without any of the task's, such as a
+    control's coin toss, replaces it too: as a baseline it would still teach a control, where the loss weighs a token by
+    the length of its completion.
+
     Args:
       prompts: N.
       completions: of `read_completions`.
-      task: for its decoder.
+      task: for its decoder, its environment and its reward.
       reward: one function, or several with weights.
 
     Raises:
@@ -372,7 +376,15 @@ def grade(prompts: Prompts, completions: Completions, task: Task, reward: Reward
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     weights = {name: float(component.weight) for name, component in named_components(reward).items()}
     graded = scores.rewards, scores.applicable, scores.components
+    if task.environment and not _have_common_parts(reward, task.reward):
+        completions = completions._replace(turn_rewards=np.full_like(completions.turn_rewards, np.nan))
     return Rollout(prompts, completions, texts, *graded, weights, scores.spans)
+
+
+def _have_common_parts(reward: Reward | Rewards, other: Reward | Rewards) -> bool:
+    """Whether a function is part of both."""
+    functions, others = ([part.reward for part in named_components(each).values()] for each in (reward, other))
+    return any(function in others for function in functions)
 
 
 def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:

@@ -19,7 +19,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.tasks.task import Task
+from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.grpo import grpo_loss_fn, make_programs, train
 from grpo_jax.training.learn import SAMPLING
 from grpo_jax.training.microbatches import lengths_of, packed
@@ -192,9 +192,9 @@ def test_an_episode_of_one_turn_gives_the_numbers_of_a_completion(tmp_path):
         assert {name: other[name] for name in line} == line
 
 
-def test_advantages_by_turn_are_those_of_what_is_still_to_come(tmp_path):
+def learned_by_turns(task, folder, **options):
+    """A step with an advantage for each turn: the run, the batch, the rewards and the advantages."""
     config, seen = with_options(CONFIG, advantages_of="turns", steps=1), []
-    task = ECHO._replace(reward={"threes": Component(says_three), "environment": Component(episode_return, 0.5)})
     programs = make_programs(POLICY, task, config)
     advantages = jax.jit(lambda rewards, batch: programs.method.advantages(rewards, batch, 0.0, None))
 
@@ -202,9 +202,14 @@ def test_advantages_by_turn_are_those_of_what_is_still_to_come(tmp_path):
         seen.append(jax.device_get((batch, rewards, advantages(rewards, batch))))
         return programs.learn(state, frozen, reference, batch, rewards, clock)
 
-    run = open_run(tmp_path, config)
-    train(POLICY, PARAMS, task, config, run, programs=programs._replace(learn=recorded))
-    ((batch, rewards, found),) = seen
+    run = open_run(folder, config)
+    train(POLICY, PARAMS, task, config, run, programs=programs._replace(learn=recorded), **options)
+    return run, *seen[0]
+
+
+def test_advantages_by_turn_are_those_of_what_is_still_to_come(tmp_path):
+    task = ECHO._replace(reward={"threes": Component(says_three), "environment": Component(episode_return, 0.5)})
+    run, batch, rewards, found = learned_by_turns(task, tmp_path)
     last = np.asarray(batch.turn).max(-1)
     assert len({*last.ravel().tolist()}) > 1
     np.testing.assert_allclose(rewards.turns.sum(-1), rewards.rewards, rtol=1e-5)
@@ -215,6 +220,17 @@ def test_advantages_by_turn_are_those_of_what_is_still_to_come(tmp_path):
             assert found.batch.advantages[place] == pytest.approx(expected[place[:2]][batch.turn[place] - 1], abs=1e-6)
     by_group = run.lines("rollouts.jsonl")[0]
     np.testing.assert_allclose(by_group["advantages"], expected[0, :, 0], atol=1e-4)
+
+
+def test_a_reward_in_place_of_the_tasks_is_in_place_of_the_environments(tmp_path):
+    _, batch, rewards, _ = learned_by_turns(ECHO, tmp_path / "coin", reward=random_reward(0))
+    is_last = np.arange(1, 4) == np.asarray(batch.turn).max(-1)[..., None]
+    assert {*np.unique(rewards.rewards)} == {0, 1}
+    np.testing.assert_array_equal(rewards.turns, np.where(is_last, rewards.rewards[..., None], 0))
+    # Beside the task's own reward the environment's are kept.
+    both = {"own": Component(says_three), "coin": Component(random_reward(0))}
+    _, batch, rewards, _ = learned_by_turns(ECHO, tmp_path / "both", reward=both)
+    assert np.any(rewards.turns[np.arange(1, 4) < np.asarray(batch.turn).max(-1)[..., None]])
 
 
 @pytest.mark.slow
