@@ -269,6 +269,9 @@ class OptimizerConfig:
     """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
     """Gradients with a larger norm are scaled down to this one."""
+    adam_epsilon: float = 1e-8
+    """Added to the root of AdamW's mean square of each parameter's gradients, which its step is divided by. A larger
+    one keeps parameters whose gradients are small from steps that are mostly noise."""
     epochs: int = 1
     """Passes over each rollout (mu)."""
     minibatches: int = 1
@@ -904,7 +907,7 @@ def validate_optimizer(config: GRPOConfig, *, num_devices: int = 1) -> None:
         0 <= optimizer.weight_decay < float("inf"),
         f"weight_decay is {optimizer.weight_decay}: it must be at least 0, and finite",
     )
-    for name in ("learning_rate", "max_grad_norm"):
+    for name in ("learning_rate", "max_grad_norm", "adam_epsilon"):
         value = getattr(optimizer, name)
         _require(
             value > 0 and (value < float("inf") or name == "max_grad_norm"), f"{name} is {value}: it must be above 0"

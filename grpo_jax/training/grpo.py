@@ -175,8 +175,12 @@ def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
 
 def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """The optimizer of a run."""
+    options = config.optimizer
     return make_optimizer(
-        schedule, weight_decay=config.optimizer.weight_decay, max_grad_norm=config.optimizer.max_grad_norm
+        schedule,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        adam_epsilon=options.adam_epsilon,
     )
 
 

@@ -119,7 +119,11 @@ def learning_rate_schedule(
 
 
 def make_optimizer(
-    learning_rate: float | optax.Schedule, *, weight_decay: float = 0.0, max_grad_norm: float = 1.0
+    learning_rate: float | optax.Schedule,
+    *,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    adam_epsilon: float = 1e-8,
 ) -> optax.GradientTransformation:
     """AdamW (1711.05101) after scaling down long gradients.
 
@@ -128,11 +132,12 @@ def make_optimizer(
       weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL. Routers of experts
         have none either: they may be frozen.
       max_grad_norm: norm above which a gradient is scaled down; default 1.
+      adam_epsilon: ε of a step m / (√v + ε); default 1e-8.
 
     Returns:
       An optax transformation.
     """
-    adamw = optax.adamw(learning_rate, weight_decay=weight_decay, mask=has_weight_decay)
+    adamw = optax.adamw(learning_rate, eps=adam_epsilon, weight_decay=weight_decay, mask=has_weight_decay)
     return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
 
 

@@ -350,3 +350,10 @@ def test_norms_and_biases_do_not_decay():
 
     updates = step(params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, -0.1 * y), updates, decays)
+
+
+def test_a_large_epsilon_shortens_steps_of_small_gradients():
+    # The first step of Adam is -rate g / (|g| + ε).
+    optimizer, gradients = make_optimizer(0.5, adam_epsilon=0.01), jnp.array([0.01, -0.09, 0.0])
+    updates, _ = optimizer.update(gradients, optimizer.init(gradients), gradients)
+    np.testing.assert_allclose(updates, [-0.25, 0.45, 0.0], rtol=1e-4)

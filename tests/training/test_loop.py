@@ -480,6 +480,7 @@ def test_one_reward_has_no_components_to_compare(reward):
         ({"advantages_of": "components", "preset": "rloo"}, "KL off the sum"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"adam_epsilon": 0.0}, "adam_epsilon"),
         ({"steps": 0}, "steps"),
         ({"seed": -1}, "seed"),
         ({"eval_every": -1}, "eval_every"),
