@@ -201,7 +201,10 @@ def test_score_refuses_a_wrong_length(answer):
         score_completions({"mine": Component(lambda examples, completions: answer)}, [{}] * 2, texts("a", "b"))
 
 
-@pytest.mark.parametrize("answer", [None, 1.0, ["x", "y"], [[1.0], [2.0]]])
+@pytest.mark.parametrize(
+    "answer",
+    [None, 1.0, ["x", "y"], ["1", "2"], "12", [[1.0], [2.0]], {0: 1.0, 1: 2.0}, {1.0, 2.0}, [10**400, 1]],
+)
 def test_score_refuses_what_is_no_number(answer):
     with pytest.raises(UsageError, match="mine must return one number"):
         score_completions({"mine": Component(lambda examples, completions: answer)}, [{}] * 2, texts("a", "b"))
