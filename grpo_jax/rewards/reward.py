@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.data import spans
+from grpo_jax.data.coroutines import run_to_end
 from grpo_jax.data.types import Completion, Component, Example, Reward, Rewards, Span
 from grpo_jax.errors import UsageError
 
@@ -43,7 +44,7 @@ def score_completions(
     named = named_components(rewards)
     answers = [component.reward(examples, completions) for component in named.values()]
     if any(inspect.isawaitable(answer) for answer in answers):
-        answers = asyncio.run(_gather(answers))
+        answers = run_to_end(_gather(answers))
     # Not functional.combine_rewards: these are numbers of the host. And a NaN that a function returned has to be seen,
     # where there a NaN says that a reward does not apply.
     total, applicable = np.zeros(len(completions), np.float32), np.zeros(len(completions), bool)
