@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.data.coroutines import run_to_end
 from grpo_jax.data.types import Completion, Example, Number, Turn
 
 Transcript = Sequence[Turn]  # all turns so far; nothing is heard yet in the last one
@@ -84,7 +85,7 @@ def messages_of(replies: Sequence[Reply]) -> dict[str, str]:
 def asked(
     reply: ReplyFn,
     episodes: Sequence[tuple[Example, Transcript, Key]],
-    run: Callable[[Any], Any] = asyncio.run,
+    run: Callable[[Any], Any] = run_to_end,
 ) -> list[Reply]:
     """What a function replies to each episode, checked. `run` runs a coroutine to its end."""
     answers: list[Any] = [_called(reply, *episode) for episode in episodes]

@@ -3,13 +3,14 @@
 import asyncio
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from grpo_jax.data import spans
+from grpo_jax.data.coroutines import run_to_end
 from grpo_jax.data.types import Completion, Component, Example, Reward, Rewards, Span
 from grpo_jax.errors import UsageError
 
@@ -43,7 +44,7 @@ def score_completions(
     named = named_components(rewards)
     answers = [component.reward(examples, completions) for component in named.values()]
     if any(inspect.isawaitable(answer) for answer in answers):
-        answers = asyncio.run(_gather(answers))
+        answers = run_to_end(_gather(answers))
     # Not functional.combine_rewards: these are numbers of the host. And a NaN that a function returned has to be seen,
     # where there a NaN says that a reward does not apply.
     total, applicable = np.zeros(len(completions), np.float32), np.zeros(len(completions), bool)
@@ -137,20 +138,25 @@ def _checked(
     name: str, answer: Any, completions: Sequence[Completion]
 ) -> tuple[np.ndarray, np.ndarray, dict[int, tuple[Span, ...]]]:
     """Values float32 `[B]`, 0 where it does not apply; where it applies; and spans, by the completion's place."""
+    wrong = UsageError(f"reward {name} must return one number (or None, or spans) for each completion")
+    if isinstance(answer, str | bytes | Mapping | Set):  # whose items have no order, or are no rewards
+        raise wrong
     try:
         answer = list(answer)
     except TypeError:
-        raise UsageError(f"reward {name} must return one number (or None, or spans) for each completion") from None
+        raise wrong from None
     count = len(completions)
     if len(answer) != count:
         raise UsageError(f"the reward function {name} returned {len(answer)} rewards for {count} completions")
     try:
         parts = {i: spans.checked(answer[i], completions[i]) for i in range(count) if spans.are_spans(answer[i])}
         numbers = [spans.total(parts[i]) if i in parts else value for i, value in enumerate(answer)]
+        if any(isinstance(number, str | bytes) for number in numbers):  # float() would read them
+            raise wrong
         applies = np.array([number is not None for number in numbers], bool)
         values = np.array([0.0 if number is None else float(number) for number in numbers], np.float32)
     except spans.BadSpans as error:
         raise UsageError(f"reward {name} returned spans that cannot be: {error}") from None
-    except (TypeError, ValueError):
-        raise UsageError(f"reward {name} must return one number (or None, or spans) for each completion") from None
+    except (TypeError, ValueError, OverflowError):
+        raise wrong from None
     return values, applies, parts

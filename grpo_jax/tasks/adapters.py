@@ -6,7 +6,6 @@ of its row (an async method that waits has to draw from a generator of its own).
 turns.
 """
 
-import asyncio
 import inspect
 import json
 import random
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.data.coroutines import run_to_end
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example, Number, Reward, Turn
 from grpo_jax.errors import UsageError
@@ -308,7 +308,7 @@ def verifiers_environment(environment: Any) -> ReplyFn:
     def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
         del key
         with _drawing_for(_row(example)):
-            rollout = asyncio.run(_rolled_out(environment, example, transcript))
+            rollout = run_to_end(_rolled_out(environment, example, transcript))
         return Reply(done=True) if rollout.heard is None else Reply(rollout.heard)
 
     return reply
@@ -331,7 +331,7 @@ def verifiers_reward(environment: Any) -> Reward:
             return float(state["reward"])
 
         with _drawing_for(_row(example)):
-            return asyncio.run(score())
+            return run_to_end(score())
 
     return graded
 

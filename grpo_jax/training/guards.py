@@ -122,19 +122,23 @@ def check_graders(run: RunFolder, rewards: Reward | Rewards) -> None:
         )
 
 
-def check_not_all_raised(rollout: Outcomes, rewards: Reward | Rewards) -> None:
-    """Ends a run whose rewards raise an exception on every completion: nothing would be learned until its end.
+# Failures of a function, which will come again; one that hung may answer the next time.
+_FAILED = ("_raised", "_died", "_wrong_length", "_not_numbers")
+
+
+def check_not_all_failed(rollout: Outcomes, rewards: Reward | Rewards) -> None:
+    """Ends a run whose rewards fail on every completion: nothing would be learned until its end.
 
     Args:
       rollout: the first one.
       rewards: that it was graded by.
 
     Raises:
-      UsageError: what was raised, and where.
+      UsageError: how they failed; of what was raised also where.
     """
-    raised = {name: message for name, message in ungraded_messages(rewards).items() if name.endswith("_raised")}
-    if raised and not rollout.applicable.any():
-        raise UsageError(f"no completion of the first rollout has a reward: {next(iter(raised.values()))}")
+    failed = [message for name, message in ungraded_messages(rewards).items() if name.endswith(_FAILED)]
+    if failed and not rollout.applicable.any():
+        raise UsageError(f"no completion of the first rollout has a reward: {failed[0]}")
 
 
 def check_episodes(run: RunFolder, rollout: Outcomes, task: Task, *, is_first: bool) -> None:

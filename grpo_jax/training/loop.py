@@ -387,7 +387,7 @@ def sample_groups_of_step(
     guards.check_episodes(run, sampled.everything, phase.task, is_first=step == phase.begin)
     guards.check_graders(run, reward)
     if step == phase.begin:
-        guards.check_not_all_raised(sampled.everything, reward)
+        guards.check_not_all_failed(sampled.everything, reward)
     if sampling.max_rollouts > 1:
         share = float(zero_spread(sampled.rollout).mean())
         guards.check_filled(run, sampled.draws, share)

@@ -195,13 +195,28 @@ def test_async_rewards_run_together():
     assert score_completions(rewards, [{}], texts("x")).rewards.tolist() == [7.0]
 
 
+def test_async_rewards_run_where_a_loop_runs_already():
+    # As in a notebook, whose cells are run by a loop.
+    async def lengths(examples, completions):
+        await asyncio.sleep(0)
+        return [len(text) for text in completions]
+
+    async def cell():
+        return score_completions(lengths, [{}] * 2, texts("a", "bc"))
+
+    assert asyncio.run(cell()).rewards.tolist() == [1.0, 2.0]
+
+
 @pytest.mark.parametrize("answer", [[], [1.0] * 3, [1.0] * 1000, iter([1.0])])
 def test_score_refuses_a_wrong_length(answer):
     with pytest.raises(UsageError, match=r"rewards for 2 completions"):
         score_completions({"mine": Component(lambda examples, completions: answer)}, [{}] * 2, texts("a", "b"))
 
 
-@pytest.mark.parametrize("answer", [None, 1.0, ["x", "y"], [[1.0], [2.0]]])
+@pytest.mark.parametrize(
+    "answer",
+    [None, 1.0, ["x", "y"], ["1", "2"], "12", [[1.0], [2.0]], {0: 1.0, 1: 2.0}, {1.0, 2.0}, [10**400, 1]],
+)
 def test_score_refuses_what_is_no_number(answer):
     with pytest.raises(UsageError, match="mine must return one number"):
         score_completions({"mine": Component(lambda examples, completions: answer)}, [{}] * 2, texts("a", "b"))

@@ -535,10 +535,18 @@ def test_infinite_rewards_print_no_warnings_of_numpy(tmp_path, programs):
         paired_difference(prompt_means(held), prompt_means(held))
 
 
-def test_a_reward_that_raises_on_every_completion_ends_the_run(tmp_path, programs):
-    (tmp_path / "bad.py").write_text("def f(examples, completions):\n    raise RuntimeError('no such thing')\n")
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise RuntimeError('no such thing')", "no such thing"),
+        ("return [1.0]", "returned 1 rewards for"),
+        ("return ['1'] * len(completions)", "a reward is of type str"),
+    ],
+)
+def test_a_reward_that_fails_on_every_completion_ends_the_run(tmp_path, programs, body, said):
+    (tmp_path / "bad.py").write_text(f"def f(examples, completions):\n    {body}\n")
     with Grader(f"{tmp_path}/bad.py:f", workers=1) as grader:
-        with pytest.raises(UsageError, match=r"no completion of the first rollout .* no such thing") as caught:
+        with pytest.raises(UsageError, match=f"no completion of the first rollout .* {said}") as caught:
             train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "run"), programs=programs, reward=grader)
         assert "\n" not in str(caught.value)
 
