@@ -20,6 +20,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, join, merge, split
 from grpo_jax.models.quantised import format_of
+from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
@@ -281,6 +282,7 @@ def _check_callable(reward: Reward) -> None:
         raise UsageError(
             "reward_model must be called as reward(examples, completions) and return a number for each completion"
         ) from None
+    check_takes_examples_first("reward_model", reward)
 
 
 def _rows(prompts: Any) -> list[Mapping[str, Any]]:

@@ -130,6 +130,8 @@ def main(options: Options) -> None:
     if not options.model:
         raise UsageError("name a model: a folder, an id on the hub, or the folder of a run")
     saved = saved_options(options.model)
+    if not options.task and not Path(options.model).exists():
+        raise UsageError(f"there is no folder {options.model}: name that of a run; a model needs --task as well")
     of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
     if of_run and options.num_heldout != saved.get("num_heldout"):
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")

@@ -94,6 +94,8 @@ def load(kind: Kind, spec: str, arguments: Mapping[str, Any] | None = None) -> C
         raise UsageError(f"the {kind.name} {spec!r} cannot be loaded: {place} has no {name!r}") from None
     if not callable(found):
         raise UsageError(f"the {kind.name} {spec!r} is no function but of type {type(found).__name__}")
+    if kind.name == "reward":
+        check_takes_examples_first(f"the reward {spec!r}", found)
     if arguments is None:
         return found
     if _is_itself(kind, found, arguments):
@@ -115,6 +117,27 @@ def load(kind: Kind, spec: str, arguments: Mapping[str, Any] | None = None) -> C
             f"alone, it has to return a function of ({taken})"
         )
     return made
+
+
+def check_takes_examples_first(named: str, reward: Callable[..., Any]) -> None:
+    """Refuses a function whose first parameter is called as another thing than examples: it would read the rows as it.
+
+    Args:
+      named: how the error calls it.
+      reward: the function.
+
+    Raises:
+      UsageError: how a reward is called here.
+    """
+    try:
+        first = next(iter(inspect.signature(reward).parameters), None)
+    except (TypeError, ValueError):  # some functions in C have none
+        return
+    if first in ("completions", "prompts"):
+        raise UsageError(
+            f"{named} takes {first} first, as rewards of TRL do: make it f(examples, completions), where an example is "
+            "the row of a prompt"
+        )
 
 
 def _is_itself(kind: Kind, function: Any, arguments: Mapping[str, Any]) -> bool:

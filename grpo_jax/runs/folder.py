@@ -144,8 +144,8 @@ class RunFolder:
             check_more_steps(began, now)
         elif differing:
             raise UsageError(
-                f"{', '.join(differing)} differ from the options of the run in {self.path}: leave them out, or start a "
-                "new run"
+                f"the run in {self.path} began with other options ({', '.join(differing)}): leave these out, or start "
+                "a new run"
             )
         if saved is None or differing:
             write_text(file, json.dumps(config, indent=2) + "\n")

@@ -47,6 +47,11 @@ def test_an_evaluation_of_no_samples_is_refused(samples):
         evaluate.main(options)
 
 
+def test_an_evaluation_of_no_folder_is_refused():
+    with pytest.raises(UsageError, match="there is no folder runs/trian: name that of a run"):
+        evaluate.main(evaluate.parse(["runs/trian"]))
+
+
 @pytest.mark.parametrize("seed", ["-1", str(2**32)])
 def test_an_evaluation_with_an_impossible_seed_is_refused(seed):
     options = evaluate.parse(["somewhere", "--task", "gsm8k", "--seed", seed])

@@ -7,6 +7,7 @@ import pytest
 from server import Server
 
 from grpo_jax.config import EngineOptions
+from grpo_jax.engines import http
 from grpo_jax.engines.completions import Asked, Tokens
 from grpo_jax.engines.engine import Engine
 from grpo_jax.errors import Interruption, UsageError
@@ -158,3 +159,8 @@ def test_requests_are_json_that_both_servers_read(server, tmp_path):
     assert body["logprobs"] == 0
     assert body["stop_token_ids"] == [EOS]
     assert body["model"] == "the-model"
+
+
+def test_what_is_no_address_is_told():
+    with pytest.raises(http.Refused, match="^nowhere/v1 is no address: begin it with http://"):
+        http.ask("nowhere/v1", timeout=1.0)

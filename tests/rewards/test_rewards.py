@@ -423,6 +423,10 @@ def test_what_cannot_be_loaded_is_told_in_one_sentence(spec, said):
         ("raise SystemExit(1)", "SystemExit"),
         ("import os; os._exit(7)", "exit status 7"),
         ("import time; time.sleep(1000)", "not loaded within its deadline"),
+        (
+            "def f(completions, word, **columns): pass",
+            r"takes completions first, .* make it f\(examples, completions\)",
+        ),
     ],
 )
 def test_a_grader_says_at_its_start_that_it_cannot_load_a_file(tmp_path, body, said):

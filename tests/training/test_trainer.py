@@ -256,6 +256,7 @@ def test_turns_that_cannot_be_are_refused(folder, tmp_path, options, message):
         ({"preset": "gppo"}, "preset is 'gppo': choose among grpo, rank"),
         ({"reward_model": 1.0}, r"reward_model must be called as reward\(examples, completions\)"),
         ({"reward_model": lambda completions: 0}, "reward_model must be called"),
+        ({"reward_model": lambda prompts, completions, **columns: 0}, "reward_model takes prompts first"),
         ({"reward_model": {}}, "reward_model is empty"),
         ({"reward_model": {"a": 1.0}}, "reward_model must be called"),
         ({"reward_model": {"a": Component(Threes(), None)}}, "the weight of reward a is None"),
