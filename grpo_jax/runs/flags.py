@@ -105,11 +105,7 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
         refuse(f"there is no run to resume in {folder}: leave out --resume, or name the run's --run-dir")
     newest = runs[max(runs)]
     try:
-        default = _of_run(config_class, newest / "config.json")
-    except UsageError as error:
-        refuse(f"{newest}/config.json is of another experiment or version ({error}): start a new run")
-    try:
-        default = _with_file(config_class, default, args)
+        default = _with_file(config_class, _of_run(config_class, newest / "config.json"), args)
     except UsageError as error:
         refuse(str(error))
     return _in_folder(_read(config_class, default, args, prog, description), newest)
@@ -178,13 +174,18 @@ def _of_run(config_class: type[Config], file: Path) -> Config:
     """The options that a run was begun with.
 
     Raises:
-      UsageError: the file cannot be read, or an option of it does not fit.
+      UsageError: the file cannot be read, has no options, or an option of it does not fit.
     """
     saved, types = read_object(file), option_types(config_class)
-    for name, value in flattened(saved).items():
-        if name in types and not fits(value, types[name]):
-            raise UsageError(f"{name} is {shown(value)}: that is not of its type")
-    return from_json(config_class(), saved)
+    try:
+        for name, value in flattened(saved).items():
+            if name in types and not fits(value, types[name]):
+                raise UsageError(f"{name} is {shown(value)}: that is not of its type")
+        if not types.keys() & flattened(saved).keys():
+            raise UsageError("it has none of its options")
+        return from_json(config_class(), saved)
+    except UsageError as error:
+        raise UsageError(f"{file} is of another experiment or version ({error}): start a new run") from None
 
 
 def value_of(flag: str, args: Sequence[str]) -> str:
