@@ -123,6 +123,14 @@ class GRPOTrainer:
         else:
             kind = type(model).__name__
             raise UsageError(f"model is of type {kind}: give a folder, an id on the hub, or load_pretrained of either")
+        for name, path in {"run_dir": run_dir, "teacher": teacher or ""}.items():
+            if not isinstance(path, str | Path):
+                raise UsageError(f"{name} is of type {type(path).__name__}: give the path of a folder")
+        if not isinstance(tools, Iterable) or not all(map(callable, tools)):
+            raise UsageError("tools must be a list of functions")
+        for name, function in {"environment": environment, "environment_factory": environment_factory}.items():
+            if not (function is None or callable(function)):
+                raise UsageError(f"{name} is of type {type(function).__name__}: it must be a function or a class")
         self._options, self._lower_num_prompts = with_options(_Options(), **options), "num_prompts" not in options
         if (environment is not None) + bool(tools) + (environment_factory is not None) > 1:
             raise UsageError("environment, tools and environment_factory all answer the policy: give one of them")
