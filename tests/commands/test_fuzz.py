@@ -215,7 +215,7 @@ def starts(call: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize("method", BASES)
-@profiles(4, 200)
+@profiles(10, 200)
 def test_command_lines(inputs, method, examples):
     base = ["--method", method, "--model", "model", *BASES[method], "--run-dir", "run", "--no-compilation-cache"]
     given = flags_of(train.module_of(method).Config)
