@@ -9,8 +9,8 @@ The measure is the share of games won on held-out intervals, over all numbers to
 best policy without answers wins .35 of them: what is above that was learned from the answers, and "above blind" says
 how far it is to halving. Two controls begin at the same start. One gets a coin toss for a reward, and should not
 get better. The other gets a coin toss for each answer: whatever it learns, it cannot win more than the best policy
-without answers. Minutes on two CPU cores; expect games won to rise from about 0.41 to about 0.93, to end at 0.38 to 0.40
-with a coin toss for a reward, and to stay near 0.3 with noise for answers.
+without answers. Minutes on two CPU cores; expect games won to rise from about 0.41 to about 0.93, to end at 0.38 to
+0.40 with a coin toss for a reward, and to stay near 0.3 with noise for answers.
 
   python -m experiments.guess
 """
