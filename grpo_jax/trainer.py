@@ -126,7 +126,7 @@ class GRPOTrainer:
         for name, path in {"run_dir": run_dir, "teacher": teacher or ""}.items():
             if not isinstance(path, str | Path):
                 raise UsageError(f"{name} is of type {type(path).__name__}: give the path of a folder")
-        if not isinstance(tools, Iterable) or not all(map(callable, tools)):
+        if not isinstance(tools, Sequence) or not all(map(callable, tools)):
             raise UsageError("tools must be a list of functions")
         for name, function in {"environment": environment, "environment_factory": environment_factory}.items():
             if not (function is None or callable(function)):

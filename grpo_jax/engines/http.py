@@ -62,8 +62,8 @@ def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
         raise Gone(f"nothing came for {timeout:g} s") from None
     except (OSError, http.client.HTTPException) as error:
         raise Gone(_one_line(getattr(error, "reason", "") or error)) from None
-    except ValueError:
-        raise Refused(f"{url} is no address: begin it with http:// or https://") from None
+    except ValueError as error:
+        raise Refused(f"{url} is no address, such as http://host:8000 ({_one_line(error)})") from None
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -139,7 +139,7 @@ def _checked(
 ) -> tuple[np.ndarray, np.ndarray, dict[int, tuple[Span, ...]]]:
     """Values float32 `[B]`, 0 where it does not apply; where it applies; and spans, by the completion's place."""
     wrong = UsageError(f"reward {name} must return one number (or None, or spans) for each completion")
-    if isinstance(answer, str | bytes | Mapping | Set):  # whose items have no order, or are no rewards
+    if isinstance(answer, str | bytes | Mapping | Set):  # keys, letters, and what has no order
         raise wrong
     try:
         answer = list(answer)

@@ -94,12 +94,10 @@ def load(kind: Kind, spec: str, arguments: Mapping[str, Any] | None = None) -> C
         raise UsageError(f"the {kind.name} {spec!r} cannot be loaded: {place} has no {name!r}") from None
     if not callable(found):
         raise UsageError(f"the {kind.name} {spec!r} is no function but of type {type(found).__name__}")
-    if kind.name == "reward":
-        check_takes_examples_first(f"the reward {spec!r}", found)
-    if arguments is None:
-        return found
-    if _is_itself(kind, found, arguments):
-        return partial(found, **arguments)
+    if arguments is None or _is_itself(kind, found, arguments):
+        if kind.name == "reward":
+            check_takes_examples_first(f"the reward {spec!r}", found)
+        return found if arguments is None else partial(found, **arguments)
     taken = ", ".join(kind.takes)
     try:
         made = found(**arguments)

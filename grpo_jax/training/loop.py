@@ -52,6 +52,7 @@ from grpo_jax.training.rollout import (
     decode_groups,
     grade,
     group_temperatures,
+    has_part_of,
     make_sampler,
     noise_of,
     outcomes_of_hosts,
@@ -342,7 +343,12 @@ def iterate(phase: Phase, state: TrainState, step: int, first: Draw) -> tuple[Tr
 
     # ---- learn: advantages, then every prompt once an epoch, in shuffled minibatches
     with run.timed("update"):
-        rewards = reward_arrays(found.rollout, config.loss.advantages_of, batch.completion_ids.shape[-1])
+        rewards = reward_arrays(
+            found.rollout,
+            config.loss.advantages_of,
+            batch.completion_ids.shape[-1],
+            environment_counts=has_part_of(phase.reward, phase.task.reward),
+        )
         loss_reference = phase.first if config.loss.divergence != "preset" and state.reference is None else None
         clock = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)
         state, learned = programs.learn(

@@ -353,14 +353,10 @@ def read_completions(completions: Completions | Batch) -> Completions:
 def grade(prompts: Prompts, completions: Completions, task: Task, reward: Reward | Rewards) -> Rollout:
     """Decodes completions and rewards them.
 
-    What the environment gave for turns is part of the task's reward. A reward without any of the task's, such as a
-    control's coin toss, replaces it too: as a baseline it would still teach a control, where the loss weighs a token by
-    the length of its completion.
-
     Args:
       prompts: N.
       completions: of `read_completions`.
-      task: for its decoder, its environment and its reward.
+      task: for its decoder.
       reward: one function, or several with weights.
 
     Raises:
@@ -376,15 +372,7 @@ def grade(prompts: Prompts, completions: Completions, task: Task, reward: Reward
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     weights = {name: float(component.weight) for name, component in named_components(reward).items()}
     graded = scores.rewards, scores.applicable, scores.components
-    if task.environment and not _have_common_parts(reward, task.reward):
-        completions = completions._replace(turn_rewards=np.full_like(completions.turn_rewards, np.nan))
     return Rollout(prompts, completions, texts, *graded, weights, scores.spans)
-
-
-def _have_common_parts(reward: Reward | Rewards, other: Reward | Rewards) -> bool:
-    """Whether a function is part of both."""
-    functions, others = ([part.reward for part in named_components(each).values()] for each in (reward, other))
-    return any(function in others for function in functions)
 
 
 def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:
@@ -438,18 +426,21 @@ def own_groups(outcomes: Outcomes, batch: Batch, task: Task, devices: Devices) -
     )
 
 
-def reward_arrays(rollout: Outcomes, advantages_of: AdvantagesOf, num_tokens: int) -> RewardArrays:
+def reward_arrays(
+    rollout: Outcomes, advantages_of: AdvantagesOf, num_tokens: int, *, environment_counts: bool = True
+) -> RewardArrays:
     """The rewards of a rollout as the arrays that advantages are made of.
 
     Args:
       rollout: its outcomes.
       advantages_of: what is compared; of the run.
       num_tokens: T.
+      environment_counts: whether what the environment gave for turns is learned from: see `has_part_of`.
     """
     if advantages_of == "spans":
         return RewardArrays(rollout.rewards, rollout.applicable, spans=_rewards_of_spans(rollout, num_tokens))
     if advantages_of == "turns":
-        return RewardArrays(rollout.rewards, rollout.applicable, turns=_rewards_of_turns(rollout))
+        return RewardArrays(rollout.rewards, rollout.applicable, turns=_rewards_of_turns(rollout, environment_counts))
     if advantages_of == "sum":
         return RewardArrays(rollout.rewards, rollout.applicable)
     weights = np.array(list(rollout.weights.values()), np.float32)
@@ -457,11 +448,21 @@ def reward_arrays(rollout: Outcomes, advantages_of: AdvantagesOf, num_tokens: in
     return RewardArrays(rollout.rewards, rollout.applicable, np.where(weights != 0, components, np.nan), weights)
 
 
-def _rewards_of_turns(rollout: Outcomes) -> np.ndarray:
+def has_part_of(reward: Reward | Rewards, of_task: Reward | Rewards) -> bool:
+    """Whether a reward has a function of the task's. What the environment gives for turns is part of the task's reward.
+
+    A reward without, such as a control's coin toss, replaces it too. As a baseline it would still teach a control: the
+    loss weighs a token by the length of its completion, which the next turn changes.
+    """
+    functions, others = ([part.reward for part in named_components(each).values()] for each in (reward, of_task))
+    return any(function in others for function in functions)
+
+
+def _rewards_of_turns(rollout: Outcomes, environment_counts: bool) -> np.ndarray:
     """What the environment gave for each turn, float32 `[N, G, K]`. The last turn of an episode also has what its
-    reward is above their sum: all of it, where the environment gives nothing."""
+    reward is above their sum: all of it, where the environment gives nothing or does not count."""
     assert rollout.episodes is not None
-    turns = np.nan_to_num(rollout.episodes.turn_rewards)
+    turns = np.nan_to_num(rollout.episodes.turn_rewards) * np.float32(environment_counts)
     last = np.asarray(rollout.episodes.turn).max(-1) - 1
     is_last = np.arange(turns.shape[-1]) == last[..., None]
     return turns + np.where(is_last, (rollout.rewards - turns.sum(-1))[..., None], 0)

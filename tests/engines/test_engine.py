@@ -162,5 +162,5 @@ def test_requests_are_json_that_both_servers_read(server, tmp_path):
 
 
 def test_what_is_no_address_is_told():
-    with pytest.raises(http.Refused, match=r"^nowhere/v1 is no address: begin it with http://"):
+    with pytest.raises(http.Refused, match=r"^nowhere/v1 is no address, such as http://host:8000"):
         http.ask("nowhere/v1", timeout=1.0)

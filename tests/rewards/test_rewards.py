@@ -415,6 +415,12 @@ def test_what_cannot_be_loaded_is_told_in_one_sentence(spec, said):
     assert "\n" not in str(caught.value)
 
 
+def test_what_makes_a_reward_may_call_its_keywords_as_it_likes(tmp_path):
+    body = "def f(prompts):\n    return lambda examples, completions: [prompts] * len(completions)\n"
+    (tmp_path / "made.py").write_text(body)
+    assert load_reward(f"{tmp_path}/made.py:f", {"prompts": 3.0})([{}], texts("a")) == [3.0]
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

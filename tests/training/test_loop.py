@@ -98,13 +98,12 @@ def test_a_random_reward_depends_on_the_completions_alone():
     assert set(draws) == {0.0, 1.0}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        {"epochs": 2, "minibatches": 2},
+        pytest.param({"epochs": 2, "minibatches": 2}, marks=pytest.mark.slow),
         {"preset": "rloo", "temperature": 0.8, "top_k": 4},
-        {"preset": "dapo", "temperature": 0.8, "microbatches": 2},
+        pytest.param({"preset": "dapo", "temperature": 0.8, "microbatches": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_first_ratio_is_one_whatever_the_sampling(tmp_path, changes):
@@ -258,8 +257,7 @@ def test_parameters_of_one_device_are_sampled_from_on_several():
     assert found.completion_ids.shape == (8, 4, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_nothing_compiles_after_the_first_step_also_when_resumed(tmp_path, devices):
     config = with_options(CONFIG, steps=3, devices=devices, checkpoint_every=1)
     programs = make_programs(POLICY, TASK, config)
