@@ -1,5 +1,7 @@
 """Episodes: turns of the policy on the devices, and between them the replies of an environment, on the host."""
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -60,10 +62,13 @@ def play(
     episodes = programs.begin(params, *given, to_devices(noise, devices, axes=None))
     rewards = np.full((*numbers.shape, sampling.max_turns), np.nan, np.float32)
     ending = np.full(numbers.shape, -1, np.int8)
+    so_far: dict[tuple[int, int], tuple[Turn, ...]] = {}
     for number in range(sampling.max_turns):
         places = [(int(i), int(j)) for i, j in np.argwhere(ending < 0)]
         sampled = _sampled(episodes, rewards)
-        transcripts = [turns_of(sampled, place, task) for place in places]
+        for place in places:  # the last turn is read again: now it has an answer
+            so_far[place] = so_far.get(place, ())[:-1] + turns_of(sampled, place, task, first=max(number, 1))
+        transcripts = [so_far[place] for place in places]
         keys = [(*map(int, noise), int(numbers[place]), number) for place in places]
         replies = task.environment.ask([examples[i] for i, _ in places], transcripts, keys)
         said = np.full((*numbers.shape, max(sampling.environment_tokens, 1)), task.pad_id, np.int32)
@@ -117,32 +122,34 @@ def _outcome(
     return _Outcome("", ids)
 
 
-def turns_of(sampled: Completions, place: tuple[int, int], task: Task) -> tuple[Turn, ...]:
+def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first: int = 1) -> tuple[Turn, ...]:
     """The turns of an episode.
 
     Args:
       sampled: NumPy arrays.
       place: of the episode among `[N, G]`.
       task: for its decoder.
+      first: the number of the first turn that is wanted.
     """
     assert sampled.turn is not None
-    ids, own, turn = (np.asarray(x[place]) for x in (sampled.completion_ids, sampled.completion_mask, sampled.turn))
-    is_content, last = ~np.isin(ids, task.eos_ids), int(turn.max())
-
-    def text(chosen: np.ndarray, *, keep_all: bool, truncated: bool = False) -> Completion:
-        tokens = ids[chosen if keep_all else chosen & is_content].tolist()
-        return Completion(task.decode(tokens), tokens, truncated)
+    turn = sampled.turn[place]
+    here = slice(int(np.argmax(turn == first)), np.count_nonzero(turn))  # tokens are in order, and 0 is after the end
+    said: dict[int, list[int]] = defaultdict(list)
+    heard: dict[int, list[int]] = defaultdict(list)
+    ids, own = sampled.completion_ids[place], sampled.completion_mask[place]
+    for number, is_own, token in zip(turn[here].tolist(), own[here].tolist(), ids[here].tolist(), strict=True):
+        (said if is_own else heard)[number].append(token)
 
     def one(number: int) -> Turn:
-        said, heard = (turn == number) & own, (turn == number) & ~own
-        reward = sampled.turn_rewards[(*place, number - 1)]
+        content = [token for token in said[number] if token not in task.eos_ids]
+        reply, reward = heard.get(number), float(sampled.turn_rewards[(*place, number - 1)])
         return Turn(
-            text(said, keep_all=False, truncated=bool(is_content[said][-1])),
-            text(heard, keep_all=True) if heard.any() else None,
-            None if np.isnan(reward) else float(reward),
+            Completion(task.decode(content), content, truncated=said[number][-1] not in task.eos_ids),
+            Completion(task.decode(reply), reply) if reply else None,
+            None if math.isnan(reward) else reward,
         )
 
-    return tuple(one(number) for number in range(1, last + 1))
+    return tuple(one(number) for number in said)
 
 
 def measured(texts: Sequence[Sequence[Completion]], task: Task) -> dict[str, float]:
