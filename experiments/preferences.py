@@ -71,7 +71,7 @@ class Config:
     """Options of the run."""
 
     train: SupervisedConfig = SupervisedConfig(
-        steps=600,
+        steps=1200,
         learning_rate=1e-3,
         warmup_steps=20,
         decay="linear",
@@ -82,9 +82,7 @@ class Config:
     seeds: Seeds = Seeds()
     output: flags.RunConfig = flags.RunConfig(Path("runs/preferences"))
     num_pairs: int = 512
-    """Pairs of a step."""
-    total_pairs: int = 131072
-    """Pairs in all; a step takes some of them."""
+    """Pairs of a step. Each pair is seen once."""
     loss: Literal["dpo", "kto"] = "dpo"
     """dpo: of pairs. kto: of their completions one by one."""
     beta: float = 1.0
@@ -125,8 +123,9 @@ def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, f
     best = special.log_softmax(reference + worth / config.beta, axis=-1)
     numbers = partial(judge, reference=reference, worth=worth, best=best, beta=config.beta)
     found = {"start": numbers(reference)}
+    total = config.train.steps * config.num_pairs
     for method in (config.loss, CONTROL):
-        pairs = sample_pairs(reference, worth, config.total_pairs, seed, shuffled=method == CONTROL)
+        pairs = sample_pairs(reference, worth, total, seed, shuffled=method == CONTROL)
         train = {"dpo": train_dpo, "kto": train_on_ratings}[config.loss]
         state = train(config, params, pairs, seed, run, phase=f"{method}_{seed}", evaluate=heldout(numbers))
         found[method] = numbers(log_probabilities(state.params))

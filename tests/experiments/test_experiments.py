@@ -531,7 +531,7 @@ def test_pairs_are_of_different_completions_and_chosen_as_often_as_they_should()
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_path, loss):
-    args = ["--loss", loss, "--steps", 8, "--num-pairs", 32, "--total-pairs", 64, "--num-seeds", 1, "--warmup-steps", 2]
+    args = ["--loss", loss, "--steps", 8, "--num-pairs", 32, "--num-seeds", 1, "--warmup-steps", 2]
     config = parse(*args, "--eval-every", 4, "--run-dir", tmp_path / "run", config=preferences.Config)
     preferences.main(config)
     results = json.loads((tmp_path / "run/results.json").read_text())
