@@ -1,5 +1,8 @@
 """The documentation is run, and held against the code."""
 
+import ast
+import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -14,7 +17,7 @@ import pytest
 
 from grpo_jax import functional as F
 from grpo_jax.commands import dpo, kto, sft
-from grpo_jax.config import CriticConfig, EngineOptions, GRPOConfig, PPOConfig, options_of
+from grpo_jax.config import CriticConfig, EngineOptions, GRPOConfig, ModelOptions, PPOConfig, options_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -80,7 +83,7 @@ def test_commands_run_one_after_another(tmp_path):
     *_, memory = blocks("scaling.md", "bash")  # the others start several hosts
     short = " --steps 2 --group-size 2 --max-tokens 8 --num-prompts 2\n"
     pairs = [{"prompt": f"Once there was a {word}.", "completion": f" The {word} was red."} for word in "abcdefghijkl"]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     shown = [make, train.rstrip() + short, evaluate, preset.rstrip() + short]
     shown += [export.replace("runs/stories", "runs/train"), memory]
     shown += [teacher.replace("SMALL", "DIR").replace("LARGE", "DIR").rstrip() + short]
@@ -92,6 +95,19 @@ def test_commands_run_one_after_another(tmp_path):
     subprocess.run(["bash", "-euc", commands], cwd=tmp_path, env=environment, check=True, timeout=900)
     assert (tmp_path / "trained-model/model.safetensors").exists()
     assert (tmp_path / "start/model.safetensors").exists()
+
+
+def test_what_pages_and_the_notebook_import_is_there():
+    cells = json.loads((ROOT / "examples/quickstart.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for page in DOCS.glob("*.md"):
+        code += blocks(page.name)
+    imports = [node for part in code for node in ast.walk(ast.parse(part)) if isinstance(node, ast.ImportFrom)]
+    ours = [(node.module, name.name) for node in imports for name in node.names if node.module.startswith("grpo_jax")]
+    assert len(ours) > 50
+    for module, name in ours:
+        found = hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
+        assert found, f"{module} has no {name}"
 
 
 def test_links_between_pages_lead_somewhere():
@@ -206,9 +222,12 @@ def test_every_option_is_in_its_group_with_its_default():
     assert stated == {(group, name): value for group, options in groups.items() for name, value in options.items()}
 
 
-def test_options_of_an_engine_have_their_defaults():
-    stated = {row[0].strip("`"): literal_eval(row[1].strip("`")) for row in table("of an engine", "training.md")}
-    assert stated == options_of(EngineOptions())
+@pytest.mark.parametrize(("title", "options"), [("of an engine", EngineOptions()), ("of the model", ModelOptions())])
+def test_options_without_a_method_have_their_defaults(title, options):
+    written = {row[0].strip("`"): row[1] for row in table(title, "training.md")}
+    assert written.pop("lora_targets", "all") == "all"
+    defaults = {name: value for name, value in options_of(options).items() if name != "lora_targets"}
+    assert {name: literal_eval(default.strip("`")) for name, default in written.items()} == defaults
 
 
 def test_defaults_of_ppo_are_as_written():

@@ -37,6 +37,7 @@ HEADER = struct.Struct(">Q")  # the length of what follows
 MESSAGE_CHARACTERS = 2000
 _LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
 STDERR = 2
+WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and what it allocates
 
 
 class Kind(NamedTuple):
@@ -319,11 +320,11 @@ def _kill_group_at_end(lifeline: int) -> None:
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Limits the address space to what loading took and `megabytes` more."""
+    """Limits the address space to what loading took and `megabytes` more, and the stack of the watchdog's thread."""
     taken = 0
     with contextlib.suppress(OSError):  # only Linux tells
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit = taken + megabytes * 2**20
+    limit = taken + WATCHDOG_BYTES + megabytes * 2**20
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 

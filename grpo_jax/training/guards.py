@@ -123,7 +123,7 @@ def check_graders(run: RunFolder, rewards: Reward | Rewards) -> None:
 
 
 # Failures of a function, which will come again; one that hung may answer the next time.
-_FAILED = ("_raised", "_died", "_wrong_length", "_not_numbers")
+_FAILED = ("_raised", "_died", "_wrong_length", "_not_numbers", "_nan", "_bad_spans")
 
 
 def check_not_all_failed(rollout: Outcomes, rewards: Reward | Rewards) -> None:

@@ -504,6 +504,11 @@ def test_impossible_arguments_are_refused(wrong):
         Grader("json:dumps", **wrong)
 
 
+def test_the_least_memory_is_enough_for_a_number(file):
+    with Grader(f"{file}:act", workers=1, memory_mb=1) as grader:
+        assert graded(grader, "fine")[0] == [1.0]
+
+
 def test_examples_that_cannot_be_sent_and_closed_graders_are_told(file):
     with Grader(f"{file}:act", workers=1) as grader:
         with pytest.raises(UsageError, match="must be picklable"):
