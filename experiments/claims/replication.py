@@ -41,8 +41,9 @@ def in_words(first: Numbers, other: Numbers) -> str:
     other_way = f"; who is ahead is another in {len(turned)} ({'; '.join(turned)})" if turned else ""
     return (
         f"of {len(both)} claims the intervals of {overlapping} overlap, and the means of {far} are more than {FAR} "
-        f"standard errors apart; by chance alone one of {len(both)} is as far as the farthest, {max(distances):.1f}, "
-        f"in at most {by_chance(distances):.0%} of repetitions; verdicts: {said}{other_way}"
+        f"standard errors apart. The largest distance is {max(distances):.1f}; by chance alone the largest of "
+        f"{len(both)} is at least that in at most {by_chance(distances):.0%} of repetitions. Verdicts: "
+        f"{said}{other_way}"
     )
 
 

@@ -176,7 +176,8 @@ def _first_screen(numbers: Numbers, others: Sequence[Numbers], folder: Path) -> 
         Text(
             f"Of all {len(PRIMARY)}: {said}. Of the verdicts of each of two families (announcements; the field since) "
             "at most 5% are false, in expectation ([the rule](#rule)): they are corrected for all claims of a family "
-            "and for three looks. Intervals are plain 95% ones, so that of an undecided claim may leave out 0. "
+            "and for three looks. Intervals are 95%, without this correction, so that of an undecided claim may leave "
+            "out 0. "
             f"{POWER_SAID}"
         ),
         *_open(numbers),

@@ -198,7 +198,7 @@ def test_another_machine_stands_beside_the_first(config, other):
         ": of 2 claims the intervals of 0 overlap, and the means of 2 are more than 1.96 standard errors apart; "
         in text
     )
-    assert "in at most 0% of repetitions; verdicts: 1 different, 1 decided at first only" in text
+    assert "in at most 0% of repetitions. Verdicts: 1 different, 1 decided at first only" in text
     assert re.search(
         r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| [\d.]+ \| different \|", text
     )
