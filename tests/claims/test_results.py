@@ -195,7 +195,7 @@ def test_another_machine_stands_beside_the_first(config, other):
     text = page.markdown(replication.replication(first, [numbers.read_numbers(other)]))
     assert "; then another, " in text
     assert (
-        ": of 2 claims the intervals of 0 overlap, and the means of 2 are more than 1.96 standard errors apart; "
+        ": of 2 claims the intervals of 0 overlap, and the means of 2 are more than 1.96 standard errors apart. "
         in text
     )
     assert "in at most 0% of repetitions. Verdicts: 1 different, 1 decided at first only" in text
