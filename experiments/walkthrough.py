@@ -426,7 +426,5 @@ if __name__ == "__main__":
     config = flags.read_flags(Config, prog="python -m experiments.walkthrough", description=__doc__)
     if config.compilation_cache:
         flags.keep_programs()
-    try:
+    with flags.refusing():
         main(config)
-    except UsageError as error:
-        flags.refuse(str(error))

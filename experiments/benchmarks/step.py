@@ -114,7 +114,7 @@ def summary(lines: list[dict[str, Any]], ready: float, first_end: float) -> dict
         "ready_to_first_step": round(first_end - ready, 2),
         "start_to_first_step": round(first_end - _BEGAN, 2),
         "compilations": lines[-1]["compilations"],
-        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6),
         "matmul_gflops": round(matmul_gflops(), 1),
     }
 

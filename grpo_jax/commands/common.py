@@ -1,6 +1,6 @@
 """What commands and experiments share: a run beside its control from the same start, and how a run ends."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from grpo_jax.config import GRPOConfig
@@ -24,20 +24,6 @@ CONTROL = "control"
 PHASES = ("grpo", CONTROL)
 
 
-def heldout_samples(programs: Programs, params: Params, task: Task, config: GRPOConfig) -> Iterator[Samples]:
-    """Held-out completions of a policy, at the shapes of training."""
-    return sample_heldout(
-        programs.sampler,
-        params,
-        task,
-        num_prompts=config.sampling.num_prompts,
-        group_size=config.sampling.group_size,
-        temperature=config.sampling.temperature,
-        seed=config.seed,
-        samples=config.logging.eval_samples,
-    )
-
-
 class HeldoutResult(NamedTuple):
     """What a policy does on the held-out prompts."""
 
@@ -48,9 +34,20 @@ class HeldoutResult(NamedTuple):
 def evaluate_heldout(
     programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder
 ) -> HeldoutResult:
-    """Held-out completions of a policy, and what the task's reward says of them."""
-    calls = list(heldout_samples(programs, params, task, config))
-    evaluation = evaluate(calls, task, block=config.sampling.num_prompts * config.sampling.group_size)
+    """Held-out completions of a policy, at the shapes of training, and what the task's reward says of them."""
+    num_prompts, group_size = config.sampling.num_prompts, config.sampling.group_size
+    samples = sample_heldout(
+        programs.sampler,
+        params,
+        task,
+        num_prompts=num_prompts,
+        group_size=group_size,
+        temperature=config.sampling.temperature,
+        seed=config.seed,
+        samples=config.logging.eval_samples,
+    )
+    calls = list(samples)
+    evaluation = evaluate(calls, task, block=num_prompts * group_size)
     check_graders(run, task.reward)
     return HeldoutResult(evaluation, calls)
 

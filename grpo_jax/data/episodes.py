@@ -56,7 +56,7 @@ class Environment(NamedTuple):
     messages: dict[str, str]  # failure -> the last thing known about one
     # an episode -> numbers of it, by name, whose means are logged as "environment_" and the name
     measure: Callable[[Completion], Mapping[str, float]] | None = None
-    source: str = ""  # digest of the file that its function was loaded from, where it was
+    source: str = ""  # digest of the file that its function was loaded from; empty: it came from no file
 
 
 def environment(reply: ReplyFn, encode: Callable[[str], Sequence[int]]) -> Environment:
@@ -127,7 +127,7 @@ def checked_reply(value: Any) -> Reply:
     return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message)
 
 
-_LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
+LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32
 
 
 def _wrong(value: Any) -> str:
@@ -144,7 +144,7 @@ def _wrong(value: Any) -> str:
     except UnicodeEncodeError:
         return "text that is no valid unicode"
     try:
-        is_number = value.reward is None or bool(abs(float(value.reward)) <= _LARGEST)
+        is_number = value.reward is None or bool(abs(float(value.reward)) <= LARGEST_REWARD)
     except (TypeError, ValueError, OverflowError):
         is_number = False
     if not is_number or isinstance(value.reward, str | bytes):

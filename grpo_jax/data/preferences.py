@@ -14,7 +14,7 @@ import numpy as np
 from scipy import special
 
 from grpo_jax.data.packing import Packed, pack
-from grpo_jax.data.rows import place, read_rows, text_column
+from grpo_jax.data.rows import hash_of_prompt, read_rows, text_column
 from grpo_jax.data.text import Message, Overlong, encode_answers
 from grpo_jax.data.types import Completion, Example, rng
 from grpo_jax.errors import UsageError
@@ -63,7 +63,7 @@ def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Pr
     """Preferences of a file, a folder or a data set on the hub.
 
     Args:
-      source: as for `dataset.read_rows`. Rows have "chosen" and "rejected": with a "prompt" (and perhaps a "margin")
+      source: as for `rows.read_rows`. Rows have "chosen" and "rejected": with a "prompt" (and perhaps a "margin")
         the answers to it, and without one transcripts of HH-RLHF.
       chat: transcripts become chat messages, for a chat template; otherwise they stay text.
 
@@ -183,7 +183,7 @@ def split_preferences(preferences: Sequence[Kind], heldout_share: float = 0.2) -
     Raises:
       UsageError: one of them would be empty.
     """
-    places = [place(pair.prompt) for pair in preferences]
+    places = [hash_of_prompt(pair.prompt) for pair in preferences]
     training = [pair for pair, at in zip(preferences, places, strict=True) if at >= heldout_share]
     heldout = [pair for pair, at in zip(preferences, places, strict=True) if at < heldout_share]
     if not training or not heldout:
@@ -225,7 +225,7 @@ def split_by_dialogue(preferences: Sequence[Preference], number: int) -> list[li
     """
     parts: list[list[Preference]] = [[] for _ in range(number)]
     for pair in preferences:
-        parts[int(number * place(opening(pair.prompt)))].append(pair)
+        parts[int(number * hash_of_prompt(opening(pair.prompt)))].append(pair)
     if not all(parts):
         raise UsageError(f"{len(preferences)} pairs do not fill {number} parts: give more")
     return parts

@@ -134,7 +134,7 @@ def _later(order: np.ndarray, taken: np.ndarray, count: int) -> np.ndarray:
     return np.concatenate([head[~again], head[again], order[count:]])
 
 
-def place(prompt: str | list[Message], where: str = "a row") -> float:
+def hash_of_prompt(prompt: str | list[Message], where: str = "a row") -> float:
     """A hash of the prompt in [0, 1), by which rows are held out: the same for every seed and tokenizer.
 
     Raises:

@@ -2,11 +2,12 @@
 
 `python -m grpo_jax.planning.memory` prints README's table.
 
-Peak = held + max(sampling, learning), in bytes; B bytes of an activation, A trained parameters:
+Peak = held + max(sampling, scoring, learning), in bytes; B bytes of an activation, A trained parameters:
 
 - held = parameters + 8 A + start: parameters, two moments of AdamW in float32, and the trained parameters as they were;
-  with a teacher its parameters too. What it says of a rollout is there until the update is done.
+  with a teacher its parameters too. What the teacher says of a rollout is kept until the update is done.
 - sampling = layers laid out for decoding + keys and values + max(a pass over the prompts, 12 R V), R completions.
+- scoring, with a teacher alone = what it says of a rollout + its pass over one piece.
 - learning = the larger of two moments. In a piece: 4 A · (2 with several pieces, else 1) + kept + max(working, logits):
   gradients and their sum, what each layer keeps, and what the backward pass of one layer, or the log-probabilities,
   work on. In the step of the optimizer: 4 A + updating.
@@ -210,25 +211,24 @@ def num_params(model: ModelConfig) -> int:
     return size_on_device(decoder_shapes(model), dict.fromkeys(sharding.AXES, 1))
 
 
-def size_on_device(tree: Any, mesh: Any, layout: sharding.Layout = sharding.stored) -> int:
+def size_on_device(tree: Any, mesh: Any) -> int:
     """Numbers that one device of a mesh has of a tree of parameters.
 
     Args:
       tree: of arrays or their shapes.
       mesh: sizes of its axes, by name.
-      layout: as in `sharding.specs`.
     """
-    return sum(size for _, size in _on_device(tree, mesh, layout))
+    return sum(size for _, size in _on_device(tree, mesh))
 
 
-def bytes_on_device(tree: Any, mesh: Any, layout: sharding.Layout = sharding.stored) -> int:
+def bytes_on_device(tree: Any, mesh: Any) -> int:
     """As `size_on_device`, in bytes."""
-    return sum(x.dtype.itemsize * size for x, size in _on_device(tree, mesh, layout))
+    return sum(x.dtype.itemsize * size for x, size in _on_device(tree, mesh))
 
 
-def _on_device(tree: Any, mesh: Any, layout: sharding.Layout) -> list[tuple[Any, int]]:
+def _on_device(tree: Any, mesh: Any) -> list[tuple[Any, int]]:
     """The leaves of a tree, and how many numbers of each one device has."""
-    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(sharding.specs(tree, mesh, layout)), strict=True)
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(sharding.specs(tree, mesh)), strict=True)
     return [(x, x.size // parts_of(spec, mesh)) for x, spec in leaves]
 
 

@@ -50,8 +50,9 @@ class ProcessOptions:
     """How a function runs in processes: keywords of `grading.Grader` and `environments.environment_in_processes`.
 
     Attributes:
-      arguments: None: the function is taken as it is; else it is called with these keywords and returns the one that
-        is.
+      arguments: keywords for the function. Where it also takes what it is asked about, as (examples, completions, *, x)
+        does, it gets them at each call. Otherwise it is called once with them, and returns the function that is asked.
+        None: it is taken as it is.
       deadline: seconds for one call of the function.
       budget: seconds for all questions of a batch; what has no answer by then gets none.
       chunk: questions in one call of the function; "prompt": those of one prompt, which stand side by side and share

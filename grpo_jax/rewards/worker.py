@@ -29,13 +29,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_jax.data import digests, spans
-from grpo_jax.data.episodes import ReplyFn, asked
+from grpo_jax.data.episodes import LARGEST_REWARD, MESSAGE_CHARACTERS, ReplyFn, asked
 from grpo_jax.data.types import Completion, Reward
 from grpo_jax.errors import UsageError
 
 HEADER = struct.Struct(">Q")  # the length of what follows
-MESSAGE_CHARACTERS = 2000
-_LARGEST = 3.4028234663852886e38  # of float32, in which rewards are kept
 STDERR = 2
 WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and what it allocates
 
@@ -63,20 +61,15 @@ def is_worker() -> bool:
     return _is_worker
 
 
-def load_reward(spec: str, arguments: Mapping[str, Any] | None = None) -> Reward:
-    """The reward function that a text names, as `load` finds it."""
-    return load(KINDS["reward"], spec, arguments)
-
-
 def load(kind: Kind, spec: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """The function that a text names.
 
     Args:
       kind: of the function; below the words are those of a reward.
       spec: "package.module:function" or "path/to/file.py:function".
-      arguments: keywords; None: the function is the reward as it is. A function that can be called with them alone
-        makes the reward, as the built-in ones do: what it returns is the reward. One that needs two things before
-        them, (examples, completions, *, x), is the reward with these keywords.
+      arguments: keywords for the function. Where it also takes what it is asked about, as (examples, completions, *, x)
+        does, it gets them at each call. Otherwise it is called once with them, and returns the function that is asked.
+        None: it is taken as it is.
 
     Returns:
       The function.
@@ -288,7 +281,7 @@ def _number(value: Any) -> float:
         number = float(value)
     except OverflowError:  # an integer of a thousand digits
         return math.nan
-    return number if abs(number) <= _LARGEST else math.nan
+    return number if abs(number) <= LARGEST_REWARD else math.nan
 
 
 # ---- the process

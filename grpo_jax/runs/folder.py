@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -50,6 +51,13 @@ _LINE_FILES: Mapping[str, Mapping[str, Any]] = {
 }
 # The warm start and the control: no phases that a run is for.
 SIDE_PHASES = ("warm", "control")
+
+
+def is_coin(phase: str) -> bool:
+    """Whether a phase is a control that earns a coin toss, perhaps with a seed in its name: no measure of anything."""
+    return re.fullmatch(r"(control|coin)(_\d+)?", phase) is not None
+
+
 # Options that a resumed run may change: its results do not depend on them.
 _FREE_OPTIONS = frozenset(
     {

@@ -25,7 +25,7 @@ from rich.console import Console
 from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.flags import program, read_flags, refusing
-from grpo_jax.runs.folder import SIDE_PHASES, check_fields, read_object, write_text
+from grpo_jax.runs.folder import SIDE_PHASES, check_fields, is_coin, read_object, write_text
 from grpo_jax.runs.turns import Part, of_turn, parts_of
 
 _STEPS = 2**53  # below which steps are whole numbers in any browser
@@ -411,11 +411,6 @@ def _charts_html(curves: Curves, ends: Mapping[str, int]) -> str:
     return f"<div class=charts>{html}</div>" if html else ""
 
 
-def _is_coin(phase: str) -> bool:
-    """Whether a phase is a control, perhaps with a seed, which earns a coin toss."""
-    return re.fullmatch(r"(control|coin)(_\d+)?", phase) is not None
-
-
 def _limits_of(lines: Sequence[Points], bands: Sequence[Sequence[tuple[int, float, float]]]) -> tuple[float, float]:
     """Of the vertical axis of lines and bands; of none any."""
     values = [value for points in lines for _, value in points if value is not None]
@@ -441,7 +436,7 @@ def _chart_html(
     """
     steps = [step for points in lines.values() for step, _ in points]
     first, last = (min(steps), max(steps)) if min(steps) < max(steps) else (steps[0] - 1, steps[0] + 1)
-    apart = [phase for phase in lines if name == "reward" and _is_coin(phase)]  # on an axis of their own
+    apart = [phase for phase in lines if name == "reward" and is_coin(phase)]  # on an axis of their own
     apart = apart if len(apart) < len(lines) else []
     others = [phase for phase in lines if phase not in apart]
     left, own = (_limits_of([lines[p] for p in of], [bands[p] for p in of]) for of in (others, apart))

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from grpo_jax.runs import report
 from grpo_jax.runs.compilation import in_words, programs_so_far
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.folder import RunFolder, is_coin, write_json
 from grpo_jax.runs.turns import of_turn, parts_of
 from grpo_jax.statistics import hypervolume, pareto_front
 
@@ -90,7 +90,6 @@ THREE_CURVES = (
     (("kl",), "KL to the start, nats a token"),
     (("entropy",), "entropy, nats a token"),
 )
-COIN_PHASES = ("control", "coin")  # what they earn is no measure of anything
 
 
 def curves_of(run: RunFolder, further: Sequence[tuple[str, str]] = ()) -> list[tuple[tuple[str, ...], str]]:
@@ -139,7 +138,7 @@ def save_curves(
             (name, metric): steps
             for metric in metrics
             for name, parts in named.items()
-            if not (metric == "reward" and name in COIN_PHASES) and (steps := _steps(lines, parts, metric))
+            if not (metric == "reward" and is_coin(name)) and (steps := _steps(lines, parts, metric))
         }
         panels.append((title, metrics, drawn))
     moving = [panel for panel in panels if any(_moves(steps) for steps in panel[2].values())]

@@ -34,7 +34,7 @@ class Completions(NamedTuple):
     truncated_logprobs: jax.Array | None  # [N, G, T], after top-k, top-p and min-p too; None without them
     truncated: jax.Array  # bool [N, G], no token ended the row within T
     # ---- of episodes; None where no environment answers
-    turn: Any = None  # int32 [N, G, T], the turn of a token, from 1, or that it answers; 0 after the end
+    turn: Any = None  # int32 [N, G, T], the turn, from 1; a token that is heard has that of what it answers; 0: none
     turn_rewards: Any = None  # float32 [N, G, K] of NumPy, what the environment gave for each turn; NaN for nothing
     ending: Any = None  # int8 [N, G] of NumPy, why the episode ended: a place in `data.episodes.ENDINGS`
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpo_jax.data import digests
-from grpo_jax.data.rows import batches, check_messages, column, kind_of, place
+from grpo_jax.data.rows import batches, check_messages, column, hash_of_prompt, kind_of
 from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts
 from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, check_num_prompts, pad_prompts
 from grpo_jax.errors import UsageError
@@ -218,7 +218,7 @@ def _item(row: Mapping[str, Any], where: str, prompt_column: str, template: str 
     if not isinstance(prompt, str):
         check_messages(prompt, f"{where}: column {prompt_column}")
         prompt = list(prompt)
-    return _Item(row, prompt, place(prompt, where))
+    return _Item(row, prompt, hash_of_prompt(prompt, where))
 
 
 def _fill(template: str, row: Mapping[str, Any], where: str) -> str:

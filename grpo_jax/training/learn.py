@@ -427,7 +427,7 @@ def update_kl_coef(state: TrainState, logs: Mapping[str, Array], config: GRPOCon
     return state._replace(kl_coef=kl_coef)
 
 
-# ---- keys and temperatures
+# ---- keys
 
 
 def step_key(seed: Array, stream: Array, index: Array) -> jax.Array:

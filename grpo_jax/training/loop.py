@@ -52,7 +52,6 @@ from grpo_jax.training.rollout import (
     decode_groups,
     grade,
     group_temperatures,
-    has_part_of,
     make_sampler,
     noise_of,
     outcomes_of_hosts,
@@ -61,6 +60,7 @@ from grpo_jax.training.rollout import (
     reward_arrays,
     rollout_metrics,
     score_completion_tokens,
+    shares_a_function,
     take_prompts,
     zero_spread,
 )
@@ -347,7 +347,7 @@ def iterate(phase: Phase, state: TrainState, step: int, first: Draw) -> tuple[Tr
             found.rollout,
             config.loss.advantages_of,
             batch.completion_ids.shape[-1],
-            environment_counts=has_part_of(phase.reward, phase.task.reward),
+            environment_counts=shares_a_function(phase.reward, phase.task.reward),
         )
         loss_reference = phase.first if config.loss.divergence != "preset" and state.reference is None else None
         clock = to_devices(np.array([config.seed, step], np.uint32), devices, axes=None)

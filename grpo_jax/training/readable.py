@@ -8,19 +8,18 @@ from grpo_jax.data.spans import pieces
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.rollout import Rollout
 
+GROUPS = 2  # of a rollout that are kept
 
-def readable(
-    rollout: Rollout, logprobs: np.ndarray, advantages: np.ndarray, task: Task, num_groups: int = 2
-) -> list[dict[str, Any]]:
-    """A few groups of a rollout as JSON can hold them.
+
+def readable(rollout: Rollout, logprobs: np.ndarray, advantages: np.ndarray, task: Task) -> list[dict[str, Any]]:
+    """The first groups of a rollout as JSON can hold them.
 
     Args:
       rollout: N groups.
       logprobs: `[N, G, T]`, of the sampler.
-      advantages: `[N, G]`; of turns `[N, G, K]` and of the spans of tokens `[N, G, T]`, whose first looks at all of a
-        completion's reward.
+      advantages: `[N, G]`; of turns `[N, G, K]`, of spans `[N, G, T]`: their first entry is the advantage by all that
+        the completion earned.
       task: for the texts of tokens.
-      num_groups: at most.
 
     Returns:
       For each group the prompt, the example's other columns, and lists over its completions.
@@ -78,7 +77,7 @@ def readable(
     def of_turns(i: int, values: np.ndarray) -> list[list[float]]:
         return [rounded(row[: len(text.turns)]) for row, text in zip(values, rollout.texts[i], strict=True)]
 
-    return [group(i) for i in range(min(num_groups, len(rollout.texts)))]
+    return [group(i) for i in range(min(GROUPS, len(rollout.texts)))]
 
 
 def token_texts(ids: list[int], text: str, task: Task) -> list[str]:

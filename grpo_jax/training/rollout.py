@@ -74,7 +74,8 @@ class Sampler(NamedTuple):
     draw: Callable[..., Completions]
     devices: Devices
     # Of the policy's own: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the
-    # devices. Where there is `replay`, `given` of `sample_groups` is the last argument
+    # devices. Where there is `replay`, `given` of `sample_groups` is the last argument. None: an engine draws, or
+    # episodes are drawn by several programs
     program: Callable[..., Completions] | None = None
     # (params, batch as sampled) -> the log-probabilities `[N, G, T]` that `program` gives to its completions. None: the
     # sampler was not asked to
@@ -204,7 +205,7 @@ def make_sampler(
         given = prompts.ids, prompts.mask, numbers, temperature
         return play(programs, params, given, noise, prompts.examples, task, sampling, devices)
 
-    return Sampler(draw_episodes, devices, sample_all)
+    return Sampler(draw_episodes, devices)
 
 
 def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
@@ -435,7 +436,7 @@ def reward_arrays(
       rollout: its outcomes.
       advantages_of: what is compared; of the run.
       num_tokens: T.
-      environment_counts: whether what the environment gave for turns is learned from: see `has_part_of`.
+      environment_counts: whether what the environment gave for turns is learned from: see `shares_a_function`.
     """
     if advantages_of == "spans":
         return RewardArrays(rollout.rewards, rollout.applicable, spans=_rewards_of_spans(rollout, num_tokens))
@@ -448,11 +449,12 @@ def reward_arrays(
     return RewardArrays(rollout.rewards, rollout.applicable, np.where(weights != 0, components, np.nan), weights)
 
 
-def has_part_of(reward: Reward | Rewards, of_task: Reward | Rewards) -> bool:
-    """Whether a reward has a function of the task's. What the environment gives for turns is part of the task's reward.
+def shares_a_function(reward: Reward | Rewards, of_task: Reward | Rewards) -> bool:
+    """Whether a run's reward has a function of the task's. Then it also has what the environment gives for turns.
 
-    A reward without, such as a control's coin toss, replaces it too. As a baseline it would still teach a control: the
-    loss weighs a token by the length of its completion, which the next turn changes.
+    Where it has none, as a control's coin toss, the rewards of turns are left out as well. Otherwise they would teach
+    the control, even where they cancel in the sum of an episode: the loss weighs a token by the length of its
+    completion, and later turns change that length.
     """
     functions, others = ([part.reward for part in named_components(each).values()] for each in (reward, of_task))
     return any(function in others for function in functions)

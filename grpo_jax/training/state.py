@@ -47,7 +47,7 @@ class Batch(NamedTuple):
     sampler_logprobs: Array = None  # [N, G, T], of the softmax after temperature
     truncated_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
     truncated: Array = None  # bool [N, G], cut off: no token ended the completion
-    turn: Array = None  # int32 [N, G, T], the turn of a token, from 1, or that it answers; None: there is one turn
+    turn: Array = None  # int32 [N, G, T], as of `Completions`; None: there is one turn
     # ---- from the scoring pass; None where the update does not need it
     old_logprobs: Array = None  # [N, G, T]; None: those of the policy that is differentiated, without gradient
     ref_logprobs: Array = None  # [N, G, T]

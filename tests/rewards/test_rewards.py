@@ -24,7 +24,8 @@ from grpo_jax.rewards import builtin
 from grpo_jax.rewards.grading import REASONS, Grader
 from grpo_jax.rewards.reward import Component, score_completions
 from grpo_jax.rewards.spec import open_rewards
-from grpo_jax.rewards.worker import load_reward
+from grpo_jax.rewards.worker import KINDS as FUNCTIONS
+from grpo_jax.rewards.worker import load
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared/data"
@@ -411,14 +412,14 @@ def test_a_path_is_relative_to_where_the_grader_was_made(file, monkeypatch):
 )
 def test_what_cannot_be_loaded_is_told_in_one_sentence(spec, said):
     with pytest.raises(UsageError, match=said) as caught:
-        load_reward(spec)
+        load(FUNCTIONS["reward"], spec)
     assert "\n" not in str(caught.value)
 
 
 def test_what_makes_a_reward_may_call_its_keywords_as_it_likes(tmp_path):
     body = "def f(prompts):\n    return lambda examples, completions: [prompts] * len(completions)\n"
     (tmp_path / "made.py").write_text(body)
-    assert load_reward(f"{tmp_path}/made.py:f", {"prompts": 3.0})([{}], texts("a")) == [3.0]
+    assert load(FUNCTIONS["reward"], f"{tmp_path}/made.py:f", {"prompts": 3.0})([{}], texts("a")) == [3.0]
 
 
 @pytest.mark.parametrize(
@@ -452,7 +453,7 @@ def test_a_grader_says_at_its_start_that_it_cannot_load_a_file(tmp_path, body, s
 )
 def test_wrong_arguments_of_a_reward_are_told(spec, arguments, said):
     with pytest.raises(UsageError, match=said):
-        load_reward(spec, arguments)
+        load(FUNCTIONS["reward"], spec, arguments)
 
 
 KINDS = """
@@ -485,10 +486,10 @@ def test_keywords_are_for_the_reward_or_for_what_makes_it(tmp_path, text):
 def test_other_keywords_are_refused_with_what_was_expected(tmp_path, name):
     (tmp_path / "kinds.py").write_text(KINDS)
     with pytest.raises(UsageError, match=r"\(other\): expected a function of \(examples, completions, \*") as caught:
-        load_reward(f"{tmp_path}/kinds.py:{name}", {"other": 1})
+        load(FUNCTIONS["reward"], f"{tmp_path}/kinds.py:{name}", {"other": 1})
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="expected a function of"):
-        load_reward(f"{tmp_path}/kinds.py:makes_of_two", {"power": 2})
+        load(FUNCTIONS["reward"], f"{tmp_path}/kinds.py:makes_of_two", {"power": 2})
 
 
 def test_arguments_that_cannot_be_sent_are_told():

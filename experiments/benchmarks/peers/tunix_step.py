@@ -22,7 +22,10 @@ from tunix.rl import rl_cluster as clusters
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-PAD, EOS = SHAPE.vocabulary, SHAPE.vocabulary + 1  # outside of the vocabulary: never sampled, never in a prompt
+# Outside of the vocabulary: never sampled, never in a prompt. Where completions are padded it has to have an embedding,
+# since one that is not there is NaN.
+PAD = SHAPE.vocabulary - 1 if SHAPE.ends else SHAPE.vocabulary
+EOS = SHAPE.vocabulary + 1
 SEEN: dict[str, object] = {}
 COMPILED = {"programs": 0, "seconds": 0.0}
 
@@ -122,7 +125,8 @@ def time_phases(cluster: clusters.RLCluster, learner: Timed) -> None:
         with learner.steps.phase("generate"):
             output = generate(*args, **kwargs)
         SEEN["lengths"] = [len(tokens) for tokens in output.tokens]
-        SEEN["ids"] = [int(min(map(min, output.tokens))), int(max(map(max, output.tokens)))]
+        ids = np.concatenate(output.tokens)  # a completion is empty where its first token ends it
+        SEEN["ids"] = [int(ids.min()), int(ids.max())]
         SEEN["tokens"] = output.tokens
         return output
 

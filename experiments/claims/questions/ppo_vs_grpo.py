@@ -37,7 +37,7 @@ def measure(bench: Bench) -> Finding:
     settings[GROUP] = grpo(preset="lite_ppo", kl_coef=0.01)
     settings[GROUP_REWARD] = settings[GROUP].changed(kl_in_reward=True)
     runs = bench.runs(settings)
-    columns = {"accuracy": accuracy, "on the way": on_the_way, "reward jitter": jitter("gold")}
+    columns = {"accuracy": accuracy, "on the way": on_the_way, "reward jitter": jitter}
     rows = table(runs, columns, start=POSTS)
 
     def sooner(one: str, other: str) -> Measured:
@@ -54,7 +54,7 @@ def measure(bench: Bench) -> Finding:
         "critic": of(GROUP, CRITIC, on_the_way),
     }
     post, update = "001, Experimental Results", "001, Policy Update"
-    steadier, place = of(PPO, GRPO, jitter("gold")), of(GROUP, GROUP_REWARD)
+    steadier, place = of(PPO, GRPO, jitter), of(GROUP, GROUP_REWARD)
     also = [
         Also(post, "35K samples against 100K", "ln(samples to a target, posts / PPO)", sooner(POSTS, PPO).values),
         Also(post, "less variance", "change of the score from step to step, PPO − GRPO", steadier.values),

@@ -29,7 +29,7 @@ from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Array, Batch, TrainState
 from grpo_jax.training.step import Logs
 from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, fit
-from grpo_jax.training.supervised.reward_model import PairBatch, pad_pairs, pair_weights, pair_widths
+from grpo_jax.training.supervised.reward_model import PairBatch, in_pieces, pad_pairs, pair_weights, pair_widths
 
 # Such as `functional.dpo_loss`: takes those fields of `PairScores` that it has arguments for, and gives [N].
 PairLoss = Callable[..., jax.Array]
@@ -203,9 +203,7 @@ def score_preferences(
       num_pairs: a multiple of the `parts` of a mesh.
       devices: where the parameters are.
     """
-    size, widths = len(pairs.prompts), pair_widths(pairs)
-    pieces = (pad_pairs(pairs, np.arange(at, at + num_pairs), *widths) for at in range(0, size, num_pairs))
-    return np.concatenate([_pair_logprobs(policy, devices)(params, piece) for piece in pieces])[:size]
+    return in_pieces(partial(_pair_logprobs(policy, devices), params), pairs, num_pairs)
 
 
 @cache
@@ -249,7 +247,7 @@ def evaluate_preferences(loss: PairLoss, scores: PairScores) -> dict[str, np.nda
 
 
 def with_intervals(values: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Means of what `evaluate_preferences` gives, with intervals from resampling pairs."""
+    """Means of numbers by name, with 95% intervals from resampling."""
     found: dict[str, float] = {}
     for name, x in values.items():
         found |= bootstrap(x, binary=name == "accuracy").named(name)

@@ -82,11 +82,11 @@ def train_reward_model(
     return fit(loss, params, pairs, config, run, phase=phase, evaluate=evaluate, programs=programs)
 
 
-def make_reward_model_programs(policy: Policy, config: SupervisedConfig, *, center_coef: float = 0.0) -> FitPrograms:
-    """What `train_reward_model` compiles, for phases that differ in pairs and parameters alone.
+def make_reward_model_programs(policy: Policy, config: SupervisedConfig) -> FitPrograms:
+    """What `train_reward_model` compiles without `center_coef`, for phases that differ in pairs and parameters alone.
 
     Args:
-      policy, config, center_coef: as there.
+      policy, config: as there.
 
     Returns:
       The functions, compiled at their first call.
@@ -94,7 +94,7 @@ def make_reward_model_programs(policy: Policy, config: SupervisedConfig, *, cent
     Raises:
       UsageError: the configuration cannot work.
     """
-    return make_fit_programs(reward_model_loss(policy, center_coef), config)
+    return make_fit_programs(reward_model_loss(policy, 0.0), config)
 
 
 def reward_model_loss(policy: Policy, center_coef: float) -> SupervisedLoss:
@@ -168,10 +168,14 @@ def score_pairs(
       num_pairs: a multiple of the `parts` of a mesh.
       devices: where the parameters are.
     """
-    starts = range(0, len(pairs.prompts), num_pairs)
-    pieces = (pad_pairs(pairs, np.arange(start, start + num_pairs), *pair_widths(pairs)) for start in starts)
-    found = [_scorer(config, devices)(params, piece[:4]) for piece in pieces]
-    return np.concatenate(found)[: len(pairs.prompts)]
+    return in_pieces(lambda piece: _scorer(config, devices)(params, piece[:4]), pairs, num_pairs)
+
+
+def in_pieces(program: Callable[[PairBatch], np.ndarray], pairs: EncodedPairs, num_pairs: int) -> np.ndarray:
+    """What a program gives for all pairs, `[M, ...]`, computed for `num_pairs` at a time."""
+    size, widths = len(pairs.prompts), pair_widths(pairs)
+    pieces = (pad_pairs(pairs, np.arange(at, at + num_pairs), *widths) for at in range(0, size, num_pairs))
+    return np.concatenate([program(piece) for piece in pieces])[:size]
 
 
 @cache
