@@ -76,7 +76,7 @@ _UNITS = {
     "s": "seconds",
     "*_s": "seconds",
     "*_tflops": "TFLOP a second",
-    "*_mb": "MB",
+    "*_mb": "MiB",
 }
 # Axes in a chart of 340 by 200. The page's script draws its cursor between the last two.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68, 326, 8, 160
