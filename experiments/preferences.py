@@ -45,11 +45,10 @@ from grpo_jax.training.supervised.kto import rated_batches, train_kto
 from grpo_jax.training.supervised.phase import SupervisedConfig
 from grpo_jax.training.supervised.preference import (
     pair_logprobs,
-    preference_batches,
     score_preferences,
     train_preference,
 )
-from grpo_jax.training.supervised.reward_model import PairBatch
+from grpo_jax.training.supervised.reward_model import PairBatch, pair_batches
 
 VOCAB, TOKENS, PROMPTS = 8, 3, 4
 POLICY = decoder_policy(ModelConfig(VOCAB, 32, 64, 2, 2, 2, 16, initializer_range=0.3))
@@ -146,7 +145,7 @@ def train_dpo(
 ) -> TrainState:
     """DPO on pairs; `phase` are further arguments of `train_preference`."""
     ref_logprobs = score_preferences(POLICY, params, pairs, num_pairs=512)
-    batches = preference_batches(pairs, ref_logprobs, config.num_pairs, seed)
+    batches = pair_batches(pairs, config.num_pairs, seed, ref_logprobs=ref_logprobs)
     return train_preference(
         POLICY, params, batches, config.train, run, loss=partial(dpo_loss, beta=config.beta), **phase
     )

@@ -43,12 +43,11 @@ from grpo_jax.training.supervised.preference import (
     kept_arrays,
     needs_reference,
     pair_scores,
-    preference_batches,
     score_preferences,
     train_preference,
     with_intervals,
 )
-from grpo_jax.training.supervised.reward_model import pad_pairs, pair_widths
+from grpo_jax.training.supervised.reward_model import pad_pairs, pair_batches, pair_widths
 
 PHASE = "dpo"
 CURVES = (
@@ -155,7 +154,7 @@ def main(config: Config) -> None:
         by_name = {"training": training, "heldout": heldout}
         ref_logprobs = reference_logprobs(run, model, by_name, config.num_pairs, devices)
     pairs = Pairs(training, heldout, ref_logprobs)
-    batches = preference_batches(training, ref_logprobs.get("training"), config.num_pairs, config.seed)
+    batches = pair_batches(training, config.num_pairs, config.seed, ref_logprobs=ref_logprobs.get("training"))
 
     def evaluated(params: Params) -> dict[str, np.ndarray]:
         return evaluate(model, params, pairs, loss, config.num_pairs, devices)

@@ -26,13 +26,12 @@ from grpo_jax.training.supervised.preference import (
     pair_logprobs,
     pair_losses,
     pair_metrics,
-    preference_batches,
     preference_loss,
     score_preferences,
     train_preference,
     with_intervals,
 )
-from grpo_jax.training.supervised.reward_model import pad_pairs, pair_weights
+from grpo_jax.training.supervised.reward_model import pad_pairs, pair_batches, pair_weights
 
 VOCAB, EOS = 12, 11
 POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
@@ -112,7 +111,7 @@ def test_margins_are_what_the_loss_compares(loss, margin, accuracy):
 
 
 def fit_pairs(path, config=PHASE, params=PARAMS, stop=None, loss=dpo_loss, reference=REFERENCE):
-    batches = preference_batches(PAIRS, reference, 8, seed=0)
+    batches = pair_batches(PAIRS, 8, 0, ref_logprobs=reference)
 
     def batch(step):
         if step == stop:
@@ -202,4 +201,4 @@ def test_arrays_are_made_once_and_a_damaged_file_is_refused(tmp_path):
 
 def test_more_pairs_than_there_are_are_refused():
     with pytest.raises(UsageError, match="num_pairs is 25, but there are 24"):
-        preference_batches(PAIRS, REFERENCE, 25, seed=0)
+        pair_batches(PAIRS, 25, 0, ref_logprobs=REFERENCE)

@@ -42,12 +42,17 @@ from grpo_jax.training.supervised.distillation import Lesson, distillation_loss,
 from grpo_jax.training.supervised.kto import RatedBatch, kto_objective
 from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, make_fit_programs
 from grpo_jax.training.supervised.preference import (
-    preference_batches,
     preference_loss,
     score_preferences,
     train_preference,
 )
-from grpo_jax.training.supervised.reward_model import pad_pairs, pair_weights, reward_model_loss, score_pairs
+from grpo_jax.training.supervised.reward_model import (
+    pad_pairs,
+    pair_batches,
+    pair_weights,
+    reward_model_loss,
+    score_pairs,
+)
 from grpo_jax.training.supervised.sft import sft_loss_fn, text_nll
 
 WIDTH = 8
@@ -157,7 +162,7 @@ def test_evaluations_have_the_numbers_of_one_device(devices):
 def fit_pairs(path: Any, devices: Devices, **options: Any) -> tuple[Any, RunFolder]:
     """A run of DPO, or of its first steps."""
     config, run = dataclasses.replace(on(devices, CONFIG), **options), RunFolder(path, {})
-    batches, loss = preference_batches(PAIRS, REFERENCE, N, seed=0), partial(dpo_loss, beta=0.5)
+    batches, loss = pair_batches(PAIRS, N, 0, ref_logprobs=REFERENCE), partial(dpo_loss, beta=0.5)
     return train_preference(DECODER, case_of("lora").start, batches, config, run, loss=loss), run
 
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.data.preferences import EncodedPairs
-from grpo_jax.data.rows import batches
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -29,7 +28,7 @@ from grpo_jax.training.rollout import score_completion_tokens
 from grpo_jax.training.state import Array, Batch, TrainState
 from grpo_jax.training.step import Logs
 from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, fit
-from grpo_jax.training.supervised.reward_model import PairBatch, in_pieces, pad_pairs, pair_weights, pair_widths
+from grpo_jax.training.supervised.reward_model import PairBatch, in_pieces, pair_weights
 
 # Such as `functional.dpo_loss`: takes those fields of `PairScores` that it has arguments for, and gives [N].
 PairLoss = Callable[..., jax.Array]
@@ -62,7 +61,7 @@ def train_preference(
     Args:
       policy: the model's functions.
       params: where training starts; with `lora.Adapted`, the adapters alone are trained.
-      pairs: step -> batch, a pure function: `preference_batches`.
+      pairs: step -> batch, a pure function: `reward_model.pair_batches`.
       config: the phase.
       run: where lines and checkpoints go.
       loss: of pairs, with its constants bound, such as `partial(dpo_loss, beta=0.1)`.
@@ -160,36 +159,7 @@ def pair_metrics(loss: PairLoss, scores: PairScores) -> dict[str, Array]:
     return {"accuracy": jnp.where(margin == 0, 0.5, margin > 0), "margin": margin, **metrics}
 
 
-# ---- batches, and the reference
-
-
-def preference_batches(
-    pairs: EncodedPairs, ref_logprobs: np.ndarray | None, num_pairs: int, seed: int
-) -> Callable[[int], PairBatch]:
-    """Every pair once an epoch, in an order that is a function of the seed.
-
-    Args:
-      pairs: M.
-      ref_logprobs: float32 `[M, 2]`, of `score_preferences`; None: no reference.
-      num_pairs: N, at most M.
-      seed: of the order.
-
-    Returns:
-      A pure function from the step to a batch.
-
-    Raises:
-      UsageError: there are fewer pairs.
-    """
-    if not 1 <= num_pairs <= len(pairs.prompts):
-        raise UsageError(f"num_pairs is {num_pairs}, but there are {len(pairs.prompts)} pairs: take 1 to that many")
-    order, widths = batches(len(pairs.prompts), num_pairs, seed), pair_widths(pairs)
-
-    def batch(step: int) -> PairBatch:
-        numbers = order(step)
-        found = pad_pairs(pairs, numbers, *widths)
-        return found if ref_logprobs is None else found._replace(ref_logprobs=ref_logprobs[numbers])
-
-    return batch
+# ---- the reference
 
 
 def score_preferences(

@@ -119,7 +119,12 @@ def pair_weights(completion_mask: jax.Array, *, axis_name: Any = None) -> jax.Ar
 
 
 def pair_batches(
-    pairs: EncodedPairs, num_pairs: int, seed: int, *, widths: tuple[int, int] | None = None
+    pairs: EncodedPairs,
+    num_pairs: int,
+    seed: int,
+    *,
+    ref_logprobs: np.ndarray | None = None,
+    widths: tuple[int, int] | None = None,
 ) -> Callable[[int], PairBatch]:
     """Every pair once an epoch, in an order that is a function of the seed.
 
@@ -127,6 +132,7 @@ def pair_batches(
       pairs: M.
       num_pairs: N, at most M.
       seed: of the order.
+      ref_logprobs: float32 `[M, 2]`, of `preference.score_preferences`; None: no reference.
       widths: P and T, so that several sets of pairs have one shape; None: of the longest prompt and answer.
 
     Returns:
@@ -137,8 +143,14 @@ def pair_batches(
     """
     if not 1 <= num_pairs <= len(pairs.prompts):
         raise UsageError(f"num_pairs is {num_pairs}, but there are {len(pairs.prompts)} pairs: take 1 to that many")
-    batch = batches(len(pairs.prompts), num_pairs, seed)
-    return lambda step: pad_pairs(pairs, batch(step), *(widths or pair_widths(pairs)))
+    order, (prompt_width, width) = batches(len(pairs.prompts), num_pairs, seed), widths or pair_widths(pairs)
+
+    def batch(step: int) -> PairBatch:
+        numbers = order(step)
+        found = pad_pairs(pairs, numbers, prompt_width, width)
+        return found if ref_logprobs is None else found._replace(ref_logprobs=ref_logprobs[numbers])
+
+    return batch
 
 
 def pad_pairs(pairs: EncodedPairs, numbers: np.ndarray, prompt_width: int, width: int) -> PairBatch:
