@@ -35,7 +35,7 @@ from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.distillation import Taught, make_distillation_programs
+from grpo_jax.training.distillation import WithTeacher, make_distillation_programs
 from grpo_jax.training.evaluate import summary
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.learn import SAMPLING
@@ -191,7 +191,7 @@ def train_by(method: str, config: Config, models: Models, world: World) -> None:
         train = of_grpo(config, world.config)
     else:
         train = with_options(world.config, distillation=config.kinds[0] if method == "control" else method)
-        start = Taught(world.start, world.untrained if method == "control" else world.teacher)
+        start = WithTeacher(world.start, world.untrained if method == "control" else world.teacher)
     learn(start, world.task, train, world.run, models.programs[method], phase=phase, start=world.before)
 
 

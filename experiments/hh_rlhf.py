@@ -43,7 +43,6 @@ from experiments.judging import (
     agreement,
     compare_methods,
     cost_of_phase,
-    minus_length,
     pair_numbers,
     print_tables,
     sampled_answers,
@@ -52,7 +51,7 @@ from experiments.judging import (
     supervised_cost,
 )
 from grpo_jax.commands.common import evaluate_heldout, learn, say_end
-from grpo_jax.commands.reward_model import encode_pairs
+from grpo_jax.commands.reward_model import answer_lengths, encode_pairs
 from grpo_jax.config import ModelOptions, PPOConfig, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
 from grpo_jax.data.preferences import (
@@ -364,7 +363,7 @@ def summarised(found: Sequence[Seed], shared: Shared) -> dict[str, Any]:
     of_judge, of_learned = scores(shared.judge), [scores(one.reward_model) for one in found]
     models = {f"reward model {i + 1}": values for i, values in enumerate(of_learned)} | {
         "judge": of_judge,
-        "the shorter one": minus_length(pairs),
+        "the shorter one": -answer_lengths(pairs),
     }
     agreements = [
         agreement(values, of_judge, pairs, sampled_answers(one.answers[SFT]))

@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.common import over_seeds
 from grpo_jax.commands.common import explain_control
+from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.runs import terminal
@@ -101,11 +102,6 @@ def pair_numbers(scores: np.ndarray) -> dict[str, Any]:
     return {**evaluation.numbers(), "calibration": curve}
 
 
-def minus_length(pairs: EncodedPairs) -> np.ndarray:
-    """−tokens of the answers, `[M, 2]`: the score of one who looks at nothing but the length."""
-    return -np.array([[len(ids) for ids in answers] for answers in pairs.answers], float)
-
-
 def agreement(learned: np.ndarray, judge: np.ndarray, pairs: EncodedPairs, start: Answers) -> dict[str, float]:
     """How far two reward models say the same, and how far each says but the length.
 
@@ -125,8 +121,8 @@ def agreement(learned: np.ndarray, judge: np.ndarray, pairs: EncodedPairs, start
 
     return {
         "pairs_same": same(learned, judge),
-        "learned_prefers_shorter": same(learned, minus_length(pairs)),
-        "judge_prefers_shorter": same(judge, minus_length(pairs)),
+        "learned_prefers_shorter": same(learned, -answer_lengths(pairs)),
+        "judge_prefers_shorter": same(judge, -answer_lengths(pairs)),
         "answers_correlation": correlation(start["learned"], start["judge"]),
         "learned_length_correlation": correlation(start["length"], start["learned"]),
         "judge_length_correlation": correlation(start["length"], start["judge"]),

@@ -142,7 +142,7 @@ def main(config: Config) -> None:
     )
     trained = join(state.params, split(params)[1])
 
-    after, shorter = evaluated(trained, heldout_pairs), evaluate_pairs(-lengths(heldout_pairs))
+    after, shorter = evaluated(trained, heldout_pairs), evaluate_pairs(-answer_lengths(heldout_pairs))
     rows = {"held out": after.numbers(), "trained on": evaluated(trained, train_pairs).numbers()}
     rows["the shorter one"] = shorter.accuracy.named("accuracy")
     checksum, whole = params_sha256(state.params), to_host(trained)
@@ -168,7 +168,7 @@ def show(
     save_calibration(run, evaluation)
 
 
-def lengths(pairs: EncodedPairs) -> np.ndarray:
+def answer_lengths(pairs: EncodedPairs) -> np.ndarray:
     """Tokens of the answers, `[M, 2]`."""
     return np.array([[len(ids) for ids in answers] for answers in pairs.answers], float)
 

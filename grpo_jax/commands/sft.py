@@ -38,10 +38,10 @@ from grpo_jax.statistics import bootstrap, cell, paired_difference
 from grpo_jax.tasks.dataset import EncodedRows, encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import padding_id
-from grpo_jax.training.distillation import Taught, check_top_k
+from grpo_jax.training.distillation import WithTeacher, check_top_k
 from grpo_jax.training.parallel import devices_of, place, where_to_load
 from grpo_jax.training.state import TrainState
-from grpo_jax.training.supervised.distillation import Lesson, mean_divergence, train_distillation
+from grpo_jax.training.supervised.distillation import DistillationTarget, mean_divergence, train_distillation
 from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.sft import mean_nll, text_nll, train_sft
 
@@ -141,9 +141,9 @@ def main(config: Config) -> None:
 
     with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
         before = text_nll(model.policy, model.params, heldout(), devices=devices)
-    lesson = Lesson(teacher.policy, divergence, config.nll_coef) if teacher else None
-    params = Taught(model.params, teacher.params) if teacher else model.params
-    state = learn(run, config, model.policy, params, batches, heldout, lesson)
+    target = DistillationTarget(teacher.policy, divergence, config.nll_coef) if teacher else None
+    params = WithTeacher(model.params, teacher.params) if teacher else model.params
+    state = learn(run, config, model.policy, params, batches, heldout, target)
     trained = join(state.params, split(model.params)[1])
     rows_of_table = compare(before, text_nll(model.policy, trained, heldout(), devices=devices))
     checksum = params_sha256(state.params)
@@ -159,22 +159,22 @@ def learn(
     params: Any,
     batches: Callable[[int], Packed],
     heldout: Callable[[], Iterable[Packed]],
-    lesson: Lesson | None,
+    target: DistillationTarget | None,
 ) -> TrainState:
-    """Trains on texts, and on what a teacher says of them where there is one; `params` are then `Taught`."""
+    """Trains on texts, and on what a teacher says of them where there is one; `params` are then `WithTeacher`."""
     devices = devices_of(config.train)
 
     def nll(params: Params) -> dict[str, float]:
         return {"heldout_nll": mean_nll(policy, params, heldout(), devices=devices)}
 
-    if lesson is None:
+    if target is None:
         return train_sft(policy, params, batches, config.train, run, phase=PHASE, evaluate=nll)
 
-    def evaluate(params: Taught) -> dict[str, float]:
-        divergence = mean_divergence(policy, params, heldout(), lesson=lesson, devices=devices)
+    def evaluate(params: WithTeacher) -> dict[str, float]:
+        divergence = mean_divergence(policy, params, heldout(), target=target, devices=devices)
         return nll(params.policy) | {"heldout_distillation": divergence}
 
-    return train_distillation(policy, params, batches, config.train, run, lesson=lesson, phase=PHASE, evaluate=evaluate)
+    return train_distillation(policy, params, batches, config.train, run, target=target, phase=PHASE, evaluate=evaluate)
 
 
 def load(config: Config, divergence: DistillationConfig) -> tuple[Loaded, Loaded | None]:

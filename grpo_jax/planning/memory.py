@@ -104,8 +104,8 @@ class Estimate(NamedTuple):
     optimizer: int  # the two moments of AdamW
     start: int  # the trained parameters as they were: the reference; and a reference that moves
     teacher: int  # parameters of a teacher
-    taught: int  # what it says of a rollout, until the update is done
-    teaching: int  # of one piece, by the teacher's pass
+    teacher_outputs: int  # what it says of a rollout, until the update is done
+    teacher_pass: int  # of one piece, by the teacher's pass
     decoding: int  # the layers again, laid out for decoding, and the unembedding where it is cast
     cache: int  # keys and values of prompts and completions
     choosing: int  # a pass over the prompts, or the logits of one token of each completion
@@ -130,12 +130,12 @@ class Estimate(NamedTuple):
         """What `learn` adds."""
         one_gradient = self.optimizer // 2
         in_a_piece = self.gradients + self.kept + max(self.working, self.logits)
-        return self.taught + max(in_a_piece, one_gradient + self.updating)
+        return self.teacher_outputs + max(in_a_piece, one_gradient + self.updating)
 
     @property
     def scoring(self) -> int:
         """What `score` adds by a teacher. Without one it needs less than `learn`."""
-        return self.taught + self.teaching
+        return self.teacher_outputs + self.teacher_pass
 
     @property
     def peak(self) -> int:
@@ -160,8 +160,8 @@ def estimate(model: ModelConfig, shape: Shape) -> Estimate:
         optimizer=2 * FLOAT32 * of_device,
         start=FLOAT32 * of_device * shape.copies,
         teacher=_teacher(model, shape),
-        taught=_taught(model, shape),
-        teaching=_teaching(model, shape),
+        teacher_outputs=_teacher_outputs(model, shape),
+        teacher_pass=_teacher_pass(model, shape),
         decoding=_decoding(model, shape),
         cache=_cache(model, shape),
         choosing=max(_prefill(model, shape), 3 * FLOAT32 * _completions(shape) * model.vocab_size // shape.tensor),
@@ -368,7 +368,7 @@ def _teacher(model: ModelConfig, shape: Shape) -> int:
     return BYTES[model.dtype] * size_on_device(decoder_shapes(shape.teacher), shape.mesh)
 
 
-def _taught(model: ModelConfig, shape: Shape) -> int:
+def _teacher_outputs(model: ModelConfig, shape: Shape) -> int:
     """Bytes of what it says of each token: hidden states, or ids and logits of a few tokens, or one number."""
     if shape.teacher is None:
         return 0
@@ -380,7 +380,7 @@ def _taught(model: ModelConfig, shape: Shape) -> int:
     return BYTES[model.dtype] * shape.teacher.hidden_size * tokens
 
 
-def _teaching(model: ModelConfig, shape: Shape) -> int:
+def _teacher_pass(model: ModelConfig, shape: Shape) -> int:
     """Bytes of its pass over a piece: one layer at a time, and no gradients."""
     if shape.teacher is None:
         return 0

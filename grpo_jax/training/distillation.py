@@ -38,7 +38,7 @@ from grpo_jax.training.learn import Advantages, AxisName, Method
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
 from grpo_jax.training.rollout import Sampler, hidden_and_routing, hidden_states, score_completion_tokens
-from grpo_jax.training.state import Array, Batch, RewardArrays, Teaching
+from grpo_jax.training.state import Array, Batch, RewardArrays, TeacherOutputs
 from grpo_jax.training.step import Logs
 
 
@@ -49,22 +49,22 @@ class Head(NamedTuple):
     softcap: float | None  # of `Policy`
 
 
-class Taught(NamedTuple):
+class WithTeacher(NamedTuple):
     """Parameters of a policy and of its teacher; or of both those that are not trained."""
 
     policy: Any
     teacher: Params
 
 
-def split(params: Taught) -> tuple[Params, Taught]:
+def split(params: WithTeacher) -> tuple[Params, WithTeacher]:
     """What is trained of the policy, and all that is not."""
     trained, frozen = lora.split(params.policy)
-    return trained, Taught(frozen, params.teacher)
+    return trained, WithTeacher(frozen, params.teacher)
 
 
-def join(trained: Params, frozen: Taught) -> Taught:
+def join(trained: Params, frozen: WithTeacher) -> WithTeacher:
     """The parameters that `split` took apart."""
-    return Taught(lora.join(trained, frozen.policy), frozen.teacher)
+    return WithTeacher(lora.join(trained, frozen.policy), frozen.teacher)
 
 
 def make_distillation_programs(
@@ -80,7 +80,7 @@ def make_distillation_programs(
       sampler: as in `compile_programs`.
 
     Returns:
-      The functions of GRPO with a teacher, compiled at their first call. They take `Taught` parameters.
+      The functions of GRPO with a teacher, compiled at their first call. They take `WithTeacher` parameters.
 
     Raises:
       UsageError: one sentence that says what to change.
@@ -123,11 +123,11 @@ def programs_with(
     if teacher is None:
         return make_programs(model.policy, task, config, sampler=sampler), model.params
     programs = make_distillation_programs(model.policy, teacher.policy, task, config, sampler=sampler)
-    return programs, Taught(model.params, teacher.params)
+    return programs, WithTeacher(model.params, teacher.params)
 
 
 def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> Method:
-    """GRPO with a teacher, whose parameters are `Taught`."""
+    """GRPO with a teacher, whose parameters are `WithTeacher`."""
     own, grpo = config.distillation, grpo_method(policy, config)
     policy_loss_fn = grpo_loss_fn(policy, config.loss)
 
@@ -139,7 +139,7 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
             found = grpo.advantages(rewards, batch, kl_coef, axis_name)
         return taught_advantages(found, own, axis_name)
 
-    def loss_fn(trained: Params, frozen: Taught, batch: Batch, reference: Params | None) -> tuple[jax.Array, Logs]:
+    def loss_fn(trained: Params, frozen: WithTeacher, batch: Batch, reference: Params | None) -> tuple[jax.Array, Logs]:
         params = lora.join(trained, frozen.policy)
         if own.distillation == "k1":
             return policy_loss_fn(params, batch, reference)
@@ -156,9 +156,9 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
         logs.means["distillation"] = masked_sum(divergence, batch.completion_mask)
         return loss + own.distillation_coef * weighted_sum(divergence, batch.weights, batch.completion_mask), logs
 
-    def teach_completions(trained: Params, frozen: Taught, batch: Batch) -> Teaching:
+    def of_completions(trained: Params, frozen: WithTeacher, batch: Batch) -> TeacherOutputs:
         size = len(policy.unembedding(lora.join(trained, frozen.policy)))
-        return teach(teacher, frozen.teacher, own, batch, vocab_size=size)
+        return teacher_outputs(teacher, frozen.teacher, own, batch, vocab_size=size)
 
     return grpo._replace(
         score=lambda trained, frozen, batch: grpo.score(trained, frozen.policy, batch),
@@ -167,12 +167,14 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
         packs=grpo.packs and teacher.packed_groups is not None and own.distillation == "k1",
         split=split,
         actor=lambda trained, frozen: lora.join(trained, frozen.policy),
-        teach=teach_completions,
+        teacher_outputs=of_completions,
         updated=lambda frozen: frozen.policy,
     )
 
 
-def teach(teacher: Policy, params: Params, config: DistillationConfig, batch: Batch, *, vocab_size: int) -> Teaching:
+def teacher_outputs(
+    teacher: Policy, params: Params, config: DistillationConfig, batch: Batch, *, vocab_size: int
+) -> TeacherOutputs:
     """What a teacher says of completions: as much as the kind of distillation needs.
 
     Args:
@@ -183,15 +185,15 @@ def teach(teacher: Policy, params: Params, config: DistillationConfig, batch: Ba
       vocab_size: tokens of the policy; further ones of the teacher are left out of its likeliest.
     """
     if config.distillation == "k1":
-        return Teaching(logprobs=score_completion_tokens(teacher, params, batch).logprobs)
+        return TeacherOutputs(logprobs=score_completion_tokens(teacher, params, batch).logprobs)
     hidden = hidden_states(teacher, params, batch)
     head = Head(teacher.unembedding(params), teacher.softcap)
-    return teaching(config, hidden, head, batch.temperature[..., None], vocab_size=vocab_size)
+    return outputs_of_states(config, hidden, head, batch.temperature[..., None], vocab_size=vocab_size)
 
 
-def teaching(
+def outputs_of_states(
     config: DistillationConfig, hidden: jax.Array, head: Head, temperature: jax.Array | float, *, vocab_size: int
-) -> Teaching:
+) -> TeacherOutputs:
     """Of a teacher what `token_divergence` needs: its hidden states, or its likeliest tokens.
 
     Args:
@@ -199,14 +201,14 @@ def teaching(
       hidden: of the teacher, `[..., T, E]`.
       head: of the teacher.
       temperature: broadcasts against `[..., T]`.
-      vocab_size: as in `teach`.
+      vocab_size: as in `teacher_outputs`.
     """
     if not config.distillation_top_k:
-        return Teaching(hidden=hidden)
+        return TeacherOutputs(hidden=hidden)
     unembedding = head.unembedding[:vocab_size]
     ids = top_tokens(hidden, unembedding, config.distillation_top_k)
     logits = bucket_logits(hidden, unembedding, ids, temperature=temperature, softcap=head.softcap)
-    return Teaching(ids=ids, logits=logits)
+    return TeacherOutputs(ids=ids, logits=logits)
 
 
 def taught_advantages(found: Advantages, config: DistillationConfig, axis_name: AxisName) -> Advantages:
@@ -236,7 +238,7 @@ def token_divergence(
     hidden: jax.Array,
     student: Head,
     teacher: Head,
-    teaching: Teaching | None,
+    outputs: TeacherOutputs | None,
     temperature: jax.Array | float,
 ) -> jax.Array:
     """The divergence of a policy from its teacher at each token, of the kind that the run asks for.
@@ -248,22 +250,22 @@ def token_divergence(
       hidden: of the policy, `[..., T, D]`.
       student: the policy's.
       teacher: the teacher's.
-      teaching: of `teach`.
+      outputs: of `teacher_outputs`.
       temperature: of both, broadcasts against `[..., T]`.
 
     Returns:
       `[..., T]`, in nats.
     """
-    assert teaching is not None
+    assert outputs is not None
     kind, beta, size = config.distillation, config.distillation_beta, min(len(student[0]), len(teacher[0]))
     own = student.unembedding[:size]
     common: Any = {"temperature": temperature, "softcap": student.softcap}
     if config.distillation_top_k:
-        logits = bucket_logits(hidden, own, teaching.ids, **common)
+        logits = bucket_logits(hidden, own, outputs.ids, **common)
         if kind == "jsd":
-            return jsd_full(logits, teaching.logits, beta=beta)
-        return kl_full(logits, teaching.logits, reverse=kind == "forward_kl")
-    theirs = teaching.hidden, teacher.unembedding[:size]
+            return jsd_full(logits, outputs.logits, beta=beta)
+        return kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
+    theirs = outputs.hidden, teacher.unembedding[:size]
     if kind == "jsd":
         return token_jsd(hidden, own, *theirs, beta=beta, teacher_softcap=teacher.softcap, **common)
     return token_kl(hidden, own, *theirs, reverse=kind == "forward_kl", ref_softcap=teacher.softcap, **common)

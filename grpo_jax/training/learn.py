@@ -30,7 +30,7 @@ from grpo_jax.training.microbatches import (
     lengths_of,
     packed,
 )
-from grpo_jax.training.state import Array, Batch, RewardArrays, Teaching, TrainState, init_state, steps_taken
+from grpo_jax.training.state import Array, Batch, RewardArrays, TeacherOutputs, TrainState, init_state, steps_taken
 from grpo_jax.training.step import Logs, train_step
 
 AxisName = Hashable | None
@@ -78,7 +78,7 @@ class Method(NamedTuple):
     # trained parameters -> those that `actor` reads, without a critic; a reference has no others
     of_policy: Callable[[Params], Params] = lambda trained: trained
     # (trained parameters, frozen ones, batch) -> what a teacher says of completions; None: there is no teacher
-    teach: Callable[[Params, Any, Batch], Teaching] | None = None
+    teacher_outputs: Callable[[Params, Any, Batch], TeacherOutputs] | None = None
     # frozen parameters -> those that an update computes with, without a teacher
     updated: Callable[[Any], Any] = lambda frozen: frozen
 
@@ -101,7 +101,7 @@ class Scored(NamedTuple):
     ref_logprobs: Array = None
     old_entropy: Array = None
     old_values: Array = None
-    teacher: Any = None  # a `Teaching`
+    teacher: Any = None  # a `TeacherOutputs`
 
 
 # ---- score
@@ -114,7 +114,7 @@ def needed(method: Method, config: GRPOConfig) -> Scored:
         ref_logprobs=config.loss.objective.has_reference and config.loss.divergence == "preset",
         old_entropy=config.loss.top_entropy < 1,
         old_values=method.has_critic,
-        teacher=method.teach is not None,
+        teacher=method.teacher_outputs is not None,
     )
 
 
@@ -175,7 +175,7 @@ def score(
             ref_logprobs=reference_logprobs(reference, batch) if wanted.ref_logprobs else None,
             old_entropy=own.entropy if own and wanted.old_entropy else None,
             old_values=own.values if own and wanted.old_values else None,
-            teacher=method.teach(trained, frozen, batch) if method.teach else None,
+            teacher=method.teacher_outputs(trained, frozen, batch) if method.teacher_outputs else None,
         )
 
     return computed_in_pieces(of_piece, batch, choose_pieces(method, config, batch))

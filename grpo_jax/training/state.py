@@ -26,7 +26,7 @@ class TrainState(NamedTuple):
     earlier: tuple[Params, ...] = ()  # parameters of the policy before the last `staleness` iterations, oldest first
 
 
-class Teaching(NamedTuple):
+class TeacherOutputs(NamedTuple):
     """What a teacher says of completions; None where the kind of distillation does not need it."""
 
     logprobs: Array = None  # [N, G, T], of the sampled tokens
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
     ref_logprobs: Array = None  # [N, G, T]
     old_entropy: Array = None  # [N, G, T], in nats
     old_values: Array = None  # [N, G, T + 1], of a critic when the completions were sampled
-    teacher: Teaching | None = None
+    teacher: TeacherOutputs | None = None
     # ---- from the rewards
     advantages: Array = None  # [N, G], or [N, G, T]
     returns: Array = None  # [N, G, T], what a critic learns

@@ -135,15 +135,15 @@ def test_a_teacher_counts_with_its_parameters_and_what_it_says_of_a_rollout():
     teacher = replace(SMALL, hidden_size=16)
     shape = Shape(num_prompts=8, group_size=4, max_tokens=16)
     alone = estimate(SMALL, shape)
-    assert alone.teacher == alone.taught == alone.teaching == alone.scoring == 0
+    assert alone.teacher == alone.teacher_outputs == alone.teacher_pass == alone.scoring == 0
     tokens = 8 * 4 * 16
     for top_k, of_token in ((0, 4 * 16), (5, 4 * 5 + 4 * 6), (None, 4)):  # hidden states; ids and logits; one number
         found = estimate(SMALL, shape._replace(teacher=teacher, distillation_top_k=top_k))
         assert found.teacher == 4 * memory.num_params(teacher)
         assert found.held == alone.held + found.teacher
-        assert found.taught == of_token * tokens
-        assert found.learning == alone.learning + found.taught
-        assert found.scoring > found.taught
+        assert found.teacher_outputs == of_token * tokens
+        assert found.learning == alone.learning + found.teacher_outputs
+        assert found.scoring > found.teacher_outputs
 
 
 @pytest.mark.slow
@@ -193,8 +193,8 @@ def test_the_peak_is_of_sampling_or_of_learning():
         optimizer=2,
         start=4,
         teacher=0,
-        taught=0,
-        teaching=0,
+        teacher_outputs=0,
+        teacher_pass=0,
         decoding=100,
         cache=0,
         choosing=0,

@@ -20,7 +20,7 @@ from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import check_vocabulary
 from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
-from grpo_jax.training.distillation import Taught, distillation_method, make_distillation_programs
+from grpo_jax.training.distillation import WithTeacher, distillation_method, make_distillation_programs
 from grpo_jax.training.grpo import grpo_loss_fn, make_programs
 from grpo_jax.training.rollout import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Batch, RewardArrays
@@ -93,12 +93,12 @@ def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
     beta = {"distillation_beta": 0.3} if kind == "jsd" else {}
     config = recipe("dapo", distillation=kind, distillation_coef=0.7, distillation_top_k=k, **beta)
     method = distillation_method(POLICY, POLICY, config)
-    trained, frozen = method.split(Taught(PARAMS, TEACHER))
+    trained, frozen = method.split(WithTeacher(PARAMS, TEACHER))
     batch = a_batch()
 
     @jax.jit
     def found(trained):
-        taught = batch._replace(teacher=method.teach(trained, frozen, batch))
+        taught = batch._replace(teacher=method.teacher_outputs(trained, frozen, batch))
         loss, logs = method.loss_fn(trained, frozen, taught, None)
         return loss, logs.means["distillation"]
 
@@ -118,8 +118,8 @@ def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
 def test_advantages_of_k1_are_the_teachers_beside_those_of_rewards(reward_coef):
     config = recipe("dapo", distillation="k1", distillation_coef=0.7, reward_coef=reward_coef)
     method = distillation_method(POLICY, POLICY, config)
-    trained, frozen = method.split(Taught(PARAMS, TEACHER))
-    taught = jax.jit(method.teach)(trained, frozen, a_batch())
+    trained, frozen = method.split(WithTeacher(PARAMS, TEACHER))
+    taught = jax.jit(method.teacher_outputs)(trained, frozen, a_batch())
     advantages = jax.jit(lambda arrays, batch: method.advantages(arrays, batch, jnp.float32(0), None))
 
     @jax.jit
@@ -160,7 +160,7 @@ TASK = Task(prompts, never, prompts(999), lambda ids: "".join(map(str, ids)), (E
 def run_of(folder, config=CONFIG, *, programs=None, teacher=TEACHER, until=None, task=TASK):
     run = RunFolder(folder, dataclasses.asdict(config))
     programs = programs or make_distillation_programs(POLICY, POLICY, task, config)
-    state = loop.train(Taught(PARAMS, teacher), task, config, run, programs, phase="grpo", until=until)
+    state = loop.train(WithTeacher(PARAMS, teacher), task, config, run, programs, phase="grpo", until=until)
     return params_sha256(state.params), run.lines()
 
 
@@ -252,7 +252,7 @@ def test_another_tokenizer_is_refused():
 
 def test_what_is_trained_is_the_policy_alone():
     method = distillation_method(POLICY, POLICY, CONFIG)
-    trained, frozen = method.split(Taught(PARAMS, TEACHER))
+    trained, frozen = method.split(WithTeacher(PARAMS, TEACHER))
     assert trained is split(PARAMS)[0]
     assert frozen.teacher is TEACHER
     assert method.actor(trained, frozen) is PARAMS

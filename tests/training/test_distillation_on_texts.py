@@ -17,13 +17,13 @@ from grpo_jax.functional import token_mean_weights
 from grpo_jax.models.lora import split as split_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training.distillation import Taught, split
+from grpo_jax.training.distillation import WithTeacher, split
 from grpo_jax.training.microbatches import by_prompts
 from grpo_jax.training.parallel import data_parallel
 from grpo_jax.training.state import Batch
 from grpo_jax.training.step import accumulate_grads
 from grpo_jax.training.supervised.distillation import (
-    Lesson,
+    DistillationTarget,
     distillation_loss,
     mean_divergence,
     train_distillation,
@@ -47,9 +47,9 @@ BATCH = packed_batches(ROWS, 16, 0)(0)
 WEIGHTED = BATCH._replace(weights=jax.jit(token_mean_weights)(BATCH.completion_mask))
 
 
-def lesson_of(kind, k=0, nll_coef=0.3):
+def target_of(kind, k=0, nll_coef=0.3):
     beta = {"distillation_beta": 0.3} if kind == "jsd" else {}
-    return Lesson(PACKED, DistillationConfig(kind, distillation_top_k=k, **beta), nll_coef)
+    return DistillationTarget(PACKED, DistillationConfig(kind, distillation_top_k=k, **beta), nll_coef)
 
 
 def by_brute_force(kind, k, params):
@@ -84,7 +84,7 @@ def by_brute_force(kind, k, params):
 )
 def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
     def found(params):
-        return distillation_loss(PACKED, Taught(params, TEACHER), WEIGHTED, lesson=lesson_of(kind, k))[0]
+        return distillation_loss(PACKED, WithTeacher(params, TEACHER), WEIGHTED, target=target_of(kind, k))[0]
 
     one = jax.jit(jax.value_and_grad(found))(PARAMS)
     other = jax.jit(jax.value_and_grad(partial(by_brute_force, kind, k)))(PARAMS)
@@ -97,19 +97,19 @@ def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
 )
 @pytest.mark.parametrize(("kind", "k"), [pytest.param("forward_kl", 0, marks=pytest.mark.slow), ("jsd", 3)])
 def test_neither_pieces_nor_devices_count(kind, k, devices, pieces):
-    lesson = lesson_of(kind, k)
+    target = target_of(kind, k)
 
     def step(params, batch, *, axis_name, pieces=pieces):
         batch = batch._replace(weights=token_mean_weights(batch.completion_mask, axis_name=axis_name))
         trained, frozen = split(params)
 
         def loss_fn(trained, batch):
-            return distillation_loss(PACKED, Taught(trained, frozen.teacher), batch, lesson=lesson)
+            return distillation_loss(PACKED, WithTeacher(trained, frozen.teacher), batch, target=target)
 
         grads, value, logs = accumulate_grads(loss_fn, trained, batch, by_prompts(len(batch.ids), pieces))
         return (grads, value, logs) if axis_name is None else jax.lax.psum((grads, value, logs), axis_name)
 
-    params = Taught(PARAMS, TEACHER)
+    params = WithTeacher(PARAMS, TEACHER)
     whole = jax.jit(partial(step, axis_name=None, pieces=1))(params, BATCH)
     found = data_parallel(step, (None, 0), None, devices=devices)(params, BATCH)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found, whole)
@@ -124,7 +124,7 @@ def test_packed_texts_and_prompts_with_completions_are_the_same_to_it():
 
     def value(batch):
         batch = batch._replace(weights=token_mean_weights(jnp.asarray(batch.completion_mask)))
-        loss, logs = distillation_loss(PACKED, Taught(PARAMS, TEACHER), batch, lesson=lesson_of("reverse_kl", 3))
+        loss, logs = distillation_loss(PACKED, WithTeacher(PARAMS, TEACHER), batch, target=target_of("reverse_kl", 3))
         return loss, {name: total / weight for name, (total, weight) in logs.means.items()}
 
     one, other = (jax.jit(value)(batch) for batch in (packed, alone))
@@ -134,7 +134,7 @@ def test_packed_texts_and_prompts_with_completions_are_the_same_to_it():
 @pytest.mark.slow
 def test_the_student_nears_its_teacher_and_resumes_to_the_bit(tmp_path):
     config = SupervisedConfig(40, 5e-2, checkpoint_every=10, log_every=10, eval_every=20)
-    lesson, heldout = lesson_of("forward_kl", nll_coef=0.0), pack(*texts(20, seed=1), width=8)
+    target, heldout = target_of("forward_kl", nll_coef=0.0), pack(*texts(20, seed=1), width=8)
 
     def run(name, stop=None, config=config, teacher=TEACHER):
         def batch(step):
@@ -143,13 +143,13 @@ def test_the_student_nears_its_teacher_and_resumes_to_the_bit(tmp_path):
             return packed_batches(ROWS, 16, 0)(step)
 
         def evaluate(params):
-            assert isinstance(params, Taught)
-            divergence = mean_divergence(PACKED, params, packed_pieces(heldout, 8), lesson=lesson)
+            assert isinstance(params, WithTeacher)
+            divergence = mean_divergence(PACKED, params, packed_pieces(heldout, 8), target=target)
             return {"heldout_distillation": divergence}
 
         folder = RunFolder(tmp_path / name, {})
-        params = Taught(PARAMS, teacher)
-        state = train_distillation(PACKED, params, batch, config, folder, lesson=lesson, phase="sft", evaluate=evaluate)
+        params = WithTeacher(PARAMS, teacher)
+        state = train_distillation(PACKED, params, batch, config, folder, target=target, phase="sft", evaluate=evaluate)
         return params_sha256(state.params), folder.lines()
 
     whole, lines = run("whole")
@@ -164,6 +164,6 @@ def test_the_student_nears_its_teacher_and_resumes_to_the_bit(tmp_path):
 
 
 def test_what_is_trained_is_the_policy_alone():
-    trained, frozen = split(Taught(PARAMS, TEACHER))
+    trained, frozen = split(WithTeacher(PARAMS, TEACHER))
     assert trained is split_policy(PARAMS)[0]
     assert frozen.teacher is TEACHER

@@ -35,10 +35,10 @@ from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training.distillation import Taught, join, split
+from grpo_jax.training.distillation import WithTeacher, join, split
 from grpo_jax.training.parallel import Devices, place, to_devices, to_host
 from grpo_jax.training.supervised import phase
-from grpo_jax.training.supervised.distillation import Lesson, distillation_loss, mean_divergence
+from grpo_jax.training.supervised.distillation import DistillationTarget, distillation_loss, mean_divergence
 from grpo_jax.training.supervised.kto import RatedBatch, kto_objective
 from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, make_fit_programs
 from grpo_jax.training.supervised.preference import (
@@ -80,8 +80,8 @@ def packed_rows() -> Packed:
 PAIRS, ROWS = some_pairs(), packed_rows()
 REFERENCE = NOISE.normal(-8, 1, (N, 2)).astype(np.float32)
 TEACHER = decoder_policy(dataclasses.replace(OTHER, num_key_value_heads=8))
-TAUGHT = Taught(case_of("decoder").start, jax.jit(TEACHER.init)(jax.random.key(5)))
-LESSON = Lesson(TEACHER, DistillationConfig("forward_kl"), nll_coef=0.3)
+TAUGHT = WithTeacher(case_of("decoder").start, jax.jit(TEACHER.init)(jax.random.key(5)))
+LESSON = DistillationTarget(TEACHER, DistillationConfig("forward_kl"), nll_coef=0.3)
 
 
 class Case(NamedTuple):
@@ -103,7 +103,7 @@ def case_named(name: str) -> Case:
         rated = RatedBatch(*pairs[:4], np.arange(N) % 3 > 0, REFERENCE - np.array([0, 8], np.float32))
         return Case(kto_objective(DECODER), rated, case_of("lora").start)
     if name == "teacher":
-        loss = partial(distillation_loss, DECODER, lesson=LESSON)
+        loss = partial(distillation_loss, DECODER, target=LESSON)
         return Case(SupervisedLoss(loss, token_mean_weights, split, join), ROWS, TAUGHT)
     batch = ROWS if name == "packed" else a_batch(MODEL.vocab_size)
     return Case(SupervisedLoss(sft_loss_fn(DECODER), token_mean_weights), batch, case_of("decoder").start)
@@ -152,7 +152,7 @@ def test_evaluations_have_the_numbers_of_one_device(devices):
     start, headed = case_of("decoder").start, HEADED
     for score in (
         lambda devices: text_nll(DECODER, place(start, devices), [ROWS], devices=devices),
-        lambda devices: mean_divergence(DECODER, place(TAUGHT, devices), [ROWS], lesson=LESSON, devices=devices),
+        lambda devices: mean_divergence(DECODER, place(TAUGHT, devices), [ROWS], target=LESSON, devices=devices),
         lambda devices: score_preferences(DECODER, place(start, devices), PAIRS, num_pairs=N, devices=devices),
         lambda devices: score_pairs(SHAPE, place(headed, devices), PAIRS, num_pairs=N, devices=devices),
     ):

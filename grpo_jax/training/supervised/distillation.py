@@ -21,7 +21,7 @@ from grpo_jax.data.packing import Packed
 from grpo_jax.functional import masked_sum, token_mean_weights
 from grpo_jax.models.policy import Policy
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.training.distillation import Head, Taught, join, split, teaching, token_divergence
+from grpo_jax.training.distillation import Head, WithTeacher, join, outputs_of_states, split, token_divergence
 from grpo_jax.training.parallel import Devices, rows_program
 from grpo_jax.training.state import Batch, TrainState
 from grpo_jax.training.step import Logs
@@ -29,7 +29,7 @@ from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss,
 from grpo_jax.training.supervised.sft import predicting_states, score_tokens
 
 
-class Lesson(NamedTuple):
+class DistillationTarget(NamedTuple):
     """What is learned, and from whom."""
 
     teacher: Policy
@@ -39,14 +39,14 @@ class Lesson(NamedTuple):
 
 def train_distillation(
     policy: Policy,
-    params: Taught,
+    params: WithTeacher,
     batches: Callable[[int], Batch | Packed],
     config: SupervisedConfig,
     run: RunFolder,
     *,
-    lesson: Lesson,
+    target: DistillationTarget,
     phase: str,
-    evaluate: Callable[[Taught], dict[str, float]] | None = None,
+    evaluate: Callable[[WithTeacher], dict[str, float]] | None = None,
 ) -> TrainState:
     """Minimises the divergence from a teacher on completions, continuing from the newest checkpoint of this phase.
 
@@ -56,7 +56,7 @@ def train_distillation(
       batches: step -> batch, a pure function: completions of prompts, or packed rows.
       config: the phase.
       run: where lines and checkpoints go.
-      lesson: the teacher, and what is learned.
+      target: the teacher, and what is learned.
       phase: names lines and checkpoints.
       evaluate: (all parameters) -> numbers to log, every `config.eval_every` steps.
 
@@ -67,25 +67,25 @@ def train_distillation(
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    loss = SupervisedLoss(partial(distillation_loss, policy, lesson=lesson), token_mean_weights, split, join)
+    loss = SupervisedLoss(partial(distillation_loss, policy, target=target), token_mean_weights, split, join)
     return fit(loss, params, batches, config, run, phase=phase, evaluate=evaluate)
 
 
 def distillation_loss(
-    policy: Policy, params: Taught, batch: Batch | Packed, *, lesson: Lesson
+    policy: Policy, params: WithTeacher, batch: Batch | Packed, *, target: DistillationTarget
 ) -> tuple[jax.Array, Logs]:
     """L = Σ w [D_T − λ log π(oₜ)]; logs the means of divergence, NLL and entropy over tokens."""
     hidden = predicting_states(policy, params.policy, batch)
     scores = score_tokens(policy, params.policy, hidden, batch)
-    divergence = divergence_of(policy, params, hidden, batch, lesson=lesson)
-    losses = divergence - lesson.nll_coef * scores.logprobs
+    divergence = divergence_of(policy, params, hidden, batch, target=target)
+    losses = divergence - target.nll_coef * scores.logprobs
     loss = jnp.sum(jnp.where(batch.completion_mask, batch.weights * losses, 0))
     means = {"distillation": divergence, "nll": -scores.logprobs, "entropy": scores.entropy}
     return loss, Logs({name: masked_sum(x, batch.completion_mask) for name, x in means.items()}, {})
 
 
 def divergence_of(
-    policy: Policy, params: Taught, hidden: jax.Array, batch: Batch | Packed, *, lesson: Lesson
+    policy: Policy, params: WithTeacher, hidden: jax.Array, batch: Batch | Packed, *, target: DistillationTarget
 ) -> jax.Array:
     """The divergence of the policy from its teacher at each token, in nats, `[N, G, T]` or `[B, S]`.
 
@@ -96,38 +96,40 @@ def divergence_of(
       params: its parameters and the teacher's.
       hidden: of `predicting_states`.
       batch: what they are of.
-      lesson: the teacher, and what is learned.
+      target: the teacher, and what is learned.
     """
-    head, teacher = Head(policy.unembedding(params.policy), policy.softcap), lesson.teacher
+    head, teacher = Head(policy.unembedding(params.policy), policy.softcap), target.teacher
     theirs = Head(teacher.unembedding(params.teacher), teacher.softcap)
     temperature = 1.0 if isinstance(batch, Packed) else batch.temperature[..., None]
     states = jax.lax.stop_gradient(predicting_states(teacher, params.teacher, batch))
-    known = teaching(lesson.divergence, states, theirs, temperature, vocab_size=len(head.unembedding))
-    return token_divergence(lesson.divergence, hidden, head, theirs, known, temperature)
+    known = outputs_of_states(target.divergence, states, theirs, temperature, vocab_size=len(head.unembedding))
+    return token_divergence(target.divergence, hidden, head, theirs, known, temperature)
 
 
 def mean_divergence(
-    policy: Policy, params: Taught, batches: Iterable[Packed], *, lesson: Lesson, devices: Devices = 1
+    policy: Policy, params: WithTeacher, batches: Iterable[Packed], *, target: DistillationTarget, devices: Devices = 1
 ) -> float:
     """The mean divergence over all learned tokens of some batches, in nats.
 
     Args:
-      policy, lesson: as in `train_distillation`.
+      policy, target: as in `train_distillation`.
       params: the policy's and the teacher's.
       batches, devices: as for `sft.mean_nll`.
     """
     totals, tokens = [], 0
     for batch in batches:
-        found = _token_divergence(policy, lesson, devices)(params, batch)
+        found = _token_divergence(policy, target, devices)(params, batch)
         totals.append(np.sum(found, dtype=np.float64))
         tokens += np.sum(batch.completion_mask)
     return float(np.sum(totals) / max(tokens, 1))
 
 
 @cache
-def _token_divergence(policy: Policy, lesson: Lesson, devices: Devices) -> Callable[[Taught, Packed], np.ndarray]:
-    def token_divergences(params: Taught, batch: Packed) -> jax.Array:
+def _token_divergence(
+    policy: Policy, target: DistillationTarget, devices: Devices
+) -> Callable[[WithTeacher, Packed], np.ndarray]:
+    def token_divergences(params: WithTeacher, batch: Packed) -> jax.Array:
         hidden = predicting_states(policy, params.policy, batch)
-        return jnp.where(batch.completion_mask, divergence_of(policy, params, hidden, batch, lesson=lesson), 0)
+        return jnp.where(batch.completion_mask, divergence_of(policy, params, hidden, batch, target=target), 0)
 
     return rows_program(token_divergences, devices=devices)
