@@ -33,6 +33,7 @@ from grpo_jax.commands.common import say_end
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.ratings import EncodedRatings, with_mismatched
 from grpo_jax.data.types import rng
+from grpo_jax.errors import UsageError
 from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
@@ -42,7 +43,7 @@ from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell
 from grpo_jax.training.state import TrainState
 from grpo_jax.training.supervised.kto import rated_batches, train_kto
-from grpo_jax.training.supervised.phase import SupervisedConfig
+from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.preference import (
     pair_logprobs,
     score_preferences,
@@ -94,6 +95,9 @@ def main(config: Config) -> None:
     """Trains with every seed; a table, curves and results.json."""
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
+    check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
+    if not 0 < config.beta < float("inf"):
+        raise UsageError(f"beta is {config.beta}: it must be above 0, and finite")
     seeds = seeds_of(config.seed, config.seeds)
     runs: dict[str, dict[str, list[float]]] = {}
     run = flags.open_run(config)

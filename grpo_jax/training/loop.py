@@ -392,7 +392,7 @@ def sample_groups_of_step(
     guards.check_rollout(run, sampled.everything, phase.task, step + 1, graded=graded)
     guards.check_episodes(run, sampled.everything, phase.task, is_first=step == phase.begin)
     guards.check_graders(run, reward)
-    if step == phase.begin:
+    if step == 0:  # a resumed run goes on as the whole one did
         guards.check_not_all_failed(sampled.everything, reward)
     if sampling.max_rollouts > 1:
         share = float(zero_spread(sampled.rollout).mean())

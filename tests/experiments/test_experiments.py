@@ -528,6 +528,14 @@ def test_pairs_are_of_different_completions_and_chosen_as_often_as_they_should()
             assert found.mean() == pytest.approx(expected, abs=4 * 0.5 / len(found) ** 0.5)
 
 
+@pytest.mark.parametrize("option", ["--num-pairs", "--steps", "--beta"])
+def test_pairs_refuse_impossible_options_before_anything_is_made(tmp_path, option):
+    config = parse(option, 0, "--run-dir", tmp_path / "run", config=preferences.Config)
+    with pytest.raises(UsageError, match=f"{option[2:].replace('-', '_')} .*is 0"):
+        preferences.main(config)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
 def test_pairs_of_a_known_worth_against_the_closed_form_and_again_resumed(tmp_path, loss):
