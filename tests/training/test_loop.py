@@ -549,6 +549,15 @@ def test_a_reward_that_fails_on_every_completion_ends_the_run(tmp_path, programs
         assert "\n" not in str(caught.value)
 
 
+def test_a_run_that_goes_on_is_not_ended_by_rewards_that_fail_in_one_step(tmp_path, programs):
+    (tmp_path / "bad.py").write_text("def f(examples, completions):\n    raise RuntimeError('no such thing')\n")
+    run = open_run(tmp_path / "run")
+    train(POLICY, PARAMS, TASK, with_options(CONFIG, steps=1), run, programs=programs)
+    with Grader(f"{tmp_path}/bad.py:f", workers=1) as grader:
+        train(POLICY, PARAMS, TASK, with_options(CONFIG, steps=2), run, programs=programs, reward=grader)
+    assert [line["step"] for line in run.lines("metrics.jsonl")] == [1, 2]
+
+
 @pytest.mark.parametrize("changes", [{"learning_rate": 1e-3, "kl_coef": 0.1}, {"decay": "linear", "steps": 9}])
 def test_programs_of_another_run_are_refused(tmp_path, changes):
     programs = make_programs(POLICY, TASK, with_options(CONFIG, **changes))
