@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import softcapped
+from grpo_jax.functional.numerics import softcapped, times_transposed
 from grpo_jax.models.geometry import AT_ONCE
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
@@ -305,8 +305,8 @@ def _logits_of(policy: Policy, params: Params) -> Callable[[jax.Array], jax.Arra
 
     def logits_of(hidden: jax.Array) -> jax.Array:
         hidden = spread(hidden, DATA, None, of_features)
-        logits = jnp.einsum("ngd,vd->ngv", hidden, unembedding, preferred_element_type=jnp.float32)
-        logits = softcapped(logits, policy.softcap)
+        logits = times_transposed(hidden.reshape(-1, hidden.shape[-1]), unembedding, jnp.float32)
+        logits = softcapped(logits.reshape(*hidden.shape[:2], -1), policy.softcap)
         # On a mesh each device has made the logits of its tokens of the vocabulary, and samples for prompts of its own.
         return spread(spread(spread(logits, DATA, None, of_tokens), BATCH, None, TENSOR), AXES)
 

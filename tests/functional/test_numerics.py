@@ -61,7 +61,7 @@ from grpo_jax.functional import (
     weighted_sum,
     whiten,
 )
-from grpo_jax.functional.numerics import transposed, write_slice
+from grpo_jax.functional.numerics import times_transposed, transposed, write_slice
 from grpo_jax.functional.presets import PRESETS
 
 
@@ -294,6 +294,16 @@ def test_masked_values_may_be_anything_and_losses_check_nothing_by_themselves():
 def test_a_transposed_array_has_the_numbers_of_any_other(shape, dtype):
     x = jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
     chex.assert_trees_all_equal(jax.jit(transposed)(x), jnp.asarray(np.swapaxes(np.asarray(x), -1, -2)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_few_rows_times_a_transposed_matrix_are_the_product_of_numpy(rows, dtype):
+    rng = np.random.default_rng(0)
+    x, matrix = rng.integers(-8, 9, (rows, 5)), rng.integers(-8, 9, (40, 5))  # exact in both types
+    y = jax.jit(times_transposed, static_argnums=2)(jnp.asarray(x, dtype), jnp.asarray(matrix, dtype), jnp.float32)
+    assert y.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(y), x @ matrix.T)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
