@@ -6,8 +6,8 @@ Letters as in `models.transformer`: N prompts of P tokens, G completions of T to
 from typing import NamedTuple
 
 # Tokens of a piece that was fastest, prompts and padding included: measured, see BUILD_NOTES.md. Small pieces stay in a
-# CPU's cache; too small ones leave an accelerator idle.
-FASTEST_ON_CPU, FASTEST = 1_024, 16_384
+# CPU's cache, and fewer rows of the last one are empty; too small ones leave an accelerator idle.
+FASTEST_ON_CPU, FASTEST = 768, 16_384
 
 # Packing computes a prompt again for each of its rows. Where no completion is padded it may cost this much more.
 _MAX_OVERHEAD = 1.12

@@ -14,11 +14,11 @@ def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
 
 
 def test_the_shape_of_rows_by_hand():
-    """With pieces of about 1,024 tokens. Without padding, packing may cost 12% more tokens at most."""
-    # 4 prompts of 16 with 8 × 128: 1,040 tokens each. Rows of one completion are 8 · 144 = 1,152. 8 a piece.
-    assert choose_rows(4, 16, 8, 128, FASTEST_ON_CPU) == (128, 8)
-    # 4 prompts of 32: 1,056. Rows of one are 1,280, those of two 4 · 288 = 1,152. 4 a piece.
-    assert choose_rows(4, 32, 8, 128, FASTEST_ON_CPU) == (256, 4)
+    """With pieces of about 768 tokens. Without padding, packing may cost 12% more tokens at most."""
+    # 4 prompts of 16 with 8 × 128: 1,040 tokens each. Rows of one completion are 8 · 144 = 1,152. 4 a piece.
+    assert choose_rows(4, 16, 8, 128, FASTEST_ON_CPU) == (128, 4)
+    # 4 prompts of 32: 1,056. Rows of one are 1,280, those of two 4 · 288 = 1,152. 2 a piece.
+    assert choose_rows(4, 32, 8, 128, FASTEST_ON_CPU) == (256, 2)
     # With long prompts rows of eight would do, at 2 · 576 tokens where the group has 1,088, but not those of two.
     assert choose_rows(4, 64, 16, 64, FASTEST_ON_CPU) is None
     # Prompts that are long beside their completions are computed once.

@@ -100,5 +100,5 @@ def test_the_limit_of_a_group_is_read_from_its_file(tmp_path, file, text, limit)
 
 def test_a_plan_is_one_line():
     assert str(choose(MID, SHAPE._replace(on_cpu=True), 23 * 10**9)) == (
-        "plan: 4 microbatches, remat none: about 1.5 of 23 GB"
+        "plan: 8 microbatches, remat none: about 1.3 of 23 GB"
     )
