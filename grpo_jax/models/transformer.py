@@ -276,7 +276,7 @@ def linears(
     products: list[jax.Array] | list[None] = [None] * len(out_shapes)
     if module.has_variable("params", "joined"):
         ends = list(itertools.accumulate(math.prod(shape) for shape in out_shapes.values()))
-        matrix = module.get_variable("params", "joined")
+        matrix: jax.Array = module.get_variable("params", "joined")
         rows = times_transposed(x.reshape(-1, x.shape[-1]), matrix, x.dtype)
         products = jnp.split(rows, ends[:-1], axis=-1)
     maps = (Linear(shape, use_bias, name=name) for name, shape in out_shapes.items())
