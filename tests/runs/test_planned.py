@@ -38,10 +38,10 @@ def plan_with(monkeypatch, options: Options, limit: int):
 
 def test_a_plan_is_kept_with_the_run_and_used_again_whatever_memory_there_is(monkeypatch):
     begun, loaded, plan = plan_with(monkeypatch, Options(), 10**9)
-    assert (begun.train.optimizer.piece_tokens, begun.model.remat) == (1_024, "none")
+    assert (begun.train.optimizer.piece_tokens, begun.model.remat) == (768, "none")
     smaller, loaded, plan = plan_with(monkeypatch, Options(), int(0.7 * plan.estimate.peak))
     assert plan.fits
-    assert plan.options != {"piece_tokens": 1_024, "remat": "none"}
+    assert plan.options != {"piece_tokens": 768, "remat": "none"}
     assert loaded.pretrained.config.remat == smaller.model.remat
     kept = from_json(Options(), json.loads(json.dumps(asdict(smaller))))
     for limit in (10**9, 2**10):
