@@ -171,7 +171,7 @@ def matmul_flops(dtype: str) -> float:
 def copy_bandwidth() -> float:
     """Bytes a second, those read and those written, of adding a number to a large array in place, best of five.
 
-    In place, for a CPU hands out new memory a page at a time, which takes three times as long as writing to it.
+    In place: the first write to a new page of memory takes a CPU ten times as long as a later one.
     """
     a = jnp.zeros(2**26 if jax.default_backend() == "cpu" else 2**29, jnp.float32)
     return 2 * a.nbytes / best_of_five(jax.jit(lambda a: a + 1, donate_argnums=0), a)
@@ -179,19 +179,14 @@ def copy_bandwidth() -> float:
 
 def best_of_five(fn: Callable[[jax.Array], jax.Array], a: jax.Array) -> float:
     """Seconds of a call of `fn` on what it returned, several in a row so that starting them does not count."""
-    a = jax.block_until_ready(fn(a))
-
-    def once(a: jax.Array, calls: int = 4) -> tuple[float, jax.Array]:
+    a, calls = jax.block_until_ready(fn(a)), 4
+    seconds = []
+    for _ in range(5):
         began = time.perf_counter()
         for _ in range(calls):
             a = fn(a)
         a.block_until_ready()
-        return (time.perf_counter() - began) / calls, a
-
-    seconds = []
-    for _ in range(5):
-        took, a = once(a)
-        seconds.append(took)
+        seconds.append((time.perf_counter() - began) / calls)
     return min(seconds)
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.errors import missing
-from grpo_jax.functional.numerics import times_transposed, transposed
+from grpo_jax.functional.numerics import contract, times_transposed, transposed
 from grpo_jax.models import sharding
 from grpo_jax.models.attention import KeyValues, Prefix, Scores, attend_groups, attend_past
 from grpo_jax.models.config import Activation, ModelConfig
@@ -338,17 +338,6 @@ def _times_quantised(x: jax.Array, kernel: Quantised) -> jax.Array:
     return product(x, dequantised(beside(kernel, x), x.dtype).reshape(x.shape[-1], -1))
 
 
-def _contract(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
-    """The product of two matrices over one axis of each, in their dtype and accumulated in float32.
-
-    Accelerators accumulate so by themselves. XLA on CPU uses a CPU's bfloat16 instructions only if the product is asked
-    for in float32: with them it took a sixth of the time.
-    """
-    accumulator = jnp.float32 if jax.default_backend() == "cpu" else None
-    dimensions = (((x_axis,), (y_axis,)), ((), ()))
-    return jax.lax.dot_general(x, y, dimensions, preferred_element_type=accumulator).astype(x.dtype)
-
-
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x W, with ∂L/∂W = xᵀ ∂L/∂y as one product of what is there: x `[M, I]`, W `[I, O]` -> `[M, O]`.
@@ -356,7 +345,7 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     JAX's own rule gives the transpose of that, ∂L/∂yᵀ x. XLA on CPU then computes the gradient of y a second time, in
     transposed order, which took more than half of a training step.
     """
-    return _contract(x, kernel, 1, 0)
+    return contract(x, kernel, 1, 0, x.dtype)
 
 
 def _product_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -368,10 +357,10 @@ def _product_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) ->
     if jax.default_backend() == "cpu" and kernel.shape[0] > kernel.shape[1]:
         # A tall gradient is computed as its transpose there, in three fifths of the time (512 x 128, 1,088 rows).
         # Without the barrier XLA exchanges the factors again.
-        d_kernel = jax.lax.optimization_barrier(_contract(transposed(gradient), x, 1, 0)).T
+        d_kernel = jax.lax.optimization_barrier(contract(transposed(gradient), x, 1, 0, x.dtype)).T
     else:
-        d_kernel = _contract(transposed(x), gradient, 1, 0)
-    return _contract(gradient, kernel, 1, 1), d_kernel
+        d_kernel = contract(transposed(x), gradient, 1, 0, x.dtype)
+    return contract(gradient, kernel, 1, 1, x.dtype), d_kernel
 
 
 _product.defvjp(_product_forward, _product_backward)
@@ -451,8 +440,8 @@ def decoding_layout(params: Params, config: ModelConfig) -> Params:
 
     Kernels become matrices [out, in], named "transposed", in the dtype of the computation: with the few rows of a
     decode step XLA on CPU multiplies fastest by these. Those of linear maps that have the same input become one, named
-    "joined". Quantised kernels stay as they are, named "quantised": laid out like the others
-    they would take the memory that they save.
+    "joined". Quantised kernels stay as they are, named "quantised": laid out like the others they would take the memory
+    that they save.
 
     Args:
       params: of the collection "params", or "lora".
