@@ -4,7 +4,7 @@ Whole families of claims with all their looks are simulated, as they are registe
 verdict is false: at no difference, at the edge of what matters, and at the bound of the claim's own range. Deviations
 are those seen over seeds, 0.0029 to 0.01 where tasks are nearly solved and 0.025 to 0.05 where they are not; claims are
 independent, or share half of their variance, as claims with a common arm do; values are normal, or have Student's tails
-at 3 degrees. Five minutes on two cores.
+at 3 degrees. The last two lines have for each claim the deviation that its own seeds had. Five minutes on two cores.
 
   python -m experiments.claims.simulated
 """
@@ -13,13 +13,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import tyro
+from scipy import special
 
+from experiments.claims.numbers import read_numbers
 from experiments.claims.primary import PRIMARY, Primary
-from experiments.claims.verdicts import BANDS, LOOKS, Verdict, decide
+from experiments.claims.verdicts import BANDS, LOOKS, Decision, Verdict, decide
 
 DEVIATIONS = (0.0029, 0.01, 0.025, 0.05)
 
@@ -34,6 +37,8 @@ class Config:
     """Of the simulation."""
     last_look: int = LOOKS[-1]
     """Seeds of the last look: how many more would find."""
+    numbers: Path = Path("docs/results/numbers.json")
+    """What `reproduce` measured: for the deviation of each claim."""
 
 
 class Rates(NamedTuple):
@@ -68,10 +73,21 @@ def is_false(claim: Primary, mean: float, verdict: Verdict) -> bool:
     return verdict == "contradicted" and claim.low <= mean <= claim.high
 
 
+def alike(claims: Sequence[Primary], deviation: float) -> list[float]:
+    """The same deviation for all claims, and five times as much for a ratio: its band is five times as wide."""
+    return [deviation if claim.scale == "difference" else 5 * deviation for claim in claims]
+
+
+def seen(decision: Decision) -> float:
+    """The deviation over seeds that a measured claim's interval was made of."""
+    half = (decision.interval.high - decision.interval.low) / 2
+    return half * math.sqrt(decision.seeds) / float(special.stdtrit(decision.seeds - 1, 0.975))
+
+
 def simulate(
     claims: Sequence[Primary],
     means: Sequence[float],
-    deviation: float,
+    deviations: Sequence[float],
     *,
     sets: int,
     seed: int = 0,
@@ -84,7 +100,7 @@ def simulate(
     Args:
       claims: a family.
       means: of each claim's number.
-      deviation: of it over seeds, for all claims; of a ratio ten times as much, like its floor.
+      deviations: of it over seeds.
       sets: simulated families.
       seed: of the simulation.
       correlation: of claims with one another.
@@ -92,7 +108,6 @@ def simulate(
       looks: seeds of each.
     """
     random, shape = np.random.default_rng(seed), (len(claims), looks[-1])
-    deviations = deviation * np.array([1.0 if claim.scale == "difference" else 5.0 for claim in claims])
     wrong, decided, first = 0, 0, 0
 
     def noise(size: tuple[int, ...]) -> np.ndarray:
@@ -102,7 +117,7 @@ def simulate(
 
     for _ in range(sets):
         shared = math.sqrt(correlation) * noise(shape[1:]) + math.sqrt(1 - correlation) * noise(shape)
-        values = np.array(means)[:, None] + deviations[:, None] * shared
+        values = np.array(means)[:, None] + np.array(deviations)[:, None] * shared
         found = decide(claims, {claim.id: row for claim, row in zip(claims, values, strict=True)}, looks)
         said = [found[claim.id] for claim in claims]
         wrong += any(is_false(claim, mean, it.verdict) for claim, mean, it in zip(claims, means, said, strict=True))
@@ -126,7 +141,7 @@ def lines(config: Config) -> Iterator[tuple[str, Rates]]:
             simulate(
                 claims,
                 [at(claim) for claim in claims],
-                deviation,
+                alike(claims, deviation),
                 sets=config.sets,
                 seed=config.seed,
                 correlation=correlation,
@@ -134,10 +149,14 @@ def lines(config: Config) -> Iterator[tuple[str, Rates]]:
                 looks=looks,
             ),
         )
-    for (name, claims), deviation in product(families.items(), DEVIATIONS):
+    measured = read_numbers(config.numbers).claims
+    for name, claims in families.items():
         means = [0.03 if claim.scale == "difference" else 0.15 for claim in claims]
-        rates = simulate(claims, means, deviation, sets=config.sets, seed=config.seed, looks=looks)
-        yield f"{name}, difference of 0.03, deviation {deviation:g}, normal", rates
+        spreads = {f"deviation {it:g}": alike(claims, it) for it in DEVIATIONS}
+        spreads["each claim's own deviation"] = [seen(measured[claim.id].decision) for claim in claims]
+        for said, deviations in spreads.items():
+            rates = simulate(claims, means, deviations, sets=config.sets, seed=config.seed, looks=looks)
+            yield f"{name}, difference of 0.03, {said}, normal", rates
 
 
 def main(config: Config) -> None:

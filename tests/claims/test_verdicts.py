@@ -140,11 +140,17 @@ def test_claims_are_told_apart():
 @pytest.mark.parametrize("at", [simulated.no_difference, simulated.edge, simulated.bound])
 def test_false_verdicts_are_rare(at):
     claims = [it for it in PRIMARY if it.family == "announcements"]
-    rates = simulated.simulate(claims, [at(it) for it in claims], 0.01, sets=200)
+    rates = simulated.simulate(claims, [at(it) for it in claims], simulated.alike(claims, 0.01), sets=200)
     assert rates.wrong <= 0.05
 
 
 def test_a_difference_is_found_at_the_first_look():
     claims = [it for it in PRIMARY if it.family == "since"]
     means = [0.03 if it.scale == "difference" else 0.15 for it in claims]
-    assert simulated.simulate(claims, means, 0.01, sets=50).first >= 0.8
+    assert simulated.simulate(claims, means, simulated.alike(claims, 0.01), sets=50).first >= 0.8
+
+
+def test_the_deviation_behind_an_interval():
+    values = around(0.05, 0.05, verdicts.LOOKS[-1])
+    decision = decide([claim()], {"it": values})["it"]
+    assert simulated.seen(decision) == pytest.approx(np.std(values[: decision.seeds], ddof=1))
