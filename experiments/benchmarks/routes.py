@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_jax.functional import token_logprobs
-from grpo_jax.models.attention import KeyValues, keys_for_decoding
+from grpo_jax.models.attention import KeyValues, cache_keys
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.geometry import geometry_of_step
 from grpo_jax.models.policy import decoder_policy
@@ -58,7 +58,7 @@ def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: ja
     _, _, (prefix, _) = policy.prefill(params, ids, mask, g, size)
     separate = {"params": decoding_layout(params, config)}
     values = jnp.zeros((n * config.num_key_value_heads * g, size - 1, config.head_dim), config.dtype)
-    cache = tuple(KeyValues(keys_for_decoding(values), values) for _ in range(config.num_hidden_layers))
+    cache = tuple(KeyValues(cache_keys(values), values) for _ in range(config.num_hidden_layers))
 
     def step(cache, token):
         given, number = token

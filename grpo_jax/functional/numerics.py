@@ -195,22 +195,24 @@ def times_transposed(x: jax.Array, matrix: jax.Array, dtype: Any) -> jax.Array:
     return fixed(fixed(contract(matrix, fixed(x.T), 1, 0, dtype)).T)
 
 
-def write_slice(array: jax.Array, part: jax.Array, start: jax.Array | int, axis: int) -> jax.Array:
-    """The array with `part` in place of what begins at `start` along an axis.
+def write_slice(array: jax.Array, part: jax.Array, starts: Mapping[int, jax.Array | int]) -> jax.Array:
+    """The array with `part` in place of what begins at some place of some axes.
 
     XLA on CPU writes into a bfloat16 array by making a float32 copy of the whole of it. Of integers it writes the part
     alone.
 
     Args:
       array: any shape.
-      part: as the array, but for the axis.
-      start: int, clipped so that all of the part is written.
-      axis: not negative.
+      part: as the array, but for these axes.
+      starts: axis -> int, clipped so that all of the part is written. Other axes begin at 0.
 
     Returns:
       As the array.
     """
-    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=axis)
+    places: list[jax.Array | int] = [0] * array.ndim
+    for axis, start in starts.items():
+        places[axis] = start
+    write = partial(jax.lax.dynamic_update_slice, start_indices=places)
     if jax.default_backend() != "cpu" or array.dtype != jnp.bfloat16:
         return write(array, part)
     array, part = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, part))

@@ -17,7 +17,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.attention import (
     KeyValues,
     Prefix,
-    keys_for_decoding,
+    cache_keys,
     select_completions,
     widen,
 )
@@ -231,9 +231,9 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
 
         def empty(slots: int) -> KeyValues:
             values = spread(jnp.zeros((*rows, slots, config.head_dim), config.dtype), BATCH, TENSOR)
-            return KeyValues(keys_for_decoding(values), values)
+            return KeyValues(cache_keys(values), values)
 
-        cache = prefix, tuple(empty(slots) for slots in slots_of_layers(max(max_tokens - 1, 1)))
+        cache = prefix, tuple(empty(slots) for slots in slots_of_layers(max_tokens))
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array):
             prefix, own = cache

@@ -281,7 +281,7 @@ def _projected(model: ModelConfig, shape: Shape) -> int:
 def _cache(model: ModelConfig, shape: Shape) -> int:
     """Bytes: 2 L K E for each token of a prompt, once a group, and of a completion what each layer keeps of it."""
     of_prompts = model.num_hidden_layers * shape.num_prompts * shape.prompt_tokens
-    slots = sum(slots_of(model, window, shape.max_tokens - 1) for window in model.windows)
+    slots = sum(slots_of(model, window, shape.max_tokens) for window in model.windows)
     return 2 * _keys(model, shape) * (of_prompts + _completions(shape) * slots) * BYTES[model.dtype]
 
 

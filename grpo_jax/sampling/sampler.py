@@ -105,7 +105,7 @@ def sample_groups(
         until = partial(_continues, max_tokens=room, fewer=widths[0] if widths else 0)
         step, cache, begun_rows = jax.lax.while_loop(until, extend, begun)
         assert policy.widen
-        begun = step, policy.widen(cache, wider - 1), begun_rows
+        begun = step, policy.widen(cache, wider), begun_rows
     return _decode_all(extend, policy.select, begun, max_tokens, widths)
 
 

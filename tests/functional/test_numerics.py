@@ -312,10 +312,17 @@ def test_a_slice_is_written_where_it_belongs_and_nowhere_else(start, begins, dty
     array, part = jnp.arange(10, dtype=dtype).reshape(2, 5), -jnp.ones((2, 2), dtype)
     expected = np.array(array)
     expected[:, begins : begins + 2] = -1
-    chex.assert_trees_all_equal(jax.jit(write_slice, static_argnums=3)(array, part, start, 1), jnp.asarray(expected))
+    chex.assert_trees_all_equal(jax.jit(write_slice)(array, part, {-1: start}), jnp.asarray(expected))
+
+
+def test_a_slice_is_written_at_a_place_of_two_axes():
+    written = jax.jit(write_slice)(jnp.zeros((2, 3, 4)), jnp.ones((1, 3, 2)), {0: 1, -1: 2})
+    expected = np.zeros((2, 3, 4))
+    expected[1, :, 2:] = 1
+    np.testing.assert_array_equal(written, expected)
 
 
 def test_no_copy_of_a_bfloat16_array_is_made_in_float32_to_write_a_slice_of_it():
     array, part = jnp.zeros((64, 32), jnp.bfloat16), jnp.ones((1, 32), jnp.bfloat16)
-    written = jax.jit(lambda array, part, start: write_slice(array, part, start, 0), donate_argnums=0)
+    written = jax.jit(lambda array, part, start: write_slice(array, part, {0: start}), donate_argnums=0)
     assert "f32[64,32]" not in written.lower(array, part, 3).compile().as_text()

@@ -19,7 +19,7 @@ from grpo_jax.models.attention import (
     attend,
     attend_groups,
     attend_past,
-    keys_for_decoding,
+    cache_keys,
     widen,
 )
 from grpo_jax.models.config import (
@@ -663,7 +663,7 @@ def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, scores
     attend_next = jax.jit(partial(attend_past, scores=scores))  # traced anew for each case
     expected = np.asarray(expected)
     empty = jnp.zeros((N_A * G_A * K_A, S_A - 1, E_A))
-    (cache,) = widen((KeyValues(keys_for_decoding(empty), empty),), [S_A])
+    (cache,) = widen((KeyValues(cache_keys(empty), empty),), [S_A])
     for step in range(S_A):
         tokens = P_A + step + S_A * np.arange(G_A)
         seen = np.broadcast_to(np.arange(S_A) <= step, (N_A, 1, 1, 1, 1, S_A))

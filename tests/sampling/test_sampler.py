@@ -462,6 +462,16 @@ def test_a_scorer_finds_the_log_probabilities_of_the_sampler(params, prompts, sa
         assert out.truncated_logprobs[n, g, t] == pytest.approx(left[ids[n, g, t]], abs=1e-4)
 
 
+@pytest.mark.parametrize("max_tokens", [75, 96, 192])
+def test_a_scorer_finds_the_log_probabilities_of_long_completions(params, prompts, max_tokens):
+    """A CPU's cache holds the keys of 75 tokens in one block, those of 96 and 192 in three."""
+    sample = sampler_of(POLICY, max_tokens=max_tokens, eos_ids=(), pad_id=PAD_ID)
+    out = sample(params, *prompts, row_numbers(8, GROUP), jax.random.key(1))
+    hidden = jax.jit(POLICY.hidden)(params, *prompts, out.completion_ids)
+    scored = token_logprobs(hidden, POLICY.unembedding(params), out.completion_ids, temperature=1.0).logprobs
+    np.testing.assert_allclose(scored, out.sampler_logprobs, atol=3e-5)  # of logits up to 20: rounding of sums
+
+
 def test_batch_group_and_prompt_width_do_not_change_samples(params, prompts, sample):
     rows, key = row_numbers(8, GROUP), jax.random.key(1)
     whole = sample(params, *prompts, rows, key, MIXED, None)
