@@ -57,7 +57,7 @@ class Config:
         num_prompts=32,
         max_tokens=arithmetic.MAX_TOKENS,
         learning_rate=4e-4,
-        eval_every=25,
+        eval_every=50,
     )
     warm: WarmStart = WarmStart()
     output: flags.RunConfig = flags.RunConfig(Path("runs/arithmetic"))

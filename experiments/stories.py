@@ -70,7 +70,8 @@ def main(config: Config) -> None:
     start = place(model.params, num_devices(config.train.devices))
     run = flags.open_run(config)
     keep_description(run, model, config.model)
-    check_length(run, task, config.train.sampling.max_tokens, model.pretrained.config.max_position_embeddings)
+    width = task.heldout.ids.shape[1] + config.train.sampling.max_tokens
+    check_length(run, width, model.pretrained.config.max_position_embeddings)
     stories: list[str] = []
     score = jax.jit(partial(score_completion_tokens, model.policy))
 

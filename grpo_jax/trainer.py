@@ -217,7 +217,7 @@ class GRPOTrainer:
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
         say_plan(self.run, plan)
         keep_description(self.run, loaded, model)
-        check_length(self.run, task, config.sampling.row_tokens, longest)
+        check_length(self.run, task.heldout.ids.shape[1] + config.sampling.row_tokens, longest)
         if self._teacher:
             keep_files(self.run, "teacher", self._teacher.pretrained.folder)
         state = train(policy, start, task, config, self.run, programs=programs)

@@ -35,6 +35,7 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
 from grpo_jax.statistics import cell, paired_difference
+from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import Devices, devices_of, place, where_to_load
 from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.preference import (
@@ -145,7 +146,7 @@ def main(config: Config) -> None:
     keep_description(run, model, config.model)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *training.notes):
         run.console.print(note, markup=False, highlight=False)
-    check_width(run, training, model.pretrained.config.max_position_embeddings)
+    check_length(run, sum(pair_widths(training)), model.pretrained.config.max_position_embeddings)
     inputs = {"training rows": digests.of_values(*training[:2]), "held-out pairs": digests.of_values(*heldout[:2])}
     run.keep_inputs(PHASE, inputs)
     model = model._replace(params=place(model.params, devices))
@@ -235,17 +236,6 @@ def encoding(model: ModelOptions, max_tokens: int | None, pretrained: Pretrained
         "vocab_size": pretrained.config.vocab_size,
         "end_id": ending_id(pretrained.tokenizer, pretrained.eos_ids),
     }
-
-
-def check_width(run: RunFolder, pairs: EncodedPairs, longest: int | None) -> None:
-    """Warns of texts longer than the model was trained on, which `longest` says."""
-    width = sum(pair_widths(pairs))
-    if longest is not None and width > longest:
-        run.warn_once(
-            "length",
-            f"prompts and completions of up to {width} tokens are longer than the {longest} that the model was trained "
-            "on: lower max_tokens or max_prompt_tokens",
-        )
 
 
 def reference_logprobs(

@@ -158,7 +158,8 @@ def run_method(
     """
     started, config = time.perf_counter(), programs.config
     keep_description(run, model, options)
-    check_length(run, task, config.sampling.row_tokens, model.pretrained.config.max_position_embeddings)
+    width = task.heldout.ids.shape[1] + config.sampling.row_tokens
+    check_length(run, width, model.pretrained.config.max_position_embeddings)
     start = place(start, devices_of(config))
     phases = (phase, CONTROL) if control else (phase,)
     for name in phases:  # before the start is evaluated, which takes long

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method, say_end
-from grpo_jax.commands.dpo import check_width, encoding, given_constants, reference_logprobs, show
+from grpo_jax.commands.dpo import encoding, given_constants, reference_logprobs, show
 from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
@@ -33,10 +33,12 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
 from grpo_jax.statistics import paired_difference
+from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import devices_of, place, where_to_load
 from grpo_jax.training.supervised.kto import RatedLoss, evaluate_ratings, rated_batches, train_kto
 from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
 from grpo_jax.training.supervised.preference import score_preferences, with_intervals
+from grpo_jax.training.supervised.reward_model import pair_widths
 
 PHASE = "kto"
 CURVES = (
@@ -127,7 +129,7 @@ def main(config: Config) -> None:
         run.console.print(note, markup=False, highlight=False)
     if word := only_word(encoded[0].desirable):
         run.warn_once("ratings", f"all completions to train on are {word}: the method tells good ones from bad ones")
-    check_width(run, training.pairs, model.pretrained.config.max_position_embeddings)
+    check_length(run, sum(pair_widths(training.pairs)), model.pretrained.config.max_position_embeddings)
     inputs = {"training rows": encoded[0], "held-out completions": encoded[1]}
     run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in inputs.items()})
     model = model._replace(params=place(model.params, devices))

@@ -39,6 +39,7 @@ from grpo_jax.tasks.dataset import EncodedRows, encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import padding_id
 from grpo_jax.training.distillation import WithTeacher, check_top_k
+from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import devices_of, place, where_to_load
 from grpo_jax.training.state import TrainState
 from grpo_jax.training.supervised.distillation import DistillationTarget, mean_divergence, train_distillation
@@ -128,7 +129,7 @@ def main(config: Config) -> None:
         keep_files(run, "teacher", teacher.pretrained.folder)
     for note in texts.notes:
         run.console.print(note, markup=False, highlight=False)
-    check_width(run, texts, model.pretrained.config.max_position_embeddings)
+    check_length(run, texts.training.ids.shape[1], model.pretrained.config.max_position_embeddings)
     inputs = {
         "held-out prompts": digests.of_prompts(texts.heldout_prompts),
         "held-out texts": digests.of_values(*texts.heldout[:3]),
@@ -298,17 +299,6 @@ def with_completions(
         overlong=config.model.overlong,
     )
     return [rows.token_ids[i] for i in found.kept], found.token_ids, found.summary
-
-
-def check_width(run: RunFolder, texts: Texts, longest: int | None) -> None:
-    """Warns of texts longer than the model was trained on, which `longest` says."""
-    width = texts.training.ids.shape[1]
-    if longest is not None and width > longest:
-        run.warn_once(
-            "length",
-            f"texts of up to {width} tokens are longer than the {longest} that the model was trained on: lower "
-            "max_tokens or max_prompt_tokens",
-        )
 
 
 def compare(before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray]) -> dict[str, dict[str, float]]:

@@ -59,21 +59,19 @@ def check_turns(task: Task, max_turns: int, environment_tokens: int) -> None:
         )
 
 
-def check_length(run: RunFolder, task: Task, max_tokens: int, longest: int | None) -> None:
+def check_length(run: RunFolder, width: int, longest: int | None) -> None:
     """Warns of texts longer than the model was trained on.
 
     Args:
       run: says it.
-      task: its prompts' width.
-      max_tokens: of completions.
-      longest: the model's `max_position_embeddings`.
+      width: tokens of the longest text that there can be, prompt included.
+      longest: the model's `max_position_embeddings`, if it is known.
     """
-    width = task.heldout.ids.shape[1]
-    if longest is not None and width + max_tokens > longest:
+    if longest is not None and width > longest:
         run.warn_once(
             "length",
-            f"prompts of up to {width} tokens and completions of {max_tokens} are longer than the {longest} that the "
-            "model was trained on: lower max_tokens or max_prompt_tokens",
+            f"texts of up to {width} tokens, prompts included, are longer than the {longest} that the model was "
+            "trained on: lower max_tokens or max_prompt_tokens",
         )
 
 

@@ -202,3 +202,5 @@ def test_arrays_are_made_once_and_a_damaged_file_is_refused(tmp_path):
 def test_more_pairs_than_there_are_are_refused():
     with pytest.raises(UsageError, match="num_pairs is 25, but there are 24"):
         pair_batches(PAIRS, 25, 0, ref_logprobs=REFERENCE)
+    with pytest.raises(UsageError, match=r"ref_logprobs are \[23, 2\], and there are 24 pairs"):
+        pair_batches(PAIRS, 8, 0, ref_logprobs=REFERENCE[1:])

@@ -139,8 +139,13 @@ def pair_batches(
       A pure function from the step to a batch.
 
     Raises:
-      UsageError: there are fewer pairs.
+      UsageError: there are fewer pairs, or ref_logprobs are of another number of them.
     """
+    if ref_logprobs is not None and ref_logprobs.shape != (len(pairs.prompts), 2):
+        raise UsageError(
+            f"ref_logprobs are {list(ref_logprobs.shape)}, and there are {len(pairs.prompts)} pairs: give two numbers "
+            "for each pair"
+        )
     if not 1 <= num_pairs <= len(pairs.prompts):
         raise UsageError(f"num_pairs is {num_pairs}, but there are {len(pairs.prompts)} pairs: take 1 to that many")
     order, (prompt_width, width) = batches(len(pairs.prompts), num_pairs, seed), widths or pair_widths(pairs)
