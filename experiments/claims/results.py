@@ -37,8 +37,9 @@ and Yekutieli. A claim with a verdict keeps it. Of the verdicts of a family 5% a
 Intervals are Student's 95%, not adjusted. A deviation counts as no less than what evaluation alone would give,
 0.0017, or 1% of a ratio. A run that diverged has the score's floor, and is counted."""
 # By `simulated`, with 40 seeds at the last look and with 62 and 46.
-POWER_SAID = """Where seeds deviate by 0.05, as at the end of runs, 40 seeds settle a difference of 0.03 with a chance
-of 55% (announcements) and 74% (the field since); 62 and 46 seeds would do so with 80%."""
+POWER_SAID = """At the deviations that the claims had, 40 seeds settle a difference of 0.03 with a chance of 68%
+(announcements) and 90% (the field since), a mean over claims. Where seeds deviate by 0.05, as at the end of runs, it is
+55% and 74%; 62 and 46 seeds would have 80%."""
 SOURCES = """000 and 001 are the posts that announced GRPO in September 2022, 003 are notes on PPO and GRPO; none of
 them published data. The field since is named by its papers."""
 AS_CLAIMED = ", as claimed"
