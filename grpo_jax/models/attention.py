@@ -339,8 +339,8 @@ def attend_past(
 ) -> tuple[jax.Array, KeyValues]:
     """Attention of the next tokens of each completion over the prompt and the cache, those tokens included.
 
-    softmax(q·k/√E) v, with products of the prompt's keys and values for a whole group, as decoding is bound by reading
-    them. The softmax is not put in a row: prompt and cache share its maximum and its total.
+    softmax(q·k/√E) v. Decoding is bound by reading memory, so the prompt's keys and values are read once for a group.
+    The scores of prompt and cache stay two arrays. Their softmax has one maximum and one total.
 
     Args:
       queries: `[N, G·W, K, Q, E]`, of W tokens of each completion.

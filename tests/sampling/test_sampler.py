@@ -462,9 +462,9 @@ def test_a_scorer_finds_the_log_probabilities_of_the_sampler(params, prompts, sa
         assert out.truncated_logprobs[n, g, t] == pytest.approx(left[ids[n, g, t]], abs=1e-4)
 
 
-@pytest.mark.parametrize("max_tokens", [75, 96, 192])
+@pytest.mark.parametrize("max_tokens", [75, 96, 192, 256])
 def test_a_scorer_finds_the_log_probabilities_of_long_completions(params, prompts, max_tokens):
-    """A CPU's cache holds the keys of 75 tokens in one block, those of 96 and 192 in three."""
+    """A CPU's cache holds the keys of 75 tokens in one block, those of 96 and 192 in three; that of 256 grows."""
     sample = sampler_of(POLICY, max_tokens=max_tokens, eos_ids=(), pad_id=PAD_ID)
     out = sample(params, *prompts, row_numbers(8, GROUP), jax.random.key(1))
     hidden = jax.jit(POLICY.hidden)(params, *prompts, out.completion_ids)
