@@ -41,7 +41,7 @@ def choose_piece(
       group_size: G.
       tokens: T.
       microbatches: how many pieces of whole prompts; 0: as many as `piece_tokens` says, packed where that saves work.
-      piece_tokens: tokens of a piece at most, prompts and padding included, but one prompt at least.
+      piece_tokens: as in `choose_microbatches`.
       packs: whether completions may be packed.
     """
     whole = prompt + group_size * tokens
@@ -55,14 +55,18 @@ def choose_piece(
 def choose_microbatches(num_prompts: int, tokens: int, piece_tokens: int) -> int:
     """How many pieces of whole prompts a batch is computed in.
 
+    A batch that is larger than a piece by up to a half stays whole: two pieces of 544 tokens took a fifth longer.
+
     Args:
       num_prompts: of the batch, on one device.
       tokens: of one prompt with its completions, padding included.
-      piece_tokens: of a piece at most; one prompt with its completions may be more.
+      piece_tokens: of a piece at most, where there are several; one prompt with its completions may be more.
 
     Returns:
       A divisor of num_prompts.
     """
+    if num_prompts * tokens <= piece_tokens * 3 // 2:
+        return 1
     return num_prompts // _largest_divisor(num_prompts, tokens, piece_tokens)
 
 
