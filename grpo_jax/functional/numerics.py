@@ -175,24 +175,29 @@ def contract(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, dtype: Any) -
     return jax.lax.dot_general(x, y, dimensions, preferred_element_type=accumulator).astype(dtype)
 
 
-def times_transposed(x: jax.Array, matrix: jax.Array, dtype: Any) -> jax.Array:
+def times_transposed(x: jax.Array, matrix: jax.Array, dtype: Any, *, by_columns: bool = False) -> jax.Array:
     """x Wᵀ for few rows x and a large W, as a decode step has them.
 
     XLA on CPU computes float32 products of 32 rows as (W xᵀ)ᵀ in two thirds of the time, and those of 8 rows in half.
     It reorders products by itself, and barriers prevent that. In bfloat16 this order is slower.
 
     Args:
-      x: `[M, I]`.
+      x: `[..., I]`.
       matrix: W, `[O, I]`.
       dtype: of the result.
+      by_columns: that is how the result is read. Then W xᵀ is not transposed in memory.
 
     Returns:
-      `[M, O]`.
+      `[..., O]`.
     """
+    leading, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
     if jax.default_backend() != "cpu" or x.dtype != jnp.float32:
-        return contract(x, matrix, 1, 1, dtype)
+        return contract(rows, matrix, 1, 1, dtype).reshape(*leading, -1)
     fixed = jax.lax.optimization_barrier
-    return fixed(fixed(contract(matrix, fixed(x.T), 1, 0, dtype)).T)
+    product = fixed(contract(matrix, fixed(rows.T), 1, 0, dtype))
+    if by_columns:
+        return jnp.moveaxis(product.reshape(-1, *leading), 0, -1)
+    return fixed(product.T).reshape(*leading, -1)
 
 
 def write_slice(array: jax.Array, part: jax.Array, starts: Mapping[int, jax.Array | int]) -> jax.Array:

@@ -277,8 +277,7 @@ def linears(
     if module.has_variable("params", "joined"):
         ends = list(itertools.accumulate(math.prod(shape) for shape in out_shapes.values()))
         matrix: jax.Array = module.get_variable("params", "joined")
-        rows = times_transposed(x.reshape(-1, x.shape[-1]), matrix, x.dtype)
-        products = jnp.split(rows, ends[:-1], axis=-1)
+        products = jnp.split(times_transposed(x, matrix, x.dtype), ends[:-1], axis=-1)
     maps = (Linear(shape, use_bias, name=name) for name, shape in out_shapes.items())
     return [linear(x, y) for linear, y in zip(maps, products, strict=True)]
 

@@ -35,33 +35,39 @@ def sample_categorical(
     Returns:
       int32 ids `[...]` and their log-probabilities `[...]` in nats.
     """
-    vocab_size = logits.shape[-1]
-    width = math.isqrt(vocab_size - 1) + 1
-    num_blocks = -(-vocab_size // width)
-    maximum = jnp.max(logits, axis=-1, keepdims=True)
-    scale = jnp.asarray(scale, jnp.float32)
-    weights = jnp.exp((logits - maximum) * scale[..., None])
-    padding = [(0, 0)] * (logits.ndim - 1) + [(0, num_blocks * width - vocab_size)]
-    blocks = jnp.pad(weights, padding).reshape(*logits.shape[:-1], num_blocks, width)
-    sums = jnp.sum(blocks, axis=-1)
-    block = _invert(sums, uniforms[..., 0])
-    chosen = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    ids = block * width + _invert(chosen, uniforms[..., 1])
+    vocab_size, shape = logits.shape[-1], logits.shape[:-1]
+    # XLA on CPU makes logits of a step as W hᵀ (`times_transposed`), and adds along a first axis whole vectors at once.
+    axis = 0 if jax.default_backend() == "cpu" else len(shape)
+    width = math.isqrt(vocab_size - 1) + 1  # of a block; the last one may have fewer tokens
+    end = vocab_size - vocab_size % width
+    scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), shape)
+
+    logits = jnp.moveaxis(logits, -1, axis)
+    maximum = jnp.max(logits, axis)
+    weights = jnp.exp((logits - jnp.expand_dims(maximum, axis)) * jnp.expand_dims(scale, axis))
+    whole, rest = jnp.split(weights, [end], axis)  # not padded, which would be one more array of this size
+    sums = jnp.sum(whole.reshape(*shape[:axis], -1, width, *shape[axis:]), axis + 1)
+    sums = jnp.concatenate([sums, jnp.sum(rest, axis, keepdims=True)], axis)
+    first = _invert(sums, uniforms[..., 0], axis) * width
+    places = jnp.arange(width).reshape([width if x == axis else 1 for x in range(logits.ndim)])
+    tokens = jnp.expand_dims(first, axis) + places
+    chosen = jnp.where(tokens < vocab_size, jnp.take_along_axis(weights, tokens, axis, mode="clip"), 0)
+    ids = first + _invert(chosen, uniforms[..., 1], axis)
     if greedy is not None:
         # On CPU the arg max takes as long as all else here, and mostly nobody asks for it.
-        likeliest = jax.lax.cond(jnp.any(greedy), lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32), lambda: ids)
+        likeliest = jax.lax.cond(jnp.any(greedy), lambda: jnp.argmax(logits, axis).astype(jnp.int32), lambda: ids)
         ids = jnp.where(greedy, likeliest, ids)
     if given is not None:
         ids = jnp.where(given < 0, ids, given)
-    logit = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-    return ids, (logit - maximum[..., 0]) * scale - jnp.log(jnp.sum(sums, axis=-1))
+    logit = jnp.take_along_axis(logits, jnp.expand_dims(ids, axis), axis).squeeze(axis)
+    return ids, (logit - maximum) * scale - jnp.log(jnp.sum(sums, axis))
 
 
-def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The first i with w₀ + … + wᵢ > u Σ w, int32 `[...]`; never one with w = 0."""
+def _invert(weights: jax.Array, uniform: jax.Array, axis: int) -> jax.Array:
+    """The first i along an axis with w₀ + … + wᵢ > u Σ w, int32 `[...]`; never one with w = 0."""
     # A parallel prefix sum may rise by a rounding where the weight is 0; 0 never exceeds the target.
-    running = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
-    total = jnp.max(running, axis=-1, keepdims=True)
+    running = jnp.where(weights > 0, jnp.cumsum(weights, axis), 0)
+    total = jnp.max(running, axis, keepdims=True)
     # Rounding could also push the target up to the total itself, which nothing exceeds.
-    target = jnp.minimum(uniform[..., None] * total, jnp.nextafter(total, 0.0))
-    return jnp.argmax(running > target, axis=-1).astype(jnp.int32)
+    target = jnp.minimum(jnp.expand_dims(uniform, axis) * total, jnp.nextafter(total, 0.0))
+    return jnp.argmax(running > target, axis).astype(jnp.int32)

@@ -305,8 +305,8 @@ def _logits_of(policy: Policy, params: Params) -> Callable[[jax.Array], jax.Arra
 
     def logits_of(hidden: jax.Array) -> jax.Array:
         hidden = spread(hidden, DATA, None, of_features)
-        logits = times_transposed(hidden.reshape(-1, hidden.shape[-1]), unembedding, jnp.float32)
-        logits = softcapped(logits.reshape(*hidden.shape[:2], -1), policy.softcap)
+        # `sample_categorical` reads them by columns on a CPU.
+        logits = softcapped(times_transposed(hidden, unembedding, jnp.float32, by_columns=True), policy.softcap)
         # On a mesh each device has made the logits of its tokens of the vocabulary, and samples for prompts of its own.
         return spread(spread(spread(logits, DATA, None, of_tokens), BATCH, None, TENSOR), AXES)
 
