@@ -281,8 +281,8 @@ class OptimizerConfig:
     `piece_tokens`, in which the padding of completions is left out where that saves work."""
     piece_tokens: int = 0
     """Tokens of a piece at most on each device, prompts and padding included, or one prompt with its completions if
-    that is more. A minibatch with up to half as many again is one piece. 0: 768 on a CPU and 16,384 elsewhere, or as
-    many as memory allows."""
+    that is more. A minibatch with up to twice as many is one piece. 0: 768 on a CPU and 16,384 elsewhere, or as many as
+    memory allows."""
     max_skipped: int = 5
     """The run stops after this many steps in a row with gradients that are not finite. Such a step is skipped, and its
     batch is written to the run's folder."""

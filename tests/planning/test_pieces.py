@@ -11,7 +11,7 @@ def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
         assert (pieces[0], pieces[-1]) == (1, prompts)  # all at once, and one by one
     assert choose_microbatches(32, 256, 1_024) == 8
     assert choose_microbatches(32, 257, 1_024) == 16
-    assert (choose_microbatches(32, 48, 1_024), choose_microbatches(32, 49, 1_024)) == (1, 2)  # 1,536 tokens stay whole
+    assert (choose_microbatches(32, 64, 1_024), choose_microbatches(32, 65, 1_024)) == (1, 4)  # 2,048 tokens stay whole
 
 
 def test_the_shape_of_rows_by_hand():
