@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import hosts
+from grpo_jax.runs import hosts, terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import interval_over_runs
 from grpo_jax.tasks.characters import Characters
@@ -123,3 +124,11 @@ def over_seeds(
             row |= interval_over_runs(differences).named("difference") | {"wins": int((differences > 0).sum())}
         rows[method] = row
     return rows
+
+
+def print_over_seeds(
+    run: RunFolder, measure: str, seeds: range, columns: Sequence[str], table: Mapping[str, Sequence[Any]]
+) -> None:
+    """Prints a table of what was measured with each seed: `columns` of each row."""
+    which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
+    terminal.print_table(run, f"{measure}, {which}", columns, table)

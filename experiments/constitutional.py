@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import common
-from experiments.common import Seeds, collect, over_seeds, seeds_of
+from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
 from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, explain_control, learn, say_end
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
@@ -217,8 +217,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == last][-2:])
     rows = over_seeds(runs, first="gold", control="control")
     table = {name: [cell(row, key) for key in ("gold", "difference", "all", "words")] for name, row in rows.items()}
-    title = f"gold of held-out words, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
-    terminal.print_table(run, title, ("kept", "above control", "all kept", "words"), table)
+    print_over_seeds(run, "gold of held-out words", seeds, ("kept", "above control", "all kept", "words"), table)
     explain_control(run, table)
     columns = [("", "start"), ("", "constitution"), ("", "gold")]
     columns += [(kind, name) for kind in ("yes_", "agrees_") for name in ("start", "constitution")]

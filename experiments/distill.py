@@ -24,7 +24,7 @@ import numpy as np
 
 from experiments import common
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
-from experiments.common import Seeds, collect, over_seeds, seeds_of
+from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
 from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, learn, say_end
 from grpo_jax.config import Distillation, GRPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
@@ -268,8 +268,7 @@ def show(config: Config, run: RunFolder, runs: dict[str, dict[str, list[float]]]
         ]
         for method, row in rows.items()
     }
-    title = f"accuracy on 1,000 held-out additions, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
-    terminal.print_table(run, title, columns, table)
+    print_over_seeds(run, "accuracy on 1,000 held-out additions", seeds, columns, table)
     run.console.print(f"control: {config.kinds[0]} with a teacher that was never trained.", soft_wrap=True)
     phases = {method: [f"{method}_{seed}" for seed in seeds] for method in runs}
     terminal.save_curves(run, CURVES, phases)

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import common
-from experiments.common import Seeds, completions_batch, over_seeds, seeds_of
+from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds, seeds_of
 from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, explain_control, learn, say_end
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Rewards, pad_completions, rng
@@ -236,8 +236,7 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     runs = {method: {name: [scores[phase][name] for phase in phases[method]] for name in SCORES} for method in phases}
     rows = over_seeds(runs, first="gold", control="sum")
     table = {method: [cell(row, column) for column in (*SCORES, "difference")] for method, row in rows.items()}
-    title = f"held-out scores at equal weights, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
-    terminal.print_table(run, title, (*SCORES, "gold above the sum's"), table)
+    print_over_seeds(run, "held-out scores at equal weights", seeds, (*SCORES, "gold above the sum's"), table)
     explain_control(run, table, control="coin")
 
     def point(method: str, weight: float) -> tuple[float, float]:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from experiments import common
-from experiments.common import Seeds, collect, completions_batch, over_seeds, seeds_of
+from experiments.common import Seeds, collect, completions_batch, over_seeds, print_over_seeds, seeds_of
 from grpo_jax.commands.common import evaluate_heldout, explain_control, learn, say_end
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.preferences import bradley_terry_judge
@@ -235,9 +235,8 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
         ]
         for method, row in rows.items()
     }
-    title = f"gold reward on 256 held-out prompts, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
     columns = ("at the end", "above start", "seeds above frozen", "at best", "repeated letters")
-    terminal.print_table(run, title, columns, worth)
+    print_over_seeds(run, "gold reward on 256 held-out prompts", seeds, columns, worth)
     explain_control(run, worth, control="coin")
     title = "reward models at the end: the gain that they see, and pairs that they order as gold does"
     columns = ("gain seen", "gain in gold", "pairs of start", "of frozen", "of online")

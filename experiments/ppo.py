@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
-from experiments.common import Seeds, collect, over_seeds, seeds_of
+from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
 from grpo_jax.commands.common import evaluate_heldout, explain_control, learn, say_end
 from grpo_jax.config import GRPOConfig, PPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
@@ -124,8 +124,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
         ]
         for method, row in rows.items()
     }
-    title = f"accuracy on 1,000 held-out additions, seeds {seeds[0]} to {seeds[-1]}, 95% intervals over seeds"
-    terminal.print_table(run, title, columns, table)
+    print_over_seeds(run, "accuracy on 1,000 held-out additions", seeds, columns, table)
     explain_control(run, table)
     terminal.save_curves(
         run, terminal.curves_of(run, CURVES), {method: [f"{method}_{seed}" for seed in seeds] for method in runs}

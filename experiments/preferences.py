@@ -28,7 +28,7 @@ import numpy as np
 from scipy import special
 
 from experiments import common
-from experiments.common import Seeds, collect, over_seeds, seeds_of
+from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
 from grpo_jax.commands.common import say_end
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.ratings import EncodedRatings, with_mismatched
@@ -109,8 +109,7 @@ def main(config: Config) -> None:
         name: [cell(row, column) if column in ("share", "below_best") else row[column] for column in COLUMNS]
         for name, row in rows.items()
     }
-    title = f"exact, by enumeration; means of seeds {seeds[0]} to {seeds[-1]}, 95% interval over seeds"
-    terminal.print_table(run, title, list(COLUMNS.values()), table)
+    print_over_seeds(run, "exact, by enumeration", seeds, list(COLUMNS.values()), table)
     phases = {method: [f"{method}_{seed}" for seed in seeds] for method in (config.loss, CONTROL)}
     curves = (("loss", "loss of a batch"), ("accuracy", "accuracy of a batch"), ("heldout_objective", "J"))
     terminal.save_curves(run, curves, phases)
