@@ -1,5 +1,7 @@
 """What is said of arguments that have other shapes, or are no arrays."""
 
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -297,11 +299,13 @@ def test_a_transposed_array_has_the_numbers_of_any_other(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_few_rows_times_a_transposed_matrix_are_the_product_of_numpy(rows, dtype):
+@pytest.mark.parametrize("rows", [(1,), (3,), (8,), (2, 3), ()])
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_few_rows_times_a_transposed_matrix_are_the_product_of_numpy(rows, by_columns, dtype):
     rng = np.random.default_rng(0)
-    x, matrix = rng.integers(-8, 9, (rows, 5)), rng.integers(-8, 9, (40, 5))  # exact in both types
-    y = jax.jit(times_transposed, static_argnums=2)(jnp.asarray(x, dtype), jnp.asarray(matrix, dtype), jnp.float32)
+    x, matrix = rng.integers(-8, 9, (*rows, 5)), rng.integers(-8, 9, (40, 5))  # exact in both types
+    multiply = jax.jit(partial(times_transposed, dtype=jnp.float32, by_columns=by_columns))
+    y = multiply(jnp.asarray(x, dtype), jnp.asarray(matrix, dtype))
     assert y.dtype == jnp.float32
     np.testing.assert_array_equal(np.asarray(y), x @ matrix.T)
 
