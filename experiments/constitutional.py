@@ -26,7 +26,7 @@ import numpy as np
 
 from experiments import common
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
-from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, explain_control, learn, say_end
+from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, explain_control, learn
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
 from grpo_jax.data.types import Completion, Component, Reward, Rewards, rng
@@ -123,7 +123,7 @@ def main(config: Config) -> None:
             found[name] = numbers(end) | judgement(judge, end, task)
         collect(runs, found)
     show(run, runs, seeds)
-    say_end(run, started)
+    terminal.say_end(run, started)
 
 
 def keeps(name: str, word: str) -> bool:

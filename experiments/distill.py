@@ -25,7 +25,7 @@ import numpy as np
 from experiments import common
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
-from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, learn, say_end
+from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, learn
 from grpo_jax.config import Distillation, GRPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy, decoder_policy
@@ -136,7 +136,7 @@ def main(config: Config) -> None:
             train_by(method, config, models, world)
             collect(runs, {method: numbers_of(method, config, world, score)})
     show(config, run, runs, seeds)
-    say_end(run, started)
+    terminal.say_end(run, started)
 
 
 def new_models(config: Config) -> Models:

@@ -50,7 +50,7 @@ from experiments.judging import (
     step_seconds,
     supervised_cost,
 )
-from grpo_jax.commands.common import evaluate_heldout, learn, say_end
+from grpo_jax.commands.common import evaluate_heldout, learn
 from grpo_jax.commands.reward_model import answer_lengths, encode_pairs
 from grpo_jax.config import ModelOptions, PPOConfig, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
@@ -192,7 +192,7 @@ def main(config: Config) -> None:
     times = {title: step_seconds(run, names) for title, names in phases.items()}
     print_tables(run, results, times, control=METHODS["control"])
     terminal.save_curves(run, CURVES, phases)
-    say_end(run, started)
+    terminal.say_end(run, started)
     run.console.print(f"answers to read: {run.path / 'samples.md'}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from experiments import common
 from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds, seeds_of
-from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, explain_control, learn, say_end
+from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, explain_control, learn
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Rewards, pad_completions, rng
 from grpo_jax.errors import UsageError
@@ -163,7 +163,7 @@ def main(config: Config) -> None:
             options = with_options(seeded.train, advantages_of=chosen.config.loss.advantages_of)
             scores[phase] = means(learn(start, task, options, run, chosen, phase=phase, reward=reward)[1])
     show(run, config, scores)
-    say_end(run, started)
+    terminal.say_end(run, started)
 
 
 def task_of(config: Config) -> Task:

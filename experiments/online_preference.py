@@ -31,7 +31,7 @@ import numpy as np
 
 from experiments import common
 from experiments.common import Seeds, collect, completions_batch, over_seeds, print_over_seeds, seeds_of
-from grpo_jax.commands.common import evaluate_heldout, explain_control, learn, say_end
+from grpo_jax.commands.common import evaluate_heldout, explain_control, learn
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.preferences import bradley_terry_judge
 from grpo_jax.data.types import Component, Example, pad_completions, rng
@@ -120,7 +120,7 @@ def main(config: Config) -> None:
         found = run_seed(policy, start, untrained, with_options(config, seed=seed), run, programs)
         collect(runs, found)
     show(run, runs, seeds)
-    say_end(run, started)
+    terminal.say_end(run, started)
 
 
 def run_seed(

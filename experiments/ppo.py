@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
-from grpo_jax.commands.common import evaluate_heldout, explain_control, learn, say_end
+from grpo_jax.commands.common import evaluate_heldout, explain_control, learn
 from grpo_jax.config import GRPOConfig, PPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs import flags, terminal
@@ -85,7 +85,7 @@ def main(config: Config) -> None:
             row["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))
             collect(runs, {method: row})
     show(run, runs, seeds)
-    say_end(run, started)
+    terminal.say_end(run, started)
 
 
 def grpo_config(config: PPOConfig) -> GRPOConfig:

@@ -29,7 +29,6 @@ from scipy import special
 
 from experiments import common
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
-from grpo_jax.commands.common import say_end
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.ratings import EncodedRatings, with_mismatched
 from grpo_jax.data.types import rng
@@ -114,7 +113,7 @@ def main(config: Config) -> None:
     curves = (("loss", "loss of a batch"), ("accuracy", "accuracy of a batch"), ("heldout_objective", "J"))
     terminal.save_curves(run, curves, phases)
     write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
-    say_end(run, started)
+    terminal.say_end(run, started)
 
 
 def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, float]]:

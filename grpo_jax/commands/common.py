@@ -9,7 +9,6 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.terminal import say_end
 from grpo_jax.statistics import paired_difference
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
@@ -164,4 +163,4 @@ def finish(
         return
     explain_control(run, rows)
     terminal.save_results(run, rows, checksum, terminal.curves_of(run, curves), phases)
-    say_end(run, started)
+    terminal.say_end(run, started)

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from grpo_jax import functional
-from grpo_jax.commands.common import RUN_DIR, Method, say_end
+from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences, split_preferences
@@ -32,7 +32,7 @@ from grpo_jax.models.lora import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.folder import RunFolder, kept_arrays
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
 from grpo_jax.statistics import cell, paired_difference
 from grpo_jax.training.guards import check_length
@@ -41,7 +41,6 @@ from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervise
 from grpo_jax.training.supervised.preference import (
     PairLoss,
     evaluate_preferences,
-    kept_arrays,
     needs_reference,
     pair_scores,
     score_preferences,
@@ -172,7 +171,7 @@ def main(config: Config) -> None:
     checksum = params_sha256(state.params)
     if run.writes:
         show(run, compare(before, after), checksum)
-        say_end(run, started)
+        terminal.say_end(run, started)
 
 
 def loss_of(config: Config) -> PairLoss:

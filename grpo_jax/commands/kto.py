@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
-from grpo_jax.commands.common import RUN_DIR, Method, say_end
+from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.dpo import encoding, given_constants, reference_logprobs, show
 from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
@@ -28,7 +28,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags, hosts
+from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
@@ -134,7 +134,7 @@ def main(config: Config) -> None:
     run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in inputs.items()})
     model = model._replace(params=place(model.params, devices))
     train_and_evaluate(run, config, model, training, heldout, loss)
-    say_end(run, started)
+    terminal.say_end(run, started)
 
 
 def loss_of(config: Config) -> RatedLoss:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.commands.common import RUN_DIR, Method, say_end
+from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
@@ -150,7 +150,7 @@ def main(config: Config) -> None:
         title = f"{len(heldout_pairs.prompts)} held-out pairs of {len(preferences)}, with 95% intervals"
         show(run, title, rows, after, checksum)
         keep_model(run, RewardModel(shape, whole, loaded.tokenizer, loaded.eos_ids, loaded.folder))
-        say_end(run, started)
+        terminal.say_end(run, started)
         run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from grpo_jax.commands.common import RUN_DIR, Method, say_end
+from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions, validate_divergence
 from grpo_jax.data import digests
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
@@ -150,7 +150,7 @@ def main(config: Config) -> None:
     checksum = params_sha256(state.params)
     if run.writes:
         show(run, rows_of_table, checksum, TAUGHT_CURVES if teacher else CURVES)
-        say_end(run, started)
+        terminal.say_end(run, started)
 
 
 def learn(

@@ -16,12 +16,11 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters, split
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.folder import RunFolder, kept_arrays
 from grpo_jax.training.supervised.phase import SupervisedConfig
 from grpo_jax.training.supervised.preference import (
     PairScores,
     evaluate_preferences,
-    kept_arrays,
     needs_reference,
     pair_logprobs,
     pair_losses,

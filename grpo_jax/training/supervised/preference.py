@@ -5,11 +5,8 @@ both. What the reference gives them does not change, so it is computed once, bef
 """
 
 import inspect
-import os
-import zipfile
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -17,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.data.preferences import EncodedPairs
-from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import hosts
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import bootstrap
 from grpo_jax.training.parallel import Devices, rows_program
@@ -179,32 +174,6 @@ def score_preferences(
 @cache
 def _pair_logprobs(policy: Policy, devices: Devices) -> Callable[[Params, PairBatch], np.ndarray]:
     return rows_program(partial(pair_logprobs, policy), devices=devices)
-
-
-def kept_arrays(file: Path, make: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Arrays that are made once: read from the file where it is there, and written to it where it is not.
-
-    Args:
-      file: .npz, which all hosts see; a reader sees all of it or nothing.
-      make: the arrays by name; all hosts make them together, and the first writes them.
-
-    Raises:
-      UsageError: the file is damaged.
-    """
-    if not hosts.first_says(f"whether there is {file.name}", file.exists()):
-        made = dict(make())
-        if not hosts.is_first():
-            return made
-        temporary = file.with_name(file.name + ".tmp")
-        with temporary.open("wb") as opened:
-            np.savez(opened, **made)  # type: ignore[arg-type]
-        os.replace(temporary, file)
-        return made
-    try:
-        with np.load(file) as arrays:
-            return dict(arrays)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-        raise UsageError(f"{file} cannot be read: delete it, and it is computed anew") from None
 
 
 # ---- evaluation
