@@ -175,23 +175,28 @@ def contract(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, dtype: Any) -
     return jax.lax.dot_general(x, y, dimensions, preferred_element_type=accumulator).astype(dtype)
 
 
+def multiplies_by_columns(dtype: Any) -> bool:
+    """Whether `times_transposed` computes rows of this type as (W xᵀ)ᵀ. In bfloat16 this order is slower."""
+    return jax.default_backend() == "cpu" and dtype == jnp.float32
+
+
 def times_transposed(x: jax.Array, matrix: jax.Array, dtype: Any, *, by_columns: bool = False) -> jax.Array:
     """x Wᵀ for few rows x and a large W, as a decode step has them.
 
     XLA on CPU computes float32 products of 32 rows as (W xᵀ)ᵀ in two thirds of the time, and those of 8 rows in half.
-    It reorders products by itself, and barriers prevent that. In bfloat16 this order is slower.
+    It reorders products by itself, and barriers prevent that.
 
     Args:
       x: `[..., I]`.
       matrix: W, `[O, I]`.
       dtype: of the result.
-      by_columns: that is how the result is read. Then W xᵀ is not transposed in memory.
+      by_columns: the result is read by columns. Then W xᵀ is not transposed in memory.
 
     Returns:
       `[..., O]`.
     """
     leading, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    if jax.default_backend() != "cpu" or x.dtype != jnp.float32:
+    if not multiplies_by_columns(x.dtype):
         return contract(rows, matrix, 1, 1, dtype).reshape(*leading, -1)
     fixed = jax.lax.optimization_barrier
     product = fixed(contract(matrix, fixed(rows.T), 1, 0, dtype))

@@ -18,6 +18,7 @@ def sample_categorical(
     scale: jax.Array | float = 1.0,
     greedy: jax.Array | None = None,
     given: jax.Array | None = None,
+    by_columns: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Samples v with probability softmax(scale · logits)[v]: first a block of the vocabulary, then a token of it.
 
@@ -31,13 +32,14 @@ def sample_categorical(
         this size to write and to read, which takes a GPU a twentieth of a decode step.
       greedy: bool `[...]`, take the largest logit instead.
       given: int32 `[...]`, ids to take instead, or −1 where one is drawn.
+      by_columns: the vocabulary is the first axis in memory, as where `times_transposed` multiplies by columns. The
+        tokens are the same.
 
     Returns:
       int32 ids `[...]` and their log-probabilities `[...]` in nats.
     """
     vocab_size, shape = logits.shape[-1], logits.shape[:-1]
-    # XLA on CPU makes logits of a step as W hᵀ (`times_transposed`), and adds along a first axis whole vectors at once.
-    axis = 0 if jax.default_backend() == "cpu" else len(shape)
+    axis = 0 if by_columns else len(shape)
     width = math.isqrt(vocab_size - 1) + 1  # of a block; the last one may have fewer tokens
     end = vocab_size - vocab_size % width
     scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), shape)

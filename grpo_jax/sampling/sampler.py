@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import softcapped, times_transposed
+from grpo_jax.functional.numerics import multiplies_by_columns, softcapped, times_transposed
 from grpo_jax.models.geometry import AT_ONCE
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
@@ -176,7 +176,7 @@ def continue_episodes(
     def add(rows: _Rows, hidden: jax.Array, lengths: jax.Array) -> tuple[_Rows, jax.Array]:
         """One more token of those whose turn has not ended."""
         active = _active(rows, max_tokens)
-        added = _add_token(rows, logits_of(hidden), lengths, eos_ids, active)
+        added = _add_token(logits_of, rows, hidden, lengths, eos_ids, active)
         turn = _put(added.out.turn, lengths, number, active)
         return added._replace(out=added.out._replace(turn=turn)), lengths + active
 
@@ -286,7 +286,7 @@ def _begun(
     logits_of = _logits_of(policy, params)
 
     def add(rows: _Rows, hidden: jax.Array, step: jax.Array) -> _Rows:
-        return _add_token(rows, logits_of(hidden), step, eos_ids, rows.out.truncated)
+        return _add_token(logits_of, rows, hidden, step, eos_ids, rows.out.truncated)
 
     def extend(carry):
         step, cache, rows = carry
@@ -305,7 +305,6 @@ def _logits_of(policy: Policy, params: Params) -> Callable[[jax.Array], jax.Arra
 
     def logits_of(hidden: jax.Array) -> jax.Array:
         hidden = spread(hidden, DATA, None, of_features)
-        # `sample_categorical` reads them by columns on a CPU.
         logits = softcapped(times_transposed(hidden, unembedding, jnp.float32, by_columns=True), policy.softcap)
         # On a mesh each device has made the logits of its tokens of the vocabulary, and samples for prompts of its own.
         return spread(spread(spread(logits, DATA, None, of_tokens), BATCH, None, TENSOR), AXES)
@@ -386,11 +385,18 @@ def _nothing(shape: tuple[int, ...], max_tokens: int, pad_id: int, limits: Trunc
     return Completions(ids, jnp.zeros(ids.shape, bool), zeros, truncated_logprobs, jnp.ones(shape, bool))
 
 
-def _add_token(rows: _Rows, logits: jax.Array, step: jax.Array, eos_ids: tuple[int, ...], running: jax.Array) -> _Rows:
-    """Samples token `step`, of all or of each `[N, G]`, from logits `[N, G, V]` before temperature.
+def _add_token(
+    logits_of: Callable[[jax.Array], jax.Array],
+    rows: _Rows,
+    hidden: jax.Array,
+    step: jax.Array,
+    eos_ids: tuple[int, ...],
+    running: jax.Array,
+) -> _Rows:
+    """Samples token `step`, of all or of each `[N, G]`, from hidden states `[N, G, D]`.
 
     Completions that are not running stay as they are."""
-    out = rows.out
+    out, logits, by_columns = rows.out, logits_of(hidden), multiplies_by_columns(hidden.dtype)
     limited, greedy = out.truncated_logprobs is not None, rows.temperature == 0
     scale = 1.0 / jnp.where(greedy, 1.0, rows.temperature)
     candidates = logits
@@ -402,7 +408,9 @@ def _add_token(rows: _Rows, logits: jax.Array, step: jax.Array, eos_ids: tuple[i
     else:
         uniforms = rows.uniforms[:, :, step]
     given = None if rows.given is None else rows.given[:, :, step]
-    ids, logprob = sample_categorical(candidates, uniforms, scale=scale, greedy=greedy, given=given)
+    ids, logprob = sample_categorical(
+        candidates, uniforms, scale=scale, greedy=greedy, given=given, by_columns=by_columns
+    )
 
     def put(array, value):
         return _put(array, step, value, running)

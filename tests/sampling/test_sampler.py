@@ -108,16 +108,15 @@ def test_greedy_takes_the_largest_logit_in_the_rows_that_ask_for_it():
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 16, 50])
-def test_the_tokens_are_the_same_in_the_order_of_memory_of_other_devices(monkeypatch, vocab_size):
+def test_the_tokens_are_the_same_by_columns(vocab_size):
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(3, 5, vocab_size)).astype(np.float32)
     uniforms, scale = rng.random((3, 5, 2), np.float32), rng.uniform(0.5, 2, (3, 1)).astype(np.float32)
     greedy, given = rng.random((3, 5)) < 0.3, np.where(rng.random((3, 5)) < 0.3, vocab_size - 1, -1).astype(np.int32)
-    of_cpu = sample_categorical(logits, uniforms, scale=scale, greedy=greedy, given=given)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    ids, logprobs = sample_categorical(logits, uniforms, scale=scale, greedy=greedy, given=given)
-    np.testing.assert_array_equal(of_cpu[0], ids)
-    np.testing.assert_allclose(of_cpu[1], logprobs, atol=1e-6)
+    sample = partial(sample_categorical, logits, uniforms, scale=scale, greedy=greedy, given=given)
+    (ids, logprobs), by_columns = sample(), sample(by_columns=True)
+    np.testing.assert_array_equal(by_columns[0], ids)
+    np.testing.assert_allclose(by_columns[1], logprobs, atol=1e-6)
 
 
 # ---- truncation
