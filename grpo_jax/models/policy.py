@@ -123,7 +123,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         init=init,
         unembedding=unembedding,
         softcap=config.final_logit_softcapping,
-        **_scoring(config, model),
+        **_scoring(config, Transformer(config, has_gradient=True)),
         **_decoding(config, model),
     )
 
