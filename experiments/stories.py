@@ -27,7 +27,7 @@ from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.training.grpo import make_programs
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import num_devices, place
-from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.scoring import score_completion_tokens
 from grpo_jax.training.state import Batch
 
 CURVES = (("length_mean", "tokens"),)

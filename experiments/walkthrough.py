@@ -51,10 +51,10 @@ from grpo_jax.training.rollout import (
     grade,
     group_temperatures,
     noise_of,
-    score_completion_tokens,
     to_batch,
     zero_spread,
 )
+from grpo_jax.training.scoring import score_completion_tokens
 from grpo_jax.training.state import Array, Batch, TrainState
 from grpo_jax.training.step import train_step
 
@@ -168,7 +168,7 @@ def main(config: Config) -> Walk:
     heading("3. Advantages: (reward − mean) / (standard deviation + ε)", "functional.group_advantages")
     show_advantages(rollout.rewards, advantages)
 
-    heading("4. Log-probabilities of the sampled tokens", "training.rollout.score_completion_tokens")
+    heading("4. Log-probabilities of the sampled tokens", "training.scoring.score_completion_tokens")
     batch = to_batch(task.heldout.ids, task.heldout.mask, temperature, sampled)
     start = np.asarray(score(params, batch).logprobs)
     plain = np.asarray(score(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
@@ -185,7 +185,7 @@ def main(config: Config) -> Walk:
     heading("7. One optimizer step", "training.step.train_step")
     updated, metrics = updates(policy, programs, options, params, batch)
 
-    heading("8. The same completions after the update", "training.rollout.score_completion_tokens")
+    heading("8. The same completions after the update", "training.scoring.score_completion_tokens")
     after = terms(np.asarray(score(updated, batch).logprobs), batch, algorithm)
     show_terms(tokens, after, mask)
     say(f"loss of a second pass over this rollout: {after.loss:.4f}")

@@ -11,7 +11,7 @@ from grpo_jax.config import recipe
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import learn, rollout
+from grpo_jax.training import learn, rollout, scoring
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.state import RewardArrays
 
@@ -54,7 +54,7 @@ NUMBER = shape(dtype=jnp.uint32)
 
 
 def reference_logprobs(params, batch):
-    return rollout.score_completion_tokens(POLICY, params, batch).logprobs
+    return scoring.score_completion_tokens(POLICY, params, batch).logprobs
 
 
 sample = partial(rollout.sample, POLICY, TASK, CONFIG.sampling)

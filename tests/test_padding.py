@@ -13,7 +13,8 @@ from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.task import Task
 from grpo_jax.training.readable import readable
-from grpo_jax.training.rollout import Rollout, decode_groups, score_completion_tokens, to_batch
+from grpo_jax.training.rollout import Rollout, decode_groups, to_batch
+from grpo_jax.training.scoring import score_completion_tokens
 
 TEXT = Characters("abc")
 PAD, EOS = TEXT.pad_id, TEXT.eos_id

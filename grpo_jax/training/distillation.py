@@ -37,7 +37,8 @@ from grpo_jax.training.grpo import check_teacher, grpo_loss_fn, grpo_method, mak
 from grpo_jax.training.learn import Advantages, AxisName, Method
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
-from grpo_jax.training.rollout import Sampler, hidden_and_routing, hidden_states, score_completion_tokens
+from grpo_jax.training.rollout import Sampler
+from grpo_jax.training.scoring import hidden_and_routing, hidden_states, score_completion_tokens
 from grpo_jax.training.state import Array, Batch, RewardArrays, TeacherOutputs
 from grpo_jax.training.step import Logs
 

@@ -59,11 +59,11 @@ from grpo_jax.training.rollout import (
     read_completions,
     reward_arrays,
     rollout_metrics,
-    score_completion_tokens,
     shares_a_function,
     take_prompts,
     zero_spread,
 )
+from grpo_jax.training.scoring import score_completion_tokens
 from grpo_jax.training.state import REWARD_AXES, Array, Batch, RewardArrays, TrainState
 
 # Options that the host alone reads, so that programs do not depend on them. Devices are those of the sampler.

@@ -38,13 +38,8 @@ from grpo_jax.training.grpo import grpo_loss_fn, kl_logs, masked, optimizer_of, 
 from grpo_jax.training.learn import Advantages, AxisName, Method, Scores
 from grpo_jax.training.loop import Programs, check_task, compile_programs
 from grpo_jax.training.parallel import devices_of, parts
-from grpo_jax.training.rollout import (
-    Sampler,
-    hidden_and_routing,
-    hidden_states,
-    of_completions,
-    score_completion_tokens,
-)
+from grpo_jax.training.rollout import Sampler
+from grpo_jax.training.scoring import hidden_and_routing, hidden_states, of_completions, score_completion_tokens
 from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState
 from grpo_jax.training.step import Logs
 

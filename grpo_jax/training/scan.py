@@ -26,13 +26,8 @@ from grpo_jax.training import learn as learning
 from grpo_jax.training.evaluate import heldout_calls
 from grpo_jax.training.grpo import grpo_method
 from grpo_jax.training.learn import EVALUATION, REWARD, SAMPLING, Method, step_key
-from grpo_jax.training.rollout import (
-    completion_numbers,
-    group_temperatures,
-    sample,
-    score_completion_tokens,
-    to_batch,
-)
+from grpo_jax.training.rollout import completion_numbers, group_temperatures, sample, to_batch
+from grpo_jax.training.scoring import score_completion_tokens
 from grpo_jax.training.state import Array, Batch, RewardArrays, TrainState
 
 # Metrics of what a step sampled, before its updates.

@@ -25,7 +25,7 @@ from grpo_jax.planning.memory import num_params
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.training.parallel import Mesh, compiled, place, to_host
-from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.scoring import score_completion_tokens
 from grpo_jax.training.state import Batch
 
 GOLDEN = Path(__file__).parents[1] / "golden"

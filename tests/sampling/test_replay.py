@@ -14,7 +14,7 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation
-from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.scoring import score_completion_tokens
 from grpo_jax.training.state import Batch
 
 PROMPTS = np.array([[9, 9, 0], [1, 2, 1], [9, 2, 0], [5, 1, 2]], np.int32)

@@ -22,7 +22,7 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
 from grpo_jax.training.distillation import WithTeacher, distillation_method, make_distillation_programs
 from grpo_jax.training.grpo import grpo_loss_fn, make_programs
-from grpo_jax.training.rollout import hidden_states, score_completion_tokens
+from grpo_jax.training.scoring import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Batch, RewardArrays
 
 EOS, PAD, WIDTH = 6, 7, 9

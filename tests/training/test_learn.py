@@ -20,7 +20,7 @@ from grpo_jax.training.learn import minibatch_order, needs_old_logprobs, with_sc
 from grpo_jax.training.loop import compile_programs
 from grpo_jax.training.parallel import place, to_devices, to_host
 from grpo_jax.training.ppo import ActorCritic, ppo_method
-from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.scoring import score_completion_tokens
 from grpo_jax.training.state import REWARD_AXES, Batch, RewardArrays, has_weight_decay, make_optimizer
 
 N, G, P, T = 16, 4, 2, 3

@@ -16,7 +16,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.training.grpo import grpo_loss_fn
 from grpo_jax.training.microbatches import computed_in_pieces, lengths_of, packed, take
 from grpo_jax.training.ppo import add_critic, critic_policy, ppo_loss_fn, ppo_method, split
-from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.scoring import score_completion_tokens
 from grpo_jax.training.state import Batch
 from grpo_jax.training.step import accumulate_grads
 

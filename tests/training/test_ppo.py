@@ -36,7 +36,7 @@ from grpo_jax.training.ppo import (
     token_advantages,
     train_ppo,
 )
-from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.scoring import score_completion_tokens
 from grpo_jax.training.state import Batch, RewardArrays, TrainState
 
 VOCAB, EOS, PAD = 8, 6, 7

@@ -18,8 +18,9 @@ from grpo_jax.tasks.task import Task
 from grpo_jax.training.grpo import grpo_method, make_programs, train
 from grpo_jax.training.learn import SAMPLING
 from grpo_jax.training.parallel import to_host
-from grpo_jax.training.rollout import completion_numbers, group_temperatures, noise_of, score_completion_tokens
+from grpo_jax.training.rollout import completion_numbers, group_temperatures, noise_of
 from grpo_jax.training.scan import DeviceTask, heldout_of, prompts_of, whole_run
+from grpo_jax.training.scoring import score_completion_tokens
 
 EOS, PAD, STEPS, STALENESS = 6, 7, 6, 2
 OPTIONS = {"num_prompts": 8, "group_size": 4, "max_tokens": 3, "learning_rate": 5e-2}

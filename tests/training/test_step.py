@@ -16,7 +16,7 @@ from grpo_jax.functional.presets import PRESETS
 from grpo_jax.training.grpo import grpo_loss_fn
 from grpo_jax.training.microbatches import by_prompts
 from grpo_jax.training.parallel import data_parallel
-from grpo_jax.training.rollout import hidden_states, score_completion_tokens
+from grpo_jax.training.scoring import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Batch, init_state
 from grpo_jax.training.step import train_step
 

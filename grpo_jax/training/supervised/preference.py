@@ -19,7 +19,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import bootstrap
 from grpo_jax.training.parallel import Devices, rows_program
-from grpo_jax.training.rollout import score_completion_tokens
+from grpo_jax.training.scoring import score_completion_tokens
 from grpo_jax.training.state import Array, Batch, TrainState
 from grpo_jax.training.step import Logs
 from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, fit

@@ -14,7 +14,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.training.parallel import Devices, rows_program
-from grpo_jax.training.rollout import hidden_states, score_completion_tokens
+from grpo_jax.training.scoring import hidden_states, score_completion_tokens
 from grpo_jax.training.state import Batch, TrainState
 from grpo_jax.training.step import Logs, LossFn
 from grpo_jax.training.supervised.phase import SupervisedConfig, SupervisedLoss, fit
