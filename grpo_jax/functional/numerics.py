@@ -219,9 +219,9 @@ def write_slice(array: jax.Array, part: jax.Array, starts: Mapping[int, jax.Arra
     Returns:
       As the array.
     """
-    places: list[jax.Array | int] = [0] * array.ndim
+    places = [jnp.int32(0)] * array.ndim  # of one dtype, also where integers have 64 bits
     for axis, start in starts.items():
-        places[axis] = start
+        places[axis] = jnp.int32(start)
     write = partial(jax.lax.dynamic_update_slice, start_indices=places)
     if jax.default_backend() != "cpu" or array.dtype != jnp.bfloat16:
         return write(array, part)

@@ -38,11 +38,14 @@ from grpo_jax.models.quantised import Quantize, quantise_params
 from grpo_jax.models.transformer import Params
 from grpo_jax.planning.models import MODELS
 from grpo_jax.planning.pieces import FASTEST, Piece, choose_piece
+from grpo_jax.sampling.sampler import rooms_of
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 # Updates of many parameters exist at a time, and XLA on CPU copies moments: 1.3 to 1.54 numbers for each parameter.
 _UPDATING = 1.4
+# Of a cache that grows on a CPU more than its last size exists while it is copied: .30 of it, by the compiler.
+_GROWING = 0.3
 _BLOCK = 128  # queries whose scores exist at a time, as in `models.attention.attend`
 GIB = 2**30
 
@@ -282,7 +285,9 @@ def _cache(model: ModelConfig, shape: Shape) -> int:
     """Bytes: 2 L K E for each token of a prompt, once a group, and of a completion what each layer keeps of it."""
     of_prompts = model.num_hidden_layers * shape.num_prompts * shape.prompt_tokens
     slots = sum(slots_of(model, window, shape.max_tokens) for window in model.windows)
-    return 2 * _keys(model, shape) * (of_prompts + _completions(shape) * slots) * BYTES[model.dtype]
+    numbers = 2 * _keys(model, shape) * (of_prompts + _completions(shape) * slots)
+    grows = shape.on_cpu and len(rooms_of(shape.max_tokens)) > 1
+    return round((1 + _GROWING * grows) * numbers * BYTES[model.dtype])
 
 
 def _prefill(model: ModelConfig, shape: Shape) -> int:

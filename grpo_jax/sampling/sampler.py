@@ -97,7 +97,7 @@ def sample_groups(
       `Completions`.
     """
     before = _given(rows, key, max_tokens, temperature, truncation, pad_id)._replace(given=spread(given, BATCH))
-    rooms = _rooms(max_tokens) if policy.widen else (max_tokens,)
+    rooms = rooms_of(max_tokens) if policy.widen else (max_tokens,)
     extend, begun = _begun(policy, params, prompt_ids, prompt_mask, before, rooms[0], eos_ids)
     # On a mesh those that are left would not be shared out evenly.
     widths = _widths(rows.size, max_tokens) if policy.select and mesh_sizes() is None else ()
@@ -327,7 +327,7 @@ def _widths(num_completions: int, max_tokens: int) -> tuple[int, ...]:
     return fewer, *_widths(fewer, max_tokens)
 
 
-def _rooms(max_tokens: int) -> tuple[int, ...]:
+def rooms_of(max_tokens: int) -> tuple[int, ...]:
     """Tokens of a completion that the cache has room for: at first, and later on.
 
     The whole cache is read for every token. Where completions may be long it grows as they do, and less is read: three

@@ -183,14 +183,14 @@ def test_a_cache_that_grows_changes_nothing(monkeypatch, widths):
     options = {"max_tokens": 21, "eos_ids": tuple(range(3, 9)) if widths else (3,), "pad_id": 1}
     expected = sampler_of(policy, **options)(*given)
     monkeypatch.setattr(sampler, "_widths", lambda *_: widths)
-    monkeypatch.setattr(sampler, "_rooms", lambda max_tokens: (1, max_tokens // 2, max_tokens))
+    monkeypatch.setattr(sampler, "rooms_of", lambda max_tokens: (1, max_tokens // 2, max_tokens))
     assert_same(sampler_of(policy, **options)(*given), expected, atol=1e-5)  # the sums of a decoder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [None, (1,)], ids=["all", "one of two"])
 def test_layers_with_a_window_forget_what_it_does_not_see(layers, monkeypatch):
-    """A window of 3: 5 slots give what 20 give, also where room is made in between."""
+    """A window of 3: 5 slots give what 21 give, also where room is made in between."""
     config = replace(CONFIG, num_key_value_heads=2, sliding_window=3, sliding_layers=layers)
     policy = decoder_policy(config)
     params = random_numbers(jax.eval_shape(policy.init, jax.random.key(0)), 0)
@@ -203,9 +203,9 @@ def test_layers_with_a_window_forget_what_it_does_not_see(layers, monkeypatch):
     def slots(params):
         return [layer.values for layer in policy.prefill(params, *prompts, SHAPE[1], 21)[2][1]]
 
-    assert {x.shape[-2] for x in jax.eval_shape(slots, params)} == ({5} if layers is None else {20, 5})
+    assert {x.shape[-2] for x in jax.eval_shape(slots, params)} == ({5} if layers is None else {21, 5})
     assert_same(sampler_of(policy, **options)(*given), expected, atol=1e-5)
-    monkeypatch.setattr(sampler, "_rooms", lambda max_tokens: (4, max_tokens // 2, max_tokens))
+    monkeypatch.setattr(sampler, "rooms_of", lambda max_tokens: (4, max_tokens // 2, max_tokens))
     assert_same(sampler_of(policy, **options)(*given), expected, atol=1e-5)
 
 
