@@ -108,10 +108,8 @@ def attend_groups(
 # Queries are taken in blocks of this many at least, and in this many blocks at most: each block is compiled by itself.
 _MIN_BLOCK = 128
 _MAX_BLOCKS = 8
-# Up to so many keys weights are transposed before they are summed over queries on a CPU: in .25 to 1.0 of the time with
-# 6 to 64 keys, in 1.04 with 100. From so many on the sum is computed as its transpose: in .4 to .8 of the time with 256
-# to 1,040 keys, in 1.1 with 144.
-_FEW_KEYS = 64
+# From so many keys on sums over queries are computed as their transpose on a CPU: in .4 to .8 of the time with 256 to
+# 1,040 keys, in 1.1 with 144.
 _MANY_KEYS = 256
 
 
@@ -245,12 +243,9 @@ def _attend_block_backward(softcap, kept, gradient):
 
 def _summed_over_queries(weights: jax.Array, queries: jax.Array) -> jax.Array:
     """Σ_r w[r, c] q[r, e]: `[N, K, G, R, C]`, `[N, K, G, R, E]` -> float32 `[N, K, G, C, E]`."""
-    keys = weights.shape[-1]
-    if jax.default_backend() != "cpu" or _FEW_KEYS < keys < _MANY_KEYS:
+    if jax.default_backend() != "cpu" or weights.shape[-1] < _MANY_KEYS:
         return _einsum("nkgcr,nkgre->nkgce", transposed(weights), queries)
-    # XLA on CPU is slow to contract the first axes of both. The barriers keep it from exchanging the factors again.
-    if keys <= _FEW_KEYS:
-        return _einsum("nkgcr,nkgre->nkgce", jax.lax.optimization_barrier(transposed(weights)), queries)
+    # As its transpose, which reads the large factor in order. Without the barrier XLA exchanges the factors again.
     summed = jax.lax.optimization_barrier(_einsum("nkger,nkgrc->nkgec", transposed(queries), weights))
     return summed.swapaxes(-1, -2)
 

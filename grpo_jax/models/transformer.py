@@ -124,8 +124,7 @@ class Transformer(nn.Module):
                 split_rngs={"params": True},
                 in_axes=(nn.broadcast, 0),
                 length=len(kinds),
-                # Of quantised layers one at a time is dequantised.
-                unroll=self.has_gradient and unrolls(config) and not holds_quantised(self.variables["params"]),
+                unroll=self.has_gradient and unrolls(config, quantised=holds_quantised(self.variables["params"])),
             )
             # Which rotation and window a layer has is data only where layers differ.
             of_layers = jax.tree.map(lambda *places: jnp.array(places, jnp.int32), *kinds)
@@ -149,15 +148,17 @@ _KEPT = ("projected", "attended", "middle", "gated", "output", "routed")
 _FEW_LAYERS = 2
 
 
-def unrolls(config: ModelConfig) -> bool:
+def unrolls(config: ModelConfig, *, quantised: bool) -> bool:
     """Whether layers are compiled one by one and not as a loop.
 
     A loop copies what the backward pass needs of each layer into one array of all, and out of it again: a ninth of the
     time of an update on a GPU, where compiling 24 layers one by one took half as long again. On a CPU it is done where
-    layers are few. With remat "layer" little is kept. On a mesh one layer after the other is put together.
+    layers are few. With remat "layer" little is kept. On a mesh one layer after the other is put together, and of many
+    quantised layers one at a time is dequantised.
     """
     backend = jax.default_backend()
-    worthwhile = backend == "gpu" or (backend == "cpu" and config.num_hidden_layers <= _FEW_LAYERS)
+    few = backend == "cpu" and config.num_hidden_layers <= _FEW_LAYERS
+    worthwhile = few or (backend == "gpu" and not quantised)
     return worthwhile and config.remat == "none" and sharding.mesh_sizes() is None
 
 

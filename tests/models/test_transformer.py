@@ -200,8 +200,8 @@ def test_shared_prompt_equals_repeated_prompt(config):
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     np.testing.assert_allclose(hidden, expected_hidden, atol=1e-5)
     differences = relative_differences(grads, expected_grads)
-    # Rounding alone: with 0 to 11 tokens of padding in front it is 1.4e-6 to 2.3e-6.
-    assert max(differences.values()) <= 3e-6, differences
+    # Rounding alone: other padding in front of the repeated prompts makes differences of the same size.
+    assert max(differences.values()) <= 2e-6, differences
 
 
 def test_one_completion_token():
@@ -326,7 +326,7 @@ def test_remat_changes_neither_values_nor_gradients(remat):
 
 def test_layers_compiled_one_by_one_change_neither_values_nor_gradients(monkeypatch):
     (expected_value, _), expected_grads = loss_and_grads(shared_hidden, LLAMA)
-    monkeypatch.setattr(transformer, "unrolls", lambda config: True)
+    monkeypatch.setattr(transformer, "unrolls", lambda config, quantised: True)
     (value, _), grads = loss_and_grads.__wrapped__(shared_hidden, LLAMA)
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
