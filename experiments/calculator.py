@@ -23,15 +23,15 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.rl.evaluate import Evaluation, Samples
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.state import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import calculator
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.evaluate import Evaluation, Samples
-from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised.phase import SupervisedConfig
 
 MODEL = ModelConfig(vocab_size=calculator.VOCAB_SIZE, initializer_range=0.1)
 CURVES = (("turns_mean", "turns"),)

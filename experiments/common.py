@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from grpo_jax import hosts
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.types import Prompts
 from grpo_jax.errors import UsageError
@@ -16,13 +17,13 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import hosts, terminal
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.offline.sft import train_sft
+from grpo_jax.rl.state import Batch
+from grpo_jax.runs import terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import interval_over_runs
 from grpo_jax.tasks.characters import Characters
-from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised.phase import SupervisedConfig
-from grpo_jax.training.supervised.sft import train_sft
 
 # ---- small models of our own
 

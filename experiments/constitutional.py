@@ -35,16 +35,16 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rewards.constitution import Judge, constitution, model_judge, read_principles
+from grpo_jax.rl.evaluate import summary
+from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training.evaluate import summary
-from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.supervised.phase import SupervisedConfig
 
 TEXT = Characters(letters.LETTERS + ": ?")
 MODEL = ModelConfig(TEXT.vocab_size, initializer_range=0.1)

@@ -25,30 +25,31 @@ import numpy as np
 from experiments import common
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
+from grpo_jax import hosts
 from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, learn
 from grpo_jax.config import Distillation, GRPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags, hosts, terminal
-from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.statistics import cell
-from grpo_jax.tasks import arithmetic
-from grpo_jax.tasks.task import Task
-from grpo_jax.training.distillation import WithTeacher, make_distillation_programs
-from grpo_jax.training.evaluate import summary
-from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.learn import SAMPLING
-from grpo_jax.training.loop import Programs
-from grpo_jax.training.rollout import (
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.offline.sft import train_sft
+from grpo_jax.rl.distillation import WithTeacher, make_distillation_programs
+from grpo_jax.rl.evaluate import summary
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.learn import SAMPLING
+from grpo_jax.rl.loop import Programs
+from grpo_jax.rl.rollout import (
     completion_numbers,
     group_temperatures,
     make_sampler,
     noise_of,
 )
-from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised.phase import SupervisedConfig
-from grpo_jax.training.supervised.sft import train_sft
+from grpo_jax.rl.state import Batch
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.statistics import cell
+from grpo_jax.tasks import arithmetic
+from grpo_jax.tasks.task import Task
 
 TEACHER = replace(MODEL, hidden_size=2 * MODEL.hidden_size, intermediate_size=2 * MODEL.intermediate_size)
 CURVES = (

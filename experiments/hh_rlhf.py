@@ -50,6 +50,7 @@ from experiments.judging import (
     step_seconds,
     supervised_cost,
 )
+from grpo_jax import hosts
 from grpo_jax.commands.common import evaluate_heldout, learn
 from grpo_jax.commands.reward_model import answer_lengths, encode_pairs
 from grpo_jax.config import ModelOptions, PPOConfig, with_options
@@ -62,26 +63,26 @@ from grpo_jax.data.preferences import (
     split_by_dialogue,
 )
 from grpo_jax.data.types import Component, Reward
+from grpo_jax.devices import num_devices, place
 from grpo_jax.errors import UsageError
 from grpo_jax.models import heads, lora
 from grpo_jax.models.heads import add_head
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.offline.reward_model import pair_batches, score_pairs, train_reward_model
+from grpo_jax.offline.sft import mean_nll, train_sft
 from grpo_jax.rewards.learned import RewardModel, reward_function
-from grpo_jax.runs import flags, hosts, terminal
+from grpo_jax.rl.evaluate import Evaluation
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.loop import Programs
+from grpo_jax.rl.ppo import ActorCritic, add_critic, critic_policy, make_ppo_programs
+from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json, write_text
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training.evaluate import Evaluation
-from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.loop import Programs
-from grpo_jax.training.parallel import num_devices, place
-from grpo_jax.training.ppo import ActorCritic, add_critic, critic_policy, make_ppo_programs
-from grpo_jax.training.supervised.phase import SupervisedConfig
-from grpo_jax.training.supervised.reward_model import pair_batches, score_pairs, train_reward_model
-from grpo_jax.training.supervised.sft import mean_nll, train_sft
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
 CURVES = (

@@ -13,15 +13,15 @@ from grpo_jax.commands.common import explain_control
 from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.offline.reward_model import evaluate_pairs
+from grpo_jax.rl.evaluate import Evaluation
+from grpo_jax.rl.learn import needs_old_logprobs
+from grpo_jax.rl.ppo import ActorCritic
+from grpo_jax.rl.state import TrainState
 from grpo_jax.runs import terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.throughput import forward_flops, held_bytes, update_flops
 from grpo_jax.statistics import bootstrap, cell
-from grpo_jax.training.evaluate import Evaluation
-from grpo_jax.training.learn import needs_old_logprobs
-from grpo_jax.training.ppo import ActorCritic
-from grpo_jax.training.state import TrainState
-from grpo_jax.training.supervised.reward_model import evaluate_pairs
 
 Answers = dict[str, np.ndarray]  # number -> [M, n], of the sampled answers
 SFT, SHORTEST, BEST = "SFT", "SFT, shortest of n", "SFT, best of n"

@@ -37,17 +37,17 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.learn import LABELLING
+from grpo_jax.rl.loop import Programs
+from grpo_jax.rl.rollout import completion_numbers, grade, group_temperatures, noise_of
+from grpo_jax.rl.state import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell, hypervolume
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.learn import LABELLING
-from grpo_jax.training.loop import Programs
-from grpo_jax.training.rollout import completion_numbers, grade, group_temperatures, noise_of
-from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised.phase import SupervisedConfig
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, initializer_range=0.1)
 ENOUGH = 8  # letters of the prompt's

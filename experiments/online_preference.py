@@ -41,18 +41,18 @@ from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_tokenizer
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.online import OnlineConfig, train_online
 from grpo_jax.rewards.learned import RewardModel, reward_function
+from grpo_jax.rl.evaluate import Evaluation
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.loop import Programs
+from grpo_jax.rl.state import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training.evaluate import Evaluation
-from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.loop import Programs
-from grpo_jax.training.online import OnlineConfig, train_online
-from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised.phase import SupervisedConfig
 
 MODEL = ModelConfig(vocab_size=letters.TEXT.vocab_size, initializer_range=0.1)
 LEARNED = ("frozen", "online")

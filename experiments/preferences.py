@@ -29,6 +29,7 @@ from scipy import special
 
 from experiments import common
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
+from grpo_jax import hosts
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.ratings import EncodedRatings, with_mismatched
 from grpo_jax.data.types import rng
@@ -37,18 +38,18 @@ from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags, hosts, terminal
-from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.statistics import cell
-from grpo_jax.training.state import TrainState
-from grpo_jax.training.supervised.kto import rated_batches, train_kto
-from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
-from grpo_jax.training.supervised.preference import (
+from grpo_jax.offline.kto import rated_batches, train_kto
+from grpo_jax.offline.phase import SupervisedConfig, check_supervised
+from grpo_jax.offline.preference import (
     pair_logprobs,
     score_preferences,
     train_preference,
 )
-from grpo_jax.training.supervised.reward_model import PairBatch, pair_batches
+from grpo_jax.offline.reward_model import PairBatch, pair_batches
+from grpo_jax.rl.state import TrainState
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.statistics import cell
 
 VOCAB, TOKENS, PROMPTS = 8, 3, 4
 POLICY = decoder_policy(ModelConfig(VOCAB, 32, 64, 2, 2, 2, 16, initializer_range=0.3))

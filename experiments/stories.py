@@ -20,15 +20,15 @@ import numpy as np
 
 from grpo_jax.commands.common import finish, train_with_control
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
+from grpo_jax.devices import num_devices, place
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.guards import check_length
+from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.state import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.pretrained import keep_description, load_model
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.stories import repeated_share, stories_task
-from grpo_jax.training.grpo import make_programs
-from grpo_jax.training.guards import check_length
-from grpo_jax.training.parallel import num_devices, place
-from grpo_jax.training.scoring import score_completion_tokens
-from grpo_jax.training.state import Batch
 
 CURVES = (("length_mean", "tokens"),)
 

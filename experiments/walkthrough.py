@@ -37,14 +37,10 @@ from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags
-from grpo_jax.runs.pretrained import load_model
-from grpo_jax.sampling.sampler import Completions
-from grpo_jax.tasks.task import Task
-from grpo_jax.training.grpo import grpo_method, make_programs
-from grpo_jax.training.learn import SAMPLING
-from grpo_jax.training.loop import Programs
-from grpo_jax.training.rollout import (
+from grpo_jax.rl.grpo import grpo_method, make_programs
+from grpo_jax.rl.learn import SAMPLING
+from grpo_jax.rl.loop import Programs
+from grpo_jax.rl.rollout import (
     Rollout,
     completion_numbers,
     decode_groups,
@@ -54,9 +50,13 @@ from grpo_jax.training.rollout import (
     to_batch,
     zero_spread,
 )
-from grpo_jax.training.scoring import score_completion_tokens
-from grpo_jax.training.state import Array, Batch, TrainState
-from grpo_jax.training.step import train_step
+from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.state import Array, Batch, TrainState
+from grpo_jax.rl.step import train_step
+from grpo_jax.runs import flags
+from grpo_jax.runs.pretrained import load_model
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks.task import Task
 
 CONSOLE = Console(highlight=False)
 
@@ -182,7 +182,7 @@ def main(config: Config) -> Walk:
     before = terms(start, batch, algorithm)
     show_start(config, tokens, before, mask)
 
-    heading("7. One optimizer step", "training.step.train_step")
+    heading("7. One optimizer step", "rl.step.train_step")
     updated, metrics = updates(policy, programs, options, params, batch)
 
     heading("8. The same completions after the update", "training.scoring.score_completion_tokens")

@@ -1,4 +1,4 @@
-"""GRPO in five lines: a model, a reward and prompts. `training.loop` is for everything else."""
+"""GRPO in five lines: a model, a reward and prompts. `rl.loop` is for everything else."""
 
 import contextlib
 import dataclasses
@@ -16,11 +16,15 @@ from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message, prompt_limit
 from grpo_jax.data.turns import reply_encoder
 from grpo_jax.data.types import Component, Reward, Rewards
+from grpo_jax.devices import devices_of, parts, size, where_to_load
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, join, merge, split
 from grpo_jax.models.quantised import format_of
 from grpo_jax.rewards.worker import check_takes_examples_first
+from grpo_jax.rl.distillation import programs_with
+from grpo_jax.rl.grpo import check_teacher, train
+from grpo_jax.rl.guards import check_length
 from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
@@ -37,10 +41,6 @@ from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
-from grpo_jax.training.distillation import programs_with
-from grpo_jax.training.grpo import check_teacher, train
-from grpo_jax.training.guards import check_length
-from grpo_jax.training.parallel import devices_of, parts, size, where_to_load
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,10 @@ import pytest
 from grpo_jax.config import recipe
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl import learn, rollout, scoring
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.state import RewardArrays
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import learn, rollout, scoring
-from grpo_jax.training.grpo import grpo_method
-from grpo_jax.training.state import RewardArrays
 
 MODEL = ModelConfig(
     vocab_size=32,

@@ -28,11 +28,11 @@ from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import Prompts
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl import loop
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.rollout import completion_numbers, group_temperatures, noise_of, to_batch
+from grpo_jax.rl.state import RewardArrays
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import loop
-from grpo_jax.training.grpo import grpo_method
-from grpo_jax.training.rollout import completion_numbers, group_temperatures, noise_of, to_batch
-from grpo_jax.training.state import RewardArrays
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from experiments.benchmarks.shapes import SHAPES, ShapeName
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Completion, Example, Prompts, rng
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl import loop
+from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.runs import compilation
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
-from grpo_jax.training import loop
-from grpo_jax.training.grpo import grpo_method
 
 _BEGAN = time.perf_counter() - time.process_time()  # about when the process did
 

@@ -24,13 +24,13 @@ from experiments.benchmarks.shapes import SHAPES, ShapeName
 from grpo_jax.config import SamplingConfig, recipe
 from grpo_jax.data.episodes import Key, Reply, Transcript, environment
 from grpo_jax.data.types import Example, Prompts, rng
+from grpo_jax.devices import to_devices, to_host
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.rl.episodes import EpisodePrograms, play
+from grpo_jax.rl.learn import SAMPLING
+from grpo_jax.rl.rollout import completion_numbers, episode_programs, group_temperatures, noise_of
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.episodes import EpisodePrograms, play
-from grpo_jax.training.learn import SAMPLING
-from grpo_jax.training.parallel import to_devices, to_host
-from grpo_jax.training.rollout import completion_numbers, episode_programs, group_temperatures, noise_of
 
 TURN = 16  # tokens of the policy in the mean
 PARTS = ("host", "prefill", "decode")

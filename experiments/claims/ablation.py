@@ -26,17 +26,7 @@ from rich.console import Console
 import grpo_jax
 from experiments.claims import testbeds
 from experiments.claims.testbeds import ADDITIONS, Testbed
-from grpo_jax.config import GRPOConfig, PPOConfig, options_of, recipe, run_of, validate, with_options
-from grpo_jax.errors import UsageError
-from grpo_jax.functional.presets import PRESETS
-from grpo_jax.models.policy import Policy
-from grpo_jax.models.transformer import Params
-from grpo_jax.runs.folder import RunFolder, differing_options, read_object
-from grpo_jax.runs.progress import in_time
-from grpo_jax.training.grpo import grpo_method
-from grpo_jax.training.loop import Method
-from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.training.scan import (
+from experiments.whole_run import (
     DeviceTask,
     Heldout,
     History,
@@ -47,6 +37,16 @@ from grpo_jax.training.scan import (
     stacked,
     whole_run,
 )
+from grpo_jax.config import GRPOConfig, PPOConfig, options_of, recipe, run_of, validate, with_options
+from grpo_jax.errors import UsageError
+from grpo_jax.functional.presets import PRESETS
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.loop import Method
+from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.runs.folder import RunFolder, differing_options, read_object
+from grpo_jax.runs.progress import in_time
 
 
 class Size(NamedTuple):

@@ -7,9 +7,9 @@ import numpy as np
 from experiments.claims.ablation import START, Runs
 from experiments.claims.findings import Measured
 from experiments.common import collect
+from experiments.whole_run import OF_SAMPLING
 from grpo_jax.errors import UsageError
 from grpo_jax.statistics import best_of
-from grpo_jax.training.scan import OF_SAMPLING
 
 TENTHS = 10  # parts of a run that a curve has
 SMOOTH = 5  # steps that a curve of learning is a mean of, where it is asked when it first reaches a score

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.whole_run import DeviceTask
 from grpo_jax.data.types import Prompts
 from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.training.scan import DeviceTask
 
 
 class Tree(NamedTuple):

@@ -17,12 +17,12 @@ from experiments.claims.testbeds import ADDITIONS
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.learn import REWARD, SAMPLING, step_key
+from grpo_jax.rl.rollout import to_batch
+from grpo_jax.rl.state import RewardArrays
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.tasks.arithmetic import EOS_ID, PAD_ID
-from grpo_jax.training.grpo import grpo_method
-from grpo_jax.training.learn import REWARD, SAMPLING, step_key
-from grpo_jax.training.rollout import to_batch
-from grpo_jax.training.state import RewardArrays
 
 
 class GroupGradients(NamedTuple):

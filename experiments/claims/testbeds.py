@@ -18,17 +18,17 @@ import numpy as np
 from experiments import arithmetic as additions
 from experiments import multi_objective as words
 from experiments.common import completions_batch, warm_start
+from experiments.whole_run import DeviceTask
 from grpo_jax.config import with_options
 from grpo_jax.data.types import Example, Prompts, pad_completions, rng
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.rl.state import Batch
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks import arithmetic, letters
-from grpo_jax.training.scan import DeviceTask
-from grpo_jax.training.state import Batch
-from grpo_jax.training.supervised.phase import SupervisedConfig
 
 UNSOLVABLE = 0.1  # share of additions whose answer is never right, the same ones for every seed
 WRONG, WRONG_CARRIED = 0.5, 0.97  # shares of wrong labels in the start of `ADDITIONS`

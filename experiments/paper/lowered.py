@@ -1,6 +1,6 @@
 """The three programs of an iteration from shapes alone: lowered and compiled, with no array made.
 
-Letters as in `training.state`.
+Letters as in `rl.types`.
 """
 
 from collections.abc import Mapping
@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config import GRPOConfig, PPOConfig, run_of
+from grpo_jax.devices import Devices, Mesh, devices_of, shardings
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import Quantize, quantise_params
 from grpo_jax.models.sharding import BATCH
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.learn import Scored, needed, with_scores
+from grpo_jax.rl.loop import Programs, compile_programs
+from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.rl.rollout import to_batch
+from grpo_jax.rl.state import RewardArrays
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.grpo import grpo_method
-from grpo_jax.training.learn import Scored, needed, with_scores
-from grpo_jax.training.loop import Programs, compile_programs
-from grpo_jax.training.parallel import Devices, Mesh, devices_of, shardings
-from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.training.rollout import to_batch
-from grpo_jax.training.state import RewardArrays
 
 
 def lowered(

@@ -6,15 +6,15 @@ from typing import Any, Literal, NamedTuple
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.models.transformer import Params
+from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
+from grpo_jax.rl.guards import check_graders
+from grpo_jax.rl.loop import Programs, train
+from grpo_jax.rl.state import TrainState
 from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import paired_difference
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.training.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.training.guards import check_graders
-from grpo_jax.training.loop import Programs, train
-from grpo_jax.training.state import TrainState
 
 # What `grpo-jax train --method` takes; each is a module of this folder.
 Method = Literal["grpo", "ppo", "sft", "reward-model", "dpo", "kto"]

@@ -26,19 +26,13 @@ from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences, split_preferences
 from grpo_jax.data.text import ending_id, prompt_limit
+from grpo_jax.devices import Devices, devices_of, place, where_to_load
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder, kept_arrays
-from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
-from grpo_jax.statistics import cell, paired_difference
-from grpo_jax.training.guards import check_length
-from grpo_jax.training.parallel import Devices, devices_of, place, where_to_load
-from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
-from grpo_jax.training.supervised.preference import (
+from grpo_jax.offline.phase import SupervisedConfig, check_supervised
+from grpo_jax.offline.preference import (
     PairLoss,
     evaluate_preferences,
     needs_reference,
@@ -47,7 +41,13 @@ from grpo_jax.training.supervised.preference import (
     train_preference,
     with_intervals,
 )
-from grpo_jax.training.supervised.reward_model import pad_pairs, pair_batches, pair_widths
+from grpo_jax.offline.reward_model import pad_pairs, pair_batches, pair_widths
+from grpo_jax.rl.guards import check_length
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder, kept_arrays
+from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
+from grpo_jax.statistics import cell, paired_difference
 
 PHASE = "dpo"
 CURVES = (

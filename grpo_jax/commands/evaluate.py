@@ -31,15 +31,15 @@ from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
+from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
+from grpo_jax.rl.guards import check_task, check_turns
+from grpo_jax.rl.rollout import make_sampler
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import read_object, write_json, write_text
 from grpo_jax.runs.pretrained import load_run, phase_of
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.evaluate import Evaluation, evaluate, sample_heldout, summary
-from grpo_jax.training.guards import check_task, check_turns
-from grpo_jax.training.rollout import make_sampler
 
 _MAX_GROUP = 16  # completions of a prompt sampled at once, to bound the memory
 _GROUP_SIZE = 8  # that deadlines of rewards are meant for, as in training

@@ -23,7 +23,13 @@ from typing import Any
 from grpo_jax.commands.common import CONTROL, RUN_DIR, Method, finish, train_with_control
 from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, recipe, validate
 from grpo_jax.data.text import prompt_limit
+from grpo_jax.devices import devices_of, parts, place, size, where_to_load
 from grpo_jax.errors import UsageError
+from grpo_jax.rl.distillation import programs_with
+from grpo_jax.rl.engine import sampler_of
+from grpo_jax.rl.grpo import check_teacher
+from grpo_jax.rl.guards import check_length
+from grpo_jax.rl.loop import Programs
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import (
@@ -38,12 +44,6 @@ from grpo_jax.runs.pretrained import (
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task, inputs_of
-from grpo_jax.training.distillation import programs_with
-from grpo_jax.training.engine import sampler_of
-from grpo_jax.training.grpo import check_teacher
-from grpo_jax.training.guards import check_length
-from grpo_jax.training.loop import Programs
-from grpo_jax.training.parallel import devices_of, parts, place, size, where_to_load
 
 CURVES = (("length_mean", "tokens"),)
 TAUGHT_CURVES = (("distillation", "divergence from the teacher, nats a token"),)

@@ -18,27 +18,28 @@ from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
+from grpo_jax import hosts
 from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.dpo import encoding, given_constants, reference_logprobs, show
 from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
 from grpo_jax.data.ratings import EncodedRatings, encode_ratings, read_ratings, with_mismatched, with_none
+from grpo_jax.devices import devices_of, place, where_to_load
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags, hosts, terminal
+from grpo_jax.offline.kto import RatedLoss, evaluate_ratings, rated_batches, train_kto
+from grpo_jax.offline.phase import SupervisedConfig, check_supervised
+from grpo_jax.offline.preference import score_preferences, with_intervals
+from grpo_jax.offline.reward_model import pair_widths
+from grpo_jax.rl.guards import check_length
+from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
 from grpo_jax.statistics import paired_difference
-from grpo_jax.training.guards import check_length
-from grpo_jax.training.parallel import devices_of, place, where_to_load
-from grpo_jax.training.supervised.kto import RatedLoss, evaluate_ratings, rated_batches, train_kto
-from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
-from grpo_jax.training.supervised.preference import score_preferences, with_intervals
-from grpo_jax.training.supervised.reward_model import pair_widths
 
 PHASE = "kto"
 CURVES = (

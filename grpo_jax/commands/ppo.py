@@ -16,12 +16,12 @@ from pathlib import Path
 from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.grpo import CURVES, opened, run_method
 from grpo_jax.config import EngineOptions, ModelOptions, PPOConfig, validate_ppo, with_options
+from grpo_jax.devices import devices_of, parts, size
+from grpo_jax.rl.engine import sampler_of
+from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.pretrained import planned, say_plan
 from grpo_jax.tasks.options import TaskOptions
-from grpo_jax.training.engine import sampler_of
-from grpo_jax.training.parallel import devices_of, parts, size
-from grpo_jax.training.ppo import add_critic, critic_policy, make_ppo_programs
 
 PPO_CURVES = (*CURVES, ("explained_variance", "variance of returns that the critic explains"))
 

@@ -23,25 +23,25 @@ from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
+from grpo_jax.devices import devices_of, place, to_host, where_to_load
 from grpo_jax.errors import UsageError
 from grpo_jax.models.heads import Headed, add_head, join, split
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rewards.learned import RewardModel, save_reward_model
-from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.runs.pretrained import keep_description, load_model
-from grpo_jax.statistics import cell
-from grpo_jax.training.parallel import devices_of, place, to_host, where_to_load
-from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
-from grpo_jax.training.supervised.reward_model import (
+from grpo_jax.offline.phase import SupervisedConfig, check_supervised
+from grpo_jax.offline.reward_model import (
     PairEvaluation,
     evaluate_pairs,
     pair_batches,
     score_pairs,
     train_reward_model,
 )
+from grpo_jax.rewards.learned import RewardModel, save_reward_model
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.pretrained import keep_description, load_model
+from grpo_jax.statistics import cell
 
 PHASE = "reward_model"
 CURVES = (("loss", "loss of a batch"), ("heldout_nll", "held-out NLL"), ("heldout_accuracy", "held-out accuracy"))

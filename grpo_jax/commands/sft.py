@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from grpo_jax import hosts
 from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions, validate_divergence
 from grpo_jax.data import digests
@@ -25,12 +26,19 @@ from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.rows import read_rows, text_column
 from grpo_jax.data.text import check_ids, encode_completions, prompt_limit
 from grpo_jax.data.types import Prompts, pad_prompts
+from grpo_jax.devices import devices_of, place, where_to_load
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import flags, hosts, terminal
+from grpo_jax.offline.distillation import DistillationTarget, mean_divergence, train_distillation
+from grpo_jax.offline.phase import SupervisedConfig, check_supervised
+from grpo_jax.offline.sft import mean_nll, text_nll, train_sft
+from grpo_jax.rl.distillation import WithTeacher, check_top_k
+from grpo_jax.rl.guards import check_length
+from grpo_jax.rl.state import TrainState
+from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import Loaded, keep_description, keep_files, load_model, load_teacher
@@ -38,13 +46,6 @@ from grpo_jax.statistics import bootstrap, cell, paired_difference
 from grpo_jax.tasks.dataset import EncodedRows, encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import padding_id
-from grpo_jax.training.distillation import WithTeacher, check_top_k
-from grpo_jax.training.guards import check_length
-from grpo_jax.training.parallel import devices_of, place, where_to_load
-from grpo_jax.training.state import TrainState
-from grpo_jax.training.supervised.distillation import DistillationTarget, mean_divergence, train_distillation
-from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
-from grpo_jax.training.supervised.sft import mean_nll, text_nll, train_sft
 
 PHASE = "sft"
 CURVES = ((("loss", "heldout_nll"), "NLL, nats a token (dots: held out)"), ("entropy", "entropy, nats a token"))

@@ -6,7 +6,7 @@ stays cut, and each device computes its heads and its features of the MLP. In de
 every token would cost more than the token. So there "fsdp" is more "tensor": parameters stay cut along both, and the
 few rows of activations travel.
 
-What is here acts within programs that `training.parallel` compiles for a mesh. Everywhere else it changes nothing.
+What is here acts within programs that `devices` compiles for a mesh. Everywhere else it changes nothing.
 
 Letters as in `transformer`; R the rank of adapters.
 """

@@ -15,12 +15,12 @@ import orbax.checkpoint as ocp
 from rich.console import Console
 from rich.markup import escape
 
+from grpo_jax import hosts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import hosts
 from grpo_jax.runs.seal import check_seal, write_seal
 
-State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `training.state.TrainState`
+State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `rl.state.TrainState`
 
 
 class Checkpoints:

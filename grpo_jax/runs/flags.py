@@ -21,13 +21,14 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
+from grpo_jax import hosts
 from grpo_jax.config import fits, flattened, from_json, option_types, options_of, with_options
 from grpo_jax.errors import Interruption, UsageError, lacking, shown
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.runs import compilation, hosts, stopping
+from grpo_jax.hosts import HostOptions
+from grpo_jax.runs import compilation, stopping
 from grpo_jax.runs.card import COMMAND
 from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs, read_object
-from grpo_jax.runs.hosts import HostOptions
 from grpo_jax.runs.trackers import weights_and_biases
 
 

@@ -27,9 +27,9 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
+from grpo_jax import hosts
 from grpo_jax.config import fits, flattened
 from grpo_jax.errors import UsageError, shown
-from grpo_jax.runs import hosts
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.lock import hold

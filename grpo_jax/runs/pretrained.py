@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_type_hints
 import jax
 import jax.numpy as jnp
 
+from grpo_jax import hosts
 from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, fits, with_options
 from grpo_jax.data import digests
 from grpo_jax.errors import UsageError
@@ -20,7 +21,6 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import Quantize, quantise_params
 from grpo_jax.models.transformer import Params
 from grpo_jax.planning.plan import Plan, choose, memory_limit, shape_of
-from grpo_jax.runs import hosts
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, read_object, write_json
 from grpo_jax.tasks.task import Task

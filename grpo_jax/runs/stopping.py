@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from grpo_jax.runs import hosts
+from grpo_jax import hosts
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _asked: list[int] = []  # the signals heard during training

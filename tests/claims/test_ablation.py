@@ -14,11 +14,11 @@ import pytest
 from experiments.claims import ablation, findings, reproduce
 from experiments.claims.ablation import COIN, START, Bench, Config
 from experiments.claims.testbeds import ARITHMETIC
+from experiments.whole_run import History, heldout_of
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.tasks import arithmetic
-from grpo_jax.training.scan import History, heldout_of
 
 TINY = ARITHMETIC._replace(
     model=ModelConfig(arithmetic.VOCAB_SIZE, 8, 16, 1, 1, 1, 8),

@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from grpo_jax import hosts
 from grpo_jax.commands import evaluate, train
 from grpo_jax.config import option_types
 from grpo_jax.data.episodes import Reply, environment
@@ -37,7 +38,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.runs import flags, hosts
+from grpo_jax.runs import flags
 from grpo_jax.runs.card import model_card
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import LoraDescription

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from grpo_jax import hosts
 from grpo_jax.commands import evaluate, kto, sft, train
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -17,7 +18,7 @@ from grpo_jax.models.lora import merge
 from grpo_jax.models.peft import load_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.learned import load_reward_model
-from grpo_jax.runs import flags, hosts
+from grpo_jax.runs import flags
 from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks import arithmetic
 

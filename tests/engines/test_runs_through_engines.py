@@ -20,13 +20,13 @@ from grpo_jax.models.huggingface import load_params
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
+from grpo_jax.rl.engine import sampler_of, seed_of
+from grpo_jax.rl.grpo import make_programs, train
+from grpo_jax.rl.learn import EVALUATION, SAMPLING
+from grpo_jax.rl.rollout import completion_numbers, make_sampler, noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.engine import sampler_of, seed_of
-from grpo_jax.training.grpo import make_programs, train
-from grpo_jax.training.learn import EVALUATION, SAMPLING
-from grpo_jax.training.rollout import completion_numbers, make_sampler, noise_of
 
 MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 V, EOS, PAD, P = 8, 6, 7, 3

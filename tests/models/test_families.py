@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.devices import Mesh, compiled, place, to_host
 from grpo_jax.errors import UsageError
 from grpo_jax.models.families import FAMILIES, config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json
@@ -22,11 +23,10 @@ from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import dequantise_params, quantise_params
 from grpo_jax.planning.memory import num_params
+from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.state import Batch
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation
-from grpo_jax.training.parallel import Mesh, compiled, place, to_host
-from grpo_jax.training.scoring import score_completion_tokens
-from grpo_jax.training.state import Batch
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FULLEST = {

@@ -39,9 +39,9 @@ from grpo_jax.models.huggingface import (
 from grpo_jax.models.lora import add_adapters, merge
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl.guards import check_task
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.tasks.dataset import text_task
-from grpo_jax.training.guards import check_task
 
 STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 needs_stories = pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")

@@ -17,12 +17,12 @@ from grpo_jax.models import geometry
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl.learn import SAMPLING
+from grpo_jax.rl.rollout import make_sampler, noise_of
 from grpo_jax.sampling import sampler
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task
-from grpo_jax.training.learn import SAMPLING
-from grpo_jax.training.rollout import make_sampler, noise_of
 
 V, TOKENS, NUM_PROMPTS, GROUP = 30, 64, 16, 8
 ROWS = row_numbers(NUM_PROMPTS, GROUP)

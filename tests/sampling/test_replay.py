@@ -12,10 +12,10 @@ from markov import markov_policy, random_table, row_numbers
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.state import Batch
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation
-from grpo_jax.training.scoring import score_completion_tokens
-from grpo_jax.training.state import Batch
 
 PROMPTS = np.array([[9, 9, 0], [1, 2, 1], [9, 2, 0], [5, 1, 2]], np.int32)
 PROMPT_MASK = np.array([[False, False, True], [True, True, True], [False, True, True], [True, True, True]])

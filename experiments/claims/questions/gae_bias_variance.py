@@ -27,8 +27,8 @@ from experiments.claims.testbeds import ARITHMETIC, first_prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.heads import Headed
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl.ppo import ActorCritic, critic_policy
 from grpo_jax.tasks.arithmetic import EOS_ID, MAX_TOKENS, PAD_ID
-from grpo_jax.training.ppo import ActorCritic, critic_policy
 
 TRAINED, TOSSED = (ppo(kl_coef=0.0, coin=coin, steps=20, eval_every=20) for coin in (0.0, 1.0))
 POLICY, CRITIC = decoder_policy(ARITHMETIC.model), critic_policy(ARITHMETIC.model)

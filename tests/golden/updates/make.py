@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from grpo_jax.training.run import RunFolder
+from grpo_jax.rl.run import RunFolder
 
 from grpo_jax.config import GRPOConfig, PPOConfig
 from grpo_jax.models.config import ModelConfig
@@ -34,12 +34,11 @@ from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.tasks.task import Component, Prompts, Task, pad_prompts, rng
-from grpo_jax.training import loop
-from grpo_jax.training.grpo import grpo_method
-from grpo_jax.training.loop import Method, compile_programs
-from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.training.rollout import (
+from grpo_jax.rl import loop
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.loop import Method, compile_programs
+from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.rl.rollout import (
     SHUFFLING,
     Rollout,
     group_temperatures,
@@ -48,6 +47,7 @@ from grpo_jax.training.rollout import (
     to_batch,
     zero_spread,
 )
+from grpo_jax.tasks.task import Component, Prompts, Task, pad_prompts, rng
 
 FILE = Path(__file__).with_name("updates.npz")
 STORIES = Path(__file__).resolve().parents[4] / "shared" / "data" / "stories260K-hf"

@@ -1,0 +1,250 @@
+"""Online preference learning: the reward model is trained on with pairs of the policy that it trains.
+
+A reward model knows the completions that it was trained on. The better a policy gets by it, the further it goes from
+those, until it finds what the model is wrong about (2210.10760). So the policy is trained in rounds, and before each a
+judge sees pairs of what it writes by then (iterated RLHF, 2204.05862; iterative GRPO, Algorithm 1 of 2402.03300).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from grpo_jax import hosts
+from grpo_jax.config import GRPOConfig
+from grpo_jax.data.preferences import (
+    PairJudge,
+    Preference,
+    ask_judge,
+    encode_preferences,
+    read_preferences,
+    write_preferences,
+)
+from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
+from grpo_jax.errors import UsageError
+from grpo_jax.models import heads
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.offline.phase import FitPrograms, SupervisedConfig
+from grpo_jax.offline.reward_model import make_reward_model_programs, pair_batches, train_reward_model
+from grpo_jax.rewards.learned import RewardModel, reward_function
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.learn import LABELLING
+from grpo_jax.rl.loop import Programs, train
+from grpo_jax.rl.rollout import completion_numbers, decode_groups, group_temperatures, noise_of
+from grpo_jax.rl.state import TrainState
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks.task import Task
+
+_PATIENCE = 4  # times the rollouts that are needed if all completions differ
+
+
+class OnlineConfig(NamedTuple):
+    """How labels are spent, and what the reward model makes of them."""
+
+    labels: tuple[int, ...]  # pairs that the judge sees before each round; one round: the reward model is frozen
+    replay_share: float = 0.1  # of the pairs of earlier rounds that are trained on again, as in 2402.03300
+    epochs: int = 4  # optimizer steps are epochs x labels / num_pairs, however many pairs come along again
+    num_pairs: int = 64  # of an optimizer step
+    learning_rate: float = 1e-3  # peak; warm-up and decay start anew in each round, and so does AdamW
+    warmup_steps: int = 10
+
+
+def train_online(
+    policy: Policy,
+    params: Params,
+    reward_model: RewardModel,
+    task: Task,
+    judge: PairJudge,
+    config: GRPOConfig,
+    online: OnlineConfig,
+    run: RunFolder,
+    *,
+    phase: str = "online",
+    programs: Programs | None = None,
+    evaluate: Callable[[Params, int, RewardModel], dict[str, float]] | None = None,
+) -> tuple[TrainState, RewardModel]:
+    """Trains a policy on a reward model that is trained along, continuing where the run was left.
+
+    Each round samples pairs from the policy and asks the judge about them. It trains the reward model on these pairs
+    and a share of the earlier ones, and then the policy on the reward model. All rounds of the policy are one phase: it
+    has one optimizer, one stream of noise and one order of prompts. The judge's answers are kept in the run's
+    preferences/, so that a resumed run does not ask again.
+
+    Args:
+      policy: the model's functions.
+      params: where its training starts, and the reference, if there is one; `ref_sync_steps` at the steps of a round
+        moves it to the policy of each round, as in 2402.03300.
+      reward_model: where its training starts, with `heads.add_head`; its tokenizer is that of the policy.
+      task: prompts; its reward holds, by name, what counts or is watched (weight 0) besides "reward_model".
+      judge: of pairs.
+      config: of the policy, over all rounds, which share its steps evenly.
+      online: of the rounds.
+      run: where lines, checkpoints and preferences go.
+      phase: names those of the policy; the reward model's have "_reward_" and the round's number behind.
+      programs: as in `grpo.train`.
+      evaluate: (parameters of the policy, step, reward model of the round) -> numbers to log, as in `grpo.train`.
+
+    Returns:
+      The policy's final state, and the last reward model.
+
+    Raises:
+      UsageError: the configuration cannot work, or completions of a prompt no longer differ.
+      FloatingPointError: gradients were not finite too many times in a row.
+    """
+    _check(config, online, task)
+    programs = programs or make_programs(policy, task, config)
+    old: list[Preference] = []
+    state, rounds = None, len(online.labels)
+    trained, frozen = programs.method.split(params)
+    for number, labels in enumerate(online.labels):
+        name = f"{phase}_reward_{number}"
+        file = run.path / "preferences" / f"{name}.jsonl"
+        if not file.exists():
+            current = programs.method.actor(state.params if state else trained, frozen)
+            first = config.steps * config.sampling.max_rollouts + sum(
+                _rollouts(n, config) for n in online.labels[:number]
+            )
+            pairs = sample_pairs(programs, current, task, config, labels, first=first)
+            write_preferences(file, ask_judge(*pairs, judge))
+        new, _ = read_preferences(file)
+        again = draw_replay(old, online.replay_share, seed=config.seed)
+        fit = SupervisedConfig(
+            steps=online.epochs * labels // online.num_pairs,
+            learning_rate=online.learning_rate,
+            warmup_steps=online.warmup_steps,
+            decay="linear",
+            devices=config.devices,
+        )
+        reward_model = _fitted(reward_model, [*new, *again], fit, online, task, config, run, name)
+        old += new
+
+        def evaluated(params: Params, step: int, model: RewardModel = reward_model) -> dict[str, float]:
+            return evaluate(params, step, model) if evaluate else {}
+
+        state = train(
+            params,
+            task,
+            config,
+            run,
+            programs,
+            phase=phase,
+            reward=with_reward_model(task, reward_model, config),
+            evaluate=evaluated if evaluate else None,
+            until=config.steps * (number + 1) // rounds,
+        )
+    assert state
+    return state, reward_model
+
+
+def with_reward_model(task: Task, model: RewardModel, config: GRPOConfig) -> Rewards:
+    """The task's rewards and "reward_model", with shapes that do not change."""
+    assert isinstance(task.reward, Mapping)
+    shapes = {"max_prompt_tokens": task.heldout.ids.shape[1], "max_tokens": config.sampling.max_tokens}
+    size = config.sampling.num_prompts * config.sampling.group_size
+    return {"reward_model": Component(reward_function(model, batch_size=size, **shapes)), **task.reward}
+
+
+def sample_pairs(
+    programs: Programs, params: Params, task: Task, config: GRPOConfig, number: int, *, first: int
+) -> tuple[list[Example], list[Completion], list[Completion]]:
+    """Completions of a prompt in pairs, of different text.
+
+    A group of G makes G // 2 pairs; those that are equal or empty are left out, and others sampled.
+
+    Args:
+      programs: with the sampler.
+      params: of the policy.
+      task: its prompts.
+      config: shape, temperature and seed.
+      number: of pairs.
+      first: index of the rollout to begin with, of the task's prompts and of the noise.
+
+    Returns:
+      Examples, first completions and second ones.
+
+    Raises:
+      UsageError: four times as many rollouts as should do hold no such number.
+    """
+    numbers, temperature = completion_numbers(config.sampling), group_temperatures(config.sampling)
+    found: list[tuple[Example, Completion, Completion]] = []
+    for index in range(first, first + _rollouts(number, config)):
+        prompts, noise = task.prompts(index), noise_of(config.seed, LABELLING, index)
+        completions = programs.sampler.complete(params, prompts, numbers, temperature, noise)
+        for example, group in zip(prompts.examples, decode_groups(completions, task), strict=True):
+            pairs = zip(group[::2], group[1::2], strict=False)
+            found += [
+                (example, one, other)
+                for one, other in pairs
+                if one.strip() and other.strip() and one.strip() != other.strip()
+            ]
+        if len(found) >= number:
+            examples, ones, others = zip(*found[:number], strict=True)
+            return list(examples), list(ones), list(others)
+    raise UsageError(
+        f"of {number} pairs for the judge only {len(found)} could be sampled, because nearly all completions of a "
+        "prompt are equal or empty: lower the learning rate, or raise the temperature"
+    )
+
+
+def draw_replay(preferences: Sequence[Preference], share: float, *, seed: int) -> list[Preference]:
+    """A share of the preferences, drawn without replacement."""
+    chosen = rng(seed, len(preferences)).permutation(len(preferences))[: round(share * len(preferences))]
+    return [preferences[i] for i in chosen]
+
+
+def _fitted(
+    model: RewardModel,
+    preferences: Sequence[Preference],
+    fit: SupervisedConfig,
+    online: OnlineConfig,
+    task: Task,
+    config: GRPOConfig,
+    run: RunFolder,
+    phase: str,
+) -> RewardModel:
+    """The reward model, trained on with these pairs."""
+    widths = task.heldout.ids.shape[1], config.sampling.max_tokens
+    pairs = encode_preferences(
+        model.tokenizer,
+        preferences,
+        eos_ids=model.eos_ids,
+        max_prompt_tokens=widths[0],
+        max_tokens=widths[1],
+        vocab_size=model.config.vocab_size,
+    )
+    for note in pairs.notes:
+        run.warn_once(f"{phase} {note}", f"{phase}: {note}")
+    batches = pair_batches(pairs, online.num_pairs, config.seed, widths=widths)
+    programs = _reward_model_programs(model.config, fit)
+    policy = decoder_policy(model.config)
+    state = train_reward_model(policy, model.params, batches, fit, run, phase=phase, programs=programs)
+    return model._replace(params=heads.join(state.params, heads.split(model.params)[1]))
+
+
+@cache
+def _reward_model_programs(shape: ModelConfig, fit: SupervisedConfig) -> FitPrograms:
+    """Shared by all rounds, and by runs with other seeds."""
+    return make_reward_model_programs(decoder_policy(shape), fit)
+
+
+def _rollouts(pairs: int, config: GRPOConfig) -> int:
+    """That are sampled for so many pairs, at most."""
+    return _PATIENCE * -(-pairs // (config.sampling.num_prompts * (config.sampling.group_size // 2)))
+
+
+def _check(config: GRPOConfig, online: OnlineConfig, task: Task) -> None:
+    hosts.check_alone("rounds of preferences")
+    if not online.labels or min(online.labels) < online.num_pairs:
+        raise UsageError(
+            f"labels is {online.labels}: each round needs at least the {online.num_pairs} pairs of a step of the "
+            "reward model"
+        )
+    if not 0 <= online.replay_share <= 1:
+        raise UsageError(f"replay_share is {online.replay_share}: it must be between 0 and 1")
+    if config.steps < len(online.labels):
+        raise UsageError(f"steps is {config.steps}, but there are {len(online.labels)} rounds: each needs a step")
+    if not isinstance(task.reward, Mapping) or "reward_model" in task.reward:
+        raise UsageError(
+            'the reward of the task must be a dict of rewards that are added to "reward_model": {} adds none'
+        )

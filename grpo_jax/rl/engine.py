@@ -1,0 +1,133 @@
+"""Completions from another engine, as those of a run's own sampler."""
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+
+from grpo_jax import hosts
+from grpo_jax.config import EngineOptions, GRPOConfig, SamplingConfig
+from grpo_jax.data.types import pad_completions
+from grpo_jax.devices import Devices, devices_of, to_devices, to_host
+from grpo_jax.engines.completions import Answer, Asked, Tokens
+from grpo_jax.engines.engine import Engine
+from grpo_jax.errors import UsageError
+from grpo_jax.models import huggingface, peft
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.lora import Adapted
+from grpo_jax.models.quantised import holds_quantised
+from grpo_jax.models.transformer import Params
+from grpo_jax.rl.learn import needs_replay
+from grpo_jax.rl.rollout import Sampler
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks.task import Task
+
+
+def engine_sampler(engine: Engine, task: Task, sampling: SamplingConfig, *, devices: Devices = 1) -> Sampler:
+    """A sampler that asks an engine, one request a completion.
+
+    Args:
+      engine: that samples.
+      task: its tokens.
+      sampling: of the run, checked.
+      devices: that the completions are put on.
+    """
+    tokens = Tokens(task.vocab_size, task.eos_ids, task.decode)
+
+    def draw(params, prompts, numbers, temperature, noise) -> Completions:
+        ids, mask, numbers, temperature = to_host((prompts.ids, prompts.mask, numbers, temperature))
+        asked = [
+            Asked(
+                prompt=ids[i][mask[i]].tolist(),
+                temperature=float(temperature[i, j]),
+                seed=seed_of(noise, numbers[i, j]),
+                max_tokens=sampling.max_tokens,
+            )
+            for i, j in np.ndindex(numbers.shape)
+        ]
+        answers = engine.complete(params, asked, tokens)
+        return to_devices(completions_of(answers, numbers.shape, sampling.max_tokens, task), devices)
+
+    return Sampler(draw, devices)
+
+
+def sampler_of(
+    options: EngineOptions, pretrained: Pretrained, task: Task, config: GRPOConfig, *, note: Callable[[str], None]
+) -> Sampler | None:
+    """The sampler of the engine that the options name; None: they name none.
+
+    Args:
+      options: of the engine.
+      pretrained: the model that is trained, of which the engine loads parameters.
+      task: its tokens.
+      config: the run.
+      note: tells the user what takes long.
+
+    Raises:
+      UsageError: no engine answers, or the options ask for what it does not do.
+    """
+    if not options.engine:
+        return None
+    _check(pretrained, task, config)
+
+    def save(folder, params: Params) -> None:
+        if isinstance(params, Adapted):
+            peft.save_adapter(folder, params, base=str(pretrained.folder))
+        else:
+            huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
+
+    engine = Engine(options, save, note=note)
+    return engine_sampler(engine, task, config.sampling, devices=devices_of(config))
+
+
+def seed_of(noise: np.ndarray, number: int) -> int:
+    """The seed of a request, below 2³¹, which every engine takes.
+
+    Args:
+      noise: (seed, stream, index) of the draw.
+      number: of the completion.
+    """
+    digest = hashlib.sha256(",".join(str(int(x)) for x in (*noise, number)).encode()).digest()
+    return int.from_bytes(digest[:4]) >> 1
+
+
+def completions_of(answers: list[Answer], shape: tuple[int, int], max_tokens: int, task: Task) -> Completions:
+    """Answers to N·G requests as the arrays of a sampler, of NumPy.
+
+    Args:
+      answers: in the order of `[N, G]`.
+      shape: (N, G).
+      max_tokens: T.
+      task: its tokens.
+    """
+    groups = [answers[start : start + shape[1]] for start in range(0, len(answers), shape[1])]
+    ids, mask = pad_completions([[answer.ids for answer in group] for group in groups], max_tokens)
+    logprobs = np.zeros(ids.shape, np.float32)
+    logprobs[mask] = [value for answer in answers for value in answer.logprobs]
+    ended = np.isin(ids, task.eos_ids) & mask
+    ids = np.where(mask, ids, task.pad_id).astype(np.int32)
+    return Completions(ids, mask, logprobs, None, ~ended.any(-1))  # type: ignore[arg-type]
+
+
+def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
+    """Refuses what an engine does not do, before one is asked."""
+    if holds_quantised(pretrained.params):
+        raise UsageError(
+            "an engine samples by the original weights, and quantize trains on rounded ones: leave out quantize, or "
+            "leave out engine"
+        )
+    if task.environment is not None:
+        raise UsageError("an engine samples no episodes of several turns: leave out engine, or the environment")
+    sampling = config.sampling
+    if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
+        raise UsageError(
+            "with top_k, top_p or min_p an engine says the probabilities after truncation alone, and not those of the "
+            "policy: leave them out, or leave out engine"
+        )
+    if needs_replay(config):
+        raise UsageError(
+            "old_logprobs sampler with staleness runs the sampler's program again, and an engine has its own: leave "
+            "out old_logprobs, staleness or engine"
+        )
+    if hosts.count() > 1:
+        raise UsageError(f"an engine is asked by one host, and there are {hosts.count()}: leave out --distributed")

@@ -1,0 +1,172 @@
+"""Episodes: turns of the policy on the devices, and between them the replies of an environment, on the host."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.config import SamplingConfig
+from grpo_jax.data.episodes import ENDINGS, MAX_CHARACTERS, Reply
+from grpo_jax.data.types import Completion, Example, Turn
+from grpo_jax.devices import Devices, to_devices, to_host
+from grpo_jax.models.transformer import Params
+from grpo_jax.sampling.sampler import Completions, Episodes
+from grpo_jax.tasks.task import Task
+
+
+class EpisodePrograms(NamedTuple):
+    """The two compiled programs of episodes, whatever the number of turns."""
+
+    # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Episodes after one turn
+    begin: Callable[..., Episodes]
+    # (params, episodes, replies [N, G, R], counts [N, G], goes_on [N, G]) -> Episodes; the old ones are donated
+    go_on: Callable[..., Episodes]
+
+
+class _Outcome(NamedTuple):
+    """What follows from a reply."""
+
+    ending: str  # "" where the episode goes on
+    ids: Sequence[int]  # that it goes on with
+
+
+def play(
+    programs: EpisodePrograms,
+    params: Params,
+    given: tuple[Any, ...],
+    noise: np.ndarray,
+    examples: Sequence[Example],
+    task: Task,
+    sampling: SamplingConfig,
+    devices: Devices,
+) -> Completions:
+    """Episodes of prompts, from their first turn until all have ended.
+
+    Args:
+      programs: of the run.
+      params: the policy's.
+      given: prompt_ids, prompt_mask, numbers, temperature, on the devices.
+      noise: uint32 `[3]`, (seed, stream, index); with the numbers of completion and turn it is the key of a reply.
+      examples: N, of the prompts.
+      task: with an environment.
+      sampling: of the run.
+      devices: that programs run on.
+
+    Returns:
+      The completions: rewards of turns and endings as NumPy arrays, all others on the devices.
+    """
+    assert task.environment
+    numbers = to_host(given[2])
+    episodes = programs.begin(params, *given, to_devices(noise, devices, axes=None))
+    rewards = np.full((*numbers.shape, sampling.max_turns), np.nan, np.float32)
+    ending = np.full(numbers.shape, -1, np.int8)
+    so_far: dict[tuple[int, int], tuple[Turn, ...]] = {}
+    for number in range(sampling.max_turns):
+        places = [(int(i), int(j)) for i, j in np.argwhere(ending < 0)]
+        sampled = _sampled(episodes, rewards)
+        for place in places:  # the last turn is read again: now it has an answer
+            so_far[place] = so_far.get(place, ())[:-1] + turns_of(sampled, place, task, first=max(number, 1))
+        transcripts = [so_far[place] for place in places]
+        keys = [(*map(int, noise), int(numbers[place]), number) for place in places]
+        replies = task.environment.ask([examples[i] for i, _ in places], transcripts, keys)
+        said = np.full((*numbers.shape, max(sampling.environment_tokens, 1)), task.pad_id, np.int32)
+        counts = np.zeros(numbers.shape, np.int32)
+        for place, reply in zip(places, replies, strict=True):
+            if reply.reward is not None:
+                rewards[(*place, number)] = reply.reward
+            end, ids = _outcome(reply, sampled, place, number, task, sampling)
+            ending[place] = ENDINGS.index(end) if end else -1
+            said[place][: len(ids)], counts[place] = ids, len(ids)
+        if (ending >= 0).all():
+            break
+        more = to_devices((said, counts, ending < 0), devices)
+        episodes = programs.go_on(params, episodes, *more)
+    out = episodes.rows.out
+    cut = to_host(out.truncated) | (ending != ENDINGS.index("done"))
+    return out._replace(truncated=to_devices(cut, devices), turn_rewards=rewards, ending=ending)
+
+
+def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
+    """The tokens of episodes on the host."""
+    out = episodes.rows.out
+    ids, mask, turn, truncated = to_host((out.completion_ids, out.completion_mask, out.turn, out.truncated))
+    return Completions(ids, mask, None, None, truncated, turn, rewards)  # type: ignore[arg-type]
+
+
+def _outcome(
+    reply: Reply, sampled: Completions, place: tuple[int, int], number: int, task: Task, sampling: SamplingConfig
+) -> _Outcome:
+    """Whether an episode goes on after a reply, and with which tokens."""
+    own = sampled.completion_mask[place]
+    if reply.failure or reply.done:
+        return _Outcome(reply.failure or "done", ())
+    if sampled.truncated[place] or own.sum() >= sampling.max_tokens:
+        return _Outcome("policy tokens", ())
+    if number + 1 >= sampling.max_turns:
+        return _Outcome("turns", ())
+    assert task.environment
+    room = sampling.environment_tokens - int(((sampled.turn[place] > 0) & ~own).sum())
+    if len(reply.text) > MAX_CHARACTERS:
+        return _Outcome("environment tokens", ())
+    ids = task.environment.encode(reply.text) if reply.ids is None else reply.ids
+    if len(ids) > room:
+        return _Outcome("environment tokens", ())
+    unknown = [i for i in ids if not 0 <= i < task.vocab_size]
+    if unknown:
+        task.environment.messages["not a reply"] = (
+            f"a reply has the token {unknown[0]}, and the model's are 0 to {task.vocab_size - 1}"
+        )
+        return _Outcome("not a reply", ())
+    return _Outcome("", ids)
+
+
+def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first: int = 1) -> tuple[Turn, ...]:
+    """The turns of an episode.
+
+    Args:
+      sampled: NumPy arrays.
+      place: of the episode among `[N, G]`.
+      task: for its decoder.
+      first: the number of the first turn that is wanted.
+    """
+    assert sampled.turn is not None
+    turn = sampled.turn[place]
+    here = slice(int(np.argmax(turn == first)), np.count_nonzero(turn))  # tokens are in order, and 0 is after the end
+    said: dict[int, list[int]] = defaultdict(list)
+    heard: dict[int, list[int]] = defaultdict(list)
+    ids, own = sampled.completion_ids[place], sampled.completion_mask[place]
+    for number, is_own, token in zip(turn[here].tolist(), own[here].tolist(), ids[here].tolist(), strict=True):
+        (said if is_own else heard)[number].append(token)
+
+    def one(number: int) -> Turn:
+        content = [token for token in said[number] if token not in task.eos_ids]
+        reply, reward = heard.get(number), float(sampled.turn_rewards[(*place, number - 1)])
+        return Turn(
+            Completion(task.decode(content), content, truncated=said[number][-1] not in task.eos_ids),
+            Completion(task.decode(reply), reply) if reply else None,
+            None if math.isnan(reward) else reward,
+        )
+
+    return tuple(one(number) for number in said)
+
+
+def measured(texts: Sequence[Sequence[Completion]], task: Task) -> dict[str, float]:
+    """Means over episodes of what the environment measures, by name."""
+    if task.environment is None or task.environment.measure is None:
+        return {}
+    found = [task.environment.measure(text) for group in texts for text in group]
+    return {f"environment_{name}": float(np.mean([numbers[name] for numbers in found])) for name in found[0]}
+
+
+def episode_metrics(completions: Completions) -> dict[str, Any]:
+    """Metrics of episodes, as plain numbers: turns, tokens of the environment, and how many ended in which way."""
+    turn, own = np.asarray(completions.turn), np.asarray(completions.completion_mask)
+    counts = np.bincount(completions.ending.ravel(), minlength=len(ENDINGS))
+    named = {f"ended_{name.replace(' ', '_')}": int(n) for name, n in zip(ENDINGS, counts, strict=True)}
+    return {
+        "turns_mean": float(turn.max(-1).mean()),
+        "environment_tokens_mean": float(((turn > 0) & ~own).sum(-1).mean()),
+        **{name: count for name, count in named.items() if count or name == "ended_done"},
+    }

@@ -1,0 +1,253 @@
+"""Held-out evaluation. Its completions do not depend on the shape of the sampler's calls."""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from grpo_jax import hosts
+from grpo_jax.data.types import Completion, Prompts
+from grpo_jax.devices import all_rows, place
+from grpo_jax.errors import UsageError
+from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.reward import Scores, score_completions
+from grpo_jax.rl.learn import EVALUATION
+from grpo_jax.rl.rollout import Sampler, decode_groups, noise_of
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.statistics import best_of, bootstrap, majority
+from grpo_jax.tasks.task import Task
+
+# Numbers of completions are 32 bits: 12 of them count the completions of a prompt.
+_MAX_SAMPLES = 2**12 - 1
+_MAX_PROMPTS = 2**19
+_BLOCK = 256  # completions in a call of the reward, as in a step of 32 prompts and groups of 8
+
+
+class Samples(NamedTuple):
+    """One call of the sampler: N groups of G completions, on the host."""
+
+    prompts: Prompts  # N
+    completions: Completions  # NumPy arrays
+    temperature: np.ndarray  # float32 [N, G], 0 for greedy ones
+    counted: np.ndarray  # bool [N, G], false for what only fills the shape
+
+
+class Evaluation(NamedTuple):
+    """Rewards of M held-out prompts with n sampled completions and a greedy one each."""
+
+    scores: np.ndarray  # float64 [M, n] of the metric, 0 where it is not graded
+    greedy: np.ndarray  # float64 [M]
+    graded: np.ndarray  # bool [M, n + 1], whether the metric is a finite number; here and below the last is greedy
+    components: dict[str, np.ndarray]  # name -> float32 [M, n + 1], unweighted, NaN where it does not apply
+    lengths: np.ndarray  # int [M, n + 1], in tokens, the ending one included
+    truncated: np.ndarray  # bool [M, n + 1]
+    texts: list[list[Completion]]  # [M][n + 1]
+    answers: list[list[Hashable | None]] | None  # [M][n], where the task has them
+
+
+def sample_heldout(
+    sampler: Sampler,
+    params: Params,
+    task: Task,
+    *,
+    num_prompts: int,
+    group_size: int,
+    temperature: float,
+    seed: int,
+    samples: int | None = None,
+) -> Iterator[Samples]:
+    """Samples n completions of each held-out prompt, and one greedily.
+
+    Calls have the given shape, so that evaluation compiles no program of its own. The noise of a completion depends on
+    the seed, the number of its prompt and its own number: not on the shape, nor on n. It is the same at every
+    evaluation, so that differences between two evaluations come from the parameters. The shape changes rounding, which
+    rarely changes a token.
+
+    Args:
+      sampler: the run's.
+      params: to evaluate.
+      task: its held-out prompts are used.
+      num_prompts: N of the sampler.
+      group_size: G of the sampler.
+      temperature: of all but the greedy ones.
+      seed: of the noise.
+      samples: n; None: G − 1, one group a prompt. Other numbers cost ⌈(n + 1) / G⌉ groups a prompt.
+
+    Yields:
+      Each call. What counts is in the order of prompts, and of one prompt's completions, the greedy one last.
+
+    Raises:
+      UsageError: there are no prompts, too many, or an impossible n.
+    """
+    params = place(params, sampler.devices)
+
+    def start(call: Call) -> Samples:
+        temperatures = np.where(call.greedy, 0, temperature).astype(np.float32)
+        noise = noise_of(seed, EVALUATION, 0)
+        _, completions = sampler.sample(params, call.prompts, call.numbers, temperatures, noise)
+        return Samples(call.prompts, completions, temperatures, call.counted)
+
+    def on_host(started: Samples) -> Samples:
+        return started._replace(completions=all_rows(started.completions, sampler.devices))
+
+    calls = map(start, heldout_calls(task.heldout, num_prompts=num_prompts, group_size=group_size, samples=samples))
+    started = next(calls)
+    for following in calls:  # the devices work on it while the host reads the one before
+        yield on_host(started)
+        started = following
+    yield on_host(started)
+
+
+class Call(NamedTuple):
+    """N groups of G completions to sample in an evaluation."""
+
+    prompts: Prompts  # N
+    numbers: np.ndarray  # int32 [N, G], of completions, that key their noise
+    greedy: np.ndarray  # bool [N, G]
+    counted: np.ndarray  # bool [N, G], false for what only fills the shape
+
+
+def heldout_calls(heldout: Prompts, *, num_prompts: int, group_size: int, samples: int | None = None) -> Iterator[Call]:
+    """What `sample_heldout` samples, call by call; its arguments, and its errors."""
+    samples, total = group_size - 1 if samples is None else samples, len(heldout.examples)
+    if not 1 <= samples <= _MAX_SAMPLES:
+        raise UsageError(f"{samples} samples of each held-out prompt are asked for: it must be 1 to {_MAX_SAMPLES}")
+    if not 1 <= total <= _MAX_PROMPTS:
+        raise UsageError(f"the task has {total} held-out prompts: an evaluation takes 1 to {_MAX_PROMPTS}")
+    groups = -(-(samples + 1) // group_size)  # of one prompt
+    for start in range(0, total * groups, num_prompts):
+        group = np.arange(start, start + num_prompts)[:, None]
+        prompt = np.minimum(group // groups, total - 1)
+        sample = group % groups * group_size + np.arange(group_size)
+        counted = (group < total * groups) & (sample <= samples)
+        # Copies of the greedy completion fill up the shape: they end when it ends, and so take no extra steps.
+        sample = np.where(counted, sample, samples)
+        chosen = prompt[:, 0]
+        examples = [heldout.examples[i] for i in chosen]
+        prompts = Prompts(heldout.ids[chosen], heldout.mask[chosen], examples)
+        numbers = (prompt * (_MAX_SAMPLES + 1) + sample).astype(np.int32)
+        yield Call(prompts, numbers, sample == samples, counted)
+
+
+def evaluate(calls: Iterable[Samples], task: Task, *, metric: str = "", block: int = _BLOCK) -> Evaluation:
+    """Scores completions by the task's reward.
+
+    The reward is called on blocks of whole prompts, of up to `block` completions (or one prompt's), whatever the
+    sampler's shape: one that compares completions of a prompt has all n + 1 of them, the greedy one too, and a `Grader`
+    has its deadlines for about as much as in a step of training. What a reward finds by comparing prompts depends
+    on the blocks.
+
+    Args:
+      calls: of `sample_heldout`, all of them.
+      task: with the reward, and what is voted on.
+      metric: the component that counts; "": the weighted sum of them.
+      block: completions in a call of the reward: those of a step of training, for whose number a `Grader` has its
+        budget. Default: 32 prompts × 8.
+
+    Returns:
+      The evaluation. A metric that is None, NaN or infinite counts 0, and as not graded.
+
+    Raises:
+      UsageError: there is no such component, or as in `score_completions`.
+    """
+    names = list(task.reward) if isinstance(task.reward, Mapping) else ["reward"]
+    if metric and metric not in names:
+        raise UsageError(f"the task has no reward {metric!r} to evaluate: its rewards are {', '.join(names)}")
+    total = len(task.heldout.examples)
+    flat: list[Completion] = []
+    lengths, truncated = [], []
+    for call in calls:
+        decoded = decode_groups(call.completions, task)
+        flat += [decoded[i][j] for i, j in np.argwhere(call.counted)]
+        lengths.append(call.completions.completion_mask.sum(-1)[call.counted])
+        truncated.append(call.completions.truncated[call.counted])
+    width = len(flat) // total
+    texts = [flat[start : start + width] for start in range(0, len(flat), width)]
+    earned = _scored(task, texts, block)
+    values = earned.components[metric] if metric else np.where(earned.applicable, earned.rewards, np.nan)
+    graded = np.isfinite(values)
+    scores = np.where(graded, values, 0).astype(np.float64)
+    answer, answers = task.answer, None
+    if answer is not None:
+        pairs = zip(task.heldout.examples, texts, strict=True)
+        answers = [[answer(example, text) for text in group[:-1]] for example, group in pairs]
+    return Evaluation(
+        scores=scores[:, :-1],
+        greedy=scores[:, -1],
+        graded=graded,
+        components=earned.components,
+        lengths=np.concatenate(lengths).reshape(graded.shape),
+        truncated=np.concatenate(truncated).reshape(graded.shape),
+        texts=texts,
+        answers=answers,
+    )
+
+
+@np.errstate(invalid="ignore", over="ignore")  # an infinite reward is told by the run, once
+def summary(evaluation: Evaluation, ks: Sequence[int] | None = None) -> dict[str, float]:
+    """The numbers of an evaluation, by name.
+
+    Each of avg (of the sampled completions, avg@n), greedy, pass_at_k and, where the task has answers, maj_at_n is a
+    mean over prompts, and has the bounds of its 95% interval beside it as `_low` and `_high` (`bootstrap`). Of scores
+    other than 0 and 1, pass_at_k is the mean best of k. Of several rewards the means of each are there too. Lengths
+    in tokens, the ending one included, and shares are of sampled completions; `not_graded_share` is of all.
+
+    Args:
+      evaluation: of `evaluate`.
+      ks: of pass_at_k; None: powers of two from 2 to n.
+
+    Returns:
+      The numbers; NaN where there is nothing to say.
+
+    Raises:
+      UsageError: a k is out of range.
+    """
+    n = evaluation.scores.shape[1]
+    scores, greedy = (_if_graded(values, evaluation) for values in (evaluation.scores, evaluation.greedy))
+    binary = bool(np.isin(scores, (0, 1)).all() and np.isin(greedy, (0, 1)).all())
+    ks = [2**i for i in range(1, n.bit_length())] if ks is None else ks
+    estimates = {"avg": scores.mean(-1), "greedy": greedy}
+    estimates |= {f"pass_at_{k}": best_of(scores, k) for k in ks}
+    if evaluation.answers is not None and n > 1:
+        estimates[f"maj_at_{n}"] = majority(scores, evaluation.answers)
+    numbers: dict[str, float] = {}
+    for name, values in estimates.items():
+        numbers |= bootstrap(values, binary=binary).named(name)
+    if len(evaluation.components) > 1:
+        for name, values in evaluation.components.items():
+            applies = values[:, :-1][~np.isnan(values[:, :-1])]
+            numbers[f"reward_{name}"] = float(applies.mean()) if applies.size else np.nan
+    return numbers | {
+        "length": float(evaluation.lengths[:, :-1].mean()),
+        "ended_share": float(1 - evaluation.truncated[:, :-1].mean()),
+        "not_graded_share": float(1 - evaluation.graded.mean()),
+    }
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def prompt_means(evaluation: Evaluation) -> np.ndarray:
+    """avg@n of each prompt, `[M]`; NaN where no completion at all was graded."""
+    return _if_graded(evaluation.scores, evaluation).mean(-1)
+
+
+def _if_graded(values: np.ndarray, evaluation: Evaluation) -> np.ndarray:
+    """The values, or NaN if no completion at all was graded, which is not a score of 0."""
+    return values if evaluation.graded.any() else np.full_like(values, np.nan)
+
+
+def _scored(task: Task, texts: list[list[Completion]], size: int) -> Scores:
+    """Rewards `[M, n + 1]`, by blocks of whole prompts, which hosts share out."""
+    step = max(1, size // len(texts[0]))
+    starts, own = range(0, len(texts), step), slice(hosts.index(), None, hosts.count())
+
+    def block(start: int) -> Scores:
+        groups = texts[start : start + step]
+        examples = task.heldout.examples[start : start + step]
+        flat = [(example, text) for example, group in zip(examples, groups, strict=True) for text in group]
+        earned = score_completions(task.reward, [example for example, _ in flat], [text for _, text in flat])
+        return jax.tree.map(lambda x: x.reshape(len(groups), -1), earned)
+
+    graded = hosts.gather("rewards of held-out prompts", [block(start) for start in starts[own]])
+    in_turn = [graded[number % hosts.count()][number // hosts.count()] for number in range(len(starts))]
+    return jax.tree.map(lambda *x: np.concatenate(x), *in_turn)

@@ -1,0 +1,122 @@
+"""What the tests of several hosts start on each of them: a run of a small policy, updates of a decoder, a command.
+
+Under pytest eight virtual devices are set; XLA_FLAGS of the tests of hosts set fewer.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from grpo_jax import hosts
+from grpo_jax.commands.common import learn
+from grpo_jax.config import GRPOConfig, recipe
+from grpo_jax.data.types import Prompts, pad_prompts, rng
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.runs import flags
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.tasks.task import Task
+
+N, EOS, PAD = 8, 6, 7
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the run."""
+
+    train: GRPOConfig = recipe(
+        steps=4,
+        num_prompts=N,
+        group_size=4,
+        max_tokens=3,
+        learning_rate=3e-2,
+        kl_coef=0.1,
+        max_rollouts=3,
+        rollouts_every=1,
+        eval_every=2,
+        checkpoint_every=2,
+    )
+    output: flags.RunConfig = flags.RunConfig(Path("run"))
+    mode: str = ""
+    """What happens to host 1 after a few steps."""
+
+
+def prompts(step: int) -> Prompts:
+    tokens = rng(step).integers(0, 6, (N, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
+
+
+class Threes:
+    """The share of threes; a completion without any number below 3 gets none, and is counted."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.calls = mode, 0
+        self.counts = {"no number": 0}
+        self.messages: dict[str, str] = {}
+
+    def __call__(self, examples, completions):
+        self.calls += 1
+        if self.mode and hosts.count() > 1 and self.calls > 4:
+            print("step", flush=True)
+            time.sleep(0.3)
+        if self.mode == "raise" and hosts.index() == 1 and self.calls == 8:
+            raise ZeroDivisionError("of host 1")
+        if self.mode == "hang" and hosts.index() == 1 and self.calls == 8:
+            time.sleep(135)
+        if self.mode == "nan" and hosts.index() == 1 and self.calls >= 8:
+            return [float("nan")] * len(completions)
+        rewards = [text.count("3") / 3 if set(text) & set("012") else None for text in completions]
+        self.counts["no number"] += rewards.count(None)
+        self.messages["no number"] = "there is none below 3"
+        return rewards
+
+
+def run(config: Config) -> None:
+    """Trains, with evaluations; host 0 prints the checksum."""
+    from bigrams import PARAMS, POLICY, V  # arrays: JAX has to know the hosts before
+
+    task = Task(prompts, Threes(config.mode), prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+    programs = make_programs(POLICY, task, config.train)
+    folder = flags.open_run(config)
+    state, _ = learn(PARAMS, task, config.train, folder, programs, phase="grpo")
+    checksum = params_sha256(state.params)
+    if folder.writes:
+        print("checksum", checksum, flush=True)
+
+
+def updates(folder: Path, options: hosts.HostOptions) -> None:
+    """Gradients, completions, and bytes exchanged, of a decoder on meshes of all devices; host 0 keeps them."""
+    hosts.start(options, print, print)
+    import jax
+    import test_parallel as cases
+    import test_traffic as traffic
+
+    number = jax.device_count()
+    for name, mesh in (("decoder", cases.Mesh(fsdp=number)), ("ppo", cases.Mesh(2, number // 2))):
+        expected = cases.gradients(name, mesh)
+        if hosts.is_first():
+            np.savez(folder / f"{name}.npz", *jax.tree.leaves(expected))
+    found = cases.sampled(cases.Mesh(2, number // 2))
+    if hosts.is_first():
+        np.savez(folder / "sampled.npz", ids=found.completion_ids, logprobs=found.sampler_logprobs)
+    shape, run = traffic.shape_and_run(number)
+    program = traffic.lowered(traffic.MODEL, run, traffic.P, programs=("learn",))["learn"].compile()
+    exchanged = traffic.by_purpose(traffic.sizes(traffic.collectives(str(program.as_text()))))
+    if hosts.is_first():
+        planned = traffic.planned(traffic.learn_traffic(traffic.MODEL, shape))
+        (folder / "exchanged.json").write_text(json.dumps([exchanged, planned]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["updates"]:
+        address, number, own, folder = sys.argv[2:]
+        updates(Path(folder), hosts.HostOptions(False, address, int(number), int(own)))
+    elif sys.argv[1:2] == ["command"]:
+        from grpo_jax.commands import train
+
+        train.command(sys.argv[2:])
+    else:
+        flags.main(Config, run, None)

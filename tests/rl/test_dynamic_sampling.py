@@ -1,0 +1,212 @@
+"""Dynamic sampling: which groups a step learns from, at what cost, at fixed shapes, and again after a crash."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from bigrams import PARAMS, POLICY, V
+
+from grpo_jax.config import recipe, with_options
+from grpo_jax.data.types import Completion, Component, Prompts, pad_prompts, rng
+from grpo_jax.devices import to_devices
+from grpo_jax.errors import UsageError
+from grpo_jax.rl.dynamic_sampling import sample_with_spread, select_on_devices
+from grpo_jax.rl.grpo import make_programs, train
+from grpo_jax.rl.readable import token_texts
+from grpo_jax.rl.rollout import Rollout, to_batch
+from grpo_jax.rl.state import Batch
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks.task import Task
+
+EOS, PAD = 6, 7
+CONFIG = recipe(
+    steps=6, num_prompts=4, group_size=4, max_tokens=3, learning_rate=1e-2, checkpoint_every=2, max_rollouts=5
+)
+
+
+def prompts(step: int) -> Prompts:
+    tokens = rng(step).integers(0, 6, (4, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
+
+
+def begins_with_three(examples, completions):
+    return [float(text.startswith("3")) for text in completions]
+
+
+TASK = Task(prompts, begins_with_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+
+
+# ---- which groups
+
+
+def made_up(number: int, rewards, parts=None) -> tuple[Rollout, Batch]:
+    """A rollout whose every array and text says which group of which rollout it is."""
+    rewards = np.asarray(rewards, np.float32)
+    names = 10 * number + np.arange(len(rewards))
+    tokens = np.broadcast_to(names[:, None, None], (*rewards.shape, 2))
+    completions = Completions(tokens, tokens >= 0, None, None, rewards > 9)
+    examples = [{"prompt": str(name)} for name in names]
+    texts = [[Completion(str(name))] * rewards.shape[1] for name in names]
+    given = Prompts(tokens[:, 0], tokens[:, 0] >= 0, examples)
+    components = {"raw": rewards if parts is None else np.asarray(parts, np.float32)}
+    rollout = Rollout(given, completions, texts, rewards, ~np.isnan(rewards), components, {"raw": 1.0})
+    return rollout, to_batch(given.ids, given.mask, tokens[..., 0] * 1.0, completions)
+
+
+FLAT, SPREAD, NOTHING = [1, 1], [0, 1], [np.nan, np.nan]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "limit", "expected", "drawn"),
+    [
+        ([[SPREAD, SPREAD, SPREAD]], 3, [0, 1, 2], 1),  # nothing to replace: nothing more is sampled
+        ([[FLAT, SPREAD, FLAT]], 1, [0, 1, 2], 1),  # no dynamic sampling
+        ([[FLAT, SPREAD, FLAT], [SPREAD, SPREAD, SPREAD]], 3, [1, 10, 11], 2),  # the first with spread; 12 is left over
+        ([[FLAT, SPREAD, FLAT], [FLAT, FLAT, SPREAD]], 2, [0, 1, 12], 2),  # the cap: the first of the others fills up
+        ([[FLAT, NOTHING, FLAT], [SPREAD, FLAT, [np.nan, 1]], [SPREAD, FLAT, SPREAD]], 9, [10, 20, 22], 3),
+    ],
+)
+def test_the_first_groups_with_spread_are_taken(rollouts, limit, expected, drawn):
+    calls = []
+
+    def draw(number):
+        calls.append(number)
+        return made_up(number, rollouts[number])
+
+    rollout, batch, everything, count = sample_with_spread(draw, max_rollouts=limit)
+    assert calls == list(range(drawn))
+    assert count == drawn
+    assert len(everything.texts) == 3 * drawn
+    for on_device, of_host in (
+        (batch.prompt_ids, rollout.prompts.ids),
+        (batch.completion_ids, rollout.completions.completion_ids),
+        (batch.temperature[:, 0], expected),
+    ):
+        np.testing.assert_array_equal(on_device, of_host)
+    for names in (
+        rollout.prompts.ids[:, 0],
+        rollout.completions.completion_ids[:, 0, 0],
+        [int(example["prompt"]) for example in rollout.prompts.examples],
+        [int(group[0]) for group in rollout.texts],
+    ):
+        np.testing.assert_array_equal(names, expected)
+    wanted = [rollouts[name // 10][name % 10] for name in expected]
+    np.testing.assert_array_equal(rollout.rewards, np.asarray(wanted, np.float32))
+    np.testing.assert_array_equal(rollout.components["raw"], rollout.rewards)
+
+
+def test_spread_of_a_component_is_what_counts():
+    # A length penalty gives every group spread in the sum; the answers of the first are all the same.
+    first, second = made_up(0, [[0.9, 1.0], [0.1, 1.0]], [FLAT, SPREAD]), made_up(1, [[1, 0], [0, 0]], [SPREAD, FLAT])
+    assert sample_with_spread(lambda number: [first, second][number], max_rollouts=2).draws == 1
+    sampled = sample_with_spread(lambda number: [first, second][number], max_rollouts=2, metric="raw")
+    assert sampled.draws == 2
+    np.testing.assert_array_equal(sampled.rollout.prompts.ids[:, 0], [1, 10])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("draws", [2, 3])
+def test_groups_on_the_devices_are_those_of_numpy(devices, draws):
+    batches = [made_up(number, [SPREAD] * 4)[1] for number in range(draws)]
+    on_devices = [to_devices(batch, devices) for batch in batches]
+    whole = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+    noise = np.random.default_rng(0)
+    for _ in range(4):
+        groups = np.sort(noise.choice(4 * draws, 4, replace=False))
+        chosen = select_on_devices(on_devices, groups, devices)
+        jax.tree.map(lambda x, y, groups=groups: np.testing.assert_array_equal(x, y[groups]), chosen, whole)
+        # The next program is compiled for where they are.
+        places = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), chosen, on_devices[0])
+        assert all(jax.tree.leaves(places))
+
+
+# ---- in a run
+
+
+def open_run(path) -> RunFolder:
+    return RunFolder(path, dataclasses.asdict(CONFIG))
+
+
+def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_path):
+    programs, scored = make_programs(POLICY, TASK, CONFIG), []
+
+    def score(trained, frozen, reference, batch):
+        scored.append(batch.prompt_ids.shape)
+        return programs.score(trained, frozen, reference, batch)
+
+    whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
+    expected = train(POLICY, PARAMS, TASK, CONFIG, whole, programs=programs._replace(score=score))
+    lines = whole.lines()
+    assert max(line["rollouts"] for line in lines) > 1
+    assert scored == [(4, 3)] * 6  # the groups that are kept, once a step
+    for line in lines:
+        assert line["update_zero_spread_share"] == 0 or line["rollouts"] == CONFIG.sampling.max_rollouts
+        assert line["tokens"] >= line["rollouts"] * 16  # the cost: all that was sampled counts
+    assert any(line["zero_spread_share"] > 0 and line["update_zero_spread_share"] == 0 for line in lines)
+    times = whole.lines("times.jsonl")
+    assert [line["rollout_tokens"] for line in times] == [line["tokens"] for line in lines]
+    assert len({line["compilations"] for line in times}) == 1
+
+    class Stop(Exception):
+        pass
+
+    def stopping(number):
+        if number >= 4 * CONFIG.sampling.max_rollouts:
+            raise Stop
+        return prompts(number)
+
+    with pytest.raises(Stop):
+        train(POLICY, PARAMS, TASK._replace(prompts=stopping), CONFIG, cut, programs=programs)
+    resumed = train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "cut"), programs=programs)
+    assert params_sha256(resumed) == params_sha256(expected)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (cut.path / name).read_text() == (whole.path / name).read_text()
+
+
+def test_a_cap_that_was_hit_is_said(tmp_path, capsys):
+    config = with_options(CONFIG, steps=1, max_rollouts=2)
+    run = RunFolder(tmp_path, dataclasses.asdict(config))
+    train(POLICY, PARAMS, TASK._replace(reward=lambda examples, texts: [1.0] * len(texts)), config, run)
+    line = run.lines()[0]
+    assert (line["rollouts"], line["zero_spread_share"], line["update_zero_spread_share"]) == (2, 1, 1)
+    assert "raise max_rollouts" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"max_rollouts": 0}, "max_rollouts is 0"),
+        ({"max_rollouts": 1, "filter_metric": "answer"}, "set max_rollouts above 1"),
+        ({"filter_metric": "anwser"}, "answer, length"),
+    ],
+)
+def test_what_cannot_be_filtered_is_refused(changes, sentence):
+    rewards = {"answer": Component(begins_with_three), "length": Component(begins_with_three, 0.1)}
+    with pytest.raises(UsageError, match=sentence):
+        make_programs(POLICY, TASK._replace(reward=rewards), with_options(CONFIG, **changes))
+
+
+# ---- tokens for people
+
+
+def test_texts_of_tokens_add_up_to_the_completion():
+    data = ["▁Tom".encode(), " né".encode()[:-1], "é".encode()[1:], "😀".encode()[:2], "😀".encode()[2:], b"\xff", b"!"]
+
+    def decode(ids):  # drops the first space, as tokenizers of Llama's kind do
+        return b"".join(data[i] for i in ids).decode(errors="replace").replace("▁", " ").removeprefix(" ")
+
+    task = TASK._replace(decode=decode, eos_ids=(9,))
+
+    def texts(ids):
+        return token_texts(ids, decode([i for i in ids if i != 9]), task)
+
+    assert texts([0, 1, 2, 0, 3, 4, 9]) == ["Tom", "", " né", " Tom", "", "😀", ""]
+    assert texts([0, 3, 9]) == ["Tom", "\ufffd", ""]  # cut off within a character
+    assert texts([3, 4, 5]) == ["", "😀", "\ufffd"]
+    assert texts([]) == []
+    assert texts([9]) == [""]
+    for ids in np.random.default_rng(0).integers(0, 7, (50, 8)).tolist():
+        assert "".join(texts(ids)) == decode(ids)

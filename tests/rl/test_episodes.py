@@ -1,0 +1,418 @@
+"""Episodes in training: what is learned from, what ends them, and that a run is the same when it is cut."""
+
+import asyncio
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bigrams import PARAMS, POLICY, V
+
+from grpo_jax.config import recipe, with_options
+from grpo_jax.data.episodes import Reply, environment, episode_return
+from grpo_jax.data.types import Component, pad_prompts, rng
+from grpo_jax.devices import Mesh
+from grpo_jax.errors import UsageError
+from grpo_jax.functional import turn_advantages
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl.grpo import grpo_loss_fn, make_programs, train
+from grpo_jax.rl.learn import SAMPLING
+from grpo_jax.rl.microbatches import lengths_of, packed
+from grpo_jax.rl.rollout import (
+    completion_numbers,
+    decode_groups,
+    group_temperatures,
+    make_sampler,
+    noise_of,
+)
+from grpo_jax.rl.step import accumulate_grads
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks.task import Task, random_reward
+
+EOS, PAD = 6, 7
+CONFIG = recipe(
+    steps=4,
+    num_prompts=4,
+    group_size=4,
+    max_tokens=8,
+    max_turns=3,
+    environment_tokens=6,
+    learning_rate=5e-2,
+    checkpoint_every=2,
+    rollouts_every=1,
+)
+DECODER = decoder_policy(ModelConfig(V, 16, 24, 1, 2, 1, 8, initializer_range=0.5))
+
+
+def prompts(step):
+    tokens = rng(step).integers(0, 6, (4, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
+
+
+def says_three(examples, completions):
+    return [sum(turn.said.count("3") for turn in completion.turns) / 3 for completion in completions]
+
+
+def decode(ids):
+    return "".join(map(str, ids))
+
+
+def encode(text):
+    return [int(character) for character in text]
+
+
+TASK = Task(prompts, says_three, prompts(999), decode, (EOS,), PAD, V)
+
+
+def echo(example, transcript, key):
+    """As many tokens as the policy said, up to three, and of three what the key says."""
+    said = transcript[-1].said
+    count = min(len(said), 3)
+    return Reply("".join(str(int(x)) for x in rng(*key).integers(0, V, count)), reward=float(count))
+
+
+def with_environment(reply, **changes):
+    return TASK._replace(environment=environment(reply, encode), **changes)
+
+
+ECHO = with_environment(echo)
+
+
+def open_run(path, config=CONFIG):
+    return RunFolder(path, dataclasses.asdict(config))
+
+
+@functools.cache
+def programs_of_echo():
+    return make_programs(POLICY, ECHO, CONFIG)
+
+
+def train_bigrams(task, run, config=CONFIG):
+    """What learns is compiled once: it knows no environment."""
+    programs = programs_of_echo()._replace(sampler=make_sampler(POLICY, task, config.sampling))
+    return train(POLICY, PARAMS, task, config, run, programs=programs)
+
+
+@functools.cache
+def decoder_params():
+    return jax.jit(DECODER.init)(jax.random.key(0))
+
+
+@functools.cache
+def sampled():
+    """A batch of episodes, and the same on the host."""
+    given = completion_numbers(CONFIG.sampling), group_temperatures(CONFIG.sampling), noise_of(0, SAMPLING, 0)
+    batch, completions = make_sampler(DECODER, ECHO, CONFIG.sampling).sample(decoder_params(), prompts(0), *given)
+    return batch, jax.device_get(completions)
+
+
+def sample(task, config=CONFIG, policy=POLICY, params=PARAMS):
+    given = completion_numbers(config.sampling), group_temperatures(config.sampling), noise_of(0, SAMPLING, 0)
+    return make_sampler(policy, task, config.sampling).complete(params, prompts(0), *given)
+
+
+# ---- what is learned from
+
+
+def test_first_ratio_is_one_over_three_turns_of_any_lengths(tmp_path):
+    config = with_options(CONFIG, steps=2, preset="dapo", minibatches=2, temperature=1.2)
+    run = open_run(tmp_path, config)
+    train(DECODER, decoder_params(), ECHO, config, run)
+    for line in run.lines():
+        assert line["turns_mean"] > 1.5
+        assert line["length_min"] < line["length_max"]
+        assert line["first_ratio_deviation"] < 1e-5
+        assert line["first_sampler_mismatch"] == pytest.approx(1, abs=1e-5)
+
+
+def loss_of_hidden():
+    """Hidden states that predict each token, and the loss as a function of them."""
+    batch, completions = sampled()
+    mask = completions.completion_mask
+    batch = batch._replace(
+        advantages=np.linspace(-1, 1, mask[..., 0].size, dtype=np.float32).reshape(mask.shape[:2]),
+        ref_logprobs=batch.sampler_logprobs - 0.1,
+        weights=jax.jit(CONFIG.loss.objective.aggregation)(mask),
+    )
+    hidden = jax.jit(DECODER.hidden)(decoder_params(), batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
+    loss_fn = grpo_loss_fn(DECODER, CONFIG.loss)
+    return hidden, lambda hidden: loss_fn(decoder_params(), batch, hidden=hidden)
+
+
+def test_tokens_of_the_environment_have_no_gradient():
+    (hidden, loss), heard = loss_of_hidden(), ~sampled()[1].completion_mask
+    assert (sampled()[1].turn > 0)[heard].any()
+    gradient = np.asarray(jax.jit(jax.grad(lambda x: loss(x)[0]))(hidden))
+    assert (gradient[heard] == 0).all()
+    assert (np.abs(gradient[~heard]).max(-1) > 0).all()
+    # Nor is any of their numbers read: other ones change no bit of the loss or of its metrics.
+    other = np.where(heard[..., None], np.asarray(hidden) + 3.0, hidden)
+    for one, two in zip(*map(jax.tree.leaves, map(jax.jit(loss), (hidden, other))), strict=True):
+        assert one == two
+
+
+@pytest.mark.slow
+def test_packed_episodes_have_the_gradient_of_padded_ones():
+    batch, completions = sampled()
+    mask = completions.completion_mask
+    batch = batch._replace(
+        advantages=jnp.linspace(-1, 1, mask[..., 0].size).reshape(mask.shape[:2]),
+        ref_logprobs=batch.sampler_logprobs - 0.1,
+        weights=CONFIG.loss.objective.aggregation(mask),
+    )
+    loss_fn = grpo_loss_fn(DECODER, CONFIG.loss)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def gradients(params, packs):
+        pieces = packed(lengths_of(batch.completion_mask), mask.shape[-1], 4) if packs else None
+        return accumulate_grads(loss_fn, params, batch, pieces)[:2]
+
+    for one, two in zip(*(jax.tree.leaves(gradients(decoder_params(), packs)) for packs in (True, False)), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_an_episode_of_one_turn_gives_the_numbers_of_a_completion(tmp_path):
+    done = with_environment(lambda example, transcript, key: Reply(done=True))
+    alone = with_options(CONFIG, max_turns=1, environment_tokens=0)
+    found = []
+    for name, task in {"alone": TASK, "done": done}.items():
+        run = open_run(tmp_path / name, alone)
+        state = train(POLICY, PARAMS, task, alone, run)
+        found.append((params_sha256(state.params), run.lines()))
+    (sha, lines), (other_sha, others) = found
+    assert sha == other_sha
+    for line, other in zip(lines, others, strict=True):
+        assert other["turns_mean"] == 1
+        assert other["ended_done"] == 16
+        assert {name: other[name] for name in line} == line
+
+
+def learned_by_turns(task, folder, **options):
+    """A step with an advantage for each turn: the run, the batch, the rewards and the advantages."""
+    config, seen = with_options(CONFIG, advantages_of="turns", steps=1), []
+    programs = make_programs(POLICY, task, config)
+    advantages = jax.jit(lambda rewards, batch: programs.method.advantages(rewards, batch, 0.0, None))
+
+    def recorded(state, frozen, reference, batch, rewards, clock):
+        seen.append(jax.device_get((batch, rewards, advantages(rewards, batch))))
+        return programs.learn(state, frozen, reference, batch, rewards, clock)
+
+    run = open_run(folder, config)
+    train(POLICY, PARAMS, task, config, run, programs=programs._replace(learn=recorded), **options)
+    return run, *seen[0]
+
+
+def test_advantages_by_turn_are_those_of_what_is_still_to_come(tmp_path):
+    task = ECHO._replace(reward={"threes": Component(says_three), "environment": Component(episode_return, 0.5)})
+    run, batch, rewards, found = learned_by_turns(task, tmp_path)
+    last = np.asarray(batch.turn).max(-1)
+    assert len({*last.ravel().tolist()}) > 1
+    np.testing.assert_allclose(rewards.turns.sum(-1), rewards.rewards, rtol=1e-5)
+    taken = np.arange(1, 4) <= last[..., None]
+    expected = np.asarray(jax.jit(turn_advantages)(rewards.turns, where=taken))
+    for place in np.ndindex(batch.turn.shape):
+        if batch.completion_mask[place]:
+            assert found.batch.advantages[place] == pytest.approx(expected[place[:2]][batch.turn[place] - 1], abs=1e-6)
+    by_group = run.lines("rollouts.jsonl")[0]
+    np.testing.assert_allclose(by_group["advantages"], expected[0, :, 0], atol=1e-4)
+
+
+def test_a_reward_in_place_of_the_tasks_is_in_place_of_the_environments(tmp_path):
+    _, batch, rewards, _ = learned_by_turns(ECHO, tmp_path / "coin", reward=random_reward(0))
+    is_last = np.arange(1, 4) == np.asarray(batch.turn).max(-1)[..., None]
+    assert {*np.unique(rewards.rewards)} == {0, 1}
+    np.testing.assert_array_equal(rewards.turns, np.where(is_last, rewards.rewards[..., None], 0))
+    # Beside the task's own reward the environment's are kept.
+    both = {"own": Component(says_three), "coin": Component(random_reward(0))}
+    _, batch, rewards, _ = learned_by_turns(ECHO, tmp_path / "both", reward=both)
+    assert np.any(rewards.turns[np.arange(1, 4) < np.asarray(batch.turn).max(-1)[..., None]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, Mesh(data=2), Mesh(tensor=2)], ids=["pmap", "data", "tensor"])
+def test_devices_sample_the_same_episodes(devices):
+    policy = decoder_policy(ModelConfig(V, 16, 24, 1, 2, 2, 8, initializer_range=0.5))
+    params, found = jax.jit(policy.init)(jax.random.key(0)), []
+    given = completion_numbers(CONFIG.sampling), group_temperatures(CONFIG.sampling), noise_of(0, SAMPLING, 0)
+    for where in (1, devices):
+        sampler = make_sampler(policy, ECHO, CONFIG.sampling, devices=where)
+        found.append(sampler.complete(params, prompts(0), *given))
+    one, many = found
+    assert one.turn.max() == 3
+    for name in ("completion_ids", "completion_mask", "turn", "ending", "truncated"):
+        np.testing.assert_array_equal(getattr(many, name), getattr(one, name))
+    np.testing.assert_allclose(many.sampler_logprobs, one.sampler_logprobs, atol=1e-5)
+
+
+# ---- what an environment is told, and what it gives
+
+
+def test_an_environment_reads_what_was_said_and_heard():
+    seen = {}
+
+    def reply(example, transcript, key):
+        seen[key] = example["prompt"], [(turn.said.ids, turn.heard and turn.heard.ids) for turn in transcript]
+        return Reply("12", reward=0.25)
+
+    task = with_environment(reply, reward=episode_return)
+    completions = sample(task)
+    texts = decode_groups(completions, task)
+    assert {key[:3] for key in seen} == {(0, SAMPLING, 0)}
+    assert {key[3] for key in seen} == set(range(16))
+    for i, j in np.ndindex(4, 4):
+        turns = texts[i][j].turns
+        for number in range(len(turns)):
+            prompt, told = seen[(0, SAMPLING, 0, 4 * i + j, number)]
+            assert prompt == prompts(0).examples[i]["prompt"]
+            assert told == [(turn.said.ids, (1, 2)) for turn in turns[:number]] + [(turns[number].said.ids, None)]
+        assert [turn.reward for turn in turns] == [0.25] * len(turns)
+        own = completions.completion_ids[i, j][completions.completion_mask[i, j]]
+        assert [x for turn in turns for x in turn.said.ids] == [x for x in own.tolist() if x != EOS]
+        assert "12".join(turn.said for turn in turns) == texts[i][j]
+        assert episode_return([{}], [texts[i][j]]) == [0.25 * len(turns)]
+
+
+def test_ids_are_taken_as_they_are():
+    completions = sample(with_environment(lambda example, transcript, key: Reply(ids=[EOS, PAD, 1])))
+    heard = (completions.turn == 1) & ~completions.completion_mask
+    went_on = completions.turn.max(-1) > 1
+    assert went_on.any()
+    for place in map(tuple, np.argwhere(went_on)):
+        assert completions.completion_ids[place][heard[place]].tolist() == [EOS, PAD, 1]
+
+
+def test_async_replies_of_all_episodes_run_together():
+    async def reply(example, transcript, key):
+        await asyncio.sleep(rng(*key).random() / 100)
+        return echo(example, transcript, key)
+
+    for one, two in zip(sample(with_environment(reply)), sample(ECHO), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+# ---- what ends an episode
+
+
+def fails(example, transcript, key):
+    raise RuntimeError(f"no answer in turn {len(transcript)}")
+
+
+REPLIES = [echo]
+ANY = with_environment(lambda *given: REPLIES[-1](*given), reward=episode_return)  # of the function that is there last
+TWO_TURNS = with_options(CONFIG, max_turns=2).sampling
+PLAYER = make_sampler(POLICY, ANY, TWO_TURNS)
+
+
+@pytest.mark.parametrize(
+    ("reply", "ending"),
+    [
+        (lambda *_: Reply(done=True), "done"),
+        (lambda *_: Reply("1"), "turns"),
+        (lambda *_: Reply("1234567"), "environment_tokens"),
+        (lambda *_: Reply("1" * 2**21), "environment_tokens"),
+        (lambda *_: Reply(ids=[0] * 10**6), "environment_tokens"),
+        (fails, "raised"),
+        (lambda *_: "1", "not_a_reply"),
+        (lambda *_: Reply(1), "not_a_reply"),
+        (lambda *_: Reply("1", reward=float("nan")), "not_a_reply"),
+        (lambda *_: Reply("1", reward="2"), "not_a_reply"),
+        (lambda *_: Reply("\ud800"), "not_a_reply"),
+        (lambda *_: Reply(ids=[V]), "not_a_reply"),
+        (lambda *_: Reply(ids=[-1]), "not_a_reply"),
+        (lambda *_: Reply(ids=["1"]), "not_a_reply"),
+        (lambda *_: Reply(failure="tired"), "not_a_reply"),
+    ],
+)
+def test_what_ended_an_episode_is_counted(reply, ending):
+    REPLIES[:] = [reply]
+    given = completion_numbers(TWO_TURNS), group_temperatures(TWO_TURNS), noise_of(0, SAMPLING, 0)
+    texts = decode_groups(PLAYER.complete(PARAMS, prompts(0), *given), ANY)
+    counts = {}
+    for text in (text for group in texts for text in group):
+        counts[text.ending.replace(" ", "_")] = counts.get(text.ending.replace(" ", "_"), 0) + 1
+        assert text.truncated or text.ending == "done"
+    assert counts.keys() <= {ending, "policy_tokens"}
+    assert counts[ending] > 1
+    if ending == "raised":
+        assert "no answer in turn 1" in ANY.environment.messages["raised"]
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "words"),
+    [
+        (ECHO, {"environment_tokens": 0}, "environment_tokens is 0"),
+        (TASK, {}, "max_turns and environment_tokens are for tasks with an environment"),
+    ],
+)
+def test_what_cannot_work_is_refused(task, changes, words):
+    with pytest.raises(UsageError, match=words):
+        make_programs(POLICY, task, with_options(CONFIG, **changes))
+
+
+def test_a_policy_that_cannot_go_on_is_refused():
+    with pytest.raises(UsageError, match="no decoder"):
+        make_programs(POLICY._replace(decoder=None), ECHO, CONFIG)
+
+
+def test_an_environment_that_only_raises_ends_the_run(tmp_path):
+    with pytest.raises(UsageError, match=r"no answer in turn 1 \(.*test_episodes.py, line \d+, in fails\)"):
+        train_bigrams(with_environment(fails), open_run(tmp_path))
+
+
+def test_failures_are_counted_and_told_once(tmp_path):
+    def sometimes(example, transcript, key):
+        return echo(example, transcript, key) if key[3] % 4 else fails(example, transcript, key)
+
+    run = open_run(tmp_path)
+    train_bigrams(with_environment(sometimes), run)
+    assert [line["ended_raised"] for line in run.lines()] == [4] * 4
+    assert sum("environment" in line["message"] for line in run.lines("warnings.jsonl")) == 1
+
+
+def test_tokens_that_the_model_does_not_have_end_an_episode_and_are_told(tmp_path):
+    def sometimes(example, transcript, key):
+        return echo(example, transcript, key) if key[3] % 4 else Reply(ids=[1, V])
+
+    run = open_run(tmp_path)
+    train_bigrams(with_environment(sometimes), run, with_options(CONFIG, steps=1))
+    assert run.lines()[0]["ended_not_a_reply"] > 0
+    assert run.lines()[0]["ended_turns"] > 0
+    (line,) = (line for line in run.lines("warnings.jsonl") if "environment" in line["message"])
+    assert f"a reply has the token {V}, and the model's are 0 to {V - 1}" in line["message"]
+
+
+# ---- the same run, however it is cut
+
+
+class Stop(BaseException):
+    pass
+
+
+def test_a_run_that_is_cut_within_a_turn_ends_with_the_same_bytes(tmp_path):
+    whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
+    expected = train_bigrams(ECHO, whole)
+
+    def stops(example, transcript, key):
+        if key[2] == 3 and key[4] == 1:  # in the second turn of the last step
+            raise Stop
+        return echo(example, transcript, key)
+
+    with pytest.raises(Stop):
+        train_bigrams(with_environment(stops), cut)
+    resumed = train_bigrams(ECHO, open_run(tmp_path / "cut"))
+    assert params_sha256(resumed) == params_sha256(expected)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (cut.path / name).read_text() == (whole.path / name).read_text()
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_the_first_step(tmp_path):
+    run = open_run(tmp_path)
+    train(POLICY, PARAMS, ECHO, CONFIG, run)
+    counts = [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]
+    assert counts == [counts[0]] * 4

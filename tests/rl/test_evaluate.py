@@ -1,0 +1,343 @@
+"""Evaluation: estimates against enumeration, intervals by their coverage, scores that no batch shape changes."""
+
+import tracemalloc
+from itertools import combinations, product
+from math import comb
+
+import jax
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from scipy import stats
+
+from grpo_jax.config import recipe
+from grpo_jax.data.types import Completion, Component, pad_prompts, rng
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rewards.builtin import formula_vote, number_vote
+from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
+from grpo_jax.rl.rollout import make_sampler
+from grpo_jax.statistics import best_of, bootstrap, majority, paired_difference
+from grpo_jax.tasks.arithmetic import arithmetic_task
+from grpo_jax.tasks.task import Task
+
+# ---- best of k
+
+
+@pytest.mark.parametrize("kind", ["bits", "real", "ties"])
+def test_best_of_is_the_mean_over_all_subsets(kind):
+    generator = rng(0)
+    scores = {
+        "bits": generator.integers(0, 2, (5, 6)).astype(float),
+        "real": generator.normal(size=(5, 6)),
+        "ties": generator.integers(-2, 2, (5, 6)) / 3,
+    }[kind]
+    for k in range(1, 7):
+        expected = [np.mean([max(subset) for subset in combinations(row, k)]) for row in scores]
+        assert_allclose(best_of(scores, k), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 512, 1000, 1024])
+def test_best_of_many_is_pass_at_k(k):
+    right = np.array([0, 1, 3, 500, 1023, 1024])
+    scores = (np.arange(1024) < right[:, None]).astype(float)
+    expected = [1 - comb(1024 - c, k) / comb(1024, k) for c in right.tolist()]  # of exact integers
+    assert_allclose(best_of(scores, k), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_best_of_more_than_there_are_is_refused(k):
+    with pytest.raises(ValueError, match=rf"k is {k}, but there are 4 samples"):
+        best_of(np.zeros((2, 4)), k)
+
+
+# ---- votes
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["a", "a", "b", "c"], 0.15),
+        (["a", "b", "b", "c"], 0.3),
+        (["a", "a", "b", "b"], (0.15 + 0.6) / 2),  # a tie
+        (["a", "b", "c", "d"], 0.375),
+        ([None, None, None, "a"], 0.8),  # one vote is more than none
+        ([None, "a", "a", None], 0.3),
+        ([None] * 4, 0.375),
+        ([1, (2, 3), 1.0, "1"], 0.25),
+    ],
+)
+def test_majority_by_hand(answers, expected):
+    assert_allclose(majority([[0.1, 0.2, 0.4, 0.8]], [answers]), [expected])
+
+
+def test_majority_is_what_a_random_choice_among_the_most_frequent_expects():
+    for given in product(["a", "b", None], repeat=4):
+        scores = rng(1).normal(size=(1, 4))
+        counts = {answer: given.count(answer) for answer in set(given) - {None}}
+        elected = [answer for answer, count in counts.items() if count == max(counts.values())]
+        means = [np.mean([s for s, a in zip(scores[0], given, strict=True) if a == chosen]) for chosen in elected]
+        assert_allclose(majority(scores, [given])[0], np.mean(means) if elected else scores.mean())
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"), [([["a"]], "needs 2 answers of each of 1"), ([[["a"], ["b"]]], "must be hashable")]
+)
+def test_votes_that_cannot_be_counted_are_refused(answers, message):
+    with pytest.raises(ValueError, match=message):
+        majority([[0.0, 1.0]], answers)
+
+
+@pytest.mark.parametrize(
+    ("vote", "same", "other"),
+    [
+        (number_vote, ["so 1,000", "#### 1000", "It is $1000.0."], "1001"),
+        (formula_vote, [r"\boxed{\dfrac12}", "The answer is 0.5.", "so $x = 1/2$", r"\boxed{1/2}"], r"\boxed{2}"),
+        (formula_vote, [r"\boxed{2\sqrt 3}", r"is $2\sqrt{3}$"], r"\boxed{3\sqrt{2}}"),
+        (arithmetic_task(num_prompts=1, seed=0).answer, ["56", Completion("56", (5, 6))], "65"),
+    ],
+)
+def test_answers_that_are_the_same_are_one_vote(vote, same, other):
+    votes = {vote({}, Completion(text)) for text in same}
+    assert len(votes) == 1
+    assert vote({}, Completion(other)) not in votes
+    assert not votes & {None}
+
+
+def test_who_gives_no_answer_does_not_vote():
+    assert number_vote({}, Completion("none")) is formula_vote({}, Completion("none")) is None
+    assert number_vote({}, Completion("0")) == formula_vote({}, Completion("0")) == 0
+
+
+# ---- intervals
+
+
+def test_percentiles_are_further_out_for_few_prompts():
+    # Means of values of 0 and 1 are binomial, so that the percentiles are known: at tails of .0159 for M = 20, where
+    # plain ones would be at .025. Few resamples could hit a neighbour; the seed is fixed.
+    values = np.array([1.0] * 6 + [0.0] * 14)
+    tail = stats.norm.cdf(-((20 / 19) ** 0.5) * stats.t.ppf(0.975, 19))
+    expected = stats.binom.ppf([tail, 1 - tail], 20, 0.3) / 20
+    assert_allclose(bootstrap(values), [0.3, *expected])
+    assert_allclose(bootstrap(values), bootstrap(values, seed=1))
+    assert bootstrap(values, level=0.5).low > expected[0]
+
+
+def test_few_and_many_different_values_are_resampled_alike():
+    values = rng(0).integers(0, 5, 800) / 4
+    jittered = values + np.linspace(0, 1e-9, 800)
+    assert_allclose(bootstrap(values), bootstrap(jittered), atol=2e-3)
+    half_width = 1.96 * values.std() / 800**0.5
+    assert_allclose(bootstrap(values), values.mean() + np.array([0, -half_width, half_width]), atol=2e-3)
+
+
+def test_all_right_or_all_wrong_has_the_exact_binomial_bound():
+    upper = stats.beta.ppf(0.975, 1, 30)  # of Clopper and Pearson, 0 of 30
+    assert_allclose(bootstrap(np.zeros(30)), [0, 0, upper])
+    assert_allclose(bootstrap(np.ones(30)), [1, 1 - upper, 1])
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.5, 0.5, 0.5]])
+def test_where_nothing_is_known_bounds_are_nan(values):
+    assert_array_equal(bootstrap(values), [values[0], np.nan, np.nan])
+
+
+def test_a_paired_difference_is_narrower_and_knows_which_way():
+    hard = rng(0).random(200)
+    before, after = ((hard + shift + 0.02 * rng(i).normal(size=200)) for i, shift in ((1, 0.0), (2, 0.01)))
+    change = paired_difference(after, before)
+    assert change.low < 0.01 < change.high
+    assert change.high - change.low < 0.2 * (bootstrap(after).high - bootstrap(after).low)
+    assert_allclose(change.mean, after.mean() - before.mean())
+    # Equal scores of 0 are no share of right answers: the change could be of either sign.
+    assert_array_equal(paired_difference(hard, hard), [0, np.nan, np.nan])
+
+
+def test_ten_thousand_prompts_need_no_square_of_memory():
+    for values in (rng(0).normal(size=10_000), rng(0).integers(0, 9, 10_000) / 8):
+        tracemalloc.start()
+        bootstrap(values, resamples=500)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 2**25  # all indices of these resamples would be 20 MB, of ten thousand 400
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bootstrap([]), "at least one prompt"),
+        (lambda: bootstrap(np.zeros((3, 2))), "one value for each"),
+        (lambda: bootstrap([0.0, 1.0], level=1.0), "level is 1.0"),
+        (lambda: bootstrap([0.0, 1.0], resamples=0), "resamples 0"),
+        (lambda: paired_difference([0.0, 1.0], [0.0]), "cannot be paired"),
+    ],
+)
+def test_intervals_that_cannot_be(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def drawn(kind, generator, count):
+    """Values of prompts; their mean over all prompts there are is the number beside."""
+    if kind == "normal":
+        return generator.normal(size=count), 0.0
+    if kind == "Bernoulli":
+        return generator.binomial(1, 0.3, count).astype(float), 0.3
+    return generator.binomial(8, generator.beta(0.5, 1, count)) / 8, 1 / 3  # 8 samples of prompts that differ
+
+
+@pytest.mark.parametrize("kind", ["normal", "Bernoulli", "clusters"])
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_intervals_cover_what_they_should(kind, count):
+    generator, covered = rng(5), 0
+    for number in range(2000):
+        values, truth = drawn(kind, generator, count)
+        interval = bootstrap(values, resamples=1000, seed=number)
+        covered += interval.low <= truth <= interval.high
+    assert 0.93 <= covered / 2000 <= 0.97  # three standard errors of 2,000 data sets are 0.015
+
+
+# ---- held-out completions
+
+VOCAB, EOS, PAD = 8, 6, 7
+POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
+PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+TOKENS = rng(1).integers(0, 6, (11, 2)).tolist()
+HELDOUT = pad_prompts(TOKENS, [{"prompt": str(t), "number": i} for i, t in enumerate(TOKENS)], width=3, pad_id=PAD)
+
+
+def says_three(examples, completions):
+    return [text.count("3") / 3 for text in completions]
+
+
+def novelty(examples, completions):
+    """1 where no other completion of the prompt, among those given, says the same."""
+    pairs = [(e["prompt"], str(c)) for e, c in zip(examples, completions, strict=True)]
+    return [float(pairs.count(pair) == 1) for pair in pairs]
+
+
+REWARDS = {"threes": Component(says_three), "novel": Component(novelty, 0.5)}
+TASK = Task(
+    prompts=lambda step: HELDOUT,
+    reward=REWARDS,
+    heldout=HELDOUT,
+    decode=lambda ids: "".join(map(str, ids)),
+    eos_ids=(EOS,),
+    pad_id=PAD,
+    vocab_size=VOCAB,
+    answer=lambda example, completion: str(completion)[:1] or None,
+)
+SAMPLER = make_sampler(POLICY, TASK, recipe(max_tokens=3).sampling)
+SHAPE = {"num_prompts": 4, "group_size": 4}
+
+
+def evaluated(task=TASK, *, metric="", **options) -> Evaluation:
+    given = {**SHAPE, "temperature": 1.0, "seed": 0} | options
+    return evaluate(sample_heldout(SAMPLER, PARAMS, task, **given), task, metric=metric)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return evaluated()
+
+
+# 11 prompts of 3 samples and a greedy one: calls that do not divide them, and one that holds everything.
+@pytest.mark.parametrize(
+    ("num_prompts", "group_size"), [(5, 2), pytest.param(16, 7, marks=pytest.mark.slow)], ids=["ragged", "at once"]
+)
+def test_samples_do_not_depend_on_how_they_are_spread(plain, num_prompts, group_size):
+    assert plain.scores.shape == (11, 3)
+    other = evaluated(num_prompts=num_prompts, group_size=group_size, samples=3)
+    assert other.texts == plain.texts
+    jax.tree.map(assert_array_equal, other, plain)
+
+
+def test_more_samples_begin_with_the_fewer(plain):
+    more = evaluated(samples=6)
+    assert [group[:3] for group in more.texts] == [group[:3] for group in plain.texts]
+    assert [group[-1] for group in more.texts] == [group[-1] for group in plain.texts]
+    flat = [text for group in more.texts for text in group]
+    assert len({tuple(group) for group in more.texts}) == 11
+    assert 0 < np.mean([text.truncated for text in flat]) < 1
+
+
+def test_greedy_does_not_depend_on_the_seed_and_samples_do(plain):
+    other = evaluated(seed=1)
+    assert [group[-1] for group in other.texts] == [group[-1] for group in plain.texts]
+    assert [group[:-1] for group in other.texts] != [group[:-1] for group in plain.texts]
+
+
+def test_filling_does_not_count_and_ends_with_what_does():
+    calls = list(sample_heldout(SAMPLER, PARAMS, TASK, **SHAPE, temperature=1.0, seed=0, samples=4))
+    assert sum(int(call.counted.sum()) for call in calls) == 11 * 5
+    assert len(calls) == 6  # of 4 groups, where 11 prompts have 2 each
+    for call in calls:
+        assert not call.temperature[~call.counted].any()
+
+
+def test_scores_are_of_the_metric(plain):
+    threes, novel = (evaluated(metric=name) for name in REWARDS)
+    assert_allclose(plain.scores, threes.scores + 0.5 * novel.scores, rtol=1e-6)
+    expected = np.array([[text.count("3") / 3 for text in group] for group in plain.texts])
+    assert_allclose(threes.scores, expected[:, :-1], rtol=1e-6)
+    assert_allclose(threes.greedy, expected[:, -1], rtol=1e-6)
+    assert_allclose(plain.components["threes"], expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="no reward 'x' to evaluate: its rewards are threes, novel"):
+        evaluated(metric="x")
+
+
+def test_a_reward_has_all_completions_of_a_prompt_and_not_too_many_at_once():
+    seen = []
+
+    def reward(examples, completions):
+        seen.append([example["number"] for example in examples])
+        return [0.0] * len(completions)
+
+    evaluated(TASK._replace(reward=reward), samples=99)
+    assert [sorted(set(numbers)) for numbers in seen] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
+    assert [len(numbers) for numbers in seen] == [200] * 5 + [100]
+
+
+def test_what_is_not_graded_counts_nothing_and_is_counted():
+    def reward(examples, completions):  # the second of four is None, the third NaN
+        return [(1.0, None, float("nan"), 1.0)[i % 4] for i in range(len(completions))]
+
+    result = evaluated(TASK._replace(reward=reward))
+    assert_array_equal(result.scores, [[1, 0, 0]] * 11)
+    numbers = summary(result)
+    assert numbers["not_graded_share"] == 0.5
+    assert numbers["avg"] == pytest.approx(1 / 3)
+    assert (numbers["greedy"], numbers["greedy_high"]) == (1, 1)
+
+
+def test_summary_by_hand():
+    texts = [[Completion(t) for t in "aabc"], [Completion(t) for t in "abbc"]]
+    scores, greedy = np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), np.array([0.0, 1.0])
+    lengths, truncated = np.array([[1, 2, 3, 9], [4, 4, 4, 9]]), np.array([[True, False, False, True]] * 2)
+    graded, answers = np.ones((2, 4), bool), [["a", "a", "b"], ["a", "b", "b"]]
+    result = Evaluation(scores, greedy, graded, {"r": scores}, lengths, truncated, texts, answers)
+    numbers = summary(result)
+    assert set(numbers) == {
+        f"{name}{end}" for name in ("avg", "greedy", "pass_at_2", "maj_at_3") for end in ("", "_low", "_high")
+    } | {"length", "ended_share", "not_graded_share"}
+    assert numbers["avg"] == 0.5
+    assert numbers["pass_at_2"] == pytest.approx((1 + 2 / 3) / 2)
+    assert numbers["maj_at_3"] == 0.5
+    assert (numbers["length"], numbers["ended_share"]) == (3, pytest.approx(2 / 3))
+    assert "pass_at_3" in summary(result, [3])
+    assert "maj_at_3" not in summary(result._replace(answers=None))
+    several = summary(result._replace(components={"r": scores, "none": np.full((2, 4), np.nan)}))
+    assert (several["reward_r"], np.isnan(several["reward_none"])) == (0.75, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": 0}, "0 samples of each"),
+        ({"samples": 4096}, "4096 samples of each"),
+        ({"task": TASK._replace(heldout=HELDOUT._replace(examples=[]))}, "0 held-out prompts"),
+    ],
+)
+def test_evaluations_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        evaluated(**options)

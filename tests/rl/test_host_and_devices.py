@@ -1,0 +1,246 @@
+"""What a run moves between host and devices, what it compiles, and where it may be cut off or skips."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bigrams import PARAMS, POLICY, V
+
+from grpo_jax.config import recipe, with_options
+from grpo_jax.data.types import pad_prompts, rng
+from grpo_jax.devices import to_devices
+from grpo_jax.rl.grpo import make_programs, train
+from grpo_jax.rl.learn import minibatch_order
+from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
+from grpo_jax.runs.compilation import count_programs
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks.task import Task
+
+N, G, P, T = 4, 2, 3, 5
+EOS, PAD = 5, 6
+CONFIG = recipe(
+    steps=6,
+    num_prompts=N,
+    group_size=G,
+    max_tokens=T,
+    learning_rate=1e-2,
+    checkpoint_every=0,
+    rollouts_every=0,
+)
+CUT = with_options(CONFIG, checkpoint_every=2, eval_every=2, rollouts_every=1)
+
+
+def prompts(step: int):
+    tokens = rng(step).integers(0, 5, (N, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=P, pad_id=PAD)
+
+
+def threes(examples, texts):
+    return [text.count("3") for text in texts]
+
+
+TASK = Task(prompts, threes, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return make_programs(POLICY, TASK, CONFIG)
+
+
+def open_run(path, config=CONFIG) -> RunFolder:
+    return RunFolder(path, dataclasses.asdict(config))
+
+
+def run_whole(path, programs, config=CONFIG, task=TASK, **options):
+    run = open_run(path, config)
+    state = train(POLICY, PARAMS, task, config, run, programs=programs, **options)
+    return state, run
+
+
+# ---- what moves
+
+PROMPTS = N * P * (4 + 1) + 3 * 4  # ids and mask of prompts; seed, stream and index of the noise
+REWARDS = N * G * (4 + 1) + 2 * 4  # rewards, and which apply; seed and step
+COMPLETIONS = N * G * (T * (4 + 1) + 1)  # ids and mask; which were cut off
+METRICS = 14 * 4  # numbers
+DUMPED = COMPLETIONS + N * G * (T + 1) * 4  # log-probabilities and advantages too, to be read by people
+
+
+def test_a_step_moves_prompts_and_rewards_up_and_completions_and_scalars_down(tmp_path, programs):
+    to_devices(np.ones(99))  # no part of the run
+    _, run = run_whole(tmp_path, programs)
+    times = run.lines("times.jsonl")
+    # The prompts that a line counts are those of the next step, which is sampled before this one is read.
+    assert [line["to_devices_bytes"] for line in times[1:-1]] == [PROMPTS + REWARDS] * 4
+    assert times[-1]["to_devices_bytes"] == REWARDS
+    once = N * G * (4 + 4)  # numbers and temperatures of completions
+    assert times[0]["to_devices_bytes"] == once + 2 * PROMPTS + REWARDS
+    assert [line["to_host_bytes"] for line in times] == [COMPLETIONS + METRICS] * 6
+
+
+def test_a_step_whose_rollout_is_written_moves_the_numbers_of_its_tokens_too(tmp_path, programs):
+    _, run = run_whole(tmp_path, programs, with_options(CONFIG, rollouts_every=4))
+    moved = [line["to_host_bytes"] - COMPLETIONS - METRICS for line in run.lines("times.jsonl")]
+    assert moved == [DUMPED, 0, 0, 0, DUMPED, DUMPED]  # every fourth from the first on, and the last
+
+
+def test_nothing_moves_to_the_devices_but_by_their_own_words(tmp_path, programs):
+    """Once everything is compiled, JAX refuses what is moved without `to_devices`."""
+    seen = []
+
+    def guarded(examples, texts):
+        seen.append(len(texts))
+        if len(seen) == 2:
+            jax.config.update("jax_transfer_guard", "disallow")
+        if len(seen) == 6:
+            jax.config.update("jax_transfer_guard", "allow")
+        return threes(examples, texts)
+
+    add = jax.jit(lambda x: x + 1)
+    add(np.ones(3))
+    with jax.transfer_guard("disallow"), pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+        add(np.ones(3))
+    try:
+        run_whole(tmp_path, programs, reward=guarded)
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+    assert len(seen) == 6
+
+
+# ---- what is compiled
+
+
+def test_a_run_compiles_its_three_programs_and_the_first_state(tmp_path):
+    programs = make_programs(POLICY, TASK, CONFIG)
+    run_whole(tmp_path / "first", programs, with_options(CONFIG, steps=1))  # what any run does once in a process
+    programs, count = make_programs(POLICY, TASK, CUT), count_programs()
+    _, run = run_whole(tmp_path / "counted", programs, CUT, evaluate=lambda params, step: {})
+    assert sum(count()) == 4  # compiled, or read from the cache of compiled programs
+    counts = [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]
+    assert counts == [counts[0]] * 6
+
+
+# ---- where it may be cut off
+
+
+class Stop(Exception):
+    pass
+
+
+def cut_at(place: str, number: int, run: RunFolder):
+    """Task and options of a run that ends when a place is reached the so-manieth time, from 0."""
+    count = iter(range(99))
+
+    def stopping(function):
+        def called(*args, **options):
+            if next(count) == number:
+                raise Stop
+            return function(*args, **options)
+
+        return called
+
+    task, options = TASK, {"reward": threes, "evaluate": evaluate}
+    if place in options:
+        options[place] = stopping(options[place])
+    elif place == "prompts":
+        task = TASK._replace(prompts=stopping(prompts))
+    else:
+        setattr(run, place, stopping(getattr(run, place)))
+    return task, options
+
+
+def evaluate(params, step):
+    return {"norm": float(jnp.sum(params["before"]))}
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory, programs):
+    state, run = run_whole(tmp_path_factory.mktemp("uncut") / "run", programs, CUT, evaluate=evaluate)
+    return params_sha256(state), run
+
+
+PLACES = ("prompts", "reward", "evaluate", "log", "log_rollout", "log_times", "checkpoints")
+QUICK = {("reward", 1), *((place, 4) for place in ("prompts", "reward", "evaluate", "log", "checkpoints"))}
+
+
+# Before the first checkpoint, and behind one.
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in itertools.product(PLACES, (1, 4))
+    ],
+)
+def test_a_run_that_is_cut_off_anywhere_ends_the_same(tmp_path, programs, uncut, monkeypatch, place, step):
+    run = open_run(tmp_path, CUT)
+    if place == "checkpoints":  # before any is saved, and between two
+        save, count = Checkpoints.save, iter(range(9))
+
+        def stopping(*args):
+            if next(count) == step // 2:
+                raise Stop
+            return save(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "save", stopping)
+            with pytest.raises(Stop):
+                train(POLICY, PARAMS, TASK, CUT, run, programs=programs, evaluate=evaluate)
+    else:
+        number = {"prompts": step + 1, "evaluate": step // 2, "log": step + 1}.get(place, step)
+        task, options = cut_at(place, number, run)
+        with pytest.raises(Stop):
+            train(POLICY, PARAMS, task, CUT, run, programs=programs, **options)
+    state, _ = run_whole(tmp_path, programs, CUT, evaluate=evaluate)
+    digest, whole = uncut
+    assert params_sha256(state) == digest
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (tmp_path / name).read_bytes() == (whole.path / name).read_bytes()
+
+
+# ---- what is skipped
+
+
+@pytest.fixture(scope="module")
+def by_prompt():
+    """A run whose minibatches have one prompt each."""
+    config = with_options(CONFIG, minibatches=4)
+    return config, make_programs(POLICY, TASK, config)
+
+
+def test_a_minibatch_that_is_skipped_is_dumped_by_its_number_with_its_prompts(tmp_path, by_prompt):
+    config, programs = by_prompt
+    calls = iter(range(99))
+
+    def broken_once(examples, texts):
+        rewards = threes(examples, texts)
+        if next(calls) == 2:
+            rewards[2 * G] = float("nan")  # of the third prompt
+        return rewards
+
+    _, run = run_whole(tmp_path, programs, config, reward=broken_once)
+    update = np.asarray(minibatch_order(0, 2, N, epochs=1, minibatches=4)).ravel().tolist().index(2)
+    assert [file.name for file in tmp_path.glob("*.npz")] == [f"skipped_grpo_000002_{update + 1}.npz"]
+    dumped = np.load(next(tmp_path.glob("*.npz")))
+    assert dumped["prompts"].tolist() == [2]
+    assert np.isnan(dumped["advantages"]).any(-1).tolist() == [False, False, True, False]
+    np.testing.assert_array_equal(dumped["prompt_ids"], prompts(2).ids)
+    assert dumped["completion_ids"].shape == (N, G, T)
+    assert [line["skipped"] for line in run.lines()] == [0, 0, 1, 0, 0, 0]
+
+
+def test_too_many_in_a_row_end_a_run_one_step_later(tmp_path, by_prompt):
+    config, programs = by_prompt
+    config, calls = with_options(config, max_skipped=6), []
+
+    def broken(examples, texts):
+        calls.append(len(texts))
+        return [float("nan")] * len(texts)
+
+    with pytest.raises(FloatingPointError, match="6 times in a row"):
+        run_whole(tmp_path, programs, config, reward=broken)
+    # The eighth is of the second step, which is read before the third one is rewarded.
+    assert len(calls) == 2
+    assert [line["skipped"] for line in open_run(tmp_path, config).lines()] == [4, 8]

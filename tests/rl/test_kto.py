@@ -1,0 +1,275 @@
+"""Policies from ratings: z₀ of the whole batch, gradients of TRL, training, and how completions are mismatched."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.data.ratings import EncodedRatings, Rating, read_ratings, with_mismatched
+from grpo_jax.devices import data_parallel
+from grpo_jax.errors import UsageError
+from grpo_jax.functional import kto_loss
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.lora import add_adapters, split
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.offline.kto import (
+    RatedBatch,
+    evaluate_ratings,
+    kto_objective,
+    rated_batches,
+    train_kto,
+)
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.offline.preference import score_preferences
+from grpo_jax.rl.microbatches import by_prompts
+from grpo_jax.rl.step import accumulate_grads
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder
+
+# ---- gradients of TRL, whatever the batch is cut into
+
+GOLDEN = dict(np.load(Path(__file__).parents[1] / "golden/preferences/golden.npz"))
+TOKENS, REF, MASK, DESIRABLE = (
+    GOLDEN[f"input.{name}"] for name in ("rated", "rated_ref", "rated_mask", "rated_desirable")
+)
+CASES = {
+    "kto_rated": (partial(kto_loss, beta=0.5, desirable_weight=1.25, undesirable_weight=0.75), True),
+    "apo_zero": (partial(kto_loss, beta=0.5), False),
+}
+
+
+def table_hidden(params, prompt_ids, prompt_mask, completion_ids):
+    """Logits of two tokens. Token 0 of the prompt i has the log-probabilities [i, 0], and token 1 those of [i, 1]."""
+    logprobs = jnp.take_along_axis(params[prompt_ids[:, 0]], completion_ids[..., :1], axis=1)
+    pair = logprobs, jnp.log(-jnp.expm1(logprobs))
+    return jnp.where(completion_ids[..., None] == 0, jnp.stack(pair, -1), jnp.stack(pair[::-1], -1))
+
+
+TABLE = Policy(None, lambda params: jnp.eye(2), table_hidden, None)
+
+
+def table_batch():
+    """The first token of a prompt is its number, and the second what is padded with, which is the same."""
+    size, _, width = TOKENS.shape
+    prompts = np.arange(size, dtype=np.int32)[:, None]
+    ids = np.broadcast_to(np.array([0, 1], np.int32)[:, None], (size, 2, width))
+    ref_logprobs = np.sum(REF * MASK, axis=-1)
+    return RatedBatch(prompts, np.ones_like(prompts, bool), ids, MASK, DESIRABLE, ref_logprobs)
+
+
+def loss_and_gradient(name, devices, pieces):
+    """As `make_fit_programs` computes them, in float32 as scores are; `tests/functional` compares in float64."""
+    loss, estimates_kl = CASES[name]
+    objective = kto_objective(TABLE, loss, estimates_kl=estimates_kl)
+
+    def step(params, batch, *, axis_name):
+        microbatches = by_prompts(len(batch.desirable), pieces)
+        batch = objective.prepare(params, batch, microbatches, axis_name)
+        batch = batch._replace(weights=objective.aggregation(batch.completion_mask, axis_name=axis_name))
+        grads, value, logs = accumulate_grads(objective.loss_fn, params, batch, microbatches)
+        return (grads, value, logs) if axis_name is None else jax.lax.psum((grads, value, logs), axis_name)
+
+    program = data_parallel(step, (None, 0), None, devices=devices)
+    return jax.device_get(program(jnp.asarray(TOKENS), table_batch()))
+
+
+@pytest.mark.parametrize(
+    ("devices", "pieces"), [(1, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, 4), (8, 1)]), (8, 2)]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_are_trls_whatever_the_batch_is_cut_into(name, devices, pieces):
+    gradient, value, logs = loss_and_gradient(name, devices, pieces)
+    np.testing.assert_allclose(value, GOLDEN[f"{name}.loss"], rtol=1e-6)
+    assert not GOLDEN[f"{name}.gradient"][:, 1].any()  # z₀ has none
+    np.testing.assert_allclose(gradient, GOLDEN[f"{name}.gradient"], rtol=1e-5, atol=1e-9)
+
+    log_ratios = np.sum((TOKENS - REF.astype(np.float64)) * MASK, axis=-1)
+    kl = log_ratios[:, 1].mean() if name == "kto_rated" else 0.0
+    assert name == "apo_zero" or kl > 1
+    own = log_ratios[:, 0]
+    expected = {
+        "kl": kl,
+        "accuracy": np.mean((own > kl) == DESIRABLE),
+        "log_ratio_desirable": own[DESIRABLE].mean(),
+        "log_ratio_undesirable": own[~DESIRABLE].mean(),
+    }
+    assert {key: pytest.approx(total / weight, rel=1e-5) for key, (total, weight) in logs.means.items()} == expected
+
+
+def test_z0_of_parts_of_a_batch_would_be_another_loss():
+    """What a batch cut into pieces must not compute: the mean over halves that have a z₀ each."""
+    log_ratios = np.sum((TOKENS - REF) * MASK, axis=-1)
+    whole = evaluate_ratings(CASES["kto_rated"][0], log_ratios, DESIRABLE)["loss"].mean()
+    halves = [
+        evaluate_ratings(CASES["kto_rated"][0], log_ratios[part], DESIRABLE[part])["loss"].mean()
+        for part in (slice(8), slice(8, None))
+    ]
+    assert whole == pytest.approx(GOLDEN["kto_rated.loss"], rel=1e-6)
+    assert abs(np.mean(halves) - whole) > 1e-3
+
+
+# ---- runs
+
+VOCAB, EOS = 12, 11
+POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
+PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+PHASE = SupervisedConfig(6, 1e-2, warmup_steps=2, decay="linear", checkpoint_every=2, log_every=1)
+
+
+def tidy_ratings(number, seed=0):
+    """Desirable completions repeat a low token, the others a high token; all end."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, EOS, rng.integers(1, 4)).tolist() for _ in range(number)]
+    desirable = (rng.random(number) < 0.6).tolist()
+    completions = [
+        [int(rng.integers(0, 5) + (0 if good else 5))] * int(rng.integers(1, 5)) + [EOS] for good in desirable
+    ]
+    return EncodedRatings(prompts, completions, desirable)
+
+
+RATINGS = tidy_ratings(40)
+PAIRS = with_mismatched(RATINGS, 0)
+# Mismatched completions are a nat less likely under the reference, so that z₀ begins at 1 and not at 0.
+REFERENCE = score_preferences(POLICY, PARAMS, PAIRS, num_pairs=8) - np.array([0, 1], np.float32)
+
+
+def fit_ratings(path, config=PHASE, params=PARAMS, stop=None, **options):
+    batches = rated_batches(PAIRS, np.array(RATINGS.desirable), REFERENCE, 16, seed=0)
+
+    def batch(step):
+        if step == stop:
+            raise KeyboardInterrupt
+        return batches(step)
+
+    run = RunFolder(path, {})
+    return train_kto(POLICY, params, batch, config, run, **options), run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The state after a phase, and its run."""
+    return fit_ratings(tmp_path_factory.mktemp("kto") / "whole")
+
+
+@pytest.mark.slow
+def test_a_phase_learns_and_its_resume_is_exact(tmp_path, whole):
+    state, run = whole
+    first, last = run.lines()[0], run.lines()[-1]
+    assert first["kl"] == pytest.approx(1, abs=1e-4)
+    # All are below z₀, which is right of the others: 1 − σ(−0.1) = 0.525 of each that is good, 0.475 of the others.
+    assert first["accuracy"] == pytest.approx((0.52498 - first["loss"]) / 0.04996, abs=1e-3)
+    assert last["log_ratio_desirable"] > last["log_ratio_undesirable"] + 0.5
+    assert last["loss"] < first["loss"] - 0.02
+    with pytest.raises(KeyboardInterrupt):
+        fit_ratings(tmp_path / "cut", stop=5)
+    resumed, again = fit_ratings(tmp_path / "cut")
+    assert params_sha256(resumed) == params_sha256(state)
+    assert again.lines() == run.lines()
+
+
+@pytest.mark.slow
+def test_neither_pieces_nor_devices_count(tmp_path, whole):
+    spread = replace(PHASE, devices=4, microbatches=2)
+    with pytest.raises(KeyboardInterrupt):
+        fit_ratings(tmp_path / "spread", spread, stop=3)
+    _, other = fit_ratings(tmp_path / "spread", spread)
+    names = ("grad_norm", "loss", "kl", "accuracy", "log_ratio_desirable")
+    for line, expected in zip(other.lines()[:4], whole[1].lines()[:4], strict=True):
+        for name in names:
+            assert line[name] == pytest.approx(expected[name], rel=2e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_without_an_estimate_the_kl_is_zero(tmp_path):
+    _, zero = fit_ratings(tmp_path, replace(PHASE, steps=2), estimates_kl=False)
+    first = zero.lines()[0]
+    assert first["loss"] == pytest.approx(0.5, abs=1e-5)  # the policy is the reference: 1 − σ(0)
+    assert all(line["kl"] == 0 for line in zero.lines())
+
+
+@pytest.mark.slow
+def test_adapters_alone_are_trained(tmp_path):
+    params = add_adapters(PARAMS, jax.random.key(0), rank=2, alpha=4.0)
+    state, _ = fit_ratings(tmp_path, replace(PHASE, steps=2), params=params)
+    trained, _ = split(params)
+    assert jax.tree.structure(state.params) == jax.tree.structure(trained)
+    assert params_sha256(state.params) != params_sha256(trained)
+
+
+def test_a_batch_that_pieces_cannot_share_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="rows of a batch is 16: it must be a multiple of microbatches x devices, 3"):
+        fit_ratings(tmp_path, replace(PHASE, microbatches=3))
+    with pytest.raises(UsageError, match="num_completions is 41, but there are 40"):
+        rated_batches(PAIRS, np.array(RATINGS.desirable), REFERENCE, 41, seed=0)
+
+
+# ---- ratings
+
+
+def test_a_mismatched_completion_is_of_another_prompt_and_nearly_all_serve():
+    prompts = [[number // 2] for number in range(40)]  # two completions of each
+    ratings = EncodedRatings(prompts, [[number, EOS] for number in range(40)], [True, False] * 20)
+    pairs = with_mismatched(ratings, seed=3)
+    assert [own for own, _ in pairs.answers] == ratings.completions
+    others = [other[0] for _, other in pairs.answers]
+    assert all(other // 2 != number // 2 for number, other in enumerate(others))
+    assert len(set(others)) > 35
+    assert 12 < sum(other % 2 == 0 for other in others) < 28  # of both kinds
+    assert with_mismatched(ratings, seed=3) == pairs
+    assert with_mismatched(ratings, seed=4) != pairs
+
+
+@pytest.mark.parametrize("odd", [0, 3, 6])
+def test_a_mismatched_completion_is_found_where_there_are_hardly_any(odd):
+    prompts = [[int(number == odd)] for number in range(7)]
+    ratings = EncodedRatings(prompts, [[number] for number in range(7)], [True] * 7)
+    pairs = with_mismatched(ratings, seed=0)
+    for number, (_, other) in enumerate(pairs.answers):
+        assert other != [odd] if number == odd else other == [odd]
+    with pytest.raises(UsageError, match="or all that are held out, have one prompt"):
+        with_mismatched(ratings._replace(prompts=[[1]] * 7), seed=0)
+
+
+def test_ratings_are_read_from_labels_and_from_pairs(tmp_path):
+    rows = [
+        {"prompt": "a", "completion": "b", "label": True},
+        {"prompt": "a", "completion": " ", "label": False},
+        {"prompt": "", "completion": "b", "label": False},
+        {"prompt": "c", "chosen": "d", "rejected": "e"},
+        {"prompt": "c", "chosen": "d", "rejected": "d"},
+        {"chosen": "\n\nHuman: f\n\nAssistant: g", "rejected": "\n\nHuman: f\n\nAssistant: h"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, dropped = read_ratings(tmp_path / "rows.jsonl")
+    asked = "\n\nHuman: f\n\nAssistant:"
+    assert found == [
+        Rating("a", "b", True),
+        Rating("c", "d", True),
+        Rating("c", "e", False),
+        Rating(asked, " g", True),
+        Rating(asked, " h", False),
+    ]
+    assert sorted(dropped.values()) == [1, 1, 1]
+    assert {"with an empty completion", "with equal answers"} < dropped.keys()
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"prompt": "a", "completion": "b", "label": 1}, "line 1: column label holds a number, and should hold true"),
+        ({"prompt": "a", "label": True}, "has no column completion"),
+        ({"completion": "a", "label": True}, "column prompt should hold text or chat messages"),
+        ({"prompt": "a", "completion": "", "label": True}, "no completion of .* is left"),
+        ({"prompt": "a", "completion": "b"}, "line 1 has no column label: say there, by true or false"),
+        ({"prompt": "a"}, "has no column chosen"),
+    ],
+)
+def test_rows_that_are_no_ratings_are_refused(tmp_path, row, sentence):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UsageError, match=sentence):
+        read_ratings(tmp_path / "rows.jsonl")

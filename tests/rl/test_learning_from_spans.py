@@ -1,0 +1,102 @@
+"""Runs that learn from what spans of completions earned."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from bigrams import PARAMS, POLICY, V
+
+from grpo_jax.config import recipe, validate, with_options
+from grpo_jax.data.types import Component, Span, pad_prompts, rng
+from grpo_jax.errors import UsageError
+from grpo_jax.functional import group_advantages
+from grpo_jax.rl.grpo import advantages_by_span, make_programs, train
+from grpo_jax.rl.rollout import Outcomes, grade, outcomes_of_hosts, reward_arrays
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks.task import Task
+
+EOS, PAD, T = 6, 7, 4
+CONFIG = recipe(
+    steps=30, num_prompts=8, group_size=4, max_tokens=T, learning_rate=5e-2, kl_coef=0.0, advantages_of="spans"
+)
+
+
+def prompts(step: int):
+    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
+
+
+def threes(examples, completions):
+    """Each character is a span: 1 for a 3."""
+    return [[Span(i, i + 1, float(text[i] == "3")) for i in range(len(text))] for text in completions]
+
+
+TASK = Task(prompts, threes, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+
+
+def outcomes(ids, reward) -> Outcomes:
+    ids = np.array(ids, np.int32)
+    mask = ids != PAD
+    completions = Completions(ids, mask, None, None, ~(ids == EOS).any(-1))
+    given = prompts(0)
+    given = given._replace(ids=given.ids[:1], mask=given.mask[:1], examples=given.examples[:1])
+    return outcomes_of_hosts(grade(given, completions, TASK, reward), given, 1)
+
+
+def test_rewards_stand_at_the_ends_of_spans_and_the_rest_at_the_last():
+    found = outcomes(
+        [[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], {"a": Component(threes), "b": Component(lambda *_: [5, 7])}
+    )
+    earned = reward_arrays(found, "spans", T).spans
+    np.testing.assert_array_equal(earned, [[[1, 0, 6, np.nan], [7, np.nan, np.nan, np.nan]]])
+    np.testing.assert_array_equal(np.nansum(earned, -1), found.rewards)
+
+
+def test_without_spans_a_completion_is_one():
+    found = outcomes([[[3, 0, 3, EOS], [0, EOS, PAD, PAD], [1, 2, 3, 4]]], lambda *_: [1.0, None, 3.0])
+    arrays = reward_arrays(found, "spans", T)
+    np.testing.assert_array_equal(np.isnan(arrays.spans).argmin(-1), [[3, 1, 3]])
+    advantages = jax.jit(advantages_by_span)(arrays)
+    expected = jax.jit(group_advantages)(found.rewards, where=found.applicable)
+    np.testing.assert_allclose(advantages, np.repeat(expected[..., None], T, -1), rtol=1e-6)
+
+
+def test_a_reward_that_is_nan_stays_visible():
+    found = outcomes([[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], lambda *_: [float("nan"), 1.0])
+    advantages = jax.jit(advantages_by_span)(reward_arrays(found, "spans", T))
+    assert np.isnan(advantages[0, 0]).all()
+
+
+def test_a_run_learns_from_spans_and_shows_them(tmp_path):
+    run = RunFolder(tmp_path, dataclasses.asdict(CONFIG))
+    train(POLICY, PARAMS, TASK, CONFIG, run)
+    lines = run.lines()
+    first, last = (np.mean([line["reward"] for line in part]) for part in (lines[:5], lines[-5:]))
+    assert last > first + 0.5
+    assert all(line["spans_mean"] > 0 for line in lines)
+    group = run.lines("rollouts.jsonl")[0]
+    for i, (text, reward) in enumerate(zip(group["completions"], group["rewards"], strict=True)):
+        assert group["spans"][i] == [[j, j + 1] for j in range(len(text))]
+        assert group["span_rewards"][i] == [float(letter == "3") for letter in text]
+        assert sum(group["span_rewards"][i]) == reward
+        assert len(group["span_advantages"][i]) == len(text)
+        assert group["span_advantages"][i][:1] in ([], [group["advantages"][i]])
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_keeps_the_spans_of_the_groups_it_keeps(tmp_path):
+    config = with_options(CONFIG, steps=2, max_rollouts=3, rollouts_every=1)
+    run = RunFolder(tmp_path, dataclasses.asdict(config))
+    train(POLICY, PARAMS, TASK, config, run)
+    for group in run.lines("rollouts.jsonl"):
+        assert [len(spans) for spans in group["spans"]] == [len(text) for text in group["completions"]]
+
+
+def test_what_does_not_go_with_spans_is_refused():
+    with pytest.raises(UsageError, match='gmpo has one ratio a completion, but advantages_of "spans"'):
+        validate(with_options(CONFIG, preset="gmpo"))
+    played = TASK._replace(environment=object())
+    with pytest.raises(UsageError, match='"spans" is for completions of one turn'):
+        make_programs(POLICY, played, CONFIG)

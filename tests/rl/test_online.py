@@ -1,0 +1,201 @@
+"""Online preference learning: judges, pairs, rounds, and runs that are cut off. Tiny models."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import online_preference as experiment
+from grpo_jax.config import recipe
+from grpo_jax.data.preferences import Preference, ask_judge, bradley_terry_judge, read_preferences, write_preferences
+from grpo_jax.data.types import Component
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.heads import add_head
+from grpo_jax.models.huggingface import load_tokenizer
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.online import OnlineConfig, draw_replay, sample_pairs, train_online
+from grpo_jax.rewards.learned import RewardModel
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.runs import flags
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks import letters
+
+MODEL = ModelConfig(letters.TEXT.vocab_size, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
+POLICY = decoder_policy(MODEL)
+PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+CONFIG = recipe(steps=4, num_prompts=4, group_size=4, max_tokens=6, learning_rate=1e-2, kl_coef=0.0, checkpoint_every=1)
+ONLINE = OnlineConfig((8, 16), replay_share=0.5, epochs=2, num_pairs=8, learning_rate=1e-2, warmup_steps=1)
+TASK = letters.letters_task({}, num_prompts=4, seed=0)
+PROGRAMS = make_programs(POLICY, TASK, CONFIG)
+
+
+def lengths(rows, words):
+    return [float(len(word)) for word in words]
+
+
+# ---- judges
+
+
+def test_what_a_judge_says_becomes_preferences_and_a_file_of_them(tmp_path):
+    rows = [{"prompt": prompt, "letters": "abc"} for prompt in ("a:", "b:", "c:")]
+    asked = []
+
+    def judge(rows, firsts, seconds):
+        asked.append([row["prompt"] for row in rows])
+        return [True, None, np.False_]
+
+    found = ask_judge(rows, ["x", "x", "x"], ["y", "y", "y"], judge)
+    assert found == [Preference("a:", "x", "y"), Preference("c:", "y", "x")]
+    assert asked == [["a:", "b:", "c:"]]
+    write_preferences(tmp_path / "new/pairs.jsonl", found)
+    assert read_preferences(tmp_path / "new/pairs.jsonl") == (found, {})
+
+
+@pytest.mark.parametrize("answer", [[True], [0.7, 0.2], ["a", "b"]])
+def test_a_judge_who_says_anything_else_is_refused(answer):
+    with pytest.raises(UsageError, match="the judge must return True, False or None for each of 2 pairs") as error:
+        ask_judge([{"prompt": "a"}] * 2, ["x", "y"], ["z", "z"], lambda *pairs: answer)
+    assert "\n" not in str(error.value)
+
+
+def test_the_judge_errs_as_often_as_bradley_and_terry_say():
+    rows = [{"prompt": str(i)} for i in range(3000)]
+    judge = bradley_terry_judge(lengths, seed=0)
+    for difference, probability in ((0, 0.5), (1, 0.7311), (3, 0.9526)):
+        first, second = ["a" * (difference + 1)] * 3000, ["b"] * 3000
+        forth, back = judge(rows, first, second), judge(rows, second, first)
+        for share in (np.mean(forth), 1 - np.mean(back)):
+            assert share == pytest.approx(probability, abs=4 * np.sqrt(probability * (1 - probability) / 3000))
+    # Of a pair it says the same whatever else it is asked with, and another seed says something else.
+    assert judge(rows[7:8], first[7:8], second[7:8]) == forth[7:8]
+    assert bradley_terry_judge(lengths, seed=1)(rows, first, second) != forth
+
+
+# ---- pairs
+
+
+def test_pairs_are_of_one_prompt_and_differ_and_as_many_as_asked():
+    rows, firsts, seconds = pairs = sample_pairs(PROGRAMS, PARAMS, TASK, CONFIG, 11, first=5)
+    assert len(rows) == len(firsts) == len(seconds) == 11
+    assert all(first and second and first != second for first, second in zip(firsts, seconds, strict=True))
+    prompts = [row["prompt"] for index in (5, 6, 7) for row in TASK.prompts(index).examples]
+    assert sorted(rows, key=lambda row: prompts.index(row["prompt"])) == rows  # in their order, two at most of each
+    assert max(map(rows.count, rows)) == 2
+    assert sample_pairs(PROGRAMS, PARAMS, TASK, CONFIG, 11, first=5) == pairs
+    assert sample_pairs(PROGRAMS, PARAMS, TASK, CONFIG, 11, first=6)[1] != firsts
+
+
+def test_a_policy_that_says_one_thing_has_no_pairs():
+    always_a = np.zeros((4, 4, 6), np.int32)
+    mask = np.ones_like(always_a, bool)
+    completions = Completions(always_a, mask, np.zeros((4, 4, 6)), None, np.ones((4, 4), bool))
+    sampler = SimpleNamespace(complete=lambda *args: completions)
+    programs = PROGRAMS._replace(sampler=sampler)
+    with pytest.raises(UsageError, match="of 8 pairs for the judge only 0 could be sampled"):
+        sample_pairs(programs, PARAMS, TASK, CONFIG, 8, first=0)
+
+
+def test_a_share_of_the_old_pairs_comes_along_each_once():
+    old = [Preference(str(i), "a", "b") for i in range(30)]
+    again = draw_replay(old, 0.1, seed=0)
+    assert len(again) == len(set(again)) == 3
+    assert set(again) <= set(old)
+    assert draw_replay(old, 0.0, seed=0) == draw_replay([], 0.1, seed=0) == []
+    assert sorted(draw_replay(old, 1.0, seed=0)) == sorted(old)
+
+
+# ---- the loop
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    letters.TEXT.save_tokenizer(folder)
+    return RewardModel(*add_head(MODEL, PARAMS), load_tokenizer(folder), (letters.TEXT.eos_id,), folder)
+
+
+def online(model, path, *, stop=None, online=ONLINE, config=CONFIG, task=TASK, judge=None):
+    """Trains with a judge who likes long words; `stop` is the call of the watched reward that is cut off."""
+    calls = []
+
+    def watched(rows, words):
+        calls.append(len(words))
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return lengths(rows, words)
+
+    run = RunFolder(path, {})
+    task = task._replace(reward={"length": Component(watched, 0.0)}) if task.reward == {} else task
+    judge = judge or bradley_terry_judge(lengths, seed=0)
+    return *train_online(POLICY, PARAMS, model, task, judge, config, online, run, programs=PROGRAMS), run
+
+
+@pytest.mark.slow
+def test_a_run_that_is_cut_off_in_a_round_ends_the_same_and_asks_nothing_twice(untrained, tmp_path):
+    state, model, run = online(untrained, tmp_path / "whole")
+    steps = [(line["phase"], line["step"]) for line in run.lines() if line["phase"] == "online"]
+    assert steps == [("online", step) for step in (1, 2, 3, 4)]
+    line = run.lines()[-1]
+    assert line["reward"] == line["reward_reward_model"] != line["reward_length"]
+    asked = {file.name: len(read_preferences(file)[0]) for file in (tmp_path / "whole/preferences").iterdir()}
+    assert asked == {"online_reward_0.jsonl": 8, "online_reward_1.jsonl": 16}
+    first, second = ((tmp_path / f"whole/preferences/online_reward_{i}.jsonl").read_text() for i in (0, 1))
+    assert json.loads(first.splitlines()[0]) not in map(json.loads, second.splitlines())
+
+    with pytest.raises(KeyboardInterrupt):
+        online(untrained, tmp_path / "cut", stop=4)  # in the second round
+    resumed, again, rerun = online(untrained, tmp_path / "cut", judge=lambda *pairs: pytest.fail("asked again"))
+    assert params_sha256(resumed.params) == params_sha256(state.params)
+    assert params_sha256(again.params) == params_sha256(model.params)
+    assert rerun.lines() == run.lines()
+    assert params_sha256(model.params) != params_sha256(untrained.params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"online": ONLINE._replace(labels=())}, "labels is"),
+        ({"online": ONLINE._replace(labels=(8, 7))}, "each round needs at least the 8 pairs"),
+        ({"online": ONLINE._replace(replay_share=1.5)}, "replay_share is 1.5"),
+        ({"online": ONLINE._replace(labels=(8,) * 5)}, "steps is 4, but there are 5 rounds"),
+        ({"task": TASK._replace(reward=lengths)}, "must be a dict"),
+    ],
+)
+def test_rounds_that_cannot_be_are_refused_before_anything_is_sampled(untrained, tmp_path, changes, message):
+    with pytest.raises(UsageError, match=message) as error:
+        online(untrained, tmp_path, **changes)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "preferences").exists()
+
+
+# ---- the experiment
+
+
+def test_gold_counts_what_it_says():
+    row = {"prompt": "cab:", "letters": "cab"}
+    worth = {"": 0, "x": 0, "c": 1, "a": 1.5, "cab": 3.5, "cc": 0, "cabeiou": 5.5, "cabeioux": 5.5}
+    worth |= {"cabeiouxy": 4.5, ":": -1, "x?": -1}
+    assert experiment.gold([row] * len(worth), list(worth)) == list(worth.values())
+
+
+def test_pairs_of_equal_worth_do_not_count_and_equal_scores_are_half_right():
+    worth = np.array([[0.0, 1.0, 1.0], [2.0, 3.0, 4.0]])
+    scores = np.array([[5.0, 6.0, 4.0], [1.0, 1.0, 2.0]])  # right, wrong; half, right, right
+    assert experiment.pair_accuracy(scores, worth) == pytest.approx(3.5 / 5)
+
+
+@pytest.mark.slow
+def test_a_reward_model_that_learns_along_ends_above_a_frozen_one(tmp_path):
+    args = ["--num-seeds", "1", "--run-dir", str(tmp_path / "run")]
+    experiment.main(flags.parse(experiment.Config, None, args))
+    results = (tmp_path / "run/results.json").read_text()
+    end = {method: numbers["gold"][0] for method, numbers in json.loads(results)["runs"].items()}
+    print(end)
+    assert end["gold"] > end["online"] > max(end["frozen"], end["start"], end["coin"])
+    experiment.main(flags.parse(experiment.Config, None, ["--resume", "--run-dir", str(tmp_path / "run")]))
+    assert (tmp_path / "run/results.json").read_text() == results

@@ -1,0 +1,205 @@
+"""Policies from pairs: scores, gradients, training, and the reference that is computed once. Tiny models throughout."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special
+
+from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.errors import UsageError
+from grpo_jax.functional import dpo_loss, ipo_loss, orpo_loss, simpo_loss, token_logprobs
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.lora import add_adapters, split
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.offline.preference import (
+    PairScores,
+    evaluate_preferences,
+    needs_reference,
+    pair_logprobs,
+    pair_losses,
+    pair_metrics,
+    preference_loss,
+    score_preferences,
+    train_preference,
+    with_intervals,
+)
+from grpo_jax.offline.reward_model import pad_pairs, pair_batches, pair_weights
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder, kept_arrays
+
+VOCAB, EOS = 12, 11
+POLICY = decoder_policy(ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3))
+PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+PHASE = SupervisedConfig(6, 1e-2, warmup_steps=2, decay="linear", checkpoint_every=2, log_every=1)
+
+
+def tidy_pairs(number, seed=0):
+    """The chosen completion repeats a low token, the rejected one a high token; both end."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, EOS, rng.integers(1, 4)).tolist() for _ in range(number)]
+
+    def completion(low):
+        return [int(rng.integers(low, low + 5))] * int(rng.integers(1, 5)) + [EOS]
+
+    return EncodedPairs(prompts, [(completion(0), completion(5)) for _ in range(number)], [0.0] * number)
+
+
+PAIRS = tidy_pairs(24)
+REFERENCE = score_preferences(POLICY, PARAMS, PAIRS, num_pairs=8)
+
+
+def test_a_pair_has_the_log_probabilities_of_its_texts_alone():
+    assert REFERENCE.shape == (24, 2)
+
+    @jax.jit
+    def alone(prompt, ids):
+        hidden = POLICY.hidden(PARAMS, prompt, jnp.ones_like(prompt, bool), ids)
+        return jnp.sum(token_logprobs(hidden, POLICY.unembedding(PARAMS), ids).logprobs)
+
+    for side in (0, 1):
+        expected = alone(jnp.array(PAIRS.prompts[5])[None], jnp.array(PAIRS.answers[5][side])[None, None])
+        np.testing.assert_allclose(REFERENCE[5, side], expected, rtol=1e-5)
+
+
+def test_the_gradient_is_dpos():
+    """∇ = −β σ(−β h) (∇ log π(c) − ∇ log π(r)), the mean over pairs; the row that fills up the batch counts nothing."""
+    batch = pad_pairs(PAIRS, np.array([0, 1, 2, 99]), 3, 5)
+    reference = np.concatenate([REFERENCE[:3] + np.array([[1.0, -2.0]]), np.zeros((1, 2))]).astype(np.float32)
+    batch = batch._replace(ref_logprobs=reference, weights=pair_weights(batch.completion_mask))
+    np.testing.assert_allclose(batch.weights, [1 / 3] * 3 + [0])
+    loss = partial(dpo_loss, beta=0.5)
+    (value, logs), gradient = jax.jit(
+        jax.value_and_grad(lambda params: preference_loss(POLICY, params, batch, loss=loss), has_aux=True)
+    )(PARAMS)
+    jacobian = jax.jit(jax.jacrev(lambda params: pair_logprobs(POLICY, params, batch)))(PARAMS)
+    # Under the policy the log-probabilities are REFERENCE, so that h = −1 − 2 for each pair.
+    slope = -0.5 * special.expit(1.5) / 3
+    expected = jax.tree.map(lambda x: slope * (x[:3, 0] - x[:3, 1]).sum(0), jacobian)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), gradient, expected)
+    assert float(value) == pytest.approx(np.log1p(np.exp(1.5)), rel=1e-4)
+    means = {name: float(total / weight) for name, (total, weight) in logs.means.items()}
+    assert means["accuracy"] == 0
+    assert means["margin"] == pytest.approx(-3, abs=1e-4)
+    assert means["log_ratio_chosen"] == pytest.approx(-1, abs=1e-4)
+    assert means["logprob_rejected"] == pytest.approx(REFERENCE[:3, 1].mean(), rel=1e-4)
+
+
+SCORES = PairScores(*map(jnp.array, ([-4.0, -9.0], [-6.0, -3.0], [-5.0, -3.0], [-6.0, -3.0], [2, 3], [3, 1])))
+
+
+@pytest.mark.parametrize(
+    ("loss", "margin", "accuracy"),
+    [
+        (dpo_loss, [1, -6], [1, 0]),  # of log-ratios
+        (ipo_loss, [0.5, -2], [1, 0]),  # of log-ratios per token
+        (simpo_loss, [0, 0], [0.5, 0.5]),  # of log-probabilities per token: −2 and −2, −3 and −3
+    ],
+)
+def test_margins_are_what_the_loss_compares(loss, margin, accuracy):
+    metrics = pair_metrics(loss, SCORES)
+    np.testing.assert_allclose(metrics["margin"], margin)
+    np.testing.assert_allclose(metrics["accuracy"], accuracy)
+    assert ("log_ratio_chosen" in metrics) == needs_reference(loss) == needs_reference(partial(loss))
+    # An optional length is given: what IPO squares is the margin less 1/(2τ).
+    np.testing.assert_allclose(pair_losses(partial(ipo_loss, tau=0.5), SCORES), [0.25, 9.0])
+
+
+def fit_pairs(path, config=PHASE, params=PARAMS, stop=None, loss=dpo_loss, reference=REFERENCE):
+    batches = pair_batches(PAIRS, 8, 0, ref_logprobs=reference)
+
+    def batch(step):
+        if step == stop:
+            raise KeyboardInterrupt
+        return batches(step)
+
+    run = RunFolder(path, {})
+    return train_preference(POLICY, params, batch, config, run, loss=loss), run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The state after a phase, and its run."""
+    return fit_pairs(tmp_path_factory.mktemp("pairs") / "whole")
+
+
+@pytest.mark.slow
+def test_a_phase_learns_and_its_resume_is_exact(tmp_path, whole):
+    state, run = whole
+    first, last = run.lines()[0], run.lines()[-1]
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-5)  # the policy is the reference
+    assert first["margin"] == pytest.approx(0, abs=1e-4)
+    assert last["margin"] > 1
+    assert last["loss"] < 0.65
+    with pytest.raises(KeyboardInterrupt):
+        fit_pairs(tmp_path / "cut", stop=5)
+    resumed, again = fit_pairs(tmp_path / "cut")
+    assert params_sha256(resumed) == params_sha256(state)
+    assert again.lines() == run.lines()
+
+
+@pytest.mark.slow
+def test_neither_pieces_nor_devices_count(tmp_path, whole):
+    _, other = fit_pairs(tmp_path / "spread", replace(PHASE, steps=3, devices=2, microbatches=2))
+    for line, expected in zip(other.lines(), whole[1].lines(), strict=False):
+        for name in ("grad_norm", "loss", "margin"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_adapters_alone_are_trained_and_start_at_the_reference(tmp_path):
+    params = add_adapters(PARAMS, jax.random.key(0), rank=2, alpha=4.0)
+    np.testing.assert_allclose(score_preferences(POLICY, params, PAIRS, num_pairs=8), REFERENCE, rtol=1e-5)
+    state, run = fit_pairs(tmp_path, params=params)
+    trained, _ = split(params)
+    assert jax.tree.structure(state.params) == jax.tree.structure(trained)
+    assert params_sha256(state.params) != params_sha256(trained)
+    assert run.lines()[-1]["margin"] > 0.1
+
+
+@pytest.mark.slow
+def test_a_loss_without_reference_needs_none_and_learns(tmp_path):
+    _, run = fit_pairs(tmp_path, loss=orpo_loss, reference=None)
+    lines = run.lines()
+    assert "log_ratio_chosen" not in lines[0]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["logprob_chosen"] > lines[0]["logprob_chosen"]
+
+
+def test_evaluation_is_the_mean_over_pairs_with_intervals():
+    scores = PairScores(*(np.asarray(x) for x in SCORES))
+    values = evaluate_preferences(dpo_loss, scores)
+    np.testing.assert_allclose(values["loss"], np.log1p(np.exp([-0.1, 0.6])), rtol=1e-5)
+    many = {name: np.tile(x, 8) for name, x in values.items()}
+    numbers = with_intervals(many)
+    assert numbers["accuracy"] == 0.5
+    assert numbers["accuracy_low"] < 0.5 < numbers["accuracy_high"]
+    assert numbers["margin"] == pytest.approx(-2.5)
+
+
+def test_arrays_are_made_once_and_a_damaged_file_is_refused(tmp_path):
+    calls = []
+
+    def make():
+        calls.append(1)
+        return {"a": np.arange(3.0), "b": np.zeros((2, 2), np.float32)}
+
+    made, read = kept_arrays(tmp_path / "kept.npz", make), kept_arrays(tmp_path / "kept.npz", make)
+    assert len(calls) == 1
+    jax.tree.map(np.testing.assert_array_equal, made, read)
+    assert read["b"].dtype == np.float32
+    assert [file.name for file in tmp_path.iterdir()] == ["kept.npz"]
+    (tmp_path / "kept.npz").write_bytes((tmp_path / "kept.npz").read_bytes()[:40])
+    with pytest.raises(UsageError, match="cannot be read: delete it"):
+        kept_arrays(tmp_path / "kept.npz", make)
+
+
+def test_more_pairs_than_there_are_are_refused():
+    with pytest.raises(UsageError, match="num_pairs is 25, but there are 24"):
+        pair_batches(PAIRS, 25, 0, ref_logprobs=REFERENCE)
+    with pytest.raises(UsageError, match=r"ref_logprobs are \[23, 2\], and there are 24 pairs"):
+        pair_batches(PAIRS, 8, 0, ref_logprobs=REFERENCE[1:])

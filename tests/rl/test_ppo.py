@@ -1,0 +1,505 @@
+"""PPO: its advantages and gradients against those by hand and of GRPO, and its loop."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.config import PPOConfig, recipe, validate_ppo, with_options
+from grpo_jax.data.types import pad_prompts, rng
+from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
+from grpo_jax.functional.presets import PRESETS
+from grpo_jax.models import heads
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.heads import Headed
+from grpo_jax.models.huggingface import load_params, save_description, save_pretrained
+from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl.grpo import grpo_loss_fn
+from grpo_jax.rl.ppo import (
+    add_critic,
+    critic_policy,
+    explained_variance,
+    join,
+    make_ppo_programs,
+    ppo_loss_fn,
+    ppo_method,
+    split,
+    token_advantages,
+    train_ppo,
+)
+from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.state import Batch, RewardArrays, TrainState
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.export import Options, export
+from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.pretrained import LoraDescription, restore
+from grpo_jax.tasks.task import Task
+
+VOCAB, EOS, PAD = 8, 6, 7
+MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
+POLICY = decoder_policy(MODEL)
+CRITIC, PARAMS = critic_policy(MODEL), add_critic(MODEL, jax.jit(POLICY.init)(jax.random.key(0)))
+
+
+def of_ppo(**options) -> PPOConfig:
+    """The defaults, but for these options."""
+    return with_options(PPOConfig(), **options)
+
+
+CONFIG = of_ppo(
+    steps=6,
+    num_prompts=32,
+    max_tokens=3,
+    learning_rate=1e-2,
+    critic_learning_rate=1e-2,
+    checkpoint_every=2,
+    rollouts_every=1,
+)
+
+
+def prompts(step: int):
+    tokens = rng(step).integers(0, 6, (32, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
+
+
+def says_three(examples, completions):
+    return [text.count("3") / 3 for text in completions]
+
+
+TASK = Task(prompts, says_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return make_ppo_programs(POLICY, CRITIC, TASK, CONFIG)
+
+
+def open_run(path, config=CONFIG) -> RunFolder:
+    return RunFolder(path, dataclasses.asdict(config))
+
+
+def train(config, run, programs, **options):
+    return train_ppo(POLICY, CRITIC, PARAMS, TASK, config, run, programs=programs, **options)
+
+
+def a_batch(num_prompts=4, group_size=2, width=3) -> Batch:
+    """Ragged rows, and log-probabilities near those of PARAMS."""
+    noise = np.random.default_rng(0)
+    ids = noise.integers(0, 6, (num_prompts, group_size, width))
+    mask = np.arange(width) < noise.integers(1, width + 1, (num_prompts, group_size, 1))
+    given = prompts(0)
+    batch = Batch(
+        given.ids[:num_prompts], given.mask[:num_prompts], ids, mask, np.ones((num_prompts, group_size), np.float32)
+    )
+    logprobs = np.asarray(jax.jit(partial(score_completion_tokens, POLICY))(PARAMS.policy, batch).logprobs)
+    shifted = [(logprobs + noise.normal(0, 0.2, mask.shape)).astype(np.float32) for _ in range(2)]
+    old_values, returns, advantages = noise.normal(0, 1, (3, *mask.shape)).astype(np.float32)
+    old_values = np.pad(old_values, [(0, 0), (0, 0), (0, 1)])
+    return batch._replace(
+        old_logprobs=shifted[0],
+        ref_logprobs=shifted[1],
+        old_values=old_values,
+        returns=returns,
+        advantages=advantages,
+    )
+
+
+def valued(batch: Batch, values=None, truncated=None) -> Batch:
+    """With what a critic said, and what was cut off."""
+    shape = batch.completion_mask.shape
+    values = np.zeros((*shape[:2], shape[2] + 1), np.float32) if values is None else values
+    return batch._replace(old_values=values, truncated=np.zeros(shape[:2], bool) if truncated is None else truncated)
+
+
+# ---- advantages
+
+
+def test_without_a_critic_and_discount_every_token_gets_the_reward():
+    batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
+    config = of_ppo(gae_lambda=1.0, kl_coef=0.0, whiten=False)
+    advantages, returns = token_advantages(rewards, valued(batch), 0.0, config=config)
+    expected = np.where(batch.completion_mask, rewards[..., None], 0)
+    np.testing.assert_array_equal(advantages, expected)
+    np.testing.assert_array_equal(returns, expected)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_advantages_are_those_of_a_loop(steps):
+    batch = a_batch()
+    noise = np.random.default_rng(1)
+    rewards, values = noise.normal(size=(4, 2)), noise.normal(size=(4, 2, 4))
+    goes_on = noise.random((4, 2)) < 0.5
+    assert goes_on.any()
+    assert not goes_on.all()
+    config = of_ppo(gamma=0.9, gae_lambda=0.8, gae_steps=steps, kl_coef=0.3, whiten=False, bootstrap_truncated=True)
+    found, returns = token_advantages(
+        rewards.astype(np.float32), valued(batch, values.astype(np.float32), goes_on), 0.3, config=config
+    )
+    expected = np.zeros(batch.completion_mask.shape)
+    for row in np.ndindex(4, 2):
+        length = int(batch.completion_mask[row].sum())
+        reward = -0.3 * (batch.old_logprobs[row] - batch.ref_logprobs[row])[:length].astype(float)
+        reward[-1] += rewards[row]
+        value = values[row].copy()
+        value[length] = value[length] if goes_on[row] else 0
+        deltas = [reward[t] + 0.9 * value[t + 1] - value[t] for t in range(length)]
+        for t in range(length):
+            ahead = deltas[t : t + steps if steps else None]
+            expected[row][t] = sum(0.72**k * delta for k, delta in enumerate(ahead))
+    mask = batch.completion_mask
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(returns, expected + np.where(mask, values[..., :-1], 0), atol=1e-5)
+
+
+def test_advantages_of_the_seeds_example():
+    # Values of "The weather today is", … sunny, … and, … warm, … today; the reward is what the last token comes to, so
+    # that the errors are δ = 1.2, 0.3, 0.8, −0.2, 0.5, without a discount.
+    values = np.array([6.0, 7.2, 7.5, 8.3, 8.1, 8.6], np.float32)[None, None]
+    batch = Batch(None, None, None, np.ones((1, 1, 5), bool), None)
+
+    def first(num_steps, lam, reward, goes_on):
+        config = of_ppo(kl_coef=0.0, whiten=False, gae_lambda=lam, gae_steps=num_steps, bootstrap_truncated=True)
+        rewards, goes_on = np.full((1, 1), reward, np.float32), np.full((1, 1), goes_on)
+        return token_advantages(rewards, valued(batch, values, goes_on), 0.0, config=config)[0][0, 0, 0]
+
+    expected = {
+        (1, 0.9): 1.2,
+        (3, 0.9): 2.118,  # 1.2 + 0.27 + 0.648
+        (5, 0.9): 2.30025,  # … − 0.1458 + 0.32805
+        (4, 0.0): 1.2,
+        (4, 0.5): 1.525,  # 1.2 + 0.15 + 0.2 − 0.025
+        (4, 0.9): 1.9722,  # 1.2 + 0.27 + 0.648 − 0.1458, which the seed rounds to 1.972
+        (4, 1.0): 2.1,
+        (None, 1.0): 2.6,  # the reward less the first value
+    }
+    for (num_steps, lam), advantage in expected.items():
+        assert first(num_steps, lam, 8.6, False) == pytest.approx(advantage, abs=1e-5)
+    # The same where nothing was earned yet and the text goes on to a value of 8.6.
+    assert first(5, 0.9, 0.0, True) == pytest.approx(2.30025, abs=1e-5)
+
+
+def test_advantages_are_whitened_over_the_tokens_of_the_batch():
+    batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
+    found, returns = token_advantages(rewards, valued(batch), 0.0, config=of_ppo(kl_coef=0.0))
+    of_tokens = np.asarray(found)[batch.completion_mask]
+    assert of_tokens.mean() == pytest.approx(0, abs=1e-5)
+    assert of_tokens.std(ddof=1) == pytest.approx(1, abs=1e-3)
+    assert np.asarray(returns).max() == 7  # the critic learns rewards as they are
+
+
+def test_explained_variance():
+    returns, mask = np.array([0.0, 1.0, 2.0, 9.0]), np.array([True, True, True, False])
+    assert explained_variance(returns + 3, returns, mask) == 1
+    assert explained_variance(np.ones(4), returns, mask) == 0
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3)
+    assert np.isnan(explained_variance(returns, np.ones(4), mask))
+
+
+def test_a_reward_that_is_nan_spoils_its_own_row_alone():
+    batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2)
+    rewards[1, 0] = np.nan
+    found, _ = token_advantages(rewards, valued(batch), 0.0, config=of_ppo(kl_coef=0.0))
+    mask = batch.completion_mask
+    assert np.isnan(found[1, 0][mask[1, 0]]).all()
+    others = np.delete(np.asarray(found).reshape(8, -1)[mask.reshape(8, -1).any(-1)], 2, axis=0)
+    assert np.isfinite(others).all()
+    assert others.any()
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize(
+    ("preset", "kl_coef"),  # means over tokens, and of means over rows
+    [
+        ("lite_ppo", 0.1),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [("grpo", 0.0), ("lite_ppo", 0.0), ("grpo", 0.1)]),
+    ],
+)
+def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, kl_coef):
+    batch, rewards = a_batch(), np.arange(8, dtype=np.float32).reshape(4, 2) ** 2
+    config = of_ppo(preset=preset, kl_coef=kl_coef, kl_in_reward=False, gae_lambda=1.0, whiten=False)
+    centered = np.asarray(centered_advantages(jnp.asarray(rewards)))
+    by_token, returns = token_advantages(centered, valued(batch), 0.0, config=config)
+    weights = PRESETS[preset].aggregation(batch.completion_mask)
+    if not kl_coef:
+        batch = batch._replace(ref_logprobs=None)
+    for_ppo = batch._replace(
+        advantages=by_token, returns=returns, old_values=np.zeros_like(batch.old_values), weights=weights
+    )
+    of_grpo = batch._replace(advantages=centered, weights=weights)
+
+    @jax.jit
+    def gradients(params):
+        of_both = jax.grad(lambda params: ppo_loss_fn(POLICY, CRITIC, config)(params, for_ppo)[0])(params)
+        alone = jax.grad(lambda params: grpo_loss_fn(POLICY, recipe(preset, kl_coef=kl_coef).loss)(params, of_grpo)[0])(
+            params.policy
+        )
+        return of_both, alone, POLICY.hidden(params.policy, *batch[:3])
+
+    found, expected, hidden = gradients(PARAMS)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), found.policy, expected)
+    # The critic feels its own part of the loss alone, here ½ (0 − R)², and below a head of 0 nothing.
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(found.critic.decoder))
+    slope = -config.critic.value_coef * np.einsum("ngt,ngtd->d", weights * returns, hidden)
+    np.testing.assert_allclose(found.critic.head, slope, rtol=1e-3, atol=1e-5)
+
+
+def test_the_critics_gradient_is_that_of_its_clipped_square():
+    batch = a_batch()
+    config = of_ppo(kl_coef=0.0, value_coef=2.0)
+    weights = np.asarray(PRESETS["lite_ppo"].aggregation(batch.completion_mask))
+    head = jnp.linspace(-1, 1, 16)
+    params = PARAMS._replace(critic=PARAMS.critic._replace(head=head))
+    # What is in masked places counts nowhere.
+    returns = np.where(batch.completion_mask, batch.returns, np.nan)
+    batch = batch._replace(weights=weights, ref_logprobs=None, returns=returns)
+    (_, logs), found = jax.jit(jax.value_and_grad(ppo_loss_fn(POLICY, CRITIC, config), has_aux=True))(params, batch)
+
+    values = np.asarray(jax.jit(partial(heads.values, CRITIC))(params.critic, *batch[:4]))[..., :-1]
+    hidden = np.asarray(jax.jit(POLICY.hidden)(PARAMS.policy, *batch[:3]))
+    old_values = batch.old_values[..., :-1]
+    clipped = np.clip(values, old_values - 0.2, old_values + 0.2)
+    bound = (clipped - returns) ** 2 > (values - returns) ** 2
+    slope = np.where(bound | ~batch.completion_mask, 0, values - returns)
+    np.testing.assert_allclose(
+        found.critic.head, 2 * np.einsum("ngt,ngtd->d", weights * slope, hidden), rtol=1e-3, atol=1e-5
+    )
+    total, count = logs.means["value_clip"]
+    assert total == bound[batch.completion_mask].sum() > 0
+    assert count == batch.completion_mask.sum()
+
+
+@pytest.mark.slow
+def test_a_shared_decoder_has_the_sum_of_both_gradients():
+    params, config = (
+        add_critic(MODEL, PARAMS.policy, "shared"),
+        of_ppo(critic="shared", kl_coef=0.0, value_coef=2.0),
+    )
+    params = params._replace(critic=params.critic._replace(head=jnp.linspace(-1, 1, 16)))
+    batch = a_batch()._replace(ref_logprobs=None)
+    batch = batch._replace(weights=config.run.loss.objective.aggregation(batch.completion_mask))
+
+    def critic_alone(params):
+        values = heads.values(POLICY, Headed(params.policy, params.critic.head), *batch[:4])[..., :-1]
+        error = critic_loss(values, batch.returns, old_values=batch.old_values[..., :-1], clip=config.critic.value_clip)
+        return weighted_sum(error, batch.weights, batch.completion_mask)
+
+    def policy_alone(params):
+        return grpo_loss_fn(POLICY, config.run.loss)(params.policy, batch)[0]
+
+    def of_both(params, config):
+        return ppo_loss_fn(POLICY, CRITIC, config)(params, batch)[0]
+
+    @jax.jit
+    def gradients(params):
+        little = partial(of_both, config=with_options(config, value_coef=1e-9))
+        losses = partial(of_both, config=config), policy_alone, critic_alone, little
+        return [jax.grad(loss)(params) for loss in losses]
+
+    found, of_policy, of_critic, with_little = gradients(params)
+    expected = jax.tree.map(lambda x, y: x + 2.0 * y, of_policy, of_critic)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), with_little.policy, of_policy.policy)
+    assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(of_critic)) > 1e-3
+
+
+# ---- the loop
+
+
+@pytest.mark.slow
+def test_training_raises_the_reward_and_the_critic_foresees_it(tmp_path, programs, capsys):
+    run = open_run(tmp_path)
+    train(with_options(CONFIG, steps=20), run, programs)
+    lines = run.lines()
+    assert np.mean([line["reward"] for line in lines[-5:]]) > lines[0]["reward"] + 0.3
+    assert lines[0]["value_mean"] == 0
+    assert lines[0]["first_ratio_deviation"] < 1e-5
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert max(line["explained_variance"] for line in lines) > 0.1
+    assert max(abs(line["value_mean"]) for line in lines) < 1.5
+    assert "all rewards are equal" not in " ".join(capsys.readouterr().out.split())  # of one completion they always are
+    assert run.lines("times.jsonl")[-1]["compilations"] == run.lines("times.jsonl")[1]["compilations"]
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping(step):
+    """The reward of the task, which ends the run at a step."""
+    calls = iter(range(99))
+
+    def reward(examples, texts):
+        if next(calls) == step:
+            raise Stop
+        return says_three(examples, texts)
+
+    return reward
+
+
+@pytest.mark.slow
+def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path):
+    whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
+    config = with_options(CONFIG, ref_sync_steps=2, ref_mixup_alpha=0.5, kl_target=0.1)
+    programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
+    expected = train(config, whole, programs)
+    assert expected.reference.critic is None
+    assert params_sha256(expected.params.critic) != params_sha256(PARAMS.critic)
+
+    with pytest.raises(Stop):
+        train(config, cut, programs, reward=stopping(5))
+    resumed = train(config, open_run(tmp_path / "cut"), programs)
+    assert params_sha256(resumed) == params_sha256(expected)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (cut.path / name).read_text() == (whole.path / name).read_text()
+
+
+@pytest.mark.slow
+def test_a_shared_decoder_held_by_the_whole_vocabulary_learns_and_resumes_and_is_exported(tmp_path):
+    changes = {"critic": "shared", "kl_in_reward": False, "divergence": "reverse", "steps": 20}
+    config, params = with_options(CONFIG, **changes), add_critic(MODEL, PARAMS.policy, "shared")
+    programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
+    with pytest.raises(ValueError, match="critic is to be shared"):
+        programs.method.split(PARAMS)
+
+    def train(name, **options):
+        run = open_run(tmp_path / name)
+        state = train_ppo(POLICY, CRITIC, params, TASK, config, run, programs=programs, **options)
+        return state, run.lines()
+
+    expected, lines = train("whole")
+    assert np.mean([line["reward"] for line in lines[-5:]]) > lines[0]["reward"] + 0.3
+    assert lines[0]["value_mean"] == 0
+    assert lines[-1]["value_mean"] == pytest.approx(lines[-1]["returns_mean"], abs=0.2)
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert lines[-1]["kl"] > 0.01
+    with pytest.raises(Stop):
+        train("cut", reward=stopping(13))
+    resumed, resumed_lines = train("cut")
+    assert params_sha256(resumed) == params_sha256(expected)
+    assert resumed_lines == lines
+    save_description(tmp_path / "whole/model", MODEL)
+    policy = restore(tmp_path / "whole", None, None).params
+    jax.tree.map(np.testing.assert_array_equal, policy, expected.params.policy)
+
+
+@pytest.mark.slow
+def test_pieces_and_devices_do_not_change_gradients(tmp_path, programs):
+    logged = []
+    for name, changes in (("one", {}), ("micro", {"microbatches": 4}), ("many", {"devices": 4})):
+        config = with_options(CONFIG, steps=2, **changes)
+        run = open_run(tmp_path / name, config)
+        train(config, run, programs if name == "one" else None)
+        logged.append([[line[key] for key in ("grad_norm", "loss", "critic_loss")] for line in run.lines()])
+    np.testing.assert_allclose(logged, [logged[0]] * 3, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_policy_and_critic_have_their_own_rates(tmp_path):
+    config = with_options(CONFIG, steps=1, critic_learning_rate=1e-12)
+    programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
+    params = train(config, open_run(tmp_path, config), programs).params
+    np.testing.assert_allclose(params.critic.head, PARAMS.critic.head, atol=1e-10)
+    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), params.policy, PARAMS.policy)
+    assert max(jax.tree.leaves(moved)) == pytest.approx(1e-2, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"group_size": 0}, "group_size"),
+        ({"gamma": 1.1}, "gamma"),
+        ({"gae_lambda": -0.1}, "gae_lambda"),
+        ({"gae_steps": 0}, "gae_steps"),
+        ({"value_coef": 0.0}, "value_coef"),
+        ({"value_clip": 0.0}, "value_clip"),
+        ({"critic_learning_rate": 0.0}, "critic_learning_rate"),
+        ({"max_rollouts": 2}, "max_rollouts"),
+        ({"preset": "rloo"}, "one ratio a completion"),
+        ({"divergence": "full"}, "kl_in_reward to False"),
+        ({"divergence": "full", "kl_in_reward": False, "kl_coef": 0.0}, "divergence full"),
+        ({"advantages_of": "components"}, "advantages_of"),
+        ({"num_prompts": 6, "microbatches": 4}, "num_prompts"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(changes, word):
+    with pytest.raises(ValueError, match=word) as error:
+        validate_ppo(with_options(CONFIG, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_a_value_beyond_an_end_that_is_meant_is_refused():
+    with pytest.raises(ValueError, match="bootstrap_truncated"):
+        make_ppo_programs(
+            POLICY, CRITIC, TASK._replace(open_ended=True), with_options(CONFIG, bootstrap_truncated=True)
+        )
+
+
+def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_value_after_it():
+    config = of_ppo(gae_lambda=1.0, kl_coef=0.0, bootstrap_truncated=True, whiten=False)
+    truncated, applicable = np.zeros((4, 2), bool), np.ones((4, 2), bool)
+    truncated[0], applicable[0, 1] = True, False
+    rewards = np.where(applicable, 0.5, 0).astype(np.float32)
+    batch = a_batch()._replace(ref_logprobs=None, truncated=truncated)
+    method = ppo_method(POLICY, CRITIC, config)
+    found, advantages, logs = method.advantages(RewardArrays(rewards, applicable), batch, 0.0, None)
+    length = batch.completion_mask[0, 0].sum()
+    expected = np.full((4, 2), 0.5)
+    expected[0] = [0.5 + batch.old_values[0, 0, length], 0]
+    returns = expected[..., None] * batch.completion_mask
+    np.testing.assert_allclose(found.returns, returns, atol=1e-5)
+    assert advantages.shape == (4, 2)
+    assert not found.completion_mask[0, 1].any()
+    kept = found.completion_mask
+    assert logs["returns_mean"] == pytest.approx(returns[kept].mean(), abs=1e-5)
+    ended = method.advantages(
+        RewardArrays(rewards, applicable), batch._replace(truncated=np.zeros_like(truncated)), 0.0, None
+    )
+    np.testing.assert_allclose(ended.batch.returns[0, 0], 0.5 * batch.completion_mask[0, 0], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapted", [False, True])
+def test_of_a_checkpoint_the_policy_alone_is_exported(tmp_path, adapted):
+    run, base = open_run(tmp_path / "run"), save_pretrained(tmp_path / "base", PARAMS.policy, MODEL)
+    save_description(run.path / "model", MODEL, source=base)
+    policy = add_adapters(PARAMS.policy, jax.random.key(1), rank=2, alpha=4.0) if adapted else PARAMS.policy
+    if adapted:
+        policy = policy._replace(adapters=jax.tree.map(lambda x: x + 0.1, policy.adapters))
+        lora = LoraDescription(str(base), fingerprint(PARAMS.policy), "float32", 2, 4.0, TARGETS)
+        write_json(run.path / "model/lora.json", lora._asdict())
+    trained, _ = split(add_critic(MODEL, policy))
+    for phase in ("warm", "ppo"):
+        with run.checkpoints(phase, keep=1) as checkpoints:
+            checkpoints.save(TrainState(trained, {}, jnp.int32(0)), 3)
+    assert export(Options(run.path, tmp_path / "out")) == 3
+    exported, expected = load_params(tmp_path / "out", MODEL), merge(policy) if adapted else policy
+    jax.tree.map(np.testing.assert_array_equal, exported, expected)
+    if adapted:
+        adapters = restore(run.path, "ppo", 3, adapter=True).params.adapters
+        jax.tree.map(np.testing.assert_array_equal, adapters, policy.adapters)
+    with run.checkpoints("ppo_1", keep=1) as checkpoints:
+        checkpoints.save(TrainState(trained, {}, jnp.int32(0)), 3)
+    with pytest.raises(ValueError, match=r"phases \['ppo', 'ppo_1', 'warm'\]: choose one with --phase"):
+        restore(run.path, None, None)
+
+
+def test_without_adapters_everything_is_trained():
+    trained, frozen = split(PARAMS)
+    assert trained == PARAMS
+    assert not jax.tree.leaves(frozen)
+
+
+def test_with_adapters_they_and_the_head_are_trained_on_one_base():
+    params = add_critic(MODEL, add_adapters(PARAMS.policy, jax.random.key(1), rank=2, alpha=4.0))
+    trained, frozen = split(params)
+    assert trained.policy is params.policy.adapters
+    assert trained.critic.head is params.critic.head
+    assert trained.critic.decoder is params.policy.adapters
+    assert params.critic.decoder.base["embedding"] is PARAMS.policy["embedding"]
+    assert jax.tree.structure(join(trained, frozen)) == jax.tree.structure(params)

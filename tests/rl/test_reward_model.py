@@ -1,0 +1,581 @@
+"""Reward models: head, preferences, training, folders, and a model as a reward. Tiny models throughout."""
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special
+
+from grpo_jax import GRPOTrainer
+from grpo_jax.commands import reward_model as experiment
+from grpo_jax.config import recipe
+from grpo_jax.data.preferences import (
+    EncodedPairs,
+    Preference,
+    encode_preferences,
+    parse_transcripts,
+    read_preferences,
+    split_preferences,
+)
+from grpo_jax.data.types import Completion, Component, rng
+from grpo_jax.errors import UsageError
+from grpo_jax.functional import bradley_terry_loss
+from grpo_jax.models import heads
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.families import config_from_huggingface
+from grpo_jax.models.heads import add_head
+from grpo_jax.models.huggingface import load_params, load_pretrained, load_tokenizer, read_json, save_pretrained
+from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.offline.reward_model import (
+    evaluate_pairs,
+    pad_pairs,
+    pair_batches,
+    pair_loss,
+    pair_weights,
+    score_pairs,
+    train_reward_model,
+)
+from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
+from grpo_jax.rl.learn import SAMPLING
+from grpo_jax.rl.rollout import completion_numbers, grade, make_sampler, noise_of
+from grpo_jax.runs import flags
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.compilation import count_programs
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.statistics import calibration, paired_difference
+from grpo_jax.tasks import arithmetic
+from grpo_jax.tasks.stories import happy_sentences, stories_task
+
+GOLDEN = Path(__file__).parents[1] / "golden/llama"
+DATA = Path(__file__).parents[2].parent / "shared/data"
+HH = DATA / "hh-rlhf/harmless-base-test.jsonl.gz"
+STORIES = DATA / "stories260K-hf"
+
+VOCAB = arithmetic.VOCAB_SIZE
+CONFIG = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
+POLICY = decoder_policy(CONFIG)
+_, PARAMS = add_head(CONFIG, jax.jit(POLICY.init)(jax.random.key(0)))
+LOOKING = PARAMS._replace(head=jax.random.normal(jax.random.key(1), (16,)))  # a head that is not zero
+
+
+def ragged():
+    """Two prompts with three completions each, one of them empty. Texts have 4 or 6 tokens."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (4, 2)]
+    completions = [[rng.integers(0, VOCAB, n).tolist() for n in lengths] for lengths in ((2, 0, 2), (4, 2, 4))]
+    return prompts, completions
+
+
+def padded(texts, width, side):
+    """ids and mask `[..., width]`; "middle" has padding everywhere."""
+    rng = np.random.default_rng(1)
+    ids, mask = rng.integers(0, VOCAB, (len(texts), width)).astype(np.int32), np.zeros((len(texts), width), bool)
+    for i, text in enumerate(texts):
+        free = width - len(text)
+        places = {
+            "left": np.arange(free, width),
+            "right": np.arange(len(text)),
+            "middle": np.sort(rng.choice(width, len(text), replace=False)),
+        }[side]
+        ids[i, places], mask[i, places] = text, True
+    return ids, mask
+
+
+# ---- the head
+
+
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_padding_does_not_move_a_score_wherever_it_is(adapters):
+    prompts, completions = ragged()
+    params = LOOKING
+    if adapters:
+        adapted = add_adapters(params.decoder, jax.random.key(2), rank=2, alpha=4.0)
+        moved = jax.tree.map(lambda x: x + 0.1, adapted.adapters)
+        params = params._replace(decoder=adapted._replace(adapters=moved))
+
+    @jax.jit
+    def last_state(text):
+        """Of a text alone: no padding, no group, no split into prompt and completion."""
+        nothing = jnp.zeros((1, 1, 1), jnp.int32)
+        return POLICY.hidden(params.decoder, text[None], jnp.ones_like(text, bool)[None], nothing)[0, 0, 0]
+
+    expected = np.array(
+        [
+            [last_state(jnp.array(prompt + text)) @ params.head for text in group]
+            for prompt, group in zip(prompts, completions, strict=True)
+        ]
+    )
+    assert np.ptp(expected) > 1
+    for side in ("left", "right", "middle"):
+        ids, mask = padded(prompts, 9, side)
+        groups = [padded(group, 8, side) for group in completions]
+        arrays = (np.stack(part) for part in zip(*groups, strict=True))
+        found = heads.score_groups(CONFIG, params, ids, mask, *arrays)
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_values_stand_at_every_token_and_the_score_is_the_last():
+    prompts, completions = ragged()
+    prompt_ids, prompt_mask = padded(prompts, 4, "left")
+    groups = [padded(group, 4, "right") for group in completions]
+    ids, mask = (np.stack(part) for part in zip(*groups, strict=True))
+    values = jax.jit(partial(heads.values, POLICY))(LOOKING, prompt_ids, prompt_mask, ids, mask)
+    assert values.shape == (2, 3, 5)
+    for t in range(5):  # the value after t tokens is the score of the text that ends there
+        shorter = mask & (np.arange(4) < t)
+        score = heads.score_groups(CONFIG, LOOKING, prompt_ids, prompt_mask, ids, shorter)
+        known = mask.sum(-1) >= t
+        np.testing.assert_allclose(values[..., t][known], score[known], rtol=2e-5, atol=2e-5)
+
+
+# ---- preferences
+
+
+def test_transcripts_are_cut_where_they_part():
+    start = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: So?\n\nAssistant:"
+    assert parse_transcripts(f"{start} Yes, a", f"{start} Yes, b") == Preference(start, " Yes, a", " Yes, b")
+    pair = parse_transcripts(f"{start} Yes ", f"{start} No", chat=True)
+    roles = [("user", "Hi"), ("assistant", "Hello"), ("user", "So?")]
+    assert pair == Preference([{"role": role, "content": text} for role, text in roles], "Yes", "No")
+    assert parse_transcripts(f"{start} a", f"{start} \n") == "with an empty answer"
+    assert parse_transcripts(f"{start} a", f"{start} a") == "with equal answers"
+    assert parse_transcripts(f"{start} a", f"{start} b\n\nHuman: c") == "with turns after the answer"
+    assert parse_transcripts("Hi", "Ho") == "without a common prompt"
+
+
+def test_rows_are_read_split_and_counted(tmp_path):
+    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "0", "margin": i} for i in range(40)]
+    rows += [{"prompt": "0+0=", "chosen": "0", "rejected": "0"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    preferences, dropped = read_preferences(tmp_path / "rows.jsonl")
+    assert dropped == {"with equal answers": 1}
+    assert preferences[3] == Preference("3+1=", "4", "0", 3.0)
+    training, heldout = split_preferences(preferences, 0.3)
+    assert sorted([*training, *heldout]) == sorted(preferences)
+    assert split_preferences(preferences[::-1], 0.3)[1] == heldout[::-1]  # by the prompt alone
+
+    arithmetic.TEXT.save_tokenizer(tmp_path)
+    tokenizer, eos_ids = load_tokenizer(tmp_path), (arithmetic.EOS_ID,)
+    pairs = encode_preferences(tokenizer, preferences, eos_ids=eos_ids, max_prompt_tokens=3, max_tokens=1)
+    assert "".join(tokenizer.convert_ids_to_tokens(pairs.prompts[-1])) == "+1="
+    assert {len(ids) for answers in pairs.answers for ids in answers} == {1}
+    assert pairs.notes == ("40 of 40 prompts lost their beginning", "31 of 40 pairs have an answer that lost its end")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b"}\n')
+    with pytest.raises(UsageError, match="has no column rejected"):
+        read_preferences(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.skipif(not HH.exists(), reason="needs the HH-RLHF file")
+def test_the_transcripts_of_hh_are_read_but_for_nine():
+    preferences, dropped = read_preferences(HH)
+    assert len(preferences) == 2303
+    assert dropped == {"with an empty answer": 4, "with turns after the answer": 5}
+    assert all(pair.prompt.endswith("\n\nAssistant:") for pair in preferences)
+    chat, _ = read_preferences(HH, chat=True)
+    assert {pair.prompt[-1]["role"] for pair in chat} == {"user"}
+
+
+# ---- loss and training
+
+
+def synthetic_pairs(
+    number: int,
+    *,
+    seed: int,
+    vocab_size: int = 16,
+    prompt_tokens: int = 3,
+    max_tokens: int = 8,
+    scale: float = 1.0,
+) -> tuple[EncodedPairs, np.ndarray]:
+    """Pairs whose utility is known: u = Σₜ w(oₜ), and P(first chosen) = σ(u₁ − u₂) (Bradley and Terry).
+
+    The utility of tokens is the same for every seed.
+
+    Args:
+      number: M.
+      seed: of prompts, answers and choices.
+      vocab_size: of ids from 0.
+      prompt_tokens: at most, at least 1; they do not count.
+      max_tokens: of an answer; it has at least 1.
+      scale: of w ~ N(0, scale²).
+
+    Returns:
+      The pairs, and P(chosen preferred) of each, `[M]`: no predictor can be right more often than the one that is
+      right where this is above ½.
+    """
+    generator, utility = rng(seed, 1), rng(0, 2).normal(0, scale, vocab_size)
+
+    def text(longest: int) -> list[int]:
+        return generator.integers(0, vocab_size, generator.integers(1, longest + 1)).tolist()
+
+    prompts: list[list[int]] = []
+    answers: list[tuple[list[int], list[int]]] = []
+    probabilities: list[float] = []
+    while len(answers) < number:
+        prompt, first, second = text(prompt_tokens), text(max_tokens), text(max_tokens)
+        if first == second:
+            continue
+        probability = 1 / (1 + np.exp(utility[second].sum() - utility[first].sum()))
+        if generator.random() > probability:
+            first, second, probability = second, first, 1 - probability
+        prompts.append(prompt)
+        answers.append((first, second))
+        probabilities.append(probability)
+    return EncodedPairs(prompts, answers, [0.0] * number), np.array(probabilities)
+
+
+def test_the_gradient_of_a_pair_is_bradley_and_terrys():
+    """∂ −log σ(d − m) = −σ(m − d) ∂d with d = r_c − r_r; and ∂ c s² = 2 c s ∂s with s = r_c + r_r."""
+    pairs, _ = synthetic_pairs(5, seed=0, vocab_size=VOCAB)
+    pairs = pairs._replace(margins=[0.0, 0.5, 1.0, 0.0, 2.0])
+    batch = pad_pairs(pairs, np.arange(6), 3, 8)  # the sixth is no pair
+    batch = batch._replace(weights=pair_weights(batch.completion_mask))
+    np.testing.assert_allclose(batch.weights, [0.2] * 5 + [0])
+    (loss, logs), grads = jax.jit(
+        jax.value_and_grad(partial(pair_loss, POLICY, batch=batch, center_coef=0.01), has_aux=True)
+    )(LOOKING)
+    rewards, jacobian = jax.jit(
+        lambda params: (
+            heads.scores(POLICY, params, *batch[:4])[:5],
+            jax.jacrev(lambda params: heads.scores(POLICY, params, *batch[:4])[:5])(params),
+        )
+    )(LOOKING)
+    chosen, rejected = np.asarray(rewards, np.float64).T
+    slope, total = -special.expit(np.array(pairs.margins) - chosen + rejected), 0.02 * (chosen + rejected)
+    outer = np.stack([total + slope, total - slope], -1) / 5
+    expected = jax.tree.map(lambda x: np.tensordot(outer, x, 2), jacobian)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), grads, expected)
+    by_hand = -special.log_expit(chosen - rejected - pairs.margins) + 0.01 * (chosen + rejected) ** 2
+    assert float(loss) == pytest.approx(by_hand.mean(), rel=1e-5)
+    accuracy, weight = logs.means["accuracy"]
+    assert float(accuracy / weight) == pytest.approx(np.mean(chosen > rejected))
+    assert float(bradley_terry_loss(jnp.array(0.0), jnp.array(0.0))) == pytest.approx(math.log(2))
+
+
+PAIRS, _ = synthetic_pairs(64, seed=0, vocab_size=VOCAB, max_tokens=4)
+PHASE = SupervisedConfig(6, 1e-2, warmup_steps=2, decay="linear", checkpoint_every=2, log_every=1)
+
+
+def fit_pairs(path, config=PHASE, params=PARAMS, pairs=PAIRS, stop=None):
+    batches = pair_batches(pairs, 8, seed=0)
+
+    def batch(step):
+        if step == stop:
+            raise KeyboardInterrupt
+        return batches(step)
+
+    run = RunFolder(path, {})
+    return train_reward_model(POLICY, params, batch, config, run, center_coef=0.01), run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The state after a phase, and its run."""
+    return fit_pairs(tmp_path_factory.mktemp("pairs") / "whole")
+
+
+@pytest.mark.slow
+def test_resume_is_exact(tmp_path, whole):
+    state, run = whole
+    assert run.lines()[0]["loss"] == pytest.approx(math.log(2))  # the head is zero at the start
+    assert run.lines()[0]["accuracy"] == 0.5  # all are ties
+    with pytest.raises(KeyboardInterrupt):
+        fit_pairs(tmp_path / "cut", stop=5)
+    resumed, again = fit_pairs(tmp_path / "cut")
+    assert params_sha256(resumed) == params_sha256(state)
+    assert again.lines() == run.lines()
+
+
+@pytest.mark.slow
+def test_neither_pieces_nor_devices_count(tmp_path, whole):
+    for changes in ({"microbatches": 4}, {"devices": 2, "microbatches": 2}):
+        _, other = fit_pairs(tmp_path / str(changes), replace(PHASE, steps=2, **changes))
+        for line, expected in zip(other.lines(), whole[1].lines(), strict=False):
+            assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_adapters_and_the_head_alone_are_trained(tmp_path):
+    params = PARAMS._replace(decoder=add_adapters(PARAMS.decoder, jax.random.key(0), rank=2, alpha=4.0))
+    state, _ = fit_pairs(tmp_path, params=params)
+    trained, frozen = heads.split(params)
+    assert jax.tree.structure(state.params) == jax.tree.structure(trained)
+    assert np.abs(state.params.head).max() > 0
+    assert params_sha256(state.params.decoder) != params_sha256(trained.decoder)
+    joined = heads.join(state.params, frozen)
+    arrays = pad_pairs(PAIRS, np.arange(4), 3, 4)[:4]
+    whole, merged = (heads.score_groups(CONFIG, p, *arrays) for p in (joined, heads.merge(joined)))
+    np.testing.assert_allclose(whole, merged, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_known_utility_is_learned_to_within_two_points_of_the_bayes_rate(tmp_path):
+    (train, _), (heldout, probabilities) = synthetic_pairs(20_000, seed=0), synthetic_pairs(2_000, seed=1)
+    config = ModelConfig(16, 32, 64, 2, 2, 1, 16, initializer_range=0.1)
+    config, params = add_head(config, jax.jit(decoder_policy(config).init)(jax.random.key(0)))
+    phase = SupervisedConfig(2000, 4e-3, warmup_steps=20, decay="linear", log_every=100)
+    run = RunFolder(tmp_path, {})
+    state = train_reward_model(decoder_policy(config), params, pair_batches(train, 64, 0), phase, run)
+    scores = score_pairs(config, state.params, heldout)
+    found, change = evaluate_pairs(scores), paired_difference(scores[:, 0] > scores[:, 1], probabilities > 0.5)
+    print(found.accuracy, found.nll, found.calibration.error, change, -np.log(probabilities).mean())
+    assert change.low > -0.02
+    assert found.calibration.error < 0.03
+
+
+# ---- evaluation
+
+
+def test_ties_count_half_and_confidence_is_held_against_frequency():
+    scores = np.array([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [3.0, 0.0]] * 5)
+    found = evaluate_pairs(scores, bins=2)
+    assert found.accuracy.mean == pytest.approx(2.5 / 4)
+    assert found.accuracy.low < 2.5 / 4 < found.accuracy.high
+    assert found.nll.mean == pytest.approx(-np.mean(special.log_expit([1, -1, 0, 3])))
+    # Sorted by confidence: ½ ×5 and 5 of σ(1), one half of them right; then 5 more of σ(1), and σ(3) ×5.
+    assert found.calibration.sizes.tolist() == [10, 10]
+    np.testing.assert_allclose(
+        found.calibration.predicted, [(0.5 + special.expit(1)) / 2, special.expit([1, 3]).mean()]
+    )
+    assert {"accuracy_low", "nll_high", "calibration_error"} <= found.numbers().keys()
+
+
+def test_the_error_of_calibration_is_that_of_frequencies():
+    probabilities = np.repeat([0.6, 0.9], 50)
+    outcomes = np.concatenate([np.arange(50) < 30, np.arange(50) < 35])  # 0.6 and 0.7
+    assert calibration(probabilities, outcomes, bins=2).error == pytest.approx(0.1)
+    assert calibration(np.array([0.5]), np.array([1]), bins=10).error == 0.5
+    with pytest.raises(UsageError, match="calibration needs"):
+        calibration(np.zeros(3), np.zeros(2))
+
+
+# ---- folders
+
+
+def test_what_transformers_wrote_scores_as_it_does_there():
+    golden = np.load(GOLDEN / "classifier/golden.npz")
+    config, params = load_headed(GOLDEN / "classifier")
+    ids = golden["ids"]
+    mask = ids != 0
+    found = heads.score_groups(config, params, ids[:, :7], mask[:, :7], ids[:, None, 7:], mask[:, None, 7:])
+    np.testing.assert_allclose(found, golden["logits"], rtol=1e-4, atol=1e-4)
+
+
+def load_headed(folder):
+    """Configuration and parameters, of a folder without a tokenizer."""
+    config = heads.without_vocabulary(config_from_huggingface(read_json(folder / "config.json")))
+    return config, load_params(folder, config, head=True)
+
+
+# Of each family that transformers has a classifier of; without torch no program is compiled.
+FAMILIES = [
+    "llama",
+    "mistral_window",
+    "qwen2",
+    "qwen3",
+    "smollm3_window",
+    "olmo2_biases",
+    "phi3_window",
+    "gemma",
+    "gemma2_untied",
+    "gemma3_capped",
+    "qwen3_moe",
+    "mixtral",
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=() if x in ("llama", "phi3_window", "gemma3_capped") else pytest.mark.slow)
+        for x in FAMILIES
+    ],
+)
+def test_transformers_reads_a_saved_reward_model(name, tmp_path):
+    source = GOLDEN.parent / name
+    config = config_from_huggingface(read_json(source / "config.json"))
+    config, params = add_head(config, load_params(source, config))
+    params = params._replace(head=jax.random.normal(jax.random.key(0), params.head.shape))
+    ids = np.random.default_rng(0).integers(3, 24, (3, 12)).astype(np.int32)
+    folder = save_pretrained(tmp_path / "out", params, config, source=source)
+    _, again = load_headed(folder)
+    assert params_sha256(again) == params_sha256(params)
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
+    assert model.config.num_labels == 1
+    tokens = torch.tensor(ids).long()
+    tokens = torch.nn.functional.pad(tokens, (0, 4), value=model.config.pad_token_id)  # it finds the end itself
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=(tokens != model.config.pad_token_id).long()).logits.numpy()
+    mask = np.ones_like(ids, bool)
+    found = heads.score_groups(config, params, ids[:, :5], mask[:, :5], ids[:, None, 5:], mask[:, None, 5:])
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+# ---- as a reward
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    save_pretrained(folder, jax.jit(POLICY.init)(jax.random.key(3)), CONFIG)
+    arithmetic.TEXT.save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward_model(policy_folder, tmp_path_factory):
+    """Loaded from a folder, as a user would."""
+    tiny = load_pretrained(policy_folder)
+    model = RewardModel(CONFIG, LOOKING, tiny.tokenizer, tiny.eos_ids, tiny.folder)
+    folder = save_reward_model(tmp_path_factory.mktemp("reward") / "model", model)
+    loaded = load_reward_model(folder)
+    assert params_sha256(loaded.params) == params_sha256(LOOKING)
+    return loaded
+
+
+def test_groups_batches_and_ids_do_not_change_a_reward(reward_model):
+    texts = ["1", "12", "123", "1", "", "9" * 40]
+    prompts = ["1+1=", "1+1=", "12+3=", "12+3=", "12+3=", "12+3="]
+    rows = [{"prompt": prompt} for prompt in prompts]
+    alone = [reward_model([row], [text])[0] for row, text in zip(rows, texts, strict=True)]
+    assert len(set(np.round(alone, 3))) == 6
+    for size in (1, 2, 64):
+        found = reward_function(reward_model, batch_size=size)(rows, texts)
+        np.testing.assert_allclose(found, alone, rtol=1e-4, atol=1e-4)
+    # Ids that spell the text are taken as they are, others not.
+    ids = reward_model.tokenizer.encode("12", add_special_tokens=False)
+    right, wrong = (Completion("12", x) for x in (ids, ids[:1]))
+    np.testing.assert_allclose(reward_model([rows[1]] * 2, [right, wrong]), [alone[1]] * 2, rtol=1e-4, atol=1e-4)
+    cut = reward_function(reward_model, max_tokens=2, max_prompt_tokens=8)(rows[2:4], ["123", "12"])
+    assert cut[0] == pytest.approx(cut[1])
+    assert reward_model([], []) == []
+
+
+def test_a_fixed_size_is_compiled_once(reward_model):
+    reward = reward_function(reward_model, batch_size=4, max_prompt_tokens=6, max_tokens=5)
+    rows = [{"prompt": prompt} for prompt in ("1+1=", "2+2=", "3+3=") for _ in range(2)]
+    reward(rows, ["1"] * 6)
+    programs = count_programs()
+    for texts in (["1"] * 6, ["12345", "1", "", "2", "3", "44"], ["0"] * 4):
+        reward(rows[: len(texts)], texts)
+    reward(rows[:2] + rows[:2], ["1"] * 4)  # two groups of one prompt side by side: one group of four
+    assert sum(programs()) == 1
+
+
+@pytest.mark.slow
+def test_a_loaded_model_is_what_the_trainer_asks_for_and_grpo_raises_its_score(policy_folder, reward_model, tmp_path):
+    prompts = ["1+1=", "2+2=", "12+3=", "4+4="]
+    trainer = GRPOTrainer(
+        model=policy_folder,
+        reward_model=reward_model,
+        steps=12,
+        group_size=8,
+        max_tokens=4,
+        learning_rate=1e-2,
+        run_dir=tmp_path / "run",
+    )
+    trainer.train(prompts)
+    rewards = [line["reward"] for line in trainer.run.lines()]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.5
+    compilations = [line["compilations"] for line in trainer.run.lines("times.jsonl")]
+    assert compilations[-1] == compilations[0]
+
+
+@pytest.mark.slow
+def test_the_command_from_rows_to_a_folder_and_again_resumed(policy_folder, tmp_path):
+    rows = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"model": policy_folder, "data": tmp_path / "rows.jsonl", "run-dir": tmp_path / "run"}
+    options |= {"steps": 3, "num-pairs": 8, "eval-every": 2, "checkpoint-every": 2, "lora-rank": 2}
+    args = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    experiment.main(flags.parse(experiment.Config, None, args))
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert set(results) == {"held out", "trained on", "the shorter one", "calibration", "params_sha256"}
+    assert len(results["calibration"]["predicted"]) == 8
+    assert {"calibration.png", "curves.png", "reward-model"} <= {file.name for file in (tmp_path / "run").iterdir()}
+    assert "accuracy" in results["held out"]
+    metrics = (tmp_path / "run/metrics.jsonl").read_text()
+    score = load_reward_model(tmp_path / "run/reward-model")([{"prompt": "1+1="}], ["2"])
+    assert np.isfinite(score).all()
+
+    experiment.main(flags.parse(experiment.Config, None, ["--resume", "--run-dir", str(tmp_path / "run")]))
+    assert json.loads((tmp_path / "run/results.json").read_text()) == results
+    assert (tmp_path / "run/metrics.jsonl").read_text() == metrics
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")
+def test_stories_become_happier_by_a_reward_that_was_learned_from_pairs(tmp_path):
+    """RLHF in small: pairs of stories chosen by a known taste, a reward model of them, and GRPO on it."""
+    start = load_pretrained(STORIES)
+    options = {"group_size": 2, "num_prompts": 32, "max_tokens": 48}
+    task = stories_task(start.tokenizer, start.eos_ids, vocab_size=start.config.vocab_size, num_prompts=32, seed=0)
+    sampling = recipe(**options).sampling
+    sampler, numbers = make_sampler(decoder_policy(start.config), task, sampling), completion_numbers(sampling)
+    temperature, pairs = np.ones((32, 2), np.float32), []
+    for step in range(24):
+        prompts, noise = task.prompts(step), noise_of(0, SAMPLING, step)
+        completions = sampler.complete(start.params, prompts, numbers, temperature, noise)
+        rollout = grade(prompts, completions, task, happy_sentences)
+        for example, texts, (first, second) in zip(
+            rollout.prompts.examples, rollout.texts, rollout.rewards, strict=True
+        ):
+            if first != second:
+                better = int(second > first)
+                pairs.append(Preference(example["prompt"], str(texts[better]), str(texts[1 - better])))
+    training, heldout = split_preferences(pairs)
+    shape, params = add_head(start.config, start.params)
+    encoded = [encode_preferences(start.tokenizer, part, eos_ids=start.eos_ids) for part in (training, heldout)]
+    phase = SupervisedConfig(120, 1e-3, decay="linear", warmup_steps=10)
+    run = RunFolder(tmp_path / "reward", {})
+    state = train_reward_model(decoder_policy(shape), params, pair_batches(encoded[0], 16, 0), phase, run)
+    accuracy = evaluate_pairs(score_pairs(shape, state.params, encoded[1])).accuracy
+    model = RewardModel(shape, state.params, start.tokenizer, start.eos_ids, start.folder)
+    loaded = load_reward_model(save_reward_model(tmp_path / "model", model))
+
+    taste = Component(happy_sentences, weight=0.0)  # watched, not learned from
+    rewards = {"learned": Component(loaded), "taste": taste}
+    options |= {"num_prompts": 8, "group_size": 8, "steps": 30, "learning_rate": 4e-4, "kl_coef": 0.1}
+    trainer = GRPOTrainer(start, rewards, run_dir=tmp_path / "grpo", **options)
+    trainer.train([task.prompts(0).examples[i]["prompt"] for i in range(32)])
+    lines = trainer.run.lines()
+    first, last = (
+        {name: np.mean([line[f"reward_{name}"] for line in part]) for name in rewards}
+        for part in (lines[:5], lines[-5:])
+    )
+    print(len(pairs), accuracy, first, last)
+    assert accuracy.low > 0.5
+    assert last["learned"] > first["learned"] + 0.5
+    assert last["taste"] > first["taste"] + 0.1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model, folder: reward_function(model, batch_size=0), "batch_size is 0"),
+        (lambda model, folder: reward_function(model)([{"prompt": ""}], ["1"]), "empty"),
+        (lambda model, folder: load_reward_model(folder), "no tensor 'score.weight'"),
+        (lambda model, folder: load_pretrained(model.folder), "score.weight"),
+        (lambda model, folder: pair_batches(PAIRS, 65, 0), "num_pairs is 65, but there are 64"),
+        (
+            lambda model, folder: fit_pairs(folder / "run", replace(PHASE, steps=0)),
+            "steps of supervised training",
+        ),
+        (lambda model, folder: split_preferences([Preference("a", "b", "c")]), "of 1 rows"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(reward_model, policy_folder, call, message):
+    with pytest.raises(UsageError, match=message) as error:
+        call(reward_model, policy_folder)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,104 @@
+"""A run as one program: the numbers of the ordinary loop, alone and in a row."""
+
+import dataclasses
+
+import bigrams
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.whole_run import DeviceTask, by_prompt, compile_runs, heldout_of, prompts_of, whole_run
+from grpo_jax.config import PPOConfig, recipe, run_of, with_options
+from grpo_jax.data.types import pad_prompts, rng
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl.evaluate import evaluate, sample_heldout
+from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.loop import compile_programs, train
+from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks.task import Task
+
+VOCAB, EOS, PAD = 8, 6, 7
+MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
+POLICY = decoder_policy(MODEL)
+PARAMS = jax.jit(POLICY.init)(jax.random.key(0))
+OPTIONS = {"steps": 4, "num_prompts": 8, "group_size": 4, "max_tokens": 3, "learning_rate": 1e-2, "eval_every": 2}
+GRPO = recipe(**OPTIONS, temperature_spread=0.3, epochs=2, minibatches=2, ref_sync_steps=2, ref_mixup_alpha=0.5)
+PPO = with_options(PPOConfig(), **OPTIONS, critic_learning_rate=1e-2, kl_target=0.1)
+
+
+def prompts(step: int, count: int = 8):
+    tokens = rng(step).integers(0, 6, (count, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t), "wanted": t[0]} for t in tokens], width=3, pad_id=PAD)
+
+
+def says_the_first(examples, texts):
+    return [text.count(str(row["wanted"])) / 3 for row, text in zip(examples, texts, strict=True)]
+
+
+def on_device(targets, completions, key, scale=1.0):
+    del key
+    return scale * jnp.sum(completions.completion_ids == targets[:, None, None], axis=-1) / 3
+
+
+TASK = Task(prompts, says_the_first, prompts(999, 10), lambda ids: "".join(map(str, ids)), (EOS,), PAD, VOCAB)
+ON_DEVICE = DeviceTask(TASK, lambda rows: np.array([row["wanted"] for row in rows]), on_device, on_device)
+
+
+def of_ppo(policy, config):
+    return ppo_method(policy, critic_policy(MODEL), config)
+
+
+@pytest.mark.parametrize(
+    ("config", "policy", "params", "make_method"),
+    [
+        pytest.param(GRPO, bigrams.POLICY, bigrams.PARAMS, grpo_method, id="bigrams"),
+        pytest.param(GRPO, POLICY, PARAMS, grpo_method, id="grpo", marks=pytest.mark.slow),
+        pytest.param(PPO, POLICY, add_critic(MODEL, PARAMS), of_ppo, id="ppo", marks=pytest.mark.slow),
+    ],
+)
+def test_it_has_the_numbers_of_the_ordinary_loop(tmp_path, config, policy, params, make_method):
+    shared = run_of(config)
+    programs, judged = compile_programs(make_method(policy, config), policy, TASK, shared), []
+
+    def judge(actor, step):
+        calls = sample_heldout(
+            programs.sampler, actor, TASK, num_prompts=8, group_size=4, temperature=1.0, seed=shared.seed
+        )
+        judged.append(evaluate(calls, TASK).scores.mean())
+        return {}
+
+    run = RunFolder(tmp_path, dataclasses.asdict(config))
+    state = train(params, TASK, shared, run, programs, phase="it", evaluate=judge)
+    whole = jax.jit(whole_run(policy, ON_DEVICE, config, make_method))
+    heldout = heldout_of(ON_DEVICE, shared)
+    history = whole(params, prompts_of(ON_DEVICE, shared.steps), heldout, shared.seed, {})
+
+    for name in ("reward", "length_mean", "zero_spread_share", "distinct_share", "loss", "kl", "grad_norm", "entropy"):
+        logged = [line[name] for line in run.lines() if line["step"]]
+        np.testing.assert_allclose(history.metrics[name], logged, rtol=1e-3, atol=1e-5, err_msg=name)
+    sampled = by_prompt(heldout, np.asarray(history.heldout))[..., :-1]
+    assert sampled.shape == (3, 10, 3)
+    np.testing.assert_allclose(sampled.mean((1, 2)), judged, rtol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), history.params, state.params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("side_by_side", "devices"), [(False, 2), *(pytest.param(x, 1, marks=pytest.mark.slow) for x in (False, True))]
+)
+def test_a_row_is_its_runs(side_by_side, devices):
+    config = with_options(GRPO, epochs=1, minibatches=1, ref_sync_steps=0, ref_mixup_alpha=1.0)
+    run, heldout = whole_run(bigrams.POLICY, ON_DEVICE, config), heldout_of(ON_DEVICE, config)
+    options = {"learning_rate": np.array([1e-2, 1e-3]), "kl_coef": np.array([0.0, 0.1]), "scale": np.array([1.0, 5.0])}
+    given = prompts_of(ON_DEVICE, config.steps)
+    both = jax.tree.map(lambda x: np.stack([x, x]), (bigrams.PARAMS, given))
+    row = compile_runs(run, side_by_side=side_by_side, devices=devices)(*both, heldout, [0, 1], options)
+    single = jax.jit(run)
+    for i in range(2):
+        expected = single(bigrams.PARAMS, given, heldout, i, {name: values[i] for name, values in options.items()})
+        found = jax.tree.map(lambda x, i=i: x[i], row)
+        np.testing.assert_array_equal(found.heldout, expected.heldout)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found.params, expected.params)

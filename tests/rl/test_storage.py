@@ -1,0 +1,339 @@
+"""What a disk does to a run: it resumes to the same bits, or a sentence says what is wrong. Nothing goes unnoticed."""
+
+import dataclasses
+import json
+import math
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from bigrams import PARAMS, POLICY, V
+
+from grpo_jax.config import recipe, with_options
+from grpo_jax.data.types import Component, pad_prompts, rng
+from grpo_jax.errors import UsageError, lacking
+from grpo_jax.rewards.grading import Grader
+from grpo_jax.rl.grpo import make_programs, train
+from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
+from grpo_jax.runs.folder import RunFolder, fresh_folder
+from grpo_jax.runs.lock import hold
+from grpo_jax.runs.seal import check_seal
+from grpo_jax.tasks.task import Task
+
+CONFIG = recipe(steps=6, num_prompts=8, group_size=4, max_tokens=3, learning_rate=5e-2, checkpoint_every=2)
+
+
+def prompts(step: int):
+    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=7)
+
+
+def says_three(examples, completions):
+    return [text.count("3") / 3 for text in completions]
+
+
+TASK = Task(prompts, says_three, prompts(999), lambda ids: "".join(map(str, ids)), (6,), 7, V)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return make_programs(POLICY, TASK, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, programs):
+    """A finished run, which has the checkpoints 4 and 6, and its parameters' checksum."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    state = train(POLICY, PARAMS, TASK, CONFIG, RunFolder(folder, dataclasses.asdict(CONFIG)), programs=programs)
+    assert sorted(path.name for path in (folder / "checkpoints/grpo").iterdir()) == ["4", "6"]
+    return folder, params_sha256(state.params)
+
+
+def resumed(finished, folder, programs, harm, task=TASK) -> str:
+    """What a copy of the run says when it is resumed after `harm`; it must end as it did before."""
+    whole, checksum = finished
+    shutil.copytree(whole, folder)
+    harm(folder)
+    try:
+        run = RunFolder(folder, dataclasses.asdict(CONFIG))
+        state = train(POLICY, PARAMS, task, CONFIG, run, programs=programs)
+    except UsageError as error:
+        return f"refused: {error}"
+    assert params_sha256(state.params) == checksum
+    return " ".join(line["message"] for line in run.lines("warnings.jsonl"))
+
+
+# ---- checkpoints
+
+
+def flip(file: Path, place: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[place.randrange(len(content))] ^= 1 << place.randrange(8)
+    file.write_bytes(content)
+
+
+def cut(file: Path, place: random.Random) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: place.randrange(len(content))])
+
+
+def delete(file: Path, place: random.Random) -> None:
+    file.unlink()
+
+
+def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(finished, tmp_path, programs):
+    folder = finished[0] / "checkpoints/grpo/6"
+    files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    files.remove("commit_success.txt")  # of orbax, which nobody reads
+    assert len(files) >= 10
+    places = random.Random(0)
+    cases = [(name, fault) for name in files for fault in (flip, cut, delete)]
+    for name, fault in cases + 30 * [("digests.json", flip)]:
+        shutil.copytree(folder, tmp_path / "copy", dirs_exist_ok=True)
+        fault(tmp_path / "copy" / name, places)
+        seal, wrong = check_seal(tmp_path / "copy")
+        assert seal is None, (name, fault)
+        assert wrong
+        shutil.rmtree(tmp_path / "copy")
+    assert check_seal(folder)[1] == ""
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+HARMS = {
+    "a flipped bit": (lambda grpo: flip(next(grpo.glob("6/params/d/*")), random.Random(0)), "is damaged"),
+    "half a file": (lambda grpo: cut(next(grpo.glob("6/rest/d/*")), random.Random(0)), "is damaged"),
+    "a file less": (lambda grpo: next(grpo.glob("6/params/manifest*")).unlink(), "it lacks params/manifest"),
+    "no parameters": (lambda grpo: shutil.rmtree(grpo / "6/params"), "it lacks params/"),
+    "no digests": (lambda grpo: (grpo / "6/digests.json").unlink(), "never completed"),
+    "broken digests": (lambda grpo: (grpo / "6/digests.json").write_text("{"), "digests.json cannot be read"),
+    "other digests": (lambda grpo: (grpo / "6/digests.json").write_text("[]"), "digests.json cannot be read"),
+    "an empty folder": (lambda grpo: empty(grpo / "6"), "checkpoint 6 is not used, for it is empty"),
+    "no newest one": (lambda grpo: shutil.rmtree(grpo / "6"), ""),
+    "a stray folder": (lambda grpo: (grpo / "99").mkdir(), "checkpoint 99 is not used, for it is empty"),
+    "a stray file": (lambda grpo: (grpo / "99").write_text(""), "checkpoint 99 is not used, for it is no folder"),
+    "an older stray folder": (lambda grpo: (grpo / "1").mkdir(), ""),
+    "an older damaged one": (lambda grpo: empty(grpo / "4"), ""),
+    "another number": (lambda grpo: (grpo / "007").mkdir(), ""),
+    "another name": (lambda grpo: (grpo / "notes").mkdir(), ""),
+    "a save that was cut off": (lambda grpo: (grpo / "8.orbax-checkpoint-tmp").mkdir(), ""),
+}
+
+
+@pytest.mark.parametrize("name", HARMS)
+def test_the_newest_checkpoint_that_verifies_is_taken_and_the_others_are_named(finished, tmp_path, programs, name):
+    harm, said = HARMS[name]
+    warned = resumed(finished, tmp_path / "run", programs, lambda folder: harm(folder / "checkpoints/grpo"))
+    assert said in warned
+    assert not warned.startswith("refused")
+    metrics = [(folder / "metrics.jsonl").read_bytes() for folder in (finished[0], tmp_path / "run")]
+    assert metrics[0] == metrics[1]
+    # And once more: what was set aside is not looked at again.
+    again = RunFolder(tmp_path / "run", dataclasses.asdict(CONFIG))
+    assert params_sha256(train(POLICY, PARAMS, TASK, CONFIG, again, programs=programs).params) == finished[1]
+    assert len(again.lines("warnings.jsonl")) == len(said and [said])
+
+
+def test_where_no_checkpoint_verifies_nothing_begins_again(finished, tmp_path, programs):
+    def harm(folder):
+        for step in (4, 6):
+            delete(next((folder / f"checkpoints/grpo/{step}").glob("params/d/*")), random.Random(0))
+
+    said = resumed(finished, tmp_path / "run", programs, harm)
+    assert said.startswith("refused")
+    assert "checkpoint 6 is not used" in said
+    assert "checkpoint 4 is not used" in said
+    assert "start a new run" in said
+
+
+# ---- lines
+
+BROKEN = ["[]", "{", '{"phase": ["x"], "step": {}}', "\x00\x00", "\ud800", "[" * 99999]
+
+
+@pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
+def test_a_line_that_is_malformed_is_a_sentence_that_says_where(finished, tmp_path, programs, line):
+    def harm(folder):
+        content = (folder / "metrics.jsonl").read_bytes()
+        (folder / "metrics.jsonl").write_bytes(content + line.encode(errors="surrogatepass") + b"\n")
+
+    said = resumed(finished, tmp_path / "run", programs, harm)
+    assert said.startswith("refused")
+    assert "metrics.jsonl" in said
+
+
+@pytest.mark.parametrize("content", ["[]", '{"grpo": 1}', '{"grpo": {"held-out prompts": 3}}'])
+@pytest.mark.parametrize("file", ["config.json", "inputs.json"])
+def test_a_file_of_a_run_that_is_malformed_is_a_sentence(finished, tmp_path, programs, file, content):
+    said = resumed(finished, tmp_path / "run", programs, lambda folder: (folder / file).write_text(content))
+    assert said.startswith("refused")
+
+
+# ---- options
+
+
+def edit(folder: Path, **options) -> None:
+    """What somebody may do to config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(dataclasses.asdict(with_options(CONFIG, **options))))
+
+
+def test_an_edited_option_is_noticed_and_the_sentence_says_what_it_was(tmp_path):
+    config = dataclasses.asdict(with_options(CONFIG, max_grad_norm=math.inf))
+    RunFolder(tmp_path, config)
+    edit(tmp_path, learning_rate=0.5, max_grad_norm=math.inf)
+    edited = json.loads((tmp_path / "config.json").read_text())
+    for given in (config, edited):  # options are read from the file, unless they are given
+        with pytest.raises(UsageError, match=r"config.json is not what it was .*\(learning_rate was 0.05\)"):
+            RunFolder(tmp_path, given)
+    edit(tmp_path, max_grad_norm=math.inf, devices=2, checkpoint_every=3)
+    run = RunFolder(tmp_path, json.loads((tmp_path / "config.json").read_text()))
+    assert "began with --devices 1 and goes on with --devices 2" in run.lines("warnings.jsonl")[0]["message"]
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UsageError, match=r"other options \(learning_rate\)"):
+        RunFolder(tmp_path, edited)
+
+
+def test_more_steps_are_noted_and_fewer_are_refused_however_they_are_asked_for(tmp_path):
+    for steps in (6, 8):
+        RunFolder(tmp_path, dataclasses.asdict(with_options(CONFIG, steps=steps, max_grad_norm=math.inf)))
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["steps"], saved["optimizer"]["max_grad_norm"]) == (8, math.inf)
+    edit(tmp_path, steps=9, max_grad_norm=math.inf)  # as a crash between two files leaves it
+    RunFolder(tmp_path, json.loads((tmp_path / "config.json").read_text()))
+    edit(tmp_path, steps=7, max_grad_norm=math.inf)
+    with pytest.raises(UsageError, match="the run is of 9 steps"):
+        RunFolder(tmp_path, json.loads((tmp_path / "config.json").read_text()))
+
+
+def test_a_start_that_was_killed_before_it_wrote_anything_may_be_repeated(tmp_path):
+    lock = hold(tmp_path)
+    (tmp_path / "config.json.tmp").write_text("{")
+    assert fresh_folder(tmp_path) == tmp_path
+    del lock
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match="is no run"):
+        fresh_folder(tmp_path)
+
+
+# ---- inputs
+
+
+@pytest.mark.parametrize("mode", ["a reward's file", "rows outside of the first step"])
+def test_inputs_that_changed_are_named(finished, tmp_path, programs, mode):
+    file = tmp_path / "reward.py"
+    file.write_text("def threes(rows, texts): return [text.count('3') / 3 for text in texts]\n")
+    config = with_options(CONFIG, steps=2)
+    with Grader(f"{file}:threes", chunk=4, workers=1) as grader:
+        task = TASK._replace(reward={"threes": Component(grader)}, rows="one digest")
+        train(POLICY, PARAMS, task, config, RunFolder(tmp_path / "run", {}), programs=programs)
+        train(POLICY, PARAMS, task, config, RunFolder(tmp_path / "run", {}), programs=programs)
+    file.write_text(file.read_text() + "# changed\n" * (mode[0] == "a"))
+    with Grader(f"{file}:threes", chunk=4, workers=1) as grader:
+        task = task._replace(reward={"threes": Component(grader)}, rows="one digest" if mode[0] == "a" else "another")
+        named = "source of reward threes" if mode[0] == "a" else "training rows"
+        with pytest.raises(UsageError, match=f"began: {named}; put"):
+            train(POLICY, PARAMS, task, config, RunFolder(tmp_path / "run", {}), programs=programs)
+
+
+@pytest.mark.parametrize("option", ["devices", "fsdp"])
+def test_other_devices_are_allowed_and_said_to_round_differently(finished, tmp_path, option):
+    shutil.copytree(finished[0], tmp_path / "run")
+    run = RunFolder(tmp_path / "run", dataclasses.asdict(with_options(CONFIG, **{option: 2})))
+    said = f"began with --{option} 1 and goes on with --{option} 2: sums are rounded in another order"
+    assert said in run.lines("warnings.jsonl")[0]["message"]
+
+
+# ---- the lock
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from grpo_jax.runs.lock import hold
+lock = hold(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_folder_that_another_process_writes_to_is_refused_until_that_ends(tmp_path):
+    other = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match=f"process {other.pid} on {socket.gethostname()} is writing to the run"):
+            RunFolder(tmp_path, {})
+        assert not (tmp_path / "config.json").exists()
+    finally:
+        other.kill()  # nobody tidies up
+        other.wait()
+    first, second = RunFolder(tmp_path, {}), RunFolder(tmp_path, {})  # of one process
+    assert first.path == second.path
+
+
+# ---- the disk
+
+
+@pytest.mark.parametrize("place", ["/dev/full/x", "/dev/null/x/y", "/proc/x"])
+def test_a_folder_that_cannot_be_written_is_a_sentence(place):
+    with pytest.raises(UsageError, match="cannot be written to"):
+        RunFolder(Path(place), {})
+
+
+def test_a_full_disk_is_told_from_a_defect(tmp_path, programs):
+    run = RunFolder(tmp_path, dataclasses.asdict(CONFIG))
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as error:
+        run.log("grpo", 1, {})
+    assert lacking(error.value) == "the disk is full: free some space"
+    assert lacking(KeyError("x")) == ""
+    assert lacking(FileNotFoundError(2, "No such file", "x")) == ""
+
+
+def test_where_a_checkpoint_has_no_room_nothing_is_trained(tmp_path, programs, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
+    run = RunFolder(tmp_path, dataclasses.asdict(CONFIG))
+    with pytest.raises(UsageError, match="free some space, then add --resume"):
+        train(POLICY, PARAMS, TASK, CONFIG, run, programs=programs)
+    assert not run.lines()
+
+
+# ---- readers
+
+
+def test_parameters_are_read_from_what_verifies_and_stray_things_stay(finished, tmp_path):
+    folder = tmp_path / "grpo"
+    shutil.copytree(finished[0] / "checkpoints/grpo", folder)
+    (folder / "99").mkdir()
+    (folder / "98").write_text("")
+    flip(next(folder.glob("6/params/d/*")), random.Random(0))
+    said: list[str] = []
+    with Checkpoints(folder, warn=said.append) as checkpoints:
+        params, step = checkpoints.restore_params(PARAMS)
+        with pytest.raises(UsageError, match=r"checkpoint 6 is not used, for params/.* is damaged"):
+            checkpoints.restore_params(PARAMS, 6)
+        with pytest.raises(UsageError, match=r"no checkpoint of step 5 .* only of \[4, 6, 98, 99\]"):
+            checkpoints.restore_params(PARAMS, 5)
+        assert checkpoints.restore_params(PARAMS, 4)[1] == 4
+    assert step == 4
+    assert params.keys() == PARAMS.keys()
+    (sentence,) = said
+    assert all(f"checkpoint {number} is not used" in sentence for number in (6, 98, 99))
+    assert (folder / "99").is_dir()
+    assert (folder / "6").is_dir()  # a reader moves nothing
+
+
+def test_the_optimizer_may_be_damaged_where_parameters_are_read_alone(finished, tmp_path):
+    folder = tmp_path / "grpo"
+    shutil.copytree(finished[0] / "checkpoints/grpo", folder)
+    flip(next(folder.glob("6/rest/d/*")), random.Random(0))
+    with Checkpoints(folder, warn=pytest.fail) as checkpoints:
+        assert checkpoints.restore_params(PARAMS)[1] == 6

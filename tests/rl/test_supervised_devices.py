@@ -1,0 +1,200 @@
+"""Phases on given data over eight virtual devices, and over a mesh of them, against one device: the same numbers."""
+
+import dataclasses
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from test_learn import recorder
+from test_parallel import (
+    ALL,
+    DECODER,
+    FSDP,
+    MODEL,
+    OTHER,
+    PASSES,
+    PMAP,
+    TENSOR,
+    WIDE,
+    N,
+    a_batch,
+    case_of,
+    check_program,
+    on,
+    shapes_of,
+)
+
+from grpo_jax.config import DistillationConfig
+from grpo_jax.data.packing import Packed
+from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.data.types import rng
+from grpo_jax.devices import Devices, place, to_devices, to_host
+from grpo_jax.functional import dpo_loss, logprobs, token_mean_weights
+from grpo_jax.models.heads import Headed, add_head
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.offline import phase
+from grpo_jax.offline.distillation import DistillationTarget, distillation_loss, mean_divergence
+from grpo_jax.offline.kto import RatedBatch, kto_objective
+from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, make_fit_programs
+from grpo_jax.offline.preference import (
+    preference_loss,
+    score_preferences,
+    train_preference,
+)
+from grpo_jax.offline.reward_model import (
+    pad_pairs,
+    pair_batches,
+    pair_weights,
+    reward_model_loss,
+    score_pairs,
+)
+from grpo_jax.offline.sft import sft_loss_fn, text_nll
+from grpo_jax.rl.distillation import WithTeacher, join, split
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder
+
+WIDTH = 8
+CONFIG = SupervisedConfig(4, 1e-2, microbatches=2, checkpoint_every=2, log_every=1)
+SHAPE, HEADLESS = add_head(MODEL, case_of("decoder").start)
+NOISE = np.random.default_rng(3)
+HEADED = Headed(HEADLESS.decoder, NOISE.normal(size=MODEL.hidden_size).astype(np.float32))
+
+
+def some_pairs() -> EncodedPairs:
+    """As many as a step takes, and of different lengths."""
+    texts = [[rng(i, j).integers(2, 64, 1 + (i + j) % 4).tolist() for j in range(3)] for i in range(N)]
+    return EncodedPairs([a for a, _, _ in texts], [(b, c) for _, b, c in texts], [0.1 * i for i in range(N)])
+
+
+def packed_rows() -> Packed:
+    """Rows of two texts and padding, of which the last tokens are learned."""
+    lengths = NOISE.integers(2, 5, (N, 2))
+    places = np.arange(WIDTH)
+    texts = (places < lengths.sum(1, keepdims=True)) * (1 + (places >= lengths[:, :1]))
+    last = np.stack([places == lengths[:, :1] - 1, places == lengths.sum(1, keepdims=True) - 1]).any(0)
+    return Packed(NOISE.integers(0, 64, (N, WIDTH)).astype(np.int32), texts.astype(np.int32), last)
+
+
+PAIRS, ROWS = some_pairs(), packed_rows()
+REFERENCE = NOISE.normal(-8, 1, (N, 2)).astype(np.float32)
+TEACHER = decoder_policy(dataclasses.replace(OTHER, num_key_value_heads=8))
+TAUGHT = WithTeacher(case_of("decoder").start, jax.jit(TEACHER.init)(jax.random.key(5)))
+LESSON = DistillationTarget(TEACHER, DistillationConfig("forward_kl"), nll_coef=0.3)
+
+
+class Case(NamedTuple):
+    """What a phase minimises, and where it starts."""
+
+    loss: SupervisedLoss
+    batch: Any
+    start: Any
+
+
+def case_named(name: str) -> Case:
+    pairs = pad_pairs(PAIRS, np.arange(N), WIDTH, WIDTH)
+    if name == "reward model":
+        return Case(reward_model_loss(decoder_policy(SHAPE), 0.01), pairs, HEADED)
+    if name == "dpo":
+        loss = SupervisedLoss(partial(preference_loss, DECODER, loss=partial(dpo_loss, beta=0.5)), pair_weights)
+        return Case(loss, pairs._replace(ref_logprobs=REFERENCE), case_of("lora").start)
+    if name == "kto":  # z₀ is above 0, and pieces and devices have different parts of it
+        rated = RatedBatch(*pairs[:4], np.arange(N) % 3 > 0, REFERENCE - np.array([0, 8], np.float32))
+        return Case(kto_objective(DECODER), rated, case_of("lora").start)
+    if name == "teacher":
+        loss = partial(distillation_loss, DECODER, target=LESSON)
+        return Case(SupervisedLoss(loss, token_mean_weights, split, join), ROWS, TAUGHT)
+    batch = ROWS if name == "packed" else a_batch(MODEL.vocab_size)
+    return Case(SupervisedLoss(sft_loss_fn(DECODER), token_mean_weights), batch, case_of("decoder").start)
+
+
+@cache
+def gradients(name: str, devices: Devices) -> Any:
+    """Of a step in two pieces, and its metrics."""
+    case, config = case_named(name), on(devices, CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phase, "make_optimizer", lambda *_, **__: recorder(1))
+        programs = make_fit_programs(case.loss, config)
+    trained, frozen = (place(part, devices) for part in case.loss.split(case.start))
+    state = place(programs.init_state(trained), devices)
+    state, metrics = programs.train_step(state, to_devices(case.batch, devices), frozen)
+    return to_host((state.opt_state.gradients, metrics))
+
+
+NAMES = ("prompts", "packed", "teacher", "dpo", "kto", "reward model")
+QUICK = {("packed", ALL)}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        pytest.param(name, devices, marks=() if (name, devices) in QUICK else pytest.mark.slow)
+        for name in NAMES
+        for devices in (PMAP, FSDP, TENSOR, ALL)
+    ],
+)
+def test_a_step_has_the_gradients_of_one_device(name, devices):
+    (expected, metrics), (found, others) = gradients(name, 1), gradients(name, devices)
+    norms = [np.linalg.norm(leaf) for leaf in jax.tree.leaves(expected)]
+    assert min(norms) > 0
+    for x, y, norm in zip(*map(jax.tree.leaves, (expected, found)), norms, strict=True):
+        assert np.linalg.norm(x - y) <= 1e-6 * (norm if norm > 1e-3 * max(norms) else max(norms))
+    assert metrics.keys() == others.keys()
+    for key, value in metrics.items():
+        np.testing.assert_allclose(others[key], value, rtol=1e-4, atol=2e-6, err_msg=key)
+    assert name != "kto" or metrics["kl"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [PMAP, ALL])
+def test_evaluations_have_the_numbers_of_one_device(devices):
+    start, headed = case_of("decoder").start, HEADED
+    for score in (
+        lambda devices: text_nll(DECODER, place(start, devices), [ROWS], devices=devices),
+        lambda devices: mean_divergence(DECODER, place(TAUGHT, devices), [ROWS], target=LESSON, devices=devices),
+        lambda devices: score_preferences(DECODER, place(start, devices), PAIRS, num_pairs=N, devices=devices),
+        lambda devices: score_pairs(SHAPE, place(headed, devices), PAIRS, num_pairs=N, devices=devices),
+    ):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), score(devices), score(1))
+
+
+def fit_pairs(path: Any, devices: Devices, **options: Any) -> tuple[Any, RunFolder]:
+    """A run of DPO, or of its first steps."""
+    config, run = dataclasses.replace(on(devices, CONFIG), **options), RunFolder(path, {})
+    batches, loss = pair_batches(PAIRS, N, 0, ref_logprobs=REFERENCE), partial(dpo_loss, beta=0.5)
+    return train_preference(DECODER, case_of("lora").start, batches, config, run, loss=loss), run
+
+
+@pytest.mark.slow
+def test_a_phase_on_a_mesh_is_resumed_to_the_bit_and_on_one_device_to_rounding(tmp_path):
+    state, run = fit_pairs(tmp_path / "whole", ALL)
+    for name in ("cut", "one"):
+        fit_pairs(tmp_path / name, ALL, steps=2)
+    resumed, again = fit_pairs(tmp_path / "cut", ALL)
+    assert params_sha256(resumed) == params_sha256(state)
+    assert again.lines() == run.lines()
+    other, alone = fit_pairs(tmp_path / "one", 1)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), to_host(other.params), to_host(state.params)
+    )
+    assert [line["loss"] for line in alone.lines()] == pytest.approx([line["loss"] for line in run.lines()], rel=1e-4)
+    counts = [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]
+    assert counts[1] == counts[0]
+    assert counts[3] == counts[2]  # in between a checkpoint was saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["packed", "dpo"])
+def test_a_step_takes_its_share_and_gathers_a_layer_at_a_time(name, monkeypatch):
+    monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS_CPU", N * WIDTH * 128)  # several slices of the vocabulary
+    policy, batch = decoder_policy(WIDE), case_named(name).batch
+    start = jax.tree.map(lambda x: jax.numpy.full(x.shape, 0.01), shapes_of(WIDE))
+    loss = SupervisedLoss(partial(preference_loss, policy, loss=dpo_loss), pair_weights)
+    if name == "packed":
+        loss = SupervisedLoss(sft_loss_fn(policy), token_mean_weights)
+    config = on(ALL, dataclasses.replace(CONFIG, microbatches=1))
+    programs: Any = make_fit_programs(loss, config)
+    state = place(programs.init_state(place(start, ALL)), ALL)
+    compiled = programs.train_step.lower(state, to_devices(batch, ALL), None).compile()
+    check_program(compiled, state, ALL, PASSES["learn"])
