@@ -24,7 +24,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.state import Batch
+from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell

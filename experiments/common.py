@@ -19,7 +19,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import train_sft
-from grpo_jax.rl.state import Batch
+from grpo_jax.rl.types import Batch
 from grpo_jax.runs import terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import interval_over_runs

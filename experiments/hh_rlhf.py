@@ -75,7 +75,7 @@ from grpo_jax.offline.sft import mean_nll, train_sft
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.loop import Programs
+from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.ppo import ActorCritic, add_critic, critic_policy, make_ppo_programs
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json, write_text

@@ -14,13 +14,13 @@ from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.offline.reward_model import evaluate_pairs
+from grpo_jax.planning.throughput import forward_flops, held_bytes, update_flops
 from grpo_jax.rl.evaluate import Evaluation
-from grpo_jax.rl.learn import needs_old_logprobs
 from grpo_jax.rl.ppo import ActorCritic
-from grpo_jax.rl.state import TrainState
+from grpo_jax.rl.scorers import needs_old_logprobs
+from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import terminal
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.throughput import forward_flops, held_bytes, update_flops
 from grpo_jax.statistics import bootstrap, cell
 
 Answers = dict[str, np.ndarray]  # number -> [M, n], of the sampled answers

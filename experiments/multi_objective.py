@@ -27,6 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from grpo_jax.rl.rollout import grade
 
 from experiments import common
 from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds, seeds_of
@@ -39,10 +40,10 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.learn import LABELLING
-from grpo_jax.rl.loop import Programs
-from grpo_jax.rl.rollout import completion_numbers, grade, group_temperatures, noise_of
-from grpo_jax.rl.state import Batch
+from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.keys import LABELLING, noise_of
+from grpo_jax.rl.sampler import completion_numbers, group_temperatures
+from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell, hypervolume

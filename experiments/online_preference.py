@@ -46,8 +46,8 @@ from grpo_jax.online import OnlineConfig, train_online
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.loop import Programs
-from grpo_jax.rl.state import Batch
+from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell

@@ -46,7 +46,7 @@ from grpo_jax.offline.preference import (
     train_preference,
 )
 from grpo_jax.offline.reward_model import PairBatch, pair_batches
-from grpo_jax.rl.state import TrainState
+from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell

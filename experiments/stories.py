@@ -22,9 +22,9 @@ from grpo_jax.commands.common import finish, train_with_control
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.devices import num_devices, place
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.guards import check_length
+from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.scoring import score_completion_tokens
-from grpo_jax.rl.state import Batch
+from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.pretrained import keep_description, load_model
 from grpo_jax.statistics import cell
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
     run = flags.open_run(config)
     keep_description(run, model, config.model)
     width = task.heldout.ids.shape[1] + config.train.sampling.max_tokens
-    check_length(run, width, model.pretrained.config.max_position_embeddings)
+    run.warn(length_warning(width, model.pretrained.config.max_position_embeddings))
     stories: list[str] = []
     score = jax.jit(partial(score_completion_tokens, model.policy))
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grpo_jax.rl.rollout import grade, zero_spread
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -37,22 +38,14 @@ from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.learn import SAMPLING
-from grpo_jax.rl.loop import Programs
-from grpo_jax.rl.rollout import (
-    Rollout,
-    completion_numbers,
-    decode_groups,
-    grade,
-    group_temperatures,
-    noise_of,
-    to_batch,
-    zero_spread,
-)
+from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.keys import SAMPLING, noise_of
+from grpo_jax.rl.sampler import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.scoring import score_completion_tokens
-from grpo_jax.rl.state import Array, Batch, TrainState
-from grpo_jax.rl.step import train_step
+from grpo_jax.rl.types import Array, Batch, Rollout, TrainState
+from grpo_jax.rl.update import train_step
 from grpo_jax.runs import flags
 from grpo_jax.runs.pretrained import load_model
 from grpo_jax.sampling.sampler import Completions

@@ -23,10 +23,10 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rl import learn as learning
 from grpo_jax.rl.evaluate import heldout_calls
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.learn import EVALUATION, REWARD, SAMPLING, Method, step_key
-from grpo_jax.rl.rollout import completion_numbers, group_temperatures, sample, to_batch
+from grpo_jax.rl.keys import EVALUATION, REWARD, SAMPLING, step_key
+from grpo_jax.rl.sampler import completion_numbers, group_temperatures, sample, to_batch
 from grpo_jax.rl.scoring import score_completion_tokens
-from grpo_jax.rl.state import Array, Batch, RewardArrays, TrainState
+from grpo_jax.rl.types import Array, Batch, Method, RewardArrays, TrainState
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 

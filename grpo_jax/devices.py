@@ -1,16 +1,16 @@
-"""One device or many: the same pure function, wrapped; and the one place where arrays move between host and devices.
+"""One device or many: how programs run, and the one place where arrays move between host and devices.
 
-`Devices` says how a program runs. A number: so many devices, each with all parameters; `jax.jit` on one, `jax.pmap` on
-more. A `Mesh`: parameters are cut over devices, as the rules of `models.sharding` say, and `jax.jit` shares out the
-work.
+`Devices` says how a program runs. A number means that each of so many devices has all parameters. A `Mesh` means that
+parameters are cut over devices, as the rules of `models.sharding` say. Every program is a `jax.jit` of whole arrays.
+With a number of devices above 1, what is computed row by row is a `jax.pmap` within it.
 
 With several hosts devices are those of all, always as a `Mesh`, and an array is spread over all of them. Every host
-gives `to_devices` the whole array, of which it puts its part; `own_rows` reads what lies on its own devices.
+gives `to_devices` the whole array, of which it puts its part; `local_rows` reads what lies on its own devices.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -109,54 +109,62 @@ def parts(devices: Devices) -> int:
     return devices.data * devices.fsdp if isinstance(devices, Mesh) else devices
 
 
+def host_count() -> int:
+    """Returns how many hosts the devices belong to."""
+    return hosts.count()
+
+
 # ---- programs
 
 
-def data_parallel(
-    fn: Callable[..., Any],
-    in_axes: Sequence[Any],
-    out_axes: Any,
-    *,
-    devices: Devices = 1,
-    donate_argnums: tuple[int, ...] = (),
-) -> Callable[..., Any]:
-    """Compiles `fn(*args, axis_name)`: with `jax.jit` for one device or a mesh, with `jax.pmap` inside it for several.
+def map_rows(fn: Callable[..., Any], devices: Devices) -> Callable[..., Any]:
+    """Returns a function of rows that do not depend on each other, computed by `jax.pmap` on several devices.
 
-    Arrays are `[N, ...]` for the caller in any case. With several devices each gets N / devices of them, and the
-    caller's arrays are spread over the devices, so that one program's results are the next one's arguments without a
-    copy. Parameters are the same on every device, or cut over a mesh.
+    It is called within a program, with whole arrays. Each device computes the rows that it has. On one device or a mesh
+    it is `fn` itself.
 
     Args:
-      fn: pure; its keyword `axis_name` is None but under `jax.pmap`. On a mesh it sees whole arrays.
-      in_axes: for each argument 0 (spread its leading axis over devices) or None (the same on all, or parameters), or a
-        tree of these.
-      out_axes: likewise for the result.
-      devices: that it runs on; N is a multiple of their `parts`.
-      donate_argnums: arguments whose memory may be reused.
-
-    Returns:
-      The compiled function of `*args`.
+      fn: (what all rows share, such as parameters, *trees of arrays `[n, ...]`) -> arrays `[n, ...]`.
+      devices: where the program runs; N is a multiple of their `parts`.
     """
     if isinstance(devices, Mesh) or devices == 1:
-        return compiled(partial(fn, axis_name=None), out_axes, devices=devices, donate_argnums=donate_argnums)
-    mapped = jax.pmap(
-        partial(fn, axis_name=AXIS),
-        axis_name=AXIS,
-        in_axes=tuple(in_axes),
-        out_axes=out_axes,
-        devices=jax.devices()[:devices],
-    )
-
-    def split(x: jax.Array) -> jax.Array:
-        return x.reshape(devices, -1, *x.shape[1:])
+        return fn
 
     def merge(x: jax.Array) -> jax.Array:
         return x.reshape(-1, *x.shape[2:])
 
-    def call(*args: Any) -> Any:
-        return _where_spread(merge, out_axes, mapped(*_where_spread(split, tuple(in_axes), args)))
+    def call(shared: Any, *rows: Any) -> Any:
+        return jax.tree.map(merge, _mapped(fn, devices, len(rows), 0)(shared, *_split(rows, devices)))
 
-    return jax.jit(call, donate_argnums=donate_argnums)
+    return call
+
+
+def sum_rows(fn: Callable[[Any, Any], tuple[Any, Any]], devices: Devices) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Returns a function whose sums and maxima over rows are those of the rows of all devices.
+
+    This is the one place that reduces over devices, so that nothing is summed twice.
+
+    Args:
+      fn: (what all rows share, a tree of arrays `[n, ...]`) -> sums over these rows, and maxima over them.
+      devices: as in `map_rows`.
+    """
+    if isinstance(devices, Mesh) or devices == 1:
+        return fn
+
+    def on_device(shared: Any, rows: Any) -> tuple[Any, Any]:
+        sums, maxima = fn(shared, rows)
+        return jax.lax.psum(sums, AXIS), jax.lax.pmax(maxima, AXIS)
+
+    return lambda shared, rows: _mapped(on_device, devices, 1, None)(shared, _split(rows, devices))
+
+
+def _mapped(fn: Callable[..., Any], devices: int, num_rows: int, out_axes: int | None) -> Callable[..., Any]:
+    in_axes = (None, *[0] * num_rows)
+    return jax.pmap(fn, axis_name=AXIS, in_axes=in_axes, out_axes=out_axes, devices=jax.devices()[:devices])
+
+
+def _split(tree: Any, devices: int) -> Any:
+    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
 
 
 def compiled(
@@ -165,20 +173,23 @@ def compiled(
     """Compiles a function of whole arrays with `jax.jit`.
 
     Args:
-      fn: pure.
-      out_axes: as in `data_parallel`; how its result lies on a mesh.
+      fn: pure. What it computes row by row goes through `map_rows` or `sum_rows`.
+      out_axes: 0: the result's leading axis is spread over devices. None: parameters, or the same on all devices. Or a
+        tree of these.
       devices: where its arguments are.
       donate_argnums: arguments whose memory may be reused.
     """
-    if not isinstance(devices, Mesh):
+    if devices == 1:
         return jax.jit(fn, donate_argnums=donate_argnums)
-    mesh = _mesh(devices)
 
     def call(*args: Any) -> Any:
-        # Not `jax.set_mesh` around the call: this is of the program alone, which can then be lowered and traced.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        if isinstance(devices, Mesh):
+            # Not `jax.set_mesh` around the call: this is of the program only, which can then be lowered and traced.
+            with jax.sharding.use_abstract_mesh(_mesh(devices).abstract_mesh):
+                result = fn(*args)
+        else:
             result = fn(*args)
-        # Said of every result: the next program takes it as it is, and is compiled once.
+        # The next program takes every result as it is, and is compiled once.
         return jax.lax.with_sharding_constraint(result, _shardings(result, devices, out_axes))
 
     return jax.jit(call, donate_argnums=donate_argnums)
@@ -242,14 +253,22 @@ def all_rows(tree: Any, devices: Devices) -> Any:
     this."""
     if hosts.count() == 1:
         return to_host(tree)
-    found = hosts.gather("rows", own_rows(tree))  # not by the devices, which would compile a program for each array
-    return jax.tree.map(lambda *parts: in_order(parts, devices), *found)
+    return gather_rows("rows", local_rows(tree), devices)  # the devices would compile a program for each array
 
 
-def in_order(parts: Sequence[np.ndarray], devices: Devices) -> np.ndarray:
-    """The rows that each host has as all rows `[N, ...]`."""
-    joined = np.concatenate(parts)
-    return joined[np.argsort(np.concatenate(rows_of_hosts(devices, len(joined))))]
+def gather_rows(name: str, tree: Any, devices: Devices) -> Any:
+    """Returns all rows `[N, ...]` of NumPy arrays of which each host has those on its devices. All hosts call this."""
+
+    def in_order(*parts: np.ndarray) -> np.ndarray:
+        joined = np.concatenate(parts)
+        return joined[np.argsort(np.concatenate(rows_of_hosts(devices, len(joined))))]
+
+    return jax.tree.map(in_order, *hosts.gather(name, tree))
+
+
+def local_numbers(devices: Devices, num_prompts: int) -> np.ndarray:
+    """Returns the prompts of a batch of N that lie on the devices of this host, ascending."""
+    return rows_of_hosts(devices, num_prompts)[hosts.index()]
 
 
 def rows_of_hosts(devices: Devices, num_prompts: int) -> list[np.ndarray]:
@@ -264,7 +283,7 @@ def rows_of_hosts(devices: Devices, num_prompts: int) -> list[np.ndarray]:
     return [np.array(sorted(own), np.int64) for own in rows]
 
 
-def own_rows(tree: Any) -> Any:
+def local_rows(tree: Any) -> Any:
     """Of arrays `[N, ...]` that are spread over devices what lies on those of this host, as NumPy arrays, in the order
     of `rows_of_hosts`."""
 
@@ -280,26 +299,31 @@ def own_rows(tree: Any) -> Any:
     return jax.tree.unflatten(structure, joined)
 
 
-def take_bytes_moved() -> dict[str, int]:
+def pop_bytes_moved() -> dict[str, int]:
     """Bytes moved to the devices and back since the last call."""
     taken = dict(bytes_moved)
     bytes_moved.update(dict.fromkeys(bytes_moved, 0))
     return taken
 
 
-def place(params: Any, devices: Devices) -> Any:
-    """Parameters, or a state with them, as programs take them: whole on each device, or cut over a mesh.
+def place(tree: Any, devices: Devices, axes: Any = None) -> Any:
+    """Puts parameters, or a state with them, where programs take them.
 
     What is there already is not moved. On one device the arrays are committed to it, as results of a step are. A
     program whose arguments are committed later than at its first call would be compiled again.
+
+    Args:
+      tree: parameters, or a state.
+      devices: where programs run.
+      axes: None: parameters, whole on each device or cut over a mesh. 0: rows, spread over devices. Or a tree of these.
 
     Raises:
       UsageError: the mesh would cut key-value heads.
     """
     if devices == 1:
         first = jax.local_devices()[0]
-        return jax.tree.map(lambda x: x if getattr(x, "committed", False) else jax.device_put(x, first), params)
-    return jax.tree.map(_put, params, shardings(params, devices))
+        return jax.tree.map(lambda x: x if getattr(x, "committed", False) else jax.device_put(x, first), tree)
+    return jax.tree.map(_put, tree, shardings(tree, devices, axes))
 
 
 def _put(x: Any, target: jax.sharding.Sharding) -> Any:
@@ -310,19 +334,19 @@ def _put(x: Any, target: jax.sharding.Sharding) -> Any:
     return jax.make_array_from_callback(whole.shape, target, lambda index: whole[index])
 
 
-def shardings(params: Any, devices: Devices) -> Any:
-    """Where `place` puts parameters, from their shapes: a tree of shardings.
+def shardings(tree: Any, devices: Devices, axes: Any = None) -> Any:
+    """Returns where `place` puts a tree, from its shapes: a tree of shardings.
 
     Raises:
       UsageError: the mesh would cut key-value heads.
     """
     if isinstance(devices, Mesh):
-        _check_heads(params, devices)
-    return _shardings(params, devices, None)
+        _check_heads(tree, devices)
+    return _shardings(tree, devices, axes)
 
 
-def where_to_load(devices: Devices) -> Callable[[Any], Any] | None:
-    """Where a model is loaded: shapes -> shardings. None: on the first device, from which `place` copies it."""
+def load_shardings(devices: Devices) -> Callable[[Any], Any] | None:
+    """Returns where a model is loaded: shapes -> shardings. None: on the first device, from which `place` copies it."""
     return partial(shardings, devices=devices) if isinstance(devices, Mesh) else None
 
 
@@ -350,15 +374,6 @@ def _shardings(tree: Any, devices: Devices, axes: Any) -> Any:
         return jax.tree.map(lambda _: NamedSharding(mesh, spec), part)
 
     return jax.tree.map(of_part, axes, tree, is_leaf=_is_none)
-
-
-def _where_spread(fn: Callable[[jax.Array], jax.Array], axes: Any, tree: Any) -> Any:
-    """`fn` of the leaves whose axis is 0; the others stay."""
-
-    def apply(axis: int | None, part: Any) -> Any:
-        return part if axis is None else jax.tree.map(fn, part)
-
-    return jax.tree.map(apply, axes, tree, is_leaf=_is_none)
 
 
 def _is_none(x: Any) -> bool:

@@ -21,20 +21,22 @@ from grpo_jax.data.preferences import (
 )
 from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
 from grpo_jax.errors import UsageError
-from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import FitPrograms, SupervisedConfig
 from grpo_jax.offline.reward_model import make_reward_model_programs, pair_batches, train_reward_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
+from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.learn import LABELLING
-from grpo_jax.rl.loop import Programs, train
-from grpo_jax.rl.rollout import completion_numbers, decode_groups, group_temperatures, noise_of
-from grpo_jax.rl.state import TrainState
+from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.keys import LABELLING, noise_of
+from grpo_jax.rl.sampler import completion_numbers, group_temperatures
+from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 _PATIENCE = 4  # times the rollouts that are needed if all completions differ
 
@@ -93,15 +95,16 @@ def train_online(
       FloatingPointError: gradients were not finite too many times in a row.
     """
     _check(config, online, task)
+    params = {"policy": params}
     programs = programs or make_programs(policy, task, config)
     old: list[Preference] = []
     state, rounds = None, len(online.labels)
-    trained, frozen = programs.method.split(params)
+    trained, frozen = split(params)
     for number, labels in enumerate(online.labels):
         name = f"{phase}_reward_{number}"
         file = run.path / "preferences" / f"{name}.jsonl"
         if not file.exists():
-            current = programs.method.actor(state.params if state else trained, frozen)
+            current = join(state.params if state else trained, frozen)["policy"]
             first = config.steps * config.sampling.max_rollouts + sum(
                 _rollouts(n, config) for n in online.labels[:number]
             )
@@ -219,7 +222,7 @@ def _fitted(
     programs = _reward_model_programs(model.config, fit)
     policy = decoder_policy(model.config)
     state = train_reward_model(policy, model.params, batches, fit, run, phase=phase, programs=programs)
-    return model._replace(params=heads.join(state.params, heads.split(model.params)[1]))
+    return model._replace(params=join(state.params, split(model.params)[1]))
 
 
 @cache

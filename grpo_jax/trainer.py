@@ -16,15 +16,15 @@ from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message, prompt_limit
 from grpo_jax.data.turns import reply_encoder
 from grpo_jax.data.types import Component, Reward, Rewards
-from grpo_jax.devices import devices_of, parts, size, where_to_load
+from grpo_jax.devices import devices_of, load_shardings, parts, size
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.lora import Adapted, join, merge, split
+from grpo_jax.models.lora import Adapted, merge
 from grpo_jax.models.quantised import format_of
+from grpo_jax.models.trainable import join, split
 from grpo_jax.rewards.worker import check_takes_examples_first
-from grpo_jax.rl.distillation import programs_with
-from grpo_jax.rl.grpo import check_teacher, train
-from grpo_jax.rl.guards import check_length
+from grpo_jax.rl.grpo import check_teacher
+from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
@@ -41,6 +41,7 @@ from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
+from grpo_jax.train import grpo_programs, train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ class GRPOTrainer:
         self._reward, self._run_dir = _checked_reward(reward_model), Path(run_dir).expanduser()
         train = self._options.train
         check_teacher(train, has_teacher=teacher is not None)
-        sharding = where_to_load(devices_of(train))
+        sharding = load_shardings(devices_of(train))
         self._loaded = load_model(self._options.model, seed=train.seed, pretrained=pretrained, sharding=sharding)
         self._teacher = None
         if teacher is not None:
@@ -211,20 +212,20 @@ class GRPOTrainer:
             parts=parts(devices),
             teacher=self._teacher.pretrained.config if self._teacher else None,
         )
-        config, (policy, params, pretrained) = options.train, loaded
-        programs, start = programs_with(loaded, self._teacher, task, config)
+        config, (_, params, pretrained) = options.train, loaded
+        programs, start = grpo_programs(loaded, self._teacher, task, config)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(options))
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
         say_plan(self.run, plan)
         keep_description(self.run, loaded, model)
-        check_length(self.run, task.heldout.ids.shape[1] + config.sampling.row_tokens, longest)
+        self.run.warn(length_warning(task.heldout.ids.shape[1] + config.sampling.row_tokens, longest))
         if self._teacher:
             keep_files(self.run, "teacher", self._teacher.pretrained.folder)
-        state = train(policy, start, task, config, self.run, programs=programs)
+        state = train(start, task, config, self.run, programs, phase="grpo")
         curves = terminal.curves_of(self.run, [("length_mean", "tokens")])
         terminal.save_results(self.run, {}, params_sha256(state.params), curves, ["grpo"])
         terminal.say_end(self.run, started)
-        trained = join(state.params, split(params)[1])
+        trained = join(state.params["policy"], split(params)[1])
         if model.quantize != "none":
             trained = restore(self.run.path, "grpo", None).merged()
         return pretrained._replace(params=merge(trained) if isinstance(trained, Adapted) else trained)

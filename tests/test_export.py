@@ -12,7 +12,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl import learn, rollout, scoring
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.state import RewardArrays
+from grpo_jax.rl.types import RewardArrays
 from grpo_jax.tasks.task import Task
 
 MODEL = ModelConfig(

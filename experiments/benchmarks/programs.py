@@ -30,8 +30,9 @@ from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl import loop
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.rollout import completion_numbers, group_temperatures, noise_of, to_batch
-from grpo_jax.rl.state import RewardArrays
+from grpo_jax.rl.keys import noise_of
+from grpo_jax.rl.sampler import completion_numbers, group_temperatures, to_batch
+from grpo_jax.rl.types import RewardArrays
 from grpo_jax.tasks.task import Task
 
 

@@ -43,8 +43,8 @@ from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.loop import Method
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.rl.types import Method
 from grpo_jax.runs.folder import RunFolder, differing_options, read_object
 from grpo_jax.runs.progress import in_time
 

@@ -8,10 +8,10 @@ import jax
 from experiments.claims.ablation import Setting
 from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.planning.throughput import forward_flops, update_flops
 from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.ppo import ActorCritic, add_critic, critic_policy, ppo_method
-from grpo_jax.rl.state import init_state
-from grpo_jax.runs.throughput import forward_flops, update_flops
 
 
 def operations(setting: Setting, *, num_prompts: int, prompt_tokens: int) -> float:

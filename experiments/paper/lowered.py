@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from grpo_jax.rl.learn import Scored, needed, with_scores
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config import GRPOConfig, PPOConfig, run_of
@@ -19,11 +20,10 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import Quantize, quantise_params
 from grpo_jax.models.sharding import BATCH
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.learn import Scored, needed, with_scores
-from grpo_jax.rl.loop import Programs, compile_programs
+from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.rl.rollout import to_batch
-from grpo_jax.rl.state import RewardArrays
+from grpo_jax.rl.sampler import to_batch
+from grpo_jax.rl.types import RewardArrays
 from grpo_jax.tasks.task import Task
 
 

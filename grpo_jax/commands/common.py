@@ -5,16 +5,18 @@ from typing import Any, Literal, NamedTuple
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Reward, Rewards
+from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.rl.guards import check_graders
-from grpo_jax.rl.loop import Programs, train
-from grpo_jax.rl.state import TrainState
+from grpo_jax.rl.grade import grader_warnings
+from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import paired_difference
 from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.train import train
 
 # What `grpo-jax train --method` takes; each is a module of this folder.
 Method = Literal["grpo", "ppo", "sft", "reward-model", "dpo", "kto"]
@@ -47,7 +49,7 @@ def evaluate_heldout(
     )
     calls = list(samples)
     evaluation = evaluate(calls, task, block=num_prompts * group_size)
-    check_graders(run, task.reward)
+    run.warn(grader_warnings(task.reward))
     return HeldoutResult(evaluation, calls)
 
 
@@ -86,7 +88,7 @@ def learn(
         return {f"heldout_{name}": value for name, value in summary(latest[step].evaluation).items()}
 
     state = train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=heldout)
-    final = programs.method.actor(state.params, programs.method.split(params)[1])
+    final = join(state.params, split(params)[1])["policy"]
     return state, latest.get(config.steps) or evaluate_heldout(programs, final, task, config, run)
 
 
@@ -120,7 +122,7 @@ def train_with_control(
         return summary(held.evaluation) | examine(*held)
 
     with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
-        start = evaluate_heldout(programs, programs.method.actor(*programs.method.split(params)), task, config, run)
+        start = evaluate_heldout(programs, params["policy"], task, config, run)
     rows, checksum = {"before": row(start)}, ""
     for phase in phases:
         reward = random_reward(config.seed) if phase == CONTROL else task.reward

@@ -26,10 +26,10 @@ from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences, split_preferences
 from grpo_jax.data.text import ending_id, prompt_limit
-from grpo_jax.devices import Devices, devices_of, place, where_to_load
+from grpo_jax.devices import Devices, devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.lora import join, split
+from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.offline.preference import (
@@ -42,7 +42,7 @@ from grpo_jax.offline.preference import (
     with_intervals,
 )
 from grpo_jax.offline.reward_model import pad_pairs, pair_batches, pair_widths
-from grpo_jax.rl.guards import check_length
+from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, kept_arrays
@@ -135,7 +135,7 @@ def main(config: Config) -> None:
     preferences, dropped = read_preferences(config.data, chat=config.chat)
     parts = split_preferences(preferences, config.heldout_share)
     devices = devices_of(config.train)
-    model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
+    model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     training, heldout = (encode(config, part, model.pretrained) for part in parts)
     if config.num_pairs > len(training.prompts):
         raise UsageError(
@@ -145,7 +145,7 @@ def main(config: Config) -> None:
     keep_description(run, model, config.model)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *training.notes):
         run.console.print(note, markup=False, highlight=False)
-    check_length(run, sum(pair_widths(training)), model.pretrained.config.max_position_embeddings)
+    run.warn(length_warning(sum(pair_widths(training)), model.pretrained.config.max_position_embeddings))
     inputs = {"training rows": digests.of_values(*training[:2]), "held-out pairs": digests.of_values(*heldout[:2])}
     run.keep_inputs(PHASE, inputs)
     model = model._replace(params=place(model.params, devices))

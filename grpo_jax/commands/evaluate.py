@@ -32,8 +32,8 @@ from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
-from grpo_jax.rl.guards import check_task, check_turns
-from grpo_jax.rl.rollout import make_sampler
+from grpo_jax.rl.guards import check_tokens, check_turns
+from grpo_jax.rl.sampler import make_sampler
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import read_object, write_json, write_text
 from grpo_jax.runs.pretrained import load_run, phase_of
@@ -161,7 +161,7 @@ def main(options: Options) -> None:
         training=of_run,
     )
     with task_of as task:
-        check_task(task)
+        check_tokens(task)
         check_turns(task, options.max_turns, options.environment_tokens)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):

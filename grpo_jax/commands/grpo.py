@@ -23,13 +23,12 @@ from typing import Any
 from grpo_jax.commands.common import CONTROL, RUN_DIR, Method, finish, train_with_control
 from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, recipe, validate
 from grpo_jax.data.text import prompt_limit
-from grpo_jax.devices import devices_of, parts, place, size, where_to_load
+from grpo_jax.devices import devices_of, load_shardings, parts, place, size
 from grpo_jax.errors import UsageError
-from grpo_jax.rl.distillation import programs_with
 from grpo_jax.rl.engine import sampler_of
 from grpo_jax.rl.grpo import check_teacher
-from grpo_jax.rl.guards import check_length
-from grpo_jax.rl.loop import Programs
+from grpo_jax.rl.guards import length_warning
+from grpo_jax.rl.iteration import Programs
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import (
@@ -44,6 +43,7 @@ from grpo_jax.runs.pretrained import (
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task, inputs_of
+from grpo_jax.train import grpo_programs
 
 CURVES = (("length_mean", "tokens"),)
 TAUGHT_CURVES = (("distillation", "divergence from the teacher, nats a token"),)
@@ -77,7 +77,7 @@ def main(config: Config) -> None:
     with opened(config.model, config.task, config.train) as (model, task):
         teacher = None
         if config.teacher:
-            sharding = where_to_load(devices)
+            sharding = load_shardings(devices)
             teacher = load_teacher(config.teacher, config.model, model.pretrained, sharding=sharding)
         config, model, plan = planned(
             config,
@@ -89,7 +89,7 @@ def main(config: Config) -> None:
             teacher=teacher.pretrained.config if teacher else None,
         )
         sampler = sampler_of(config.engine, model.pretrained, task, config.train, note=flags.say_note)
-        programs, start = programs_with(model, teacher, task, config.train, sampler=sampler)
+        programs, start = grpo_programs(model, teacher, task, config.train, sampler=sampler)
         run = flags.open_run(config)
         say_plan(run, plan)
         if teacher:
@@ -116,7 +116,7 @@ def opened(model: ModelOptions, task: TaskOptions, train: GRPOConfig) -> Iterato
       train: the run, checked.
     """
     check_task_options(task)
-    loaded = load_model(model, seed=train.seed, sharding=where_to_load(devices_of(train)))
+    loaded = load_model(model, seed=train.seed, sharding=load_shardings(devices_of(train)))
     with open_task(
         task,
         loaded.pretrained,
@@ -159,7 +159,7 @@ def run_method(
     started, config = time.perf_counter(), programs.config
     keep_description(run, model, options)
     width = task.heldout.ids.shape[1] + config.sampling.row_tokens
-    check_length(run, width, model.pretrained.config.max_position_embeddings)
+    run.warn(length_warning(width, model.pretrained.config.max_position_embeddings))
     start = place(start, devices_of(config))
     phases = (phase, CONTROL) if control else (phase,)
     for name in phases:  # before the start is evaluated, which takes long

@@ -25,16 +25,16 @@ from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
 from grpo_jax.data.ratings import EncodedRatings, encode_ratings, read_ratings, with_mismatched, with_none
-from grpo_jax.devices import devices_of, place, where_to_load
+from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
-from grpo_jax.models.lora import join, split
+from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.kto import RatedLoss, evaluate_ratings, rated_batches, train_kto
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.offline.preference import score_preferences, with_intervals
 from grpo_jax.offline.reward_model import pair_widths
-from grpo_jax.rl.guards import check_length
+from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
@@ -110,7 +110,7 @@ def main(config: Config) -> None:
     ratings, dropped = read_ratings(config.data, chat=config.chat)
     sides = split_preferences(ratings, config.heldout_share)
     devices = devices_of(config.train)
-    model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
+    model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     options = encoding(config.model, config.max_tokens, model.pretrained)
     encoded = [encode_ratings(model.pretrained.tokenizer, side, **options) for side in sides]
     beside = partial(with_mismatched, seed=config.seed) if config.reference_point == "kl" else with_none
@@ -130,7 +130,7 @@ def main(config: Config) -> None:
         run.console.print(note, markup=False, highlight=False)
     if word := only_word(encoded[0].desirable):
         run.warn_once("ratings", f"all completions to train on are {word}: the method tells good ones from bad ones")
-    check_length(run, sum(pair_widths(training.pairs)), model.pretrained.config.max_position_embeddings)
+    run.warn(length_warning(sum(pair_widths(training.pairs)), model.pretrained.config.max_position_embeddings))
     inputs = {"training rows": encoded[0], "held-out completions": encoded[1]}
     run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in inputs.items()})
     model = model._replace(params=place(model.params, devices))

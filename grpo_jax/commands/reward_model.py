@@ -23,11 +23,12 @@ from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
-from grpo_jax.devices import devices_of, place, to_host, where_to_load
+from grpo_jax.devices import devices_of, load_shardings, place, to_host
 from grpo_jax.errors import UsageError
-from grpo_jax.models.heads import Headed, add_head, join, split
+from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.trainable import join, split
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.offline.reward_model import (
     PairEvaluation,
@@ -108,7 +109,7 @@ def main(config: Config) -> None:
     preferences, dropped = read_preferences(config.data, chat=config.chat)
     training, heldout = split_preferences(preferences, config.heldout_share)
     devices = devices_of(config.train)
-    model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
+    model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     loaded = model.pretrained
     shape, params = add_head(loaded.config, model.params)
     params = place(params, devices)

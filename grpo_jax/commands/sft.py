@@ -26,18 +26,18 @@ from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.rows import read_rows, text_column
 from grpo_jax.data.text import check_ids, encode_completions, prompt_limit
 from grpo_jax.data.types import Prompts, pad_prompts
-from grpo_jax.devices import devices_of, place, where_to_load
+from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.lora import join, split
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.distillation import DistillationTarget, mean_divergence, train_distillation
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.offline.sft import mean_nll, text_nll, train_sft
-from grpo_jax.rl.distillation import WithTeacher, check_top_k
-from grpo_jax.rl.guards import check_length
-from grpo_jax.rl.state import TrainState
+from grpo_jax.rl.distillation import check_top_k
+from grpo_jax.rl.guards import length_warning
+from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
@@ -130,7 +130,7 @@ def main(config: Config) -> None:
         keep_files(run, "teacher", teacher.pretrained.folder)
     for note in texts.notes:
         run.console.print(note, markup=False, highlight=False)
-    check_length(run, texts.training.ids.shape[1], model.pretrained.config.max_position_embeddings)
+    run.warn(length_warning(texts.training.ids.shape[1], model.pretrained.config.max_position_embeddings))
     inputs = {
         "held-out prompts": digests.of_prompts(texts.heldout_prompts),
         "held-out texts": digests.of_values(*texts.heldout[:3]),
@@ -144,9 +144,10 @@ def main(config: Config) -> None:
     with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
         before = text_nll(model.policy, model.params, heldout(), devices=devices)
     target = DistillationTarget(teacher.policy, divergence, config.nll_coef) if teacher else None
-    params = WithTeacher(model.params, teacher.params) if teacher else model.params
+    params = {"policy": model.params, "teacher": teacher.params} if teacher else model.params
     state = learn(run, config, model.policy, params, batches, heldout, target)
-    trained = join(state.params, split(model.params)[1])
+    models = join(state.params, split(params)[1])
+    trained = models["policy"] if teacher else models
     rows_of_table = compare(before, text_nll(model.policy, trained, heldout(), devices=devices))
     checksum = params_sha256(state.params)
     if run.writes:
@@ -163,7 +164,7 @@ def learn(
     heldout: Callable[[], Iterable[Packed]],
     target: DistillationTarget | None,
 ) -> TrainState:
-    """Trains on texts, and on what a teacher says of them where there is one; `params` are then `WithTeacher`."""
+    """Trains on texts, and on what a teacher says of them if there is one; `params` are then models by role."""
     devices = devices_of(config.train)
 
     def nll(params: Params) -> dict[str, float]:
@@ -172,9 +173,9 @@ def learn(
     if target is None:
         return train_sft(policy, params, batches, config.train, run, phase=PHASE, evaluate=nll)
 
-    def evaluate(params: WithTeacher) -> dict[str, float]:
+    def evaluate(params: Params) -> dict[str, float]:
         divergence = mean_divergence(policy, params, heldout(), target=target, devices=devices)
-        return nll(params.policy) | {"heldout_distillation": divergence}
+        return nll(params["policy"]) | {"heldout_distillation": divergence}
 
     return train_distillation(policy, params, batches, config.train, run, target=target, phase=PHASE, evaluate=evaluate)
 
@@ -186,12 +187,12 @@ def load(config: Config, divergence: DistillationConfig) -> tuple[Loaded, Loaded
       UsageError: there is none, or they do not fit each other, the devices or the options.
     """
     devices = devices_of(config.train)
-    model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
+    model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
     model = model._replace(params=place(model.params, devices))
     if not config.teacher:
         return model, None
     check_top_k(divergence, model.pretrained.config.vocab_size)
-    teacher = load_teacher(config.teacher, config.model, model.pretrained, sharding=where_to_load(devices))
+    teacher = load_teacher(config.teacher, config.model, model.pretrained, sharding=load_shardings(devices))
     return model, teacher._replace(params=place(teacher.params, devices))
 
 

@@ -117,17 +117,6 @@ def score_groups(config: ModelConfig, params: Headed, *arrays: Any) -> jax.Array
     return scores(decoder_policy(config), params, *arrays)
 
 
-def split(params: Headed) -> tuple[Headed, Any]:
-    """What is trained, the head always, and what is not (None where everything is)."""
-    trained, frozen = lora.split(params.decoder)
-    return Headed(trained, params.head), frozen
-
-
-def join(trained: Headed, frozen: Any) -> Headed:
-    """The parameters that `split` took apart."""
-    return Headed(lora.join(trained.decoder, frozen), trained.head)
-
-
 def merge(params: Headed) -> Headed:
     """Adapters multiplied into the decoder, where there are any."""
     decoder = params.decoder

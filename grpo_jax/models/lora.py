@@ -35,16 +35,6 @@ class Adapted(NamedTuple):
     scale: jax.Array  # float32 scalar, α/r
 
 
-def split(params: Params) -> tuple[Params, Any]:
-    """What is trained, and what is not (None where everything is)."""
-    return (params.adapters, (params.base, params.scale)) if isinstance(params, Adapted) else (params, None)
-
-
-def join(trained: Params, frozen: Any) -> Params:
-    """The parameters that `split` took apart."""
-    return trained if frozen is None else Adapted(frozen[0], trained, frozen[1])
-
-
 def variables(params: Params) -> dict[str, Any]:
     """Collections for `Transformer.apply`: with adapters, their B already scaled."""
     if not isinstance(params, Adapted):

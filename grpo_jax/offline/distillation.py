@@ -21,11 +21,11 @@ from grpo_jax.data.packing import Packed
 from grpo_jax.devices import Devices, rows_program
 from grpo_jax.functional import masked_sum, token_mean_weights
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, fit
 from grpo_jax.offline.sft import predicting_states, score_tokens
-from grpo_jax.rl.distillation import Head, WithTeacher, join, outputs_of_states, split, token_divergence
-from grpo_jax.rl.state import Batch, TrainState
-from grpo_jax.rl.step import Logs
+from grpo_jax.rl.distillation import Head, outputs_of_states, token_divergence
+from grpo_jax.rl.types import Batch, Logs, TrainState
 from grpo_jax.runs.folder import RunFolder
 
 
@@ -39,20 +39,20 @@ class DistillationTarget(NamedTuple):
 
 def train_distillation(
     policy: Policy,
-    params: WithTeacher,
+    params: Params,
     batches: Callable[[int], Batch | Packed],
     config: SupervisedConfig,
     run: RunFolder,
     *,
     target: DistillationTarget,
     phase: str,
-    evaluate: Callable[[WithTeacher], dict[str, float]] | None = None,
+    evaluate: Callable[[Params], dict[str, float]] | None = None,
 ) -> TrainState:
     """Minimises the divergence from a teacher on completions, continuing from the newest checkpoint of this phase.
 
     Args:
       policy: the model's functions.
-      params: where training starts, and the teacher's; of `lora.Adapted` the adapters alone are trained.
+      params: {"policy": where training starts, "teacher": ...}; of `lora.Adapted` only the adapters are trained.
       batches: step -> batch, a pure function: completions of prompts, or packed rows.
       config: the phase.
       run: where lines and checkpoints go.
@@ -61,22 +61,22 @@ def train_distillation(
       evaluate: (all parameters) -> numbers to log, every `config.eval_every` steps.
 
     Returns:
-      The final state, of what `lora.split` calls trained.
+      The final state, of what `trainable.split` calls trained.
 
     Raises:
       UsageError: the configuration cannot work.
       FloatingPointError: gradients were not finite too many times in a row.
     """
-    loss = SupervisedLoss(partial(distillation_loss, policy, target=target), token_mean_weights, split, join)
+    loss = SupervisedLoss(partial(distillation_loss, policy, target=target), token_mean_weights)
     return fit(loss, params, batches, config, run, phase=phase, evaluate=evaluate)
 
 
 def distillation_loss(
-    policy: Policy, params: WithTeacher, batch: Batch | Packed, *, target: DistillationTarget
+    policy: Policy, params: Params, batch: Batch | Packed, *, target: DistillationTarget
 ) -> tuple[jax.Array, Logs]:
     """L = Σ w [D_T − λ log π(oₜ)]; logs the means of divergence, NLL and entropy over tokens."""
-    hidden = predicting_states(policy, params.policy, batch)
-    scores = score_tokens(policy, params.policy, hidden, batch)
+    hidden = predicting_states(policy, params["policy"], batch)
+    scores = score_tokens(policy, params["policy"], hidden, batch)
     divergence = divergence_of(policy, params, hidden, batch, target=target)
     losses = divergence - target.nll_coef * scores.logprobs
     loss = jnp.sum(jnp.where(batch.completion_mask, batch.weights * losses, 0))
@@ -85,7 +85,7 @@ def distillation_loss(
 
 
 def divergence_of(
-    policy: Policy, params: WithTeacher, hidden: jax.Array, batch: Batch | Packed, *, target: DistillationTarget
+    policy: Policy, params: Params, hidden: jax.Array, batch: Batch | Packed, *, target: DistillationTarget
 ) -> jax.Array:
     """The divergence of the policy from its teacher at each token, in nats, `[N, G, T]` or `[B, S]`.
 
@@ -98,16 +98,16 @@ def divergence_of(
       batch: what they are of.
       target: the teacher, and what is learned.
     """
-    head, teacher = Head(policy.unembedding(params.policy), policy.softcap), target.teacher
-    theirs = Head(teacher.unembedding(params.teacher), teacher.softcap)
+    head, teacher = Head(policy.unembedding(params["policy"]), policy.softcap), target.teacher
+    theirs = Head(teacher.unembedding(params["teacher"]), teacher.softcap)
     temperature = 1.0 if isinstance(batch, Packed) else batch.temperature[..., None]
-    states = jax.lax.stop_gradient(predicting_states(teacher, params.teacher, batch))
+    states = jax.lax.stop_gradient(predicting_states(teacher, params["teacher"], batch))
     known = outputs_of_states(target.divergence, states, theirs, temperature, vocab_size=len(head.unembedding))
     return token_divergence(target.divergence, hidden, head, theirs, known, temperature)
 
 
 def mean_divergence(
-    policy: Policy, params: WithTeacher, batches: Iterable[Packed], *, target: DistillationTarget, devices: Devices = 1
+    policy: Policy, params: Params, batches: Iterable[Packed], *, target: DistillationTarget, devices: Devices = 1
 ) -> float:
     """The mean divergence over all learned tokens of some batches, in nats.
 
@@ -127,9 +127,9 @@ def mean_divergence(
 @cache
 def _token_divergence(
     policy: Policy, target: DistillationTarget, devices: Devices
-) -> Callable[[WithTeacher, Packed], np.ndarray]:
-    def token_divergences(params: WithTeacher, batch: Packed) -> jax.Array:
-        hidden = predicting_states(policy, params.policy, batch)
+) -> Callable[[Params, Packed], np.ndarray]:
+    def token_divergences(params: Params, batch: Packed) -> jax.Array:
+        hidden = predicting_states(policy, params["policy"], batch)
         return jnp.where(batch.completion_mask, divergence_of(policy, params, hidden, batch, target=target), 0)
 
     return rows_program(token_divergences, devices=devices)

@@ -6,9 +6,9 @@ before the pass that has one. Each prompt has its own completion and a mismatche
 reference gives both does not change, so it is computed once, before training.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, fit
 from grpo_jax.offline.preference import completion_logprobs
 from grpo_jax.offline.reward_model import pad_pairs, pair_weights, pair_widths
-from grpo_jax.rl.microbatches import Microbatches, computed_in_pieces
-from grpo_jax.rl.state import Array, TrainState
-from grpo_jax.rl.step import Logs
+from grpo_jax.rl.types import Array, Logs, TrainState
 from grpo_jax.runs.folder import RunFolder
 
 # `functional.kto_loss` with its constants bound: (logprobs [N], ref_logprobs [N], desirable [N], *, kl) -> [N]
@@ -61,7 +59,7 @@ def train_kto(
 
     Args:
       policy: the model's functions.
-      params: where training starts; with `lora.Adapted`, the adapters alone are trained.
+      params: where training starts; of `lora.Adapted` only the adapters are trained.
       ratings: step -> batch, a pure function: `rated_batches`.
       config: the phase.
       run: where lines and checkpoints go.
@@ -71,7 +69,7 @@ def train_kto(
       evaluate: (all parameters) -> numbers to log, every `config.eval_every` steps.
 
     Returns:
-      The final state, of what `lora.split` calls trained.
+      The final state, of what `trainable.split` calls trained.
 
     Raises:
       UsageError: the configuration cannot work.
@@ -91,14 +89,12 @@ def kto_objective(policy: Policy, loss: RatedLoss = kto_loss, *, estimates_kl: b
         loss APO-zero's (2408.06266), and saves a pass.
     """
 
-    def prepare(
-        params: Params, batch: RatedBatch, microbatches: Microbatches | None, axis_name: Hashable | None
-    ) -> RatedBatch:
+    def prepare(params: Params, batch: RatedBatch, map_pieces: Callable[..., Any]) -> RatedBatch:
         if not estimates_kl:
             return batch._replace(kl=jnp.zeros(len(batch.desirable)))
-        found = computed_in_pieces(partial(_logprobs, policy, params, side=1), batch, microbatches)
+        logprobs = map_pieces(partial(_logprobs, policy, side=1), params, batch)
         is_real = jnp.any(batch.completion_mask[:, 1], axis=-1)
-        kl = kto_kl(found[:, 0], batch.ref_logprobs[:, 1], where=is_real, axis_name=axis_name)
+        kl = kto_kl(logprobs[:, 0], batch.ref_logprobs[:, 1], where=is_real)
         return batch._replace(kl=jnp.full(len(batch.desirable), kl))
 
     return SupervisedLoss(partial(rated_loss, policy, loss=loss), pair_weights, prepare=prepare)

@@ -1,6 +1,6 @@
 """The training loop on given data, of every supervised phase."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.config import Decay, MeshConfig, validate_mesh, validate_minutes, validate_seed, validate_sizes
+from grpo_jax.data.line import Line, Skipped
 from grpo_jax.devices import (
     Mesh,
     compiled,
-    data_parallel,
     devices_of,
+    map_rows,
     parts,
     place,
     shardings,
@@ -21,20 +22,14 @@ from grpo_jax.devices import (
     to_host,
 )
 from grpo_jax.errors import UsageError
-from grpo_jax.models import lora
+from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.guards import check_gradients
-from grpo_jax.rl.microbatches import Microbatches, by_prompts
-from grpo_jax.rl.state import (
-    TrainState,
-    init_state,
-    learning_rate_schedule,
-    make_optimizer,
-    steps_taken,
-)
-from grpo_jax.rl.step import Logs, train_step
+from grpo_jax.rl.optimizer import init_state, learning_rate_schedule, make_optimizer, steps_taken
+from grpo_jax.rl.pieces import Microbatches, by_prompts, computed_in_pieces
+from grpo_jax.rl.types import Logs, TrainState
+from grpo_jax.rl.update import train_step
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.stopping import between_steps
+from grpo_jax.runs.runner import Pace, run_steps
 
 _MAX_SKIPPED = 5  # steps in a row without finite gradients
 
@@ -71,17 +66,15 @@ class SupervisedConfig:
 
 
 class SupervisedLoss(NamedTuple):
-    """What a phase minimises. Functions of parameters take all of them, in whatever tree `join` makes."""
+    """What a phase minimises."""
 
     # (parameters, batch with weights) -> Σ weights · loss, logs
     loss_fn: Callable[[Any, Any], tuple[jax.Array, Logs]]
-    # (mask of the whole batch, axis_name) -> weights
-    aggregation: Callable[..., jax.Array]
-    # parameters -> those that are trained, the others (None where there are none); and back
-    split: Callable[[Any], tuple[Any, Any]] = lora.split
-    join: Callable[[Any, Any], Any] = lora.join
-    # (parameters, whole batch, its microbatches, axis_name) -> batch with what the loss needs to know of all of it
-    prepare: Callable[[Any, Any, Microbatches | None, Hashable | None], Any] | None = None
+    # mask of the whole batch -> weights
+    aggregation: Callable[[jax.Array], jax.Array]
+    # (parameters, whole batch, function that maps (parameters, batch) -> arrays over the rows of a batch in pieces) ->
+    # batch with what the loss needs to know of all of it
+    prepare: Callable[[Any, Any, Callable[..., Any]], Any] | None = None
 
 
 class FitPrograms(NamedTuple):
@@ -113,28 +106,35 @@ def make_fit_programs(loss: SupervisedLoss, config: SupervisedConfig) -> FitProg
     )
     optimizer = make_optimizer(learning_rate, weight_decay=config.weight_decay, max_grad_norm=config.max_grad_norm)
 
-    def step(state: TrainState, batch: Any, frozen: Any, *, axis_name):
+    def pieces(rows: Any) -> Microbatches | None:
+        return by_prompts(jax.tree.leaves(rows)[0].shape[0], config.microbatches)
+
+    def map_pieces(fn: Callable[[Any, Any], Any], params: Any, batch: Any) -> Any:
+        def of_rows(params: Any, rows: Any) -> Any:
+            return computed_in_pieces(partial(fn, params), rows, pieces(rows))
+
+        return map_rows(of_rows, devices)(params, batch)
+
+    def step(state: TrainState, batch: Any, frozen: Any):
         rate = learning_rate(steps_taken(state))
-        microbatches = by_prompts(jax.tree.leaves(batch)[0].shape[0], config.microbatches)
         if loss.prepare is not None:
-            batch = loss.prepare(loss.join(state.params, frozen), batch, microbatches, axis_name)
+            batch = loss.prepare(join(state.params, frozen), batch, map_pieces)
         state, metrics = train_step(
             state,
+            frozen,
             batch,
-            loss_fn=lambda trained, batch: loss.loss_fn(loss.join(trained, frozen), batch),
-            aggregation=loss.aggregation,
+            loss_fn=lambda trained, frozen, batch: loss.loss_fn(join(trained, frozen), batch),
+            weights_of=loss.aggregation,
             optimizer=optimizer,
-            microbatches=microbatches,
-            axis_name=axis_name,
+            pieces=pieces,
+            devices=devices,
         )
         return state, metrics | {"learning_rate": jnp.asarray(rate)}
-
-    step_fn = data_parallel(step, (None, 0, None), (None, None), devices=devices, donate_argnums=(0,))
 
     def initial_state(params: Params) -> TrainState:
         return init_state(jax.tree.map(jnp.copy, params), optimizer)
 
-    return FitPrograms(step_fn, compiled(initial_state, devices=devices))
+    return FitPrograms(compiled(step, devices=devices, donate_argnums=(0,)), compiled(initial_state, devices=devices))
 
 
 def fit(
@@ -152,8 +152,8 @@ def fit(
 
     Args:
       loss: of the phase.
-      params: where training starts; `loss.split` says which of them are trained.
-      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x the `parallel.parts` of
+      params: where training starts; `trainable.split` says which of them are trained.
+      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x the `devices.parts` of
         the devices. Every host makes the whole batch.
       config: the phase.
       run: where lines and checkpoints go.
@@ -169,56 +169,51 @@ def fit(
       FloatingPointError: gradients were not finite too many times in a row.
     """
     devices, programs = devices_of(config), programs or make_fit_programs(loss, config)
-    trained, frozen = (place(part, devices) for part in loss.split(params))
+    trained, frozen = (place(part, devices) for part in split(params))
 
-    def heldout(state: TrainState, number: int) -> dict[str, Any]:
-        if not evaluate or not config.eval_every or number % config.eval_every:
-            return {}
-        return evaluate(loss.join(state.params, frozen))
+    def step(state: TrainState, number: int, meanwhile: Callable[[], None]) -> tuple[TrainState, Callable[[], Line]]:
+        batch = batches(number)
+        check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
+        state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
+        meanwhile()
+        return state, partial(_read_line, phase, config, number + 1, metrics, batch)
 
-    kept = run.checkpoints(phase, keep=2, every=config.checkpoint_every, minutes=config.save_every_minutes)
-    with between_steps() as asked_to_stop, kept as checkpoints:
-        state, done = checkpoints.restore(lambda: programs.init_state(trained), partial(shardings, devices=devices))
-        state = place(state, devices)
-        run.rewind(phase, done, checkpoints.lines)
-        if done == 0 and (start := heldout(state, 0)):
-            run.log(phase, 0, start)
-        with run.progress(phase, config.steps, done) as show:
-            skipped: list[jax.Array] = []
-            for number in range(done + 1, config.steps + 1):
-                batch = batches(number - 1)
-                check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
-                state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
-                evaluated, is_last = heldout(state, number), number == config.steps
-                skipped.append(metrics["skipped"])
-                if number % config.log_every == 0 or is_last or evaluated:
-                    show(number, _log(run, phase, number, metrics | {"skipped": skipped}, evaluated, batch))
-                    skipped.clear()
-                if (stop := asked_to_stop()) or is_last or checkpoints.is_due(number):
-                    checkpoints.save(state, number)
-                if stop:
-                    break
-    return state
+    return run_steps(
+        run,
+        phase,
+        Pace(
+            config.steps,
+            config.eval_every,
+            config.checkpoint_every,
+            config.save_every_minutes,
+            evaluates_end=False,
+        ),
+        initial_state=lambda: programs.init_state(trained),
+        step=step,
+        place=partial(place, devices=devices),
+        shardings=partial(shardings, devices=devices),
+        evaluate=(lambda state, _: evaluate(join(state.params, frozen))) if evaluate else None,
+    )
 
 
-def _log(
-    run: RunFolder,
-    phase: str,
-    number: int,
-    metrics: dict[str, Any],
-    evaluated: dict[str, Any],
-    batch: Any,
-) -> str:
-    """Writes the line of a step, also of one that stops the run; what the terminal shows of it.
+def _read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> Line:
+    """Returns the line of a step: empty unless it is due, or the step was skipped.
 
-    Metrics are scalars, but `skipped` is that of each step since the last line.
+    Each skipped step has a line, so that lines do not depend on where a run was stopped.
     """
-    metrics = to_host(metrics)
-    numbers = jax.tree.map(float, metrics | {"skipped": max(metrics["skipped"])})
-    run.log(phase, number, numbers | evaluated)
-    check_gradients(run, f"{phase}_{number:06d}", numbers["skipped"], _MAX_SKIPPED, batch._asdict)
-    run.log_times(phase, number)
-    return f"loss {numbers['loss']:.3f}"
+    skipped = to_host(metrics["skipped"]).item()
+    is_evaluated = config.eval_every and number % config.eval_every == 0
+    is_due = number % config.log_every == 0 or number == config.steps or is_evaluated
+    if not (is_due or skipped):
+        return Line({}, "")
+    numbers = jax.tree.map(float, to_host(metrics))
+    name = f"{phase}_{number:06d}"
+    return Line(
+        metrics=numbers,
+        words=f"loss {numbers['loss']:.3f}" if is_due else "",
+        times={} if is_due else None,
+        skipped=Skipped(name, skipped, _MAX_SKIPPED, batch._asdict) if skipped else None,
+    )
 
 
 def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: str) -> None:

@@ -20,8 +20,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, fit
 from grpo_jax.offline.reward_model import PairBatch, in_pieces, pair_weights
 from grpo_jax.rl.scoring import score_completion_tokens
-from grpo_jax.rl.state import Array, Batch, TrainState
-from grpo_jax.rl.step import Logs
+from grpo_jax.rl.types import Array, Batch, Logs, TrainState
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import bootstrap
 
@@ -55,7 +54,7 @@ def train_preference(
 
     Args:
       policy: the model's functions.
-      params: where training starts; with `lora.Adapted`, the adapters alone are trained.
+      params: where training starts; of `lora.Adapted` only the adapters are trained.
       pairs: step -> batch, a pure function: `reward_model.pair_batches`.
       config: the phase.
       run: where lines and checkpoints go.
@@ -64,7 +63,7 @@ def train_preference(
       evaluate: (all parameters) -> numbers to log, every `config.eval_every` steps.
 
     Returns:
-      The final state, of what `lora.split` calls trained.
+      The final state, of what `trainable.split` calls trained.
 
     Raises:
       UsageError: the configuration cannot work.

@@ -19,7 +19,7 @@ from grpo_jax.devices import Devices, rows_program
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import bradley_terry_loss, token_mean_weights
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.heads import Headed, join, scores, split
+from grpo_jax.models.heads import Headed, scores
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.offline.phase import (
     FitPrograms,
@@ -28,8 +28,7 @@ from grpo_jax.offline.phase import (
     fit,
     make_fit_programs,
 )
-from grpo_jax.rl.state import Array, TrainState
-from grpo_jax.rl.step import Logs
+from grpo_jax.rl.types import Array, Logs, TrainState
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import Calibration, Interval, bootstrap, calibration
 
@@ -72,7 +71,7 @@ def train_reward_model(
       programs: of `make_reward_model_programs` with the same configuration, to share them; made here, if None.
 
     Returns:
-      The final state; `heads.join(state.params, frozen)` with what `heads.split(params)` calls frozen are the model's.
+      The final state; `trainable.join(state.params, trainable.split(params)[1])` are the model's parameters.
 
     Raises:
       UsageError: the configuration cannot work.
@@ -99,7 +98,7 @@ def make_reward_model_programs(policy: Policy, config: SupervisedConfig) -> FitP
 
 def reward_model_loss(policy: Policy, center_coef: float) -> SupervisedLoss:
     """`pair_loss` of the adapters or the decoder, and of the head."""
-    return SupervisedLoss(partial(pair_loss, policy, center_coef=center_coef), pair_weights, split, join)
+    return SupervisedLoss(partial(pair_loss, policy, center_coef=center_coef), pair_weights)
 
 
 def pair_loss(policy: Policy, params: Headed, batch: PairBatch, *, center_coef: float = 0.0) -> tuple[jax.Array, Logs]:
@@ -113,9 +112,9 @@ def pair_loss(policy: Policy, params: Headed, batch: PairBatch, *, center_coef: 
     return jnp.sum(losses * batch.weights), Logs(logged, {})
 
 
-def pair_weights(completion_mask: jax.Array, *, axis_name: Any = None) -> jax.Array:
-    """1/N for each pair of the whole batch, `[N]`; 0 where there is no pair."""
-    return token_mean_weights(jnp.any(completion_mask, axis=(-2, -1)), axis_name=axis_name)
+def pair_weights(completion_mask: jax.Array) -> jax.Array:
+    """Returns 1/N for each pair of the whole batch, `[N]`; 0 where there is no pair."""
+    return token_mean_weights(jnp.any(completion_mask, axis=(-2, -1)))
 
 
 def pair_batches(

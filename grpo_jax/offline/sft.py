@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, fit
 from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
-from grpo_jax.rl.state import Batch, TrainState
-from grpo_jax.rl.step import Logs, LossFn
+from grpo_jax.rl.types import Batch, Logs, TrainState
 from grpo_jax.runs.folder import RunFolder
 
 
@@ -34,7 +34,7 @@ def train_sft(
 
     Args:
       policy: the model's functions.
-      params: where training starts; with `lora.Adapted`, the adapters alone are trained.
+      params: where training starts; of `lora.Adapted` only the adapters are trained.
       batches: step -> batch, a pure function: completions of prompts, where G is 1, or packed rows.
       config: the phase.
       run: where lines and checkpoints go.
@@ -42,7 +42,7 @@ def train_sft(
       evaluate: (all parameters) -> numbers to log, every `config.eval_every` steps.
 
     Returns:
-      The final state, of what `lora.split` calls trained.
+      The final state, of what `trainable.split` calls trained.
 
     Raises:
       UsageError: the configuration cannot work.
@@ -52,7 +52,7 @@ def train_sft(
     return fit(loss, params, batches, config, run, phase=phase, evaluate=evaluate)
 
 
-def sft_loss_fn(policy: Policy) -> LossFn:
+def sft_loss_fn(policy: Policy) -> Callable[[Params, Any], tuple[jax.Array, Logs]]:
     """L = −Σ w log π(oₜ): next-token loss on the completion, none on the prompt."""
 
     def loss_fn(params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:

@@ -1,11 +1,10 @@
-"""On-policy distillation: GRPO's loop, with a teacher that judges each token of what the policy samples.
+"""On-policy distillation: GRPO with a teacher that judges each token of what the policy samples.
 
-The teacher is a second policy, frozen, of any size that has the policy's tokens. It is run once for each rollout, in
-`score`. Of it the update needs hidden states, or k of its likeliest tokens, or one log-probability; never logits
-`[N, G, T, V]`. As a `learn.Method` this is GRPO's with the teacher among the frozen parameters, so the loop, the whole
-run as one program, and checkpoints are the same.
+The teacher is a second policy, frozen, of any size that has the policy's tokens. It runs once for each rollout, as a
+scorer. The update needs its hidden states, or k of its likeliest tokens, or one log-probability; never logits
+`[N, G, T, V]`. The models are {"policy": ..., "teacher": ...}.
 
-Letters as in `state`; V tokens that policy and teacher both have, E features of the teacher.
+Letters as in `types`; V tokens that policy and teacher both have, E features of the teacher.
 """
 
 from typing import Any, NamedTuple
@@ -28,18 +27,16 @@ from grpo_jax.functional import (
     top_tokens,
     weighted_sum,
 )
-from grpo_jax.functional.numerics import is_zero, maybe_psum
-from grpo_jax.models import lora
+from grpo_jax.functional.numerics import is_zero
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import check_teacher, grpo_loss_fn, grpo_method, make_programs, masked
-from grpo_jax.rl.learn import Advantages, AxisName, Method
-from grpo_jax.rl.loop import Programs, check_task, compile_programs
-from grpo_jax.rl.rollout import Sampler
-from grpo_jax.rl.scoring import hidden_and_routing, hidden_states, score_completion_tokens
-from grpo_jax.rl.state import Array, Batch, RewardArrays, TeacherOutputs
-from grpo_jax.rl.step import Logs
-from grpo_jax.runs.pretrained import Loaded
+from grpo_jax.rl.advantages import masked
+from grpo_jax.rl.checks import check_task
+from grpo_jax.rl.grpo import check_teacher, grpo_method
+from grpo_jax.rl.iteration import Programs, compile_programs
+from grpo_jax.rl.sampler import Sampler
+from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
+from grpo_jax.rl.types import Advantage, Array, Batch, Forward, Logs, Method, RewardArrays, TeacherOutputs, Term
 from grpo_jax.tasks.task import Task
 
 
@@ -50,28 +47,10 @@ class Head(NamedTuple):
     softcap: float | None  # of `Policy`
 
 
-class WithTeacher(NamedTuple):
-    """Parameters of a policy and of its teacher; or of both those that are not trained."""
-
-    policy: Any
-    teacher: Params
-
-
-def split(params: WithTeacher) -> tuple[Params, WithTeacher]:
-    """What is trained of the policy, and all that is not."""
-    trained, frozen = lora.split(params.policy)
-    return trained, WithTeacher(frozen, params.teacher)
-
-
-def join(trained: Params, frozen: WithTeacher) -> WithTeacher:
-    """The parameters that `split` took apart."""
-    return WithTeacher(lora.join(trained, frozen.policy), frozen.teacher)
-
-
 def make_distillation_programs(
     policy: Policy, teacher: Policy, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
 ) -> Programs:
-    """Checks everything that can be checked, and compiles nothing yet.
+    """Checks everything that can be checked, and makes the programs, which are compiled at their first call.
 
     Args:
       policy: the model's functions.
@@ -79,9 +58,6 @@ def make_distillation_programs(
       task: its tokens.
       config: the run, with a distillation.
       sampler: as in `compile_programs`.
-
-    Returns:
-      The functions of GRPO with a teacher, compiled at their first call. They take `WithTeacher` parameters.
 
     Raises:
       UsageError: one sentence that says what to change.
@@ -106,77 +82,56 @@ def check_top_k(config: DistillationConfig, vocab_size: int) -> None:
         )
 
 
-def programs_with(
-    model: Loaded, teacher: Loaded | None, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
-) -> tuple[Programs, Any]:
-    """The programs of GRPO, with a teacher if there is one, and the parameters that they start from.
+def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> Method:
+    """Returns GRPO with a teacher as data.
 
     Args:
-      model: that is trained.
-      teacher: of it, or None.
-      task: its tokens.
+      policy: the model's functions.
+      teacher: those of the teacher.
       config: the run.
-      sampler: as in `compile_programs`.
-
-    Raises:
-      UsageError: one sentence that says what to change.
     """
-    if teacher is None:
-        return make_programs(model.policy, task, config, sampler=sampler), model.params
-    programs = make_distillation_programs(model.policy, teacher.policy, task, config, sampler=sampler)
-    return programs, WithTeacher(model.params, teacher.params)
+    options, grpo = config.distillation, grpo_method(policy, config)
+
+    def scorer(models: Params, batch: Batch) -> dict[str, Any]:
+        size = len(policy.unembedding(models["policy"]))
+        return {"teacher": teacher_outputs(teacher, models["teacher"], options, batch, vocab_size=size)}
+
+    def without_rewards(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, Any]]:
+        zeros = jnp.zeros(rewards.rewards.shape, jnp.float32)
+        return masked(batch._replace(advantages=zeros), config.loss), zeros, {}
+
+    by_token = options.distillation == "k1"
+    advantage = without_rewards if is_zero(options.reward_coef) else grpo.advantage
+    return grpo._replace(
+        scorers=(*grpo.scorers, scorer),
+        advantage=taught_advantage(advantage, options),
+        terms=grpo.terms if by_token else (*grpo.terms, teacher_term(policy, teacher, options)),
+        packs=grpo.packs and teacher.packed_groups is not None and by_token,
+    )
 
 
-def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> Method:
-    """GRPO with a teacher, whose parameters are `WithTeacher`."""
-    own, grpo = config.distillation, grpo_method(policy, config)
-    policy_loss_fn = grpo_loss_fn(policy, config.loss)
+def teacher_term(policy: Policy, teacher: Policy, config: DistillationConfig) -> Term:
+    """c Σ w D, the divergence of the policy from its teacher (`token_divergence`)."""
 
-    def advantages(rewards: RewardArrays, batch: Batch, kl_coef: Array, axis_name: AxisName) -> Advantages:
-        if is_zero(own.reward_coef):
-            zeros = jnp.zeros(rewards.rewards.shape, jnp.float32)
-            found = Advantages(masked(batch._replace(advantages=zeros), config.loss, axis_name), zeros, {})
-        else:
-            found = grpo.advantages(rewards, batch, kl_coef, axis_name)
-        return taught_advantages(found, own, axis_name)
-
-    def loss_fn(trained: Params, frozen: WithTeacher, batch: Batch, reference: Params | None) -> tuple[jax.Array, Logs]:
-        params = lora.join(trained, frozen.policy)
-        if own.distillation == "k1":
-            return policy_loss_fn(params, batch, reference)
-        hidden, routing = hidden_and_routing(policy, params, batch)
-        loss, logs = policy_loss_fn(params, batch, reference, hidden=hidden, routing=routing)
+    def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
         divergence = token_divergence(
-            own,
-            hidden,
-            Head(policy.unembedding(params), policy.softcap),
-            Head(teacher.unembedding(frozen.teacher), teacher.softcap),
+            config,
+            forward.states,
+            Head(policy.unembedding(models["policy"]), policy.softcap),
+            Head(teacher.unembedding(models["teacher"]), teacher.softcap),
             batch.teacher,
             batch.temperature[..., None],
         )
-        logs.means["distillation"] = masked_sum(divergence, batch.completion_mask)
-        return loss + own.distillation_coef * weighted_sum(divergence, batch.weights, batch.completion_mask), logs
+        loss = config.distillation_coef * weighted_sum(divergence, batch.weights, batch.completion_mask)
+        return loss, Logs({"distillation": masked_sum(divergence, batch.completion_mask)})
 
-    def of_completions(trained: Params, frozen: WithTeacher, batch: Batch) -> TeacherOutputs:
-        size = len(policy.unembedding(lora.join(trained, frozen.policy)))
-        return teacher_outputs(teacher, frozen.teacher, own, batch, vocab_size=size)
-
-    return grpo._replace(
-        score=lambda trained, frozen, batch: grpo.score(trained, frozen.policy, batch),
-        advantages=advantages,
-        loss_fn=loss_fn,
-        packs=grpo.packs and teacher.packed_groups is not None and own.distillation == "k1",
-        split=split,
-        actor=lambda trained, frozen: lora.join(trained, frozen.policy),
-        teacher_outputs=of_completions,
-        updated=lambda frozen: frozen.policy,
-    )
+    return term
 
 
 def teacher_outputs(
     teacher: Policy, params: Params, config: DistillationConfig, batch: Batch, *, vocab_size: int
 ) -> TeacherOutputs:
-    """What a teacher says of completions: as much as the kind of distillation needs.
+    """Returns what the loss needs of a teacher, which depends on the kind of distillation.
 
     Args:
       teacher: its functions.
@@ -195,7 +150,7 @@ def teacher_outputs(
 def outputs_of_states(
     config: DistillationConfig, hidden: jax.Array, head: Head, temperature: jax.Array | float, *, vocab_size: int
 ) -> TeacherOutputs:
-    """Of a teacher what `token_divergence` needs: its hidden states, or its likeliest tokens.
+    """Returns what `token_divergence` needs of a teacher: its hidden states, or its likeliest tokens.
 
     Args:
       config: how it is learned from, other than by k1.
@@ -212,26 +167,28 @@ def outputs_of_states(
     return TeacherOutputs(ids=ids, logits=logits)
 
 
-def taught_advantages(found: Advantages, config: DistillationConfig, axis_name: AxisName) -> Advantages:
-    """Advantages weighted by `reward_coef`; for k1 with the teacher's of each token added.
+def taught_advantage(advantage: Advantage, config: DistillationConfig) -> Advantage:
+    """Weighs the advantages of rewards by `reward_coef`, and for k1 adds those of the teacher at each token.
 
     Args:
-      found: of the rewards, with a scored batch.
+      advantage: of the rewards.
       config: of the run.
-      axis_name: the mapped axis over which prompts are spread, or None.
     """
-    batch, coef = found.batch, config.reward_coef
-    weighted = batch.advantages if coef == 1 else coef * batch.advantages
-    if config.distillation != "k1":
-        return found._replace(batch=batch._replace(advantages=weighted))
-    # Of the policy before the update, which is the sampler's where it has no pass of its own.
-    logprobs = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
-    assert batch.teacher is not None
-    by_token = jnp.where(batch.completion_mask, teacher_advantages(logprobs, batch.teacher.logprobs), 0)
-    total, count = jnp.sum(by_token), jnp.sum(batch.completion_mask)
-    k1 = -maybe_psum(total, axis_name) / jnp.maximum(maybe_psum(count, axis_name), 1)
-    advantages = per_token(weighted, by_token) + config.distillation_coef * by_token
-    return found._replace(batch=batch._replace(advantages=advantages), logs=found.logs | {"distillation": k1})
+
+    def taught(rewards: RewardArrays, batch: Batch, kl_coef: Array) -> tuple[Batch, jax.Array, dict[str, jax.Array]]:
+        batch, logged, logs = advantage(rewards, batch, kl_coef)
+        weighted = batch.advantages if config.reward_coef == 1 else config.reward_coef * batch.advantages
+        if config.distillation != "k1":
+            return batch._replace(advantages=weighted), logged, logs
+        # The policy before the update is the one that sampled, unless it has a pass of its own.
+        logprobs = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
+        assert batch.teacher is not None
+        by_token = jnp.where(batch.completion_mask, teacher_advantages(logprobs, batch.teacher.logprobs), 0)
+        k1 = -jnp.sum(by_token) / jnp.maximum(jnp.sum(batch.completion_mask), 1)
+        advantages = per_token(weighted, by_token) + config.distillation_coef * by_token
+        return batch._replace(advantages=advantages), logged, logs | {"distillation": k1}
+
+    return taught
 
 
 def token_divergence(
@@ -242,9 +199,9 @@ def token_divergence(
     outputs: TeacherOutputs | None,
     temperature: jax.Array | float,
 ) -> jax.Array:
-    """The divergence of a policy from its teacher at each token, of the kind that the run asks for.
+    """Returns the divergence of a policy from its teacher at each token, of the kind that the run asks for.
 
-    Tokens that one of them alone has, as the padding of embeddings, are left out of both.
+    Tokens that only one of them has, such as the padding of embeddings, are left out of both.
 
     Args:
       config: of the run.
@@ -259,14 +216,16 @@ def token_divergence(
     """
     assert outputs is not None
     kind, beta, size = config.distillation, config.distillation_beta, min(len(student[0]), len(teacher[0]))
-    own = student.unembedding[:size]
+    unembedding = student.unembedding[:size]
     common: Any = {"temperature": temperature, "softcap": student.softcap}
     if config.distillation_top_k:
-        logits = bucket_logits(hidden, own, outputs.ids, **common)
+        logits = bucket_logits(hidden, unembedding, outputs.ids, **common)
         if kind == "jsd":
             return jsd_full(logits, outputs.logits, beta=beta)
         return kl_full(logits, outputs.logits, reverse=kind == "forward_kl")
-    theirs = outputs.hidden, teacher.unembedding[:size]
+    of_teacher = outputs.hidden, teacher.unembedding[:size]
     if kind == "jsd":
-        return token_jsd(hidden, own, *theirs, beta=beta, teacher_softcap=teacher.softcap, **common)
-    return token_kl(hidden, own, *theirs, reverse=kind == "forward_kl", ref_softcap=teacher.softcap, **common)
+        return token_jsd(hidden, unembedding, *of_teacher, beta=beta, teacher_softcap=teacher.softcap, **common)
+    return token_kl(
+        hidden, unembedding, *of_teacher, reverse=kind == "forward_kl", ref_softcap=teacher.softcap, **common
+    )

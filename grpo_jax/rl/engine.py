@@ -17,8 +17,8 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted
 from grpo_jax.models.quantised import holds_quantised
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.learn import needs_replay
-from grpo_jax.rl.rollout import Sampler
+from grpo_jax.rl.sampler import Sampler
+from grpo_jax.rl.scorers import needs_replay
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 

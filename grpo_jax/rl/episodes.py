@@ -10,9 +10,13 @@ import numpy as np
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.episodes import ENDINGS, MAX_CHARACTERS, Reply
 from grpo_jax.data.types import Completion, Example, Turn
-from grpo_jax.devices import Devices, to_devices, to_host
+from grpo_jax.devices import Devices, compiled, map_rows, to_devices, to_host
+from grpo_jax.errors import UsageError
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.sampling.sampler import Completions, Episodes
+from grpo_jax.rl.keys import step_key
+from grpo_jax.rl.sampler import truncation_of
+from grpo_jax.sampling.sampler import Completions, Episodes, begin_episodes, continue_episodes
 from grpo_jax.tasks.task import Task
 
 
@@ -20,16 +24,76 @@ class EpisodePrograms(NamedTuple):
     """The two compiled programs of episodes, whatever the number of turns."""
 
     # (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Episodes after one turn
-    begin: Callable[..., Episodes]
-    # (params, episodes, replies [N, G, R], counts [N, G], goes_on [N, G]) -> Episodes; the old ones are donated
-    go_on: Callable[..., Episodes]
+    first_turn: Callable[..., Episodes]
+    # (params, episodes, replies [N, G, R], counts [N, G], continues [N, G]) -> Episodes; the old ones are donated
+    next_turn: Callable[..., Episodes]
 
 
 class _Outcome(NamedTuple):
     """What follows from a reply."""
 
-    ending: str  # "" where the episode goes on
-    ids: Sequence[int]  # that it goes on with
+    ending: str  # "" if the episode continues
+    ids: Sequence[int]  # tokens of the reply, which the policy reads next
+
+
+def episode_sampler(
+    policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices
+) -> Callable[..., Completions]:
+    """Returns the function `draw` of a `Sampler` whose completions are episodes.
+
+    Args:
+      policy: the model's functions.
+      task: with an environment.
+      sampling: options of the run.
+      devices: where the programs run.
+
+    Raises:
+      UsageError: the policy cannot continue after a reply.
+    """
+    if policy.decoder is None:
+        raise UsageError("this policy has no decoder, with which a completion goes on after a reply: give it one")
+    programs = episode_programs(policy, task, sampling, devices)
+
+    def draw(params, prompts, numbers, temperature, noise) -> Completions:
+        given = prompts.ids, prompts.mask, numbers, temperature
+        return play(programs, params, given, noise, prompts.examples, task, sampling, devices)
+
+    return draw
+
+
+def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devices: Devices) -> EpisodePrograms:
+    """Makes the programs of `begin_episodes` and `continue_episodes`, which are compiled at their first call."""
+    common: Any = {"max_tokens": sampling.max_tokens, "eos_ids": task.eos_ids}
+
+    def begin_rows(shared, prompt_ids, prompt_mask, numbers, temperature) -> Episodes:
+        params, noise = shared
+        return begin_episodes(
+            policy,
+            params,
+            prompt_ids,
+            prompt_mask,
+            numbers,
+            step_key(*noise),
+            environment_tokens=sampling.environment_tokens,
+            temperature=temperature,
+            truncation=truncation_of(sampling),
+            pad_id=task.pad_id,
+            **common,
+        )
+
+    def first_turn(params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Episodes:
+        return map_rows(begin_rows, devices)((params, noise), prompt_ids, prompt_mask, numbers, temperature)
+
+    def next_turn(params, episodes, replies, counts, continues) -> Episodes:
+        def continue_rows(params, *rows) -> Episodes:
+            return continue_episodes(policy, params, *rows, **common)
+
+        return map_rows(continue_rows, devices)(params, episodes, replies, counts, continues)
+
+    return EpisodePrograms(
+        compiled(first_turn, 0, devices=devices),
+        compiled(next_turn, 0, devices=devices, donate_argnums=(1,)),
+    )
 
 
 def play(
@@ -59,7 +123,7 @@ def play(
     """
     assert task.environment
     numbers = to_host(given[2])
-    episodes = programs.begin(params, *given, to_devices(noise, devices, axes=None))
+    episodes = programs.first_turn(params, *given, to_devices(noise, devices, axes=None))
     rewards = np.full((*numbers.shape, sampling.max_turns), np.nan, np.float32)
     ending = np.full(numbers.shape, -1, np.int8)
     so_far: dict[tuple[int, int], tuple[Turn, ...]] = {}
@@ -82,7 +146,7 @@ def play(
         if (ending >= 0).all():
             break
         more = to_devices((said, counts, ending < 0), devices)
-        episodes = programs.go_on(params, episodes, *more)
+        episodes = programs.next_turn(params, episodes, *more)
     out = episodes.rows.out
     cut = to_host(out.truncated) | (ending != ENDINGS.index("done"))
     return out._replace(truncated=to_devices(cut, devices), turn_rewards=rewards, ending=ending)

@@ -4,85 +4,94 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.spans import pieces
-from grpo_jax.rl.rollout import Rollout
+from grpo_jax.data.pieces import pieces
+from grpo_jax.devices import Devices, local_numbers
+from grpo_jax.rl.grade import decode_groups
+from grpo_jax.rl.types import Rollout
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
-GROUPS = 2  # of a rollout that are kept
+GROUPS = 2  # of a rollout that are written
 
 
-def readable(rollout: Rollout, logprobs: np.ndarray, advantages: np.ndarray, task: Task) -> list[dict[str, Any]]:
-    """The first groups of a rollout as JSON can hold them.
+def readable(
+    rollout: Rollout,
+    completions: Completions,
+    logprobs: np.ndarray,
+    advantages: np.ndarray,
+    task: Task,
+    devices: Devices,
+) -> list[dict[str, Any]]:
+    """Returns the first groups on the devices of this host, as JSON can hold them.
 
     Args:
-      rollout: N groups.
-      logprobs: `[N, G, T]`, of the sampler.
-      advantages: `[N, G]`; of turns `[N, G, K]`, of spans `[N, G, T]`: their first entry is the advantage by all that
-        the completion earned.
-      task: for the texts of tokens.
+      rollout: N groups, graded.
+      completions: those on the devices of this host.
+      logprobs: their log-probabilities `[n, G, T]` by the sampler.
+      advantages: theirs, `[n, G]`, or `[n, G, T]` of turns and spans: the first entry is the advantage by all that the
+        completion earned.
+      task: for texts.
+      devices: where groups lie.
 
     Returns:
       For each group the prompt, the example's other columns, and lists over its completions.
     """
-    completions = rollout.completions
+    graded = rollout.graded
+    assert graded is not None
+    numbers = local_numbers(devices, len(graded.rewards))[:GROUPS]
+    count = len(numbers)
+    texts = decode_groups(_first(completions, count), task)
     lengths = completions.attention_mask.sum(-1)
-    spans = None if rollout.spans is None or not any(rollout.spans.ravel()) else rollout.spans
-    by_completion = advantages[..., 0] if advantages.ndim == 3 else advantages
-
-    def rounded(values: np.ndarray, digits: int = 4) -> list[float]:
-        return values.astype(float).round(digits).tolist()
+    by_part = advantages.ndim == 3
+    has_turns, has_spans = completions.turn is not None, not graded.episodes and any(graded.parts.ravel())
 
     def group(i: int) -> dict[str, Any]:
-        example = rollout.prompts.examples[i]
+        number = numbers[i]
+        example, parts = rollout.prompts.examples[number], graded.parts[number]
         sampled = [ids[:length] for ids, length in zip(completions.completion_ids[i], lengths[i], strict=True)]
-        of_tokens = zip(logprobs[i], lengths[i], strict=True)
-        return {
+        lines = {
             "prompt": example["prompt"],
             "columns": {name: _short(value) for name, value in example.items() if name != "prompt"},
-            "completions": rollout.texts[i],
-            "rewards": np.where(rollout.applicable[i], rollout.rewards[i], np.nan).tolist(),
-            "components": {name: rounded(values[i]) for name, values in rollout.components.items()},
-            "advantages": rounded(by_completion[i]),
+            "completions": texts[i],
+            "rewards": np.where(graded.applicable[number], graded.rewards[number], np.nan).tolist(),
+            "components": {name: _rounded(values[number]) for name, values in graded.components.items()},
+            "advantages": _rounded(advantages[i, :, 0] if by_part else advantages[i]),
             "lengths": lengths[i].tolist(),
             "truncated": completions.truncated[i].tolist(),
-            "tokens": [
-                token_texts(ids.tolist(), text, task) for ids, text in zip(sampled, rollout.texts[i], strict=True)
-            ],
-            "logprobs": [rounded(values[:length], 3) for values, length in of_tokens],
-            **({} if completions.turn is None else of_episodes(i)),
-            **({} if spans is None else of_spans(i, spans[i])),
+            "tokens": [token_texts(ids.tolist(), text, task) for ids, text in zip(sampled, texts[i], strict=True)],
+            "logprobs": [_rounded(values[:length], 3) for values, length in zip(logprobs[i], lengths[i], strict=True)],
         }
+        at_ends: list[list[float]] = []
+        if by_part:
+            rows = zip(advantages[i], parts, strict=True)
+            at_ends = [_rounded(row[[part.end - 1 for part in of_row]]) for row, of_row in rows]
+        if has_turns:
+            # The turn of each token is negative if the environment wrote it.
+            turn = np.where(completions.completion_mask[i], completions.turn[i], -completions.turn[i])
+            lines["turns"] = [row[:length].tolist() for row, length in zip(turn, lengths[i], strict=True)]
+            lines["turn_rewards"] = [[turn.reward for turn in text.turns] for text in texts[i]]
+            lines["endings"] = [text.ending for text in texts[i]]
+            lines |= {"turn_advantages": at_ends} if by_part else {}
+        if has_spans:
+            # The first token of each span and the one behind its last.
+            lines["spans"] = [[[span.start, span.end] for span in of_row] for of_row in parts]
+            lines["span_rewards"] = [[span.reward for span in of_row] for of_row in parts]
+            lines |= {"span_advantages": at_ends} if by_part else {}
+        return lines
 
-    def of_episodes(i: int) -> dict[str, Any]:
-        """The turn of each token, negative where the environment said it; what turns earned; why episodes ended."""
-        own, turn = completions.completion_mask[i], completions.turn[i]
-        signed = np.where(own, turn, -turn)
-        return {
-            "turns": [numbers[:length].tolist() for numbers, length in zip(signed, lengths[i], strict=True)],
-            "turn_rewards": [[turn.reward for turn in text.turns] for text in rollout.texts[i]],
-            "endings": [text.ending for text in rollout.texts[i]],
-        } | ({} if advantages.ndim == 2 else {"turn_advantages": of_turns(i, advantages[i])})
+    return [group(i) for i in range(count)]
 
-    def of_spans(i: int, parts: np.ndarray) -> dict[str, Any]:
-        """The first token of each span and the one behind its last; what spans earned, and their advantages."""
-        found = {
-            "spans": [[[span.start, span.end] for span in row] for row in parts],
-            "span_rewards": [[span.reward for span in row] for row in parts],
-        }
-        if advantages.ndim == 2 or completions.turn is not None:
-            return found
-        rows = zip(advantages[i], parts, strict=True)
-        return found | {"span_advantages": [rounded(x[[span.end - 1 for span in row]]) for x, row in rows]}
 
-    def of_turns(i: int, values: np.ndarray) -> list[list[float]]:
-        return [rounded(row[: len(text.turns)]) for row, text in zip(values, rollout.texts[i], strict=True)]
+def _first(completions: Completions, count: int) -> Completions:
+    return Completions(*(None if x is None else x[:count] for x in completions))  # type: ignore[arg-type]
 
-    return [group(i) for i in range(min(GROUPS, len(rollout.texts)))]
+
+def _rounded(values: np.ndarray, digits: int = 4) -> list[float]:
+    return values.astype(float).round(digits).tolist()
 
 
 def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
-    """The part of a completion's text that each token adds (`spans.pieces`). EOS adds nothing, also between
-    turns.
+    """Returns the part of a completion's text that each token adds (`data.pieces`). EOS adds nothing.
 
     Args:
       ids: as sampled, with what ended it.

@@ -10,7 +10,7 @@ from grpo_jax.models.experts import Routing
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.state import Batch
+from grpo_jax.rl.types import Batch
 
 
 def score_completion_tokens(
@@ -30,7 +30,7 @@ def score_completion_tokens(
     ids, numbers = _packed_ids(batch)
     temperature = _take_tokens(batch.temperature, numbers - 1)
     scores = _token_logprobs(policy, params, hidden, ids, temperature)
-    return jax.tree.map(lambda x: of_completions(x, batch), scores)
+    return jax.tree.map(lambda x: unpack_completions(x, batch), scores)
 
 
 def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
@@ -43,17 +43,17 @@ def hidden_and_routing(policy: Policy, params: Params, batch: Batch) -> tuple[ja
     states, packed_states, has_routing = policy.hidden, policy.packed_groups, policy.routed is not None
     if policy.routed is not None:
         states, packed_states, _ = policy.routed
-    prompts, found = (params, batch.prompt_ids, batch.prompt_mask), None
+    prompts = params, batch.prompt_ids, batch.prompt_mask
     if batch.packed is None:
-        found = states(*prompts, batch.completion_ids)
+        computed = states(*prompts, batch.completion_ids)
     else:
         assert packed_states
-        found = packed_states(*prompts, *_packed_ids(batch), batch.completion_ids.shape[-1])
-    hidden, routing = found if has_routing else (found, None)
-    return hidden, jax.tree.map(lambda x: of_completions(x, batch), routing)
+        computed = packed_states(*prompts, *_packed_ids(batch), batch.completion_ids.shape[-1])
+    hidden, routing = computed if has_routing else (computed, None)
+    return hidden, jax.tree.map(lambda x: unpack_completions(x, batch), routing)
 
 
-def of_completions(x: jax.Array, batch: Batch) -> jax.Array:
+def unpack_completions(x: jax.Array, batch: Batch) -> jax.Array:
     """What was computed of tokens as `[N, G, T, ...]`: where they are packed it is `[N, S, ...]` before, and 0 is put
     in for all others."""
     if batch.packed is None:

@@ -184,9 +184,9 @@ class Checkpoints:
                 f"the checkpoints in {self._folder} are of a reward model, and of no policy: take the run's "
                 "folder reward-model, or name another phase with --phase"
             )
-        if names != {"policy", "critic"}:
+        if "policy" not in names:
             return self._restore(chosen, {"params": like})["params"], chosen
-        # Of PPO, whose parameters are those of policy and critic.
+        # The parameters of methods that learn from rollouts are named by the role of their model.
         part = _placed({"policy": like})
         how = ocp.checkpoint_utils.construct_restore_args(part)
         args = ocp.args.PyTreeRestore(part, restore_args=how, partial_restore=True)

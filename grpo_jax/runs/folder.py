@@ -30,11 +30,11 @@ from rich.markup import escape
 from grpo_jax import hosts
 from grpo_jax.config import fits, flattened
 from grpo_jax.errors import UsageError, shown
+from grpo_jax.planning.throughput import peak_memory_mb
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.lock import hold
 from grpo_jax.runs.progress import Show, progress, waiting
-from grpo_jax.runs.throughput import peak_memory_mb
 from grpo_jax.runs.trackers import Tracker, tensorboard
 
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
@@ -350,6 +350,11 @@ class RunFolder:
     def waiting(self, words: str) -> AbstractContextManager[Callable[[str], None]]:
         """Words on what takes its time; call what this yields with others."""
         return waiting(self.console, words)
+
+    def warn(self, warnings: Mapping[str, str]) -> None:
+        """Prints and keeps each of these sentences once, by key."""
+        for name, message in warnings.items():
+            self.warn_once(name, message)
 
     def warn_once(self, name: str, message: str) -> None:
         """Prints a warning the first time that it occurs, and keeps it in warnings.jsonl.

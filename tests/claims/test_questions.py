@@ -15,7 +15,7 @@ from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.scoring import score_completion_tokens
-from grpo_jax.rl.state import Batch
+from grpo_jax.rl.types import Batch
 from grpo_jax.sampling.sampler import Completions
 
 V, T, EOS, PAD = 4, 3, 2, 3

@@ -39,7 +39,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.lora import join, merge, split
 from grpo_jax.models.peft import load_adapter
-from grpo_jax.rl.grpo import train
+from grpo_jax.train import train
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export

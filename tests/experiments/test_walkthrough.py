@@ -12,7 +12,7 @@ from grpo_jax.data.types import Completion
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import kl_k3
 from grpo_jax.models.policy import Policy
-from grpo_jax.rl.state import Batch
+from grpo_jax.rl.types import Batch
 
 STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 needs_stories = pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K folder")

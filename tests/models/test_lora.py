@@ -20,7 +20,7 @@ from grpo_jax.models.lora import TARGETS, Adapted, add_adapters, fingerprint, jo
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Linear
-from grpo_jax.rl.state import init_state
+from grpo_jax.rl.optimizer import init_state
 
 GOLDEN = Path(__file__).parents[1] / "golden/llama"
 ADAPTER = GOLDEN / "adapter"  # q_proj, v_proj, o_proj and down_proj with r = 3, by PEFT

@@ -29,7 +29,7 @@ from grpo_jax.models.quantised import (
     quantise,
     quantise_params,
 )
-from grpo_jax.rl.state import init_state
+from grpo_jax.rl.optimizer import init_state
 
 GOLDEN = Path(__file__).parents[1] / "golden/llama"
 CONFIG = ModelConfig(

@@ -19,7 +19,7 @@ from grpo_jax.rl import loop
 from grpo_jax.rl.distillation import WithTeacher, distillation_method, make_distillation_programs
 from grpo_jax.rl.grpo import grpo_loss_fn, make_programs
 from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
-from grpo_jax.rl.state import Batch, RewardArrays
+from grpo_jax.rl.types import Batch, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import check_vocabulary

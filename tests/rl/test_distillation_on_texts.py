@@ -24,9 +24,9 @@ from grpo_jax.offline.distillation import (
 )
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rl.distillation import WithTeacher, split
-from grpo_jax.rl.microbatches import by_prompts
-from grpo_jax.rl.state import Batch
-from grpo_jax.rl.step import accumulate_grads
+from grpo_jax.rl.pieces import by_prompts
+from grpo_jax.rl.types import Batch
+from grpo_jax.rl.update import accumulate_grads
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 

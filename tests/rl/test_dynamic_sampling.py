@@ -12,10 +12,12 @@ from grpo_jax.data.types import Completion, Component, Prompts, pad_prompts, rng
 from grpo_jax.devices import to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.rl.dynamic_sampling import sample_with_spread, select_on_devices
-from grpo_jax.rl.grpo import make_programs, train
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.train import train
 from grpo_jax.rl.readable import token_texts
-from grpo_jax.rl.rollout import Rollout, to_batch
-from grpo_jax.rl.state import Batch
+from grpo_jax.rl.types import Rollout
+from grpo_jax.rl.sampler import to_batch
+from grpo_jax.rl.types import Batch
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions

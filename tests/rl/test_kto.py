@@ -26,8 +26,8 @@ from grpo_jax.offline.kto import (
 )
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.preference import score_preferences
-from grpo_jax.rl.microbatches import by_prompts
-from grpo_jax.rl.step import accumulate_grads
+from grpo_jax.rl.pieces import by_prompts
+from grpo_jax.rl.update import accumulate_grads
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 

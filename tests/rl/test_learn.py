@@ -16,11 +16,14 @@ from grpo_jax.devices import place, to_devices, to_host
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.heads import Headed
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.learn import minibatch_order, needs_old_logprobs, with_scores
-from grpo_jax.rl.loop import compile_programs
+from grpo_jax.rl.update import minibatch_order
+from grpo_jax.rl.scorers import needs_old_logprobs
+from grpo_jax.rl.learn import with_scores
+from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.ppo import ActorCritic, ppo_method
 from grpo_jax.rl.scoring import score_completion_tokens
-from grpo_jax.rl.state import REWARD_AXES, Batch, RewardArrays, has_weight_decay, make_optimizer
+from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays
+from grpo_jax.rl.optimizer import has_weight_decay, make_optimizer
 from grpo_jax.tasks.task import Task
 
 N, G, P, T = 16, 4, 2, 3

@@ -23,11 +23,16 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.grading import Grader
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.rl.grpo import corrected_advantages, grpo_loss_fn, grpo_method, make_programs, masked, train
-from grpo_jax.rl.learn import SAMPLING, Advantages, sync_reference
-from grpo_jax.rl.loop import check_programs, compile_programs
-from grpo_jax.rl.rollout import completion_numbers, group_temperatures, make_sampler, noise_of
-from grpo_jax.rl.state import Batch, TrainState
+from grpo_jax.rl.terms import corrected_advantages
+from grpo_jax.rl.grpo import grpo_loss_fn, grpo_method, make_programs
+from grpo_jax.rl.advantages import masked
+from grpo_jax.train import train
+from grpo_jax.rl.keys import SAMPLING
+from grpo_jax.rl.learn import Advantages, sync_reference
+from grpo_jax.rl.iteration import check_programs, compile_programs
+from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
+from grpo_jax.rl.keys import noise_of
+from grpo_jax.rl.types import Batch, TrainState
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import paired_difference

@@ -14,11 +14,11 @@ from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import grpo_loss_fn
-from grpo_jax.rl.microbatches import computed_in_pieces, lengths_of, packed, take
+from grpo_jax.rl.pieces import computed_in_pieces, lengths_of, packed, take
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_loss_fn, ppo_method, split
 from grpo_jax.rl.scoring import score_completion_tokens
-from grpo_jax.rl.state import Batch
-from grpo_jax.rl.step import accumulate_grads
+from grpo_jax.rl.types import Batch
+from grpo_jax.rl.update import accumulate_grads
 
 N, G, P, T = 3, 4, 5, 6
 PLAIN = ModelConfig(V, 16, 24, 2, 4, 2, 4, initializer_range=0.4)

@@ -25,7 +25,7 @@ from grpo_jax.devices import (
     shardings,
     to_devices,
     to_host,
-    where_to_load,
+    load_shardings,
 )
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import logprobs
@@ -37,12 +37,15 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.planning import pieces
-from grpo_jax.rl.grpo import grpo_method, make_programs, train
-from grpo_jax.rl.learn import Method, with_scores
-from grpo_jax.rl.loop import compile_programs
+from grpo_jax.rl.grpo import grpo_method, make_programs
+from grpo_jax.train import train
+from grpo_jax.rl.types import Method
+from grpo_jax.rl.learn import with_scores
+from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.rl.rollout import completion_numbers, group_temperatures, make_sampler, noise_of
-from grpo_jax.rl.state import REWARD_AXES, Batch, RewardArrays
+from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
+from grpo_jax.rl.keys import noise_of
+from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
@@ -436,7 +439,7 @@ def test_what_a_mesh_does_not_divide_stays_whole():
 def test_a_model_is_read_onto_the_mesh():
     folder, mesh = Path(__file__).parents[1] / "golden" / "llama", Mesh(fsdp=2, tensor=2)
     model = config_from_huggingface(read_json(folder / "config.json"))
-    found = load_params(folder, model, sharding=where_to_load(mesh))
+    found = load_params(folder, model, sharding=load_shardings(mesh))
     expected = place(load_params(folder, model), mesh)
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, expected)
     assert params_sha256(found) == params_sha256(expected)

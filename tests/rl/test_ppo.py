@@ -32,7 +32,7 @@ from grpo_jax.rl.ppo import (
     train_ppo,
 )
 from grpo_jax.rl.scoring import score_completion_tokens
-from grpo_jax.rl.state import Batch, RewardArrays, TrainState
+from grpo_jax.rl.types import Batch, RewardArrays, TrainState
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.folder import RunFolder, write_json

@@ -15,7 +15,8 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import evaluate, sample_heldout
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.loop import compile_programs, train
+from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.train import train
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task

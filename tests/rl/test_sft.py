@@ -13,7 +13,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import mean_nll, sft_loss_fn, text_nll, train_sft
-from grpo_jax.rl.state import Batch
+from grpo_jax.rl.types import Batch
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 

@@ -14,9 +14,11 @@ from grpo_jax.config import recipe, validate, with_options
 from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.devices import to_host
 from grpo_jax.errors import UsageError
-from grpo_jax.rl.grpo import grpo_method, make_programs, train
-from grpo_jax.rl.learn import SAMPLING
-from grpo_jax.rl.rollout import completion_numbers, group_temperatures, noise_of
+from grpo_jax.rl.grpo import grpo_method, make_programs
+from grpo_jax.train import train
+from grpo_jax.rl.keys import SAMPLING
+from grpo_jax.rl.sampler import completion_numbers, group_temperatures
+from grpo_jax.rl.keys import noise_of
 from grpo_jax.rl.scoring import score_completion_tokens
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder

@@ -15,10 +15,11 @@ from grpo_jax.devices import data_parallel
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.rl.grpo import grpo_loss_fn
-from grpo_jax.rl.microbatches import by_prompts
+from grpo_jax.rl.pieces import by_prompts
 from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
-from grpo_jax.rl.state import Batch, init_state
-from grpo_jax.rl.step import train_step
+from grpo_jax.rl.types import Batch
+from grpo_jax.rl.optimizer import init_state
+from grpo_jax.rl.update import train_step
 
 N, G, P, T = 8, 3, 5, 6
 # A preset for each loss; those that differ in advantages and constants alone are the same program.

@@ -18,7 +18,8 @@ from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component, pad_prompts, rng
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.grading import Grader
-from grpo_jax.rl.grpo import make_programs, train
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.train import train
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.lock import hold

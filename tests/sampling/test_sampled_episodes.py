@@ -15,7 +15,7 @@ import pytest
 
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.rollout import to_batch
+from grpo_jax.rl.sampler import to_batch
 from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
 from grpo_jax.sampling.sampler import begin_episodes, continue_episodes, sample_groups
 

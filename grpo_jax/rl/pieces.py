@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
-from grpo_jax.rl.state import Array
+from grpo_jax.rl.types import Array
 
 
 class Microbatches(NamedTuple):

@@ -1,0 +1,24 @@
+"""What a step of training leaves to write. Loops make lines, and the runner writes them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Skipped(NamedTuple):
+    """Optimizer steps whose gradients were not finite."""
+
+    name: str  # of the first one, for its file
+    in_a_row: int
+    most: int  # skipped steps in a row at which the run stops
+    arrays: Callable[[], Mapping[str, Any]]  # the batch, by name
+
+
+class Line(NamedTuple):
+    """What a step leaves to write."""
+
+    metrics: Mapping[str, Any]  # plain numbers, the same in a rerun; empty: nothing is written
+    words: str  # for the progress bar; empty: it stays as it is
+    warnings: Mapping[str, str] = {}  # key -> sentence, said once in a run
+    groups: Sequence[dict[str, Any]] = ()  # of the rollout, for people to read
+    times: Mapping[str, Any] | None = None  # arguments of `RunFolder.log_times`; None: no times are written
+    skipped: Skipped | None = None

@@ -1,0 +1,255 @@
+"""From completions to text to rewards, on the host. Each host grades the completions on its own devices."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_jax.config import AdvantagesOf, GRPOConfig
+from grpo_jax.data.types import Completion, Prompts, Reward, Rewards, Span
+from grpo_jax.devices import Devices, gather_rows, local_numbers, local_rows
+from grpo_jax.hosts import gather
+from grpo_jax.rewards.reward import (
+    graders,
+    named_components,
+    new_counts,
+    no_reward,
+    score_completions,
+    ungraded_counts,
+    ungraded_messages,
+)
+from grpo_jax.rl.guards import check_first_rollout, rollout_warnings
+from grpo_jax.rl.metrics import rollout_metrics
+from grpo_jax.rl.types import Graded, RewardArrays, Rollout
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks.task import Task
+
+Grade = Callable[[Rollout, int], Rollout]  # (rollout, step) -> with rewards, metrics and warnings
+
+
+def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: Devices) -> Callable[[Rollout], Rollout]:
+    """Returns the function that grades a rollout: rewards, and the counts of what graders gave no number.
+
+    Args:
+      task: for its decoder, and its environment.
+      reward: one function, or several with weights.
+      config: the run.
+      devices: where rollouts lie.
+    """
+    reward = reward if config.distillation.reward_coef else no_reward
+    uses_turns = config.loss.advantages_of == "turns"
+    turns_count = uses_turns and shares_a_function(reward, task.reward)
+
+    def grade(rollout: Rollout) -> Rollout:
+        before = ungraded_counts(reward)
+        completions = read_completions(rollout)
+        prompts = take_prompts(rollout.prompts, local_numbers(devices, len(rollout.prompts.examples)))
+        graded = grade_completions(prompts, completions, task, reward)
+        if uses_turns:
+            graded = graded._replace(parts=_turns(completions, graded, counted=turns_count))
+        counts = _sum_over_hosts(reward, new_counts(before, ungraded_counts(reward)))
+        everywhere = gather_rows("rewards", graded, devices)
+        return rollout._replace(graded=everywhere, metrics=counts, warnings=grader_warnings(reward))
+
+    return grade
+
+
+def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Callable[[Rollout, int], Rollout]:
+    """Returns the function that adds metrics and warnings to a graded rollout, and ends a run that cannot learn.
+
+    Args:
+      task: of the run.
+      reward: as in `grading`.
+      config: the run.
+    """
+    is_graded = config.distillation.reward_coef > 0
+    is_first = True
+
+    def report(rollout: Rollout, step: int) -> Rollout:
+        nonlocal is_first
+        check_first_rollout(rollout, task, reward, step=step, is_first_of_call=is_first)
+        is_first = False
+        assert rollout.graded is not None
+        return rollout._replace(
+            metrics=rollout_metrics(rollout.graded) | rollout.metrics,
+            warnings=rollout_warnings(rollout.graded, task, step + 1, is_graded=is_graded) | rollout.warnings,
+        )
+
+    return report
+
+
+def grader_warnings(reward: Reward | Rewards) -> dict[str, str]:
+    """Returns a sentence about each reason why graders gave completions no number, by key. All hosts call this."""
+    if not graders(reward):
+        return {}
+    messages: dict[str, str] = {}
+    for of_host in gather("why completions were not graded", ungraded_messages(reward)):
+        messages |= of_host
+    return {
+        name: f"{message}; metrics.jsonl counts them as {name}, and those of evaluations as not_graded_share"
+        for name, message in messages.items()
+    }
+
+
+def _sum_over_hosts(reward: Reward | Rewards, counts: dict[str, int]) -> dict[str, int]:
+    """Adds up what the graders of all hosts counted, by name."""
+    if not graders(reward):
+        return counts
+    total: Counter[str] = Counter()
+    for of_host in gather("what was not graded", counts):
+        total.update(of_host)
+    return dict(total)
+
+
+def read_completions(rollout: Rollout) -> Completions:
+    """Reads what the host needs of the completions on its devices: everything but log-probabilities."""
+    batch = rollout.batch
+    ids, mask, truncated, turn = local_rows((batch.completion_ids, batch.completion_mask, batch.truncated, batch.turn))
+    episodes = (None, None) if rollout.episodes is None else rollout.episodes
+    return Completions(ids, mask, None, None, truncated, turn, *episodes)  # type: ignore[arg-type]
+
+
+def grade_completions(prompts: Prompts, completions: Completions, task: Task, reward: Reward | Rewards) -> Graded:
+    """Decodes completions and rewards them.
+
+    Args:
+      prompts: N.
+      completions: of `read_completions`.
+      task: for its decoder.
+      reward: one function, or several with weights.
+
+    Raises:
+      UsageError: a reward function returned another number of rewards than asked.
+    """
+    texts = decode_groups(completions, task)
+    shape = completions.truncated.shape
+    examples = [example for example in prompts.examples for _ in range(shape[1])]
+    flat = [text for group in texts for text in group]
+    scores = score_completions(reward, examples, flat)
+    if any(scores.spans):
+        from grpo_jax.data.spans import in_tokens  # a run without spans does not load it
+
+        for number, (parts, text) in enumerate(zip(scores.spans, flat, strict=True)):
+            scores.spans[number] = in_tokens(parts, text, task.decode)
+    scores = jax.tree.map(lambda x: x.reshape(shape), scores)
+    return Graded(
+        scores.rewards,
+        scores.applicable,
+        scores.components,
+        lengths=np.asarray(completions.completion_mask).sum(-1),
+        truncated=np.asarray(completions.truncated),
+        distinct=np.array([_distinct(group) for group in texts]),
+        parts=scores.spans,
+        episodes={} if completions.turn is None else _episode_numbers(completions, texts, task),
+    )
+
+
+def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:
+    """Returns some prompts, by their numbers."""
+    return Prompts(prompts.ids[rows], prompts.mask[rows], [prompts.examples[row] for row in rows])
+
+
+def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
+    """Decodes `[N][G]` texts without the token that ended them. The text of an episode includes the observations."""
+    content = completions.attention_mask & ~np.isin(completions.completion_ids, task.eos_ids)
+    if completions.turn is not None:
+        from grpo_jax.data.episodes import ENDINGS
+        from grpo_jax.rl.episodes import turns_of
+
+    def decode(row: tuple[int, int]) -> Completion:
+        ids = completions.completion_ids[row][content[row]].tolist()
+        text = task.decode(ids), ids, bool(completions.truncated[row])
+        if completions.turn is None:
+            return Completion(*text)
+        return Completion(*text, turns_of(completions, row, task), ENDINGS[completions.ending[row]])
+
+    num_prompts, group_size = completions.truncated.shape
+    return [[decode((i, j)) for j in range(group_size)] for i in range(num_prompts)]
+
+
+def shares_a_function(reward: Reward | Rewards, of_task: Reward | Rewards) -> bool:
+    """Returns whether a run's reward has a function of the task's. Rewards of turns count only then.
+
+    A control's coin toss has none, so the rewards of turns are left out as well. Otherwise they would teach the
+    control, even where they cancel in the sum of an episode: the loss weighs a token by the length of its completion,
+    and later turns change that length.
+    """
+    functions, others = ([part.reward for part in named_components(each).values()] for each in (reward, of_task))
+    return any(function in others for function in functions)
+
+
+# ---- as arrays for the devices
+
+
+def reward_arrays(
+    graded: Graded, advantages_of: AdvantagesOf, num_tokens: int, reward: Reward | Rewards
+) -> RewardArrays:
+    """Returns the rewards of a rollout as the arrays that advantages are made of.
+
+    Args:
+      graded: the rollout.
+      advantages_of: what is compared, an option of the run.
+      num_tokens: T.
+      reward: for the weights of components.
+    """
+    if advantages_of in ("turns", "spans"):
+        return RewardArrays(graded.rewards, graded.applicable, parts=_part_rewards(graded, num_tokens))
+    if advantages_of == "sum":
+        return RewardArrays(graded.rewards, graded.applicable)
+    named = named_components(reward)
+    weights = np.array([component.weight for component in named.values()], np.float32)
+    components = np.stack([graded.components[name] for name in named], axis=-1)
+    return RewardArrays(graded.rewards, graded.applicable, np.where(weights != 0, components, np.nan), weights)
+
+
+def _part_rewards(graded: Graded, num_tokens: int) -> np.ndarray:
+    """Returns what each turn or span earned, at the last of its tokens, float32 `[N, G, T]`; NaN elsewhere.
+
+    The last part of a completion also has what the completion's reward is above their sum: what the whole completion
+    earned. A completion without parts is one.
+    """
+    earned = np.full((*graded.rewards.shape, num_tokens), np.nan, np.float32)
+    for i, j in np.ndindex(graded.rewards.shape):
+        parts: tuple[Span, ...] = graded.parts[i, j]  # type: ignore[assignment]
+        rest = float(graded.rewards[i, j]) - sum(part.reward for part in parts)
+        last = parts[-1].end - 1 if parts else int(graded.lengths[i, j]) - 1
+        for token, reward in [*((part.end - 1, part.reward) for part in parts), (last, rest)]:
+            earned[i, j, token] = np.nan_to_num(earned[i, j, token]) + reward
+    return earned
+
+
+def _turns(completions: Completions, graded: Graded, *, counted: bool) -> np.ndarray:
+    """Returns the turns of each episode as parts, with what the environment gave for each if that counts."""
+    parts = np.empty(graded.rewards.shape, object)
+    for place in np.ndindex(parts.shape):
+        turn = np.where(completions.completion_mask[place], completions.turn[place], 0)
+        rewards = np.nan_to_num(completions.turn_rewards[place]) * counted
+        tokens = {number: np.flatnonzero(turn == number) for number in range(1, turn.max() + 1)}
+        parts[place] = tuple(
+            Span(int(at[0]), int(at[-1]) + 1, float(rewards[number - 1]), "tokens") for number, at in tokens.items()
+        )
+    return parts
+
+
+def _episode_numbers(completions: Completions, texts: list[list[Completion]], task: Task) -> dict[str, np.ndarray]:
+    """Returns numbers of episodes `[N, G]` by name: turns, tokens of the environment, and what it measures."""
+    turn, mask = np.asarray(completions.turn), np.asarray(completions.completion_mask)
+    numbers = {
+        "turns": turn.max(-1),
+        "environment_tokens": ((turn > 0) & ~mask).sum(-1),
+        "ending": np.asarray(completions.ending),
+    }
+    assert task.environment is not None
+    if task.environment.measure is None:
+        return numbers
+    measured: list[Mapping[str, Any]] = [task.environment.measure(text) for group in texts for text in group]
+    shape = numbers["turns"].shape
+    return numbers | {
+        f"measure_{name}": np.array([each[name] for each in measured]).reshape(shape) for name in measured[0]
+    }
+
+
+def _distinct(group: Sequence[Completion]) -> float:
+    return len({(*text.ids, text.truncated) for text in group}) / len(group)

@@ -1,0 +1,92 @@
+"""Optimizers and learning rates of all methods, and the state before the first step."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.errors import UsageError
+from grpo_jax.models.lora import Adapted
+from grpo_jax.models.quantised import holds_quantised
+from grpo_jax.models.transformer import Params
+from grpo_jax.rl.types import TrainState
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """Returns the state before the first step.
+
+    Raises:
+      UsageError: the parameters have adapters, which `trainable.split` takes out for training, or are quantised.
+    """
+    if isinstance(params, Adapted):
+        raise UsageError("these parameters have adapters: train the first of trainable.split(params)")
+    if holds_quantised(params):
+        raise UsageError("quantised parameters are frozen: train adapters on them (lora.add_adapters)")
+    return TrainState(params, optimizer.init(params), jnp.int32(0), {})
+
+
+def learning_rate_schedule(
+    learning_rate: float,
+    *,
+    warmup_steps: int = 0,
+    total_steps: int = 0,
+    decay: Literal["none", "linear", "cosine"] = "none",
+) -> optax.Schedule:
+    """A linear rise to the peak, then a constant rate or a fall to 0.
+
+    Args:
+      learning_rate: peak rate.
+      warmup_steps: optimizer steps of the rise from 0 to the peak; default 0.
+      total_steps: optimizer steps at which the fall ends.
+      decay: how the rate falls; default "none".
+
+    Returns:
+      Number of optimizer steps taken -> rate of the next.
+    """
+    falling = max(total_steps - warmup_steps, 1)
+    after: optax.Schedule = {
+        "none": optax.constant_schedule(learning_rate),
+        "linear": optax.linear_schedule(learning_rate, 0.0, falling),
+        "cosine": optax.cosine_decay_schedule(learning_rate, falling),
+    }[decay]
+    rising = optax.linear_schedule(0.0, learning_rate, warmup_steps)
+    return optax.join_schedules([rising, after], [warmup_steps]) if warmup_steps else after
+
+
+def make_optimizer(
+    learning_rate: float | optax.Schedule,
+    *,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    adam_epsilon: float = 1e-8,
+) -> optax.GradientTransformation:
+    """AdamW (1711.05101) after scaling down long gradients.
+
+    Args:
+      learning_rate: a rate, or a schedule.
+      weight_decay: of matrices; default 0. Norms and biases have none, as in transformers and TRL. Routers of experts
+        have none either: they may be frozen.
+      max_grad_norm: norm above which a gradient is scaled down; default 1.
+      adam_epsilon: ε of a step m / (√v + ε); default 1e-8.
+
+    Returns:
+      An optax transformation.
+    """
+    adamw = optax.adamw(learning_rate, eps=adam_epsilon, weight_decay=weight_decay, mask=has_weight_decay)
+    return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
+
+
+def has_weight_decay(params: Params) -> Any:
+    """For each parameter, whether weight decay applies: not to a norm's scale or its offset, a bias, or a router."""
+
+    def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
+        names = {getattr(key, "key", None) for key in path[-2:]}
+        return not names & {"scale", "offset", "bias", "router"}
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def steps_taken(state: TrainState) -> jax.Array:
+    """Optimizer steps that changed the parameters: those that were skipped do not count."""
+    return optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")[0][1]

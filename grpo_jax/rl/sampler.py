@@ -1,0 +1,190 @@
+"""Samplers: the policy's own programs, for completions and for episodes. `engines` have another."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.config import SamplingConfig
+from grpo_jax.data.types import Prompts
+from grpo_jax.devices import Devices, all_rows, compiled, map_rows, place, to_devices
+from grpo_jax.errors import UsageError
+from grpo_jax.models.policy import Policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.rl.keys import step_key
+from grpo_jax.rl.types import Batch
+from grpo_jax.sampling.sampler import Completions, sample_groups
+from grpo_jax.sampling.truncation import Truncation
+from grpo_jax.tasks.task import Task
+
+
+class Sampler(NamedTuple):
+    """What samples completions, for training and evaluation alike."""
+
+    # (params, prompts, numbers int32 [N, G], temperature float32 [N, G], noise uint32 [3]) -> Completions. The noise is
+    # on the host, all others on the devices
+    draw: Callable[..., Completions]
+    devices: Devices
+    # The policy's own program: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the
+    # devices. If there is `replay`, `given` of `sample_groups` is the last argument. None: an engine samples, or
+    # several programs sample episodes
+    program: Callable[..., Completions] | None = None
+    # (params, batch as sampled) -> the log-probabilities `[N, G, T]` that `program` gives to its completions; None if
+    # the sampler was not asked to
+    replay: Callable[[Params, Batch], jax.Array] | None = None
+
+    def sample(
+        self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
+    ) -> tuple[Batch, Completions]:
+        """Samples a group for each prompt.
+
+        The policy's own program is started and not waited for; episodes and engines are waited for.
+
+        Args:
+          params: the policy's.
+          prompts: N, padded on the left.
+          numbers: int32 `[N, G]`, numbers of the completions, which key the noise of each.
+          temperature: float32 `[N, G]`.
+          noise: uint32 `[3]`, (seed, stream, index) of `step_key`.
+
+        Returns:
+          The batch, and the completions that it holds, both on the devices.
+
+        Raises:
+          UsageError: prompts are not padded on the left.
+          Interruption: an engine is gone.
+        """
+        if not prompts.mask[:, -1].all():
+            raise UsageError("prompts must be padded on the left: data.types.pad_prompts does it")
+        ids, mask, numbers, temperature = to_devices((prompts.ids, prompts.mask, numbers, temperature), self.devices)
+        completions = self.draw(params, prompts._replace(ids=ids, mask=mask), numbers, temperature, noise)
+        return to_batch(ids, mask, temperature, completions), completions
+
+    def complete(self, params: Params, *args: Any) -> Completions:
+        """Samples as `sample` does and waits: NumPy arrays. The parameters may be on one device only."""
+        return all_rows(self.sample(place(params, self.devices), *args)[1], self.devices)
+
+
+def make_sampler(
+    policy: Policy, task: Task, sampling: SamplingConfig, *, devices: Devices = 1, replays: bool = False
+) -> Sampler:
+    """Makes the sampler of a run, which is compiled at its first call.
+
+    Args:
+      policy: the model's functions.
+      task: its tokens, and perhaps an environment.
+      sampling: options of the run.
+      devices: where it runs.
+      replays: whether it needs `replay`. Episodes are not replayed.
+
+    Raises:
+      UsageError: the task has an environment, and the policy cannot continue after its replies.
+    """
+    if task.environment is not None:
+        from grpo_jax.rl.episodes import episode_sampler  # a run without an environment does not load it
+
+        return Sampler(episode_sampler(policy, task, sampling, devices), devices)
+
+    def program(params, prompt_ids, prompt_mask, numbers, temperature, noise, *given) -> Completions:
+        def sample_rows(common, prompt_ids, prompt_mask, numbers, temperature, *given) -> Completions:
+            params, noise = common
+            prompts = prompt_ids, prompt_mask
+            return sample(policy, task, sampling, params, prompts, numbers, temperature, step_key(*noise), *given)
+
+        rows = prompt_ids, prompt_mask, numbers, temperature, *given
+        return map_rows(sample_rows, devices)((params, noise), *rows)
+
+    run_program = compiled(program, 0, devices=devices)
+
+    def draw(params, prompts, numbers, temperature, noise) -> Completions:
+        nothing_given = [np.full((*numbers.shape, sampling.max_tokens), -1, np.int32)] if replays else []
+        given = to_devices(nothing_given, devices)
+        noise = to_devices(noise, devices, axes=None)
+        return run_program(params, prompts.ids, prompts.mask, numbers, temperature, noise, *given)
+
+    def replay(params, batch: Batch) -> jax.Array:
+        """Runs the program that sampled, which is compiled already. It samples no token, so its noise has no effect."""
+        numbers, noise = np.zeros(batch.temperature.shape, np.int32), np.zeros(3, np.uint32)
+        numbers, noise = to_devices(numbers, devices), to_devices(noise, devices, axes=None)
+        prompts = batch.prompt_ids, batch.prompt_mask
+        replayed = run_program(params, *prompts, numbers, batch.temperature, noise, batch.completion_ids)
+        return replayed.sampler_logprobs
+
+    return Sampler(draw, devices, run_program, replay if replays else None)
+
+
+def sample(
+    policy: Policy,
+    task: Task,
+    sampling: SamplingConfig,
+    params: Params,
+    prompts: tuple[jax.Array, jax.Array],
+    numbers: jax.Array,
+    temperature: jax.Array,
+    key: jax.Array,
+    given: jax.Array | None = None,
+) -> Completions:
+    """Samples completions of prompts with the options of a run.
+
+    Args:
+      policy, params: of the model.
+      task, sampling: of the run.
+      prompts: ids int32 and mask bool, `[N, P]`.
+      numbers: int32 `[N, G]`, numbers of the completions, which key the noise of each.
+      temperature: `[N, G]`.
+      key: consumed.
+      given: as in `sample_groups`.
+    """
+    return sample_groups(
+        policy,
+        params,
+        *prompts,
+        numbers,
+        key,
+        max_tokens=sampling.max_tokens,
+        eos_ids=task.eos_ids,
+        temperature=temperature,
+        truncation=truncation_of(sampling),
+        pad_id=task.pad_id,
+        given=given,
+    )
+
+
+def truncation_of(sampling: SamplingConfig) -> Truncation:
+    """Returns the limits on candidates that the options of a run ask for."""
+    return Truncation(
+        top_k=sampling.top_k or None,
+        top_p=sampling.top_p if sampling.top_p < 1 else None,
+        min_p=sampling.min_p or None,
+    )
+
+
+def to_batch(prompt_ids: Any, prompt_mask: Any, temperature: Any, completions: Completions) -> Batch:
+    """Returns prompts and completions as the batch that is scored and learned from."""
+    return Batch(
+        prompt_ids,
+        prompt_mask,
+        completions.completion_ids,
+        completions.completion_mask,
+        temperature,
+        completions.sampler_logprobs,
+        completions.truncated_logprobs,
+        completions.truncated,
+        completions.turn,
+    )
+
+
+def group_temperatures(sampling: SamplingConfig) -> Any:
+    """τᵢ = temperature + spread · i / G for i = 0 … G − 1, float32 `[N, G]`; NumPy unless a setting is traced."""
+    numpy: Any = jnp if isinstance(sampling.temperature, jax.Array) else np
+    places = numpy.arange(sampling.group_size, dtype=numpy.float32) / sampling.group_size
+    group = sampling.temperature + sampling.temperature_spread * places
+    return numpy.tile(group.astype(numpy.float32), (sampling.num_prompts, 1))
+
+
+def completion_numbers(sampling: SamplingConfig) -> np.ndarray:
+    """Returns the numbers of the completions of a step, int32 `[N, G]`."""
+    shape = sampling.num_prompts, sampling.group_size
+    return np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)

@@ -1,0 +1,166 @@
+"""The data of an iteration. Letters: N prompts of P tokens, G completions of T tokens, K rewards, U optimizer steps.
+
+A reward passes four containers: the list that a function returns becomes `rewards.reward.Scores`, then `Graded` on the
+host, then `RewardArrays` on the devices, and at last the advantages of a `Batch`.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from grpo_jax.data.types import Prompts
+from grpo_jax.functional import Metrics
+from grpo_jax.models.transformer import Params
+
+_NOTHING: Any = MappingProxyType({})  # read-only, since it is shared
+
+Array = Any  # jax.Array on a device, np.ndarray on the host
+
+
+class TrainState(NamedTuple):
+    """Everything that a checkpoint holds.
+
+    Data and noise are functions of (seed, step), and the step is the checkpoint's name, so no iterator and no key is
+    part of it.
+    """
+
+    params: Any  # what is trained: of one model, or by role ("policy", "critic")
+    opt_state: optax.OptState
+    skipped: Array  # int32, optimizer steps skipped in a row because gradients were not finite
+    extras: dict[str, Any]  # what hooks move: "reference" and "kl_coef"
+    queue: tuple[Any, ...] = ()  # rollouts that wait for their step: (Batch, EpisodeRecord or None), oldest first
+
+
+class TeacherOutputs(NamedTuple):
+    """What the loss needs of a teacher. A field is None if the kind of distillation does not need it."""
+
+    logprobs: Array = None  # [N, G, T], of the sampled tokens
+    hidden: Array = None  # [N, G, T, E], states of the teacher's decoder
+    ids: Array = None  # int32 [N, G, T, K], the likeliest tokens
+    logits: Array = None  # [N, G, T, K + 1], of these tokens, and of all other tokens in one
+
+
+class Batch(NamedTuple):
+    """Completions to learn from, on the devices."""
+
+    prompt_ids: Array  # int32 [N, P], padded on the left
+    prompt_mask: Array  # bool [N, P]
+    completion_ids: Array  # int32 [N, G, T]
+    completion_mask: Array  # bool [N, G, T], the policy's own tokens
+    temperature: Array  # [N, G], of the sampler
+    # ---- from the sampler
+    sampler_logprobs: Array = None  # [N, G, T], of the softmax after temperature
+    truncated_logprobs: Array = None  # [N, G, T], after top-k, top-p and min-p too; None without them
+    truncated: Array = None  # bool [N, G], no token ended the completion
+    turn: Array = None  # int32 [N, G, T], as in `Completions`; None: there is one turn
+    # ---- from scorers; None if the update does not need the field
+    old_logprobs: Array = None  # [N, G, T]; None: those of the policy that is differentiated, without gradient
+    ref_logprobs: Array = None  # [N, G, T]
+    old_entropy: Array = None  # [N, G, T], in nats
+    old_values: Array = None  # [N, G, T + 1], of a critic when the completions were sampled
+    teacher: TeacherOutputs | None = None
+    # ---- from the rewards
+    advantages: Array = None  # [N, G], or [N, G, T]
+    returns: Array = None  # [N, G, T], what a critic learns
+    # ---- from the masks of a whole optimizer batch
+    weights: Array = None  # [N, G, T]
+    # ---- of a piece with packed completions
+    packed: Array = None  # int32 [N, S], places of tokens among the G·T of their prompt, in order; G·T for padding
+
+
+class EpisodeRecord(NamedTuple):
+    """What the host knows of episodes, as NumPy arrays."""
+
+    turn_rewards: Array  # float32 [N, G, K], what the environment gave for each turn; NaN for nothing
+    ending: Array  # int8 [N, G], why the episode ended: a place in `data.episodes.ENDINGS`
+
+
+class Graded(NamedTuple):
+    """What completions earned, the same on every host. All arrays are NumPy's."""
+
+    rewards: np.ndarray  # float32 [N, G], the weighted sum
+    applicable: np.ndarray  # bool [N, G], whether any reward applies
+    components: dict[str, np.ndarray]  # name -> float32 [N, G], NaN where it does not apply
+    lengths: np.ndarray  # int [N, G], in tokens, the ending one included
+    truncated: np.ndarray  # bool [N, G]
+    distinct: np.ndarray  # float [N], share of the completions of a group that differ
+    parts: np.ndarray  # object [N, G], tuples of `Span` in tokens, ordered by their ends: turns or spans
+    episodes: dict[str, np.ndarray]  # name -> [N, G], numbers of episodes; empty without an environment
+
+
+class Rollout(NamedTuple):
+    """N prompts with G completions each."""
+
+    prompts: Prompts
+    batch: Batch
+    episodes: EpisodeRecord | None = None
+    graded: Graded | None = None  # None: rewards are not known yet
+    metrics: dict[str, Any] = _NOTHING  # of grading, as plain numbers
+    warnings: dict[str, str] = _NOTHING  # key -> sentence, for the user
+
+
+class RewardArrays(NamedTuple):
+    """What completions earned, on the devices."""
+
+    rewards: Array  # float32 [N, G], the weighted sum
+    applicable: Array  # bool [N, G], whether any reward applies
+    components: Array = None  # float32 [N, G, K], NaN where a reward does not apply or is only watched
+    weights: Array = None  # float32 [K]
+    parts: Array = None  # float32 [N, G, T], of turns or spans at the token that ends each, NaN elsewhere
+
+
+REWARD_AXES = RewardArrays(0, 0, 0, None, 0)  # what devices share out; the weights are the same on all
+
+
+class Forward(NamedTuple):
+    """One differentiated forward pass over a piece of a batch."""
+
+    states: jax.Array  # hidden states that predict each token: [N, G, T, D], or [N, S, D] of packed completions
+    logprobs: jax.Array  # [N, G, T], after the sampler's temperature
+    entropy: jax.Array  # [N, G, T], in nats
+    routing: Any = None  # `models.experts.Routing` of a mixture of experts
+
+
+class Logs(NamedTuple):
+    """What a loss reports besides its value. Logs of pieces of a batch can be combined."""
+
+    means: Metrics  # name -> (weighted sum, weight)
+    maxima: Mapping[str, jax.Array] = {}
+
+
+Scorer = Callable[[Params, Batch], dict[str, Any]]  # (models by role, batch) -> fields of the batch
+# (rewards, scored batch, β) -> batch with advantages; advantages to log, [N, G] or [N, G, T]; metrics
+Advantage = Callable[[RewardArrays, Batch, Array], tuple[Batch, jax.Array, dict[str, jax.Array]]]
+# (models by role, forward pass, batch with weights) -> Σ weights · loss, and what to log of it
+Term = Callable[[Params, Forward, Batch], tuple[jax.Array, Logs]]
+# (state after the updates of an iteration, its metrics, its number from 0) -> state
+Hook = Callable[[TrainState, Mapping[str, Array], Array], TrainState]
+
+
+class Method(NamedTuple):
+    """A method that learns from rollouts, such as GRPO or PPO, as data."""
+
+    forward: Callable[[Params, Batch], Forward]  # (models by role, piece of a batch) -> what the terms read
+    terms: tuple[Term, ...]  # parts of the loss, which are added
+    advantage: Advantage
+    aggregation: Callable[..., jax.Array]  # (mask, *, num_completions) -> weights
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule  # the policy's learning rate, to log
+    scorers: tuple[Scorer, ...] = ()
+    extras: Callable[[Any], dict[str, Any]] = lambda trained: {}  # trained parameters -> what hooks move, at the start
+    after: tuple[Hook, ...] = ()
+    packs: bool = False  # whether scorers and terms take batches whose completions are packed
+    # metrics of an optimizer step -> those to log
+    summarise: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda metrics: metrics
+
+
+class Learned(NamedTuple):
+    """What an iteration's updates leave to log."""
+
+    metrics: dict[str, jax.Array]  # scalars
+    advantages: jax.Array  # [N, G], or [N, G, T] of turns and spans
+    order: jax.Array  # int32 [U, n], the prompts of each optimizer step

@@ -1,0 +1,305 @@
+"""The update of an iteration, as pure functions of whole arrays: epochs, minibatches, pieces, devices.
+
+Weights are made from the mask of a whole optimizer batch, before it is split. So the gradients of its pieces, and of
+the parts that devices have, add up to the gradient of the whole batch.
+
+Letters as in `types`.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.config import GRPOConfig
+from grpo_jax.devices import Devices, size, spread_over, sum_rows
+from grpo_jax.models.sharding import batch_parts, laid_out
+from grpo_jax.models.trainable import join
+from grpo_jax.models.transformer import Params
+from grpo_jax.planning.pieces import choose_piece, fastest_piece_tokens
+from grpo_jax.rl.keys import SHUFFLING, step_key
+from grpo_jax.rl.optimizer import steps_taken
+from grpo_jax.rl.pieces import Microbatches, by_prompts, lengths_of, packed, take
+from grpo_jax.rl.types import Array, Batch, Learned, Logs, Method, RewardArrays, TrainState
+
+# Metrics of optimizer steps, not of tokens.
+STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate"})
+
+# (trained parameters, all that is not differentiated, batch with weights) -> Σ weights · loss, and logs
+LossFn = Callable[[Params, Any, Batch], tuple[jax.Array, Logs]]
+
+
+def learn(
+    method: Method,
+    config: GRPOConfig,
+    state: TrainState,
+    frozen: Any,
+    start: Params | None,
+    batch: Batch,
+    rewards: RewardArrays,
+    clock: tuple[Array, Array],
+    *,
+    devices: Devices = 1,
+) -> tuple[TrainState, Learned]:
+    """Computes advantages, takes all optimizer steps on a rollout, and runs the method's hooks.
+
+    Args:
+      method: of the run.
+      config: the run.
+      state: donated by callers that compile this.
+      frozen: parameters that are not trained.
+      start: the policy's parameters at the start, which are the reference unless the state has another.
+      batch: as sampled and scored, of N prompts.
+      rewards: of its completions.
+      clock: the seed of the run, and the number of the iteration, from 0.
+      devices: that share the rows.
+
+    Returns:
+      The next state, and what to log.
+    """
+    # ---- advantages
+    kl_coef = state.extras.get("kl_coef", jnp.float32(config.loss.kl_coef))
+    batch, advantages, logs = method.advantage(rewards, batch, kl_coef)
+
+    # ---- every prompt once an epoch, in shuffled minibatches
+    step = partial(optimizer_step, method, config, frozen, start, devices)
+    state, metrics, order = update_epochs(step, state, batch, config, clock, devices)
+
+    # ---- what moves after the updates
+    for hook in method.after:
+        state = hook(state, logs, clock[1])
+    return state, Learned(logs | metrics, advantages, order)
+
+
+def models_of(trained: Params, frozen: Any, start: Params | None, extras: Mapping[str, Any]) -> Params:
+    """Returns all models of a run by role, with the "reference": the one in the state, or else the start."""
+    models = join(trained, frozen)
+    moved = extras.get("reference")
+    reference = start if moved is None else join(moved, frozen["policy"])
+    return models if reference is None else models | {"reference": reference}
+
+
+def update_epochs(
+    optimizer_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]],
+    state: TrainState,
+    batch: Batch,
+    config: GRPOConfig,
+    clock: tuple[Array, Array],
+    devices: Devices = 1,
+) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+    """Takes the optimizer steps on a rollout.
+
+    Args:
+      optimizer_step: (state, minibatch) -> state, metrics.
+      state: before the updates.
+      batch: of N prompts.
+      config: the run.
+      clock: as in `learn`.
+      devices: that share the rows.
+
+    Returns:
+      The state, metrics of the iteration, and the prompts of each optimizer step `[U, n]`.
+    """
+    epochs, minibatches = config.optimizer.epochs, config.optimizer.minibatches
+    num_prompts = batch.prompt_ids.shape[0]
+    if minibatches == 1:
+        order = jnp.tile(jnp.arange(num_prompts, dtype=jnp.int32), (epochs, 1))
+        if epochs == 1:
+            state, history = optimizer_step(state, batch)
+            history = jax.tree.map(lambda x: x[None], history)
+        else:
+            state, history = jax.lax.scan(lambda state, _: optimizer_step(state, batch), state, None, length=epochs)
+    else:
+
+        def minibatch(prompts: jax.Array) -> Batch:
+            chosen = jax.tree.map(lambda x: x[prompts], batch)
+            return spread_over(chosen, devices) if size(devices) > 1 else chosen
+
+        order = minibatch_order(*clock, num_prompts, epochs=epochs, minibatches=minibatches)
+        state, history = jax.lax.scan(lambda state, prompts: optimizer_step(state, minibatch(prompts)), state, order)
+    tokens = history.pop("_tokens")
+    return state, average_over_updates(history, tokens), order
+
+
+def minibatch_order(seed: Array, step: Array, num_prompts: int, *, epochs: int, minibatches: int) -> jax.Array:
+    """Returns the prompts of each optimizer step, int32 `[epochs · minibatches, N / minibatches]`.
+
+    Every epoch has its own permutation of all N, a function of (seed, step).
+    """
+
+    def of_epoch(epoch: jax.Array) -> jax.Array:
+        key = step_key(seed, SHUFFLING, jnp.asarray(step, jnp.uint32) * epochs + epoch)
+        return jax.random.permutation(key, num_prompts)
+
+    orders = jax.vmap(of_epoch)(jnp.arange(epochs, dtype=jnp.uint32))
+    return orders.reshape(epochs * minibatches, -1).astype(jnp.int32)
+
+
+def optimizer_step(
+    method: Method,
+    config: GRPOConfig,
+    frozen: Any,
+    start: Params | None,
+    devices: Devices,
+    state: TrainState,
+    minibatch: Batch,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Takes one optimizer step of a method on a minibatch; the other arguments are those of `learn`."""
+
+    def loss_fn(trained: Params, others: Any, piece: Batch) -> tuple[jax.Array, Logs]:
+        models = models_of(trained, *others)
+        forward = method.forward(models, piece)
+        losses, logs = zip(*(term(models, forward, piece) for term in method.terms), strict=True)
+        means = {name: pair for log in logs for name, pair in log.means.items()}
+        return sum(losses), Logs(means, {name: most for log in logs for name, most in log.maxima.items()})
+
+    rate, completions = method.schedule(steps_taken(state)), minibatch.temperature.size
+    state, metrics = train_step(
+        state,
+        (frozen, start, state.extras),
+        minibatch,
+        loss_fn=loss_fn,
+        weights_of=partial(method.aggregation, num_completions=completions),
+        optimizer=method.optimizer,
+        pieces=lambda rows: choose_pieces(method, config, rows),
+        devices=devices,
+    )
+    tokens = jnp.sum(minibatch.completion_mask)
+    return state, method.summarise(metrics) | {"learning_rate": jnp.asarray(rate), "_tokens": tokens}
+
+
+def train_step(
+    state: TrainState,
+    others: Any,
+    batch: Any,
+    *,
+    loss_fn: LossFn,
+    weights_of: Callable[[jax.Array], jax.Array],
+    optimizer: optax.GradientTransformation,
+    pieces: Callable[[Any], Microbatches | None] = lambda rows: None,
+    devices: Devices = 1,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Takes one optimizer step. Gradients that are not finite change only the count of skipped steps.
+
+    Args:
+      state: before the step.
+      others: what the loss reads and is not differentiated, such as frozen parameters.
+      batch: of N rows, with a `completion_mask` and room for `weights`.
+      loss_fn: (trained parameters, others, batch with weights) -> Σ weights · loss, logs.
+      weights_of: mask of the whole batch -> weights, as the functions of `functional.aggregation`.
+      optimizer: an optax transformation.
+      pieces: rows of one device -> the pieces that they are computed in; None: at once.
+      devices: that share the rows.
+
+    Returns:
+      The next state, and metrics as scalars: those of the loss, `loss`, `grad_norm`, `skipped`.
+    """
+    batch = batch._replace(weights=weights_of(batch.completion_mask))
+
+    def of_rows(shared: Any, rows: Any) -> tuple[Any, Any]:
+        params, others = shared
+        fixed = lambda trained, piece: loss_fn(trained, others, piece)  # noqa: E731
+        grads, loss, logs = accumulate_grads(fixed, params, rows, pieces(rows))
+        return (grads, loss, logs.means), logs.maxima
+
+    (grads, loss, means), maxima = sum_rows(of_rows, devices)((state.params, others), batch)
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updated = optax.apply_updates(state.params, updates), opt_state
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), updated, (state.params, state.opt_state)
+    )
+    skipped = jnp.where(finite, 0, state.skipped + 1)
+    metrics = {name: total / jnp.maximum(weight, 1e-9) for name, (total, weight) in means.items()}
+    metrics |= {**maxima, "loss": loss, "grad_norm": grad_norm, "skipped": skipped}
+    return state._replace(params=params, opt_state=opt_state, skipped=skipped), metrics
+
+
+def accumulate_grads(
+    loss_fn: Callable[[Params, Any], tuple[jax.Array, Logs]],
+    params: Params,
+    batch: Any,
+    microbatches: Microbatches | None = None,
+) -> tuple[Params, jax.Array, Logs]:
+    """Σ over microbatches of ∇ loss_fn, one at a time in memory.
+
+    Args:
+      loss_fn: (params, batch with weights) -> (Σ weights · per-token loss, logs).
+      params: where to differentiate.
+      batch: leading axis N; its weights are already made from all of it.
+      microbatches: of the batch; None: it is computed in one piece.
+
+    Returns:
+      Gradients, loss and logs of the whole batch.
+    """
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    if microbatches is None:
+        (loss, logs), grads = grad_fn(params, batch)
+        return laid_out(grads), loss, logs
+
+    def add(number: jax.Array, total: Any) -> Any:
+        (loss, logs), grads = grad_fn(params, take(batch, microbatches, number))
+        return _combine(total, (laid_out(grads), loss, logs))
+
+    shapes = jax.eval_shape(lambda: grad_fn(params, take(batch, microbatches, 0)))
+    (loss, logs), grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    grads = laid_out(grads)
+    logs = logs._replace(maxima=jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), logs.maxima))
+    # An empty piece is computed too if every completion is left out: the maxima would stay −∞.
+    return jax.lax.fori_loop(0, jnp.maximum(microbatches.num_used, 1), add, (grads, loss, logs))
+
+
+def _combine(total: Any, piece: Any) -> Any:
+    """Adds gradients, losses and means; takes the larger of maxima."""
+    (grads, loss, logs), (more_grads, more_loss, more_logs) = total, piece
+    summed = jax.tree.map(jnp.add, (grads, loss, logs.means), (more_grads, more_loss, more_logs.means))
+    return summed[0], summed[1], Logs(summed[2], jax.tree.map(jnp.maximum, logs.maxima, more_logs.maxima))
+
+
+def choose_pieces(method: Method, config: GRPOConfig, batch: Batch) -> Microbatches | None:
+    """Returns the pieces that a batch is computed in, of the rows that one device has; None: it is one piece."""
+    num_prompts, group_size, tokens = batch.completion_ids.shape
+    local, optimizer = num_prompts // batch_parts(), config.optimizer
+    piece = choose_piece(
+        local,
+        batch.prompt_ids.shape[-1],
+        group_size,
+        tokens,
+        microbatches=optimizer.microbatches,
+        piece_tokens=optimizer.piece_tokens or fastest_piece_tokens(on_cpu=jax.default_backend() == "cpu"),
+        packs=method.packs,
+    )
+    if piece.is_packed:
+        return packed(lengths_of(batch.completion_mask), piece.width, piece.rows)
+    return by_prompts(num_prompts, local // piece.rows)
+
+
+def average_over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
+    """Returns the metrics of an iteration from those of its optimizer steps.
+
+    They are means over the steps. Metrics of tokens are weighted by the tokens of each step: a plain mean would give
+    short minibatches too much weight. `ratio_deviation` is the largest. `first_ratio_deviation` and
+    `first_sampler_mismatch` are of the first step, when the policy is still the one that sampled. `skipped` is the
+    largest number of steps skipped in a row. `skipped_update` is the first skipped step, counted from 0, or −1.
+
+    Args:
+      metrics: name -> `[U]`.
+      tokens: `[U]`, tokens that each step learned from.
+    """
+    weights = tokens / (tokens.sum() + (tokens.sum() == 0))
+    means = {
+        name: values.mean() if name in STEP_METRICS else (values * weights).sum() for name, values in metrics.items()
+    }
+    skipped = metrics["skipped"] > 0
+    return means | {
+        "ratio_deviation": metrics["ratio_deviation"].max(),
+        "first_ratio_deviation": metrics["ratio_deviation"][0],
+        "first_sampler_mismatch": metrics["sampler_mismatch"][0],
+        "skipped": metrics["skipped"].max(),
+        "skipped_update": jnp.where(skipped.any(), jnp.argmax(skipped), -1),
+    }

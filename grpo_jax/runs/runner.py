@@ -1,0 +1,149 @@
+"""The one loop of training: it restores, rewinds, shows progress, logs, evaluates, saves and stops.
+
+It knows nothing of what a step does. The line of a step is read while the devices work on the next one.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from grpo_jax.data.line import Line, Skipped
+from grpo_jax.errors import Interruption
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.profiling import profiling
+from grpo_jax.runs.stopping import between_steps
+
+S = TypeVar("S", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
+Pending = Callable[[], Line]  # waits for the numbers of a step
+
+
+class Pace(NamedTuple):
+    """How often a phase evaluates and saves. Steps are counted from 1."""
+
+    steps: int  # of the phase in all
+    eval_every: int = 0  # 0: never
+    checkpoint_every: int = 0  # 0: only at the end
+    save_every_minutes: float = 0.0  # 0: never for that
+    keep_checkpoints: int = 2
+    profile_steps: int = 0
+    evaluates_end: bool = True  # also if the last step is no multiple of eval_every
+
+
+def run_steps(
+    run: RunFolder,
+    phase: str,
+    pace: Pace,
+    *,
+    initial_state: Callable[[], S],
+    step: Callable[[S, int, Callable[[], None]], tuple[S, Pending]],
+    place: Callable[[S], S],
+    shardings: Callable[[S], S],
+    evaluate: Callable[[S, int], dict[str, float]] | None = None,
+    until: int | None = None,
+) -> S:
+    """Takes the steps of a phase, continuing from its newest checkpoint.
+
+    Args:
+      run: where lines and checkpoints go.
+      phase: names them.
+      pace: of the phase.
+      initial_state: makes the state before the first step. It may be traced for its shapes only.
+      step: (state, number from 0, meanwhile) -> next state, and a function that waits for the line of the step. It
+        calls `meanwhile` once, when it has given the devices something to do.
+      place: state -> the state on its devices.
+      shardings: shapes of a state -> where its arrays are put.
+      evaluate: (state, steps taken) -> numbers to log: at step 0, every `eval_every` steps, and at the end.
+      until: the step to stop at. A later call continues from there. None: the last step.
+
+    Returns:
+      The final state.
+
+    Raises:
+      FloatingPointError: gradients were not finite too many times in a row.
+    """
+    end = pace.steps if until is None else until
+    evaluate = evaluate if pace.eval_every else None
+    kept = run.checkpoints(
+        phase, keep=pace.keep_checkpoints, every=pace.checkpoint_every, minutes=pace.save_every_minutes
+    )
+    with between_steps() as asked_to_stop, kept as checkpoints:
+        state, done = checkpoints.restore(initial_state, shardings)
+        state = place(state)
+        run.rewind(phase, done, checkpoints.lines)
+        if evaluate and done == 0:
+            run.log(phase, 0, evaluate(state, 0))
+        pending: Pending | None = None
+        reached = saved = done  # steps that the state has taken, and that of the newest checkpoint
+        profile = profiling(run.path / "profile", done, pace.profile_steps)
+        with run.progress(phase, pace.steps, done) as show, profile as profile_step:
+
+            def read(evaluated: dict[str, float]) -> None:
+                nonlocal pending
+                if pending is not None:
+                    line = pending()
+                    write_line(run, phase, reached, line, evaluated)
+                    if line.words:
+                        show(reached, line.words)
+                pending = None
+
+            try:
+                for number in range(done, end):
+                    profile_step(number)
+                    state, pending = step(state, number, lambda: read({}))
+                    reached, is_last = number + 1, number + 1 == end
+                    evaluated: dict[str, float] = {}
+                    if evaluate and (reached % pace.eval_every == 0 or (is_last and pace.evaluates_end)):
+                        with run.timed("evaluate"):
+                            evaluated = evaluate(state, reached)
+                    stop = asked_to_stop()
+                    save = stop or is_last or checkpoints.is_due(reached)
+                    if evaluated or save:
+                        read(evaluated)
+                    if save:  # after the lines that it covers
+                        checkpoints.save(state, reached)
+                        saved = reached
+                    if stop:
+                        break
+            except Interruption:  # raised while a step samples or grades, which leaves the state as it was
+                read({})
+                if reached > saved:
+                    checkpoints.save(state, reached)
+                raise
+    return state
+
+
+def write_line(run: RunFolder, phase: str, step: int, line: Line, evaluated: dict[str, float]) -> None:
+    """Writes what a step left.
+
+    Args:
+      run: where it goes.
+      phase: of the step.
+      step: from 1.
+      line: what the step left.
+      evaluated: numbers of an evaluation after it.
+
+    Raises:
+      FloatingPointError: gradients were not finite too many times in a row.
+    """
+    run.warn(line.warnings)
+    if line.metrics or evaluated:
+        run.log(phase, step, {**line.metrics, **evaluated})  # also the metrics of a step that stops the run
+    if line.skipped is not None:
+        _keep_skipped(run, line.skipped)
+    run.log_rollout(phase, step, list(line.groups))
+    if line.times is not None:
+        run.log_times(phase, step, **line.times)
+
+
+def _keep_skipped(run: RunFolder, skipped: Skipped) -> None:
+    """Writes the batch of a skipped step to a file, and stops the run after too many in a row."""
+    file = run.path / f"skipped_{skipped.name}.npz"
+    arrays: Any = {name: np.asarray(value) for name, value in skipped.arrays().items() if value is not None}
+    if run.writes:
+        np.savez_compressed(file, **arrays)
+    run.warn_once("skipped", f"gradients of {skipped.name} are not finite: the step is skipped, its batch is in {file}")
+    if skipped.in_a_row >= skipped.most:
+        raise FloatingPointError(
+            f"gradients were not finite {skipped.most} times in a row: lower the learning rate, or look at {file}"
+        )
