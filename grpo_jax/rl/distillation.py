@@ -31,8 +31,8 @@ from grpo_jax.functional.numerics import is_zero
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.advantages import masked
-from grpo_jax.rl.checks import check_task
 from grpo_jax.rl.grpo import check_teacher, grpo_method
+from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.sampler import Sampler
 from grpo_jax.rl.scoring import hidden_states, score_completion_tokens

@@ -2,20 +2,23 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.episodes import ENDINGS, MAX_CHARACTERS, Reply
-from grpo_jax.data.types import Completion, Example, Turn
+from grpo_jax.data.types import Completion, Example, Span, Turn
 from grpo_jax.devices import Devices, compiled, map_rows, to_devices, to_host
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.rewards.reward import place_and_reason
 from grpo_jax.rl.keys import step_key
 from grpo_jax.rl.sampler import truncation_of
+from grpo_jax.rl.types import EpisodeRecord, Graded
 from grpo_jax.sampling.sampler import Completions, Episodes, begin_episodes, continue_episodes
 from grpo_jax.tasks.task import Task
 
@@ -216,21 +219,122 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
     return tuple(one(number) for number in said)
 
 
-def measured(texts: Sequence[Sequence[Completion]], task: Task) -> dict[str, float]:
-    """Means over episodes of what the environment measures, by name."""
-    if task.environment is None or task.environment.measure is None:
-        return {}
-    found = [task.environment.measure(text) for group in texts for text in group]
-    return {f"environment_{name}": float(np.mean([numbers[name] for numbers in found])) for name in found[0]}
+# ---- what is graded, logged and checked of episodes
 
 
-def episode_metrics(completions: Completions) -> dict[str, Any]:
-    """Metrics of episodes, as plain numbers: turns, tokens of the environment, and how many ended in which way."""
-    turn, own = np.asarray(completions.turn), np.asarray(completions.completion_mask)
-    counts = np.bincount(completions.ending.ravel(), minlength=len(ENDINGS))
-    named = {f"ended_{name.replace(' ', '_')}": int(n) for name, n in zip(ENDINGS, counts, strict=True)}
-    return {
-        "turns_mean": float(turn.max(-1).mean()),
-        "environment_tokens_mean": float(((turn > 0) & ~own).sum(-1).mean()),
-        **{name: count for name, count in named.items() if count or name == "ended_done"},
+def episode_text(
+    text: str, ids: Sequence[int], completions: Completions, place: tuple[int, int], task: Task
+) -> Completion:
+    """Returns the text of an episode, which knows its turns and why it ended.
+
+    Args:
+      text: of all its tokens.
+      ids: without those that ended a turn.
+      completions: NumPy arrays.
+      place: of the episode among `[N, G]`.
+      task: for its decoder.
+    """
+    turns, ending = turns_of(completions, place, task), ENDINGS[completions.ending[place]]
+    return Completion(text, ids, bool(completions.truncated[place]), turns, ending)
+
+
+def turn_parts(completions: Completions, *, counted: bool) -> np.ndarray:
+    """Returns the turns of each episode as parts: object `[N, G]`, tuples of `Span` in tokens.
+
+    Args:
+      completions: NumPy arrays.
+      counted: whether a part has what the environment gave for the turn, or 0.
+    """
+    parts = np.empty(completions.truncated.shape, object)
+    for place in np.ndindex(parts.shape):
+        turn = np.where(completions.completion_mask[place], completions.turn[place], 0)
+        rewards = np.nan_to_num(completions.turn_rewards[place]) * counted
+        tokens = {number: np.flatnonzero(turn == number) for number in range(1, turn.max() + 1)}
+        parts[place] = tuple(
+            Span(int(at[0]), int(at[-1]) + 1, float(rewards[number - 1]), "tokens") for number, at in tokens.items()
+        )
+    return parts
+
+
+def episode_numbers(completions: Completions, texts: list[list[Completion]], task: Task) -> dict[str, np.ndarray]:
+    """Returns numbers of episodes `[N, G]` by name: turns, tokens of the environment, and what it measures."""
+    turn, mask = np.asarray(completions.turn), np.asarray(completions.completion_mask)
+    numbers = {
+        "turns": turn.max(-1),
+        "environment_tokens": ((turn > 0) & ~mask).sum(-1),
+        "ending": np.asarray(completions.ending),
     }
+    assert task.environment is not None
+    if task.environment.measure is None:
+        return numbers
+    measured: list[Mapping[str, Any]] = [task.environment.measure(text) for group in texts for text in group]
+    shape = numbers["turns"].shape
+    return numbers | {
+        f"measure_{name}": np.array([each[name] for each in measured]).reshape(shape) for name in measured[0]
+    }
+
+
+def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Returns means of the numbers of episodes, and how many episodes ended in which way."""
+    means = {f"{name}_mean": float(episodes[name].mean()) for name in ("turns", "environment_tokens")}
+    counts = np.bincount(episodes["ending"].ravel(), minlength=len(ENDINGS))
+    endings = {f"ended_{name.replace(' ', '_')}": int(n) for name, n in zip(ENDINGS, counts, strict=True)}
+    measured = {
+        name.replace("measure_", "environment_"): float(values.mean())
+        for name, values in episodes.items()
+        if name.startswith("measure_")
+    }
+    shown = {name: count for name, count in endings.items() if count or name == "ended_done"}
+    return means | shown | measured
+
+
+def check_first_episodes(graded: Graded, task: Task) -> None:
+    """Ends a run whose environment fails in every episode of the first rollout.
+
+    Raises:
+      UsageError: how it failed, and where.
+    """
+    if task.environment and task.environment.messages and _endings(graded) <= {"raised", "not a reply", "died"}:
+        failure, message = next(iter(task.environment.messages.items()))
+        raise UsageError(
+            f"every episode of the first rollout ended in its environment: {_environment_failed(failure, message)}"
+        )
+
+
+def episode_warnings(graded: Graded, task: Task) -> dict[str, str]:
+    """Warns of what the environment failed at, once for each kind, and of episodes that had too few turns."""
+    if task.environment is None or not graded.episodes:
+        return {}
+    warnings = {
+        f"environment {failure}": f"{_environment_failed(failure, message)}; metrics.jsonl counts them as "
+        f"ended_{failure.replace(' ', '_')}"
+        for failure, message in task.environment.messages.items()
+    }
+    if _endings(graded) == {"turns"}:
+        warnings["turns"] = "every episode was cut off after its last turn: raise max_turns"
+    return warnings
+
+
+def _endings(graded: Graded) -> set[str]:
+    return {ENDINGS[number] for number in np.unique(graded.episodes["ending"])}
+
+
+def _environment_failed(failure: str, message: str) -> str:
+    return f"the environment failed ({failure}), which ends the episode: {place_and_reason(message)}"
+
+
+def turn_lines(completions: Completions, i: int, texts: Sequence[Completion]) -> dict[str, Any]:
+    """Returns what `readable` writes of a group of episodes: the turn of each token, negative if the environment wrote
+    it; what turns earned; and why episodes ended."""
+    lengths = completions.attention_mask[i].sum(-1)
+    turn = np.where(completions.completion_mask[i], completions.turn[i], -completions.turn[i])
+    return {
+        "turns": [row[:length].tolist() for row, length in zip(turn, lengths, strict=True)],
+        "turn_rewards": [[turn.reward for turn in text.turns] for text in texts],
+        "endings": [text.ending for text in texts],
+    }
+
+
+def empty_record(sampling: SamplingConfig, shape: tuple[int, int]) -> EpisodeRecord:
+    """Returns the record of N·G episodes with all numbers 0, for its shapes."""
+    return EpisodeRecord(jnp.zeros((*shape, sampling.max_turns)), jnp.zeros(shape, jnp.int8))

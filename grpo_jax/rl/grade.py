@@ -1,8 +1,7 @@
 """From completions to text to rewards, on the host. Each host grades the completions on its own devices."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -48,7 +47,9 @@ def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: D
         prompts = take_prompts(rollout.prompts, local_numbers(devices, len(rollout.prompts.examples)))
         graded = grade_completions(prompts, completions, task, reward)
         if uses_turns:
-            graded = graded._replace(parts=_turns(completions, graded, counted=turns_count))
+            from grpo_jax.rl.episodes import turn_parts
+
+            graded = graded._replace(parts=turn_parts(completions, counted=turns_count))
         counts = _sum_over_hosts(reward, new_counts(before, ungraded_counts(reward)))
         everywhere = gather_rows("rewards", graded, devices)
         return rollout._replace(graded=everywhere, metrics=counts, warnings=grader_warnings(reward))
@@ -134,6 +135,8 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         for number, (parts, text) in enumerate(zip(scores.spans, flat, strict=True)):
             scores.spans[number] = in_tokens(parts, text, task.decode)
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
+    if completions.ending is not None:
+        from grpo_jax.rl.episodes import episode_numbers
     return Graded(
         scores.rewards,
         scores.applicable,
@@ -142,7 +145,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         truncated=np.asarray(completions.truncated),
         distinct=np.array([_distinct(group) for group in texts]),
         parts=scores.spans,
-        episodes={} if completions.turn is None else _episode_numbers(completions, texts, task),
+        episodes={} if completions.ending is None else episode_numbers(completions, texts, task),
     )
 
 
@@ -153,17 +156,15 @@ def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
     """Decodes `[N][G]` texts without the token that ended them. The text of an episode includes the observations."""
+    if completions.ending is not None:
+        from grpo_jax.rl.episodes import episode_text
     content = completions.attention_mask & ~np.isin(completions.completion_ids, task.eos_ids)
-    if completions.turn is not None:
-        from grpo_jax.data.episodes import ENDINGS
-        from grpo_jax.rl.episodes import turns_of
 
-    def decode(row: tuple[int, int]) -> Completion:
-        ids = completions.completion_ids[row][content[row]].tolist()
-        text = task.decode(ids), ids, bool(completions.truncated[row])
-        if completions.turn is None:
-            return Completion(*text)
-        return Completion(*text, turns_of(completions, row, task), ENDINGS[completions.ending[row]])
+    def decode(place: tuple[int, int]) -> Completion:
+        ids = completions.completion_ids[place][content[place]].tolist()
+        if completions.ending is None:
+            return Completion(task.decode(ids), ids, bool(completions.truncated[place]))
+        return episode_text(task.decode(ids), ids, completions, place, task)
 
     num_prompts, group_size = completions.truncated.shape
     return [[decode((i, j)) for j in range(group_size)] for i in range(num_prompts)]
@@ -218,37 +219,6 @@ def _part_rewards(graded: Graded, num_tokens: int) -> np.ndarray:
         for token, reward in [*((part.end - 1, part.reward) for part in parts), (last, rest)]:
             earned[i, j, token] = np.nan_to_num(earned[i, j, token]) + reward
     return earned
-
-
-def _turns(completions: Completions, graded: Graded, *, counted: bool) -> np.ndarray:
-    """Returns the turns of each episode as parts, with what the environment gave for each if that counts."""
-    parts = np.empty(graded.rewards.shape, object)
-    for place in np.ndindex(parts.shape):
-        turn = np.where(completions.completion_mask[place], completions.turn[place], 0)
-        rewards = np.nan_to_num(completions.turn_rewards[place]) * counted
-        tokens = {number: np.flatnonzero(turn == number) for number in range(1, turn.max() + 1)}
-        parts[place] = tuple(
-            Span(int(at[0]), int(at[-1]) + 1, float(rewards[number - 1]), "tokens") for number, at in tokens.items()
-        )
-    return parts
-
-
-def _episode_numbers(completions: Completions, texts: list[list[Completion]], task: Task) -> dict[str, np.ndarray]:
-    """Returns numbers of episodes `[N, G]` by name: turns, tokens of the environment, and what it measures."""
-    turn, mask = np.asarray(completions.turn), np.asarray(completions.completion_mask)
-    numbers = {
-        "turns": turn.max(-1),
-        "environment_tokens": ((turn > 0) & ~mask).sum(-1),
-        "ending": np.asarray(completions.ending),
-    }
-    assert task.environment is not None
-    if task.environment.measure is None:
-        return numbers
-    measured: list[Mapping[str, Any]] = [task.environment.measure(text) for group in texts for text in group]
-    shape = numbers["turns"].shape
-    return numbers | {
-        f"measure_{name}": np.array([each[name] for each in measured]).reshape(shape) for name in measured[0]
-    }
 
 
 def _distinct(group: Sequence[Completion]) -> float:

@@ -12,7 +12,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.advantages import group_advantage
-from grpo_jax.rl.checks import check_task
+from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.moving import moving_parts
 from grpo_jax.rl.optimizer import learning_rate_schedule, make_optimizer

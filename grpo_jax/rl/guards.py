@@ -4,17 +4,65 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from grpo_jax.data.episodes import ENDINGS
+from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Reward, Rewards
+from grpo_jax.devices import host_count
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
+from grpo_jax.rewards.reward import ungraded_messages
 from grpo_jax.rl.metrics import has_spread
+from grpo_jax.rl.scorers import needs_replay
 from grpo_jax.rl.types import Graded, Rollout
 from grpo_jax.tasks.task import Task
 
 # In float32 every token's ratio is 1 to about 1e-5. In bfloat16 one was seen off by 0.33, and their mean by 0.013.
 RATIO_TOLERANCE = 1.0
 MISMATCH_TOLERANCE = 1.05
+
+
+def check_task(task: Task, config: GRPOConfig) -> None:
+    """Refuses a task that cannot be trained on with these options.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    check_tokens(task)
+    loss, sampling = config.loss, config.sampling
+    if sampling.top_k > task.vocab_size:
+        raise UsageError(
+            f"top_k is {sampling.top_k}, but the model has {task.vocab_size} tokens: set it below that, or to 0 for all"
+        )
+    if task.environment is not None and host_count() > 1:
+        raise UsageError(f"an environment runs on one host, and there are {host_count()}: leave out --distributed")
+    check_turns(task, sampling.max_turns, sampling.environment_tokens)
+    if loss.mask_truncated and task.open_ended:
+        raise UsageError(
+            "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
+        )
+    if needs_replay(config) and task.environment is not None:
+        raise UsageError(
+            "old_logprobs sampler with staleness runs the sampler again on its completions, and not on episodes: leave "
+            "out old_logprobs, staleness or the environment"
+        )
+    if loss.advantages_of == "spans" and task.environment is not None:
+        raise UsageError(
+            'advantages_of "spans" is for completions of one turn, and this task has an environment: set it to "turns"'
+        )
+    if loss.advantages_of == "turns" and task.environment is None:
+        raise UsageError(
+            'advantages_of "turns" is for tasks with an environment, and this one has none: set it to "sum"'
+        )
+    rewards = task.reward if isinstance(task.reward, Mapping) else {}
+    counting = [name for name, component in rewards.items() if component.weight]
+    if loss.advantages_of == "components" and len(counting) < 2:
+        raise UsageError(
+            'advantages_of "components" compares several rewards, but fewer than two of this task have a weight: give '
+            'more of them, or take "sum"'
+        )
+    if sampling.filter_metric and sampling.filter_metric not in counting:
+        raise UsageError(
+            f'filter_metric "{sampling.filter_metric}" is no reward with a weight; such are: '
+            f"{', '.join(counting) or 'none, for the reward has no parts'}"
+        )
 
 
 def check_tokens(task: Task) -> None:
@@ -85,7 +133,11 @@ def rollout_warnings(graded: Graded, task: Task, step: int, *, is_graded: bool =
       step: from 1.
       is_graded: whether rewards are needed.
     """
-    warnings = _episode_warnings(graded, task)
+    warnings = {}
+    if graded.episodes:
+        from grpo_jax.rl.episodes import episode_warnings
+
+        warnings = episode_warnings(graded, task)
     if not np.isfinite(graded.rewards).all():
         warnings["reward"] = "the reward function returned NaN or infinity: such a step is skipped"
     if graded.truncated.all() and not task.open_ended and not graded.episodes:
@@ -140,35 +192,10 @@ def check_first_rollout(
     failed = [message for name, message in ungraded_messages(reward).items() if name.endswith(_FAILED)]
     if step == 0 and failed and not graded.applicable.any():
         raise UsageError(f"no completion of the first rollout has a reward: {failed[0]}")
-    if not (is_first_of_call and graded.episodes and task.environment):
-        return
-    if task.environment.messages and _endings(graded) <= {"raised", "not a reply", "died"}:
-        failure, message = next(iter(task.environment.messages.items()))
-        raise UsageError(
-            f"every episode of the first rollout ended in its environment: {_environment_failed(failure, message)}"
-        )
+    if is_first_of_call and graded.episodes:
+        from grpo_jax.rl.episodes import check_first_episodes
 
-
-def _episode_warnings(graded: Graded, task: Task) -> dict[str, str]:
-    """Warns of what the environment failed at, once for each kind, and of episodes that had too few turns."""
-    if task.environment is None or not graded.episodes:
-        return {}
-    warnings = {
-        f"environment {failure}": f"{_environment_failed(failure, message)}; metrics.jsonl counts them as "
-        f"ended_{failure.replace(' ', '_')}"
-        for failure, message in task.environment.messages.items()
-    }
-    if _endings(graded) == {"turns"}:
-        warnings["turns"] = "every episode was cut off after its last turn: raise max_turns"
-    return warnings
-
-
-def _endings(graded: Graded) -> set[str]:
-    return {ENDINGS[number] for number in np.unique(graded.episodes["ending"])}
-
-
-def _environment_failed(failure: str, message: str) -> str:
-    return f"the environment failed ({failure}), which ends the episode: {place_and_reason(message)}"
+        check_first_episodes(graded, task)
 
 
 def ratio_warning(metrics: Mapping[str, float]) -> dict[str, str]:

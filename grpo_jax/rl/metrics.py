@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.episodes import ENDINGS
 from grpo_jax.rl.types import Graded
 
 
@@ -17,6 +16,8 @@ def rollout_metrics(graded: Graded) -> dict[str, Any]:
     rewards are 0 and 1), `length_below` of those with less.
     """
     lengths, components = graded.lengths, graded.components
+    if graded.episodes:
+        from grpo_jax.rl.episodes import episode_metrics
     counts = np.maximum(graded.applicable.sum(-1, keepdims=True), 1)
     group_mean = np.where(graded.applicable, graded.rewards, 0).sum(-1, keepdims=True) / counts
     # The mean of equal rewards may be off by rounding.
@@ -42,20 +43,6 @@ def rollout_metrics(graded: Graded) -> dict[str, Any]:
         **({"spans_mean": float(np.mean(num_parts))} if any(num_parts) and not graded.episodes else {}),
         **(episode_metrics(graded.episodes) if graded.episodes else {}),
     }
-
-
-def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Returns means of the numbers of episodes, and how many episodes ended in which way."""
-    means = {f"{name}_mean": float(episodes[name].mean()) for name in ("turns", "environment_tokens")}
-    counts = np.bincount(episodes["ending"].ravel(), minlength=len(ENDINGS))
-    endings = {f"ended_{name.replace(' ', '_')}": int(n) for name, n in zip(ENDINGS, counts, strict=True)}
-    measured = {
-        name.replace("measure_", "environment_"): float(values.mean())
-        for name, values in episodes.items()
-        if name.startswith("measure_")
-    }
-    shown = {name: count for name, count in endings.items() if count or name == "ended_done"}
-    return means | shown | measured
 
 
 def has_spread(graded: Graded | None, metric: str = "") -> np.ndarray:

@@ -43,7 +43,9 @@ def readable(
     texts = decode_groups(_first(completions, count), task)
     lengths = completions.attention_mask.sum(-1)
     by_part = advantages.ndim == 3
-    has_turns, has_spans = completions.turn is not None, not graded.episodes and any(graded.parts.ravel())
+    has_spans = not graded.episodes and any(graded.parts.ravel())
+    if graded.episodes:
+        from grpo_jax.rl.episodes import turn_lines
 
     def group(i: int) -> dict[str, Any]:
         number = numbers[i]
@@ -65,13 +67,8 @@ def readable(
         if by_part:
             rows = zip(advantages[i], parts, strict=True)
             at_ends = [_rounded(row[[part.end - 1 for part in of_row]]) for row, of_row in rows]
-        if has_turns:
-            # The turn of each token is negative if the environment wrote it.
-            turn = np.where(completions.completion_mask[i], completions.turn[i], -completions.turn[i])
-            lines["turns"] = [row[:length].tolist() for row, length in zip(turn, lengths[i], strict=True)]
-            lines["turn_rewards"] = [[turn.reward for turn in text.turns] for text in texts[i]]
-            lines["endings"] = [text.ending for text in texts[i]]
-            lines |= {"turn_advantages": at_ends} if by_part else {}
+        if graded.episodes:
+            lines |= turn_lines(completions, i, texts[i]) | ({"turn_advantages": at_ends} if by_part else {})
         if has_spans:
             # The first token of each span and the one behind its last.
             lines["spans"] = [[[span.start, span.end] for span in of_row] for of_row in parts]

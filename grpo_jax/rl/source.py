@@ -113,8 +113,12 @@ def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
         truncated=jnp.zeros(shape[:2], bool),
         turn=jnp.zeros(shape, jnp.int32) if has_turns else None,
     )
-    turns = jnp.zeros((*shape[:2], sampling.max_turns)), jnp.zeros(shape[:2], jnp.int8)
-    return ((batch, EpisodeRecord(*turns) if has_turns else None),) * sampling.staleness
+    record = None
+    if has_turns:
+        from grpo_jax.rl.episodes import empty_record
+
+        record = empty_record(sampling, shape[:2])
+    return ((batch, record),) * sampling.staleness
 
 
 # ---- dynamic sampling

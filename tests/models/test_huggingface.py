@@ -39,7 +39,7 @@ from grpo_jax.models.huggingface import (
 from grpo_jax.models.lora import add_adapters, merge
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.checks import check_task
+from grpo_jax.rl.guards import check_task
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.tasks.dataset import text_task
 
