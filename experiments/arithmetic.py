@@ -111,8 +111,8 @@ def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]], phase: str) ->
     terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase][-2:])
     names = ("avg", "greedy", "ended_share")
     table = {title: [cell(row, name) for name in names] for title, row in rows.items()}
-    title = "accuracy on 1,000 held-out additions, with 95% intervals; ended: share of completions with an end token"
-    terminal.print_table(run, title, ("sampled", "greedy", "ended"), table)
+    title = "accuracy on 1,000 held-out additions, with 95% intervals"
+    terminal.print_table(run, title, ("sampled", "greedy", "share ended"), table)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def train_with_control(
     def row(held: HeldoutResult) -> dict[str, float]:
         return summary(held.evaluation) | examine(*held)
 
-    with run.waiting("evaluating the initial model (may take minutes: its programs are compiled first)"):
+    with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
         start = evaluate_heldout(programs, programs.method.actor(*programs.method.split(params)), task, config, run)
     rows, checksum = {"before": row(start)}, ""
     for phase in phases:
