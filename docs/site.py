@@ -6,7 +6,8 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = {"index.md": "README.md", "RESULTS.md": "RESULTS.md", "BUILD_NOTES.md": "BUILD_NOTES.md"}
+OUTSIDE = {"index.md": "README.md"}
+OUTSIDE |= {name: name for name in ("RESULTS.md", "BUILD_NOTES.md", "CONTRIBUTING.md", "CHANGELOG.md")}
 COPIED = ["examples/quickstart.ipynb"]  # linked, not rendered
 
 

@@ -1,4 +1,4 @@
-"""What the README shows works as written: its Python, and its own task from a few lines. It stays short."""
+"""The code blocks of the README work as written, and the README stays short."""
 
 import ast
 import json
@@ -36,16 +36,17 @@ def test_import_works(line):
 
 def test_readme_is_short():
     text = README.read_text()
-    assert len(text.splitlines()) <= 140
-    assert len(text.split()) <= 1300
+    outside_code = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert len(text.splitlines()) <= 145
+    assert len(outside_code.split()) <= 1300
     assert max(map(len, text.splitlines())) <= 120
 
 
 def test_every_script_is_there():
-    named = re.findall(r"^\| `([a-z_.]+)[ `].*\|.*\|$", README.read_text().partition("## Scripts")[2], re.MULTILINE)
-    scripts = named[: named.index("claims.reproduce") + 1]
-    assert len(scripts) == 8
-    assert all((ROOT / "experiments" / f"{name.replace('.', '/')}.py").exists() for name in scripts)
+    scripts = re.findall(r"^\| `([a-z_.]+)[ `].*\|.*\|$", (ROOT / "docs/scripts.md").read_text(), re.MULTILINE)
+    assert len(set(scripts)) >= 20
+    paths = [ROOT / "experiments" / name.replace(".", "/") for name in scripts]
+    assert not [path for path in paths if not (path.is_dir() or path.with_suffix(".py").exists())]
 
 
 def test_one_line_installs_and_tests():
@@ -53,18 +54,22 @@ def test_one_line_installs_and_tests():
     assert line.startswith("python3 -m venv .venv && .venv/bin/pip install -q -e '.[test]'")
 
 
-def test_losses_alone_run():
-    losses, _ = blocks("python")
+def test_losses_print_the_number_in_the_comment():
+    _, losses = blocks("python")
+    (stated,) = re.findall(r"^print\(loss\)  # (\S+)$", losses, re.MULTILINE)
     names: dict[str, Any] = {}
+    exec(losses.partition("print(loss)")[0], names)
+    assert names["loss"] == pytest.approx(float(stated), abs=1e-5)
     exec(losses, names)
-    assert names["loss"] == pytest.approx(0, abs=1e-6)
+    assert -1e-3 < names["loss"] < 0  # GSPO clips at 1 + 4e-4
 
 
-def test_reward_of_own_task_gives_numbers():
+def test_reward_of_readme_gives_numbers():
     (code,) = re.findall(r"^cat > my_rewards.py <<'END'\n(.*?)^END", README.read_text(), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(code, names)
-    assert names["mentions"]([{"word": "cat"}] * 2, ["A cat, a Cat and a cat.", "A dog."]) == [1, 0]
+    rows = [{"answer": "9 * 8 = <<9*8=72>>72\n#### 72"}] * 3
+    assert names["correct"](rows, ["9 * 8 is 72.\n#### 72", "#### 73", "72"]) == [1, 0, 1]
 
 
 def shell(commands: str, folder: Path) -> None:
@@ -77,17 +82,30 @@ def shell(commands: str, folder: Path) -> None:
 
 @needs_model
 @pytest.mark.slow
-def test_own_task_learns_as_written(tmp_path):
-    """In the shell, then in Python."""
+def test_commands_of_readme_run(tmp_path):
+    """The commands run on rows like GSM8K's, made shorter by options, and then the trainer."""
+    rows = [{"question": f"What is {n}+5?", "answer": f"{n}+5={n + 5}\n#### {n + 5}"} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (train,) = (block for block in blocks("bash") if "my_rewards.py" in block)
-    assert len(train.splitlines()) <= 15
-    shell(train, tmp_path)
+    assert len(train.splitlines()) <= 8
+    template = "  --template '{question} "
+    assert template in train
+    shell(train.replace(template, "  --steps 2 --num-prompts 4 --group-size 2 --max-tokens 16" + template), tmp_path)
+    assert (tmp_path / "my-model/model.safetensors").exists()
+
+    trainer, _ = blocks("python")
+    shell(f"cat > trainer.py <<'END'\n{trainer}END\n.venv/bin/python trainer.py", tmp_path)
+    assert list((tmp_path / "runs/grpo_trainer").glob("metrics.jsonl"))
+
+
+@needs_model
+@pytest.mark.slow
+def test_own_task_learns_as_written(tmp_path):
+    """The first two blocks of the page about rewards."""
+    make, train, *_ = blocks("bash", ROOT / "docs/rewards.md")
+    shell(make + train + ".venv/bin/grpo-jax export runs/train my-model", tmp_path)
     assert (tmp_path / "my-model/model.safetensors").exists()
 
     results = json.loads((tmp_path / "runs/train/results.json").read_text())
     assert results["before"]["avg"] < 0.3
     assert results["after"]["avg_low"] > 0.6
-
-    _, trainer = blocks("python")
-    shell(f"cat > five.py <<'END'\n{trainer}END\n.venv/bin/python five.py", tmp_path)
-    assert list((tmp_path / "runs/grpo_trainer").glob("metrics.jsonl"))

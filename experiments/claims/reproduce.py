@@ -58,7 +58,7 @@ def main(config: Config) -> None:
     except OSError as error:
         raise UsageError(f"{config.out} cannot hold results ({error}): name another --out") from None
     page = write_results([file.expanduser() for file in config.numbers] or [ask(config, out)], out)
-    console.print(f"to read: {page}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
 
 
 def ask(config: Config, out: Path) -> Path:

@@ -121,7 +121,7 @@ def train_with_control(
     def row(held: HeldoutResult) -> dict[str, float]:
         return summary(held.evaluation) | examine(*held)
 
-    with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
+    with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
         start = evaluate_heldout(programs, params["policy"], task, config, run)
     rows, checksum = {"before": row(start)}, ""
     for phase in phases:
@@ -137,7 +137,7 @@ def explain_control(run: RunFolder, names: Iterable[str], *, control: str = "con
     """Says what the control's line of a table is, if it has one."""
     if control in names:
         run.console.print(
-            f"{control}: the same start, prompts and steps with a coin toss for a reward; its drift is not learning.",
+            f"{control}: same start, prompts and steps, but the reward is a coin toss. Its changes are not learning.",
             soft_wrap=True,
         )
 

@@ -162,7 +162,7 @@ def main(config: Config) -> None:
     def heldout_numbers(params: Params) -> dict[str, float]:
         return {f"heldout_{name}": value for name, value in with_intervals(evaluated(params)).items()}
 
-    with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
+    with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
         before = evaluated(model.params)
     state = train_preference(
         model.policy, model.params, batches, config.train, run, loss=loss, phase=PHASE, evaluate=heldout_numbers

@@ -170,7 +170,7 @@ def train_and_evaluate(
     def heldout_numbers(params: Params) -> dict[str, float]:
         return {f"heldout_{name}": value for name, value in summary(evaluated(params)).items()}
 
-    with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
+    with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
         before = evaluated(model.params)
     state = train_kto(
         model.policy,

@@ -141,7 +141,7 @@ def main(config: Config) -> None:
     def heldout() -> Iterable[Packed]:
         return packed_pieces(texts.heldout, config.num_rows)
 
-    with run.waiting("evaluating the start (may take minutes: programs are compiled or read)"):
+    with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
         before = text_nll(model.policy, model.params, heldout(), devices=devices)
     target = DistillationTarget(teacher.policy, divergence, config.nll_coef) if teacher else None
     params = {"policy": model.params, "teacher": teacher.params} if teacher else model.params

@@ -398,7 +398,10 @@ def _teacher_pass(model: ModelConfig, shape: Shape) -> int:
 
 def table() -> str:
     """README's table: GiB of one device for each model, in markdown."""
-    lines = ["| model | parameters | all trained | with `--fsdp 8` | LoRA, rank 16 |", "|---|---|---|---|---|"]
+    lines = [
+        "| model | parameters | full training | full training, `--fsdp 8` | LoRA, rank 16 |",
+        "|---|---|---|---|---|",
+    ]
     ours = Shape(microbatches=2)
     for name in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B"):
         model = replace(MODELS[name], dtype="bfloat16", remat="layer")

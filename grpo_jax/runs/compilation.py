@@ -59,8 +59,8 @@ def before_programs(say: Callable[[], None]) -> Iterator[None]:
 
 
 def in_words(programs: Programs) -> str:
-    """For example "3 programs compiled, 6 read from the cache"."""
-    read = f", {programs.read} read from the cache" if programs.read else ""
+    """For example "3 programs compiled, 6 loaded from the cache"."""
+    read = f", {programs.read} loaded from the cache" if programs.read else ""
     return f"{programs.compiled} programs compiled{read}"
 
 

@@ -14,7 +14,7 @@ _SECONDS = 30.0
 _SHARE = 0.1  # of the steps
 _LONGEST_SECONDS = 600.0
 
-_COMPILING = "compiling or reading programs (may take minutes)"
+_COMPILING = "compiling or loading programs (may take minutes)"
 
 Show = Callable[..., None]  # (step, words="")
 
@@ -32,7 +32,7 @@ def progress(console: Console, phase: str, total: int, completed: int = 0, *, se
     """
     if not _moves(console):
         if 0 < completed < total:
-            _print(console, f"{phase}: goes on after step {completed} of {total}")
+            _print(console, f"{phase}: continues after step {completed} of {total}")
         lines = _Lines(console, phase, total, completed, seldom)
         with before_programs(lines.compiling) if completed < total else nullcontext():
             yield lines.show

@@ -79,7 +79,7 @@ def say_end(run: RunFolder, started: float) -> None:
     """Leaves report.html, and says where, and what the run took since `started`."""
     page = report.write_report(run.path)
     run.console.print(f"{in_words(programs_so_far())}, {time.perf_counter() - started:.0f} s")
-    run.console.print(f"to read: {page}", markup=False, highlight=False, soft_wrap=True)
+    run.console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
 
 
 Steps = dict[int, list[float]]  # a value of each phase of a line

@@ -36,7 +36,7 @@ def test_a_table_with_a_control_says_that_its_drift_is_not_learning(tmp_path):
     explain_control(run, ("before", "after"))
     assert run.console.file.getvalue() == ""
     explain_control(run, ("before", "after", "control"))
-    said = "control: the same start, prompts and steps with a coin toss for a reward; its drift is not learning.\n"
+    said = "control: same start, prompts and steps, but the reward is a coin toss. Its changes are not learning.\n"
     assert run.console.file.getvalue() == said
 
 
@@ -45,4 +45,4 @@ def test_the_table_of_online_preferences_says_what_its_coin_is(tmp_path):
     numbers = {name: [0.5, 0.6] for name in ("gold", "best", "repeats", "claimed")}
     numbers |= {f"accuracy_{name}": [0.5, 0.6] for name in ("start", "frozen", "online")}
     online_preference.show(run, dict.fromkeys(("start", "frozen", "online", "coin", "gold"), numbers), range(2))
-    assert "coin: the same start, prompts and steps with a coin toss" in run.console.file.getvalue()
+    assert "coin: same start, prompts and steps, but the reward is a coin toss" in run.console.file.getvalue()

@@ -90,7 +90,7 @@ def test_the_five_lines(folder, tmp_path, monkeypatch, capsys, steps):
     assert {file.name for file in run.path.iterdir()} == lines | made | ending
     checksum = json.loads((run.path / "results.json").read_text())["params_sha256"]
     assert checksum in (run.path / "report.html").read_text()
-    assert "to read:" in capsys.readouterr().out
+    assert "report:" in capsys.readouterr().out
 
 
 @pytest.mark.slow

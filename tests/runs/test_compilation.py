@@ -85,4 +85,4 @@ def test_a_folder_that_jax_was_told_stays(tmp_path):
 
 def test_words():
     assert in_words(Programs(9, 0)) == "9 programs compiled"
-    assert in_words(Programs(0, 9)) == "0 programs compiled, 9 read from the cache"
+    assert in_words(Programs(0, 9)) == "0 programs compiled, 9 loaded from the cache"

@@ -47,7 +47,7 @@ def lines_of(clock, total, seconds, compiles=True, **options):
 
 def test_a_file_gets_a_line_a_tenth_of_the_steps_and_says_what_is_left(clock):
     lines = lines_of(clock, 100, 5)
-    assert lines[0] == "grpo: compiling or reading programs (may take minutes)"
+    assert lines[0] == "grpo: compiling or loading programs (may take minutes)"
     assert lines[1] == "grpo: step 1 of 100, reward 1, 25 s, with compilation"
     assert lines[2] == "grpo: step 11 of 100, reward 11, 75 s, about 7 min left"
     assert lines[-1] == "grpo: step 100 of 100, reward 100, 9 min"
@@ -69,7 +69,7 @@ def test_a_phase_that_compiles_nothing_does_not_speak_of_it(clock):
 
 
 def test_a_resumed_phase_says_where_it_goes_on(clock):
-    assert lines_of(clock, 10, 1, completed=4)[0] == "grpo: goes on after step 4 of 10"
+    assert lines_of(clock, 10, 1, completed=4)[0] == "grpo: continues after step 4 of 10"
 
 
 def test_a_phase_that_is_complete_says_nothing(clock):
@@ -100,7 +100,7 @@ def test_a_bar_says_that_a_program_compiles_until_the_first_step(clock, compiles
             compile_one()
         show(1, "reward 1")
     shown = console.file.getvalue()
-    assert ("compiling or reading programs" in shown) is compiles
+    assert ("compiling or loading programs" in shown) is compiles
     assert shown.rfind("reward 1") > shown.rfind("compiling")  # the newest
 
 
