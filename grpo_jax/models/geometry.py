@@ -216,7 +216,14 @@ def _held(last: jax.Array, slots: int) -> jax.Array:
     return last - (last - jnp.arange(slots)) % slots
 
 
-def geometry_of_step(config: ModelConfig, prefix: Prefix, group_size: int, slots: int, step: jax.Array) -> Geometry:
+def _is_ring(window: int | None, size: int) -> bool:
+    """Returns whether a layer's cache of `size` slots may write a token over an earlier one."""
+    return window is not None and size == window + AT_ONCE
+
+
+def geometry_of_step(
+    config: ModelConfig, prefix: Prefix, group_size: int, slots: int, step: jax.Array, active: jax.Array | None = None
+) -> Geometry:
     """Of token number `step` of all completions.
 
     Args:
@@ -225,6 +232,7 @@ def geometry_of_step(config: ModelConfig, prefix: Prefix, group_size: int, slots
       group_size: G.
       slots: C, tokens that the cache has room for, in layers without a window.
       step: int32 scalar.
+      active: bool `[N, G]`, the completions that may write over their earlier tokens; None: all.
 
     Returns:
       `Geometry` with two masks a window.
@@ -237,10 +245,15 @@ def geometry_of_step(config: ModelConfig, prefix: Prefix, group_size: int, slots
         of_cache = jnp.broadcast_to((held >= 0) & _near(step, held, window), (position.shape[0], held.size))
         return of_prompt[:, None, None, None, None], of_cache[:, None, None, None, None]
 
+    def slot_for(window: int | None) -> jax.Array:
+        size = slots_of(config, window, slots)
+        if active is None or not _is_ring(window, size):
+            return step % size
+        return jnp.where(active, step % size, size)[..., None]  # a slot that does not exist drops the token
+
     positions = jnp.broadcast_to(position, (position.shape[0], group_size))
     found = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
-    places = tuple(step % slots_of(config, window, slots) for window in _different(config.windows))
-    return replace(found, places=places)
+    return replace(found, places=tuple(map(slot_for, _different(config.windows))))
 
 
 def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, width: int, slots: int) -> Geometry:
@@ -270,7 +283,7 @@ def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, 
 
     def slots_for(window: int | None) -> jax.Array:
         size = slots_of(config, window, slots)
-        return number % size if window is not None and size == window + AT_ONCE else number
+        return number % size if _is_ring(window, size) else number
 
     positions = position.reshape(position.shape[0], -1)
     found = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)

@@ -55,7 +55,8 @@ class Policy(NamedTuple):
     hidden: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
     # (params, prompt_ids [N, P], prompt_mask [N, P], group_size, max_tokens)
     # -> (hidden [N, D] that predicts the first completion token, decode, cache),
-    # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache)
+    # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache). Where there is a `decoder`, it also takes `active`,
+    # bool [N, G]: the other completions keep every key and value that a later token of theirs may see
     prefill: Callable[[Params, jax.Array, jax.Array, int, int], tuple[jax.Array, Callable[..., Any], Any]]
     # (params, ids [N, S], texts [N, S]) -> hidden [N, S, D], of several texts in a row that do not see each other:
     # numbered from 1, each in one piece, 0 for padding. None: the model cannot be trained on packed texts
@@ -235,9 +236,9 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
 
         cache = prefix, tuple(empty(slots) for slots in slots_of_layers(max_tokens))
 
-        def decode(cache: Any, ids: jax.Array, step: jax.Array):
+        def decode(cache: Any, ids: jax.Array, step: jax.Array, active: jax.Array | None = None):
             prefix, own = cache
-            seen = geometry_of_step(config, prefix, ids.shape[1], room(own), step)
+            seen = geometry_of_step(config, prefix, ids.shape[1], room(own), step, active)
             hidden, own = one_by_one.apply(separate, ids, seen, past=(prefix, own))
             return hidden, (prefix, own)
 

@@ -137,7 +137,7 @@ def begin_episodes(
     """
     size = max_tokens + environment_tokens
     given = _given(rows, key, size, temperature, truncation, pad_id)
-    extend, begun = _begun(policy, params, prompt_ids, prompt_mask, given, size, eos_ids)
+    extend, begun = _begun(policy, params, prompt_ids, prompt_mask, given, size, eos_ids, continues=True)
     _, cache, ended = jax.lax.while_loop(partial(_continues, max_tokens=max_tokens), extend, begun)
     out = ended.out._replace(turn=ended.out.completion_mask.astype(jnp.int32))
     return Episodes(cache, ended._replace(out=out), jnp.sum(out.completion_mask, axis=-1, dtype=jnp.int32))
@@ -279,8 +279,13 @@ def _begun(
     given: _Rows,
     room: int,
     eos_ids: tuple[int, ...],
+    *,
+    continues: bool = False,
 ) -> tuple[Callable[[Any], Any], tuple[jax.Array, Any, _Rows]]:
-    """`extend` of (step, cache, rows) by one token, and that after the first one; the cache has room for `room`."""
+    """Returns `extend` of (step, cache, rows) by one token, and that after the first one.
+
+    The cache has room for `room` tokens. With `continues` it stays valid for completions that have ended.
+    """
     shape = given.ids.shape
     hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], room)
     logits_of = _logits_of(policy, params)
@@ -290,7 +295,8 @@ def _begun(
 
     def extend(carry):
         step, cache, rows = carry
-        hidden, cache = decode(cache, rows.ids, step - 1)
+        active = (rows.out.truncated,) if continues else ()
+        hidden, cache = decode(cache, rows.ids, step - 1, *active)
         return step + 1, cache, add(rows, hidden, step)
 
     first = add(given, jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))
