@@ -496,6 +496,15 @@ def test_one_reward_has_no_components_to_compare(reward):
         ({"preset": "sapo", "delta": 4.0}, "delta is 4.0, but preset sapo has no such constant"),
         ({"top_entropy": 0.0}, "top_entropy"),
         ({"top_entropy": 1.1}, "top_entropy"),
+        *(
+            ({"preset": preset, **option}, f"{preset} has one ratio a completion, but {words}")
+            for preset in ("rloo", "gmpo", "luspo", "seed_000", "seed_001", "seed_001_rank")
+            for option, words in (
+                ({"top_entropy": 0.5}, "top_entropy 0.5"),
+                ({"correction": "token"}, "correction token"),
+                ({"correction": "icepop"}, "correction icepop"),
+            )
+        ),
         ({"off_policy_threshold": 0.0}, "off_policy_threshold"),
         ({"kl_bias_correction": True, "kl_coef": 0.0}, "kl_bias_correction"),
         ({"kl_bias_correction": True, "preset": "rloo"}, "kl_bias_correction"),
@@ -506,6 +515,11 @@ def test_what_cannot_work_is_refused_in_a_sentence(changes, word):
     with pytest.raises(ValueError, match=word) as error:
         validate(with_options(CONFIG, **changes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("preset", ["rloo", "gmpo", "luspo"])
+def test_weights_of_completions_go_with_ratios_of_completions(preset):
+    validate(with_options(CONFIG, preset=preset, correction="sequence", off_policy_threshold=0.1))
 
 
 def test_the_log_ratio_of_gmpo_has_no_least_value():
