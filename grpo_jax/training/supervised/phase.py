@@ -184,41 +184,65 @@ def fit(
         if done == 0 and (start := heldout(state, 0)):
             run.log(phase, 0, start)
         with run.progress(phase, config.steps, done) as show:
-            skipped: list[jax.Array] = []
+            unread: list[_Step] = []
             for number in range(done + 1, config.steps + 1):
                 batch = batches(number - 1)
                 check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
                 state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
                 evaluated, is_last = heldout(state, number), number == config.steps
-                skipped.append(metrics["skipped"])
-                if number % config.log_every == 0 or is_last or evaluated:
-                    show(number, _log(run, phase, number, metrics | {"skipped": skipped}, evaluated, batch))
-                    skipped.clear()
-                if (stop := asked_to_stop()) or is_last or checkpoints.is_due(number):
+                unread.append(_Step(number, metrics))
+                is_logged = number % config.log_every == 0 or is_last or bool(evaluated)
+                save = (stop := asked_to_stop()) or is_last or checkpoints.is_due(number)
+                if is_logged or save:
+                    _log(run, phase, unread, evaluated, batches, is_logged=is_logged)
+                    unread.clear()
+                if is_logged:
+                    show(number, f"loss {to_host(metrics)['loss']:.3f}")
+                if save:  # after the lines that it covers
                     checkpoints.save(state, number)
                 if stop:
                     break
     return state
 
 
+class _Step(NamedTuple):
+    """A step and its metrics, which are still on the devices."""
+
+    number: int  # from 1
+    metrics: dict[str, jax.Array]
+
+
 def _log(
     run: RunFolder,
     phase: str,
-    number: int,
-    metrics: dict[str, Any],
+    steps: list[_Step],
     evaluated: dict[str, Any],
-    batch: Any,
-) -> str:
-    """Writes the line of a step, also of one that stops the run; what the terminal shows of it.
+    batches: Callable[[int], Any],
+    *,
+    is_logged: bool,
+) -> None:
+    """Writes the line of the last step if it is due, and of every skipped one, also of one that stops the run.
 
-    Metrics are scalars, but `skipped` is that of each step since the last line.
+    Each skipped step has a line, so that lines do not depend on where a run was stopped.
+
+    Args:
+      run: that the lines go to.
+      phase: of the steps.
+      steps: those since the last call.
+      evaluated: further numbers for the line of the last step.
+      batches: as in `fit`, to dump those of skipped steps.
+      is_logged: whether the line of the last step is due.
     """
-    metrics = to_host(metrics)
-    numbers = jax.tree.map(float, metrics | {"skipped": max(metrics["skipped"])})
-    run.log(phase, number, numbers | evaluated)
-    check_gradients(run, f"{phase}_{number:06d}", numbers["skipped"], _MAX_SKIPPED, batch._asdict)
-    run.log_times(phase, number)
-    return f"loss {numbers['loss']:.3f}"
+    counts = to_host([step.metrics["skipped"] for step in steps])
+    for (number, metrics), skipped in zip(steps, counts, strict=True):
+        is_last = number == steps[-1].number
+        if skipped or (is_last and is_logged):
+            numbers = jax.tree.map(float, to_host(metrics))
+            run.log(phase, number, numbers | (evaluated if is_last else {}))
+            name, dump = f"{phase}_{number:06d}", lambda number=number: batches(number - 1)._asdict()
+            check_gradients(run, name, skipped, _MAX_SKIPPED, dump)
+    if is_logged:
+        run.log_times(phase, steps[-1].number)
 
 
 def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: str) -> None:
