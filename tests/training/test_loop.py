@@ -553,6 +553,7 @@ def test_infinite_rewards_print_no_warnings_of_numpy(tmp_path, programs):
         ("raise RuntimeError('no such thing')", "no such thing"),
         ("return [1.0]", "returned 1 rewards for"),
         ("return ['1'] * len(completions)", "a reward is of type str"),
+        ("return [[(0, 999, 1.0)] for _ in completions]", "from 0 to 999 is not one of a completion"),
     ],
 )
 def test_a_reward_that_fails_on_every_completion_ends_the_run(tmp_path, programs, body, said):
