@@ -216,9 +216,16 @@ def _held(last: jax.Array, slots: int) -> jax.Array:
     return last - (last - jnp.arange(slots)) % slots
 
 
-def _is_ring(window: int | None, size: int) -> bool:
-    """Returns whether a layer's cache of `size` slots may write a token over an earlier one."""
-    return window is not None and size == window + AT_ONCE
+def _places(config: ModelConfig, slots: int, number: jax.Array, active: Any = None) -> tuple[jax.Array, ...]:
+    """Returns the slots of tokens `number` for each window; as in `Geometry`."""
+
+    def place(window: int | None) -> jax.Array:
+        size = slots_of(config, window, slots)
+        if window is None or size != window + AT_ONCE:
+            return number  # nothing is written over; a slot that the cache lacks drops the token
+        return number % size if active is None else jnp.where(active, number % size, size)[..., None]
+
+    return tuple(map(place, _different(config.windows)))
 
 
 def geometry_of_step(
@@ -245,15 +252,9 @@ def geometry_of_step(
         of_cache = jnp.broadcast_to((held >= 0) & _near(step, held, window), (position.shape[0], held.size))
         return of_prompt[:, None, None, None, None], of_cache[:, None, None, None, None]
 
-    def slot_for(window: int | None) -> jax.Array:
-        size = slots_of(config, window, slots)
-        if active is None or not _is_ring(window, size):
-            return step % size
-        return jnp.where(active, step % size, size)[..., None]  # a slot that does not exist drops the token
-
     positions = jnp.broadcast_to(position, (position.shape[0], group_size))
     found = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
-    return replace(found, places=tuple(map(slot_for, _different(config.windows))))
+    return replace(found, places=_places(config, slots, step, active))
 
 
 def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, width: int, slots: int) -> Geometry:
@@ -281,13 +282,9 @@ def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, 
         of_cache = (held >= 0) & _near(number[..., None], held, window)
         return of_prompt[:, None, :, None], of_cache[:, None, :, None]
 
-    def slots_for(window: int | None) -> jax.Array:
-        size = slots_of(config, window, slots)
-        return number % size if _is_ring(window, size) else number
-
     positions = position.reshape(position.shape[0], -1)
     found = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
-    return replace(found, places=tuple(map(slots_for, _different(config.windows))))
+    return replace(found, places=_places(config, slots, number))
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:

@@ -55,8 +55,7 @@ class Policy(NamedTuple):
     hidden: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
     # (params, prompt_ids [N, P], prompt_mask [N, P], group_size, max_tokens)
     # -> (hidden [N, D] that predicts the first completion token, decode, cache),
-    # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache). Where there is a `decoder`, it also takes `active`,
-    # bool [N, G]: the other completions keep every key and value that a later token of theirs may see
+    # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache)
     prefill: Callable[[Params, jax.Array, jax.Array, int, int], tuple[jax.Array, Callable[..., Any], Any]]
     # (params, ids [N, S], texts [N, S]) -> hidden [N, S, D], of several texts in a row that do not see each other:
     # numbered from 1, each in one piece, 0 for padding. None: the model cannot be trained on packed texts
@@ -74,6 +73,9 @@ class Policy(NamedTuple):
     # append(cache, ids [N, G, W], lengths [N, G]) -> (hidden [N, G, W, D], cache) takes W tokens of each completion
     # behind its first `lengths`, and drops those that the cache has no room for. None: completions have one turn
     decoder: Callable[[Params], Callable[..., Any]] | None = None
+    # whether the cache writes tokens over earlier ones, as layers with a window do. `decode` then has a fourth argument
+    # active, bool [N, G]: the other completions keep every key and value that a later token of theirs may see
+    forgets: bool = False
     # c of logits c·tanh(W h / c), with W the unembedding; None: they are W h
     softcap: float | None = None
     # `hidden` and `packed_groups`, which then give (hidden, `experts.Routing` of these states), and the number of
@@ -124,6 +126,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         init=init,
         unembedding=unembedding,
         softcap=config.final_logit_softcapping,
+        forgets=config.sliding_window is not None,
         **_scoring(config, Transformer(config, has_gradient=True)),
         **_decoding(config, model),
     )

@@ -393,9 +393,7 @@ def fresh_folder(folder: Path) -> Path:
 
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Options that change what a run computes and are not the same in both."""
-    saved, given = map(
-        _shaping, (flattened(saved), flattened(json.loads(json.dumps(config))))
-    )  # as the file holds them
+    saved, given = _shaping(flattened(saved)), _shaping(flattened(json.loads(json.dumps(config))))  # as in the file
     return sorted(name for name in saved.keys() | given.keys() if saved.get(name) != given.get(name))
 
 
@@ -417,7 +415,7 @@ def run_digest(run: Path, phase: str) -> str | None:
     inputs = _read_inputs(run)
     if (noted := _noted_options(run, inputs)) is None:
         return None
-    options = {name: value for name, value in _shaping(noted).items() if name != "steps" or _shaped_by_steps(noted)}
+    options = _shaping(noted) | {"steps": _shaped_by_steps(noted)}  # their number matters only where it shapes steps
     return digests.of_values(phase, dict(sorted(options.items())), inputs.get(phase))
 
 

@@ -98,7 +98,8 @@ def sample_groups(
     """
     before = _given(rows, key, max_tokens, temperature, truncation, pad_id)._replace(given=spread(given, BATCH))
     rooms = rooms_of(max_tokens) if policy.widen else (max_tokens,)
-    extend, begun = _begun(policy, params, prompt_ids, prompt_mask, before, rooms[0], eos_ids)
+    # Nothing reads the cache of a completion that has ended, so it need not stay valid.
+    extend, begun = _begun(policy._replace(forgets=False), params, prompt_ids, prompt_mask, before, rooms[0], eos_ids)
     # On a mesh those that are left would not be shared out evenly.
     widths = _widths(rows.size, max_tokens) if policy.select and mesh_sizes() is None else ()
     for room, wider in itertools.pairwise(rooms):
@@ -137,7 +138,7 @@ def begin_episodes(
     """
     size = max_tokens + environment_tokens
     given = _given(rows, key, size, temperature, truncation, pad_id)
-    extend, begun = _begun(policy, params, prompt_ids, prompt_mask, given, size, eos_ids, continues=True)
+    extend, begun = _begun(policy, params, prompt_ids, prompt_mask, given, size, eos_ids)
     _, cache, ended = jax.lax.while_loop(partial(_continues, max_tokens=max_tokens), extend, begun)
     out = ended.out._replace(turn=ended.out.completion_mask.astype(jnp.int32))
     return Episodes(cache, ended._replace(out=out), jnp.sum(out.completion_mask, axis=-1, dtype=jnp.int32))
@@ -279,12 +280,10 @@ def _begun(
     given: _Rows,
     room: int,
     eos_ids: tuple[int, ...],
-    *,
-    continues: bool = False,
 ) -> tuple[Callable[[Any], Any], tuple[jax.Array, Any, _Rows]]:
     """Returns `extend` of (step, cache, rows) by one token, and that after the first one.
 
-    The cache has room for `room` tokens. With `continues` it stays valid for completions that have ended.
+    The cache has room for `room` tokens. It stays valid for completions that have ended, also where it forgets.
     """
     shape = given.ids.shape
     hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], room)
@@ -295,7 +294,7 @@ def _begun(
 
     def extend(carry):
         step, cache, rows = carry
-        active = (rows.out.truncated,) if continues else ()
+        active = (rows.out.truncated,) if policy.forgets else ()
         hidden, cache = decode(cache, rows.ids, step - 1, *active)
         return step + 1, cache, add(rows, hidden, step)
 

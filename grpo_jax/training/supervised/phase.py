@@ -184,19 +184,20 @@ def fit(
         if done == 0 and (start := heldout(state, 0)):
             run.log(phase, 0, start)
         with run.progress(phase, config.steps, done) as show:
-            unread: list[_Step] = []
+            unread: dict[int, dict[str, jax.Array]] = {}
             for number in range(done + 1, config.steps + 1):
                 batch = batches(number - 1)
                 check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
                 state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
                 evaluated, is_last = heldout(state, number), number == config.steps
-                unread.append(_Step(number, metrics))
-                is_logged = number % config.log_every == 0 or is_last or bool(evaluated)
+                unread[number] = metrics
+                due = {number: evaluated} if number % config.log_every == 0 or is_last or evaluated else {}
                 save = (stop := asked_to_stop()) or is_last or checkpoints.is_due(number)
-                if is_logged or save:
-                    _log(run, phase, unread, evaluated, batches, is_logged=is_logged)
+                if due or save:
+                    _log(run, phase, unread, due, batches)
                     unread.clear()
-                if is_logged:
+                if due:
+                    run.log_times(phase, number)
                     show(number, f"loss {to_host(metrics)['loss']:.3f}")
                 if save:  # after the lines that it covers
                     checkpoints.save(state, number)
@@ -205,44 +206,29 @@ def fit(
     return state
 
 
-class _Step(NamedTuple):
-    """A step and its metrics, which are still on the devices."""
-
-    number: int  # from 1
-    metrics: dict[str, jax.Array]
-
-
 def _log(
     run: RunFolder,
     phase: str,
-    steps: list[_Step],
-    evaluated: dict[str, Any],
+    steps: dict[int, dict[str, jax.Array]],
+    due: dict[int, dict[str, Any]],
     batches: Callable[[int], Any],
-    *,
-    is_logged: bool,
 ) -> None:
-    """Writes the line of the last step if it is due, and of every skipped one, also of one that stops the run.
+    """Writes the lines of steps that are due, and of all that were skipped, also of one that stops the run.
 
     Each skipped step has a line, so that lines do not depend on where a run was stopped.
 
     Args:
       run: that the lines go to.
       phase: of the steps.
-      steps: those since the last call.
-      evaluated: further numbers for the line of the last step.
+      steps: those since the last call, counted from 1, with their metrics, which are still on the devices.
+      due: steps whose lines are due, with further numbers for these.
       batches: as in `fit`, to dump those of skipped steps.
-      is_logged: whether the line of the last step is due.
     """
-    counts = to_host([step.metrics["skipped"] for step in steps])
-    for (number, metrics), skipped in zip(steps, counts, strict=True):
-        is_last = number == steps[-1].number
-        if skipped or (is_last and is_logged):
-            numbers = jax.tree.map(float, to_host(metrics))
-            run.log(phase, number, numbers | (evaluated if is_last else {}))
+    for number, skipped in to_host({number: metrics["skipped"] for number, metrics in steps.items()}).items():
+        if skipped or number in due:
+            run.log(phase, number, jax.tree.map(float, to_host(steps[number])) | due.get(number, {}))
             name, dump = f"{phase}_{number:06d}", lambda number=number: batches(number - 1)._asdict()
             check_gradients(run, name, skipped, _MAX_SKIPPED, dump)
-    if is_logged:
-        run.log_times(phase, steps[-1].number)
 
 
 def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: str) -> None:
