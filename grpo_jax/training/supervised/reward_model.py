@@ -148,14 +148,13 @@ def pair_batches(
             f"ref_logprobs are {list(ref_logprobs.shape)}, and there are {len(pairs.prompts)} pairs: give two numbers "
             "for each pair"
         )
-    size = len(pairs.prompts)
-    count = min(num_pairs, size) if fills_up else num_pairs
-    if not 1 <= count <= size:
-        raise UsageError(f"num_pairs is {num_pairs}, but there are {size} pairs: take 1 to that many")
-    order, (prompt_width, width) = batches(size, count, seed), widths or pair_widths(pairs)
+    count = min(num_pairs, len(pairs.prompts)) if fills_up else num_pairs
+    if not 1 <= count <= len(pairs.prompts):
+        raise UsageError(f"num_pairs is {num_pairs}, but there are {len(pairs.prompts)} pairs: take 1 to that many")
+    order, (prompt_width, width) = batches(len(pairs.prompts), count, seed), widths or pair_widths(pairs)
 
     def batch(step: int) -> PairBatch:
-        numbers = np.concatenate([order(step), np.arange(size, size + num_pairs - count)])
+        numbers = np.concatenate([order(step), np.arange(count, num_pairs)])  # there are no pairs from count on
         found = pad_pairs(pairs, numbers, prompt_width, width)
         return found if ref_logprobs is None else found._replace(ref_logprobs=ref_logprobs[numbers])
 
