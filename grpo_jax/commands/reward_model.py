@@ -11,6 +11,7 @@ Left out of the papers: pretraining on preferences, and ensembles.
   grpo-jax train --method reward-model --model DIR --data FILE.jsonl.gz
 """
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -174,10 +175,13 @@ def answer_lengths(pairs: EncodedPairs) -> np.ndarray:
 
 
 def keep_model(run: RunFolder, model: RewardModel) -> None:
-    """Writes the run's reward-model/, unless a run that was finished before is resumed."""
+    """Writes the run's reward-model/ in place of an earlier one, which may be of fewer steps or damaged."""
     folder = run.path / "reward-model"
-    if not folder.exists():
-        save_reward_model(folder, model)
+    for unfinished in run.path.glob(f"{folder.name}.*"):  # of a process that was killed
+        shutil.rmtree(unfinished)
+    complete = save_reward_model(folder.with_name(f"{folder.name}.next"), model)
+    shutil.rmtree(folder, ignore_errors=True)
+    complete.rename(folder)
     run.console.print(f"reward model: {folder}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_type_hints
 
@@ -22,7 +23,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.planning.plan import Plan, choose, memory_limit, shape_of
 from grpo_jax.runs import hosts
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, read_object, write_json
+from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, read_object, run_digest, write_json
 from grpo_jax.tasks.task import Task
 
 _LORA_FILE = "lora.json"
@@ -365,7 +366,7 @@ def restore(
         raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
     config = config_from_huggingface(huggingface.read_json(description / "config.json"), **overrides)
     like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
-    with Checkpoints(run / "checkpoints" / phase) as checkpoints:
+    with Checkpoints(run / "checkpoints" / phase, run=partial(run_digest, run, phase)) as checkpoints:
         if lora is None:
             params, found = checkpoints.restore_params(like, step)
         else:

@@ -120,9 +120,9 @@ def check_graders(run: RunFolder, rewards: Reward | Rewards) -> None:
         )
 
 
-# Failures of a function, which will come again. One that hung may answer the next time, and one that gave NaN or bad
-# spans may do so for these rows alone.
-_FAILED = ("_raised", "_died", "_wrong_length", "_not_numbers")
+# Failures of a function, which will come again. One that hung may answer the next time, and one that gave NaN may do so
+# only for these rows.
+_FAILED = ("_raised", "_died", "_wrong_length", "_not_numbers", "_bad_spans")
 
 
 def check_not_all_failed(rollout: Outcomes, rewards: Reward | Rewards) -> None:

@@ -288,6 +288,21 @@ def test_a_reward_model_by_the_same_command_and_resumed(folder, tmp_path):
         export(Options(out, tmp_path / "exported"))
 
 
+def test_the_folder_of_a_reward_model_is_of_the_last_step_and_is_repaired(folder, tmp_path):
+    options = ("--num-pairs", 8, "--learning-rate", 1e-2, "--warmup-steps", 0, "--decay", "none")
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    _, expected = run(folder, whole, "reward-model", *options, "--steps", 4)
+    run(folder, out, "reward-model", *options, "--steps", 2)
+    (out / "reward-model.partial-1").mkdir()  # of a process that was killed
+    assert run(folder, out, "", "--resume", "--steps", 4)[1] == expected
+    weights = [path / "reward-model/model.safetensors" for path in (whole, out)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    weights[1].write_bytes(weights[1].read_bytes()[:-10])
+    run(folder, out, "", "--resume")
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert [path.name for path in out.glob("reward-model*")] == ["reward-model"]
+
+
 # ---- DPO
 
 

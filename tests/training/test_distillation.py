@@ -142,6 +142,28 @@ def test_advantages_of_k1_are_the_teachers_beside_those_of_rewards(reward_coef):
     np.testing.assert_allclose(found.shown, (reward_coef > 0) * expected[..., 0] / (reward_coef or 1), rtol=1e-5)
 
 
+def test_top_entropy_masks_advantages_of_rewards_and_not_those_of_the_teacher():
+    batch = a_batch()._replace(
+        old_entropy=jnp.asarray(np.random.default_rng(2).random(a_batch().completion_mask.shape))
+    )
+    rewards = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)
+    arrays = RewardArrays(jnp.asarray(rewards), jnp.ones((4, 3), bool))
+
+    def advantages(**options):
+        config = recipe("dapo", distillation="k1", distillation_coef=0.7, **options)
+        method = distillation_method(POLICY, POLICY, config)
+        trained, frozen = method.split(WithTeacher(PARAMS, TEACHER))
+        taught = batch._replace(teacher=method.teacher_outputs(trained, frozen, batch))
+        found = method.advantages(arrays, taught, jnp.float32(0), None).batch.advantages
+        return np.broadcast_to(found, batch.completion_mask.shape)
+
+    whole, taught, masked = (advantages(**options) for options in ({}, {"reward_coef": 0.0}, {"top_entropy": 0.5}))
+    mask = np.asarray(batch.completion_mask)
+    from_rewards = np.abs(masked - taught)[mask] > 1e-6
+    np.testing.assert_allclose(masked[mask], np.where(from_rewards, whole[mask], taught[mask]), rtol=1e-5, atol=1e-6)
+    assert 0.4 < from_rewards.mean() < 0.7
+
+
 # ---- runs
 
 

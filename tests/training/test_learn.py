@@ -236,6 +236,27 @@ def test_an_option_has_the_gradient_of_its_functions(options, differently):
         assert optax.global_norm(jax.tree.map(jnp.subtract, found, plain)) > 0.01 * optax.global_norm(plain)
 
 
+def test_the_constant_length_of_dr_grpo_does_not_count_tokens_of_an_environment():
+    """The gradient is that of a batch whose rows have no room for an environment."""
+    config, batch, rewards = recipe("dr_grpo", num_prompts=4, group_size=G, max_tokens=T), a_batch(4), some_rewards(4)
+    room = [(0, 0), (0, 0), (0, 5)]
+    wide = batch._replace(
+        completion_ids=np.pad(batch.completion_ids, room),
+        completion_mask=np.pad(batch.completion_mask, room),
+        turn=np.pad(batch.completion_mask, room).astype(np.int32),
+        sampler_logprobs=np.pad(batch.sampler_logprobs, room),
+        old_logprobs=np.pad(batch.old_logprobs, room),
+        ref_logprobs=None,
+        old_entropy=None,
+        old_values=None,
+    )
+    narrow = batch._replace(ref_logprobs=None, old_entropy=None, old_values=None)
+    states = [learned(config, one, rewards)[0] for one in (narrow, wide)]
+    expected, found = (jax.tree.map(lambda x: x[0], state.opt_state.gradients) for state in states)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), found, expected)
+    assert optax.global_norm(expected) > 0.01
+
+
 def test_the_reference_of_the_loss_is_the_one_that_moves():
     changes = {"critic": "shared", "divergence": "reverse", "kl_in_reward": False, "ref_mixup_alpha": 0.5}
     config = with_options(PPOConfig(), num_prompts=4, group_size=G, ref_sync_steps=1, **changes)

@@ -184,17 +184,22 @@ def fit(
         if done == 0 and (start := heldout(state, 0)):
             run.log(phase, 0, start)
         with run.progress(phase, config.steps, done) as show:
-            skipped: list[jax.Array] = []
+            unread: dict[int, dict[str, jax.Array]] = {}
             for number in range(done + 1, config.steps + 1):
                 batch = batches(number - 1)
                 check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
                 state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
                 evaluated, is_last = heldout(state, number), number == config.steps
-                skipped.append(metrics["skipped"])
-                if number % config.log_every == 0 or is_last or evaluated:
-                    show(number, _log(run, phase, number, metrics | {"skipped": skipped}, evaluated, batch))
-                    skipped.clear()
-                if (stop := asked_to_stop()) or is_last or checkpoints.is_due(number):
+                unread[number] = metrics
+                due = {number: evaluated} if number % config.log_every == 0 or is_last or evaluated else {}
+                save = (stop := asked_to_stop()) or is_last or checkpoints.is_due(number)
+                if due or save:
+                    _log(run, phase, unread, due, batches)
+                    unread.clear()
+                if due:
+                    run.log_times(phase, number)
+                    show(number, f"loss {to_host(metrics)['loss']:.3f}")
+                if save:  # after the lines that it covers
                     checkpoints.save(state, number)
                 if stop:
                     break
@@ -204,21 +209,26 @@ def fit(
 def _log(
     run: RunFolder,
     phase: str,
-    number: int,
-    metrics: dict[str, Any],
-    evaluated: dict[str, Any],
-    batch: Any,
-) -> str:
-    """Writes the line of a step, also of one that stops the run; what the terminal shows of it.
+    steps: dict[int, dict[str, jax.Array]],
+    due: dict[int, dict[str, Any]],
+    batches: Callable[[int], Any],
+) -> None:
+    """Writes the lines of steps that are due, and of all that were skipped, also of one that stops the run.
 
-    Metrics are scalars, but `skipped` is that of each step since the last line.
+    Each skipped step has a line, so that lines do not depend on where a run was stopped.
+
+    Args:
+      run: that the lines go to.
+      phase: of the steps.
+      steps: those since the last call, counted from 1, with their metrics, which are still on the devices.
+      due: steps whose lines are due, with further numbers for these.
+      batches: as in `fit`, to dump those of skipped steps.
     """
-    metrics = to_host(metrics)
-    numbers = jax.tree.map(float, metrics | {"skipped": max(metrics["skipped"])})
-    run.log(phase, number, numbers | evaluated)
-    check_gradients(run, f"{phase}_{number:06d}", numbers["skipped"], _MAX_SKIPPED, batch._asdict)
-    run.log_times(phase, number)
-    return f"loss {numbers['loss']:.3f}"
+    for number, skipped in to_host({number: metrics["skipped"] for number, metrics in steps.items()}).items():
+        if skipped or number in due:
+            run.log(phase, number, jax.tree.map(float, to_host(steps[number])) | due.get(number, {}))
+            name, dump = f"{phase}_{number:06d}", lambda number=number: batches(number - 1)._asdict()
+            check_gradients(run, name, skipped, _MAX_SKIPPED, dump)
 
 
 def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: str) -> None:
