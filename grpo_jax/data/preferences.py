@@ -14,7 +14,7 @@ import numpy as np
 from scipy import special
 
 from grpo_jax.data.packing import Packed, pack
-from grpo_jax.data.rows import hash_of_prompt, read_rows, text_column
+from grpo_jax.data.rows import check_messages, hash_of_prompt, read_rows, text_column
 from grpo_jax.data.text import Message, Overlong, encode_answers
 from grpo_jax.data.types import Completion, Example, rng
 from grpo_jax.errors import UsageError
@@ -23,7 +23,7 @@ from grpo_jax.errors import UsageError
 ASSISTANT = "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
-NO_PROMPT = "with an empty prompt, or messages without role or content"  # why a row is dropped
+NO_PROMPT = "with an empty prompt"  # why a row is dropped
 
 
 class HasPrompt(Protocol):
@@ -107,17 +107,17 @@ def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference |
 
 
 def prompt_of(row: Mapping[str, Any]) -> str | list[Message] | None:
-    """The prompt of a row, or None where it is empty or its messages are no messages.
+    """Returns the prompt of a row, or None if it is an empty text.
 
     Raises:
-      UsageError: it is neither text nor a list.
+      UsageError: the prompt is neither text nor chat messages that a policy can answer.
     """
-    prompt = row.get("prompt")
+    prompt, where = row.get("prompt"), f"{getattr(row, 'where', 'a row')}: column prompt"
     if not isinstance(prompt, str | list):
-        raise UsageError(f"{getattr(row, 'where', 'a row')}: column prompt should hold text or chat messages")
-    messages = prompt if isinstance(prompt, list) else []
-    is_whole = all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
-    return prompt if prompt and is_whole else None
+        raise UsageError(f"{where} should hold text or chat messages")
+    if isinstance(prompt, list):
+        check_messages(prompt, where)
+    return prompt or None
 
 
 def write_preferences(path: Path, preferences: Sequence[Preference]) -> None:

@@ -148,6 +148,15 @@ def hash_of_prompt(prompt: str | list[Message], where: str = "a row") -> float:
 
 
 def check_messages(prompt: Any, where: str) -> None:
+    """Refuses a prompt that is no list of chat messages for the assistant to answer.
+
+    Args:
+      prompt: the value of a column.
+      where: names the row and the column.
+
+    Raises:
+      UsageError: a message lacks a text, or the assistant has the last word.
+    """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise UsageError(f"{where} holds {kind_of(prompt)}, and should hold text or a list of chat messages")
     for message in prompt:

@@ -1,0 +1,32 @@
+"""Rows of preferences and ratings: what is read, and what is refused."""
+
+import json
+
+import pytest
+
+from grpo_jax.data.preferences import read_preferences
+from grpo_jax.data.ratings import read_ratings
+from grpo_jax.errors import UsageError
+
+USER = {"role": "user", "content": "Hi"}
+PAIR = {"chosen": "a", "rejected": "b"}
+RATED = {"completion": "a", "label": True}
+
+
+@pytest.mark.parametrize(("read", "answers"), [(read_preferences, PAIR), (read_ratings, PAIR), (read_ratings, RATED)])
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ({"role": "user", "content": None}, 'without text as "role" and "content"'),
+        ({"role": "user", "content": 3}, 'without text as "role" and "content"'),
+        ({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, 'without text as "role" and "content"'),
+        ({"role": 3, "content": "Hi"}, 'without text as "role" and "content"'),
+        ({"role": "user"}, 'without text as "role" and "content"'),
+        ({"role": "assistant", "content": "Hello"}, "should end with the user's"),
+    ],
+)
+def test_messages_that_cannot_be_answered_are_refused_with_their_line(tmp_path, read, answers, message, sentence):
+    rows = [{"prompt": [USER], **answers}, {"prompt": [USER, message], **answers}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UsageError, match=rf"rows.jsonl, line 2: column prompt holds .*{sentence}"):
+        read(tmp_path / "rows.jsonl")
