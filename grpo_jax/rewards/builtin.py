@@ -23,10 +23,10 @@ from grpo_jax.rewards.worker import is_worker
 Extract = Callable[[str], str | None]  # a completion -> its answer; None: it gives none
 
 # Groups of thousands or plain digits, decimals, and an exponent of at most three digits.
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_NUMBER = re.compile(rf"\$?([-−+]?)\$?((?:{_DIGITS})(?:[eE][-+]?\d{{1,3}})?)(?:/(\d+))?")
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"
+_NUMBER = re.compile(rf"\$?([-−+]?)\$?({_DIGITS})(?:/(\d+))?")
 # In running text a sign follows neither a digit nor a letter, as in 10-5, nor does a number begin inside a word.
-_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}.])[-−]\$?|(?<![\w.]))(?:{_DIGITS})(?:/\d+)?")
+_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}.])[-−]\$?|(?<![\w.])){_DIGITS}(?:/\d+)?")
 _FORMULA = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?", re.DOTALL)  # \$ is no end of it
 _LONGEST_NUMBER = 64  # in characters; a longer one is a text like any other
 _LONGEST_FORMULA = 500

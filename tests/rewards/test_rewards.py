@@ -606,6 +606,7 @@ def test_exact_answer():
     assert reward(examples, texts("", "", "It is Paris", "It is 7")) == [0.0, 0.0, 0.0, 0.0]
     last = builtin.exact_answer("goal", extract=builtin.last_number)
     assert last(examples[-1:] * 2, texts("It is 7.", "None")) == [1.0, 0.0]
+    assert last([{"goal": 1000}], texts("It is 1e3.")) == [1.0]
     with pytest.raises(UsageError, match="'answer'"):
         builtin.exact_answer()(examples, texts(*"abcd"))
 
@@ -621,6 +622,9 @@ def test_exact_answer():
         ("a total of 1,234,567 eggs", "1,234,567"),
         ("(1,2)", "2"),
         ("half is 1/2", "1/2"),
+        ("about 1e3 of them", "1e3"),
+        ("then -2.5E-3.", "-2.5E-3"),
+        ("the colour 1e3f", "1"),
         ("none", None),
         ("", None),
     ],
