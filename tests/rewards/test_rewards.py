@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.data.types import Completion, Span
+from grpo_jax.data.types import Completion, Span, Turn
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.shaping import overlong_penalty
 from grpo_jax.rewards import builtin
@@ -828,6 +828,29 @@ def test_overlong_penalty_is_the_function_of_arrays():
 )
 def test_repetition_by_hand(ids, n, reward):
     assert builtin.repetition(n)([{}], [Completion("", ids)]) == [pytest.approx(reward)]
+
+
+def test_rewards_read_only_what_the_policy_said():
+    call, reply, final = (
+        Completion("<call>", [1, 2, 3]),
+        Completion("#### 3\n3" * 9, [7] * 99),
+        Completion("18", [4, 5]),
+    )
+    turns = [Turn(call, reply), Turn(final)]
+    episode = Completion("".join([call, reply, final]), [*call.ids, *reply.ids, *final.ids], turns=turns)
+    rewards = {
+        "answer": builtin.exact_answer(),
+        "format": builtin.matches(r"\d+"),
+        "target": builtin.length(target=7),  # five tokens, and two that end turns
+        "overlong": builtin.overlong_penalty(max_length=8, buffer=1),
+        "repetition": builtin.repetition(1),
+        "lenient": builtin.gsm8k_answer(lenient=True),
+    }
+    found = {name: reward([{"answer": "18"}], [episode])[0] for name, reward in rewards.items()}
+    assert found == {"answer": 1, "format": 1, "target": 1, "overlong": 0, "repetition": 0, "lenient": 1}
+    assert builtin.gsm8k_answer()([{"answer": "3"}], [episode]) == [0.0]  # the environment wrote it
+    cut = Completion(episode, turns=[turns[0], Turn(Completion("18", [4, 5], truncated=True))], truncated=True)
+    assert builtin.length(target=6)([{}], [cut]) == [1.0]
 
 
 def test_repetition_of_no_tokens_is_refused():
