@@ -22,7 +22,7 @@ from typing import Any
 
 from grpo_jax.commands.common import CONTROL, RUN_DIR, Method, finish, train_with_control
 from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, recipe, validate
-from grpo_jax.data.text import prompt_limit
+from grpo_jax.data.text import prompt_limit, uses_chat
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
@@ -33,6 +33,7 @@ from grpo_jax.runs.pretrained import (
     load_model,
     load_teacher,
     planned,
+    say_chat,
     say_plan,
 )
 from grpo_jax.statistics import cell
@@ -92,6 +93,7 @@ def main(config: Config) -> None:
         programs, start = programs_with(model, teacher, task, config.train, sampler=sampler)
         run = flags.open_run(config)
         say_plan(run, plan)
+        say_chat(run, uses_chat(config.task.chat, model.pretrained.tokenizer))
         if teacher:
             keep_files(run, "teacher", teacher.pretrained.folder)
         run_method(

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method
-from grpo_jax.config import ModelOptions
+from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
 from grpo_jax.errors import UsageError
@@ -31,7 +31,7 @@ from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.runs.pretrained import keep_description, load_model
+from grpo_jax.runs.pretrained import decide_chat, keep_description, load_model, say_chat
 from grpo_jax.statistics import cell
 from grpo_jax.training.parallel import devices_of, place, to_host, where_to_load
 from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
@@ -67,8 +67,9 @@ class Config:
     """What trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
     data: str = ""
     """File, folder or hub id of preferences."""
-    chat: bool = False
-    """Transcripts become chat messages, for the tokenizer's chat template."""
+    chat: bool | None = None
+    """Whether a text is a user's message of the chat template, and a transcript several messages. None: if the
+    tokenizer has one."""
     heldout_share: float = 0.25
     """Share of the pairs that is evaluated and not trained on."""
     max_tokens: int | None = 64
@@ -85,7 +86,7 @@ class Config:
 
 
 def encode_pairs(
-    loaded: Pretrained, pairs: Sequence[Preference], options: ModelOptions, max_tokens: int | None
+    loaded: Pretrained, pairs: Sequence[Preference], options: ModelOptions, max_tokens: int | None, chat: bool = False
 ) -> EncodedPairs:
     """Preferences as the tokens of a model, with prompts as long as its options allow."""
     return encode_preferences(
@@ -96,6 +97,7 @@ def encode_pairs(
         max_tokens=max_tokens,
         overlong=options.overlong,
         vocab_size=loaded.config.vocab_size,
+        chat=chat,
     )
 
 
@@ -105,7 +107,8 @@ def main(config: Config) -> None:
     check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
-    preferences, dropped = read_preferences(config.data, chat=config.chat)
+    config = with_options(config, chat=decide_chat(config.chat, config.model))
+    preferences, dropped = read_preferences(config.data, chat=bool(config.chat))
     training, heldout = split_preferences(preferences, config.heldout_share)
     devices = devices_of(config.train)
     model = load_model(config.model, seed=config.seed, sharding=where_to_load(devices))
@@ -113,7 +116,7 @@ def main(config: Config) -> None:
     shape, params = add_head(loaded.config, model.params)
     params = place(params, devices)
     train_pairs, heldout_pairs = (
-        encode_pairs(loaded, part, config.model, config.max_tokens) for part in (training, heldout)
+        encode_pairs(loaded, part, config.model, config.max_tokens, bool(config.chat)) for part in (training, heldout)
     )
     batches = pair_batches(train_pairs, config.num_pairs, config.seed)
 
@@ -127,6 +130,7 @@ def main(config: Config) -> None:
 
     run = flags.open_run(config)
     keep_description(run, model, config.model)
+    say_chat(run, config.chat)
     pairs = {"training rows": train_pairs, "held-out pairs": heldout_pairs}
     run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in pairs.items()})
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *train_pairs.notes):

@@ -23,7 +23,7 @@ from grpo_jax.config import DistillationConfig, ModelOptions, validate_divergenc
 from grpo_jax.data import digests
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.rows import read_rows, text_column
-from grpo_jax.data.text import check_ids, encode_completions, prompt_limit
+from grpo_jax.data.text import check_ids, encode_completions, prompt_limit, uses_chat
 from grpo_jax.data.types import Prompts, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
@@ -33,7 +33,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded, keep_description, keep_files, load_model, load_teacher
+from grpo_jax.runs.pretrained import Loaded, keep_description, keep_files, load_model, load_teacher, say_chat
 from grpo_jax.statistics import bootstrap, cell, paired_difference
 from grpo_jax.tasks.dataset import EncodedRows, encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
@@ -127,6 +127,7 @@ def main(config: Config) -> None:
     keep_description(run, model, config.model)
     if teacher:
         keep_files(run, "teacher", teacher.pretrained.folder)
+    say_chat(run, uses_chat(config.chat, model.pretrained.tokenizer))
     for note in texts.notes:
         run.console.print(note, markup=False, highlight=False)
     check_length(run, texts.training.ids.shape[1], model.pretrained.config.max_position_embeddings)
@@ -260,7 +261,7 @@ def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: 
         vocab_size=vocab_size,
         prompt_column=config.prompt_column,
         template=config.template,
-        chat=bool(tokenizer.chat_template) if config.chat is None else config.chat,
+        chat=uses_chat(config.chat, tokenizer),
         system=config.system,
         num_heldout=usual_num_heldout(len(rows)) if config.num_heldout is None else config.num_heldout,
         max_prompt_tokens=prompt_limit(config.model.max_prompt_tokens, longest, config.max_tokens or 1),

@@ -15,7 +15,7 @@ from scipy import special
 
 from grpo_jax.data.packing import Packed, pack
 from grpo_jax.data.rows import check_messages, hash_of_prompt, read_rows, text_column
-from grpo_jax.data.text import Message, Overlong, encode_answers
+from grpo_jax.data.text import Message, encode_answers
 from grpo_jax.data.types import Completion, Example, rng
 from grpo_jax.errors import UsageError
 
@@ -231,46 +231,22 @@ def split_by_dialogue(preferences: Sequence[Preference], number: int) -> list[li
     return parts
 
 
-def encode_preferences(
-    tokenizer: Any,
-    preferences: Sequence[Preference],
-    *,
-    eos_ids: tuple[int, ...],
-    max_prompt_tokens: int | None = None,
-    max_tokens: int | None = None,
-    overlong: Overlong = "truncate",
-    vocab_size: int | None = None,
-    end_id: int | None = None,
-) -> EncodedPairs:
+def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **options: Any) -> EncodedPairs:
     """Token ids of preferences.
 
     Args:
       tokenizer: of transformers.
       preferences: pairs.
-      eos_ids: what ends a text; dropped where it does.
-      max_prompt_tokens: P; None: as long as they come.
-      max_tokens: of an answer, T; None: as long as they come.
-      overlong: what is longer is dropped, or cut: a prompt loses its beginning, an answer its end.
-      vocab_size: of the model, which refuses tokens outside of it; None: they are not looked at.
-      end_id: put behind every answer, and counted in its length; None: nothing is.
+      **options: those of `encode_answers`.
 
     Returns:
       The pairs; their notes count what was dropped and cut.
 
     Raises:
-      UsageError: as `encode_prompts` does, nothing is left, or the model lacks a token.
+      UsageError: as `encode_answers`.
     """
-    found = encode_answers(
-        tokenizer,
-        [pair.prompt for pair in preferences],
-        [(pair.chosen, pair.rejected) for pair in preferences],
-        eos_ids=eos_ids,
-        max_prompt_tokens=max_prompt_tokens,
-        max_tokens=max_tokens,
-        overlong=overlong,
-        vocab_size=vocab_size,
-        end_id=end_id,
-    )
+    answers = [(pair.chosen, pair.rejected) for pair in preferences]
+    found = encode_answers(tokenizer, [pair.prompt for pair in preferences], answers, **options)
     margins = [preferences[number].margin for number in found.kept]
     return EncodedPairs(found.prompts, [(chosen, rejected) for chosen, rejected in found.answers], margins, found.notes)
 

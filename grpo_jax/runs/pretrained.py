@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, fits, with_options
 from grpo_jax.data import digests
+from grpo_jax.data.text import uses_chat
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface
 from grpo_jax.models.config import Dtype, ModelConfig
@@ -77,6 +78,32 @@ class LoraDescription(NamedTuple):
             raise UsageError(f"the weights in {self.base} have changed since this run began: start a new run")
 
 
+def check_named(options: ModelOptions) -> None:
+    """Refuses options without a model. It is no required option, because --resume takes it from the run.
+
+    Raises:
+      UsageError: the options name no model.
+    """
+    if not options.model:
+        raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
+
+
+def decide_chat(chat: bool | None, options: ModelOptions) -> bool:
+    """Returns `uses_chat` of a model whose weights are not read yet.
+
+    Raises:
+      UsageError: the options name no model, or it has no tokenizer.
+    """
+    check_named(options)
+    return uses_chat(chat, huggingface.load_tokenizer(huggingface.model_folder(options.model)))
+
+
+def say_chat(run: RunFolder, chat: bool | None) -> None:
+    """Prints in the plan of a run how prompts that are text are encoded."""
+    how = "are user messages of the chat template" if chat else "are encoded without a chat template"
+    run.console.print(f"plan: prompts that are text {how}", markup=False, highlight=False, soft_wrap=True)
+
+
 class Loaded(NamedTuple):
     """A pretrained model, ready to be trained."""
 
@@ -102,8 +129,7 @@ def load_model(
     Raises:
       UsageError: there is none, or it cannot be trained as asked.
     """
-    if not options.model:  # no required option: --resume takes it from the run
-        raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
+    check_named(options)
     if options.lora_rank < 0:
         raise UsageError(f"lora_rank is {options.lora_rank}: it must be at least 0")
     if options.param_dtype != "float32" and not options.lora_rank:

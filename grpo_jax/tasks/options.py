@@ -12,7 +12,7 @@ import numpy as np
 from grpo_jax.data import digests
 from grpo_jax.data.episodes import Environment, episode_return
 from grpo_jax.data.rows import read_rows
-from grpo_jax.data.text import Overlong
+from grpo_jax.data.text import Overlong, uses_chat
 from grpo_jax.data.turns import reply_encoder
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
@@ -115,7 +115,7 @@ def open_task(
       UsageError: there is no such task, or something of it does not work.
     """
     texts = check_task_options(options)
-    chat = bool(pretrained.tokenizer.chat_template) if options.chat is None else options.chat
+    chat = uses_chat(options.chat, pretrained.tokenizer)
     tools = schemas_of(_tools(options)) or None
     if tools and not chat:
         flag = "--tools" if options.tools else "--environment-factory"
