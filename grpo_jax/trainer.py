@@ -126,8 +126,8 @@ class GRPOTrainer:
         for name, path in {"run_dir": run_dir, "teacher": teacher or ""}.items():
             if not isinstance(path, str | Path):
                 raise UsageError(f"{name} is of type {type(path).__name__}: give the path of a folder")
-        if not isinstance(tools, Sequence) or not all(map(callable, tools)):
-            raise UsageError("tools must be a list of functions")
+        if not isinstance(tools, Sequence) or not all(callable(tool) and hasattr(tool, "__name__") for tool in tools):
+            raise UsageError("tools must be a list of functions, each with a name: write a def around a partial")
         for name, function in {"environment": environment, "environment_factory": environment_factory}.items():
             if not (function is None or callable(function)):
                 raise UsageError(f"{name} is of type {type(function).__name__}: it must be a function or a class")
