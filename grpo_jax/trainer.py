@@ -216,7 +216,7 @@ class GRPOTrainer:
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(options))
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
         say_plan(self.run, plan)
-        keep_description(self.run, loaded, model)
+        keep_description(self.run, loaded, model, chat)
         check_length(self.run, task.heldout.ids.shape[1] + config.sampling.row_tokens, longest)
         if self._teacher:
             keep_files(self.run, "teacher", self._teacher.pretrained.folder)

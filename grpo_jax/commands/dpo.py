@@ -33,7 +33,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, kept_arrays
-from grpo_jax.runs.pretrained import Loaded, decide_chat, keep_description, load_model, say_chat
+from grpo_jax.runs.pretrained import Loaded, decide_chat, keep_description, load_model
 from grpo_jax.statistics import cell, paired_difference
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import Devices, devices_of, place, where_to_load
@@ -144,8 +144,7 @@ def main(config: Config) -> None:
             f"num_pairs is {config.num_pairs}, but there are {len(training.prompts)} pairs: set it to at most that"
         )
     run = flags.open_run(config)
-    keep_description(run, model, config.model)
-    say_chat(run, config.chat)
+    keep_description(run, model, config.model, config.chat)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *training.notes):
         run.console.print(note, markup=False, highlight=False)
     check_length(run, sum(pair_widths(training)), model.pretrained.config.max_position_embeddings)

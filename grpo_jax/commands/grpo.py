@@ -22,7 +22,7 @@ from typing import Any
 
 from grpo_jax.commands.common import CONTROL, RUN_DIR, Method, finish, train_with_control
 from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, recipe, validate
-from grpo_jax.data.text import prompt_limit, uses_chat
+from grpo_jax.data.text import prompt_limit
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
@@ -33,7 +33,6 @@ from grpo_jax.runs.pretrained import (
     load_model,
     load_teacher,
     planned,
-    say_chat,
     say_plan,
 )
 from grpo_jax.statistics import cell
@@ -93,7 +92,6 @@ def main(config: Config) -> None:
         programs, start = programs_with(model, teacher, task, config.train, sampler=sampler)
         run = flags.open_run(config)
         say_plan(run, plan)
-        say_chat(run, uses_chat(config.task.chat, model.pretrained.tokenizer))
         if teacher:
             keep_files(run, "teacher", teacher.pretrained.folder)
         run_method(
@@ -104,6 +102,7 @@ def main(config: Config) -> None:
             start,
             phase="grpo",
             options=config.model,
+            chat=config.task.chat,
             control=config.control,
             curves=(*CURVES, *TAUGHT_CURVES) if teacher else CURVES,
         )
@@ -142,6 +141,7 @@ def run_method(
     *,
     phase: str,
     options: ModelOptions,
+    chat: bool | None,
     control: bool,
     curves: Sequence[tuple[str, str]] = CURVES,
 ) -> None:
@@ -155,11 +155,12 @@ def run_method(
       start: parameters, as the programs take them.
       phase: the name of the method.
       options: of the model.
+      chat: as in `keep_description`.
       control: whether a coin toss is trained on as well.
       curves: (metric, title) beside those of every run.
     """
     started, config = time.perf_counter(), programs.config
-    keep_description(run, model, options)
+    keep_description(run, model, options, chat)
     width = task.heldout.ids.shape[1] + config.sampling.row_tokens
     check_length(run, width, model.pretrained.config.max_position_embeddings)
     start = place(start, devices_of(config))

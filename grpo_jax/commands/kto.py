@@ -31,7 +31,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded, decide_chat, keep_description, load_model, say_chat
+from grpo_jax.runs.pretrained import Loaded, decide_chat, keep_description, load_model
 from grpo_jax.statistics import paired_difference
 from grpo_jax.training.guards import check_length
 from grpo_jax.training.parallel import devices_of, place, where_to_load
@@ -126,8 +126,7 @@ def main(config: Config) -> None:
         word = only_word(encoded[0].desirable)
         raise UsageError(f"all completions are {word}, and the weight of {word} ones is 0: set it above 0")
     run = flags.open_run(config)
-    keep_description(run, model, config.model)
-    say_chat(run, config.chat)
+    keep_description(run, model, config.model, config.chat)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *notes(encoded[0])):
         run.console.print(note, markup=False, highlight=False)
     if word := only_word(encoded[0].desirable):

@@ -16,9 +16,8 @@ from pathlib import Path
 from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.grpo import CURVES, opened, run_method
 from grpo_jax.config import EngineOptions, ModelOptions, PPOConfig, validate_ppo, with_options
-from grpo_jax.data.text import uses_chat
 from grpo_jax.runs import flags
-from grpo_jax.runs.pretrained import planned, say_chat, say_plan
+from grpo_jax.runs.pretrained import planned, say_plan
 from grpo_jax.tasks.options import TaskOptions
 from grpo_jax.training.engine import sampler_of
 from grpo_jax.training.parallel import devices_of, parts, size
@@ -58,7 +57,6 @@ def main(config: Config) -> None:
         start = add_critic(shape, model.params, config.ppo.critic.critic)
         run = flags.open_run(config)
         say_plan(run, plan)
-        say_chat(run, uses_chat(config.task.chat, model.pretrained.tokenizer))
         run_method(
             run,
             model,
@@ -67,6 +65,7 @@ def main(config: Config) -> None:
             start,
             phase="ppo",
             options=config.model,
+            chat=config.task.chat,
             control=config.control,
             curves=PPO_CURVES,
         )

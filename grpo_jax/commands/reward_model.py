@@ -31,7 +31,7 @@ from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.runs.pretrained import decide_chat, keep_description, load_model, say_chat
+from grpo_jax.runs.pretrained import decide_chat, keep_description, load_model
 from grpo_jax.statistics import cell
 from grpo_jax.training.parallel import devices_of, place, to_host, where_to_load
 from grpo_jax.training.supervised.phase import SupervisedConfig, check_supervised
@@ -129,8 +129,7 @@ def main(config: Config) -> None:
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
     run = flags.open_run(config)
-    keep_description(run, model, config.model)
-    say_chat(run, config.chat)
+    keep_description(run, model, config.model, config.chat)
     pairs = {"training rows": train_pairs, "held-out pairs": heldout_pairs}
     run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in pairs.items()})
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *train_pairs.notes):

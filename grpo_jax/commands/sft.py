@@ -33,7 +33,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.runs import flags, hosts, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded, keep_description, keep_files, load_model, load_teacher, say_chat
+from grpo_jax.runs.pretrained import Loaded, keep_description, keep_files, load_model, load_teacher
 from grpo_jax.statistics import bootstrap, cell, paired_difference
 from grpo_jax.tasks.dataset import EncodedRows, encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
@@ -124,10 +124,9 @@ def main(config: Config) -> None:
     texts = encode_texts(config, rows, model.pretrained)
     batches = packed_batches(texts.training, config.num_rows, config.seed)
     run = flags.open_run(config)
-    keep_description(run, model, config.model)
+    keep_description(run, model, config.model, config.chat)
     if teacher:
         keep_files(run, "teacher", teacher.pretrained.folder)
-    say_chat(run, uses_chat(config.chat, model.pretrained.tokenizer))
     for note in texts.notes:
         run.console.print(note, markup=False, highlight=False)
     check_length(run, texts.training.ids.shape[1], model.pretrained.config.max_position_embeddings)

@@ -118,6 +118,8 @@ def model_folder(name: str | Path) -> Path:
     Raises:
       UsageError: there is neither.
     """
+    if not name:  # no required option: --resume takes it from the run
+        raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder

@@ -78,30 +78,13 @@ class LoraDescription(NamedTuple):
             raise UsageError(f"the weights in {self.base} have changed since this run began: start a new run")
 
 
-def check_named(options: ModelOptions) -> None:
-    """Refuses options without a model. It is no required option, because --resume takes it from the run.
-
-    Raises:
-      UsageError: the options name no model.
-    """
-    if not options.model:
-        raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
-
-
 def decide_chat(chat: bool | None, options: ModelOptions) -> bool:
     """Returns `uses_chat` of a model whose weights are not read yet.
 
     Raises:
-      UsageError: the options name no model, or it has no tokenizer.
+      UsageError: there is no model, or it has no tokenizer.
     """
-    check_named(options)
     return uses_chat(chat, huggingface.load_tokenizer(huggingface.model_folder(options.model)))
-
-
-def say_chat(run: RunFolder, chat: bool | None) -> None:
-    """Prints in the plan of a run how prompts that are text are encoded."""
-    how = "are user messages of the chat template" if chat else "are encoded without a chat template"
-    run.console.print(f"plan: prompts that are text {how}", markup=False, highlight=False, soft_wrap=True)
 
 
 class Loaded(NamedTuple):
@@ -129,7 +112,6 @@ def load_model(
     Raises:
       UsageError: there is none, or it cannot be trained as asked.
     """
-    check_named(options)
     if options.lora_rank < 0:
         raise UsageError(f"lora_rank is {options.lora_rank}: it must be at least 0")
     if options.param_dtype != "float32" and not options.lora_rank:
@@ -247,15 +229,24 @@ def say_plan(run: RunFolder, plan: Plan) -> None:
         run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
 
 
-def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> None:
+def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions, chat: bool | None = None) -> None:
     """Puts into the run what `grpo_jax.runs.export` needs besides a checkpoint: the model's folder without the weights.
 
-    Says the notes of the model.
+    Prints the notes of the model, and as a line of the plan how prompts that are text are encoded.
+
+    Args:
+      run: new, or to be continued.
+      loaded: the model.
+      options: of the model.
+      chat: whether such a prompt becomes a user's message; None: if the tokenizer has a chat template.
 
     Raises:
       UsageError: the run is resumed, and the model's files are no longer those that it started from.
     """
     pretrained, lora = loaded.pretrained, None
+    in_chat = uses_chat(chat, pretrained.tokenizer)
+    how = "are user messages of the chat template" if in_chat else "are encoded without a chat template"
+    run.console.print(f"plan: prompts that are text {how}", markup=False, highlight=False, soft_wrap=True)
     for note in pretrained.notes:
         run.warn_once(note, note)
     keep_files(run, "model", pretrained.folder)

@@ -107,7 +107,7 @@ def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mappin
 
     def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            with _drawing_for(row):
+            with _drawing(_draws_of(row)):
                 shown = factory().reset(**row)
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -310,7 +310,7 @@ def verifiers_environment(environment: Any) -> ReplyFn:
 
     def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
         del key
-        with _drawing_for(_row(example)):
+        with _drawing(_draws_of(_row(example))):
             rollout = run_to_end(_rolled_out(environment, example, transcript))
         return Reply(done=True) if rollout.heard is None else Reply(rollout.heard)
 
@@ -333,7 +333,7 @@ def verifiers_reward(environment: Any) -> Reward:
             await environment.rubric.cleanup(state)
             return float(state["reward"])
 
-        with _drawing_for(_row(example)):
+        with _drawing(_draws_of(_row(example))):
             return run_to_end(score())
 
     return graded
@@ -405,9 +405,8 @@ def _swap_draws(draws: list[Any]) -> None:
 
 
 @contextmanager
-def _drawing_for(row: Mapping[str, Any]) -> Iterator[None]:
-    """Lets the generators begin where the row says; afterwards they are where they were."""
-    draws = _draws_of(row)
+def _drawing(draws: list[Any]) -> Iterator[None]:
+    """Lets the generators continue from these states, which then hold where they ended."""
     _swap_draws(draws)
     try:
         yield
@@ -420,13 +419,11 @@ def _with_draws_for(row: Mapping[str, Any], coroutine: Coroutine[Any, Any, Any])
     """Runs a coroutine whose draws begin where the row says, whatever draws while it waits."""
     draws, step = _draws_of(row), partial(coroutine.send, None)
     while True:
-        _swap_draws(draws)
-        try:
-            waited_for = step()
-        except StopIteration as end:
-            return end.value
-        finally:
-            _swap_draws(draws)
+        with _drawing(draws):
+            try:
+                waited_for = step()
+            except StopIteration as end:
+                return end.value
         try:
             yield waited_for
             step = partial(coroutine.send, None)

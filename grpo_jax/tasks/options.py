@@ -230,10 +230,7 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
     rows: Sequence[Mapping[str, Any]] = math_rows(options.data) if options.task == "math" else read_rows(options.task)
     has_messages = options.template is None and any(isinstance(row.get(options.prompt_column), list) for row in rows)
     if options.environment and options.chat is False and has_messages:
-        raise UsageError(
-            "--chat False leaves replies of the environment without the chat template, which messages in the rows go "
-            "through: leave it out, or give prompts as text"
-        )
+        raise UsageError("--chat False gives replies no chat template, but the rows hold messages: leave it out")
     if options.environment_factory:
         rows = trl_rows(load_factory(options.environment_factory), rows)
     if not training and most is not None:

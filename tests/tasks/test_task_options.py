@@ -136,7 +136,7 @@ def test_messages_with_an_environment_are_refused_without_the_template_of_its_re
     options = {"environment": f"{tmp_path}/game.py:make", "chat": False}
     messages = [[{"role": "user", "content": f"1+{i}="}] for i in range(2)]
     with (
-        pytest.raises(UsageError, match="--chat False leaves replies of the environment without the chat template"),
+        pytest.raises(UsageError, match="--chat False gives replies no chat template"),
         opened(tmp_path, pretrained, messages, **options),
     ):
         pass
