@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method
+from grpo_jax.commands.dpo import given_constants
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
@@ -44,6 +45,8 @@ from grpo_jax.training.supervised.reward_model import (
 )
 
 PHASE = "reward_model"
+# option -> what it must be, and in words
+RANGES = {"center_coef": (lambda x: x >= 0, "at least 0, and finite"), "bins": (lambda x: x >= 1, "at least 1")}
 CURVES = (("loss", "loss of a batch"), ("heldout_nll", "held-out NLL"), ("heldout_accuracy", "held-out accuracy"))
 
 
@@ -104,6 +107,7 @@ def encode_pairs(
 def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, the calibration picture, the model's folder, and a checksum."""
     started = time.perf_counter()
+    given_constants(config, RANGES)
     check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")

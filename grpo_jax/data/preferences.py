@@ -1,7 +1,6 @@
 """Preferences: pairs of answers to a prompt of which one was chosen. What is malformed is dropped, and counted."""
 
 import json
-import math
 import os
 import re
 import zlib
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from scipy import special
 
+from grpo_jax.data.episodes import LARGEST_REWARD
 from grpo_jax.data.packing import Packed, pack
 from grpo_jax.data.rows import check_messages, hash_of_prompt, read_rows, text_column
 from grpo_jax.data.text import Message, encode_answers
@@ -99,8 +99,8 @@ def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference |
         return parse_transcripts(text_column(row, "chosen"), text_column(row, "rejected"), chat=chat)
     prompt, margin = prompt_of(row), row.get("margin")
     margin = 0.0 if margin is None else margin
-    if not isinstance(margin, int | float) or isinstance(margin, bool) or not math.isfinite(margin):
-        raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number")
+    if not isinstance(margin, int | float) or isinstance(margin, bool) or not abs(margin) <= LARGEST_REWARD:
+        raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number of float32")
     if prompt is None:
         return NO_PROMPT
     return _checked(Preference(prompt, text_column(row, "chosen"), text_column(row, "rejected"), float(margin)))

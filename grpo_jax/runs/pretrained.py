@@ -161,6 +161,12 @@ def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *
         name, param_dtype=options.dtype, dtype=options.dtype, attention=options.attention, sharding=sharding
     )
     check_vocabulary(taught.tokenizer.get_vocab(), student.tokenizer.get_vocab(), name)
+    needed = min(student.config.vocab_size, 1 + max(student.tokenizer.get_vocab().values()))
+    if taught.config.vocab_size < needed:
+        raise UsageError(
+            f"the teacher {name} lacks the tokens {taught.config.vocab_size} to {needed - 1} of the model and its "
+            "tokenizer: name a teacher with as many"
+        )
     return Loaded(decoder_policy(taught.config), taught.params, taught)
 
 

@@ -436,6 +436,21 @@ def test_what_dpo_cannot_learn_is_refused(folder, tmp_path, capsys, args, senten
     assert sentence in refused(capsys, "--method", "dpo", "--no-compilation-cache", *where, *args)
 
 
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--center-coef", "nan"], "center_coef is nan: it must be at least 0, and finite"),
+        (["--center-coef", "inf"], "center_coef is inf"),
+        (["--center-coef", -1], "center_coef is -1.0"),
+        (["--bins", 0], "bins is 0: it must be at least 1"),
+    ],
+)
+def test_what_a_reward_model_cannot_learn_is_refused(folder, tmp_path, capsys, args, sentence):
+    where = ["--model", folder / "model", "--data", folder / "rows.jsonl", "--run-dir", tmp_path / "run"]
+    assert sentence in refused(capsys, "--method", "reward-model", "--no-compilation-cache", *where, *args)
+    assert not (tmp_path / "run").exists()
+
+
 # ---- KTO
 
 

@@ -498,11 +498,27 @@ def test_arguments_that_cannot_be_sent_are_told():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"deadline": 0}, {"budget": float("inf")}, {"chunk": 0}, {"workers": -1}, {"memory_mb": 0}]
+    "wrong",
+    [
+        {"deadline": 0},
+        {"deadline": float("nan")},
+        {"deadline": 1e300},
+        {"budget": float("inf")},
+        {"budget": 1e7},
+        {"start_deadline": 1e7},
+        {"chunk": 0},
+        {"workers": -1},
+        {"memory_mb": 0},
+    ],
 )
 def test_impossible_arguments_are_refused(wrong):
     with pytest.raises(UsageError, match=f"{next(iter(wrong))} is .*: it must be"):
         Grader("json:dumps", **wrong)
+
+
+def test_the_longest_deadline_and_budget_work(file):
+    with Grader(f"{file}:act", workers=1, deadline=1e6, budget=1e6, start_deadline=1e6) as grader:
+        assert graded(grader, "fine")[0] == [1.0]
 
 
 def test_the_least_memory_is_enough_for_a_number(file):
