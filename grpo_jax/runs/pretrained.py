@@ -163,10 +163,7 @@ def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *
     check_vocabulary(taught.tokenizer.get_vocab(), student.tokenizer.get_vocab(), name)
     needed = min(student.config.vocab_size, 1 + max(student.tokenizer.get_vocab().values()))
     if taught.config.vocab_size < needed:
-        raise UsageError(
-            f"the teacher {name} lacks the tokens {taught.config.vocab_size} to {needed - 1} of the model and its "
-            "tokenizer: name a teacher with as many"
-        )
+        raise UsageError(f"the teacher {name} lacks tokens from {taught.config.vocab_size} on: name one with {needed}")
     return Loaded(decoder_policy(taught.config), taught.params, taught)
 
 

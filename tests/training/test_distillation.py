@@ -262,7 +262,7 @@ def test_a_teacher_without_all_tokens_of_the_tokenizer_is_refused(tmp_path):
         save_pretrained(tmp_path / name, jax.jit(decoder_policy(config).init)(jax.random.key(0)), config)
         arithmetic.TEXT.save_tokenizer(tmp_path / name)
     whole, padded = (load_pretrained(tmp_path / name) for name in ("whole", "padded"))
-    with pytest.raises(UsageError, match=f"small lacks the tokens {size - 1} to {size - 1} of the model"):
+    with pytest.raises(UsageError, match=f"small lacks tokens from {size - 1} on: name one with {size}"):
         load_teacher(tmp_path / "small", ModelOptions(), whole)
     for teacher, student in (("whole", padded), ("padded", whole)):  # rows of padding are no tokens
         load_teacher(tmp_path / teacher, ModelOptions(), student)
