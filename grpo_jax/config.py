@@ -766,18 +766,11 @@ def _validate_kl(loss: LossConfig) -> None:
 def _validate_advantages(config: GRPOConfig) -> None:
     """What they are of, and what they are corrected for."""
     loss, sampling = config.loss, config.sampling
-    weighs_tokens = {
-        f'advantages_of "{loss.advantages_of}"': loss.advantages_of in ("turns", "spans"),
-        f"top_entropy {loss.top_entropy}": loss.top_entropy < 1,
-        f"correction {loss.correction}": loss.correction in ("token", "icepop"),
-    }
-    for name, is_set in weighs_tokens.items():
-        _require(
-            # Every token's gradient passes through the one ratio, so that the weight of a token would not reach it.
-            not is_set or not is_sequence_level(loss.objective),
-            f"preset {loss.preset} has one ratio a completion, but {name} gives each token a weight of its own: leave "
-            "it out, or take grpo, dapo or another with ratios of tokens",
-        )
+    _require(
+        loss.advantages_of not in ("turns", "spans") or not is_sequence_level(loss.objective),
+        f'preset {loss.preset} has one ratio a completion, but advantages_of "{loss.advantages_of}" are of tokens: '
+        "take grpo, dapo or another with ratios of tokens",
+    )
     _require(
         loss.advantages_of != "components" or sampling.max_rollouts == 1,
         f"max_rollouts is {sampling.max_rollouts}, but dynamic sampling looks at one reward, while advantages_of "

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.config import GRPOConfig
-from grpo_jax.functional import adaptive_kl_coef, constant_length_weights
+from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.functional.numerics import maybe_psum
 from grpo_jax.models.experts import busiest
 from grpo_jax.models.lora import join, split
@@ -284,9 +284,6 @@ def _update(method, config, state, frozen, reference, batch, clock, *, axis_name
     completions = batch.completion_ids.shape[0] * batch.completion_ids.shape[1] // minibatches
     completions *= 1 if axis_name is None else jax.lax.axis_size(axis_name)
     aggregation = partial(config.loss.objective.aggregation, num_completions=completions)
-    if config.loss.objective.aggregation is constant_length_weights:
-        # With an environment the mask is wider than the policy's own tokens can be.
-        aggregation = partial(aggregation, max_length=min(batch.completion_ids.shape[-1], config.sampling.max_tokens))
 
     def optimizer_step(state: TrainState, minibatch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         rate = method.learning_rate(steps_taken(state))
