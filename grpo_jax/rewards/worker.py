@@ -229,7 +229,7 @@ def _answer(call: Callable[..., Any], function: Any, request: bytes, runner: asy
     try:
         examples, questions, deadline = pickle.loads(request)
         # Shortly before it is killed, a function that hangs says on stderr where it is.
-        faulthandler.dump_traceback_later(0.9 * deadline, file=STDERR)
+        faulthandler.dump_traceback_later(min(0.9 * deadline, threading.TIMEOUT_MAX), file=STDERR)
         return call(function, examples, questions, runner)
     except SystemExit as error:
         return {"reason": "died", "message": f"the function called sys.exit({error.code!r})"[:MESSAGE_CHARACTERS]}
