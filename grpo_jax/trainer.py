@@ -126,8 +126,8 @@ class GRPOTrainer:
         for name, path in {"run_dir": run_dir, "teacher": teacher or ""}.items():
             if not isinstance(path, str | Path):
                 raise UsageError(f"{name} is of type {type(path).__name__}: give the path of a folder")
-        if not isinstance(tools, Sequence) or not all(map(callable, tools)):
-            raise UsageError("tools must be a list of functions")
+        if not isinstance(tools, Sequence) or not all(callable(tool) and hasattr(tool, "__name__") for tool in tools):
+            raise UsageError("tools must be a list of functions, each with a name: write a def around a partial")
         for name, function in {"environment": environment, "environment_factory": environment_factory}.items():
             if not (function is None or callable(function)):
                 raise UsageError(f"{name} is of type {type(function).__name__}: it must be a function or a class")
@@ -216,7 +216,7 @@ class GRPOTrainer:
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(options))
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
         say_plan(self.run, plan)
-        keep_description(self.run, loaded, model)
+        keep_description(self.run, loaded, model, chat)
         check_length(self.run, task.heldout.ids.shape[1] + config.sampling.row_tokens, longest)
         if self._teacher:
             keep_files(self.run, "teacher", self._teacher.pretrained.folder)

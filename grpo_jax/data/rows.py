@@ -88,7 +88,20 @@ def text_column(row: Mapping[str, Any], name: str, where: str = "a row") -> str:
     value = column(row, name, where)
     if not isinstance(value, str):
         raise UsageError(f"{getattr(row, 'where', where)}: column {name} holds {kind_of(value)}, and should hold text")
+    check_text(value, f"{getattr(row, 'where', where)}: column {name}")
     return value
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuses half of a surrogate pair, which JSON may hold, and no tokenizer reads.
+
+    Raises:
+      UsageError: the text holds one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{where} holds half of a surrogate pair, which is no text: mend it") from None
 
 
 def batches(size: int, count: int, seed: int) -> Callable[[int], np.ndarray]:
@@ -140,14 +153,21 @@ def hash_of_prompt(prompt: str | list[Message], where: str = "a row") -> float:
     Raises:
       UsageError: it is no text.
     """
-    try:
-        digest = hashlib.sha256(json.dumps(prompt, ensure_ascii=False, default=str).encode()).digest()
-    except UnicodeEncodeError:
-        raise UsageError(f"{where}: its prompt holds half of a surrogate pair, which is no text: mend it") from None
-    return int.from_bytes(digest[:6]) / 2**48
+    text = json.dumps(prompt, ensure_ascii=False, default=str)
+    check_text(text, f"{where}: its prompt")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48
 
 
 def check_messages(prompt: Any, where: str) -> None:
+    """Refuses a prompt that is no list of chat messages for the assistant to answer.
+
+    Args:
+      prompt: the value of a column.
+      where: names the row and the column.
+
+    Raises:
+      UsageError: a message lacks a text, or the assistant has the last word.
+    """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise UsageError(f"{where} holds {kind_of(prompt)}, and should hold text or a list of chat messages")
     for message in prompt:

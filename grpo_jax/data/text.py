@@ -33,6 +33,30 @@ def _left_out(texts: str, lost: str, kept: int, dropped: Mapping[str, int], trun
     return "; ".join(said)
 
 
+def uses_chat(chat: bool | None, tokenizer: Any) -> bool:
+    """Returns whether a prompt that is text becomes a user's message: by default if there is a chat template."""
+    return bool(tokenizer.chat_template) if chat is None else chat
+
+
+def in_chat(prompt: str | list[Message], tokenizer: Any, chat: bool, system: str | None = None) -> str | list[Message]:
+    """Returns a prompt as it is encoded: with `chat` as messages, and behind a system message if there is one.
+
+    Raises:
+      UsageError: messages are asked for, but the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        if not chat and system is None:
+            return prompt
+        if not chat:
+            raise UsageError("a system message needs chat messages: turn chat on, or put it into the template")
+        if not tokenizer.chat_template:
+            raise UsageError("chat is on, but the tokenizer has no chat template: turn it off")
+        prompt = [{"role": "user", "content": prompt}]
+    if system is None or prompt[0]["role"] == "system":
+        return prompt
+    return [{"role": "system", "content": system}, *prompt]
+
+
 def encode_prompts(
     tokenizer: Any,
     prompts: Sequence[str | Sequence[Message]],
@@ -211,7 +235,7 @@ class EncodedAnswers(NamedTuple):
 
 def encode_answers(
     tokenizer: Any,
-    prompts: Sequence[str | Sequence[Message]],
+    prompts: Sequence[str | list[Message]],
     answers: Sequence[tuple[str, ...]],
     *,
     eos_ids: tuple[int, ...],
@@ -220,6 +244,7 @@ def encode_answers(
     overlong: Overlong = "truncate",
     vocab_size: int | None = None,
     end_id: int | None = None,
+    chat: bool = False,
     rows: str = "pairs",
 ) -> EncodedAnswers:
     """Token ids of prompts and answers. Answers to one prompt are kept where all have tokens and no two are equal.
@@ -234,6 +259,7 @@ def encode_answers(
       overlong: what is longer is dropped, or cut: a prompt loses its beginning, an answer its end.
       vocab_size: of the model, which refuses tokens outside of it; None: they are not looked at.
       end_id: put behind every answer, and counted in its length; None: nothing is.
+      chat: a prompt that is text becomes a user's message of the chat template.
       rows: what one of them is called in notes.
 
     Raises:
@@ -241,8 +267,9 @@ def encode_answers(
     """
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
+    messages = [in_chat(prompt, tokenizer, chat) for prompt in prompts]
     encoded = encode_prompts(
-        tokenizer, prompts, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong
+        tokenizer, messages, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong
     )
     kept: list[tuple[list[int], tuple[list[int], ...], int]] = []
     dropped, cut = Counter[str](), 0

@@ -118,6 +118,8 @@ def model_folder(name: str | Path) -> Path:
     Raises:
       UsageError: there is neither.
     """
+    if not name:  # no required option: --resume takes it from the run
+        raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -168,7 +170,7 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
     for file in (folder / "config.json", folder / "generation_config.json"):
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         ids = ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(x, int | None) and not isinstance(x, bool) for x in ids):
+        if not all(isinstance(x, int | None) and not isinstance(x, bool) and (x or 0) >= 0 for x in ids):
             raise UsageError(f"eos_token_id in {file} is {ids}: it must be a token's number, or a list of them")
         found |= set(ids)
     ids = tuple(sorted(found - {None}))

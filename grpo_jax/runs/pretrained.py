@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, fits, with_options
 from grpo_jax.data import digests
+from grpo_jax.data.text import uses_chat
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface
 from grpo_jax.models.config import Dtype, ModelConfig
@@ -78,6 +79,15 @@ class LoraDescription(NamedTuple):
             raise UsageError(f"the weights in {self.base} have changed since this run began: start a new run")
 
 
+def decide_chat(chat: bool | None, options: ModelOptions) -> bool:
+    """Returns `uses_chat` of a model whose weights are not read yet.
+
+    Raises:
+      UsageError: there is no model, or it has no tokenizer.
+    """
+    return uses_chat(chat, huggingface.load_tokenizer(huggingface.model_folder(options.model)))
+
+
 class Loaded(NamedTuple):
     """A pretrained model, ready to be trained."""
 
@@ -103,8 +113,6 @@ def load_model(
     Raises:
       UsageError: there is none, or it cannot be trained as asked.
     """
-    if not options.model:  # no required option: --resume takes it from the run
-        raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
     if options.lora_rank < 0:
         raise UsageError(f"lora_rank is {options.lora_rank}: it must be at least 0")
     if options.param_dtype != "float32" and not options.lora_rank:
@@ -154,6 +162,9 @@ def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *
         name, param_dtype=options.dtype, dtype=options.dtype, attention=options.attention, sharding=sharding
     )
     check_vocabulary(taught.tokenizer.get_vocab(), student.tokenizer.get_vocab(), name)
+    needed = min(student.config.vocab_size, 1 + max(student.tokenizer.get_vocab().values()))
+    if taught.config.vocab_size < needed:
+        raise UsageError(f"the teacher {name} lacks tokens from {taught.config.vocab_size} on: name one with {needed}")
     return Loaded(decoder_policy(taught.config), taught.params, taught)
 
 
@@ -222,15 +233,24 @@ def say_plan(run: RunFolder, plan: Plan) -> None:
         run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
 
 
-def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> None:
+def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions, chat: bool | None = None) -> None:
     """Puts into the run what `grpo_jax.runs.export` needs besides a checkpoint: the model's folder without the weights.
 
-    Says the notes of the model.
+    Prints the notes of the model, and as a line of the plan how prompts that are text are encoded.
+
+    Args:
+      run: new, or to be continued.
+      loaded: the model.
+      options: of the model.
+      chat: whether such a prompt becomes a user's message; None: if the tokenizer has a chat template.
 
     Raises:
       UsageError: the run is resumed, and the model's files are no longer those that it started from.
     """
     pretrained, lora = loaded.pretrained, None
+    in_chat = uses_chat(chat, pretrained.tokenizer)
+    how = "are user messages of the chat template" if in_chat else "are encoded without a chat template"
+    run.console.print(f"plan: prompts that are text {how}", markup=False, highlight=False, soft_wrap=True)
     for note in pretrained.notes:
         run.warn_once(note, note)
     keep_files(run, "model", pretrained.folder)

@@ -244,7 +244,8 @@ def token_divergence(
 ) -> jax.Array:
     """The divergence of a policy from its teacher at each token, of the kind that the run asks for.
 
-    Tokens that one of them alone has, as the padding of embeddings, are left out of both.
+    Tokens that one of them alone has, as the padding of embeddings, are left out of both. If the policy samples from
+    padding that its teacher lacks, the teacher reads its own last row instead: such a token has no text to learn.
 
     Args:
       config: of the run.

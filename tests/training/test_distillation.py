@@ -11,13 +11,17 @@ import pytest
 from bigrams import PARAMS, POLICY, V
 
 from grpo_jax import functional as F
-from grpo_jax.config import GRPOConfig, PPOConfig, recipe, validate, validate_ppo, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe, validate, validate_ppo, with_options
 from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.lora import split
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import check_vocabulary
+from grpo_jax.runs.pretrained import check_vocabulary, load_teacher
+from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import Task
 from grpo_jax.training import loop
 from grpo_jax.training.distillation import WithTeacher, distillation_method, make_distillation_programs
@@ -270,6 +274,20 @@ def test_another_tokenizer_is_refused():
         check_vocabulary({"a": 0, "b": 2}, ours, "teacher")
     with pytest.raises(UsageError, match="'c' is 2 there and no token here"):
         check_vocabulary(ours | {"c": 2}, ours, "teacher")
+
+
+def test_a_teacher_without_all_tokens_of_the_tokenizer_is_refused(tmp_path):
+    size = arithmetic.TEXT.vocab_size
+    shape = ModelConfig(size, 8, 16, 1, 2, 1, 4)
+    for name, vocab_size in {"small": size - 1, "whole": size, "padded": size + 3}.items():
+        config = dataclasses.replace(shape, vocab_size=vocab_size)
+        save_pretrained(tmp_path / name, jax.jit(decoder_policy(config).init)(jax.random.key(0)), config)
+        arithmetic.TEXT.save_tokenizer(tmp_path / name)
+    whole, padded = (load_pretrained(tmp_path / name) for name in ("whole", "padded"))
+    with pytest.raises(UsageError, match=f"small lacks tokens from {size - 1} on: name one with {size}"):
+        load_teacher(tmp_path / "small", ModelOptions(), whole)
+    for teacher, student in (("whole", padded), ("padded", whole)):  # rows of padding are no tokens
+        load_teacher(tmp_path / teacher, ModelOptions(), student)
 
 
 def test_what_is_trained_is_the_policy_alone():
