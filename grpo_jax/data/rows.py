@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_jax.data.text import Message
 from grpo_jax.data.types import rng
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, user_path
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -46,7 +46,7 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
     Raises:
       UsageError: there is no such thing, or it cannot be read; file, line and reason in one sentence.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not path.exists() and not str(source).endswith(SUFFIXES) and _HUB_ID.fullmatch(str(source)):
         rows = _hub_rows(str(source), split or "train", subset)
         where = f"{source}, split {split or 'train'}"

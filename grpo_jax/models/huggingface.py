@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
-from grpo_jax.errors import UsageError, missing
+from grpo_jax.errors import UsageError, missing, user_path
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface
 from grpo_jax.models.heads import Headed, add_head, without_vocabulary
@@ -118,7 +118,7 @@ def model_folder(name: str | Path) -> Path:
     Raises:
       UsageError: there is neither.
     """
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.suffix == ".safetensors":
@@ -548,7 +548,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UsageError(f"{file.parent} holds no {file.name}: name a folder of a Hugging Face model")
     try:
-        contents = json.loads(file.read_text())
+        contents = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not valid JSON ({error}): download it again") from error
     if not isinstance(contents, dict):
@@ -561,7 +561,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
     """As transformers lays it out."""
-    file.write_text(json.dumps(value, indent=2) + "\n")
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def save_pretrained(
@@ -642,7 +642,7 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
     Raises:
       UsageError: the name is taken.
     """
-    folder = Path(folder).expanduser().absolute()
+    folder = user_path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: name another folder to write to")
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")

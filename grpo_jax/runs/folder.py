@@ -309,7 +309,7 @@ class RunFolder:
         if not self.writes:
             return
         line = json.dumps(_finite(record), allow_nan=False)
-        with (self.path / name).open("a") as file:
+        with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         self._count_line(name, record["phase"], line)
 
@@ -444,7 +444,7 @@ def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
       UsageError: it cannot be read, or holds something else.
     """
     try:
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file} cannot be read ({_reason(error)}): mend it, or start a new run") from None
     if not fits(value, hint):
@@ -524,7 +524,7 @@ def write_json(path: Path, value: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a file at once, by renaming a complete one."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold lone surrogates
     os.replace(temporary, path)
 
 

@@ -23,7 +23,7 @@ import tyro
 from rich.console import Console
 
 from grpo_jax.config import flattened
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, user_path
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import SIDE_PHASES, check_fields, is_coin, read_object, write_text
 from grpo_jax.runs.turns import Part, of_turn, parts_of
@@ -114,6 +114,7 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
     Raises:
       UsageError: the folder holds no run, a file of it cannot be read, or it has no such phase.
     """
+    folder = user_path(folder)
     if not (folder / "config.json").exists():
         raise UsageError(f"{folder} holds no config.json: name the folder of a run")
     metrics, times = ([line for _, line in _lines(folder / f"{name}.jsonl", _LINE)] for name in ("metrics", "times"))
