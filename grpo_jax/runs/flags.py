@@ -258,6 +258,7 @@ def main(
     if config.output.compilation_cache:
         keep_programs()
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what it raises, with every traceback
+    sys.unraisablehook = _print_unraisable
     try:
         with stopping.listening(say_note, partial(_leave, config.output)):
             run(config)
@@ -280,6 +281,12 @@ def main(
         with suppress(OSError):  # stdout may be what is full
             sys.stdout.flush()
         hosts.leave(sentence, 2)  # threads that wanted to save would fail once more on their way out
+
+
+def _print_unraisable(unraisable: Any) -> None:
+    """Prints an error that cannot be raised, except those of writing threads whose loop a failed save has closed."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def _how_to_resume(output: RunConfig, link: str) -> str:
