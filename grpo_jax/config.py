@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -421,17 +422,24 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is Path:
         return isinstance(value, str)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, float) or (fits(value, int) and abs(value) <= sys.float_info.max)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint) if isinstance(hint, type) else True
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of all groups of a config.json, by name."""
+    """Returns the options of all groups of a config.json, by name.
+
+    Raises:
+      UsageError: an option is in two groups.
+    """
     flat: dict[str, Any] = {}
     for name, value in options.items():
-        flat |= flattened(value) if isinstance(value, Mapping) else {name: value}
+        part = flattened(value) if isinstance(value, Mapping) else {name: value}
+        for twice in flat.keys() & part.keys():
+            raise UsageError(f"{twice} is given twice: leave one of them out")
+        flat |= part
     return flat
 
 

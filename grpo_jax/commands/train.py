@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import get_args
 
 from grpo_jax.commands.common import RUN_DIR, Method
-from grpo_jax.config import flattened, option_types, suggestion
+from grpo_jax.config import option_types, suggestion
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import numbered_runs, read_object
@@ -41,7 +41,7 @@ def method_of(args: Sequence[str]) -> str:
       UsageError: a run is to be resumed that is of another method.
     """
     named, file = flags.value_of("--method", args), flags.value_of("--config", args)
-    options = flattened(flags.read_options(user_path(file))) if file else {}
+    options = flags.read_options(user_path(file)) if file else {}
     if "--resume" in args:
         folder = flags.value_of("--run-dir", args) or options.get("run_dir", RUN_DIR)
         saved = _of_newest_run(user_path(folder))

@@ -646,6 +646,7 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: name another folder to write to")
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed process; in a container its number is often the same
     partial.mkdir(parents=True)
     try:
         yield partial

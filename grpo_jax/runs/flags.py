@@ -167,7 +167,7 @@ def _with_file(config_class: type[Config], default: Config, args: list[str]) -> 
     file = value_of("--config", args)
     if not file:
         return default
-    saved, types = flattened(read_options(user_path(file))), option_types(config_class)
+    saved, types = read_options(user_path(file)), option_types(config_class)
     for name in saved.keys() & types.keys():
         if not fits(saved[name], types[name]):
             raise UsageError(f"{name} is {shown(saved[name])} in {file}: that is not of its type")
@@ -220,23 +220,21 @@ def _spelled(flag: str) -> str:
 
 
 def read_options(file: Path) -> dict[str, Any]:
-    """A JSON or YAML file with a mapping.
+    """Returns the options in a JSON or YAML file, by name.
 
     Raises:
-      UsageError: it cannot be read.
+      UsageError: it cannot be read, or gives an option twice.
     """
     try:
         text, is_yaml = file.read_text(encoding="utf-8"), file.suffix in (".yaml", ".yml")
         if is_yaml and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise UsageError(f"{file} has aliases (*name), which can stand for more than memory holds: write them out")
+            raise UsageError("aliases, *name, can stand for more than memory holds: write them out")
         saved = yaml.safe_load(text) if is_yaml else json.loads(text)
-    except UsageError:
-        raise
+        if not isinstance(saved, dict):
+            raise UsageError("it holds no options: it must be a mapping of names to values")
+        return flattened(saved)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{file} cannot be read ({' '.join(str(error).split())})") from None
-    if not isinstance(saved, dict):
-        raise UsageError(f"{file} holds no options: it must be a mapping of names to values")
-    return saved
 
 
 def _in_folder(config: Config, folder: Path) -> Config:

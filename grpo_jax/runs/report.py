@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 from rich.console import Console
 
-from grpo_jax.config import flattened
+from grpo_jax.config import fits, flattened
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import SIDE_PHASES, check_fields, is_coin, read_object, write_text
@@ -337,7 +337,8 @@ def _with_bounds(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
     def cell(name: str, column: str) -> Any:
         value, bounds = rows[name].get(column), _bounds_of(name, rows)
         low, high = (rows[bound].get(column) for bound in bounds) if bounds else (None, None)
-        return value if value is None or low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+        is_interval = all(fits(number, float) for number in (value, low, high))
+        return f"{value:.3f} [{low:.3f}, {high:.3f}]" if is_interval else value
 
     return {name: {column: cell(name, column) for column in rows[name]} for name in _without_bounds(rows)}
 
@@ -696,7 +697,7 @@ def _tokens(
         if left <= 0 and characters:
             break
         lengths.append(min(len(token), left))
-        cents.append(None if logprob is None or not math.isfinite(logprob) else round(-100 * logprob))
+        cents.append(None if logprob is None or not abs(logprob) < 1e300 else round(-100 * logprob))
         left -= len(token)
     value = {"lengths": lengths, "cents": cents} | ({"text": joined.translate(_VISIBLE)} if joined != text else {})
     return f' data-tokens="{_data(value)}"'
