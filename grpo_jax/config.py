@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 import jax.numpy as jnp
 
 from grpo_jax.data.text import Overlong
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, shown
 from grpo_jax.functional.numerics import is_zero
 from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
 from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
@@ -399,10 +399,14 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
       saved: what was read from the JSON.
 
     Raises:
-      UsageError: it holds an option that the class does not have.
+      UsageError: it holds an option that the class does not have, or a value of another type.
     """
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in flattened(saved).items()}
-    _check_known(options, options_of(default))
+    options, types = flattened(saved), option_types(type(default))
+    _check_known(options, types)
+    for name, value in options.items():
+        if not fits(value, types[name]):
+            raise UsageError(f"{name} is {shown(value)}: that is not of its type")
+        options[name] = Path(value) if types[name] is Path else tuple(value) if isinstance(value, list) else value
     return _replaced(default, options)
 
 

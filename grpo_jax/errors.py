@@ -35,6 +35,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
+def reason_of(error: Exception) -> str:
+    """Returns why something failed, in a few words: the first line of what an error says."""
+    text = str(getattr(error, "strerror", None) or error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def missing(package: str | None) -> ImportError:
     """What to raise where a package of the extra `train` cannot be imported."""
     return ImportError(
@@ -67,8 +73,7 @@ def user_path(name: str | Path) -> Path:
     except UnicodeEncodeError:
         raise UsageError(f"the path {shown(str(name))} is not UTF-8: rename it, or set PYTHONUTF8=1") from None
     except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"the path {shown(str(name))} cannot be used ({reason}): name another") from None
+        raise UsageError(f"the path {shown(str(name))} cannot be used ({reason_of(error)}): name another") from None
     return path
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
-from grpo_jax.errors import UsageError, user_path
+from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.models import huggingface, peft
 from grpo_jax.runs.card import model_card
 from grpo_jax.runs.flags import program, read_flags, refusing
@@ -109,7 +109,7 @@ def push(folder: Path, repo: str) -> None:
         api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"grpo_jax: {folder.name}")
     except Exception as error:  # a failed connection's class is of an HTTP client that changes with the hub's library
-        why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        why = reason_of(error).rstrip(".")
         raise UsageError(f"{folder} was not uploaded to {repo} ({why}): the folder itself is complete") from None
 
 

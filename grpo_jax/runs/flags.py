@@ -23,8 +23,8 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_jax.config import fits, flattened, from_json, option_types, options_of, with_options
-from grpo_jax.errors import Interruption, UsageError, lacking, shown, user_path
+from grpo_jax.config import flattened, from_json, options_of, with_options
+from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.runs import compilation, hosts, stopping
 from grpo_jax.runs.card import COMMAND
@@ -91,20 +91,20 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
 def _parse(config_class: type[Config], description: str | None, args: list[str]) -> Config:
     """Reads the command line as `parse` does, and raises what `parse` refuses."""
     prog = program()
-    default = _with_file(config_class, config_class(), args)
+    default = _with_file(config_class(), args)
     config = _read(config_class, _with_preset(default, args), args, prog, description)
     hosts.start(config.output.hosts, say_refusal, say_note)
     folder = user_path(config.output.run_dir)
     folder = folder if folder.name else folder.absolute()
     if not config.output.resume:
         fresh = fresh_folder(folder) if hosts.is_first() else folder
-        return _in_folder(config, hosts.first_says("the run folder", fresh))
+        return with_options(config, run_dir=hosts.first_says("the run folder", fresh))
     runs = hosts.first_says("the runs", numbered_runs(folder))
     if not runs:
         raise UsageError(f"there is no run to resume in {folder}: leave out --resume, or name the run's --run-dir")
     newest = runs[max(runs)]
-    default = _with_file(config_class, _of_run(config_class, newest / "config.json"), args)
-    return _in_folder(_read(config_class, default, args, prog, description), newest)
+    default = _with_file(_of_run(config_class, newest / "config.json"), args)
+    return with_options(_read(config_class, default, args, prog, description), run_dir=newest)
 
 
 def program() -> str:
@@ -158,7 +158,7 @@ def _with_preset(default: Config, args: list[str]) -> Config:
     return with_options(default, preset=preset) if has_one else default
 
 
-def _with_file(config_class: type[Config], default: Config, args: list[str]) -> Config:
+def _with_file(default: Config, args: list[str]) -> Config:
     """The defaults, with the options of the file that the command line names.
 
     Raises:
@@ -167,16 +167,12 @@ def _with_file(config_class: type[Config], default: Config, args: list[str]) -> 
     file = value_of("--config", args)
     if not file:
         return default
-    saved, types = read_options(user_path(file)), option_types(config_class)
-    for name in saved.keys() & types.keys():
-        if not fits(saved[name], types[name]):
-            raise UsageError(f"{name} is {shown(saved[name])} in {file}: that is not of its type")
-        if types[name] is Path:
-            saved[name] = Path(saved[name])
+    saved = read_options(user_path(file))
     try:
-        if "preset" in saved and "preset" in types:
-            default = with_options(default, preset=saved["preset"])  # brings what the file leaves out
-        return from_json(default, saved)
+        config = from_json(default, saved)
+        if "preset" in saved:  # it brings what the file leaves out
+            config = from_json(with_options(default, preset=saved["preset"]), saved)
+        return config
     except UsageError as error:
         raise UsageError(f"{file} does not fit ({error})") from None
 
@@ -187,13 +183,10 @@ def _of_run(config_class: type[Config], file: Path) -> Config:
     Raises:
       UsageError: the file cannot be read, has no options, or an option of it does not fit.
     """
-    saved, types = read_object(file), option_types(config_class)
+    saved = read_object(file)
     try:
-        for name, value in flattened(saved).items():
-            if name in types and not fits(value, types[name]):
-                raise UsageError(f"{name} is {shown(value)}: that is not of its type")
-        if not types.keys() & flattened(saved).keys():
-            raise UsageError("it has none of its options")
+        if not saved:
+            raise UsageError("it has no options")
         return from_json(config_class(), saved)
     except UsageError as error:
         raise UsageError(f"{file} is of another experiment or version ({error}): start a new run") from None
@@ -235,10 +228,6 @@ def read_options(file: Path) -> dict[str, Any]:
         return flattened(saved)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{file} cannot be read ({' '.join(str(error).split())})") from None
-
-
-def _in_folder(config: Config, folder: Path) -> Config:
-    return with_options(config, run_dir=folder)
 
 
 def main(

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax.config import fits, flattened
-from grpo_jax.errors import UsageError, shown
+from grpo_jax.errors import UsageError, reason_of, shown
 from grpo_jax.runs import hosts
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compilation import count_programs
@@ -140,7 +140,7 @@ class RunFolder:
         saved = flattened(read_object(file)) if file.exists() else None
         noted = self._noted_options()
         began = next(options for options in (noted, saved, now) if options is not None)
-        if not self._inputs() and (self.path / "checkpoints").exists():
+        if not read_inputs(self.path) and (self.path / "checkpoints").exists():
             self.warn_once(
                 "inputs",
                 f"{self.path / _INPUTS} is gone, so it is not known whether options, rows, rewards and model are those "
@@ -163,7 +163,7 @@ class RunFolder:
             began |= {name: now[name] for name in differing}
             kept = began.keys() - (_FREE_OPTIONS - _DEVICES.keys())
             as_text = {name: json.dumps(began[name]) for name in sorted(kept)}
-            write_json(self.path / _INPUTS, self._inputs() | {_OPTIONS: as_text})
+            write_json(self.path / _INPUTS, read_inputs(self.path) | {_OPTIONS: as_text})
         self._warn_of_devices(_DEVICES | began, _DEVICES | now)
 
     def _warn_of_devices(self, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -178,16 +178,11 @@ class RunFolder:
 
     def _noted_options(self) -> dict[str, Any] | None:
         """The options of the run in inputs.json, by name; None: there are none, as in runs of earlier versions."""
-        noted = self._inputs().get(_OPTIONS)
+        noted = read_inputs(self.path).get(_OPTIONS)
         try:
             return None if noted is None else {name: json.loads(value) for name, value in noted.items()}
         except ValueError:
             raise UsageError(f"{self.path / _INPUTS} is not as a run writes it: mend it, or start a new run") from None
-
-    def _inputs(self) -> dict[str, dict[str, str]]:
-        """What inputs.json holds: part -> what it is of -> its digest, or of an option its value as JSON."""
-        file = self.path / _INPUTS
-        return read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
 
     def keep_inputs(self, part: str, inputs: Mapping[str, str]) -> None:
         """Notes in inputs.json what a phase, or the model, was made of.
@@ -203,13 +198,9 @@ class RunFolder:
         hosts.check_same(inputs)
         if not self.writes:
             return
-        known = self._inputs()
+        known = read_inputs(self.path)
         before = known.get(part, dict(inputs))
-        if changed := sorted(name for name in before.keys() | inputs.keys() if before.get(name) != inputs.get(name)):
-            raise UsageError(
-                f"not what they were when the run in {self.path} began: {', '.join(changed)}; put them back, or start "
-                "a new run"
-            )
+        check_inputs(self.path, before, inputs)
         write_json(self.path / _INPUTS, known | {part: dict(inputs)})
 
     # ---- lines
@@ -276,7 +267,7 @@ class RunFolder:
                 continue
             kept = ""
             for line, record in _complete_lines(file, fields):
-                if _is_later(record, phase, step):
+                if record["phase"] == phase and (record["step"] > step or step == 0):
                     continue
                 kept += line + "\n"
                 if record["phase"] == phase:
@@ -380,6 +371,25 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def read_inputs(folder: Path) -> dict[str, dict[str, str]]:
+    """Returns what inputs.json of a run holds: part -> name of an input -> its digest, or an option's value as JSON."""
+    file = folder / _INPUTS
+    return read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
+
+
+def check_inputs(folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Refuses to go on with other inputs than those that the run in a folder began with.
+
+    Raises:
+      UsageError: they differ; the sentence names them.
+    """
+    if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+        raise UsageError(
+            f"not what they were when the run in {folder} began: {', '.join(changed)}; put them back, or start a new "
+            "run"
+        )
+
+
 def numbered_runs(folder: Path) -> dict[int, Path]:
     """Runs in folder (number 1), folder-2, folder-3 …"""
     found = {1: folder} if (folder / "config.json").exists() else {}
@@ -429,10 +439,6 @@ def check_more_steps(saved: dict[str, Any], config: dict[str, Any]) -> None:
         raise UsageError(f"the prompts of the run were chosen for {saved['steps']} steps: to go on, {export}")
 
 
-def _is_later(record: dict[str, Any], phase: str, step: int) -> bool:
-    return record["phase"] == phase and (record["step"] > step or step == 0)
-
-
 def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
     """A JSON file of a run.
 
@@ -446,7 +452,7 @@ def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file} cannot be read ({_reason(error)}): mend it, or start a new run") from None
+        raise UsageError(f"{file} cannot be read ({reason_of(error)}): mend it, or start a new run") from None
     if not fits(value, hint):
         raise UsageError(f"{file} is not as a run writes it: mend it, or start a new run")
     return value
@@ -470,7 +476,7 @@ def _complete_lines(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[str
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read ({_reason(error)}): mend or remove it") from None
+        raise UsageError(f"{file} cannot be read ({reason_of(error)}): mend or remove it") from None
     for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], 1):
         yield line, parse_line(line, f"line {number} of {file}", fields)
 
@@ -489,7 +495,7 @@ def parse_line(line: str | bytes, where: str, fields: Mapping[str, Any]) -> dict
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON ({_reason(error)}): mend or remove it") from None
+        raise UsageError(f"{where} is not JSON ({reason_of(error)}): mend or remove it") from None
     if not isinstance(record, dict):
         raise UsageError(f"{where} holds no object: mend or remove it")
     check_fields(record, where, fields)
@@ -510,10 +516,6 @@ def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any
     for name, hint in fields.items():
         if not fits(record.get(name), hint):
             raise UsageError(f'{where} has no "{name}" as a run writes it: mend or remove it')
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error).splitlines()[0]
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -23,7 +23,7 @@ import tyro
 from rich.console import Console
 
 from grpo_jax.config import fits, flattened
-from grpo_jax.errors import UsageError, user_path
+from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import SIDE_PHASES, check_fields, is_coin, read_object, write_text
 from grpo_jax.runs.turns import Part, of_turn, parts_of
@@ -200,7 +200,7 @@ def _parse(raw: bytes, name: object) -> Any:
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{name} is not JSON ({str(error).splitlines()[0]}): mend or remove it") from None
+        raise UsageError(f"{name} is not JSON ({reason_of(error)}): mend or remove it") from None
 
 
 def _index(file: Path) -> Index:
