@@ -405,7 +405,7 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
     _check_known(options, types)
     for name, value in options.items():
         if not fits(value, types[name]):
-            raise UsageError(f"{name} is {shown(value)}: that is not of its type")
+            raise UsageError(f"{name} is {shown(value)} in the file: that is not of its type")
         options[name] = Path(value) if types[name] is Path else tuple(value) if isinstance(value, list) else value
     return _replaced(default, options)
 

@@ -152,7 +152,8 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize, trust_remote_code=False)
     except Exception as error:  # of broken files each has its own
         raise UsageError(
-            f"{folder} holds no tokenizer that transformers can load ({reason_of(error)}): copy its tokenizer.json into it"
+            f"{folder} holds no tokenizer that transformers can load ({reason_of(error)}): copy its tokenizer.json "
+            "into it"
         ) from error
 
 
