@@ -47,8 +47,8 @@ except ModuleNotFoundError as error:
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a folder holds besides weights, and what of it a run and an export take over. Never a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
-_COPIED = ("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json")
-_COPIED += ("vocab.*", "merges.txt", "tekken.json", "chat_template.*", "*.jinja", "*.model", "LICENSE*")
+_COPIED: tuple[str, ...] = ("*.jinja", "*.model", "LICENSE*", "vocab.*", "merges.txt", "tekken.json", "chat_template.*")
+_COPIED += ("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json")
 _INDEX = "model.safetensors.index.json"
 # Of an expert's projections. The mixture is called block_sparse_moe there, in place of mlp.
 MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
