@@ -16,7 +16,7 @@ from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message, prompt_limit
 from grpo_jax.data.turns import reply_encoder
 from grpo_jax.data.types import Component, Reward, Rewards
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, join, merge, split
 from grpo_jax.models.quantised import format_of
@@ -138,7 +138,7 @@ class GRPOTrainer:
         self._reply = reply_with(self._tools) if tools else environment
         if environment_factory is not None:
             self._tools, self._reply = trl_tools(environment_factory), trl_environment(environment_factory)
-        self._reward, self._run_dir = _checked_reward(reward_model), Path(run_dir).expanduser()
+        self._reward, self._run_dir = _checked_reward(reward_model), user_path(run_dir)
         train = self._options.train
         check_teacher(train, has_teacher=teacher is not None)
         sharding = where_to_load(devices_of(train))

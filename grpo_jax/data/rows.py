@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.text import Message
+from grpo_jax.data.text import Message, check_text
 from grpo_jax.data.types import rng
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, reason_of, user_path
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -46,7 +46,7 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
     Raises:
       UsageError: there is no such thing, or it cannot be read; file, line and reason in one sentence.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not path.exists() and not str(source).endswith(SUFFIXES) and _HUB_ID.fullmatch(str(source)):
         rows = _hub_rows(str(source), split or "train", subset)
         where = f"{source}, split {split or 'train'}"
@@ -234,7 +234,7 @@ def _json(content: bytes, where: str) -> Any:
         at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise UsageError(f"{where} is not JSON ({error.msg} at {at})") from None
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number too long
-        raise UsageError(f"{where} is JSON that cannot be read ({str(error).splitlines()[0]})") from None
+        raise UsageError(f"{where} is JSON that cannot be read ({reason_of(error)})") from None
 
 
 def _row(value: Any, where: str) -> Row:
@@ -253,12 +253,8 @@ def _hub_rows(source: str, split: str, subset: str | None) -> list[Row]:
     try:
         rows = datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # the package's own, the hub's, and the network's
-        raise UsageError(f"data set {source}, split {split} cannot be loaded: {_reason(error)}") from error
+        raise UsageError(f"data set {source}, split {split} cannot be loaded: {reason_of(error)}") from error
     return [_row(row, f"{source}, split {split}, row {number}") for number, row in enumerate(rows)]
-
-
-def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def kind_of(value: Any) -> str:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, reason_of, shown
 
 Message = dict[str, str]  # {"role": "user", "content": "…"}
 Overlong = Literal["drop", "truncate"]
@@ -149,12 +149,30 @@ def encode_completion(tokenizer: Any, text: str, *, eos_ids: tuple[int, ...] = (
       text: the completion.
       eos_ids: dropped at its end.
     """
+    check_text(text)
     pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
     text = text[1:] if text.startswith(" ") and pieces and pieces[0].startswith("▁") else text
     ids = tokenizer.encode(text, add_special_tokens=False) if text else []
     while ids and ids[-1] in eos_ids:
         ids = ids[:-1]
     return ids
+
+
+def check_text(text: str, where: str = "a text") -> None:
+    """Refuses a text that cannot be encoded.
+
+    Args:
+      text: to check.
+      where: the subject of the sentence.
+
+    Raises:
+      UsageError: it holds half of a surrogate pair; the sentence quotes what is around it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = shown(text[max(error.start - 20, 0) : error.start + 20])
+        raise UsageError(f"{where} holds half of a surrogate pair, which is no text: mend {place}") from None
 
 
 def ending_id(tokenizer: Any, eos_ids: tuple[int, ...]) -> int:
@@ -338,8 +356,7 @@ def _fill_template(
         given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **given)
     except Exception as error:  # whatever the template raises, such as that roles must alternate
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"the chat template refuses prompt {number}: {reason}") from error
+        raise UsageError(f"the chat template refuses prompt {number}: {reason_of(error)}") from error
     if tools and not all(tool["function"]["name"] in text for tool in tools):
         raise UsageError(
             "the chat template writes no tools into the prompt, so the model would never hear of them: take a model "

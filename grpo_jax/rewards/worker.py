@@ -326,7 +326,7 @@ def _limit_memory(megabytes: int) -> None:
     """Limits the address space to what loading took and `megabytes` more, and the stack of the watchdog's thread."""
     taken = 0
     with contextlib.suppress(OSError):  # only Linux tells
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     limit = taken + WATCHDOG_BYTES + megabytes * 2**20
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

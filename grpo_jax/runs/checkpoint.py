@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, lacking
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs import hosts
 from grpo_jax.runs.seal import check_seal, write_seal
@@ -196,11 +196,23 @@ class Checkpoints:
         part = _placed({"policy": like})
         how = ocp.checkpoint_utils.construct_restore_args(part)
         args = ocp.args.PyTreeRestore(part, restore_args=how, partial_restore=True)
-        return self._manager.restore(chosen, args=ocp.args.Composite(params=args))["params"]["policy"], chosen
+        return self._read(chosen, {"params": args})["params"]["policy"], chosen
 
     def _restore(self, step: int, items: dict[str, Any], shardings: Any = None) -> Any:
         args = {name: ocp.args.StandardRestore(target) for name, target in _placed(items, shardings).items()}
-        return self._manager.restore(step, args=ocp.args.Composite(**args))
+        return self._read(step, args)
+
+    def _read(self, step: int, items: Mapping[str, Any]) -> Any:
+        """Returns the items of a checkpoint, each read as its arguments say."""
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except (ValueError, TypeError, LookupError) as error:
+            if lacking(error):
+                raise
+            raise UsageError(
+                f"checkpoint {step} in {self._folder} has other parameters than the model: put its files back, or "
+                "start a new run"
+            ) from error
 
     def _names(self, step: int) -> set[str]:
         """What the parameters of a checkpoint are called, at the top of their tree."""

@@ -24,7 +24,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.planning.plan import Plan, choose, memory_limit, shape_of
 from grpo_jax.runs import hosts
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, read_object, run_digest, write_json
+from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, check_inputs, read_inputs, read_object, run_digest, write_json
 from grpo_jax.tasks.task import Task
 
 _LORA_FILE = "lora.json"
@@ -289,6 +289,15 @@ def keep_files(run: RunFolder, part: str, folder: Path) -> None:
     run.keep_inputs(part, {f"{name} of the {part}": digest for name, digest in files.items()})
 
 
+def _check_description(run: Path) -> None:
+    """Refuses a run whose model/ has other files than the model that it began with."""
+    noted, folder = read_inputs(run).get("model"), run / "model"
+    if noted is not None:  # a loop of your own may have noted nothing
+        before = {name: noted[name] for name in noted if huggingface.is_copied(name.partition(" of ")[0])}
+        now = digests.of_files(folder, filter(huggingface.is_copied, huggingface.files_of(folder)))
+        check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
+
+
 # ---- out of it
 
 
@@ -380,6 +389,7 @@ def restore(
             f"{run} holds no model/config.json: name the folder of a run, or write the file with "
             "huggingface.save_description in a loop of your own"
         )
+    _check_description(run)
     phase = phase_of(run, phase)
     lora = LoraDescription.read(description)
     if lora is None and (adapter or base):

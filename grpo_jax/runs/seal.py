@@ -34,7 +34,8 @@ def write_seal(folder: Path, lines: Mapping[str, str], *, step: int, run: str | 
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     seal = Seal(_digests(folder, names - {_EMPTY_WORDS}), dict(lines), step, run)
     temporary = folder / f"{_FILE}.tmp"
-    temporary.write_text(json.dumps(seal._asdict() | {_OWN: digests.of_values(seal._asdict())}, indent=1) + "\n")
+    text = json.dumps(seal._asdict() | {_OWN: digests.of_values(seal._asdict())}, indent=1) + "\n"
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, folder / _FILE)
 
 
@@ -53,7 +54,7 @@ def check_seal(folder: Path, part: str = "") -> tuple[Seal | None, str]:
     if not (folder / _FILE).exists():
         return None, "it was never completed" if any(folder.iterdir()) else "it is empty"
     try:
-        said = dict(_mapping(json.loads((folder / _FILE).read_text())))
+        said = dict(_mapping(json.loads((folder / _FILE).read_text(encoding="utf-8"))))
         own = said.pop(_OWN, None)
         seal = Seal(**said)
         files, _ = _mapping(seal.files), _mapping(seal.lines)
@@ -78,7 +79,7 @@ def _digests(folder: Path, names: Set[str]) -> dict[str, str]:
     """Digests of the files of a checkpoint, without the time at which it was renamed."""
     found = digests.of_files(folder, names - {_DATED})
     if _DATED in names:
-        said = _mapping(json.loads((folder / _DATED).read_text()))
+        said = _mapping(json.loads((folder / _DATED).read_text(encoding="utf-8")))
         found[_DATED] = digests.of_values({name: value for name, value in said.items() if name != _TIME})
     return found
 
