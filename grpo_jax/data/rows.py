@@ -92,18 +92,6 @@ def text_column(row: Mapping[str, Any], name: str, where: str = "a row") -> str:
     return value
 
 
-def check_text(text: str, where: str) -> None:
-    """Refuses half of a surrogate pair, which JSON may hold, and no tokenizer reads.
-
-    Raises:
-      UsageError: the text holds one.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"{where} holds half of a surrogate pair, which is no text: mend it") from None
-
-
 def batches(size: int, count: int, seed: int) -> Callable[[int], np.ndarray]:
     """Which of `size` things a step takes: the next `count` of shuffled epochs.
 
