@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -19,7 +20,10 @@ def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
         running = asyncio.get_running_loop()
     except RuntimeError:
-        return vars(_OF_THREAD).setdefault("runner", asyncio.Runner()).run(coroutine)
+        if not hasattr(_OF_THREAD, "runner"):
+            _OF_THREAD.runner = asyncio.Runner()
+            weakref.finalize(threading.current_thread(), _OF_THREAD.runner.close)  # cancels what still waits
+        return _OF_THREAD.runner.run(coroutine)
     return _thread_beside(running).submit(run_to_end, coroutine).result()
 
 

@@ -1,6 +1,9 @@
 """Async functions that are called in this process: what they keep between calls works in the next one."""
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +56,16 @@ def test_a_client_is_kept_between_calls_within_a_running_loop():
         return replies_of_two_calls()
 
     assert asyncio.run(notebook()) == EXPECTED
+
+
+def test_what_a_client_left_waiting_ends_with_the_program():
+    lines = "import asyncio, tests.data.test_coroutines as t\n"
+    lines += "t.test_a_client_is_kept_between_calls()\n"
+    lines += "t.test_a_client_is_kept_between_calls_within_a_running_loop()\n"
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-X", "dev", "-c", lines]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stderr == ""
 
 
 @pytest.mark.parametrize("depth", [1, 3])
