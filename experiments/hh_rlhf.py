@@ -180,7 +180,7 @@ def main(config: Config) -> None:
     # PPO samples as GRPO does: what is compiled for one serves both.
     programs = {"ppo": ppo._replace(sampler=grpo.sampler), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
-    keep_description(run, model, config.model)
+    keep_description(run, model, config.model, config.chat)
     start = place(model.params, num_devices(config.ppo.run.devices))
     judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, start, thirds, judge, programs, run)

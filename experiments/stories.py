@@ -69,7 +69,7 @@ def main(config: Config) -> None:
     programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
     start = place(model.params, num_devices(config.train.devices))
     run = flags.open_run(config)
-    keep_description(run, model, config.model)
+    keep_description(run, model, config.model, chat=False)
     width = task.heldout.ids.shape[1] + config.train.sampling.max_tokens
     run.warn(length_warning(width, model.pretrained.config.max_position_embeddings))
     stories: list[str] = []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 import jax.numpy as jnp
 
 from grpo_jax.data.text import Overlong
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, shown
 from grpo_jax.functional.numerics import is_zero
 from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
 from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
@@ -398,10 +399,14 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
       saved: what was read from the JSON.
 
     Raises:
-      UsageError: it holds an option that the class does not have.
+      UsageError: it holds an option that the class does not have, or a value of another type.
     """
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in flattened(saved).items()}
-    _check_known(options, options_of(default))
+    options, types = flattened(saved), option_types(type(default))
+    _check_known(options, types)
+    for name, value in options.items():
+        if not fits(value, types[name]):
+            raise UsageError(f"{name} is {shown(value)} in the file: that is not of its type")
+        options[name] = Path(value) if types[name] is Path else tuple(value) if isinstance(value, list) else value
     return _replaced(default, options)
 
 
@@ -421,17 +426,24 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is Path:
         return isinstance(value, str)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, float) or (fits(value, int) and abs(value) <= sys.float_info.max)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint) if isinstance(hint, type) else True
 
 
 def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of all groups of a config.json, by name."""
+    """Returns the options of all groups of a config.json, by name.
+
+    Raises:
+      UsageError: an option is in two groups.
+    """
     flat: dict[str, Any] = {}
     for name, value in options.items():
-        flat |= flattened(value) if isinstance(value, Mapping) else {name: value}
+        part = flattened(value) if isinstance(value, Mapping) else {name: value}
+        for twice in flat.keys() & part.keys():
+            raise UsageError(f"{twice} is given twice: leave one of them out")
+        flat |= part
     return flat
 
 
@@ -766,11 +778,18 @@ def _validate_kl(loss: LossConfig) -> None:
 def _validate_advantages(config: GRPOConfig) -> None:
     """What they are of, and what they are corrected for."""
     loss, sampling = config.loss, config.sampling
-    _require(
-        loss.advantages_of not in ("turns", "spans") or not is_sequence_level(loss.objective),
-        f'preset {loss.preset} has one ratio a completion, but advantages_of "{loss.advantages_of}" are of tokens: '
-        "take grpo, dapo or another with ratios of tokens",
-    )
+    weighs_tokens = {
+        f'advantages_of "{loss.advantages_of}"': loss.advantages_of in ("turns", "spans"),
+        f"top_entropy {loss.top_entropy}": loss.top_entropy < 1,
+        f"correction {loss.correction}": loss.correction in ("token", "icepop"),
+    }
+    for name, is_set in weighs_tokens.items():
+        _require(
+            # Every token's gradient passes through the one ratio, so that the weight of a token would not reach it.
+            not is_set or not is_sequence_level(loss.objective),
+            f"preset {loss.preset} has one ratio a completion, but {name} gives each token a weight of its own: leave "
+            "it out, or take grpo, dapo or another with ratios of tokens",
+        )
     _require(
         loss.advantages_of != "components" or sampling.max_rollouts == 1,
         f"max_rollouts is {sampling.max_rollouts}, but dynamic sampling looks at one reward, while advantages_of "

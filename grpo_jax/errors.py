@@ -1,7 +1,10 @@
 """What a user can mend."""
 
+import contextlib
 import errno
+import re
 from importlib.util import find_spec
+from pathlib import Path
 
 
 class UsageError(ValueError):
@@ -32,6 +35,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
+def reason_of(error: Exception) -> str:
+    """Returns why something failed, in a few words: the first line of what an error says."""
+    text = str(getattr(error, "strerror", None) or error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def missing(package: str | None) -> ImportError:
     """What to raise where a package of the extra `train` cannot be imported."""
     return ImportError(
@@ -50,16 +59,40 @@ def need(*packages: str) -> None:
             raise missing(package)
 
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_UNWRITABLE = {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE}
+def user_path(name: str | Path) -> Path:
+    """Returns a path that the user names, with ~ replaced. Nothing need exist there.
+
+    Raises:
+      UsageError: no file can have this name, or a folder above it cannot be entered.
+    """
+    try:
+        path = Path(name).expanduser()
+        str(path.absolute()).encode()  # libraries that write checkpoints take UTF-8 only
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+    except UnicodeEncodeError:
+        raise UsageError(f"the path {shown(str(name))} is not UTF-8: rename it, or set PYTHONUTF8=1") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(f"the path {shown(str(name))} cannot be used ({reason_of(error)}): name another") from None
+    return path
+
+
+# Limits of the machine: numbers of errors, what libraries write instead of a number, and the sentence.
+_LIMITS = (
+    ({errno.ENOSPC, errno.EDQUOT}, "No space left on device|Disk quota exceeded", "the disk is full: free some space"),
+    ({errno.EFBIG}, "File too large", "a file is larger than a limit allows: raise the limit (ulimit -f)"),
+    ({errno.EMFILE, errno.ENFILE}, "Too many open files", "too many files are open: raise the limit (ulimit -n)"),
+)
+_UNWRITABLE = {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ENAMETOOLONG}
 _UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}  # something else, or a dead link, in its place
 
 
 def lacking(error: BaseException) -> str:
     """What the machine lacks, in a sentence without its end, where that is why an error was raised; else nothing."""
     number, text = getattr(error, "errno", None), " ".join(str(error).split())
-    if number in _FULL or "No space left on device" in text or "Disk quota exceeded" in text:
-        return "the disk is full: free some space"
+    for numbers, words, sentence in _LIMITS:
+        if number in numbers or re.search(words, text):
+            return sentence
     if isinstance(error, OSError) and number in _UNWRITABLE:
         return f"{error.filename or 'a file'} cannot be read or written ({error.strerror}): mend that"
     if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text or isinstance(error, MemoryError):

@@ -109,7 +109,9 @@ def train_online(
                 _rollouts(n, config) for n in online.labels[:number]
             )
             pairs = sample_pairs(programs, current, task, config, labels, first=first)
-            write_preferences(file, ask_judge(*pairs, judge))
+            if not (answers := ask_judge(*pairs, judge)):  # nothing is written, so that a resumed run asks again
+                raise UsageError(f"{name}: the judge preferred neither completion of any of {labels} pairs")
+            write_preferences(file, answers)
         new, _ = read_preferences(file)
         again = draw_replay(old, online.replay_share, seed=config.seed)
         fit = SupervisedConfig(
@@ -218,7 +220,8 @@ def _fitted(
     )
     for note in pairs.notes:
         run.warn_once(f"{phase} {note}", f"{phase}: {note}")
-    batches = pair_batches(pairs, online.num_pairs, config.seed, widths=widths)
+    # A judge may abstain, so that there are fewer pairs than a step has room for.
+    batches = pair_batches(pairs, online.num_pairs, config.seed, widths=widths, fills_up=True)
     programs = _reward_model_programs(model.config, fit)
     policy = decoder_policy(model.config)
     state = train_reward_model(policy, model.params, batches, fit, run, phase=phase, programs=programs)

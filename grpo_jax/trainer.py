@@ -17,7 +17,7 @@ from grpo_jax.data.text import Message, prompt_limit
 from grpo_jax.data.turns import reply_encoder
 from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.devices import devices_of, load_shardings, parts, size
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, merge
 from grpo_jax.models.quantised import format_of
@@ -127,8 +127,8 @@ class GRPOTrainer:
         for name, path in {"run_dir": run_dir, "teacher": teacher or ""}.items():
             if not isinstance(path, str | Path):
                 raise UsageError(f"{name} is of type {type(path).__name__}: give the path of a folder")
-        if not isinstance(tools, Sequence) or not all(map(callable, tools)):
-            raise UsageError("tools must be a list of functions")
+        if not isinstance(tools, Sequence) or not all(callable(tool) and hasattr(tool, "__name__") for tool in tools):
+            raise UsageError("tools must be a list of functions, each with a name: write a def around a partial")
         for name, function in {"environment": environment, "environment_factory": environment_factory}.items():
             if not (function is None or callable(function)):
                 raise UsageError(f"{name} is of type {type(function).__name__}: it must be a function or a class")
@@ -139,7 +139,7 @@ class GRPOTrainer:
         self._reply = reply_with(self._tools) if tools else environment
         if environment_factory is not None:
             self._tools, self._reply = trl_tools(environment_factory), trl_environment(environment_factory)
-        self._reward, self._run_dir = _checked_reward(reward_model), Path(run_dir).expanduser()
+        self._reward, self._run_dir = _checked_reward(reward_model), user_path(run_dir)
         train = self._options.train
         check_teacher(train, has_teacher=teacher is not None)
         sharding = load_shardings(devices_of(train))
@@ -217,8 +217,8 @@ class GRPOTrainer:
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(options))
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
         say_plan(self.run, plan)
-        keep_description(self.run, loaded, model)
         self.run.warn(length_warning(task.heldout.ids.shape[1] + config.sampling.row_tokens, longest))
+        keep_description(self.run, loaded, model, chat)
         if self._teacher:
             keep_files(self.run, "teacher", self._teacher.pretrained.folder)
         state = train(start, task, config, self.run, programs, phase="grpo")

@@ -22,7 +22,7 @@ import numpy as np
 
 from grpo_jax import functional
 from grpo_jax.commands.common import RUN_DIR, Method
-from grpo_jax.config import ModelOptions
+from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences, split_preferences
 from grpo_jax.data.text import ending_id, prompt_limit
@@ -46,7 +46,7 @@ from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, kept_arrays
-from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
+from grpo_jax.runs.pretrained import Loaded, decide_chat, keep_description, load_model
 from grpo_jax.statistics import cell, paired_difference
 
 PHASE = "dpo"
@@ -104,8 +104,9 @@ class Config:
     """Weight of the NLL of the chosen completion in cpo."""
     data: str = ""
     """File, folder or hub id of preferences."""
-    chat: bool = False
-    """Transcripts become chat messages, for the tokenizer's chat template."""
+    chat: bool | None = None
+    """Whether a text is a user's message of the chat template, and a transcript several messages. None: if the
+    tokenizer has one."""
     heldout_share: float = 0.1
     """Share of the pairs that is evaluated and not trained on."""
     max_tokens: int | None = None
@@ -132,7 +133,8 @@ def main(config: Config) -> None:
     check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
-    preferences, dropped = read_preferences(config.data, chat=config.chat)
+    config = with_options(config, chat=decide_chat(config.chat, config.model))
+    preferences, dropped = read_preferences(config.data, chat=bool(config.chat))
     parts = split_preferences(preferences, config.heldout_share)
     devices = devices_of(config.train)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
@@ -142,7 +144,7 @@ def main(config: Config) -> None:
             f"num_pairs is {config.num_pairs}, but there are {len(training.prompts)} pairs: set it to at most that"
         )
     run = flags.open_run(config)
-    keep_description(run, model, config.model)
+    keep_description(run, model, config.model, config.chat)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *training.notes):
         run.console.print(note, markup=False, highlight=False)
     run.warn(length_warning(sum(pair_widths(training)), model.pretrained.config.max_position_embeddings))
@@ -216,23 +218,24 @@ def encode(config: Config, preferences: Any, pretrained: Pretrained) -> EncodedP
     Raises:
       UsageError: one sentence that says what to change.
     """
-    options = encoding(config.model, config.max_tokens, pretrained)
+    options = encoding(config, pretrained)
     return encode_preferences(pretrained.tokenizer, preferences, **options)
 
 
-def encoding(model: ModelOptions, max_tokens: int | None, pretrained: Pretrained) -> dict[str, Any]:
+def encoding(config: Any, pretrained: Pretrained) -> dict[str, Any]:
     """How prompts and completions become tokens of a model: options of `encode_answers`.
 
     Raises:
       UsageError: completions leave no room for a prompt, or the tokenizer has no EOS.
     """
-    longest = pretrained.config.max_position_embeddings
+    longest, model, max_tokens = pretrained.config.max_position_embeddings, config.model, config.max_tokens
     return {
         "eos_ids": pretrained.eos_ids,
         "max_prompt_tokens": prompt_limit(model.max_prompt_tokens, longest, max_tokens or 1),
         "max_tokens": longest if max_tokens is None else max_tokens,
         "overlong": model.overlong,
         "vocab_size": pretrained.config.vocab_size,
+        "chat": bool(config.chat),
         "end_id": ending_id(pretrained.tokenizer, pretrained.eos_ids),
     }
 

@@ -23,10 +23,10 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from grpo_jax.config import GRPOConfig, fits, flattened, option_types, recipe, validate, validate_seed
+from grpo_jax.config import GRPOConfig, fits, flattened, from_json, option_types, recipe, validate, validate_seed
 from grpo_jax.data import digests
 from grpo_jax.data.text import Overlong, prompt_limit
-from grpo_jax.errors import UsageError, shown
+from grpo_jax.errors import UsageError, shown, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
 from grpo_jax.models.policy import decoder_policy
@@ -35,7 +35,7 @@ from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.rl.guards import check_tokens, check_turns
 from grpo_jax.rl.sampler import make_sampler
 from grpo_jax.runs import flags
-from grpo_jax.runs.folder import read_object, write_json, write_text
+from grpo_jax.runs.folder import read_inputs, write_json, write_text
 from grpo_jax.runs.pretrained import load_run, phase_of
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
@@ -102,8 +102,7 @@ def parse(args: list[str] | None = None) -> Options:
     found = {name: saved[name] for name in names & saved.keys()}
     if found.get("max_tokens", 0) is None:  # of a run that learned completions as long as they came
         del found["max_tokens"]
-    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    default = dataclasses.replace(Options(model=given.model), **found)
+    default = from_json(Options(model=given.model), found)
     return flags.read_flags(Options, prog=prog, description=__doc__, args=args, default=default)
 
 
@@ -113,9 +112,10 @@ def saved_options(model: str) -> dict[str, Any]:
     Raises:
       UsageError: its config.json is not as a run writes it.
     """
-    if not (Path(model) / "checkpoints").is_dir():
+    folder = user_path(model)
+    if not (folder / "checkpoints").is_dir():
         return {}
-    file = Path(model) / "config.json"
+    file = folder / "config.json"
     saved, types = flattened(read_json(file)), option_types(GRPOConfig) | option_types(Options)
     types["max_tokens"] = int | None  # None: of a run that learned completions as long as they came
     for name, value in saved.items():
@@ -129,6 +129,8 @@ def main(options: Options) -> None:
     started, console = time.perf_counter(), Console()
     if not options.model:
         raise UsageError("name a model: a folder, an id on the hub, or the folder of a run")
+    out = options.out and user_path(options.out)
+    options = dataclasses.replace(options, model=str(user_path(options.model)), out=out)
     saved = saved_options(options.model)
     if not options.task and not Path(options.model).exists():
         raise UsageError(f"there is no folder {options.model}: name that of a run; a model needs --task as well")
@@ -141,8 +143,8 @@ def main(options: Options) -> None:
     sampling = sampling_of(options)
     validate(sampling)
     check_task_options(options)
-    if options.out and options.out.exists() and not options.out.is_dir():
-        raise UsageError(f"{options.out} is a file: name a folder with --out")
+    if out and out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file: name a folder with --out")
     if saved:
         options = dataclasses.replace(options, phase=phase_of(Path(options.model), options.phase))
     pretrained, step = load(options)
@@ -178,8 +180,8 @@ def main(options: Options) -> None:
     numbers = summary(evaluation)
     show(console, numbers, f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each")
     console.print(f"{time.perf_counter() - started:.0f} s")
-    if options.out:
-        save(dataclasses.replace(options, step=step), options.out, numbers, evaluation, task)
+    if out:
+        save(dataclasses.replace(options, step=step), out, numbers, evaluation, task)
 
 
 def sampling_of(options: Options) -> GRPOConfig:
@@ -230,9 +232,8 @@ def show(console: Console, numbers: dict[str, float], title: str) -> None:
 
 def changed(run: Path, phase: str | None, task: Task) -> bool:
     """Whether the held-out prompts of a run are others now."""
-    file = run / "inputs.json"
-    known = read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
-    return known.get(phase_of(run, phase), {}).get("held-out prompts") != digests.of_prompts(task.heldout)
+    inputs = read_inputs(run).get(phase_of(run, phase), {})
+    return inputs.get("held-out prompts") != digests.of_prompts(task.heldout)
 
 
 def load(options: Options) -> tuple[Pretrained, int | None]:
@@ -246,8 +247,7 @@ def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: 
     """numbers.json, and completions.jsonl with a line a prompt; the last completion of each is the greedy one, and what
     was not graded has no score."""
     folder.mkdir(parents=True, exist_ok=True)
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(folder / "numbers.json", {**numbers, "options": given})
+    (folder / "numbers.json").unlink(missing_ok=True)  # it is written last, and so it is never of other completions
     scores = np.concatenate([evaluation.scores, evaluation.greedy[:, None]], axis=1)
     scores = np.where(evaluation.graded, scores, np.nan)
     earned = [[None if np.isnan(score) else score for score in row] for row in scores.tolist()]
@@ -257,6 +257,8 @@ def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: 
         for row, texts, scores, lengths in groups
     )
     write_text(folder / "completions.jsonl", "".join(line + "\n" for line in lines))
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    write_json(folder / "numbers.json", {**numbers, "options": given})
 
 
 def command() -> None:

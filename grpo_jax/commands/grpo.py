@@ -102,6 +102,7 @@ def main(config: Config) -> None:
             start,
             phase="grpo",
             options=config.model,
+            chat=config.task.chat,
             control=config.control,
             curves=(*CURVES, *TAUGHT_CURVES) if teacher else CURVES,
         )
@@ -140,6 +141,7 @@ def run_method(
     *,
     phase: str,
     options: ModelOptions,
+    chat: bool | None,
     control: bool,
     curves: Sequence[tuple[str, str]] = CURVES,
 ) -> None:
@@ -153,11 +155,12 @@ def run_method(
       start: parameters, as the programs take them.
       phase: the name of the method.
       options: of the model.
+      chat: as in `keep_description`.
       control: whether a coin toss is trained on as well.
       curves: (metric, title) beside those of every run.
     """
     started, config = time.perf_counter(), programs.config
-    keep_description(run, model, options)
+    keep_description(run, model, options, chat)
     width = task.heldout.ids.shape[1] + config.sampling.row_tokens
     run.warn(length_warning(width, model.pretrained.config.max_position_embeddings))
     start = place(start, devices_of(config))

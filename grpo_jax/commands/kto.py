@@ -21,7 +21,7 @@ import numpy as np
 from grpo_jax import hosts
 from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.dpo import encoding, given_constants, reference_logprobs, show
-from grpo_jax.config import ModelOptions
+from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
 from grpo_jax.data.ratings import EncodedRatings, encode_ratings, read_ratings, with_mismatched, with_none
@@ -38,7 +38,7 @@ from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
+from grpo_jax.runs.pretrained import Loaded, decide_chat, keep_description, load_model
 from grpo_jax.statistics import paired_difference
 
 PHASE = "kto"
@@ -79,8 +79,9 @@ class Config:
     the whole batch. zero: 0, which is APO-zero (2408.06266), for completions better than those of the model."""
     data: str = ""
     """File, folder or hub id of ratings or preferences."""
-    chat: bool = False
-    """Transcripts become chat messages, for the tokenizer's chat template."""
+    chat: bool | None = None
+    """Whether a text is a user's message of the chat template, and a transcript several messages. None: if the
+    tokenizer has one."""
     heldout_share: float = 0.1
     """Share of the completions that is evaluated and not trained on."""
     max_tokens: int | None = None
@@ -107,11 +108,12 @@ def main(config: Config) -> None:
     check_supervised(config.train, seed=config.seed, rows=config.num_completions, name="num_completions")
     if not config.data:
         raise UsageError("--data is needed: name a file of ratings")
-    ratings, dropped = read_ratings(config.data, chat=config.chat)
+    config = with_options(config, chat=decide_chat(config.chat, config.model))
+    ratings, dropped = read_ratings(config.data, chat=bool(config.chat))
     sides = split_preferences(ratings, config.heldout_share)
     devices = devices_of(config.train)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
-    options = encoding(config.model, config.max_tokens, model.pretrained)
+    options = encoding(config, model.pretrained)
     encoded = [encode_ratings(model.pretrained.tokenizer, side, **options) for side in sides]
     beside = partial(with_mismatched, seed=config.seed) if config.reference_point == "kl" else with_none
     training, heldout = (Part(beside(side), np.array(side.desirable)) for side in encoded)
@@ -125,7 +127,7 @@ def main(config: Config) -> None:
         word = only_word(encoded[0].desirable)
         raise UsageError(f"all completions are {word}, and the weight of {word} ones is 0: set it above 0")
     run = flags.open_run(config)
-    keep_description(run, model, config.model)
+    keep_description(run, model, config.model, config.chat)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *notes(encoded[0])):
         run.console.print(note, markup=False, highlight=False)
     if word := only_word(encoded[0].desirable):

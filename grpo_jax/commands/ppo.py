@@ -65,6 +65,7 @@ def main(config: Config) -> None:
             start,
             phase="ppo",
             options=config.model,
+            chat=config.task.chat,
             control=config.control,
             curves=PPO_CURVES,
         )

@@ -11,6 +11,7 @@ Left out of the papers: pretraining on preferences, and ensembles.
   grpo-jax train --method reward-model --model DIR --data FILE.jsonl.gz
 """
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method
-from grpo_jax.config import ModelOptions
+from grpo_jax.commands.dpo import given_constants
+from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
 from grpo_jax.devices import devices_of, load_shardings, place, to_host
@@ -41,10 +43,12 @@ from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.runs.pretrained import keep_description, load_model
+from grpo_jax.runs.pretrained import decide_chat, keep_description, load_model
 from grpo_jax.statistics import cell
 
 PHASE = "reward_model"
+# option -> what it must be, and in words
+RANGES = {"center_coef": (lambda x: x >= 0, "at least 0, and finite"), "bins": (lambda x: x >= 1, "at least 1")}
 CURVES = (("loss", "loss of a batch"), ("heldout_nll", "held-out NLL"), ("heldout_accuracy", "held-out accuracy"))
 
 
@@ -68,8 +72,9 @@ class Config:
     """What trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
     data: str = ""
     """File, folder or hub id of preferences."""
-    chat: bool = False
-    """Transcripts become chat messages, for the tokenizer's chat template."""
+    chat: bool | None = None
+    """Whether a text is a user's message of the chat template, and a transcript several messages. None: if the
+    tokenizer has one."""
     heldout_share: float = 0.25
     """Share of the pairs that is evaluated and not trained on."""
     max_tokens: int | None = 64
@@ -86,7 +91,7 @@ class Config:
 
 
 def encode_pairs(
-    loaded: Pretrained, pairs: Sequence[Preference], options: ModelOptions, max_tokens: int | None
+    loaded: Pretrained, pairs: Sequence[Preference], options: ModelOptions, max_tokens: int | None, chat: bool = False
 ) -> EncodedPairs:
     """Preferences as the tokens of a model, with prompts as long as its options allow."""
     return encode_preferences(
@@ -97,16 +102,19 @@ def encode_pairs(
         max_tokens=max_tokens,
         overlong=options.overlong,
         vocab_size=loaded.config.vocab_size,
+        chat=chat,
     )
 
 
 def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, the calibration picture, the model's folder, and a checksum."""
     started = time.perf_counter()
+    given_constants(config, RANGES)
     check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
     if not config.data:
         raise UsageError("--data is needed: name a file of preferences")
-    preferences, dropped = read_preferences(config.data, chat=config.chat)
+    config = with_options(config, chat=decide_chat(config.chat, config.model))
+    preferences, dropped = read_preferences(config.data, chat=bool(config.chat))
     training, heldout = split_preferences(preferences, config.heldout_share)
     devices = devices_of(config.train)
     model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
@@ -114,7 +122,7 @@ def main(config: Config) -> None:
     shape, params = add_head(loaded.config, model.params)
     params = place(params, devices)
     train_pairs, heldout_pairs = (
-        encode_pairs(loaded, part, config.model, config.max_tokens) for part in (training, heldout)
+        encode_pairs(loaded, part, config.model, config.max_tokens, bool(config.chat)) for part in (training, heldout)
     )
     batches = pair_batches(train_pairs, config.num_pairs, config.seed)
 
@@ -127,7 +135,7 @@ def main(config: Config) -> None:
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
     run = flags.open_run(config)
-    keep_description(run, model, config.model)
+    keep_description(run, model, config.model, config.chat)
     pairs = {"training rows": train_pairs, "held-out pairs": heldout_pairs}
     run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in pairs.items()})
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *train_pairs.notes):
@@ -175,10 +183,13 @@ def answer_lengths(pairs: EncodedPairs) -> np.ndarray:
 
 
 def keep_model(run: RunFolder, model: RewardModel) -> None:
-    """Writes the run's reward-model/, unless a run that was finished before is resumed."""
+    """Writes the run's reward-model/ in place of an earlier one, which may be of fewer steps or damaged."""
     folder = run.path / "reward-model"
-    if not folder.exists():
-        save_reward_model(folder, model)
+    for unfinished in run.path.glob(f"{folder.name}.*"):  # of a process that was killed
+        shutil.rmtree(unfinished)
+    complete = save_reward_model(folder.with_name(f"{folder.name}.next"), model)
+    shutil.rmtree(folder, ignore_errors=True)
+    complete.rename(folder)
     run.console.print(f"reward model: {folder}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -24,7 +24,7 @@ from grpo_jax.config import DistillationConfig, ModelOptions, validate_divergenc
 from grpo_jax.data import digests
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.rows import read_rows, text_column
-from grpo_jax.data.text import check_ids, encode_completions, prompt_limit
+from grpo_jax.data.text import check_ids, encode_completions, prompt_limit, uses_chat
 from grpo_jax.data.types import Prompts, pad_prompts
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
@@ -125,7 +125,7 @@ def main(config: Config) -> None:
     texts = encode_texts(config, rows, model.pretrained)
     batches = packed_batches(texts.training, config.num_rows, config.seed)
     run = flags.open_run(config)
-    keep_description(run, model, config.model)
+    keep_description(run, model, config.model, config.chat)
     if teacher:
         keep_files(run, "teacher", teacher.pretrained.folder)
     for note in texts.notes:
@@ -262,7 +262,7 @@ def encode_texts(config: Config, rows: Sequence[Mapping[str, Any]], pretrained: 
         vocab_size=vocab_size,
         prompt_column=config.prompt_column,
         template=config.template,
-        chat=bool(tokenizer.chat_template) if config.chat is None else config.chat,
+        chat=uses_chat(config.chat, tokenizer),
         system=config.system,
         num_heldout=usual_num_heldout(len(rows)) if config.num_heldout is None else config.num_heldout,
         max_prompt_tokens=prompt_limit(config.model.max_prompt_tokens, longest, config.max_tokens or 1),

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import get_args
 
 from grpo_jax.commands.common import RUN_DIR, Method
-from grpo_jax.config import flattened, option_types, suggestion
-from grpo_jax.errors import UsageError
+from grpo_jax.config import option_types, suggestion
+from grpo_jax.errors import UsageError, user_path
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import numbered_runs, read_object
 
@@ -41,10 +41,10 @@ def method_of(args: Sequence[str]) -> str:
       UsageError: a run is to be resumed that is of another method.
     """
     named, file = flags.value_of("--method", args), flags.value_of("--config", args)
-    options = flattened(flags.read_options(Path(file).expanduser())) if file else {}
+    options = flags.read_options(user_path(file)) if file else {}
     if "--resume" in args:
         folder = flags.value_of("--run-dir", args) or options.get("run_dir", RUN_DIR)
-        saved = _of_newest_run(Path(folder).expanduser())
+        saved = _of_newest_run(user_path(folder))
         if named and saved and named != saved:
             raise UsageError(f"the run in {folder} is of method {saved}: leave out --method, or start a new run")
         named = named or saved
@@ -91,10 +91,8 @@ def command(args: list[str] | None = None) -> None:
       args: in place of sys.argv.
     """
     args = sys.argv[1:] if args is None else args
-    try:
+    with flags.refusing():
         method = method_of(args)
         module = module_of(method)
         check_options(method, args)
-    except UsageError as error:
-        flags.refuse(str(error))
     flags.main(module.Config, module.main, module.__doc__, args)

@@ -1,7 +1,6 @@
 """Preferences: pairs of answers to a prompt of which one was chosen. What is malformed is dropped, and counted."""
 
 import json
-import math
 import os
 import re
 import zlib
@@ -13,9 +12,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from scipy import special
 
+from grpo_jax.data.episodes import LARGEST_REWARD
 from grpo_jax.data.packing import Packed, pack
-from grpo_jax.data.rows import hash_of_prompt, read_rows, text_column
-from grpo_jax.data.text import Message, Overlong, encode_answers
+from grpo_jax.data.rows import check_messages, hash_of_prompt, read_rows, text_column
+from grpo_jax.data.text import Message, encode_answers
 from grpo_jax.data.types import Completion, Example, rng
 from grpo_jax.errors import UsageError
 
@@ -23,7 +23,7 @@ from grpo_jax.errors import UsageError
 ASSISTANT = "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
-NO_PROMPT = "with an empty prompt, or messages without role or content"  # why a row is dropped
+NO_PROMPT = "with an empty prompt"  # why a row is dropped
 
 
 class HasPrompt(Protocol):
@@ -99,25 +99,25 @@ def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference |
         return parse_transcripts(text_column(row, "chosen"), text_column(row, "rejected"), chat=chat)
     prompt, margin = prompt_of(row), row.get("margin")
     margin = 0.0 if margin is None else margin
-    if not isinstance(margin, int | float) or isinstance(margin, bool) or not math.isfinite(margin):
-        raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number")
+    if not isinstance(margin, int | float) or isinstance(margin, bool) or not abs(margin) <= LARGEST_REWARD:
+        raise UsageError(f"{getattr(row, 'where', 'a row')}: column margin should hold a finite number of float32")
     if prompt is None:
         return NO_PROMPT
     return _checked(Preference(prompt, text_column(row, "chosen"), text_column(row, "rejected"), float(margin)))
 
 
 def prompt_of(row: Mapping[str, Any]) -> str | list[Message] | None:
-    """The prompt of a row, or None where it is empty or its messages are no messages.
+    """Returns the prompt of a row, or None if it is an empty text.
 
     Raises:
-      UsageError: it is neither text nor a list.
+      UsageError: the prompt is neither text nor chat messages that a policy can answer.
     """
-    prompt = row.get("prompt")
+    prompt, where = row.get("prompt"), f"{getattr(row, 'where', 'a row')}: column prompt"
     if not isinstance(prompt, str | list):
-        raise UsageError(f"{getattr(row, 'where', 'a row')}: column prompt should hold text or chat messages")
-    messages = prompt if isinstance(prompt, list) else []
-    is_whole = all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
-    return prompt if prompt and is_whole else None
+        raise UsageError(f"{where} should hold text or chat messages")
+    if isinstance(prompt, list):
+        check_messages(prompt, where)
+    return prompt or None
 
 
 def write_preferences(path: Path, preferences: Sequence[Preference]) -> None:
@@ -231,46 +231,22 @@ def split_by_dialogue(preferences: Sequence[Preference], number: int) -> list[li
     return parts
 
 
-def encode_preferences(
-    tokenizer: Any,
-    preferences: Sequence[Preference],
-    *,
-    eos_ids: tuple[int, ...],
-    max_prompt_tokens: int | None = None,
-    max_tokens: int | None = None,
-    overlong: Overlong = "truncate",
-    vocab_size: int | None = None,
-    end_id: int | None = None,
-) -> EncodedPairs:
+def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **options: Any) -> EncodedPairs:
     """Token ids of preferences.
 
     Args:
       tokenizer: of transformers.
       preferences: pairs.
-      eos_ids: what ends a text; dropped where it does.
-      max_prompt_tokens: P; None: as long as they come.
-      max_tokens: of an answer, T; None: as long as they come.
-      overlong: what is longer is dropped, or cut: a prompt loses its beginning, an answer its end.
-      vocab_size: of the model, which refuses tokens outside of it; None: they are not looked at.
-      end_id: put behind every answer, and counted in its length; None: nothing is.
+      **options: those of `encode_answers`.
 
     Returns:
       The pairs; their notes count what was dropped and cut.
 
     Raises:
-      UsageError: as `encode_prompts` does, nothing is left, or the model lacks a token.
+      UsageError: as `encode_answers`.
     """
-    found = encode_answers(
-        tokenizer,
-        [pair.prompt for pair in preferences],
-        [(pair.chosen, pair.rejected) for pair in preferences],
-        eos_ids=eos_ids,
-        max_prompt_tokens=max_prompt_tokens,
-        max_tokens=max_tokens,
-        overlong=overlong,
-        vocab_size=vocab_size,
-        end_id=end_id,
-    )
+    answers = [(pair.chosen, pair.rejected) for pair in preferences]
+    found = encode_answers(tokenizer, [pair.prompt for pair in preferences], answers, **options)
     margins = [preferences[number].margin for number in found.kept]
     return EncodedPairs(found.prompts, [(chosen, rejected) for chosen, rejected in found.answers], margins, found.notes)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.text import Message
+from grpo_jax.data.text import Message, check_text
 from grpo_jax.data.types import rng
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, reason_of, user_path
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -46,7 +46,7 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
     Raises:
       UsageError: there is no such thing, or it cannot be read; file, line and reason in one sentence.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not path.exists() and not str(source).endswith(SUFFIXES) and _HUB_ID.fullmatch(str(source)):
         rows = _hub_rows(str(source), split or "train", subset)
         where = f"{source}, split {split or 'train'}"
@@ -88,6 +88,7 @@ def text_column(row: Mapping[str, Any], name: str, where: str = "a row") -> str:
     value = column(row, name, where)
     if not isinstance(value, str):
         raise UsageError(f"{getattr(row, 'where', where)}: column {name} holds {kind_of(value)}, and should hold text")
+    check_text(value, f"{getattr(row, 'where', where)}: column {name}")
     return value
 
 
@@ -140,14 +141,21 @@ def hash_of_prompt(prompt: str | list[Message], where: str = "a row") -> float:
     Raises:
       UsageError: it is no text.
     """
-    try:
-        digest = hashlib.sha256(json.dumps(prompt, ensure_ascii=False, default=str).encode()).digest()
-    except UnicodeEncodeError:
-        raise UsageError(f"{where}: its prompt holds half of a surrogate pair, which is no text: mend it") from None
-    return int.from_bytes(digest[:6]) / 2**48
+    text = json.dumps(prompt, ensure_ascii=False, default=str)
+    check_text(text, f"{where}: its prompt")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48
 
 
 def check_messages(prompt: Any, where: str) -> None:
+    """Refuses a prompt that is no list of chat messages for the assistant to answer.
+
+    Args:
+      prompt: the value of a column.
+      where: names the row and the column.
+
+    Raises:
+      UsageError: a message lacks a text, or the assistant has the last word.
+    """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise UsageError(f"{where} holds {kind_of(prompt)}, and should hold text or a list of chat messages")
     for message in prompt:
@@ -214,7 +222,7 @@ def _json(content: bytes, where: str) -> Any:
         at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise UsageError(f"{where} is not JSON ({error.msg} at {at})") from None
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number too long
-        raise UsageError(f"{where} is JSON that cannot be read ({str(error).splitlines()[0]})") from None
+        raise UsageError(f"{where} is JSON that cannot be read ({reason_of(error)})") from None
 
 
 def _row(value: Any, where: str) -> Row:
@@ -233,12 +241,8 @@ def _hub_rows(source: str, split: str, subset: str | None) -> list[Row]:
     try:
         rows = datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # the package's own, the hub's, and the network's
-        raise UsageError(f"data set {source}, split {split} cannot be loaded: {_reason(error)}") from error
+        raise UsageError(f"data set {source}, split {split} cannot be loaded: {reason_of(error)}") from error
     return [_row(row, f"{source}, split {split}, row {number}") for number, row in enumerate(rows)]
-
-
-def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def kind_of(value: Any) -> str:

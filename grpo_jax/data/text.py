@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, reason_of, shown
 
 Message = dict[str, str]  # {"role": "user", "content": "…"}
 Overlong = Literal["drop", "truncate"]
@@ -31,6 +31,30 @@ def _left_out(texts: str, lost: str, kept: int, dropped: Mapping[str, int], trun
     said = [f"dropped of {total} {texts}: {', '.join(parts)}"] if parts else []
     said += [f"{truncated} of {total} {texts} lost their {lost}"] if truncated else []
     return "; ".join(said)
+
+
+def uses_chat(chat: bool | None, tokenizer: Any) -> bool:
+    """Returns whether a prompt that is text becomes a user's message: by default if there is a chat template."""
+    return bool(tokenizer.chat_template) if chat is None else chat
+
+
+def in_chat(prompt: str | list[Message], tokenizer: Any, chat: bool, system: str | None = None) -> str | list[Message]:
+    """Returns a prompt as it is encoded: with `chat` as messages, and behind a system message if there is one.
+
+    Raises:
+      UsageError: messages are asked for, but the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        if not chat and system is None:
+            return prompt
+        if not chat:
+            raise UsageError("a system message needs chat messages: turn chat on, or put it into the template")
+        if not tokenizer.chat_template:
+            raise UsageError("chat is on, but the tokenizer has no chat template: turn it off")
+        prompt = [{"role": "user", "content": prompt}]
+    if system is None or prompt[0]["role"] == "system":
+        return prompt
+    return [{"role": "system", "content": system}, *prompt]
 
 
 def encode_prompts(
@@ -125,12 +149,30 @@ def encode_completion(tokenizer: Any, text: str, *, eos_ids: tuple[int, ...] = (
       text: the completion.
       eos_ids: dropped at its end.
     """
+    check_text(text)
     pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
     text = text[1:] if text.startswith(" ") and pieces and pieces[0].startswith("▁") else text
     ids = tokenizer.encode(text, add_special_tokens=False) if text else []
     while ids and ids[-1] in eos_ids:
         ids = ids[:-1]
     return ids
+
+
+def check_text(text: str, where: str = "a text") -> None:
+    """Refuses a text that cannot be encoded.
+
+    Args:
+      text: to check.
+      where: the subject of the sentence.
+
+    Raises:
+      UsageError: it holds half of a surrogate pair; the sentence quotes what is around it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = shown(text[max(error.start - 20, 0) : error.start + 20])
+        raise UsageError(f"{where} holds half of a surrogate pair, which is no text: mend {place}") from None
 
 
 def ending_id(tokenizer: Any, eos_ids: tuple[int, ...]) -> int:
@@ -211,7 +253,7 @@ class EncodedAnswers(NamedTuple):
 
 def encode_answers(
     tokenizer: Any,
-    prompts: Sequence[str | Sequence[Message]],
+    prompts: Sequence[str | list[Message]],
     answers: Sequence[tuple[str, ...]],
     *,
     eos_ids: tuple[int, ...],
@@ -220,6 +262,7 @@ def encode_answers(
     overlong: Overlong = "truncate",
     vocab_size: int | None = None,
     end_id: int | None = None,
+    chat: bool = False,
     rows: str = "pairs",
 ) -> EncodedAnswers:
     """Token ids of prompts and answers. Answers to one prompt are kept where all have tokens and no two are equal.
@@ -234,6 +277,7 @@ def encode_answers(
       overlong: what is longer is dropped, or cut: a prompt loses its beginning, an answer its end.
       vocab_size: of the model, which refuses tokens outside of it; None: they are not looked at.
       end_id: put behind every answer, and counted in its length; None: nothing is.
+      chat: a prompt that is text becomes a user's message of the chat template.
       rows: what one of them is called in notes.
 
     Raises:
@@ -241,8 +285,9 @@ def encode_answers(
     """
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
+    messages = [in_chat(prompt, tokenizer, chat) for prompt in prompts]
     encoded = encode_prompts(
-        tokenizer, prompts, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong
+        tokenizer, messages, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong
     )
     kept: list[tuple[list[int], tuple[list[int], ...], int]] = []
     dropped, cut = Counter[str](), 0
@@ -311,8 +356,7 @@ def _fill_template(
         given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **given)
     except Exception as error:  # whatever the template raises, such as that roles must alternate
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"the chat template refuses prompt {number}: {reason}") from error
+        raise UsageError(f"the chat template refuses prompt {number}: {reason_of(error)}") from error
     if tools and not all(tool["function"]["name"] in text for tool in tools):
         raise UsageError(
             "the chat template writes no tools into the prompt, so the model would never hear of them: take a model "

@@ -18,7 +18,7 @@ import jax
 from grpo_jax.config import EngineOptions
 from grpo_jax.engines.completions import Answer, Asked, Tokens, Wrong, believed, body_of
 from grpo_jax.engines.http import Gone, Refused, ask
-from grpo_jax.errors import Interruption, UsageError, lacking
+from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.models.lora import Adapted
 from grpo_jax.models.transformer import Params
 
@@ -87,7 +87,7 @@ class Engine:
         self._kind, self._timeout = KINDS[options.engine_kind], options.engine_timeout
         self._save, self._note = save, note
         self._temporary = None if options.engine_folder else tempfile.TemporaryDirectory(prefix="grpo_jax_engine_")
-        self._folder = Path(self._temporary.name if self._temporary else options.engine_folder).expanduser().absolute()
+        self._folder = user_path(self._temporary.name if self._temporary else options.engine_folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._temporary:
             self._folder.chmod(0o755)  # the server may be another user

@@ -46,12 +46,12 @@ def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
       Gone: it does not answer, or says that it cannot now.
       Refused: it says that it does not know such a request.
     """
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(KEY):
-        headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:
-        with _OPENER.open(urllib.request.Request(url, data, headers), timeout=timeout) as answer:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        if key := os.environ.get(KEY):
+            request.add_unredirected_header("Authorization", f"Bearer {key}")  # a redirect may lead to another server
+        with _OPENER.open(request, timeout=timeout) as answer:
             return answer.read()
     except urllib.error.HTTPError as error:
         said = f"{error.code} {error.reason}: {_message(error)}"

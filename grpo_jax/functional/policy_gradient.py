@@ -402,7 +402,8 @@ def vespo_term(
     Args:
       logprobs: `[..., T]` in nats, with gradient.
       old_logprobs: `[..., T]` in nats.
-      advantages: `[...]`; or `[..., T]`, of one sign in a completion.
+      advantages: `[...]`; or `[..., T]`. Signs may differ within a completion: W is of the completion, and each token
+        takes k and λ by the sign of its own A, which is the only factor that its φ multiplies.
       mask: bool `[..., T]`.
       k_positive: k where A ≥ 0; 2 in TRL.
       lambda_positive: λ where A ≥ 0; 3 in TRL.

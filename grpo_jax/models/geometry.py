@@ -216,7 +216,21 @@ def _held(last: jax.Array, slots: int) -> jax.Array:
     return last - (last - jnp.arange(slots)) % slots
 
 
-def geometry_of_step(config: ModelConfig, prefix: Prefix, group_size: int, slots: int, step: jax.Array) -> Geometry:
+def _places(config: ModelConfig, slots: int, number: jax.Array, active: Any = None) -> tuple[jax.Array, ...]:
+    """Returns the slots of tokens `number` for each window; as in `Geometry`."""
+
+    def place(window: int | None) -> jax.Array:
+        size = slots_of(config, window, slots)
+        if window is None or size != window + AT_ONCE:
+            return number  # nothing is written over; a slot that the cache lacks drops the token
+        return number % size if active is None else jnp.where(active, number % size, size)[..., None]
+
+    return tuple(map(place, _different(config.windows)))
+
+
+def geometry_of_step(
+    config: ModelConfig, prefix: Prefix, group_size: int, slots: int, step: jax.Array, active: jax.Array | None = None
+) -> Geometry:
     """Of token number `step` of all completions.
 
     Args:
@@ -225,6 +239,7 @@ def geometry_of_step(config: ModelConfig, prefix: Prefix, group_size: int, slots
       group_size: G.
       slots: C, tokens that the cache has room for, in layers without a window.
       step: int32 scalar.
+      active: bool `[N, G]`, the completions that may write over their earlier tokens; None: all.
 
     Returns:
       `Geometry` with two masks a window.
@@ -239,8 +254,7 @@ def geometry_of_step(config: ModelConfig, prefix: Prefix, group_size: int, slots
 
     positions = jnp.broadcast_to(position, (position.shape[0], group_size))
     found = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
-    places = tuple(step % slots_of(config, window, slots) for window in _different(config.windows))
-    return replace(found, places=places)
+    return replace(found, places=_places(config, slots, step, active))
 
 
 def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, width: int, slots: int) -> Geometry:
@@ -268,13 +282,9 @@ def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, 
         of_cache = (held >= 0) & _near(number[..., None], held, window)
         return of_prompt[:, None, :, None], of_cache[:, None, :, None]
 
-    def slots_for(window: int | None) -> jax.Array:
-        size = slots_of(config, window, slots)
-        return number % size if window is not None and size == window + AT_ONCE else number
-
     positions = position.reshape(position.shape[0], -1)
     found = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
-    return replace(found, places=tuple(map(slots_for, _different(config.windows))))
+    return replace(found, places=_places(config, slots, number))
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
 import numpy as np
 
-from grpo_jax.errors import UsageError, missing
+from grpo_jax.errors import UsageError, missing, reason_of, user_path
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface
 from grpo_jax.models.heads import Headed, add_head, without_vocabulary
@@ -44,8 +45,10 @@ except ModuleNotFoundError as error:
 
 # By safetensors' names.
 FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# What a folder holds besides weights. Never a pickle.
+# What a folder holds besides weights, and what of it a run and an export take over. Never a pickle.
 _TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
+_COPIED: tuple[str, ...] = ("*.jinja", "*.model", "LICENSE*", "vocab.*", "merges.txt", "tekken.json", "chat_template.*")
+_COPIED += ("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json")
 _INDEX = "model.safetensors.index.json"
 # Of an expert's projections. The mixture is called block_sparse_moe there, in place of mlp.
 MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -118,7 +121,9 @@ def model_folder(name: str | Path) -> Path:
     Raises:
       UsageError: there is neither.
     """
-    folder = Path(name).expanduser()
+    if not name:  # no required option: --resume takes it from the run
+        raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
+    folder = user_path(name)
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.suffix == ".safetensors":
@@ -128,8 +133,9 @@ def model_folder(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns=[*_TEXT_FILES, "*.safetensors"]))
     except Exception as error:  # offline, unknown, private: the hub has a class for each
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"{name} is no folder here, and fetching it from the hub failed: {reason}") from error
+        raise UsageError(
+            f"{name} is no folder here, and fetching it from the hub failed: {reason_of(error)}"
+        ) from error
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -147,9 +153,9 @@ def load_tokenizer(folder: Path) -> Any:
         # And no code of the folder's is run, nor asked about.
         return AutoTokenizer.from_pretrained(folder, model_max_length=sys.maxsize, trust_remote_code=False)
     except Exception as error:  # of broken files each has its own
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
-            f"{folder} holds no tokenizer that transformers can load ({reason}): copy its tokenizer.json into it"
+            f"{folder} holds no tokenizer that transformers can load ({reason_of(error)}): copy its tokenizer.json "
+            "into it"
         ) from error
 
 
@@ -168,7 +174,7 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
     for file in (folder / "config.json", folder / "generation_config.json"):
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         ids = ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(x, int | None) and not isinstance(x, bool) for x in ids):
+        if not all(isinstance(x, int | None) and not isinstance(x, bool) and (x or 0) >= 0 for x in ids):
             raise UsageError(f"eos_token_id in {file} is {ids}: it must be a token's number, or a list of them")
         found |= set(ids)
     ids = tuple(sorted(found - {None}))
@@ -548,7 +554,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UsageError(f"{file.parent} holds no {file.name}: name a folder of a Hugging Face model")
     try:
-        contents = json.loads(file.read_text())
+        contents = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not valid JSON ({error}): download it again") from error
     if not isinstance(contents, dict):
@@ -561,7 +567,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
     """As transformers lays it out."""
-    file.write_text(json.dumps(value, indent=2) + "\n")
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def save_pretrained(
@@ -642,10 +648,11 @@ def complete_or_not_at_all(folder: str | Path) -> Iterator[Path]:
     Raises:
       UsageError: the name is taken.
     """
-    folder = Path(folder).expanduser().absolute()
+    folder = user_path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists: name another folder to write to")
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed process; in a container its number is often the same
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -681,12 +688,22 @@ def files_of(folder: Path) -> list[str]:
 
 
 def copy_text_files(source: Path, target: Path) -> None:
-    """Copies what is not weights: configurations, tokenizer, chat template, licence."""
-    for pattern in _TEXT_FILES:
-        for file in source.glob(pattern):
-            # A model beside an adapter_config.json would be taken for an adapter.
-            if file.is_file() and not file.name.endswith((".index.json", "adapter_config.json", "lora.json")):
-                shutil.copyfile(file, target / file.name)
+    """Copies what is not weights: configurations, tokenizer, chat template, licence.
+
+    Raises:
+      UsageError: one of them is a link to a file outside, which may be private, while a copy may be published.
+    """
+    home = source.parents[1] if source.parent.name == "snapshots" else source  # links of the hub's cache stay in there
+    for file in (file for file in source.iterdir() if is_copied(file.name) and file.is_file()):
+        # Loading has read the two excepted files, and refuses what is no model's.
+        if file.name not in ("config.json", "tokenizer.json") and not file.resolve().is_relative_to(home.resolve()):
+            raise UsageError(f"{file} is a link to a file outside of the model's folder: put a copy in its place")
+        shutil.copyfile(file, target / file.name)
+
+
+def is_copied(name: str) -> bool:
+    """Returns whether a run and an export take over a file of this name from a model's folder."""
+    return any(fnmatchcase(name, pattern) for pattern in _COPIED)
 
 
 def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

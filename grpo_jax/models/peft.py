@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.errors import UsageError, missing
+from grpo_jax.errors import UsageError, missing, user_path
 from grpo_jax.models.huggingface import (
     FLOAT_DTYPES,
     FUSED,
@@ -153,7 +153,7 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
     Raises:
       UsageError: what is missing or not supported, in one sentence.
     """
-    folder = Path(folder).expanduser()
+    folder = user_path(folder)
     config = read_json(folder / "adapter_config.json")
     if config.get("peft_type") != "LORA":
         raise UsageError(f"{folder} is an adapter of type {config.get('peft_type')!r}: only LORA is supported")

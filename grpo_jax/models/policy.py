@@ -73,6 +73,9 @@ class Policy(NamedTuple):
     # append(cache, ids [N, G, W], lengths [N, G]) -> (hidden [N, G, W, D], cache) takes W tokens of each completion
     # behind its first `lengths`, and drops those that the cache has no room for. None: completions have one turn
     decoder: Callable[[Params], Callable[..., Any]] | None = None
+    # whether the cache writes tokens over earlier ones, as layers with a window do. `decode` then has a fourth argument
+    # active, bool [N, G]: the other completions keep every key and value that a later token of theirs may see
+    forgets: bool = False
     # c of logits c·tanh(W h / c), with W the unembedding; None: they are W h
     softcap: float | None = None
     # `hidden` and `packed_groups`, which then give (hidden, `experts.Routing` of these states), and the number of
@@ -123,6 +126,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
         init=init,
         unembedding=unembedding,
         softcap=config.final_logit_softcapping,
+        forgets=config.sliding_window is not None,
         **_scoring(config, Transformer(config, has_gradient=True)),
         **_decoding(config, model),
     )
@@ -235,9 +239,9 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
 
         cache = prefix, tuple(empty(slots) for slots in slots_of_layers(max_tokens))
 
-        def decode(cache: Any, ids: jax.Array, step: jax.Array):
+        def decode(cache: Any, ids: jax.Array, step: jax.Array, active: jax.Array | None = None):
             prefix, own = cache
-            seen = geometry_of_step(config, prefix, ids.shape[1], room(own), step)
+            seen = geometry_of_step(config, prefix, ids.shape[1], room(own), step, active)
             hidden, own = one_by_one.apply(separate, ids, seen, past=(prefix, own))
             return hidden, (prefix, own)
 

@@ -124,15 +124,17 @@ def pair_batches(
     *,
     ref_logprobs: np.ndarray | None = None,
     widths: tuple[int, int] | None = None,
+    fills_up: bool = False,
 ) -> Callable[[int], PairBatch]:
     """Every pair once an epoch, in an order that is a function of the seed.
 
     Args:
       pairs: M.
-      num_pairs: N, at most M.
+      num_pairs: N, at most M unless `fills_up`.
       seed: of the order.
       ref_logprobs: float32 `[M, 2]`, of `preference.score_preferences`; None: no reference.
       widths: P and T, so that several sets of pairs have one shape; None: of the longest prompt and answer.
+      fills_up: fill a batch of fewer pairs than N with empty ones, which have no weight.
 
     Returns:
       A pure function from the step to a batch.
@@ -145,12 +147,13 @@ def pair_batches(
             f"ref_logprobs are {list(ref_logprobs.shape)}, and there are {len(pairs.prompts)} pairs: give two numbers "
             "for each pair"
         )
-    if not 1 <= num_pairs <= len(pairs.prompts):
+    count = min(num_pairs, len(pairs.prompts)) if fills_up else num_pairs
+    if not 1 <= count <= len(pairs.prompts):
         raise UsageError(f"num_pairs is {num_pairs}, but there are {len(pairs.prompts)} pairs: take 1 to that many")
-    order, (prompt_width, width) = batches(len(pairs.prompts), num_pairs, seed), widths or pair_widths(pairs)
+    order, (prompt_width, width) = batches(len(pairs.prompts), count, seed), widths or pair_widths(pairs)
 
     def batch(step: int) -> PairBatch:
-        numbers = order(step)
+        numbers = np.concatenate([order(step), np.arange(count, num_pairs)])  # there are no pairs from count on
         found = pad_pairs(pairs, numbers, prompt_width, width)
         return found if ref_logprobs is None else found._replace(ref_logprobs=ref_logprobs[numbers])
 

@@ -196,7 +196,7 @@ def memory_limit(devices: int = 1) -> int:
 def _available() -> int:
     """Bytes that the machine has left; without /proc, more than any has."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return _NO_LIMIT
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), _NO_LIMIT)
@@ -206,7 +206,7 @@ def _cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that the control group of this process may take, as a container sees it."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of the second version, and of the first
         try:
-            most = (root / name).read_text().strip()
+            most = (root / name).read_text(encoding="utf-8").strip()
         except OSError:
             continue
         return _NO_LIMIT if most == "max" else int(most)

@@ -4,6 +4,9 @@ Each function makes a reward, a function of examples and completions. In a proce
 `Grader("grpo_jax.rewards.builtin:math_answer", arguments={"lenient": True}, chunk=1)`. That is the place for
 `math_answer` and `matches`, which a model's text can keep busy for ever.
 
+In an episode these rewards read only the policy. Its answer is its last turn, and so are formats. Lengths and
+repetitions are of its tokens in all turns.
+
 No text is ever evaluated as code: numbers are read by a pattern, formulas by a parser of LaTeX.
 """
 
@@ -23,16 +26,21 @@ from grpo_jax.rewards.worker import is_worker
 Extract = Callable[[str], str | None]  # a completion -> its answer; None: it gives none
 
 # Groups of thousands or plain digits, decimals, and an exponent of at most three digits.
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_NUMBER = re.compile(rf"\$?([-−+]?)\$?((?:{_DIGITS})(?:[eE][-+]?\d{{1,3}})?)(?:/(\d+))?")
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"
+_NUMBER = re.compile(rf"\$?([-−+]?)\$?({_DIGITS})(?:/(\d+))?")
 # In running text a sign follows neither a digit nor a letter, as in 10-5, nor does a number begin inside a word.
-_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}.])[-−]\$?|(?<![\w.]))(?:{_DIGITS})(?:/\d+)?")
+_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}.])[-−]\$?|(?<![\w.])){_DIGITS}(?:/\d+)?")
 _FORMULA = re.compile(r"(?<!\\)\$\$?((?:\\.|[^$\\])+)\$\$?", re.DOTALL)  # \$ is no end of it
 _LONGEST_NUMBER = 64  # in characters; a longer one is a text like any other
 _LONGEST_FORMULA = 500
 
 
 # ---- what a text answers
+
+
+def last_turn(completion: str) -> str:
+    """Returns what the policy said last: of an episode the text of its last turn, otherwise the whole completion."""
+    return completion.turns[-1].said if isinstance(completion, Completion) else completion
 
 
 def text_answer(text: str) -> str:
@@ -249,7 +257,7 @@ def _graded(
         raise UsageError(
             f"a reward compares with the column {column!r}, which an example does not have: name it by column=..."
         )
-    answers = (extract(completion) for completion in completions)
+    answers = (extract(last_turn(completion)) for completion in completions)
     truths = (expected(str(example[column])) for example in examples)
     return [float(a is not None and same(a, truth)) for a, truth in zip(answers, truths, strict=True)]
 
@@ -259,7 +267,7 @@ def _graded(
 
 def number_vote(example: Example, completion: Completion) -> Hashable | None:
     """The last number of a completion; None: it has none. 18, 18.0 and $18 are one vote."""
-    answer = last_number(completion)
+    answer = last_number(last_turn(completion))
     return None if answer is None else _number(answer)
 
 
@@ -268,7 +276,7 @@ def formula_vote(example: Example, completion: Completion) -> Hashable | None:
 
     1/2, 0.5 and \dfrac12 are one vote; formulas that sympy alone finds equal are several.
     """
-    formula = normal_formula(stated_answer(completion) or "")
+    formula = normal_formula(stated_answer(last_turn(completion)) or "")
     number = _number(formula)
     return number if number is not None else formula or None
 
@@ -277,7 +285,7 @@ def formula_vote(example: Example, completion: Completion) -> Hashable | None:
 
 
 def matches(pattern: str) -> Reward:
-    r"""1 where the whole text matches a regular expression, in which a dot is any character, else 0.
+    r"""1 where the policy's last turn, as a whole, matches a regular expression, else 0. A dot is any character.
 
     Some patterns, such as (a+)+b, take for ever on some texts, and hold the interpreter: only a `Grader` ends that.
 
@@ -296,7 +304,7 @@ def matches(pattern: str) -> Reward:
         raise UsageError(f"{pattern!r} is no regular expression: {error}") from None
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        return [float(compiled.fullmatch(completion) is not None) for completion in completions]
+        return [float(compiled.fullmatch(last_turn(completion)) is not None) for completion in completions]
 
     return reward
 
@@ -356,7 +364,7 @@ def overlong_penalty(*, max_length: int, buffer: int) -> Reward:
 
 
 def repetition(n: int = 3) -> Reward:
-    """Minus the share of n-grams of tokens that occurred before in the completion: from −1 to 0.
+    """Minus the share of n-grams of the policy's tokens that occurred before in the completion: from −1 to 0.
 
     Args:
       n: tokens in one; a completion of fewer has 0.
@@ -370,16 +378,17 @@ def repetition(n: int = 3) -> Reward:
     if n < 1:
         raise UsageError(f"n is {n}: it must be at least 1")
 
-    def repeated(ids: tuple[int, ...]) -> float:
-        grams = [ids[i : i + n] for i in range(len(ids) - n + 1)]
+    def repeated(ids: list[int]) -> float:
+        grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
         return len(set(grams)) / len(grams) - 1 if grams else 0.0
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        return [repeated(completion.ids) for completion in completions]
+        return [repeated([i for turn in completion.turns for i in turn.said.ids]) for completion in completions]
 
     return reward
 
 
 def _lengths(completions: Sequence[Completion]) -> np.ndarray:
-    """|o|, float64 `[B]`: the sampled tokens and, where there is one, that which ended them."""
-    return np.array([len(c.ids) + (not c.truncated) for c in completions], np.float64)
+    """|o|, float64 `[B]`: the policy's tokens in all turns. The token that ended a turn counts, if there is one."""
+    said = [[turn.said for turn in completion.turns] for completion in completions]
+    return np.array([sum(len(x.ids) + (not x.truncated) for x in turns) for turns in said], np.float64)

@@ -179,10 +179,7 @@ def _ids(model: RewardModel, completion: str) -> list[int]:
     known = all(0 <= i < model.config.vocab_size for i in ids)
     if known and model.tokenizer.decode(ids, skip_special_tokens=True) == completion:
         return ids
-    ids = encode_completion(model.tokenizer, str(completion))
-    while ids and ids[-1] in model.eos_ids:
-        ids = ids[:-1]
-    return ids
+    return encode_completion(model.tokenizer, str(completion), eos_ids=model.eos_ids)
 
 
 def _width(texts: Sequence[Sequence[int]]) -> int:

@@ -26,6 +26,7 @@ from grpo_jax.rewards.worker import HEADER, KINDS, MESSAGE_CHARACTERS
 
 _ROOT = Path(__file__).resolve().parents[2]  # where the package lies
 _READ_BYTES = 2**16
+_LONGEST_WAIT = 1e6  # seconds; the operating system waits for no more than 2³¹ milliseconds at once
 
 
 class Unanswered(NamedTuple):
@@ -78,8 +79,8 @@ class ProcessOptions:
 
     def __post_init__(self) -> None:
         for name in ("deadline", "budget", "start_deadline"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise UsageError(f"{name} is {value}: it must be a positive number of seconds")
+            if not 0 < (value := getattr(self, name)) <= threading.TIMEOUT_MAX:
+                raise UsageError(f"{name} is {value}: it must be above 0 and at most {threading.TIMEOUT_MAX:g} seconds")
         for name in ("chunk", "group_size", "workers", "memory_mb"):
             number = getattr(self, name)
             if number is not None and number != "prompt" and (isinstance(number, str) or number < 1):
@@ -245,7 +246,7 @@ class Processes:
     def _listen(self, ends: float) -> list[tuple["_Worker", dict[str, Any]]]:
         """What the workers say until `ends`, the next deadline, or the first word; silence is an answer too."""
         until = min([ends, *(worker.until for worker in self._workers)])
-        events = self._selector.select(None if until == math.inf else max(0.0, until - time.monotonic()))
+        events = self._selector.select(min(max(0.0, until - time.monotonic()), _LONGEST_WAIT))
         answers = []
         for key, mask in events:
             worker, read = key.data

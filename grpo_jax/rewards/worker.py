@@ -61,7 +61,7 @@ def is_worker() -> bool:
     return _is_worker
 
 
-def load(kind: Kind, spec: str, arguments: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def load(kind: Kind, spec: str, arguments: Mapping[str, Any] | None = None, module: Any = None) -> Callable[..., Any]:
     """The function that a text names.
 
     Args:
@@ -70,6 +70,7 @@ def load(kind: Kind, spec: str, arguments: Mapping[str, Any] | None = None) -> C
       arguments: keywords for the function. Where it also takes what it is asked about, as (examples, completions, *, x)
         does, it gets them at each call. Otherwise it is called once with them, and returns the function that is asked.
         None: it is taken as it is.
+      module: what `import_place` returned for the text before ":"; None: it is imported here.
 
     Returns:
       The function.
@@ -81,9 +82,8 @@ def load(kind: Kind, spec: str, arguments: Mapping[str, Any] | None = None) -> C
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise UsageError(f"the {kind.name} {spec!r} must be module:function or path/to/file.py:function")
-    module = _import(kind, place, spec)
     try:
-        found = getattr(module, name)
+        found = getattr(module or import_place(kind, place, spec), name)
     except AttributeError:
         raise UsageError(f"the {kind.name} {spec!r} cannot be loaded: {place} has no {name!r}") from None
     if not callable(found):
@@ -149,7 +149,17 @@ def _is_itself(kind: Kind, function: Any, arguments: Mapping[str, Any]) -> bool:
     return True
 
 
-def _import(kind: Kind, place: str, spec: str) -> Any:
+def import_place(kind: Kind, place: str, spec: str) -> Any:
+    """Imports a module by its name, or runs a file of Python.
+
+    Args:
+      kind: of the functions in it.
+      place: "package.module" or "path/to/file.py".
+      spec: how an error calls it.
+
+    Raises:
+      UsageError: there is no such module or file, or it cannot be imported.
+    """
     try:
         if not place.endswith(".py"):
             return importlib.import_module(place)
@@ -170,8 +180,8 @@ def _import(kind: Kind, place: str, spec: str) -> Any:
         raise UsageError(f"the {kind.name} {spec!r} cannot be loaded: {_one_line(error)}") from error
 
 
-def _digest_of_source(spec: str) -> str:
-    """The digest of the file that a loaded function is in; empty if it is of this package, or has no file."""
+def digest_of_source(spec: str) -> str:
+    """Returns the digest of the file that a loaded function is in; empty if it is of this package, or has no file."""
     place = spec.rpartition(":")[0]
     if place.partition(".")[0] == __name__.partition(".")[0]:
         return ""
@@ -208,7 +218,7 @@ def main() -> None:
         return
     if setup["memory_mb"] is not None:
         _limit_memory(setup["memory_mb"])
-    _send(connection, {"ready": True, "source": _digest_of_source(setup["spec"])})
+    _send(connection, {"ready": True, "source": digest_of_source(setup["spec"])})
     with asyncio.Runner() as runner:  # one loop for all calls: clients of a service belong to theirs
         while True:
             _send(connection, _answer(_ANSWERS[setup["kind"]], function, _receive(connection), runner))
@@ -219,7 +229,7 @@ def _answer(call: Callable[..., Any], function: Any, request: bytes, runner: asy
     try:
         examples, questions, deadline = pickle.loads(request)
         # Shortly before it is killed, a function that hangs says on stderr where it is.
-        faulthandler.dump_traceback_later(0.9 * deadline, file=STDERR)
+        faulthandler.dump_traceback_later(min(0.9 * deadline, threading.TIMEOUT_MAX), file=STDERR)
         return call(function, examples, questions, runner)
     except SystemExit as error:
         return {"reason": "died", "message": f"the function called sys.exit({error.code!r})"[:MESSAGE_CHARACTERS]}
@@ -316,7 +326,7 @@ def _limit_memory(megabytes: int) -> None:
     """Limits the address space to what loading took and `megabytes` more, and the stack of the watchdog's thread."""
     taken = 0
     with contextlib.suppress(OSError):  # only Linux tells
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
     limit = taken + WATCHDOG_BYTES + megabytes * 2**20
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

@@ -201,7 +201,9 @@ def token_divergence(
 ) -> jax.Array:
     """Returns the divergence of a policy from its teacher at each token, of the kind that the run asks for.
 
-    Tokens that only one of them has, such as the padding of embeddings, are left out of both.
+    Tokens that only one of them has, such as the padding of embeddings, are left out of both. If the policy
+    samples from padding that its teacher lacks, the teacher reads its own last row instead: such a token has no text
+    to learn.
 
     Args:
       config: of the run.

@@ -72,7 +72,8 @@ def sampler_of(
 
     def save(folder, params: Params) -> None:
         if isinstance(params, Adapted):
-            peft.save_adapter(folder, params, base=str(pretrained.folder))
+            is_fused = pretrained.config.fused_projections
+            peft.save_adapter(folder, params, base=str(pretrained.folder), fused_projections=is_fused)
         else:
             huggingface.save_pretrained(folder, params, pretrained.config, source=pretrained.folder)
 

@@ -167,9 +167,9 @@ def _which(graded: Graded) -> str:
     return f" (all are {values[0]:g})" if len(values) == 1 else ""
 
 
-# Failures of a function, which will come again. One that hung may answer the next time, and one that gave NaN or bad
-# spans may do so for these rows only.
-_FAILED = ("_raised", "_died", "_wrong_length", "_not_numbers")
+# Failures of a function, which will come again. One that hung may answer the next time, and one that gave NaN may do so
+# only for these rows.
+_FAILED = ("_raised", "_died", "_wrong_length", "_not_numbers", "_bad_spans")
 
 
 def check_first_rollout(

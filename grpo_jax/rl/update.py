@@ -16,6 +16,7 @@ import optax
 
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import Devices, size, spread_over, sum_rows
+from grpo_jax.functional import constant_length_weights
 from grpo_jax.models.sharding import batch_parts, laid_out
 from grpo_jax.models.trainable import join
 from grpo_jax.models.transformer import Params
@@ -156,13 +157,17 @@ def optimizer_step(
         means = {name: pair for log in logs for name, pair in log.means.items()}
         return sum(losses), Logs(means, {name: most for log in logs for name, most in log.maxima.items()})
 
-    rate, completions = method.schedule(steps_taken(state)), minibatch.temperature.size
+    rate, weights_of = method.schedule(steps_taken(state)), method.aggregation
+    if weights_of is constant_length_weights:
+        # With an environment the mask is wider than the policy's own tokens can be.
+        longest = min(minibatch.completion_ids.shape[-1], config.sampling.max_tokens)
+        weights_of = partial(weights_of, max_length=longest)
     state, metrics = train_step(
         state,
         (frozen, start, state.extras),
         minibatch,
         loss_fn=loss_fn,
-        weights_of=partial(method.aggregation, num_completions=completions),
+        weights_of=partial(weights_of, num_completions=minibatch.temperature.size),
         optimizer=method.optimizer,
         pieces=lambda rows: choose_pieces(method, config, rows),
         devices=devices,

@@ -2,12 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import grpo_jax
-from grpo_jax.config import flattened
+from grpo_jax.config import fits, flattened
+from grpo_jax.errors import UsageError
 from grpo_jax.runs.folder import read_object
 from grpo_jax.statistics import cell
 
@@ -40,15 +39,18 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
         _results(run / "results.json"),
     ]
     if (run / COMMAND).exists():
-        sections += ["## Command", f"```\n{(run / COMMAND).read_text().strip()}\n```"]
+        sections += ["## Command", f"```\n{(run / COMMAND).read_text(encoding='utf-8', errors='replace').strip()}\n```"]
     sections += ["## Options", f"```json\n{json.dumps(config, indent=2)}\n```"]
     return "\n\n".join(sections) + "\n"
 
 
 def _results(file: Path) -> str:
-    """The rows of results.json as a table."""
-    found = read_object(file) if file.exists() else {}
-    rows = {name: row for name, row in found.items() if isinstance(row, dict) and _is_of_numbers(row)}
+    """Returns the rows of results.json as a table. A damaged file is no reason to refuse the model."""
+    try:
+        results = read_object(file) if file.exists() else {}
+    except UsageError:
+        return "The run's results.json cannot be read."
+    rows = {name: row for name, row in results.items() if fits(row, dict[str, float | None])}
     if not rows:
         return "The run has left no results."
     values = {name: {key: math.nan if x is None else x for key, x in row.items()} for name, row in rows.items()}
@@ -57,7 +59,3 @@ def _results(file: Path) -> str:
     lines += [[f"`{key}`", *(cell(row, key) for row in values.values())] for key in names]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return f"Of the end of the run; in brackets 95% intervals.\n\n{table}"
-
-
-def _is_of_numbers(row: Mapping[str, Any]) -> bool:
-    return all(x is None or isinstance(x, (int, float)) for x in row.values())

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, lacking
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.seal import check_seal, write_seal
 
@@ -43,6 +43,7 @@ class Checkpoints:
         every: int = 0,
         minutes: float = 0.0,
         lines: Callable[[], Mapping[str, str]] = dict,
+        run: Callable[[], str | None] = lambda: None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         """Names a folder; `restore` and `save` create it.
@@ -53,11 +54,12 @@ class Checkpoints:
           every: steps after which one is due; 0: none for that.
           minutes: after which one is due; 0: none for that.
           lines: digests of the run's lines so far, to be kept with a checkpoint.
+          run: the digest of what the run began with, as in `Seal`; checkpoints of another run are passed over.
           warn: says a sentence; None: on stderr.
         """
         self._folder, self._keep, self._lines_so_far, self._warn = folder.absolute(), keep, lines, warn or _say
-        self._every, self._minutes = every, minutes
-        self._saving: tuple[Path, Mapping[str, str]] | None = None
+        self._every, self._minutes, self._run = every, minutes, run
+        self._saving: tuple[int, Mapping[str, str]] | None = None
         self._last_save = time.monotonic()
 
     @cached_property
@@ -78,7 +80,7 @@ class Checkpoints:
         items = {name: ocp.args.StandardSave(item) for name, item in _items(single).items()}
         self._manager.wait_until_finished()  # the seal of the one before needs its lines
         self._check_room(state)
-        self._saving = self._folder / str(step), dict(self._lines_so_far())
+        self._saving = step, dict(self._lines_so_far())
         if not self._manager.save(step, args=ocp.args.Composite(**items)):
             raise UsageError(f"step {step} cannot be saved in {self._folder}, which holds a later one: start a new run")
         self._last_save = time.monotonic()
@@ -86,9 +88,9 @@ class Checkpoints:
     def _seal(self) -> None:
         """Before the checkpoint gets its name: it appears with its seal, or not at all."""
         if self._saving and hosts.is_first():
-            folder, lines = self._saving
-            unnamed = folder.with_name(folder.name + ocp.path.atomicity.TMP_DIR_SUFFIX)
-            write_seal(unnamed if unnamed.is_dir() else folder, lines)
+            step, lines = self._saving
+            folder, unnamed = (self._folder / f"{step}{end}" for end in ("", ocp.path.atomicity.TMP_DIR_SUFFIX))
+            write_seal(unnamed if unnamed.is_dir() else folder, lines, step=step, run=self._run())
 
     def _check_room(self, state: State) -> None:
         """Refuses to go on where the disk has no room for a checkpoint, before a half of it is written."""
@@ -147,7 +149,11 @@ class Checkpoints:
         passed: dict[int, str] = {}
         for step in sorted(steps, reverse=True):
             seal, wrong = check_seal(self._folder / str(step), part)
-            if seal is not None:
+            if seal and seal.step not in (None, step):
+                wrong = f"it is of step {seal.step}"
+            elif seal and seal.run != (run := self._run()) and None not in (seal.run, run):
+                wrong = "it is of another run, or of one that began with other options or rows"
+            elif seal:
                 return step, seal.lines, passed
             passed[step] = wrong
         raise UsageError(
@@ -190,11 +196,23 @@ class Checkpoints:
         part = _placed({"policy": like})
         how = ocp.checkpoint_utils.construct_restore_args(part)
         args = ocp.args.PyTreeRestore(part, restore_args=how, partial_restore=True)
-        return self._manager.restore(chosen, args=ocp.args.Composite(params=args))["params"]["policy"], chosen
+        return self._read(chosen, {"params": args})["params"]["policy"], chosen
 
     def _restore(self, step: int, items: dict[str, Any], shardings: Any = None) -> Any:
         args = {name: ocp.args.StandardRestore(target) for name, target in _placed(items, shardings).items()}
-        return self._manager.restore(step, args=ocp.args.Composite(**args))
+        return self._read(step, args)
+
+    def _read(self, step: int, items: Mapping[str, Any]) -> Any:
+        """Returns the items of a checkpoint, each read as its arguments say."""
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except (ValueError, TypeError, LookupError) as error:
+            if lacking(error):
+                raise
+            raise UsageError(
+                f"checkpoint {step} in {self._folder} has other parameters than the model: put its files back, or "
+                "start a new run"
+            ) from error
 
     def _names(self, step: int) -> set[str]:
         """What the parameters of a checkpoint are called, at the top of their tree."""

@@ -84,7 +84,7 @@ def cache_folder() -> Path:
 def _processor() -> str:
     """A name for processors with the same instructions."""
     information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
+    lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
     described = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     return f"{platform.machine()}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import tyro
 from rich.console import Console
 
-from grpo_jax.errors import UsageError
+from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.models import huggingface, peft
 from grpo_jax.runs.card import model_card
 from grpo_jax.runs.flags import program, read_flags, refusing
@@ -61,32 +61,27 @@ def export(options: Options) -> int:
         raise UsageError("adapters are always written in float32: leave out --dtype")
     if options.push_to_hub:
         check_login()  # before anything is written
-    trained = restore(options.run, options.phase, options.step, base=options.base, adapter=options.adapter)
-    if options.adapter and trained.lora:
-        base, is_fused = str(options.base or trained.lora.base), trained.config.fused_projections
-        peft.save_adapter(options.out, trained.params, base=base, fused_projections=is_fused)
-    else:
-        _save_model(options, trained)
-    phase, adapter = phase_of(options.run, options.phase), bool(options.adapter and trained.lora)
-    out = options.out.expanduser()
-    write_text(out / "README.md", model_card(options.run, phase=phase, step=trained.step, adapter=adapter))
+    run, out = user_path(options.run), user_path(options.out)
+    trained = restore(run, options.phase, options.step, base=options.base, adapter=options.adapter)
+    card = model_card(run, phase=phase_of(run, options.phase), step=trained.step, adapter=options.adapter)
+    with huggingface.complete_or_not_at_all(out) as partial:
+        if options.adapter and trained.lora:
+            base, is_fused = str(options.base or trained.lora.base), trained.config.fused_projections
+            peft.save_adapter(partial, trained.params, base=base, fused_projections=is_fused)
+        else:
+            _save_model(partial, run / "model", trained, options.dtype)
+        write_text(partial / "README.md", card)
     if options.push_to_hub:
         push(out, options.push_to_hub)
     return trained.step
 
 
-def _save_model(options: Options, trained: Trained) -> None:
-    """The whole model, adapters merged."""
-    source = options.run / "model"
+def _save_model(folder: Path, source: Path, trained: Trained, as_dtype: str) -> None:
+    """Writes the whole model, adapters merged."""
     raw = huggingface.read_json(source / "config.json")
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    huggingface.save_pretrained(
-        options.out,
-        trained.merged(),
-        trained.config,
-        source=source,
-        dtype=jnp.dtype(dtype if options.dtype == "model" else options.dtype),
-    )
+    dtype = jnp.dtype(dtype if as_dtype == "model" else as_dtype)
+    huggingface.save_pretrained(folder, trained.merged(), trained.config, source=source, dtype=dtype)
 
 
 def check_login() -> None:
@@ -114,7 +109,7 @@ def push(folder: Path, repo: str) -> None:
         api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"grpo_jax: {folder.name}")
     except Exception as error:  # a failed connection's class is of an HTTP client that changes with the hub's library
-        why = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        why = reason_of(error).rstrip(".")
         raise UsageError(f"{folder} was not uploaded to {repo} ({why}): the folder itself is complete") from None
 
 

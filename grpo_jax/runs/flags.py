@@ -1,15 +1,17 @@
 """Command line of an experiment, from its dataclass."""
 
 import dataclasses
+import io
 import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,8 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
-from grpo_jax.config import fits, flattened, from_json, option_types, options_of, with_options
-from grpo_jax.errors import Interruption, UsageError, lacking, shown
+from grpo_jax.config import flattened, from_json, options_of, with_options
+from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.hosts import HostOptions
 from grpo_jax.runs import compilation, stopping
@@ -62,6 +64,7 @@ class HasOutput(Protocol):
         """Where it is kept."""
 
 
+_NARROWEST = 40  # columns that help needs; with one its layout never ends
 Config = TypeVar("Config", bound=HasOutput)
 Options = TypeVar("Options")
 
@@ -82,34 +85,27 @@ def parse(config_class: type[Config], description: str | None, args: list[str] |
     Returns:
       The options. `output.run_dir` is the folder of the run, which exists exactly when resuming.
     """
-    args = sys.argv[1:] if args is None else args
+    with refusing():
+        return _parse(config_class, description, sys.argv[1:] if args is None else args)
+
+
+def _parse(config_class: type[Config], description: str | None, args: list[str]) -> Config:
+    """Reads the command line as `parse` does, and raises what `parse` refuses."""
     prog = program()
-    try:
-        default = _with_file(config_class, config_class(), args)
-    except UsageError as error:
-        refuse(str(error))
+    default = _with_file(config_class(), args)
     config = _read(config_class, _with_preset(default, args), args, prog, description)
-    try:
-        hosts.start(config.output.hosts, say_refusal, say_note)
-    except UsageError as error:
-        refuse(str(error))
-    folder = config.output.run_dir.expanduser()
+    hosts.start(config.output.hosts, say_refusal, say_note)
+    folder = user_path(config.output.run_dir)
     folder = folder if folder.name else folder.absolute()
     if not config.output.resume:
-        try:
-            fresh = fresh_folder(folder) if hosts.is_first() else folder
-            return _in_folder(config, hosts.first_says("the run folder", fresh))
-        except UsageError as error:
-            refuse(str(error))
+        fresh = fresh_folder(folder) if hosts.is_first() else folder
+        return with_options(config, run_dir=hosts.first_says("the run folder", fresh))
     runs = hosts.first_says("the runs", numbered_runs(folder))
     if not runs:
-        refuse(f"there is no run to resume in {folder}: leave out --resume, or name the run's --run-dir")
+        raise UsageError(f"there is no run to resume in {folder}: leave out --resume, or name the run's --run-dir")
     newest = runs[max(runs)]
-    try:
-        default = _with_file(config_class, _of_run(config_class, newest / "config.json"), args)
-    except UsageError as error:
-        refuse(str(error))
-    return _in_folder(_read(config_class, default, args, prog, description), newest)
+    default = _with_file(_of_run(config_class, newest / "config.json"), args)
+    return with_options(_read(config_class, default, args, prog, description), run_dir=newest)
 
 
 def program() -> str:
@@ -125,20 +121,35 @@ def _read(config_class: type[Config], default: Config, args: list[str], prog: st
 
 
 def read_flags(config_class: type[Options], **given: Any) -> Options:
-    """`tyro.cli`, whose help may be read in part, as by `head`: then the program ends without a traceback.
+    """Calls `tyro.cli`. Its help may be read in part, as by `head`; the program then ends without a traceback.
 
     Args:
       config_class: as in `parse`.
       given: as for `tyro.cli`.
     """
+    prepare_terminal()
     try:
         try:
             return tyro.cli(config_class, **given)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more as it ends
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        refuse(f"the help cannot be written ({error.strerror}): mend stdout")
+
+
+def prepare_terminal() -> None:
+    """Lets any text be printed, also where stdout or stderr is closed, is not UTF-8, or has few columns."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, it stays open
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if shutil.get_terminal_size().columns < _NARROWEST:
+        os.environ["COLUMNS"] = str(_NARROWEST)
 
 
 def _with_preset(default: Config, args: list[str]) -> Config:
@@ -148,7 +159,7 @@ def _with_preset(default: Config, args: list[str]) -> Config:
     return with_options(default, preset=preset) if has_one else default
 
 
-def _with_file(config_class: type[Config], default: Config, args: list[str]) -> Config:
+def _with_file(default: Config, args: list[str]) -> Config:
     """The defaults, with the options of the file that the command line names.
 
     Raises:
@@ -157,16 +168,12 @@ def _with_file(config_class: type[Config], default: Config, args: list[str]) -> 
     file = value_of("--config", args)
     if not file:
         return default
-    saved, types = flattened(read_options(Path(file).expanduser())), option_types(config_class)
-    for name in saved.keys() & types.keys():
-        if not fits(saved[name], types[name]):
-            raise UsageError(f"{name} is {shown(saved[name])} in {file}: that is not of its type")
-        if types[name] is Path:
-            saved[name] = Path(saved[name])
+    saved = read_options(user_path(file))
     try:
-        if "preset" in saved and "preset" in types:
-            default = with_options(default, preset=saved["preset"])  # brings what the file leaves out
-        return from_json(default, saved)
+        config = from_json(default, saved)
+        if "preset" in saved:  # it brings what the file leaves out
+            config = from_json(with_options(default, preset=saved["preset"]), saved)
+        return config
     except UsageError as error:
         raise UsageError(f"{file} does not fit ({error})") from None
 
@@ -177,13 +184,10 @@ def _of_run(config_class: type[Config], file: Path) -> Config:
     Raises:
       UsageError: the file cannot be read, has no options, or an option of it does not fit.
     """
-    saved, types = read_object(file), option_types(config_class)
+    saved = read_object(file)
     try:
-        for name, value in flattened(saved).items():
-            if name in types and not fits(value, types[name]):
-                raise UsageError(f"{name} is {shown(value)}: that is not of its type")
-        if not types.keys() & flattened(saved).keys():
-            raise UsageError("it has none of its options")
+        if not saved:
+            raise UsageError("it has no options")
         return from_json(config_class(), saved)
     except UsageError as error:
         raise UsageError(f"{file} is of another experiment or version ({error}): start a new run") from None
@@ -210,23 +214,21 @@ def _spelled(flag: str) -> str:
 
 
 def read_options(file: Path) -> dict[str, Any]:
-    """A JSON or YAML file with a mapping.
+    """Returns the options in a JSON or YAML file, by name.
 
     Raises:
-      UsageError: it cannot be read.
+      UsageError: it cannot be read, or gives an option twice.
     """
     try:
-        text = file.read_text()
-        saved = yaml.safe_load(text) if file.suffix in (".yaml", ".yml") else json.loads(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        text, is_yaml = file.read_text(encoding="utf-8"), file.suffix in (".yaml", ".yml")
+        if is_yaml and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise UsageError("aliases, *name, can stand for more than memory holds: write them out")
+        saved = yaml.safe_load(text) if is_yaml else json.loads(text)
+        if not isinstance(saved, dict):
+            raise UsageError("it holds no options: it must be a mapping of names to values")
+        return flattened(saved)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{file} cannot be read ({' '.join(str(error).split())})") from None
-    if not isinstance(saved, dict):
-        raise UsageError(f"{file} holds no options: it must be a mapping of names to values")
-    return saved
-
-
-def _in_folder(config: Config, folder: Path) -> Config:
-    return with_options(config, run_dir=folder)
 
 
 def main(
@@ -244,6 +246,7 @@ def main(
     if config.output.compilation_cache:
         keep_programs()
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs what it raises, with every traceback
+    sys.unraisablehook = _print_unraisable
     try:
         with stopping.listening(say_note, partial(_leave, config.output)):
             run(config)
@@ -253,7 +256,7 @@ def main(
         say_refusal(f"stopped by {stopped}; the last step is saved: add --resume to continue {config.output.run_dir}")
         raise SystemExit(_code(config.output, stopped.number)) from None
     except Interruption as error:
-        refuse(f"{error}; add --resume to continue {config.output.run_dir}")
+        refuse(f"{error}{_how_to_resume(config.output, '; ')}")
     except (UsageError, FloatingPointError) as error:
         refuse(str(error))
     except Exception as error:  # the machine's, which are no defects
@@ -262,16 +265,28 @@ def main(
                 traceback.print_exc()
                 hosts.leave(f"{type(error).__name__}: {error}".partition("\n")[0], 1)
             raise
-        say_refusal(f"{sentence}; then add --resume to continue {config.output.run_dir}")
-        sys.stdout.flush()
+        say_refusal(f"{sentence}{_how_to_resume(config.output, '; then ')}")
+        with suppress(OSError):  # stdout may be what is full
+            sys.stdout.flush()
         hosts.leave(sentence, 2)  # threads that wanted to save would fail once more on their way out
+
+
+def _print_unraisable(unraisable: Any) -> None:
+    """Prints an error that cannot be raised, except those of writing threads whose loop a failed save has closed."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
+def _how_to_resume(output: RunConfig, link: str) -> str:
+    """Returns what to add to a sentence about a run that ended; nothing if the run had not begun."""
+    began = os.path.exists(output.run_dir / "config.json")
+    return f"{link}add --resume to continue the run in {output.run_dir}" if began else ""
 
 
 def _leave(output: RunConfig, number: int) -> NoReturn:
     """Ends the process at once."""
-    began = (output.run_dir / "config.json").exists()
-    then = f"add --resume to continue the run in {output.run_dir}" if began else "the run had not begun"
-    say_refusal(f"stopped by {signal.Signals(number).name} between checkpoints; {then}")
+    then = _how_to_resume(output, "; ") or "; the run had not begun"
+    say_refusal(f"stopped by {signal.Signals(number).name} between checkpoints{then}")
     Console(stderr=True).show_cursor(True)
     sys.stdout.flush()
     # Not by an exception: a compilation that goes on in a thread would crash the interpreter on its way out.
@@ -313,7 +328,7 @@ def open_run(config: HasOutput) -> RunFolder:
     run = RunFolder(output.run_dir, values)
     if not run.writes:
         return run
-    with (output.run_dir / COMMAND).open("a") as file:
+    with (output.run_dir / COMMAND).open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(shlex.join([*program().split(), *sys.argv[1:]]) + "\n")
     if output.wandb:
         run.trackers.append(weights_and_biases(output.wandb, output.run_dir, flattened(values)))
@@ -324,6 +339,7 @@ def open_run(config: HasOutput) -> RunFolder:
 @contextmanager
 def refusing() -> Iterator[None]:
     """A block whose refusals, and what the machine lacks, end the program with one sentence and no traceback."""
+    prepare_terminal()
     try:
         yield
     except UsageError as error:

@@ -29,7 +29,8 @@ from rich.markup import escape
 
 from grpo_jax import hosts
 from grpo_jax.config import fits, flattened
-from grpo_jax.errors import UsageError, shown
+from grpo_jax.data import digests
+from grpo_jax.errors import UsageError, reason_of, shown
 from grpo_jax.planning.throughput import peak_memory_mb
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compilation import count_programs
@@ -138,9 +139,9 @@ class RunFolder:
         """
         file, now = self.path / _OPTIONS, flattened(json.loads(json.dumps(config)))  # as the file holds them
         saved = flattened(read_object(file)) if file.exists() else None
-        noted = self._noted_options()
+        noted = _noted_options(self.path, read_inputs(self.path))
         began = next(options for options in (noted, saved, now) if options is not None)
-        if not self._inputs() and (self.path / "checkpoints").exists():
+        if not read_inputs(self.path) and (self.path / "checkpoints").exists():
             self.warn_once(
                 "inputs",
                 f"{self.path / _INPUTS} is gone, so it is not known whether options, rows, rewards and model are those "
@@ -163,7 +164,7 @@ class RunFolder:
             began |= {name: now[name] for name in differing}
             kept = began.keys() - (_FREE_OPTIONS - _DEVICES.keys())
             as_text = {name: json.dumps(began[name]) for name in sorted(kept)}
-            write_json(self.path / _INPUTS, self._inputs() | {_OPTIONS: as_text})
+            write_json(self.path / _INPUTS, read_inputs(self.path) | {_OPTIONS: as_text})
         self._warn_of_devices(_DEVICES | began, _DEVICES | now)
 
     def _warn_of_devices(self, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -175,19 +176,6 @@ class RunFolder:
                 f"the run began with {before} and goes on with {after}: sums are rounded in another order, so its "
                 "numbers are no longer those of an uninterrupted run to the bit",
             )
-
-    def _noted_options(self) -> dict[str, Any] | None:
-        """The options of the run in inputs.json, by name; None: there are none, as in runs of earlier versions."""
-        noted = self._inputs().get(_OPTIONS)
-        try:
-            return None if noted is None else {name: json.loads(value) for name, value in noted.items()}
-        except ValueError:
-            raise UsageError(f"{self.path / _INPUTS} is not as a run writes it: mend it, or start a new run") from None
-
-    def _inputs(self) -> dict[str, dict[str, str]]:
-        """What inputs.json holds: part -> what it is of -> its digest, or of an option its value as JSON."""
-        file = self.path / _INPUTS
-        return read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
 
     def keep_inputs(self, part: str, inputs: Mapping[str, str]) -> None:
         """Notes in inputs.json what a phase, or the model, was made of.
@@ -203,13 +191,9 @@ class RunFolder:
         hosts.check_same(inputs)
         if not self.writes:
             return
-        known = self._inputs()
+        known = read_inputs(self.path)
         before = known.get(part, dict(inputs))
-        if changed := sorted(name for name in before.keys() | inputs.keys() if before.get(name) != inputs.get(name)):
-            raise UsageError(
-                f"not what they were when the run in {self.path} began: {', '.join(changed)}; put them back, or start "
-                "a new run"
-            )
+        check_inputs(self.path, before, inputs)
         write_json(self.path / _INPUTS, known | {part: dict(inputs)})
 
     # ---- lines
@@ -276,7 +260,7 @@ class RunFolder:
                 continue
             kept = ""
             for line, record in _complete_lines(file, fields):
-                if _is_later(record, phase, step):
+                if record["phase"] == phase and (record["step"] > step or step == 0):
                     continue
                 kept += line + "\n"
                 if record["phase"] == phase:
@@ -309,7 +293,7 @@ class RunFolder:
         if not self.writes:
             return
         line = json.dumps(_finite(record), allow_nan=False)
-        with (self.path / name).open("a") as file:
+        with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         self._count_line(name, record["phase"], line)
 
@@ -330,6 +314,7 @@ class RunFolder:
             every=every,
             minutes=minutes,
             lines=partial(self._line_digests, phase),
+            run=partial(run_digest, self.path, phase),
             warn=partial(self.warn_once, f"checkpoints of {phase}"),
         )
 
@@ -385,6 +370,25 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def read_inputs(folder: Path) -> dict[str, dict[str, str]]:
+    """Returns what inputs.json of a run holds: part -> name of an input -> its digest, or an option's value as JSON."""
+    file = folder / _INPUTS
+    return read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
+
+
+def check_inputs(folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Refuses to go on with other inputs than those that the run in a folder began with.
+
+    Raises:
+      UsageError: they differ; the sentence names them.
+    """
+    if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+        raise UsageError(
+            f"not what they were when the run in {folder} began: {', '.join(changed)}; put them back, or start a new "
+            "run"
+        )
+
+
 def numbered_runs(folder: Path) -> dict[int, Path]:
     """Runs in folder (number 1), folder-2, folder-3 …"""
     found = {1: folder} if (folder / "config.json").exists() else {}
@@ -409,10 +413,38 @@ def fresh_folder(folder: Path) -> Path:
 
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Options that change what a run computes and are not the same in both."""
-    saved, given = flattened(saved), flattened(json.loads(json.dumps(config)))  # as the file holds them
-    saved, given = ({**options, "engine": bool(options.get("engine"))} for options in (saved, given))  # at any address
-    names = saved.keys() | given.keys()
-    return sorted(name for name in names - _FREE_OPTIONS if saved.get(name) != given.get(name))
+    saved, given = _shaping(flattened(saved)), _shaping(flattened(json.loads(json.dumps(config))))  # as in the file
+    return sorted(name for name in saved.keys() | given.keys() if saved.get(name) != given.get(name))
+
+
+def _shaping(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that change what a run computes: an engine may be at any address."""
+    shaping = {name: value for name, value in options.items() if name not in _FREE_OPTIONS}
+    return shaping | {"engine": bool(options.get("engine"))}
+
+
+def run_digest(run: Path, phase: str) -> str | None:
+    """Returns the digest of the options and rows that a phase began with; None where the run has not noted them.
+
+    Runs that compute the same have the same digest. A run that may be continued with more steps keeps its digest.
+
+    Args:
+      run: its folder.
+      phase: of the run.
+    """
+    inputs = read_inputs(run)
+    if (noted := _noted_options(run, inputs)) is None:
+        return None
+    options = _shaping(noted) | {"steps": _shaped_by_steps(noted)}  # their number matters only where it shapes steps
+    return digests.of_values(phase, dict(sorted(options.items())), inputs.get(phase))
+
+
+def _noted_options(run: Path, inputs: Mapping[str, Mapping[str, str]]) -> dict[str, Any] | None:
+    """Returns the options in inputs.json by name; None: there are none, as in runs of earlier versions."""
+    try:
+        return {name: json.loads(value) for name, value in inputs[_OPTIONS].items()} if _OPTIONS in inputs else None
+    except ValueError:
+        raise UsageError(f"{run / _INPUTS} is not as a run writes it: mend it, or start a new run") from None
 
 
 def check_more_steps(saved: dict[str, Any], config: dict[str, Any]) -> None:
@@ -425,17 +457,19 @@ def check_more_steps(saved: dict[str, Any], config: dict[str, Any]) -> None:
     Raises:
       UsageError: one sentence that says what to do.
     """
-    export = "export the run and start a new one from it"
     if config["steps"] < saved["steps"]:
         raise UsageError(f"the run is of {saved['steps']} steps: continue it with more, or leave out steps")
-    if saved.get("decay", "none") != "none":
-        raise UsageError(f"the learning rate of the run falls until step {saved['steps']}: to go on, {export}")
-    if saved.get("max_rollouts", 1) > 1 or "rounds" in saved:
-        raise UsageError(f"the prompts of the run were chosen for {saved['steps']} steps: to go on, {export}")
+    if reason := _shaped_by_steps(saved):
+        raise UsageError(f"{reason}: to go on, export the run and start a new one from it")
 
 
-def _is_later(record: dict[str, Any], phase: str, step: int) -> bool:
-    return record["phase"] == phase and (record["step"] > step or step == 0)
+def _shaped_by_steps(options: Mapping[str, Any]) -> str:
+    """Returns how the steps of a run depend on their number, in words; "" if they do not."""
+    if options.get("decay", "none") != "none":
+        return f"the learning rate of the run falls until step {options['steps']}"
+    if options.get("max_rollouts", 1) > 1 or "rounds" in options:
+        return f"the prompts of the run were chosen for {options['steps']} steps"
+    return ""
 
 
 def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
@@ -449,9 +483,9 @@ def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
       UsageError: it cannot be read, or holds something else.
     """
     try:
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file} cannot be read ({_reason(error)}): mend it, or start a new run") from None
+        raise UsageError(f"{file} cannot be read ({reason_of(error)}): mend it, or start a new run") from None
     if not fits(value, hint):
         raise UsageError(f"{file} is not as a run writes it: mend it, or start a new run")
     return value
@@ -475,7 +509,7 @@ def _complete_lines(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[str
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read ({_reason(error)}): mend or remove it") from None
+        raise UsageError(f"{file} cannot be read ({reason_of(error)}): mend or remove it") from None
     for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], 1):
         yield line, parse_line(line, f"line {number} of {file}", fields)
 
@@ -494,7 +528,7 @@ def parse_line(line: str | bytes, where: str, fields: Mapping[str, Any]) -> dict
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON ({_reason(error)}): mend or remove it") from None
+        raise UsageError(f"{where} is not JSON ({reason_of(error)}): mend or remove it") from None
     if not isinstance(record, dict):
         raise UsageError(f"{where} holds no object: mend or remove it")
     check_fields(record, where, fields)
@@ -517,10 +551,6 @@ def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any
             raise UsageError(f'{where} has no "{name}" as a run writes it: mend or remove it')
 
 
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error).splitlines()[0]
-
-
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON so that a reader sees the old file or the new one, never a part."""
     write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
@@ -529,7 +559,7 @@ def write_json(path: Path, value: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a file at once, by renaming a complete one."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold lone surrogates
     os.replace(temporary, path)
 
 

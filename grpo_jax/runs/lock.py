@@ -16,7 +16,7 @@ class Lock:
     """Holds a folder until it is collected, or its process ends, however it ends. See `hold`."""
 
     def __init__(self, folder: Path) -> None:
-        file = (folder / _FILE).open("a+")
+        file = (folder / _FILE).open("a+", encoding="utf-8")
         self._release = weakref.finalize(self, file.close)
         with contextlib.suppress(OSError):  # some network file systems have no locks
             try:

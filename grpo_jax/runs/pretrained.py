@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_type_hints
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from grpo_jax import hosts
 from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, fits, with_options
 from grpo_jax.data import digests
+from grpo_jax.data.text import uses_chat
 from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface
 from grpo_jax.models.config import Dtype, ModelConfig
@@ -23,7 +25,7 @@ from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
 from grpo_jax.planning.plan import Plan, choose, memory_limit, shape_of
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, read_object, write_json
+from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, check_inputs, read_inputs, read_object, run_digest, write_json
 from grpo_jax.tasks.task import Task
 
 _LORA_FILE = "lora.json"
@@ -78,6 +80,15 @@ class LoraDescription(NamedTuple):
             raise UsageError(f"the weights in {self.base} have changed since this run began: start a new run")
 
 
+def decide_chat(chat: bool | None, options: ModelOptions) -> bool:
+    """Returns `uses_chat` of a model whose weights are not read yet.
+
+    Raises:
+      UsageError: there is no model, or it has no tokenizer.
+    """
+    return uses_chat(chat, huggingface.load_tokenizer(huggingface.model_folder(options.model)))
+
+
 class Loaded(NamedTuple):
     """A pretrained model, ready to be trained."""
 
@@ -103,8 +114,6 @@ def load_model(
     Raises:
       UsageError: there is none, or it cannot be trained as asked.
     """
-    if not options.model:  # no required option: --resume takes it from the run
-        raise UsageError("--model is needed: name a folder of a Hugging Face model, or its id on the hub")
     if options.lora_rank < 0:
         raise UsageError(f"lora_rank is {options.lora_rank}: it must be at least 0")
     if options.param_dtype != "float32" and not options.lora_rank:
@@ -154,6 +163,9 @@ def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *
         name, param_dtype=options.dtype, dtype=options.dtype, attention=options.attention, sharding=sharding
     )
     check_vocabulary(taught.tokenizer.get_vocab(), student.tokenizer.get_vocab(), name)
+    needed = min(student.config.vocab_size, 1 + max(student.tokenizer.get_vocab().values()))
+    if taught.config.vocab_size < needed:
+        raise UsageError(f"the teacher {name} lacks tokens from {taught.config.vocab_size} on: name one with {needed}")
     return Loaded(decoder_policy(taught.config), taught.params, taught)
 
 
@@ -222,15 +234,24 @@ def say_plan(run: RunFolder, plan: Plan) -> None:
         run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
 
 
-def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions) -> None:
+def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions, chat: bool | None = None) -> None:
     """Puts into the run what `grpo_jax.runs.export` needs besides a checkpoint: the model's folder without the weights.
 
-    Says the notes of the model.
+    Prints the notes of the model, and as a line of the plan how prompts that are text are encoded.
+
+    Args:
+      run: new, or to be continued.
+      loaded: the model.
+      options: of the model.
+      chat: whether such a prompt becomes a user's message; None: if the tokenizer has a chat template.
 
     Raises:
       UsageError: the run is resumed, and the model's files are no longer those that it started from.
     """
     pretrained, lora = loaded.pretrained, None
+    in_chat = uses_chat(chat, pretrained.tokenizer)
+    how = "are user messages of the chat template" if in_chat else "are encoded without a chat template"
+    run.console.print(f"plan: prompts that are text {how}", markup=False, highlight=False, soft_wrap=True)
     for note in pretrained.notes:
         run.warn_once(note, note)
     keep_files(run, "model", pretrained.folder)
@@ -267,6 +288,15 @@ def keep_files(run: RunFolder, part: str, folder: Path) -> None:
     """
     files = digests.of_files(folder, huggingface.files_of(folder))
     run.keep_inputs(part, {f"{name} of the {part}": digest for name, digest in files.items()})
+
+
+def _check_description(run: Path) -> None:
+    """Refuses a run whose model/ has other files than the model that it began with."""
+    noted, folder = read_inputs(run).get("model"), run / "model"
+    if noted is not None:  # a loop of your own may have noted nothing
+        before = {name: noted[name] for name in noted if huggingface.is_copied(name.partition(" of ")[0])}
+        now = digests.of_files(folder, filter(huggingface.is_copied, huggingface.files_of(folder)))
+        check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
 
 
 # ---- out of it
@@ -360,13 +390,14 @@ def restore(
             f"{run} holds no model/config.json: name the folder of a run, or write the file with "
             "huggingface.save_description in a loop of your own"
         )
+    _check_description(run)
     phase = phase_of(run, phase)
     lora = LoraDescription.read(description)
     if lora is None and (adapter or base):
         raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
     config = config_from_huggingface(huggingface.read_json(description / "config.json"), **overrides)
     like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
-    with Checkpoints(run / "checkpoints" / phase) as checkpoints:
+    with Checkpoints(run / "checkpoints" / phase, run=partial(run_digest, run, phase)) as checkpoints:
         if lora is None:
             params, found = checkpoints.restore_params(like, step)
         else:

@@ -22,8 +22,8 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 from rich.console import Console
 
-from grpo_jax.config import flattened
-from grpo_jax.errors import UsageError
+from grpo_jax.config import fits, flattened
+from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import SIDE_PHASES, check_fields, is_coin, read_object, write_text
 from grpo_jax.runs.turns import Part, of_turn, parts_of
@@ -114,6 +114,7 @@ def write_report(folder: Path, phases: Sequence[str] = ()) -> Path:
     Raises:
       UsageError: the folder holds no run, a file of it cannot be read, or it has no such phase.
     """
+    folder = user_path(folder)
     if not (folder / "config.json").exists():
         raise UsageError(f"{folder} holds no config.json: name the folder of a run")
     metrics, times = ([line for _, line in _lines(folder / f"{name}.jsonl", _LINE)] for name in ("metrics", "times"))
@@ -199,7 +200,7 @@ def _parse(raw: bytes, name: object) -> Any:
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{name} is not JSON ({str(error).splitlines()[0]}): mend or remove it") from None
+        raise UsageError(f"{name} is not JSON ({reason_of(error)}): mend or remove it") from None
 
 
 def _index(file: Path) -> Index:
@@ -336,7 +337,8 @@ def _with_bounds(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
     def cell(name: str, column: str) -> Any:
         value, bounds = rows[name].get(column), _bounds_of(name, rows)
         low, high = (rows[bound].get(column) for bound in bounds) if bounds else (None, None)
-        return value if value is None or low is None or high is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+        is_interval = all(fits(number, float) for number in (value, low, high))
+        return f"{value:.3f} [{low:.3f}, {high:.3f}]" if is_interval else value
 
     return {name: {column: cell(name, column) for column in rows[name]} for name in _without_bounds(rows)}
 
@@ -695,7 +697,7 @@ def _tokens(
         if left <= 0 and characters:
             break
         lengths.append(min(len(token), left))
-        cents.append(None if logprob is None or not math.isfinite(logprob) else round(-100 * logprob))
+        cents.append(None if logprob is None or not abs(logprob) < 1e300 else round(-100 * logprob))
         left -= len(token)
     value = {"lengths": lengths, "cents": cents} | ({"text": joined.translate(_VISIBLE)} if joined != text else {})
     return f' data-tokens="{_data(value)}"'

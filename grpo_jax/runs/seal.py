@@ -1,4 +1,4 @@
-"""A checkpoint's seal: the digests of all its files, written when it is complete and checked before it is read."""
+"""The seal of a checkpoint: its step, its run and the digests of its files, checked before it is read."""
 
 import json
 import os
@@ -19,19 +19,23 @@ class Seal(NamedTuple):
 
     files: Mapping[str, str]  # path in its folder -> digest
     lines: Mapping[str, str]  # file of the run -> digest of the lines that led to the checkpoint
+    # Earlier versions wrote neither of these, so None is not compared.
+    step: int | None = None
+    run: str | None = None  # digest of what the run began with; None: it did not note that
 
 
-def write_seal(folder: Path, lines: Mapping[str, str]) -> None:
+def write_seal(folder: Path, lines: Mapping[str, str], *, step: int, run: str | None = None) -> None:
     """Seals a complete checkpoint.
 
     Args:
       folder: of the checkpoint.
-      lines: as in `Seal`.
+      lines, step, run: as in `Seal`.
     """
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-    seal = Seal(_digests(folder, names - {_EMPTY_WORDS}), dict(lines))
+    seal = Seal(_digests(folder, names - {_EMPTY_WORDS}), dict(lines), step, run)
     temporary = folder / f"{_FILE}.tmp"
-    temporary.write_text(json.dumps(seal._asdict() | {_OWN: digests.of_values(seal._asdict())}, indent=1) + "\n")
+    text = json.dumps(seal._asdict() | {_OWN: digests.of_values(seal._asdict())}, indent=1) + "\n"
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, folder / _FILE)
 
 
@@ -50,7 +54,7 @@ def check_seal(folder: Path, part: str = "") -> tuple[Seal | None, str]:
     if not (folder / _FILE).exists():
         return None, "it was never completed" if any(folder.iterdir()) else "it is empty"
     try:
-        said = dict(_mapping(json.loads((folder / _FILE).read_text())))
+        said = dict(_mapping(json.loads((folder / _FILE).read_text(encoding="utf-8"))))
         own = said.pop(_OWN, None)
         seal = Seal(**said)
         files, _ = _mapping(seal.files), _mapping(seal.lines)
@@ -75,7 +79,7 @@ def _digests(folder: Path, names: Set[str]) -> dict[str, str]:
     """Digests of the files of a checkpoint, without the time at which it was renamed."""
     found = digests.of_files(folder, names - {_DATED})
     if _DATED in names:
-        said = _mapping(json.loads((folder / _DATED).read_text()))
+        said = _mapping(json.loads((folder / _DATED).read_text(encoding="utf-8")))
         found[_DATED] = digests.of_values({name: value for name, value in said.items() if name != _TIME})
     return found
 

@@ -89,7 +89,7 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
         raise UsageError("--wandb needs the package wandb: install it, or leave out the option") from None
     id_file = folder / "wandb.json"
     run_id = _known_id(id_file) if id_file.exists() else uuid.uuid4().hex
-    id_file.write_text(json.dumps({"id": run_id}) + "\n")
+    id_file.write_text(json.dumps({"id": run_id}) + "\n", encoding="utf-8")
     try:
         theirs = wandb.init(
             project=project, id=run_id, resume="allow", name=folder.name, dir=str(folder), config=config
@@ -110,7 +110,7 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
 
 def _known_id(file: Path) -> str:
     try:
-        return str(json.loads(file.read_text())["id"])
+        return str(json.loads(file.read_text(encoding="utf-8"))["id"])
     except (OSError, ValueError, TypeError, KeyError):
         raise UsageError(
             f"{file} does not hold the id of a run of Weights & Biases: remove it, for a new one"

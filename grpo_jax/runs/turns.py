@@ -23,7 +23,7 @@ class Part(NamedTuple):
     def mean_probability(self) -> float | None:
         """The geometric mean over tokens; None where a probability is not known."""
         known = [logprob for logprob in self.logprobs if logprob is not None and math.isfinite(logprob)]
-        return math.exp(sum(known) / len(known)) if known and len(known) == len(self.tokens) else None
+        return math.exp(min(0.0, sum(known) / len(known))) if known and len(known) == len(self.tokens) else None
 
 
 def parts_of(group: Mapping[str, Any], i: int) -> list[Part]:

@@ -98,7 +98,8 @@ def sample_groups(
     """
     before = _given(rows, key, max_tokens, temperature, truncation, pad_id)._replace(given=spread(given, BATCH))
     rooms = rooms_of(max_tokens) if policy.widen else (max_tokens,)
-    extend, begun = _begun(policy, params, prompt_ids, prompt_mask, before, rooms[0], eos_ids)
+    # Nothing reads the cache of a completion that has ended, so it need not stay valid.
+    extend, begun = _begun(policy._replace(forgets=False), params, prompt_ids, prompt_mask, before, rooms[0], eos_ids)
     # On a mesh those that are left would not be shared out evenly.
     widths = _widths(rows.size, max_tokens) if policy.select and mesh_sizes() is None else ()
     for room, wider in itertools.pairwise(rooms):
@@ -280,7 +281,10 @@ def _begun(
     room: int,
     eos_ids: tuple[int, ...],
 ) -> tuple[Callable[[Any], Any], tuple[jax.Array, Any, _Rows]]:
-    """`extend` of (step, cache, rows) by one token, and that after the first one; the cache has room for `room`."""
+    """Returns `extend` of (step, cache, rows) by one token, and that after the first one.
+
+    The cache has room for `room` tokens. It stays valid for completions that have ended, also where it forgets.
+    """
     shape = given.ids.shape
     hidden, decode, cache = policy.prefill(params, prompt_ids, prompt_mask, shape[1], room)
     logits_of = _logits_of(policy, params)
@@ -290,7 +294,8 @@ def _begun(
 
     def extend(carry):
         step, cache, rows = carry
-        hidden, cache = decode(cache, rows.ids, step - 1)
+        active = (rows.out.truncated,) if policy.forgets else ()
+        hidden, cache = decode(cache, rows.ids, step - 1, *active)
         return step + 1, cache, add(rows, hidden, step)
 
     first = add(given, jnp.broadcast_to(hidden[:, None], (*shape, hidden.shape[-1])), jnp.int32(0))

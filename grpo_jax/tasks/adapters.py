@@ -2,16 +2,17 @@
 
 They keep a state, and an environment here is a function that keeps none. So each reply begins with a fresh state, and
 what the policy did before is done again. It must then answer as it did: what it draws at random it draws from the seed
-of its row (an async method that waits has to draw from a generator of its own). Long episodes cost the square of their
-turns.
+of its row, also if it waits while others draw. Long episodes cost the square of their turns.
 """
 
 import inspect
 import json
 import random
+import types
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,7 +107,7 @@ def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mappin
 
     def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            with _drawing_for(row):
+            with _drawing(_draws_of(row)):
                 shown = factory().reset(**row)
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -206,15 +207,17 @@ def trl_reward(factory: Factory, reward: Callable[..., Any] | None = None) -> Re
 
 
 async def _played(factory: Factory, example: Example, turns: Sequence[Turn]) -> tuple[Any, Reply]:
-    """An environment after these turns, and what it replies to the last of them."""
-    row, reply = _row(example), Reply(done=True)
-    with _drawing_for(row):
-        environment = factory()
-        environment.reset(**row)
+    """Returns an environment after these turns, and what it replies to the last of them."""
+
+    async def play() -> tuple[Any, Reply]:
+        environment, reply = factory(), Reply(done=True)
+        environment.reset(**_row(example))
         answer = reply_with(_methods(environment))
         for turn in turns:
             reply = await _waited(answer(example, [turn], ()))
-    return environment, reply
+        return environment, reply
+
+    return await _with_draws_for(_row(example), play())
 
 
 def load_factory(text: str) -> Factory:
@@ -307,7 +310,7 @@ def verifiers_environment(environment: Any) -> ReplyFn:
 
     def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
         del key
-        with _drawing_for(_row(example)):
+        with _drawing(_draws_of(_row(example))):
             rollout = run_to_end(_rolled_out(environment, example, transcript))
         return Reply(done=True) if rollout.heard is None else Reply(rollout.heard)
 
@@ -330,7 +333,7 @@ def verifiers_reward(environment: Any) -> Reward:
             await environment.rubric.cleanup(state)
             return float(state["reward"])
 
-        with _drawing_for(_row(example)):
+        with _drawing(_draws_of(_row(example))):
             return run_to_end(score())
 
     return graded
@@ -387,15 +390,42 @@ def _said_last(messages: Sequence[Any]) -> str:
 # ---- all of them
 
 
-@contextmanager
-def _drawing_for(row: Mapping[str, Any]) -> Iterator[None]:
-    """Python's and NumPy's own generators begin where the row says, and afterwards are where they were."""
+def _draws_of(row: Mapping[str, Any]) -> list[Any]:
+    """Returns the states in which Python's and NumPy's own generators begin for a row."""
     seed = zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode())
-    state, numpy_state = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed)
+    return [random.Random(seed).getstate(), np.random.RandomState(seed).get_state()]
+
+
+def _swap_draws(draws: list[Any]) -> None:
+    """Exchanges the states of Python's and NumPy's own generators with those in the list."""
+    now = [random.getstate(), np.random.get_state()]
+    random.setstate(draws[0])
+    np.random.set_state(draws[1])
+    draws[:] = now
+
+
+@contextmanager
+def _drawing(draws: list[Any]) -> Iterator[None]:
+    """Lets the generators continue from these states, which then hold where they ended."""
+    _swap_draws(draws)
     try:
         yield
     finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
+        _swap_draws(draws)
+
+
+@types.coroutine
+def _with_draws_for(row: Mapping[str, Any], coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, None, Any]:
+    """Runs a coroutine whose draws begin where the row says, whatever draws while it waits."""
+    draws, step = _draws_of(row), partial(coroutine.send, None)
+    while True:
+        with _drawing(draws):
+            try:
+                waited_for = step()
+            except StopIteration as end:
+                return end.value
+        try:
+            yield waited_for
+            step = partial(coroutine.send, None)
+        except BaseException as error:  # such as a cancellation
+            step = partial(coroutine.throw, error)

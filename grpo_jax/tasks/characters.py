@@ -56,7 +56,7 @@ class Characters(NamedTuple):
         tokenizer.add_special_tokens(["<pad>", "</s>"])
         tokenizer.save(str(folder / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "</s>"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def characters_task(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from grpo_jax.data import digests
 from grpo_jax.data.rows import batches, check_messages, column, hash_of_prompt, kind_of
-from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts
+from grpo_jax.data.text import Encoded, Message, Overlong, check_ids, encode_prompts, in_chat
 from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, check_num_prompts, pad_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.tasks.task import Task, padding_id
@@ -163,7 +163,7 @@ def encode_rows(
         return [_item(row, where, prompt_column, template) for row, where in zip(given, wheres, strict=True)]
 
     def encode(chosen: Sequence[_Item]) -> Encoded:
-        prompts = [_in_chat(item.prompt, tokenizer, chat, system) for item in chosen]
+        prompts = [in_chat(item.prompt, tokenizer, chat, system) for item in chosen]
         return encode_prompts(
             tokenizer, prompts, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong, tools=tools
         )
@@ -239,21 +239,6 @@ def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
             raise UsageError(f"{where}: column {name} holds {kind_of(value)}, and a template takes text and numbers")
         text.append(str(value))
     return "".join(text)
-
-
-def _in_chat(prompt: str | list[Message], tokenizer: Any, chat: bool, system: str | None) -> str | list[Message]:
-    """A prompt as messages, where it is to be, and with the system's."""
-    if isinstance(prompt, str):
-        if not chat and system is None:
-            return prompt
-        if not chat:
-            raise UsageError("a system message needs chat messages: turn chat on, or put it into the template")
-        if not tokenizer.chat_template:
-            raise UsageError("chat is on, but the tokenizer has no chat template: turn it off")
-        prompt = [{"role": "user", "content": prompt}]
-    if system is None or prompt[0]["role"] == "system":
-        return prompt
-    return [{"role": "system", "content": system}, *prompt]
 
 
 def _sides(

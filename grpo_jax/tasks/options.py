@@ -4,21 +4,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.data import digests
 from grpo_jax.data.episodes import Environment, episode_return
 from grpo_jax.data.rows import read_rows
-from grpo_jax.data.text import Overlong
+from grpo_jax.data.text import Overlong, uses_chat
 from grpo_jax.data.turns import reply_encoder
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.rewards.environments import environment_in_processes
 from grpo_jax.rewards.spec import open_rewards, parse_reward
+from grpo_jax.rewards.worker import digest_of_source
 from grpo_jax.tasks.adapters import load_factory, trl_rows, trl_tools
 from grpo_jax.tasks.countdown import countdown_task
 from grpo_jax.tasks.dataset import text_task
@@ -115,7 +114,7 @@ def open_task(
       UsageError: there is no such task, or something of it does not work.
     """
     texts = check_task_options(options)
-    chat = bool(pretrained.tokenizer.chat_template) if options.chat is None else options.chat
+    chat = uses_chat(options.chat, pretrained.tokenizer)
     tools = schemas_of(_tools(options)) or None
     if tools and not chat:
         flag = "--tools" if options.tools else "--environment-factory"
@@ -169,9 +168,7 @@ def _opened_environment(options: TaskOptions, pretrained: Pretrained, chat: bool
         memory_mb=options.reply_memory_mb,
     ) as environment:
         if named:
-            file = Path(named.rpartition(":")[0])
-            source = digests.of_file(file) if file.is_file() else ""
-            environment = environment._replace(measure=count_calls, source=source)
+            environment = environment._replace(measure=count_calls, source=digest_of_source(named))
         yield environment
 
 
@@ -231,6 +228,9 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
     if options.task == "countdown":
         return partial(countdown_task, num_heldout=200 if most is None else most)
     rows: Sequence[Mapping[str, Any]] = math_rows(options.data) if options.task == "math" else read_rows(options.task)
+    has_messages = options.template is None and any(isinstance(row.get(options.prompt_column), list) for row in rows)
+    if options.environment and options.chat is False and has_messages:
+        raise UsageError("--chat False gives replies no chat template, but the rows hold messages: leave it out")
     if options.environment_factory:
         rows = trl_rows(load_factory(options.environment_factory), rows)
     if not training and most is not None:

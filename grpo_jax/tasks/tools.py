@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.worker import KINDS, load
+from grpo_jax.rewards.worker import KINDS, import_place, load
 
 Tools = Mapping[str, Callable[..., Any]]  # by name
 
@@ -47,6 +47,7 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
     return schemas
 
 
+_LLAMA = re.compile(r'(?=.*"(parameters|arguments)"\s*:)\{\s*"(name|type|parameters)"', re.S)
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|$)", re.S)
 
 
@@ -54,12 +55,13 @@ def calls_of(text: str) -> list[Call]:
     """The calls in a turn of the policy; none where it calls nothing.
 
     Hermes and Qwen write <tool_call>{"name": …, "arguments": {…}}</tool_call>, as often as they call. The turn of a
-    Llama 3 that calls is nothing but {"name": …, "parameters": {…}}, or several with ";" between them.
+    Llama 3 that calls is nothing but {"name": …, "parameters": {…}}, or several with ";" between them. Another object
+    with a name is an answer.
     """
     if "<tool_call>" in text:
         return [_call(found, "arguments") for found in _HERMES.findall(text)]
     stripped = text.strip().removeprefix("<|python_tag|>").strip()
-    if not re.match(r'\{\s*"(name|type|parameters)"', stripped):
+    if not _LLAMA.match(stripped):
         return []
     return [_call(part, "parameters") for part in _objects(stripped)]
 
@@ -124,9 +126,9 @@ def _result(tools: Tools, call: Call) -> Any:
     try:
         inspect.signature(tool).bind(**call.arguments)
         result = tool(**call.arguments)
+        return result if inspect.isawaitable(result) else _text(result)
     except Exception as error:
         return _told(error)
-    return result if inspect.isawaitable(result) else _text(result)
 
 
 async def _awaited(result: Any) -> str:
@@ -174,7 +176,8 @@ def load_tools(text: str) -> dict[str, Callable[..., Any]]:
       UsageError: it names none that can be loaded.
     """
     place, names = parse_tools(text)
-    return {name: load(KINDS["tool"], f"{place}:{name}") for name in names}
+    module = import_place(KINDS["tool"], place, text)  # once, so that tools of one file share its state
+    return {name: load(KINDS["tool"], f"{place}:{name}", module=module) for name in names}
 
 
 def environment_of_tools(*, tools: str) -> ReplyFn:

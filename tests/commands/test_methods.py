@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -73,6 +74,53 @@ def refused(capsys, *args) -> str:
 def distance(one, other):
     """The largest difference of each leaf."""
     return jax.tree.map(lambda x, y: float(np.abs(np.asarray(x) - np.asarray(y)).max()), one, other)
+
+
+# ---- prompts
+
+
+def with_template(folder, path, template):
+    """Returns a copy of the model that has a chat template."""
+    shutil.copytree(folder / "model", path)
+    (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+SIZES = {"dpo": "--num-pairs", "reward-model": "--num-pairs", "kto": "--num-completions", "sft": "--num-rows"}
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo", *SIZES])
+def test_every_method_puts_text_into_the_chat_template_by_default(folder, tmp_path, capsys, method):
+    model = with_template(folder, tmp_path / "model", "{{ raise_exception('it was filled in') }}")
+    rows = "--data" if method in ("reward-model", "dpo", "kto") else "--task"
+    told = ("--method", method, "--model", model, rows, folder / "rows.jsonl", "--run-dir", tmp_path / "run")
+    told += () if method in SIZES else ("--reward", f"{folder}/rewards.py:low")
+    size = SIZES.get(method, "--num-prompts")
+    assert "it was filled in" in refused(capsys, *told, size, 999)
+    said = refused(capsys, *told, size, 999, "--chat", "False")
+    assert "999" in said
+    assert "it was filled in" not in said
+
+
+def test_a_transcript_becomes_messages_by_default(folder, tmp_path, capsys):
+    template = "{% for m in messages %}{{ raise_exception(m.role ~ ' ' ~ m.content) if loop.last }}{% endfor %}"
+    talk = "\n\nHuman: 1\n\nAssistant: 2\n\nHuman: {i}\n\nAssistant:"
+    rows = [{"chosen": talk.format(i=i) + "4", "rejected": talk.format(i=i) + "5"} for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = ("--model", with_template(folder, tmp_path / "model", template), "--data", tmp_path / "rows.jsonl")
+    said = refused(capsys, "--method", "dpo", *told, "--heldout-share", 0.5, "--run-dir", tmp_path / "run")
+    assert re.search(r"refuses prompt 0: user \d$", said)
+
+
+@pytest.mark.parametrize("method", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "kto"))])
+@pytest.mark.parametrize("has_template", [True, False])
+def test_the_plan_of_a_run_says_how_text_is_encoded(folder, tmp_path, capsys, method, has_template):
+    model = folder / "model"
+    if has_template:
+        model = with_template(folder, tmp_path / "model", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    run(folder, tmp_path / "run", method, "--steps", 1, "--eval-every", 0, "--model", model)
+    how = "are user messages of the chat template" if has_template else "are encoded without a chat template"
+    assert f"plan: prompts that are text {how}" in capsys.readouterr().out
 
 
 # ---- PPO
@@ -289,6 +337,21 @@ def test_a_reward_model_by_the_same_command_and_resumed(folder, tmp_path):
         export(Options(out, tmp_path / "exported"))
 
 
+def test_the_folder_of_a_reward_model_is_of_the_last_step_and_is_repaired(folder, tmp_path):
+    options = ("--num-pairs", 8, "--learning-rate", 1e-2, "--warmup-steps", 0, "--decay", "none")
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    _, expected = run(folder, whole, "reward-model", *options, "--steps", 4)
+    run(folder, out, "reward-model", *options, "--steps", 2)
+    (out / "reward-model.partial-1").mkdir()  # of a process that was killed
+    assert run(folder, out, "", "--resume", "--steps", 4)[1] == expected
+    weights = [path / "reward-model/model.safetensors" for path in (whole, out)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    weights[1].write_bytes(weights[1].read_bytes()[:-10])
+    run(folder, out, "", "--resume")
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert [path.name for path in out.glob("reward-model*")] == ["reward-model"]
+
+
 # ---- DPO
 
 
@@ -387,6 +450,21 @@ def test_every_loss_has_constants_of_its_own_and_the_sources_defaults(name):
 def test_what_dpo_cannot_learn_is_refused(folder, tmp_path, capsys, args, sentence):
     where = ["--model", folder / "model", "--data", folder / "rows.jsonl", "--run-dir", tmp_path / "run"]
     assert sentence in refused(capsys, "--method", "dpo", "--no-compilation-cache", *where, *args)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--center-coef", "nan"], "center_coef is nan: it must be at least 0, and finite"),
+        (["--center-coef", "inf"], "center_coef is inf"),
+        (["--center-coef", -1], "center_coef is -1.0"),
+        (["--bins", 0], "bins is 0: it must be at least 1"),
+    ],
+)
+def test_what_a_reward_model_cannot_learn_is_refused(folder, tmp_path, capsys, args, sentence):
+    where = ["--model", folder / "model", "--data", folder / "rows.jsonl", "--run-dir", tmp_path / "run"]
+    assert sentence in refused(capsys, "--method", "reward-model", "--no-compilation-cache", *where, *args)
+    assert not (tmp_path / "run").exists()
 
 
 # ---- KTO

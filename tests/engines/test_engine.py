@@ -1,6 +1,8 @@
 """What is believed of an engine's answers, and what happens when it does not answer. Nothing is sampled here."""
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -54,6 +56,31 @@ def test_completions_come_in_the_order_asked(server, tmp_path):
     answers = engine_of(server, tmp_path).complete(np.ones(2), ASKED, TOKENS)
     assert [answer.ids for answer in answers] == [[number, EOS] for number in range(5)]
     assert answers[0].logprobs == [-0.5, -0.25]
+
+
+def test_a_redirect_does_not_carry_the_key_to_another_server(monkeypatch):
+    monkeypatch.setenv(http.KEY, "secret")
+    keys = {}
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self):
+            keys[self.path] = self.headers["Authorization"]
+            self.send_response(302 if self.path == "/first" else 200)
+            self.send_header("Location", f"http://localhost:{server.server_port}/second")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        assert http.ask(f"http://127.0.0.1:{server.server_port}/first", timeout=9) == b""
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert keys == {"/first": "Bearer secret", "/second": None}
 
 
 @pytest.mark.parametrize("defaults", ["top_p", "top_k", "min_p", "repetition_penalty"])
@@ -148,7 +175,7 @@ def test_a_key_is_sent_if_there_is_one(server, tmp_path, monkeypatch):
     monkeypatch.setattr("urllib.request.OpenerDirector.open", lambda self, request, timeout: seen.append(request))
     with pytest.raises(UsageError):
         engine_of(server, tmp_path)
-    assert seen[0].headers["Authorization"] == "Bearer secret"
+    assert seen[0].get_header("Authorization") == "Bearer secret"
 
 
 def test_requests_are_json_that_both_servers_read(server, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -22,13 +23,12 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.rl.engine import sampler_of, seed_of
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.train import train
-from grpo_jax.rl.keys import EVALUATION, SAMPLING
+from grpo_jax.rl.keys import EVALUATION, SAMPLING, noise_of
 from grpo_jax.rl.sampler import completion_numbers, make_sampler
-from grpo_jax.rl.keys import noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 V, EOS, PAD, P = 8, 6, 7, 3
@@ -88,8 +88,8 @@ def server(params, numbered):
     server.stop()
 
 
-def sampler_at(server, **options):
-    pretrained = huggingface.Pretrained(SHAPE, {}, None, (EOS,), None)
+def sampler_at(server, shape=SHAPE, **options):
+    pretrained = huggingface.Pretrained(shape, {}, None, (EOS,), None)
     options = EngineOptions(server.url, **options)
     return sampler_of(options, pretrained, TASK, CONFIG, note=lambda words: None)
 
@@ -145,6 +145,27 @@ def test_a_run_through_a_server_is_the_run_without(server, whole, tmp_path, kind
     moved = jax.tree.map(lambda x, y: np.abs(x - y).max(), through.params, start.adapters if rank else start)
     assert max(jax.tree.leaves(moved)) > 1e-2  # so each step needed other parameters
     assert len(server.adapters) == (1 if rank else 0)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path, is_fused):
+    names = []
+
+    def one_token(folder, body):
+        names.append(sorted(huggingface.find_tensors(Path(folder), ["adapter_model.safetensors"])))
+        return [EOS], [-0.5]
+
+    server = Server(one_token, TASK.decode, (EOS,))
+    adapted = add_adapters(params, jax.random.key(1), rank=2, alpha=4.0)
+    given = prompts(0), completion_numbers(CONFIG.sampling), np.ones((4, 4), np.float32), noise_of(0, EVALUATION, 0)
+    try:
+        sampler_at(server, replace(SHAPE, fused_projections=is_fused)).complete(adapted, *given)
+    finally:
+        server.stop()
+    peft.save_adapter(tmp_path / "exported", adapted, base="", fused_projections=is_fused)
+    exported = sorted(huggingface.find_tensors(tmp_path / "exported", ["adapter_model.safetensors"]))
+    assert names[0] == exported
+    assert any("qkv_proj" in name for name in names[0]) == is_fused
 
 
 @pytest.mark.slow

@@ -80,6 +80,69 @@ def test_by_hand():
     assert_allclose(result.entropy, [0.3251, 0.3251], atol=5e-5)
 
 
+# Logits whose largest leads the next by `margin`; the chosen token comes first, in the middle, or is not the largest.
+MARGINS = pytest.mark.parametrize("margin", [1, 8, 16, 20, 25, 60])
+
+
+def near_certain(margin, vocabulary=11):
+    """Returns arguments of `token_logprobs` for three tokens, and what float64 gives for them.
+
+    These are log-probabilities, entropies, and the gradients of log-probabilities in the logits, `[3, V]`.
+    """
+    spread = np.linspace(0, 1, vocabulary)
+    logits = np.stack([np.roll(np.r_[margin + 1, spread[1:]], shift) for shift in (0, 5, 5)])
+    ids = np.array([0, 5, 7], np.int32)
+    logits = logits.astype(np.float32).astype(float)
+    rest = logits.copy()
+    rest[np.arange(3), ids] = -np.inf
+    chosen = logits[np.arange(3), ids]
+    of_rest = np.log(np.exp(rest).sum(-1))
+    logprobs = -np.logaddexp(0, of_rest - chosen)
+    log_p = logits - (chosen - logprobs)[:, None]
+    log_p[np.arange(3), ids] = logprobs
+    entropies = -(np.exp(log_p) * log_p).sum(-1)
+    of_logprob = -np.exp(log_p)
+    of_logprob[np.arange(3), ids] = np.exp(-np.logaddexp(0, chosen - of_rest))  # 1 − π
+    arguments = logits.astype(np.float32), np.eye(vocabulary, dtype=np.float32), ids
+    return arguments, logprobs, entropies, of_logprob
+
+
+@MARGINS
+@pytest.mark.parametrize("width", [11, 4])
+@pytest.mark.parametrize("keeps", [False, True], ids=["computed again", "kept"])
+def test_a_probability_near_one_keeps_its_digits_and_its_gradient(slice_width, margin, width, keeps):
+    slice_width(width, keeps)
+    arguments, logprobs, entropies, of_logprob = near_certain(margin)
+
+    def gradient(output):
+        return jax.jit(jax.grad(lambda hidden: jnp.sum(getattr(token_logprobs(hidden, *arguments[1:]), output))))
+
+    result = jax.jit(partial(token_logprobs))(*arguments)
+    # z has an error of half an ulp, which log 1 / (1 − π) does not enlarge: 2e-5 is 5 ulps of a logit of 60.
+    assert_allclose(result.logprobs, logprobs, rtol=2e-5, atol=0)
+    assert_allclose(result.entropy[:2], entropies[:2], rtol=2e-5, atol=0)
+    assert_allclose(result.entropy[2], entropies[2], atol=1e-5)  # another token than the chosen one is near certain
+    assert_allclose(gradient("logprobs")(arguments[0]), of_logprob, rtol=2e-5, atol=1e-37)
+
+
+def test_the_margin_of_20_nats_by_hand():
+    # log π = −log(1 + 2 e⁻²⁰) = −4.1223e-9; z − log Σ exp z is 0 in float32.
+    hidden, ids = np.float32([[20, 0, 0]]), np.int32([0])
+    value, gradient = jax.value_and_grad(lambda hidden: token_logprobs(hidden, np.eye(3, dtype=np.float32), ids)[0][0])(
+        hidden
+    )
+    assert_allclose(value, -4.1223e-9, rtol=1e-4)
+    assert_allclose(gradient, [[4.1223e-9, -2.0612e-9, -2.0612e-9]], rtol=1e-4)
+
+
+def test_a_vocabulary_of_one_token_is_certain(slice_width):
+    hidden, unembedding, ids = np.float32([[3.0]]), np.float32([[2.0]]), np.int32([0])
+    (_, result), gradients = value_and_gradients(token_logprobs)(hidden, unembedding, ids, np.float32(1))
+    assert_array_equal(result.logprobs, [0])
+    assert_array_equal(result.entropy, [0])
+    jax.tree.map(lambda gradient: assert_array_equal(gradient, np.zeros_like(gradient)), gradients)
+
+
 def test_uniform_by_hand(slice_width):
     # Without features all 11 logits are 0: log π = −log 11, H = log 11.
     slice_width(4)

@@ -359,6 +359,14 @@ def test_vespo_by_hand():
     assert_allclose(loss, signs * weights * np.array([[1, 2, 0]]), rtol=1e-5)
 
 
+def test_vespo_takes_the_constants_of_each_token_by_the_sign_of_its_advantage():
+    # W = 2, as above; a completion with both signs is made of the tokens of one with each.
+    logprobs, mask = jnp.array([-1.0, -2.0, -3.0]), jnp.array([True, True, False])
+    old_logprobs = logprobs - jnp.log(jnp.array([4.0, 0.5, 9.0]))
+    loss = vespo_term(logprobs, old_logprobs, jnp.array([1.0, -1.0, 1.0]), mask)
+    assert_allclose(loss, [4 * np.exp(-3), -2 * 8 * np.exp(-2), 0], rtol=1e-5)
+
+
 def test_vespo_bounds_the_completion_s_ratio():
     # Tokens within ±20, so that (25, −5) is 15; completions from log 1e-8 to 20.
     # φ is e^15, 1e-8 and e^20 each, with k = 1 and λ = 0.

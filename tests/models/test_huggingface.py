@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from grpo_jax.rl.checks import check_task
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
@@ -39,7 +40,6 @@ from grpo_jax.models.huggingface import (
 from grpo_jax.models.lora import add_adapters, merge
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.guards import check_task
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.tasks.dataset import text_task
 
@@ -788,6 +788,10 @@ def fill(folder, value):
             lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}'),
             "eos_token_id in .*generation_config.json is",
         ),
+        (
+            lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [2, -1]}'),
+            r"eos_token_id in .*generation_config.json is \[2, -1\]",
+        ),
         (lambda folder: fill(folder, np.nan), "holds nan, which no model has"),
         (lambda folder: fill(folder, np.inf), "holds inf, which no model has"),
         (lambda folder: fill(folder, -1e30), r"'model.layers.0.self_attn.q_proj.weight' in .* holds 1e\+30"),
@@ -810,6 +814,7 @@ def fill(folder, value):
         "a number for a file",
         "a file elsewhere",
         "a text for an EOS",
+        "a negative EOS",
         "weights that are NaN",
         "weights that are infinite",
         "weights that are absurd",

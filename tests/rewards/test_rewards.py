@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.data.types import Completion, Span
+from grpo_jax.data.types import Completion, Span, Turn
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.shaping import overlong_penalty
 from grpo_jax.rewards import builtin
@@ -498,11 +498,28 @@ def test_arguments_that_cannot_be_sent_are_told():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"deadline": 0}, {"budget": float("inf")}, {"chunk": 0}, {"workers": -1}, {"memory_mb": 0}]
+    "wrong",
+    [
+        {"deadline": 0},
+        {"deadline": float("nan")},
+        {"deadline": 1e300},
+        {"budget": float("inf")},
+        {"budget": 1e10},
+        {"start_deadline": 1e10},
+        {"chunk": 0},
+        {"workers": -1},
+        {"memory_mb": 0},
+    ],
 )
 def test_impossible_arguments_are_refused(wrong):
     with pytest.raises(UsageError, match=f"{next(iter(wrong))} is .*: it must be"):
         Grader("json:dumps", **wrong)
+
+
+def test_the_longest_deadline_and_budget_work(file):
+    most, longest = threading.TIMEOUT_MAX, {"workers": 1, "chunk": "prompt"}
+    with Grader(f"{file}:act", deadline=most, budget=most, start_deadline=most, **longest) as grader:
+        assert graded(grader, "fine", "fine")[0] == [1.0, 1.0]  # two have twice the deadline
 
 
 def test_the_least_memory_is_enough_for_a_number(file):
@@ -606,6 +623,7 @@ def test_exact_answer():
     assert reward(examples, texts("", "", "It is Paris", "It is 7")) == [0.0, 0.0, 0.0, 0.0]
     last = builtin.exact_answer("goal", extract=builtin.last_number)
     assert last(examples[-1:] * 2, texts("It is 7.", "None")) == [1.0, 0.0]
+    assert last([{"goal": 1000}], texts("It is 1e3.")) == [1.0]
     with pytest.raises(UsageError, match="'answer'"):
         builtin.exact_answer()(examples, texts(*"abcd"))
 
@@ -621,6 +639,9 @@ def test_exact_answer():
         ("a total of 1,234,567 eggs", "1,234,567"),
         ("(1,2)", "2"),
         ("half is 1/2", "1/2"),
+        ("about 1e3 of them", "1e3"),
+        ("then -2.5E-3.", "-2.5E-3"),
+        ("the colour 1e3f", "1"),
         ("none", None),
         ("", None),
     ],
@@ -824,6 +845,29 @@ def test_overlong_penalty_is_the_function_of_arrays():
 )
 def test_repetition_by_hand(ids, n, reward):
     assert builtin.repetition(n)([{}], [Completion("", ids)]) == [pytest.approx(reward)]
+
+
+def test_rewards_read_only_what_the_policy_said():
+    call, reply, final = (
+        Completion("<call>", [1, 2, 3]),
+        Completion("#### 3\n3" * 9, [7] * 99),
+        Completion("18", [4, 5]),
+    )
+    turns = [Turn(call, reply), Turn(final)]
+    episode = Completion("".join([call, reply, final]), [*call.ids, *reply.ids, *final.ids], turns=turns)
+    rewards = {
+        "answer": builtin.exact_answer(),
+        "format": builtin.matches(r"\d+"),
+        "target": builtin.length(target=7),  # five tokens, and two that end turns
+        "overlong": builtin.overlong_penalty(max_length=8, buffer=1),
+        "repetition": builtin.repetition(1),
+        "lenient": builtin.gsm8k_answer(lenient=True),
+    }
+    found = {name: reward([{"answer": "18"}], [episode])[0] for name, reward in rewards.items()}
+    assert found == {"answer": 1, "format": 1, "target": 1, "overlong": 0, "repetition": 0, "lenient": 1}
+    assert builtin.gsm8k_answer()([{"answer": "3"}], [episode]) == [0.0]  # the environment wrote it
+    cut = Completion(episode, turns=[turns[0], Turn(Completion("18", [4, 5], truncated=True))], truncated=True)
+    assert builtin.length(target=6)([{}], [cut]) == [1.0]
 
 
 def test_repetition_of_no_tokens_is_refused():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grpo_jax.rl.learn import with_scores
 
 from grpo_jax.config import PPOConfig, options_of, recipe, run_of, with_options
 from grpo_jax.data.types import pad_prompts, rng
@@ -24,12 +25,10 @@ from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import Adapted
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.keys import SAMPLING
-from grpo_jax.rl.learn import with_scores
 from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.rl.keys import SAMPLING, noise_of
 from grpo_jax.rl.ppo import ActorCritic, critic_policy, ppo_method
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.keys import noise_of
 from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays
 from grpo_jax.tasks.task import Task
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from bigrams import PARAMS, POLICY, D, V, hidden
+from grpo_jax.rl.learn import with_scores
 
 from grpo_jax import functional as F
 from grpo_jax.config import PPOConfig, recipe, run_of, with_options
@@ -16,14 +17,13 @@ from grpo_jax.devices import place, to_devices, to_host
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.heads import Headed
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.update import minibatch_order
-from grpo_jax.rl.scorers import needs_old_logprobs
-from grpo_jax.rl.learn import with_scores
 from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.rl.optimizer import has_weight_decay, make_optimizer
 from grpo_jax.rl.ppo import ActorCritic, ppo_method
+from grpo_jax.rl.scorers import needs_old_logprobs
 from grpo_jax.rl.scoring import score_completion_tokens
 from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays
-from grpo_jax.rl.optimizer import has_weight_decay, make_optimizer
+from grpo_jax.rl.update import minibatch_order
 from grpo_jax.tasks.task import Task
 
 N, G, P, T = 16, 4, 2, 3
@@ -237,6 +237,27 @@ def test_an_option_has_the_gradient_of_its_functions(options, differently):
     if options:
         plain = by_hand(batch)
         assert optax.global_norm(jax.tree.map(jnp.subtract, found, plain)) > 0.01 * optax.global_norm(plain)
+
+
+def test_the_constant_length_of_dr_grpo_does_not_count_tokens_of_an_environment():
+    """The gradient is that of a batch whose rows have no room for an environment."""
+    config, batch, rewards = recipe("dr_grpo", num_prompts=4, group_size=G, max_tokens=T), a_batch(4), some_rewards(4)
+    room = [(0, 0), (0, 0), (0, 5)]
+    wide = batch._replace(
+        completion_ids=np.pad(batch.completion_ids, room),
+        completion_mask=np.pad(batch.completion_mask, room),
+        turn=np.pad(batch.completion_mask, room).astype(np.int32),
+        sampler_logprobs=np.pad(batch.sampler_logprobs, room),
+        old_logprobs=np.pad(batch.old_logprobs, room),
+        ref_logprobs=None,
+        old_entropy=None,
+        old_values=None,
+    )
+    narrow = batch._replace(ref_logprobs=None, old_entropy=None, old_values=None)
+    states = [learned(config, one, rewards)[0] for one in (narrow, wide)]
+    expected, found = (jax.tree.map(lambda x: x[0], state.opt_state.gradients) for state in states)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), found, expected)
+    assert optax.global_norm(expected) > 0.01
 
 
 def test_the_reference_of_the_loss_is_the_one_that_moves():

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V
+from grpo_jax.rl.learn import Advantages, sync_reference
 
 from grpo_jax.config import recipe, validate, with_options
 from grpo_jax.data.types import Component, pad_prompts, rng
@@ -22,21 +23,19 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.grading import Grader
 from grpo_jax.rl import guards
-from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.rl.terms import corrected_advantages
-from grpo_jax.rl.grpo import grpo_loss_fn, grpo_method, make_programs
 from grpo_jax.rl.advantages import masked
-from grpo_jax.train import train
-from grpo_jax.rl.keys import SAMPLING
-from grpo_jax.rl.learn import Advantages, sync_reference
+from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
+from grpo_jax.rl.grpo import grpo_loss_fn, grpo_method, make_programs
 from grpo_jax.rl.iteration import check_programs, compile_programs
+from grpo_jax.rl.keys import SAMPLING, noise_of
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.keys import noise_of
+from grpo_jax.rl.terms import corrected_advantages
 from grpo_jax.rl.types import Batch, TrainState
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import paired_difference
 from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.train import train
 
 EOS, PAD = 6, 7
 CONFIG = recipe(
@@ -501,6 +500,15 @@ def test_one_reward_has_no_components_to_compare(reward):
         ({"preset": "sapo", "delta": 4.0}, "delta is 4.0, but preset sapo has no such constant"),
         ({"top_entropy": 0.0}, "top_entropy"),
         ({"top_entropy": 1.1}, "top_entropy"),
+        *(
+            ({"preset": preset, **option}, f"{preset} has one ratio a completion, but {words}")
+            for preset in ("rloo", "gmpo", "luspo", "seed_000", "seed_001", "seed_001_rank")
+            for option, words in (
+                ({"top_entropy": 0.5}, "top_entropy 0.5"),
+                ({"correction": "token"}, "correction token"),
+                ({"correction": "icepop"}, "correction icepop"),
+            )
+        ),
         ({"off_policy_threshold": 0.0}, "off_policy_threshold"),
         ({"kl_bias_correction": True, "kl_coef": 0.0}, "kl_bias_correction"),
         ({"kl_bias_correction": True, "preset": "rloo"}, "kl_bias_correction"),
@@ -511,6 +519,11 @@ def test_what_cannot_work_is_refused_in_a_sentence(changes, word):
     with pytest.raises(ValueError, match=word) as error:
         validate(with_options(CONFIG, **changes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("preset", ["rloo", "gmpo", "luspo"])
+def test_weights_of_completions_go_with_ratios_of_completions(preset):
+    validate(with_options(CONFIG, preset=preset, correction="sequence", off_policy_threshold=0.1))
 
 
 def test_the_log_ratio_of_gmpo_has_no_least_value():
@@ -544,6 +557,7 @@ def test_infinite_rewards_print_no_warnings_of_numpy(tmp_path, programs):
         ("raise RuntimeError('no such thing')", "no such thing"),
         ("return [1.0]", "returned 1 rewards for"),
         ("return ['1'] * len(completions)", "a reward is of type str"),
+        ("return [[(0, 999, 1.0)] for _ in completions]", "from 0 to 999 is not one of a completion"),
     ],
 )
 def test_a_reward_that_fails_on_every_completion_ends_the_run(tmp_path, programs, body, said):

@@ -135,6 +135,38 @@ def online(model, path, *, stop=None, online=ONLINE, config=CONFIG, task=TASK, j
     return *train_online(POLICY, PARAMS, model, task, judge, config, online, run, programs=PROGRAMS), run
 
 
+class Abstaining:
+    """Prefers neither completion of the first `count` pairs that it is asked about in each round."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __call__(self, rows, firsts, seconds):
+        answers = bradley_terry_judge(lengths, seed=0)(rows, firsts, seconds)
+        return [None] * self.count + answers[self.count :]
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_run_continues_with_fewer_pairs_where_the_judge_abstains_and_is_resumed(untrained, tmp_path, count):
+    options = {"online": ONLINE._replace(labels=(8, 8)), "judge": Abstaining(count)}
+    state, model, run = online(untrained, tmp_path / "whole", **options)
+    sizes = [len(read_preferences(file)[0]) for file in sorted((run.path / "preferences").iterdir())]
+    assert sizes == [8 - count] * 2
+    with pytest.raises(KeyboardInterrupt):
+        online(untrained, tmp_path / "cut", stop=3, **options)
+    again, same, _ = online(untrained, tmp_path / "cut", **options)
+    assert params_sha256(again.params) == params_sha256(state.params)
+    assert params_sha256(same.params) == params_sha256(model.params)
+    assert params_sha256(model.params) != params_sha256(untrained.params)
+
+
+def test_a_judge_who_prefers_nothing_ends_the_run_and_is_asked_again(untrained, tmp_path):
+    options = {"online": ONLINE._replace(labels=(8,))}
+    with pytest.raises(UsageError, match="online_reward_0: the judge preferred neither completion of any of 8 pairs"):
+        online(untrained, tmp_path, judge=Abstaining(8), **options)
+    online(untrained, tmp_path, **options)
+
+
 @pytest.mark.slow
 def test_a_run_that_is_cut_off_in_a_round_ends_the_same_and_asks_nothing_twice(untrained, tmp_path):
     state, model, run = online(untrained, tmp_path / "whole")

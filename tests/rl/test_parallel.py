@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V
+from grpo_jax.rl.learn import with_scores
 from test_learn import recorder
 
 from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
@@ -20,12 +21,12 @@ from grpo_jax.devices import (
     Devices,
     Mesh,
     devices_of,
+    load_shardings,
     parts,
     place,
     shardings,
     to_devices,
     to_host,
-    load_shardings,
 )
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import logprobs
@@ -38,17 +39,15 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.planning import pieces
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.train import train
-from grpo_jax.rl.types import Method
-from grpo_jax.rl.learn import with_scores
 from grpo_jax.rl.iteration import compile_programs
+from grpo_jax.rl.keys import noise_of
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.keys import noise_of
-from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays
+from grpo_jax.rl.types import REWARD_AXES, Batch, Method, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 N, G, P, T = 16, 5, 3, 5
 EOS, PAD = 0, 1

@@ -19,12 +19,12 @@ from grpo_jax.data.types import Component, pad_prompts, rng
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.grading import Grader
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.train import train
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.lock import hold
 from grpo_jax.runs.seal import check_seal
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 CONFIG = recipe(steps=6, num_prompts=8, group_size=4, max_tokens=3, learning_rate=5e-2, checkpoint_every=2)
 
@@ -125,6 +125,10 @@ HARMS = {
     "an older damaged one": (lambda grpo: empty(grpo / "4"), ""),
     "another number": (lambda grpo: (grpo / "007").mkdir(), ""),
     "another name": (lambda grpo: (grpo / "notes").mkdir(), ""),
+    "another step": (
+        lambda grpo: (shutil.rmtree(grpo / "6"), shutil.copytree(grpo / "4", grpo / "6")),
+        "checkpoint 6 is not used, for it is of step 4",
+    ),
     "a save that was cut off": (lambda grpo: (grpo / "8.orbax-checkpoint-tmp").mkdir(), ""),
 }
 
@@ -141,6 +145,30 @@ def test_the_newest_checkpoint_that_verifies_is_taken_and_the_others_are_named(f
     again = RunFolder(tmp_path / "run", dataclasses.asdict(CONFIG))
     assert params_sha256(train(POLICY, PARAMS, TASK, CONFIG, again, programs=programs).params) == finished[1]
     assert len(again.lines("warnings.jsonl")) == len(said and [said])
+
+
+@pytest.mark.parametrize("other", ["another seed", "another phase", "other rows"])
+def test_a_checkpoint_of_another_run_is_passed_over(finished, tmp_path, programs, other):
+    config = dataclasses.replace(CONFIG, seed=CONFIG.seed + (other == "another seed"))
+    task = TASK._replace(prompts=lambda step: prompts(step + 1)) if other == "other rows" else TASK
+    phase = "control" if other == "another phase" else "grpo"
+    run = RunFolder(tmp_path / "other", dataclasses.asdict(config))
+    train(POLICY, PARAMS, task, config, run, programs=make_programs(POLICY, task, config), phase=phase)
+
+    def harm(folder):
+        shutil.rmtree(folder / "checkpoints/grpo/6")
+        shutil.copytree(tmp_path / "other/checkpoints" / phase / "6", folder / "checkpoints/grpo/6")
+
+    assert "checkpoint 6 is not used, for it is of another run" in resumed(finished, tmp_path / "run", programs, harm)
+
+
+def test_a_run_that_is_extended_takes_its_checkpoints_without_a_warning(finished, tmp_path, programs):
+    longer = dataclasses.replace(CONFIG, steps=CONFIG.steps + 1)
+    shutil.copytree(finished[0], tmp_path / "run")
+    run = RunFolder(tmp_path / "run", dataclasses.asdict(longer))
+    train(POLICY, PARAMS, TASK, longer, run, programs=make_programs(POLICY, TASK, longer))
+    assert not run.lines("warnings.jsonl")
+    assert [line["step"] for line in run.lines()][-1] == longer.steps
 
 
 def test_where_no_checkpoint_verifies_nothing_begins_again(finished, tmp_path, programs):
@@ -324,6 +352,10 @@ def test_parameters_are_read_from_what_verifies_and_stray_things_stay(finished, 
         with pytest.raises(UsageError, match=r"no checkpoint of step 5 .* only of \[4, 6, 98, 99\]"):
             checkpoints.restore_params(PARAMS, 5)
         assert checkpoints.restore_params(PARAMS, 4)[1] == 4
+        shutil.copytree(folder / "4", folder / "7")
+        with pytest.raises(UsageError, match="checkpoint 7 is not used, for it is of step 4"):
+            checkpoints.restore_params(PARAMS, 7)
+        shutil.rmtree(folder / "7")
     assert step == 4
     assert params.keys() == PARAMS.keys()
     (sentence,) = said

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -264,6 +265,7 @@ def test_turns_that_cannot_be_are_refused(folder, tmp_path, options, message):
         ({"teacher": 5}, "teacher is of type int: give the path of a folder"),
         ({"tools": 5}, "tools must be a list of functions"),
         ({"tools": ["add"]}, "tools must be a list of functions"),
+        ({"tools": [partial(add, 1)]}, "each with a name: write a def around a partial"),
         ({"environment": 5}, "environment is of type int: it must be a function"),
         ({"filter_metric": "b", "max_rollouts": 2, "prompts": PROMPTS}, 'filter_metric "b" is no reward'),
         ({"lora_rank": -1}, "lora_rank is -1"),

@@ -107,6 +107,34 @@ def test_probabilities_are_those_of_the_same_tokens_in_one_pass(config):
     np.testing.assert_allclose(logprobs[own], out.sampler_logprobs[own], atol=16 * rounding, rtol=0)
 
 
+LONG = 45  # tokens of a first turn: more than the 3 + 32 slots of a layer with a window
+ALL_WINDOWS = dataclasses.replace(PLAIN, sliding_window=3)
+
+
+@pytest.mark.parametrize("config", [WINDOW, ALL_WINDOWS], ids=["one layer", "all layers"])
+def test_completions_that_wait_for_a_long_first_turn_keep_what_a_window_still_sees(config):
+    policy, params, numbers = decoder_policy(config), params_of(config), np.arange(16, dtype=np.int32).reshape(N, 8)
+
+    @jax.jit
+    def two_turns(params):
+        options = {"max_tokens": 2 * LONG, "eos_ids": EOS[:1]}
+        first = begin_episodes(
+            policy, params, *PROMPTS, numbers, jax.random.key(3), environment_tokens=8, temperature=1.3, **options
+        )
+        # One token, so that the first one of the second turn depends on two of the first turn in a window of 3.
+        replies, counts = jnp.full((*numbers.shape, 1), 5, jnp.int32), jnp.ones(numbers.shape, jnp.int32)
+        second = continue_episodes(policy, params, first, replies, counts, jnp.ones(numbers.shape, bool), **options)
+        batch = to_batch(*PROMPTS, np.full(numbers.shape, 1.3, np.float32), second.rows.out)
+        return first.lengths, second.rows.out, score_completion_tokens(policy, params, batch).logprobs
+
+    lengths, out, logprobs = jax.device_get(two_turns(params))
+    assert lengths.min() < 8
+    assert lengths.max() > LONG
+    second = out.completion_mask & (out.turn == 2)
+    assert second.any(axis=-1).sum() > 8
+    np.testing.assert_allclose(out.sampler_logprobs[second], logprobs[second], atol=2e-5)
+
+
 @pytest.mark.slow
 def test_in_float64_values_and_gradients_are_those_of_each_episode_alone():
     here = Path(__file__).parent

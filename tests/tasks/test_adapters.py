@@ -274,6 +274,44 @@ def test_async_methods_are_awaited():
     assert asyncio.run(trl_reward(Slow)([{"target": 7}], [Completion("", turns=turns("done"))])) == [0.5]
 
 
+class Slow:
+    """Draws, waits as long as its row says, and draws again."""
+
+    def reset(self, *, wait, **row):
+        self.wait, self.drawn = wait, [random.random()]
+
+    async def draw(self) -> str:
+        """Draws."""
+        await asyncio.sleep(self.wait)
+        self.drawn.append(random.random() + np.random.random())
+        return " ".join(map(str, self.drawn))
+
+
+def test_episodes_that_wait_for_one_another_draw_what_each_draws_by_itself():
+    call = '<tool_call>{"name": "draw", "arguments": {}}</tool_call>'
+    environment = trl_environment(Slow)
+    # The second begins within the first and ends after it, and the third ends before both.
+    episodes = [({"row": {"wait": wait}}, turns(call), (0,)) for wait in (0.02, 0.04, 0.0)]
+    state, numpy_state = random.getstate(), np.random.get_state()[1].copy()
+    together = [reply.text for reply in asked(environment, episodes)]
+    assert together == [asked(environment, [episode])[0].text for episode in episodes]
+    assert random.getstate() == state
+    assert (np.random.get_state()[1] == numpy_state).all()
+
+
+def test_a_waiting_episode_can_be_cancelled():
+    call = '<tool_call>{"name": "draw", "arguments": {}}</tool_call>'
+    state = random.getstate()
+
+    async def cancelled():
+        async with asyncio.timeout(0.01):
+            await trl_environment(Slow)({"row": {"wait": 100}}, turns(call), (0,))
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancelled())
+    assert random.getstate() == state
+
+
 # ---- verifiers
 
 

@@ -1,10 +1,17 @@
 """Rewards and tasks as a command line names them."""
 
+import json
+
 import pytest
 
+from grpo_jax.data import digests
 from grpo_jax.data.types import Completion
 from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import Pretrained, load_tokenizer
 from grpo_jax.rewards.spec import Spec, open_rewards, parse_reward
+from grpo_jax.tasks import arithmetic
+from grpo_jax.tasks.options import TaskOptions, open_task
 
 BUILTIN = "grpo_jax.rewards.builtin:"
 
@@ -75,4 +82,61 @@ def test_opened_rewards_are_weighted_and_see_whole_groups(tmp_path):
 )
 def test_rewards_that_do_not_work_are_refused(texts, sentence):
     with pytest.raises(UsageError, match=sentence), open_rewards(texts, group_size=2):
+        pass
+
+
+# ---- environments and tools
+
+TOOL = '''
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: one.
+        b: another.
+    """
+    return a + b
+'''
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.fixture
+def pretrained(tmp_path):
+    arithmetic.TEXT.save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = TEMPLATE
+    shape = ModelConfig(arithmetic.TEXT.vocab_size, 8, 16, 1, 2, 1, 4)
+    return Pretrained(shape, {}, tokenizer, (arithmetic.TEXT.eos_id,), tmp_path)
+
+
+def opened(tmp_path, pretrained, prompts, **options):
+    """Opens the task of a file with these prompts."""
+    rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    options = TaskOptions(task=str(tmp_path / "rows.jsonl"), num_heldout=1, **options)
+    return open_task(options, pretrained, num_prompts=1, group_size=2, seed=0)
+
+
+def test_the_source_of_tools_of_a_package_is_known_as_that_of_a_file(tmp_path, monkeypatch, pretrained):
+    (tmp_path / "my_tools").mkdir()
+    (tmp_path / "my_tools/sums.py").write_text(TOOL)
+    monkeypatch.syspath_prepend(tmp_path)
+    sources = []
+    for place in ("my_tools.sums", f"{tmp_path}/my_tools/sums.py"):
+        options = {"tools": f"{place}:add", "reward": ("length(maximum=3)",)}
+        with opened(tmp_path, pretrained, ["1+1=", "1+2="], **options) as task:
+            sources.append(task.environment.source)
+    assert sources == [digests.of_file(tmp_path / "my_tools/sums.py")] * 2
+
+
+def test_messages_with_an_environment_are_refused_without_the_template_of_its_replies(tmp_path, pretrained):
+    (tmp_path / "game.py").write_text("def make(): pass\n")
+    options = {"environment": f"{tmp_path}/game.py:make", "chat": False}
+    messages = [[{"role": "user", "content": f"1+{i}="}] for i in range(2)]
+    with (
+        pytest.raises(UsageError, match="--chat False gives replies no chat template"),
+        opened(tmp_path, pretrained, messages, **options),
+    ):
         pass

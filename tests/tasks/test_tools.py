@@ -59,6 +59,8 @@ def test_a_function_without_hints_is_refused():
     [
         ("The answer is 6.", []),
         ('{"answer": 6}', []),
+        ('{"name": "Paris", "population": 2000000}', []),
+        ('{"type": "city", "name": "Paris"}', []),
         (
             'I see.\n<tool_call>\n{"name": "multiply", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
             [Call("multiply", {"a": 2, "b": 3})],
@@ -106,6 +108,29 @@ def test_a_bad_call_is_answered_by_an_error_and_counted(text):
     assert count_calls(episode) == {"calls": 1, "bad_calls": 1}
 
 
+def test_a_result_that_json_cannot_write_is_answered_by_an_error():
+    def pairs() -> dict:
+        """Returns a dict without names."""
+        return {(1, 2): 3}
+
+    def endless() -> list:
+        """Returns a list that holds itself."""
+        values: list = []
+        values.append(values)
+        return values
+
+    async def pairs_later() -> dict:
+        """Returns a dict without names, later."""
+        return pairs()
+
+    tools = {"pairs": pairs, "endless": endless, "pairs_later": pairs_later}
+    for name in tools:
+        for several in (tools, {name: tools[name]}):  # with and without an async one beside it
+            reply = ask(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>', several)
+            assert reply.failure == ""
+            assert reply.text.startswith("Error: ")
+
+
 def test_results_are_a_line_each_and_a_turn_without_calls_ends_the_episode():
     call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
     both = call % ("multiply", '{"a": 2, "b": 3}') + call % ("later", '{"word": "é"}')
@@ -140,6 +165,90 @@ def test_tools_of_a_file_run_in_processes_under_a_deadline(tmp_path):
         one, hangs, two = found.ask([{}] * 3, transcripts, [(0,)] * 3)
     assert (one.text, two.text) == ("2", "3")
     assert hangs.failure == "timeout"
+
+
+SHARED = '''
+print("loaded", file=open({log!r}, "a"))
+seen = []
+
+def remember(word: str) -> str:
+    """Keeps a word.
+
+    Args:
+        word: to keep.
+    """
+    seen.append(word)
+    return "kept"
+
+def recall() -> list:
+    """Returns the words."""
+    return seen
+'''
+
+
+def test_tools_of_one_file_share_its_state_and_it_runs_once(tmp_path):
+    (tmp_path / "memory.py").write_text(SHARED.format(log=str(tmp_path / "log")))
+    tools = load_tools(f"{tmp_path}/memory.py:remember,recall")
+    tools["remember"]("a")
+    assert tools["recall"]() == ["a"]
+    assert (tmp_path / "log").read_text() == "loaded\n"
+
+
+ESCAPES = '''
+import os, subprocess, sys, time
+
+def sleep() -> str:
+    """Sleeps, and so does a child of it."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    time.sleep(1000)
+
+def spin() -> str:
+    """Never returns to the interpreter's other threads."""
+    sum(iter(int, 1))
+
+def leave() -> str:
+    """Ends the program."""
+    sys.exit(3)
+
+def crash() -> str:
+    """Ends the process without a word."""
+    os._exit(3)
+
+def interrupt() -> str:
+    """Raises what Ctrl-C raises."""
+    raise KeyboardInterrupt
+
+async def sleep_later() -> str:
+    """Holds the loop."""
+    time.sleep(1000)
+
+def fine() -> str:
+    """Says so."""
+    return "fine"
+'''
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("leave", "died"),
+        ("spin", "timeout"),
+        *(  # other ways out of a call
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("sleep", "timeout"), ("sleep_later", "timeout"), ("crash", "died"), ("interrupt", "raised")]
+        ),
+    ],
+)
+def test_a_tool_that_hangs_or_escapes_ends_its_own_episode_only(tmp_path, name, failure):
+    (tmp_path / "escapes.py").write_text(ESCAPES)
+    arguments = {"tools": f"{tmp_path}/escapes.py:{name},fine"}
+    call = '<tool_call>{"name": "%s", "arguments": {}}</tool_call>'
+    spec = "grpo_jax.tasks.tools:environment_of_tools"
+    with environment_in_processes(spec, list, arguments=arguments, deadline=1.0, workers=1) as found:
+        transcripts = [[Turn(Completion(call % asked_for))] for asked_for in ("fine", name, "fine")]
+        replies = found.ask([{}] * 3, transcripts, [(0,)] * 3)
+    assert [reply.failure for reply in replies] == ["", failure, ""]
+    assert [reply.text for reply in replies] == ["fine", "", "fine"]
 
 
 def test_names_of_tools_on_a_command_line(tmp_path):

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from grpo_jax.rl.rollout import outcome_of, zero_spread
 from grpo_jax.rl.run import RunFolder
 
 from grpo_jax.config import GRPOConfig, PPOConfig
@@ -36,13 +37,11 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.rl import loop
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.types import Method
 from grpo_jax.rl.iteration import compile_programs
-from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.rl.keys import SHUFFLING, step_key
-from grpo_jax.rl.types import Rollout
+from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.rl.sampler import group_temperatures, to_batch
-from grpo_jax.rl.rollout import outcome_of, zero_spread
+from grpo_jax.rl.types import Method, Rollout
 from grpo_jax.tasks.task import Component, Prompts, Task, pad_prompts, rng
 
 FILE = Path(__file__).with_name("updates.npz")

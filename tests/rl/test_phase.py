@@ -1,0 +1,80 @@
+"""The loop of supervised phases: what it writes of steps whose gradients are not finite, and where it resumes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.functional import token_mean_weights
+from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, fit
+from grpo_jax.rl.types import Logs
+from grpo_jax.runs.folder import RunFolder
+
+CONFIG = SupervisedConfig(10, 1e-2, log_every=5, checkpoint_every=4)
+START = {"mean": jnp.zeros(())}
+
+
+class Rows(NamedTuple):
+    """Numbers, to learn the mean of."""
+
+    values: Any  # [N, 1]
+    completion_mask: Any
+    weights: Any = None
+
+
+def squares(params, batch):
+    return jnp.sum(batch.weights * (batch.values - params["mean"]) ** 2), Logs({}, {})
+
+
+LOSS = SupervisedLoss(squares, token_mean_weights, lambda params: (params, None), lambda trained, _: trained)
+
+
+def batches(*bad: int):
+    """Step, from 0 -> rows that hold its number; those of `bad` steps, counted from 1, are NaN."""
+
+    def batch(step: int) -> Rows:
+        value = np.nan if step + 1 in bad else step + 1
+        return Rows(np.array([[step + 1], [value]], np.float32), np.ones((2, 1), bool))
+
+    return batch
+
+
+def trained(folder, batch):
+    return jax.device_get(fit(LOSS, START, batch, CONFIG, RunFolder(folder, {}), phase="phase").params["mean"])
+
+
+@pytest.mark.parametrize("bad", [(3,), (5,), (3, 4), (7, 8, 9)])
+def test_the_batch_and_the_line_of_a_skipped_step_are_of_that_step(tmp_path, bad):
+    trained(tmp_path, batches(*bad))
+    dumped = {file.name: np.load(file)["values"][0, 0] for file in tmp_path.glob("skipped_*.npz")}
+    assert dumped == {f"skipped_phase_{step:06d}.npz": step for step in bad}
+    in_a_row = {line["step"]: line["skipped"] for line in RunFolder(tmp_path, {}).lines()}
+    assert in_a_row == {5: 0, 10: 0} | {step: number for number, step in enumerate(bad, 1)}
+
+
+@pytest.mark.parametrize("cut", [5, 8, 10])
+def test_a_resumed_run_has_the_lines_of_steps_that_were_skipped_before_its_checkpoint(tmp_path, cut):
+    class Stop(Exception):
+        pass
+
+    def stopping(step: int) -> Rows:
+        if step + 1 == cut:
+            raise Stop
+        return batches(3, 7)(step)
+
+    whole = trained(tmp_path / "whole", batches(3, 7))
+    with pytest.raises(Stop):
+        trained(tmp_path / "cut", stopping)
+    assert trained(tmp_path / "cut", batches(3, 7)) == whole
+    lines = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "cut")]
+    assert lines[0] == lines[1]
+
+
+def test_steps_that_are_skipped_in_a_row_end_the_run_and_a_resumed_one_at_the_same_step(tmp_path):
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match="5 times in a row"):
+            trained(tmp_path, batches(*range(2, 10)))
+        assert [line["step"] for line in RunFolder(tmp_path, {}).lines()] == [2, 3, 4, 5, 6]
+        assert sorted(path.name for path in (tmp_path / "checkpoints/phase").iterdir()) == ["4"]
