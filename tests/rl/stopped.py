@@ -14,9 +14,9 @@ from bigrams import PARAMS, POLICY, V
 
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import pad_prompts, rng
-from grpo_jax.train import train
 from grpo_jax.runs import flags
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 STEPS = itertools.count(1)
 

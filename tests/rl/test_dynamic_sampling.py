@@ -6,22 +6,21 @@ import jax
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V
+from grpo_jax.rl.dynamic_sampling import sample_with_spread, select_on_devices
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Completion, Component, Prompts, pad_prompts, rng
 from grpo_jax.devices import to_devices
 from grpo_jax.errors import UsageError
-from grpo_jax.rl.dynamic_sampling import sample_with_spread, select_on_devices
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.train import train
 from grpo_jax.rl.readable import token_texts
-from grpo_jax.rl.types import Rollout
 from grpo_jax.rl.sampler import to_batch
-from grpo_jax.rl.types import Batch
+from grpo_jax.rl.types import Batch, Rollout
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 EOS, PAD = 6, 7
 CONFIG = recipe(

@@ -18,17 +18,16 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional import turn_advantages
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import grpo_loss_fn, make_programs
-from grpo_jax.train import train
-from grpo_jax.rl.keys import SAMPLING
+from grpo_jax.rl.keys import SAMPLING, noise_of
 from grpo_jax.rl.pieces import lengths_of, packed
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.grade import decode_groups
-from grpo_jax.rl.keys import noise_of
 from grpo_jax.rl.update import accumulate_grads
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.train import train
 
 EOS, PAD = 6, 7
 CONFIG = recipe(

@@ -13,12 +13,12 @@ from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.devices import to_devices
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.train import train
 from grpo_jax.rl.update import minibatch_order
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 N, G, P, T = 4, 2, 3, 5
 EOS, PAD = 5, 6

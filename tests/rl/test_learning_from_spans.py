@@ -6,18 +6,18 @@ import jax
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V
+from grpo_jax.rl.rollout import Outcomes, grade, outcomes_of_hosts
 
 from grpo_jax.config import recipe, validate, with_options
 from grpo_jax.data.types import Component, Span, pad_prompts, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import group_advantages
-from grpo_jax.rl.grpo import advantages_by_span, make_programs
-from grpo_jax.train import train
-from grpo_jax.rl.rollout import Outcomes, grade, outcomes_of_hosts
 from grpo_jax.rl.grade import reward_arrays
+from grpo_jax.rl.grpo import advantages_by_span, make_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 EOS, PAD, T = 6, 7, 4
 CONFIG = recipe(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V
+from grpo_jax.rl.learn import Advantages, sync_reference
 
 from grpo_jax.config import recipe, validate, with_options
 from grpo_jax.data.types import Component, pad_prompts, rng
@@ -22,21 +23,19 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rewards.grading import Grader
 from grpo_jax.rl import guards
-from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
-from grpo_jax.rl.terms import corrected_advantages
-from grpo_jax.rl.grpo import grpo_loss_fn, grpo_method, make_programs
 from grpo_jax.rl.advantages import masked
-from grpo_jax.train import train
-from grpo_jax.rl.keys import SAMPLING
-from grpo_jax.rl.learn import Advantages, sync_reference
+from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
+from grpo_jax.rl.grpo import grpo_loss_fn, grpo_method, make_programs
 from grpo_jax.rl.iteration import check_programs, compile_programs
+from grpo_jax.rl.keys import SAMPLING, noise_of
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.keys import noise_of
+from grpo_jax.rl.terms import corrected_advantages
 from grpo_jax.rl.types import Batch, TrainState
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import paired_difference
 from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.train import train
 
 EOS, PAD = 6, 7
 CONFIG = recipe(

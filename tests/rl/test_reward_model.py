@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_jax.rl.rollout import grade
 from scipy import special
 
 from grpo_jax import GRPOTrainer
@@ -44,10 +45,8 @@ from grpo_jax.offline.reward_model import (
     train_reward_model,
 )
 from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
-from grpo_jax.rl.keys import SAMPLING
+from grpo_jax.rl.keys import SAMPLING, noise_of
 from grpo_jax.rl.sampler import completion_numbers, make_sampler
-from grpo_jax.rl.rollout import grade
-from grpo_jax.rl.keys import noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.compilation import count_programs

@@ -16,10 +16,10 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import evaluate, sample_heldout
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
-from grpo_jax.train import train
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 VOCAB, EOS, PAD = 8, 6, 7
 MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)

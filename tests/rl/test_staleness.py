@@ -15,14 +15,13 @@ from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.devices import to_host
 from grpo_jax.errors import UsageError
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.train import train
-from grpo_jax.rl.keys import SAMPLING
+from grpo_jax.rl.keys import SAMPLING, noise_of
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures
-from grpo_jax.rl.keys import noise_of
 from grpo_jax.rl.scoring import score_completion_tokens
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 EOS, PAD, STEPS, STALENESS = 6, 7, 6, 2
 OPTIONS = {"num_prompts": 8, "group_size": 4, "max_tokens": 3, "learning_rate": 5e-2}

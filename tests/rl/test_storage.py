@@ -19,12 +19,12 @@ from grpo_jax.data.types import Component, pad_prompts, rng
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.grading import Grader
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.train import train
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.lock import hold
 from grpo_jax.runs.seal import check_seal
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 CONFIG = recipe(steps=6, num_prompts=8, group_size=4, max_tokens=3, learning_rate=5e-2, checkpoint_every=2)
 

@@ -16,10 +16,10 @@ from grpo_jax.devices import compiled
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.pieces import by_prompts
 from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
 from grpo_jax.rl.types import Batch
-from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.update import train_step
 
 N, G, P, T = 8, 3, 5, 6
