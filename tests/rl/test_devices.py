@@ -296,7 +296,7 @@ def wide_program(name: str, devices: Mesh) -> Any:
     given = trained, *to_devices(prompts, devices), to_devices(noise_of(0, 0, 0), devices, axes=None)
     fn, args, held = {
         "sample": (sampler.program, given, given[0]),
-        "score": (program.score, program.score_args, program.score_args[:4]),
+        "score": (jax.jit(program.score), program.score_args, program.score_args[:4]),
         "learn": (program.learn, program.args, program.args[0]),
     }[name]
     return fn.lower(*args).compile(), held
