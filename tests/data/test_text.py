@@ -12,10 +12,10 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.train import train
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.stories import stories_task
+from grpo_jax.train import train
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
 STORIES = DATA / "stories260K-hf"

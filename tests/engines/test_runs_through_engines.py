@@ -22,13 +22,12 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.rl.engine import sampler_of, seed_of
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.train import train
-from grpo_jax.rl.keys import EVALUATION, SAMPLING
+from grpo_jax.rl.keys import EVALUATION, SAMPLING, noise_of
 from grpo_jax.rl.sampler import completion_numbers, make_sampler
-from grpo_jax.rl.keys import noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 V, EOS, PAD, P = 8, 6, 7, 3
