@@ -11,7 +11,7 @@ gives `to_devices` the whole array, of which it puts its part; `local_rows` read
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -182,6 +182,7 @@ def compiled(
     if devices == 1:
         return jax.jit(fn, donate_argnums=donate_argnums)
 
+    @wraps(fn)  # logs and profiles name the program
     def call(*args: Any) -> Any:
         if isinstance(devices, Mesh):
             # Not `jax.set_mesh` around the call: this is of the program only, which can then be lowered and traced.

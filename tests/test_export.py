@@ -10,9 +10,12 @@ import pytest
 from grpo_jax.config import recipe
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl import learn, rollout, scoring
+from grpo_jax.rl import sampler
 from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.optimizer import init_state
+from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.types import RewardArrays
+from grpo_jax.rl.update import learn
 from grpo_jax.tasks.task import Task
 
 MODEL = ModelConfig(
@@ -53,20 +56,16 @@ REWARDS = RewardArrays(shape(N, G), shape(N, G, dtype=jnp.bool_))
 NUMBER = shape(dtype=jnp.uint32)
 
 
-def reference_logprobs(params, batch):
-    return scoring.score_completion_tokens(POLICY, params, batch).logprobs
-
-
-sample = partial(rollout.sample, POLICY, TASK, CONFIG.sampling)
-score = partial(learn.score, METHOD, reference_logprobs, CONFIG)
-update = partial(learn.learn, METHOD, CONFIG)
+sample = partial(sampler.sample, POLICY, TASK, CONFIG.sampling)
+score = partial(score_rollout, METHOD, CONFIG)
+update = partial(learn, METHOD, CONFIG)
 
 SAMPLE = PARAMS, PROMPTS, shape(N, G, dtype=jnp.int32), shape(N, G), KEY
-BATCH = rollout.to_batch(*PROMPTS, shape(N, G), jax.eval_shape(sample, *SAMPLE))
-SCORE = PARAMS, None, PARAMS, BATCH
-SCORED = learn.with_scores(BATCH, jax.eval_shape(score, *SCORE), CONFIG)
-STATE = jax.eval_shape(lambda params: learn.begin(METHOD, params, CONFIG), PARAMS)
-LEARN = STATE, None, None, SCORED, REWARDS, (NUMBER, NUMBER)
+BATCH = sampler.to_batch(*PROMPTS, shape(N, G), jax.eval_shape(sample, *SAMPLE))
+SCORE = {"policy": PARAMS, "reference": PARAMS}, BATCH
+SCORED = BATCH._replace(**jax.eval_shape(score, *SCORE))
+STATE = jax.eval_shape(lambda params: init_state(params, METHOD.optimizer), {"policy": PARAMS})
+LEARN = STATE, {"policy": None}, None, SCORED, REWARDS, (NUMBER, NUMBER)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from grpo_jax.data.packing import pack
 from grpo_jax.data.types import pad_prompts
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rewards.reward import score_completions
-from grpo_jax.rl.grade import decode_groups
+from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.readable import readable
 from grpo_jax.rl.sampler import to_batch
 from grpo_jax.rl.scoring import score_completion_tokens
@@ -75,11 +74,9 @@ def test_it_is_part_of_the_text_and_of_what_is_written_of_it(completions, inside
     sampled = completions.completion_ids[i, j, :length].tolist()
     assert list(texts[i][j].ids) == [token for token in sampled if token != EOS]
     assert PAD in texts[i][j].ids
-    flat = [text for group in texts for text in group]
-    scores = score_completions(TASK.reward, [{}] * len(flat), flat)
-    grid = [part.reshape(2, 16) for part in scores[:2]]
-    rollout = Rollout(PROMPTS, completions, texts, *grid, {}, {})
-    group = readable(rollout, completions.sampler_logprobs, np.zeros((2, 16)), TASK)[i]
+    batch = to_batch(PROMPTS.ids, PROMPTS.mask, np.full((2, 16), 2.0, np.float32), completions)
+    rollout = Rollout(PROMPTS, batch, graded=grade_completions(PROMPTS, completions, TASK, TASK.reward))
+    group = readable(rollout, completions, completions.sampler_logprobs, np.zeros((2, 16)), TASK, 1)[i]
     assert group["lengths"][j] == len(group["tokens"][j]) == len(group["logprobs"][j]) == length
     assert "".join(group["tokens"][j]) == texts[i][j]
 

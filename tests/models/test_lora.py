@@ -16,9 +16,10 @@ from safetensors.numpy import load_file, save_file
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_params, read_json, save_pretrained
-from grpo_jax.models.lora import TARGETS, Adapted, add_adapters, fingerprint, join, merge, sites, split
+from grpo_jax.models.lora import TARGETS, Adapted, add_adapters, fingerprint, merge, sites
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Linear
 from grpo_jax.rl.optimizer import init_state
 

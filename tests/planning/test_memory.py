@@ -10,6 +10,7 @@ from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
 from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.trainable import split
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
 from grpo_jax.planning.models import MODELS
@@ -31,12 +32,7 @@ def test_trained_parameters_are_those_of_a_run(critic, lora_rank):
     config = recipe() if critic == "none" else with_options(PPOConfig(), critic=critic)
     found = memory.weights(model, Shape(critic=critic, lora_rank=lora_rank))[1]
     params = params_of(model, config, lora_rank=lora_rank, param_dtype="float32")
-    trained = params if critic == "none" else params.policy, () if critic == "none" else params.critic
-    if lora_rank:
-        decoder = getattr(trained[1], "decoder", None)
-        adapters = trained[0].adapters, decoder.adapters if decoder else (), getattr(trained[1], "head", ())
-        trained = adapters
-    assert size(found) == size(trained)
+    assert size(found) == size(split(params)[0])
 
 
 GEMMA = replace(TINY, norms="around", zero_centered_norms=True, attn_logit_softcapping=50, final_logit_softcapping=30)

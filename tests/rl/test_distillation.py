@@ -9,21 +9,22 @@ import numpy as np
 import optax
 import pytest
 from bigrams import PARAMS, POLICY, V
+from losses import loss_of
 
 from grpo_jax import functional as F
 from grpo_jax.config import GRPOConfig, PPOConfig, recipe, validate, validate_ppo, with_options
 from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.errors import UsageError
-from grpo_jax.models.lora import split
-from grpo_jax.rl import loop
-from grpo_jax.rl.distillation import WithTeacher, distillation_method, make_distillation_programs
-from grpo_jax.rl.grpo import grpo_loss_fn, make_programs
+from grpo_jax.models.trainable import join, split
+from grpo_jax.rl.distillation import distillation_method, make_distillation_programs
+from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
 from grpo_jax.rl.types import Batch, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import check_vocabulary
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 EOS, PAD, WIDTH = 6, 7, 9
 CONFIG = recipe(
@@ -81,6 +82,11 @@ def by_brute_force(kind, k, beta, params, batch):
     return jnp.sum(q * jnp.log(q / p) if kind == "reverse_kl" else p * jnp.log(p / q), axis=-1)
 
 
+def scores_of(method, models, batch):
+    """The fields of a batch that the scorers of a method give."""
+    return {name: array for scorer in method.scorers for name, array in scorer(models, batch).items()}
+
+
 @pytest.mark.parametrize(
     ("kind", "k"),
     [
@@ -92,24 +98,22 @@ def by_brute_force(kind, k, beta, params, batch):
 def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
     beta = {"distillation_beta": 0.3} if kind == "jsd" else {}
     config = recipe("dapo", distillation=kind, distillation_coef=0.7, distillation_top_k=k, **beta)
-    method = distillation_method(POLICY, POLICY, config)
-    trained, frozen = method.split(WithTeacher(PARAMS, TEACHER))
-    batch = a_batch()
+    method, batch = distillation_method(POLICY, POLICY, config), a_batch()
 
     @jax.jit
-    def found(trained):
-        taught = batch._replace(teacher=method.teacher_outputs(trained, frozen, batch))
-        loss, logs = method.loss_fn(trained, frozen, taught, None)
+    def found(params):
+        models = {"policy": params, "teacher": TEACHER}
+        loss, logs = loss_of(method)(models, batch._replace(**scores_of(method, models, batch)))
         return loss, logs.means["distillation"]
 
     @jax.jit
-    def expected(trained):
-        divergence = by_brute_force(kind, k, 0.3, trained, batch)
-        rest, _ = grpo_loss_fn(POLICY, config.loss)(trained, batch)
+    def expected(params):
+        divergence = by_brute_force(kind, k, 0.3, params, batch)
+        rest, _ = loss_of(grpo_method(POLICY, config))({"policy": params}, batch)
         masked = jnp.where(batch.completion_mask, divergence, 0)
         return rest + 0.7 * jnp.sum(batch.weights * masked), F.masked_sum(divergence, batch.completion_mask)
 
-    one, other = (jax.value_and_grad(loss, has_aux=True)(trained) for loss in (found, expected))
+    one, other = (jax.value_and_grad(loss, has_aux=True)(PARAMS) for loss in (found, expected))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), one, other)
     assert optax.global_norm(other[1]) > 0.01
 
@@ -118,9 +122,9 @@ def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
 def test_advantages_of_k1_are_the_teachers_beside_those_of_rewards(reward_coef):
     config = recipe("dapo", distillation="k1", distillation_coef=0.7, reward_coef=reward_coef)
     method = distillation_method(POLICY, POLICY, config)
-    trained, frozen = method.split(WithTeacher(PARAMS, TEACHER))
-    taught = jax.jit(method.teacher_outputs)(trained, frozen, a_batch())
-    advantages = jax.jit(lambda arrays, batch: method.advantages(arrays, batch, jnp.float32(0), None))
+    models = {"policy": PARAMS, "teacher": TEACHER}
+    scores = jax.jit(partial(scores_of, method))(models, a_batch())
+    advantages = jax.jit(lambda arrays, batch: method.advantage(arrays, batch, jnp.float32(0)))
 
     @jax.jit
     def teachers_logprobs(batch):
@@ -131,15 +135,15 @@ def test_advantages_of_k1_are_the_teachers_beside_those_of_rewards(reward_coef):
     arrays = RewardArrays(jnp.asarray(rewards), jnp.ones((4, 3), bool))
     expected = reward_coef * np.asarray(jax.jit(F.group_advantages)(rewards))[..., None]
     for old in (a_batch().old_logprobs, None):  # None: those of the sampler
-        batch = a_batch()._replace(teacher=taught, old_logprobs=old)
-        found = advantages(arrays, batch)
+        batch = a_batch()._replace(**scores)._replace(old_logprobs=old)
+        found, logged, logs = advantages(arrays, batch)
         sampled = a_batch().sampler_logprobs if old is None else old
         log_ratio = np.asarray(teachers_logprobs(a_batch()) - sampled)
         mask = a_batch().completion_mask
         total = expected + 0.7 * log_ratio
-        np.testing.assert_allclose(found.batch.advantages[mask], total[mask], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(found.logs["distillation"], -log_ratio[mask].mean(), rtol=1e-4)
-    np.testing.assert_allclose(found.shown, (reward_coef > 0) * expected[..., 0] / (reward_coef or 1), rtol=1e-5)
+        np.testing.assert_allclose(found.advantages[mask], total[mask], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(logs["distillation"], -log_ratio[mask].mean(), rtol=1e-4)
+    np.testing.assert_allclose(logged, (reward_coef > 0) * expected[..., 0] / (reward_coef or 1), rtol=1e-5)
 
 
 # ---- runs
@@ -160,7 +164,8 @@ TASK = Task(prompts, never, prompts(999), lambda ids: "".join(map(str, ids)), (E
 def run_of(folder, config=CONFIG, *, programs=None, teacher=TEACHER, until=None, task=TASK):
     run = RunFolder(folder, dataclasses.asdict(config))
     programs = programs or make_distillation_programs(POLICY, POLICY, task, config)
-    state = loop.train(WithTeacher(PARAMS, teacher), task, config, run, programs, phase="grpo", until=until)
+    models = {"policy": PARAMS, "teacher": teacher}
+    state = train(models, task, config, run, programs, phase="grpo", until=until)
     return params_sha256(state.params), run.lines()
 
 
@@ -251,8 +256,8 @@ def test_another_tokenizer_is_refused():
 
 
 def test_what_is_trained_is_the_policy_alone():
-    method = distillation_method(POLICY, POLICY, CONFIG)
-    trained, frozen = method.split(WithTeacher(PARAMS, TEACHER))
-    assert trained is split(PARAMS)[0]
-    assert frozen.teacher is TEACHER
-    assert method.actor(trained, frozen) is PARAMS
+    trained, frozen = split({"policy": PARAMS, "teacher": TEACHER})
+    assert trained.keys() == {"policy"}
+    assert trained["policy"] is PARAMS
+    assert frozen["teacher"] is TEACHER
+    assert join(trained, frozen)["policy"] is PARAMS

@@ -13,9 +13,9 @@ from bigrams import PARAMS, POLICY, V, states
 from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import pack, packed_batches, packed_pieces
 from grpo_jax.data.types import pad_completions, pad_prompts
-from grpo_jax.devices import data_parallel
+from grpo_jax.devices import compiled, sum_rows
 from grpo_jax.functional import token_mean_weights
-from grpo_jax.models.lora import split as split_policy
+from grpo_jax.models.trainable import split
 from grpo_jax.offline.distillation import (
     DistillationTarget,
     distillation_loss,
@@ -23,7 +23,6 @@ from grpo_jax.offline.distillation import (
     train_distillation,
 )
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.rl.distillation import WithTeacher, split
 from grpo_jax.rl.pieces import by_prompts
 from grpo_jax.rl.types import Batch
 from grpo_jax.rl.update import accumulate_grads
@@ -84,7 +83,7 @@ def by_brute_force(kind, k, params):
 )
 def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
     def found(params):
-        return distillation_loss(PACKED, WithTeacher(params, TEACHER), WEIGHTED, target=target_of(kind, k))[0]
+        return distillation_loss(PACKED, {"policy": params, "teacher": TEACHER}, WEIGHTED, target=target_of(kind, k))[0]
 
     one = jax.jit(jax.value_and_grad(found))(PARAMS)
     other = jax.jit(jax.value_and_grad(partial(by_brute_force, kind, k)))(PARAMS)
@@ -99,19 +98,21 @@ def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
 def test_neither_pieces_nor_devices_count(kind, k, devices, pieces):
     target = target_of(kind, k)
 
-    def step(params, batch, *, axis_name, pieces=pieces):
-        batch = batch._replace(weights=token_mean_weights(batch.completion_mask, axis_name=axis_name))
-        trained, frozen = split(params)
+    def step(models, batch, *, devices, pieces):
+        batch = batch._replace(weights=token_mean_weights(batch.completion_mask))
 
-        def loss_fn(trained, batch):
-            return distillation_loss(PACKED, WithTeacher(trained, frozen.teacher), batch, target=target)
+        def of_rows(models, rows):
+            def loss_fn(policy, piece):
+                return distillation_loss(PACKED, models | {"policy": policy}, piece, target=target)
 
-        grads, value, logs = accumulate_grads(loss_fn, trained, batch, by_prompts(len(batch.ids), pieces))
-        return (grads, value, logs) if axis_name is None else jax.lax.psum((grads, value, logs), axis_name)
+            found = accumulate_grads(loss_fn, models["policy"], rows, by_prompts(len(rows.ids), pieces))
+            return found, {}
 
-    params = WithTeacher(PARAMS, TEACHER)
-    whole = jax.jit(partial(step, axis_name=None, pieces=1))(params, BATCH)
-    found = data_parallel(step, (None, 0), None, devices=devices)(params, BATCH)
+        return sum_rows(of_rows, devices)(models, batch)[0]
+
+    models = {"policy": PARAMS, "teacher": TEACHER}
+    whole = jax.jit(partial(step, devices=1, pieces=1))(models, BATCH)
+    found = compiled(partial(step, devices=devices, pieces=pieces), devices=devices)(models, BATCH)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found, whole)
 
 
@@ -124,7 +125,9 @@ def test_packed_texts_and_prompts_with_completions_are_the_same_to_it():
 
     def value(batch):
         batch = batch._replace(weights=token_mean_weights(jnp.asarray(batch.completion_mask)))
-        loss, logs = distillation_loss(PACKED, WithTeacher(PARAMS, TEACHER), batch, target=target_of("reverse_kl", 3))
+        loss, logs = distillation_loss(
+            PACKED, {"policy": PARAMS, "teacher": TEACHER}, batch, target=target_of("reverse_kl", 3)
+        )
         return loss, {name: total / weight for name, (total, weight) in logs.means.items()}
 
     one, other = (jax.jit(value)(batch) for batch in (packed, alone))
@@ -143,12 +146,12 @@ def test_the_student_nears_its_teacher_and_resumes_to_the_bit(tmp_path):
             return packed_batches(ROWS, 16, 0)(step)
 
         def evaluate(params):
-            assert isinstance(params, WithTeacher)
+            assert params.keys() == {"policy", "teacher"}
             divergence = mean_divergence(PACKED, params, packed_pieces(heldout, 8), target=target)
             return {"heldout_distillation": divergence}
 
         folder = RunFolder(tmp_path / name, {})
-        params = WithTeacher(PARAMS, teacher)
+        params = {"policy": PARAMS, "teacher": teacher}
         state = train_distillation(PACKED, params, batch, config, folder, target=target, phase="sft", evaluate=evaluate)
         return params_sha256(state.params), folder.lines()
 
@@ -164,6 +167,6 @@ def test_the_student_nears_its_teacher_and_resumes_to_the_bit(tmp_path):
 
 
 def test_what_is_trained_is_the_policy_alone():
-    trained, frozen = split(WithTeacher(PARAMS, TEACHER))
-    assert trained is split_policy(PARAMS)[0]
-    assert frozen.teacher is TEACHER
+    trained, frozen = split({"policy": PARAMS, "teacher": TEACHER})
+    assert trained == {"policy": PARAMS}
+    assert frozen["teacher"] is TEACHER

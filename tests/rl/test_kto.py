@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from grpo_jax.data.ratings import EncodedRatings, Rating, read_ratings, with_mismatched
-from grpo_jax.devices import data_parallel
+from grpo_jax.devices import compiled, map_rows, sum_rows
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.lora import add_adapters, split
+from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.trainable import split
 from grpo_jax.offline.kto import (
     RatedBatch,
     evaluate_ratings,
@@ -26,7 +27,7 @@ from grpo_jax.offline.kto import (
 )
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.preference import score_preferences
-from grpo_jax.rl.pieces import by_prompts
+from grpo_jax.rl.pieces import by_prompts, computed_in_pieces
 from grpo_jax.rl.update import accumulate_grads
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
@@ -67,14 +68,25 @@ def loss_and_gradient(name, devices, pieces):
     loss, estimates_kl = CASES[name]
     objective = kto_objective(TABLE, loss, estimates_kl=estimates_kl)
 
-    def step(params, batch, *, axis_name):
-        microbatches = by_prompts(len(batch.desirable), pieces)
-        batch = objective.prepare(params, batch, microbatches, axis_name)
-        batch = batch._replace(weights=objective.aggregation(batch.completion_mask, axis_name=axis_name))
-        grads, value, logs = accumulate_grads(objective.loss_fn, params, batch, microbatches)
-        return (grads, value, logs) if axis_name is None else jax.lax.psum((grads, value, logs), axis_name)
+    def microbatches(rows):
+        return by_prompts(len(rows.desirable), pieces)
 
-    program = data_parallel(step, (None, 0), None, devices=devices)
+    def map_pieces(fn, params, batch):
+        def of_rows(params, rows):
+            return computed_in_pieces(partial(fn, params), rows, microbatches(rows))
+
+        return map_rows(of_rows, devices)(params, batch)
+
+    def step(params, batch):
+        batch = objective.prepare(params, batch, map_pieces)
+        batch = batch._replace(weights=objective.aggregation(batch.completion_mask))
+
+        def of_rows(params, rows):
+            return accumulate_grads(objective.loss_fn, params, rows, microbatches(rows)), {}
+
+        return sum_rows(of_rows, devices)(params, batch)[0]
+
+    program = compiled(step, devices=devices)
     return jax.device_get(program(jnp.asarray(TOKENS), table_batch()))
 
 

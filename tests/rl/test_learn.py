@@ -9,17 +9,17 @@ import numpy as np
 import optax
 import pytest
 from bigrams import PARAMS, POLICY, D, V, hidden
-from grpo_jax.rl.learn import with_scores
 
 from grpo_jax import functional as F
 from grpo_jax.config import PPOConfig, recipe, run_of, with_options
 from grpo_jax.devices import place, to_devices, to_host
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.heads import Headed
+from grpo_jax.models.trainable import split
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.optimizer import has_weight_decay, make_optimizer
-from grpo_jax.rl.ppo import ActorCritic, ppo_method
+from grpo_jax.rl.ppo import ppo_method
 from grpo_jax.rl.scorers import needs_old_logprobs
 from grpo_jax.rl.scoring import score_completion_tokens
 from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays
@@ -93,21 +93,31 @@ def recorder(updates: int, rate: float = 0.1) -> optax.GradientTransformation:
 def learned(config, batch, rewards, *, devices=1):
     """(state, what was learned) after an iteration, with a recorder for an optimizer."""
     run = with_options(run_of(config), devices=devices)
-    method, params = grpo_method(POLICY, run), PARAMS
+    method, params = grpo_method(POLICY, run), {"policy": PARAMS}
     if isinstance(config, PPOConfig):
         method = ppo_method(POLICY, POLICY, config)
         decoder = None if config.critic.critic == "shared" else {"before": 0.9 * PARAMS["before"]}
-        params = ActorCritic(PARAMS, Headed(decoder, HEAD))
+        params["critic"] = Headed(decoder, HEAD)
     method = method._replace(optimizer=recorder(run.optimizer.epochs * run.optimizer.minibatches))
     programs = compile_programs(method, POLICY, TASK, run)
-    trained, frozen = method.split(place(params, devices))
-    state = place(programs.init_state(trained), devices)
+    trained, frozen = split(place(params, devices))
+    state = place(programs.initial_state(trained), devices)
     clock = to_devices(np.array([3, 5], np.uint32), devices, axes=None)
     rewards = to_devices(rewards, devices, axes=REWARD_AXES)
     return to_host(programs.learn(state, frozen, None, to_devices(batch, devices), rewards, clock))
 
 
 # ---- scores
+
+
+def scores_of(config, batch=None):
+    """The batch with its scores; the reference is not the policy."""
+    batch = a_batch() if batch is None else batch
+    unscored = batch._replace(old_logprobs=None, ref_logprobs=None, old_entropy=None, old_values=None)
+    programs, devices = compile_programs(grpo_method(POLICY, config), POLICY, TASK, config), config.devices
+    trained, frozen = split(place({"policy": PARAMS}, devices))
+    reference = jax.tree.map(lambda x: 1.1 * x, trained["policy"])
+    return to_host(programs.score(trained, {}, frozen, reference, to_devices(unscored, devices)))
 
 
 def test_a_pass_of_their_own_gives_old_probabilities_where_several_steps_or_a_penalty_need_them():
@@ -133,8 +143,7 @@ def test_a_pass_of_their_own_gives_old_probabilities_where_several_steps_or_a_pe
     ],
 )
 def test_there_is_a_scoring_pass_where_an_update_needs_one(options, scored):
-    config = recipe(**options)
-    assert (compile_programs(grpo_method(POLICY, config), POLICY, TASK, config).score is not None) == scored
+    assert bool(grpo_method(POLICY, recipe(**options)).scorers) == scored
 
 
 def test_the_ratio_of_the_only_step_is_one_to_the_bit():
@@ -149,19 +158,14 @@ def test_the_ratio_of_the_only_step_is_one_to_the_bit():
 @pytest.mark.parametrize("config", [recipe("dppo"), recipe("grpo", old_logprobs="sampler", epochs=2)])
 def test_a_ratio_to_the_sampler_is_against_what_it_reported(config):
     batch = a_batch(4)
-    np.testing.assert_array_equal(with_scores(batch, Batch(*[None] * 5), config).old_logprobs, batch.sampler_logprobs)
+    scored = scores_of(with_options(config, num_prompts=4, group_size=G), batch)
+    np.testing.assert_array_equal(scored.old_logprobs, batch.sampler_logprobs)
 
 
 @pytest.mark.parametrize("changes", [{"microbatches": 4}, {"devices": 8}])
 def test_scores_do_not_depend_on_pieces_and_devices(changes):
-    def scored(config):
-        programs = compile_programs(grpo_method(POLICY, config), POLICY, TASK, config)
-        params = place(PARAMS, config.devices)
-        reference = jax.tree.map(lambda x: 1.1 * x, params)
-        return to_host(programs.score(params, None, reference, to_devices(a_batch(), config.devices)))
-
     config = recipe("grpo", num_prompts=N, group_size=G, epochs=2, top_entropy=0.5)
-    whole, other = scored(config), scored(with_options(config, **changes))
+    whole, other = scores_of(config), scores_of(with_options(config, **changes))
     assert whole.old_values is None
     for name in ("old_logprobs", "ref_logprobs", "old_entropy"):
         assert getattr(whole, name).shape == (N, G, T)
@@ -231,7 +235,7 @@ def of_high_entropy(batch, share):
 def test_an_option_has_the_gradient_of_its_functions(options, differently):
     batch, rewards = a_batch(4), some_rewards(4)
     state, _ = learned(with_options(GRPO, **options), batch, rewards)
-    found = jax.tree.map(lambda x: x[0], state.opt_state.gradients)
+    found = jax.tree.map(lambda x: x[0], state.opt_state.gradients["policy"])
     expected = by_hand(batch, **differently(batch))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), found, expected)
     if options:
@@ -239,35 +243,14 @@ def test_an_option_has_the_gradient_of_its_functions(options, differently):
         assert optax.global_norm(jax.tree.map(jnp.subtract, found, plain)) > 0.01 * optax.global_norm(plain)
 
 
-def test_the_constant_length_of_dr_grpo_does_not_count_tokens_of_an_environment():
-    """The gradient is that of a batch whose rows have no room for an environment."""
-    config, batch, rewards = recipe("dr_grpo", num_prompts=4, group_size=G, max_tokens=T), a_batch(4), some_rewards(4)
-    room = [(0, 0), (0, 0), (0, 5)]
-    wide = batch._replace(
-        completion_ids=np.pad(batch.completion_ids, room),
-        completion_mask=np.pad(batch.completion_mask, room),
-        turn=np.pad(batch.completion_mask, room).astype(np.int32),
-        sampler_logprobs=np.pad(batch.sampler_logprobs, room),
-        old_logprobs=np.pad(batch.old_logprobs, room),
-        ref_logprobs=None,
-        old_entropy=None,
-        old_values=None,
-    )
-    narrow = batch._replace(ref_logprobs=None, old_entropy=None, old_values=None)
-    states = [learned(config, one, rewards)[0] for one in (narrow, wide)]
-    expected, found = (jax.tree.map(lambda x: x[0], state.opt_state.gradients) for state in states)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), found, expected)
-    assert optax.global_norm(expected) > 0.01
-
-
 def test_the_reference_of_the_loss_is_the_one_that_moves():
     changes = {"critic": "shared", "divergence": "reverse", "kl_in_reward": False, "ref_mixup_alpha": 0.5}
     config = with_options(PPOConfig(), num_prompts=4, group_size=G, ref_sync_steps=1, **changes)
     state, found = learned(config, a_batch(4)._replace(ref_logprobs=None), some_rewards(4))
     assert found.metrics["kl"] == pytest.approx(0, abs=1e-6)  # it began as the policy, and nothing else was given
-    assert state.reference.critic is None
+    assert state.extras["reference"].keys() == PARAMS.keys()  # of the policy only
     for name, start in PARAMS.items():
-        end, half = state.params.policy[name], state.reference.policy[name]
+        end, half = state.params["policy"][name], state.extras["reference"][name]
         assert np.abs(end - start).max() > 1e-3
         np.testing.assert_allclose(half, (start + end) / 2, atol=1e-6)
 
@@ -313,9 +296,10 @@ def test_eight_devices_learn_what_one_does(config, components):
         np.testing.assert_allclose(by_eight.metrics[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(by_eight.advantages, by_one.advantages, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(by_eight.order, by_one.order)
-    if one.kl_coef is not None:
-        assert one.kl_coef != pytest.approx(0.1, rel=1e-3)
-        np.testing.assert_allclose(eight.kl_coef, one.kl_coef, rtol=1e-5)
+    assert one.extras.keys() == eight.extras.keys() == ({"kl_coef"} if run_of(config).reference.kl_target else set())
+    if one.extras:
+        assert one.extras["kl_coef"] != pytest.approx(0.1, rel=1e-3)
+        np.testing.assert_allclose(eight.extras["kl_coef"], one.extras["kl_coef"], rtol=1e-5)
 
 
 def test_every_epoch_has_all_prompts_once_in_an_order_of_seed_and_step():
@@ -345,7 +329,7 @@ def test_the_minibatch_that_is_skipped_is_told_and_moves_nothing():
     assert found.metrics["skipped"] == 1 + (spoiled[1] == spoiled[0] + 1)
     assert state.opt_state.count == 6
     for start, end, gradients in zip(
-        *map(jax.tree.leaves, (PARAMS, state.params, state.opt_state.gradients)), strict=True
+        *map(jax.tree.leaves, ({"policy": PARAMS}, state.params, state.opt_state.gradients)), strict=True
     ):
         assert np.isfinite(end).all()
         np.testing.assert_allclose(end, start - 0.1 * gradients[:6].sum(0), atol=1e-6)

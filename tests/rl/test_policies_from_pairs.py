@@ -13,8 +13,9 @@ from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import dpo_loss, ipo_loss, orpo_loss, simpo_loss, token_logprobs
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.lora import add_adapters, split
+from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.trainable import split
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.preference import (
     PairScores,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from losses import loss_of
 
 from grpo_jax.config import PPOConfig, recipe, validate_ppo, with_options
 from grpo_jax.data.types import pad_prompts, rng
@@ -18,18 +19,15 @@ from grpo_jax.models.heads import Headed
 from grpo_jax.models.huggingface import load_params, save_description, save_pretrained
 from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.grpo import grpo_loss_fn
+from grpo_jax.models.trainable import join, split
+from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.ppo import (
     add_critic,
     critic_policy,
     explained_variance,
-    join,
     make_ppo_programs,
-    ppo_loss_fn,
     ppo_method,
-    split,
     token_advantages,
-    train_ppo,
 )
 from grpo_jax.rl.scoring import score_completion_tokens
 from grpo_jax.rl.types import Batch, RewardArrays, TrainState
@@ -38,6 +36,7 @@ from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.runs.pretrained import LoraDescription, restore
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train as train_models
 
 VOCAB, EOS, PAD = 8, 6, 7
 MODEL = ModelConfig(VOCAB, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
@@ -82,8 +81,8 @@ def open_run(path, config=CONFIG) -> RunFolder:
     return RunFolder(path, dataclasses.asdict(config))
 
 
-def train(config, run, programs, **options):
-    return train_ppo(POLICY, CRITIC, PARAMS, TASK, config, run, programs=programs, **options)
+def train(config, run, programs, *, params=PARAMS, **options):
+    return train_models(params, TASK, config.run, run, programs, phase="ppo", **options)
 
 
 def a_batch(num_prompts=4, group_size=2, width=3) -> Batch:
@@ -95,7 +94,7 @@ def a_batch(num_prompts=4, group_size=2, width=3) -> Batch:
     batch = Batch(
         given.ids[:num_prompts], given.mask[:num_prompts], ids, mask, np.ones((num_prompts, group_size), np.float32)
     )
-    logprobs = np.asarray(jax.jit(partial(score_completion_tokens, POLICY))(PARAMS.policy, batch).logprobs)
+    logprobs = np.asarray(jax.jit(partial(score_completion_tokens, POLICY))(PARAMS["policy"], batch).logprobs)
     shifted = [(logprobs + noise.normal(0, 0.2, mask.shape)).astype(np.float32) for _ in range(2)]
     old_values, returns, advantages = noise.normal(0, 1, (3, *mask.shape)).astype(np.float32)
     old_values = np.pad(old_values, [(0, 0), (0, 0), (0, 1)])
@@ -233,20 +232,21 @@ def test_with_the_group_mean_for_a_critic_the_policys_gradient_is_grpos(preset, 
     )
     of_grpo = batch._replace(advantages=centered, weights=weights)
 
+    loss_of_both = loss_of(ppo_method(POLICY, CRITIC, config))
+    loss_alone = loss_of(grpo_method(POLICY, recipe(preset, kl_coef=kl_coef)))
+
     @jax.jit
     def gradients(params):
-        of_both = jax.grad(lambda params: ppo_loss_fn(POLICY, CRITIC, config)(params, for_ppo)[0])(params)
-        alone = jax.grad(lambda params: grpo_loss_fn(POLICY, recipe(preset, kl_coef=kl_coef).loss)(params, of_grpo)[0])(
-            params.policy
-        )
-        return of_both, alone, POLICY.hidden(params.policy, *batch[:3])
+        of_both = jax.grad(lambda params: loss_of_both(params, for_ppo)[0])(params)
+        alone = jax.grad(lambda policy: loss_alone({"policy": policy}, of_grpo)[0])(params["policy"])
+        return of_both, alone, POLICY.hidden(params["policy"], *batch[:3])
 
     found, expected, hidden = gradients(PARAMS)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), found.policy, expected)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), found["policy"], expected)
     # The critic feels its own part of the loss alone, here ½ (0 − R)², and below a head of 0 nothing.
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(found.critic.decoder))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(found["critic"].decoder))
     slope = -config.critic.value_coef * np.einsum("ngt,ngtd->d", weights * returns, hidden)
-    np.testing.assert_allclose(found.critic.head, slope, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(found["critic"].head, slope, rtol=1e-3, atol=1e-5)
 
 
 def test_the_critics_gradient_is_that_of_its_clipped_square():
@@ -254,20 +254,22 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
     config = of_ppo(kl_coef=0.0, value_coef=2.0)
     weights = np.asarray(PRESETS["lite_ppo"].aggregation(batch.completion_mask))
     head = jnp.linspace(-1, 1, 16)
-    params = PARAMS._replace(critic=PARAMS.critic._replace(head=head))
+    params = PARAMS | {"critic": PARAMS["critic"]._replace(head=head)}
     # What is in masked places counts nowhere.
     returns = np.where(batch.completion_mask, batch.returns, np.nan)
     batch = batch._replace(weights=weights, ref_logprobs=None, returns=returns)
-    (_, logs), found = jax.jit(jax.value_and_grad(ppo_loss_fn(POLICY, CRITIC, config), has_aux=True))(params, batch)
+    (_, logs), found = jax.jit(jax.value_and_grad(loss_of(ppo_method(POLICY, CRITIC, config)), has_aux=True))(
+        params, batch
+    )
 
-    values = np.asarray(jax.jit(partial(heads.values, CRITIC))(params.critic, *batch[:4]))[..., :-1]
-    hidden = np.asarray(jax.jit(POLICY.hidden)(PARAMS.policy, *batch[:3]))
+    values = np.asarray(jax.jit(partial(heads.values, CRITIC))(params["critic"], *batch[:4]))[..., :-1]
+    hidden = np.asarray(jax.jit(POLICY.hidden)(PARAMS["policy"], *batch[:3]))
     old_values = batch.old_values[..., :-1]
     clipped = np.clip(values, old_values - 0.2, old_values + 0.2)
     bound = (clipped - returns) ** 2 > (values - returns) ** 2
     slope = np.where(bound | ~batch.completion_mask, 0, values - returns)
     np.testing.assert_allclose(
-        found.critic.head, 2 * np.einsum("ngt,ngtd->d", weights * slope, hidden), rtol=1e-3, atol=1e-5
+        found["critic"].head, 2 * np.einsum("ngt,ngtd->d", weights * slope, hidden), rtol=1e-3, atol=1e-5
     )
     total, count = logs.means["value_clip"]
     assert total == bound[batch.completion_mask].sum() > 0
@@ -277,23 +279,23 @@ def test_the_critics_gradient_is_that_of_its_clipped_square():
 @pytest.mark.slow
 def test_a_shared_decoder_has_the_sum_of_both_gradients():
     params, config = (
-        add_critic(MODEL, PARAMS.policy, "shared"),
+        add_critic(MODEL, PARAMS["policy"], "shared"),
         of_ppo(critic="shared", kl_coef=0.0, value_coef=2.0),
     )
-    params = params._replace(critic=params.critic._replace(head=jnp.linspace(-1, 1, 16)))
+    params["critic"] = params["critic"]._replace(head=jnp.linspace(-1, 1, 16))
     batch = a_batch()._replace(ref_logprobs=None)
     batch = batch._replace(weights=config.run.loss.objective.aggregation(batch.completion_mask))
 
     def critic_alone(params):
-        values = heads.values(POLICY, Headed(params.policy, params.critic.head), *batch[:4])[..., :-1]
+        values = heads.values(POLICY, Headed(params["policy"], params["critic"].head), *batch[:4])[..., :-1]
         error = critic_loss(values, batch.returns, old_values=batch.old_values[..., :-1], clip=config.critic.value_clip)
         return weighted_sum(error, batch.weights, batch.completion_mask)
 
     def policy_alone(params):
-        return grpo_loss_fn(POLICY, config.run.loss)(params.policy, batch)[0]
+        return loss_of(grpo_method(POLICY, config.run))(params, batch)[0]
 
     def of_both(params, config):
-        return ppo_loss_fn(POLICY, CRITIC, config)(params, batch)[0]
+        return loss_of(ppo_method(POLICY, CRITIC, config))(params, batch)[0]
 
     @jax.jit
     def gradients(params):
@@ -304,7 +306,7 @@ def test_a_shared_decoder_has_the_sum_of_both_gradients():
     found, of_policy, of_critic, with_little = gradients(params)
     expected = jax.tree.map(lambda x, y: x + 2.0 * y, of_policy, of_critic)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), with_little.policy, of_policy.policy)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), with_little["policy"], of_policy["policy"])
     assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(of_critic)) > 1e-3
 
 
@@ -348,8 +350,8 @@ def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path):
     config = with_options(CONFIG, ref_sync_steps=2, ref_mixup_alpha=0.5, kl_target=0.1)
     programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
     expected = train(config, whole, programs)
-    assert expected.reference.critic is None
-    assert params_sha256(expected.params.critic) != params_sha256(PARAMS.critic)
+    assert expected.extras["reference"].keys() == PARAMS["policy"].keys()  # of the policy only
+    assert params_sha256(expected.params["critic"]) != params_sha256(PARAMS["critic"])
 
     with pytest.raises(Stop):
         train(config, cut, programs, reward=stopping(5))
@@ -362,30 +364,29 @@ def test_resume_gives_the_same_bits_and_the_same_lines(tmp_path):
 @pytest.mark.slow
 def test_a_shared_decoder_held_by_the_whole_vocabulary_learns_and_resumes_and_is_exported(tmp_path):
     changes = {"critic": "shared", "kl_in_reward": False, "divergence": "reverse", "steps": 20}
-    config, params = with_options(CONFIG, **changes), add_critic(MODEL, PARAMS.policy, "shared")
+    config, params = with_options(CONFIG, **changes), add_critic(MODEL, PARAMS["policy"], "shared")
     programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
     with pytest.raises(ValueError, match="critic is to be shared"):
-        programs.method.split(PARAMS)
+        programs.initial_state(PARAMS)
 
-    def train(name, **options):
+    def train_in(name, **options):
         run = open_run(tmp_path / name)
-        state = train_ppo(POLICY, CRITIC, params, TASK, config, run, programs=programs, **options)
-        return state, run.lines()
+        return train(config, run, programs, params=params, **options), run.lines()
 
-    expected, lines = train("whole")
+    expected, lines = train_in("whole")
     assert np.mean([line["reward"] for line in lines[-5:]]) > lines[0]["reward"] + 0.3
     assert lines[0]["value_mean"] == 0
     assert lines[-1]["value_mean"] == pytest.approx(lines[-1]["returns_mean"], abs=0.2)
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert lines[-1]["kl"] > 0.01
     with pytest.raises(Stop):
-        train("cut", reward=stopping(13))
-    resumed, resumed_lines = train("cut")
+        train_in("cut", reward=stopping(13))
+    resumed, resumed_lines = train_in("cut")
     assert params_sha256(resumed) == params_sha256(expected)
     assert resumed_lines == lines
     save_description(tmp_path / "whole/model", MODEL)
     policy = restore(tmp_path / "whole", None, None).params
-    jax.tree.map(np.testing.assert_array_equal, policy, expected.params.policy)
+    jax.tree.map(np.testing.assert_array_equal, policy, expected.params["policy"])
 
 
 @pytest.mark.slow
@@ -394,7 +395,7 @@ def test_pieces_and_devices_do_not_change_gradients(tmp_path, programs):
     for name, changes in (("one", {}), ("micro", {"microbatches": 4}), ("many", {"devices": 4})):
         config = with_options(CONFIG, steps=2, **changes)
         run = open_run(tmp_path / name, config)
-        train(config, run, programs if name == "one" else None)
+        train(config, run, programs if name == "one" else make_ppo_programs(POLICY, CRITIC, TASK, config))
         logged.append([[line[key] for key in ("grad_norm", "loss", "critic_loss")] for line in run.lines()])
     np.testing.assert_allclose(logged, [logged[0]] * 3, rtol=1e-4, atol=1e-6)
 
@@ -404,8 +405,8 @@ def test_policy_and_critic_have_their_own_rates(tmp_path):
     config = with_options(CONFIG, steps=1, critic_learning_rate=1e-12)
     programs = make_ppo_programs(POLICY, CRITIC, TASK, config)
     params = train(config, open_run(tmp_path, config), programs).params
-    np.testing.assert_allclose(params.critic.head, PARAMS.critic.head, atol=1e-10)
-    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), params.policy, PARAMS.policy)
+    np.testing.assert_allclose(params["critic"].head, PARAMS["critic"].head, atol=1e-10)
+    moved = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), params["policy"], PARAMS["policy"])
     assert max(jax.tree.leaves(moved)) == pytest.approx(1e-2, rel=1e-2)
 
 
@@ -447,7 +448,7 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     rewards = np.where(applicable, 0.5, 0).astype(np.float32)
     batch = a_batch()._replace(ref_logprobs=None, truncated=truncated)
     method = ppo_method(POLICY, CRITIC, config)
-    found, advantages, logs = method.advantages(RewardArrays(rewards, applicable), batch, 0.0, None)
+    found, advantages, logs = method.advantage(RewardArrays(rewards, applicable), batch, 0.0)
     length = batch.completion_mask[0, 0].sum()
     expected = np.full((4, 2), 0.5)
     expected[0] = [0.5 + batch.old_values[0, 0, length], 0]
@@ -457,26 +458,26 @@ def test_a_row_without_reward_is_left_out_and_a_truncated_one_may_count_the_valu
     assert not found.completion_mask[0, 1].any()
     kept = found.completion_mask
     assert logs["returns_mean"] == pytest.approx(returns[kept].mean(), abs=1e-5)
-    ended = method.advantages(
-        RewardArrays(rewards, applicable), batch._replace(truncated=np.zeros_like(truncated)), 0.0, None
+    ended, _, _ = method.advantage(
+        RewardArrays(rewards, applicable), batch._replace(truncated=np.zeros_like(truncated)), 0.0
     )
-    np.testing.assert_allclose(ended.batch.returns[0, 0], 0.5 * batch.completion_mask[0, 0], atol=1e-5)
+    np.testing.assert_allclose(ended.returns[0, 0], 0.5 * batch.completion_mask[0, 0], atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
 def test_of_a_checkpoint_the_policy_alone_is_exported(tmp_path, adapted):
-    run, base = open_run(tmp_path / "run"), save_pretrained(tmp_path / "base", PARAMS.policy, MODEL)
+    run, base = open_run(tmp_path / "run"), save_pretrained(tmp_path / "base", PARAMS["policy"], MODEL)
     save_description(run.path / "model", MODEL, source=base)
-    policy = add_adapters(PARAMS.policy, jax.random.key(1), rank=2, alpha=4.0) if adapted else PARAMS.policy
+    policy = add_adapters(PARAMS["policy"], jax.random.key(1), rank=2, alpha=4.0) if adapted else PARAMS["policy"]
     if adapted:
         policy = policy._replace(adapters=jax.tree.map(lambda x: x + 0.1, policy.adapters))
-        lora = LoraDescription(str(base), fingerprint(PARAMS.policy), "float32", 2, 4.0, TARGETS)
+        lora = LoraDescription(str(base), fingerprint(PARAMS["policy"]), "float32", 2, 4.0, TARGETS)
         write_json(run.path / "model/lora.json", lora._asdict())
     trained, _ = split(add_critic(MODEL, policy))
     for phase in ("warm", "ppo"):
         with run.checkpoints(phase, keep=1) as checkpoints:
-            checkpoints.save(TrainState(trained, {}, jnp.int32(0)), 3)
+            checkpoints.save(TrainState(trained, {}, jnp.int32(0), {}), 3)
     assert export(Options(run.path, tmp_path / "out")) == 3
     exported, expected = load_params(tmp_path / "out", MODEL), merge(policy) if adapted else policy
     jax.tree.map(np.testing.assert_array_equal, exported, expected)
@@ -484,22 +485,16 @@ def test_of_a_checkpoint_the_policy_alone_is_exported(tmp_path, adapted):
         adapters = restore(run.path, "ppo", 3, adapter=True).params.adapters
         jax.tree.map(np.testing.assert_array_equal, adapters, policy.adapters)
     with run.checkpoints("ppo_1", keep=1) as checkpoints:
-        checkpoints.save(TrainState(trained, {}, jnp.int32(0)), 3)
+        checkpoints.save(TrainState(trained, {}, jnp.int32(0), {}), 3)
     with pytest.raises(ValueError, match=r"phases \['ppo', 'ppo_1', 'warm'\]: choose one with --phase"):
         restore(run.path, None, None)
 
 
-def test_without_adapters_everything_is_trained():
-    trained, frozen = split(PARAMS)
-    assert trained == PARAMS
-    assert not jax.tree.leaves(frozen)
-
-
 def test_with_adapters_they_and_the_head_are_trained_on_one_base():
-    params = add_critic(MODEL, add_adapters(PARAMS.policy, jax.random.key(1), rank=2, alpha=4.0))
+    params = add_critic(MODEL, add_adapters(PARAMS["policy"], jax.random.key(1), rank=2, alpha=4.0))
     trained, frozen = split(params)
-    assert trained.policy is params.policy.adapters
-    assert trained.critic.head is params.critic.head
-    assert trained.critic.decoder is params.policy.adapters
-    assert params.critic.decoder.base["embedding"] is PARAMS.policy["embedding"]
+    assert trained["policy"] is params["policy"].adapters
+    assert trained["critic"].head is params["critic"].head
+    assert trained["critic"].decoder is params["policy"].adapters
+    assert params["critic"].decoder.base["embedding"] is PARAMS["policy"]["embedding"]
     assert jax.tree.structure(join(trained, frozen)) == jax.tree.structure(params)

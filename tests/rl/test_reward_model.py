@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grpo_jax.rl.rollout import grade
 from scipy import special
 
 from grpo_jax import GRPOTrainer
@@ -34,6 +33,7 @@ from grpo_jax.models.heads import add_head
 from grpo_jax.models.huggingface import load_params, load_pretrained, load_tokenizer, read_json, save_pretrained
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.trainable import join, split
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.reward_model import (
     evaluate_pairs,
@@ -45,6 +45,7 @@ from grpo_jax.offline.reward_model import (
     train_reward_model,
 )
 from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
+from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.keys import SAMPLING, noise_of
 from grpo_jax.rl.sampler import completion_numbers, make_sampler
 from grpo_jax.runs import flags
@@ -307,11 +308,11 @@ def test_neither_pieces_nor_devices_count(tmp_path, whole):
 def test_adapters_and_the_head_alone_are_trained(tmp_path):
     params = PARAMS._replace(decoder=add_adapters(PARAMS.decoder, jax.random.key(0), rank=2, alpha=4.0))
     state, _ = fit_pairs(tmp_path, params=params)
-    trained, frozen = heads.split(params)
+    trained, frozen = split(params)
     assert jax.tree.structure(state.params) == jax.tree.structure(trained)
     assert np.abs(state.params.head).max() > 0
     assert params_sha256(state.params.decoder) != params_sha256(trained.decoder)
-    joined = heads.join(state.params, frozen)
+    joined = join(state.params, frozen)
     arrays = pad_pairs(PAIRS, np.arange(4), 3, 4)[:4]
     whole, merged = (heads.score_groups(CONFIG, p, *arrays) for p in (joined, heads.merge(joined)))
     np.testing.assert_allclose(whole, merged, rtol=1e-4, atol=1e-5)
@@ -528,10 +529,9 @@ def test_stories_become_happier_by_a_reward_that_was_learned_from_pairs(tmp_path
     for step in range(24):
         prompts, noise = task.prompts(step), noise_of(0, SAMPLING, step)
         completions = sampler.complete(start.params, prompts, numbers, temperature, noise)
-        rollout = grade(prompts, completions, task, happy_sentences)
-        for example, texts, (first, second) in zip(
-            rollout.prompts.examples, rollout.texts, rollout.rewards, strict=True
-        ):
+        rewards = grade_completions(prompts, completions, task, happy_sentences).rewards
+        groups = decode_groups(completions, task)
+        for example, texts, (first, second) in zip(prompts.examples, groups, rewards, strict=True):
             if first != second:
                 better = int(second > first)
                 pairs.append(Preference(example["prompt"], str(texts[better]), str(texts[1 - better])))

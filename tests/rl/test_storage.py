@@ -50,7 +50,9 @@ def programs():
 def finished(tmp_path_factory, programs):
     """A finished run, which has the checkpoints 4 and 6, and its parameters' checksum."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    state = train(POLICY, PARAMS, TASK, CONFIG, RunFolder(folder, dataclasses.asdict(CONFIG)), programs=programs)
+    state = train(
+        {"policy": PARAMS}, TASK, CONFIG, RunFolder(folder, dataclasses.asdict(CONFIG)), programs, phase="grpo"
+    )
     assert sorted(path.name for path in (folder / "checkpoints/grpo").iterdir()) == ["4", "6"]
     return folder, params_sha256(state.params)
 
@@ -62,7 +64,7 @@ def resumed(finished, folder, programs, harm, task=TASK) -> str:
     harm(folder)
     try:
         run = RunFolder(folder, dataclasses.asdict(CONFIG))
-        state = train(POLICY, PARAMS, task, CONFIG, run, programs=programs)
+        state = train({"policy": PARAMS}, task, CONFIG, run, programs, phase="grpo")
     except UsageError as error:
         return f"refused: {error}"
     assert params_sha256(state.params) == checksum
@@ -143,7 +145,7 @@ def test_the_newest_checkpoint_that_verifies_is_taken_and_the_others_are_named(f
     assert metrics[0] == metrics[1]
     # And once more: what was set aside is not looked at again.
     again = RunFolder(tmp_path / "run", dataclasses.asdict(CONFIG))
-    assert params_sha256(train(POLICY, PARAMS, TASK, CONFIG, again, programs=programs).params) == finished[1]
+    assert params_sha256(train({"policy": PARAMS}, TASK, CONFIG, again, programs, phase="grpo").params) == finished[1]
     assert len(again.lines("warnings.jsonl")) == len(said and [said])
 
 
@@ -263,14 +265,14 @@ def test_inputs_that_changed_are_named(finished, tmp_path, programs, mode):
     config = with_options(CONFIG, steps=2)
     with Grader(f"{file}:threes", chunk=4, workers=1) as grader:
         task = TASK._replace(reward={"threes": Component(grader)}, rows="one digest")
-        train(POLICY, PARAMS, task, config, RunFolder(tmp_path / "run", {}), programs=programs)
-        train(POLICY, PARAMS, task, config, RunFolder(tmp_path / "run", {}), programs=programs)
+        train({"policy": PARAMS}, task, config, RunFolder(tmp_path / "run", {}), programs, phase="grpo")
+        train({"policy": PARAMS}, task, config, RunFolder(tmp_path / "run", {}), programs, phase="grpo")
     file.write_text(file.read_text() + "# changed\n" * (mode[0] == "a"))
     with Grader(f"{file}:threes", chunk=4, workers=1) as grader:
         task = task._replace(reward={"threes": Component(grader)}, rows="one digest" if mode[0] == "a" else "another")
         named = "source of reward threes" if mode[0] == "a" else "training rows"
         with pytest.raises(UsageError, match=f"began: {named}; put"):
-            train(POLICY, PARAMS, task, config, RunFolder(tmp_path / "run", {}), programs=programs)
+            train({"policy": PARAMS}, task, config, RunFolder(tmp_path / "run", {}), programs, phase="grpo")
 
 
 @pytest.mark.parametrize("option", ["devices", "fsdp"])
@@ -331,7 +333,7 @@ def test_where_a_checkpoint_has_no_room_nothing_is_trained(tmp_path, programs, m
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
     run = RunFolder(tmp_path, dataclasses.asdict(CONFIG))
     with pytest.raises(UsageError, match="free some space, then add --resume"):
-        train(POLICY, PARAMS, TASK, CONFIG, run, programs=programs)
+        train({"policy": PARAMS}, TASK, CONFIG, run, programs, phase="grpo")
     assert not run.lines()
 
 

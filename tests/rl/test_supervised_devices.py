@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from test_learn import recorder
-from test_parallel import (
+from test_devices import (
     ALL,
     DECODER,
     FSDP,
@@ -25,6 +24,7 @@ from test_parallel import (
     on,
     shapes_of,
 )
+from test_learn import recorder
 
 from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import Packed
@@ -34,6 +34,7 @@ from grpo_jax.devices import Devices, place, to_devices, to_host
 from grpo_jax.functional import dpo_loss, logprobs, token_mean_weights
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.trainable import split
 from grpo_jax.offline import phase
 from grpo_jax.offline.distillation import DistillationTarget, distillation_loss, mean_divergence
 from grpo_jax.offline.kto import RatedBatch, kto_objective
@@ -51,13 +52,19 @@ from grpo_jax.offline.reward_model import (
     score_pairs,
 )
 from grpo_jax.offline.sft import sft_loss_fn, text_nll
-from grpo_jax.rl.distillation import WithTeacher, join, split
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 
 WIDTH = 8
+
+
+def start_of(name: str) -> Any:
+    """Parameters of the policy in a case of reinforcement learning."""
+    return case_of(name).start["policy"]
+
+
 CONFIG = SupervisedConfig(4, 1e-2, microbatches=2, checkpoint_every=2, log_every=1)
-SHAPE, HEADLESS = add_head(MODEL, case_of("decoder").start)
+SHAPE, HEADLESS = add_head(MODEL, start_of("decoder"))
 NOISE = np.random.default_rng(3)
 HEADED = Headed(HEADLESS.decoder, NOISE.normal(size=MODEL.hidden_size).astype(np.float32))
 
@@ -80,7 +87,7 @@ def packed_rows() -> Packed:
 PAIRS, ROWS = some_pairs(), packed_rows()
 REFERENCE = NOISE.normal(-8, 1, (N, 2)).astype(np.float32)
 TEACHER = decoder_policy(dataclasses.replace(OTHER, num_key_value_heads=8))
-TAUGHT = WithTeacher(case_of("decoder").start, jax.jit(TEACHER.init)(jax.random.key(5)))
+TAUGHT = {"policy": start_of("decoder"), "teacher": jax.jit(TEACHER.init)(jax.random.key(5))}
 LESSON = DistillationTarget(TEACHER, DistillationConfig("forward_kl"), nll_coef=0.3)
 
 
@@ -98,15 +105,15 @@ def case_named(name: str) -> Case:
         return Case(reward_model_loss(decoder_policy(SHAPE), 0.01), pairs, HEADED)
     if name == "dpo":
         loss = SupervisedLoss(partial(preference_loss, DECODER, loss=partial(dpo_loss, beta=0.5)), pair_weights)
-        return Case(loss, pairs._replace(ref_logprobs=REFERENCE), case_of("lora").start)
+        return Case(loss, pairs._replace(ref_logprobs=REFERENCE), start_of("lora"))
     if name == "kto":  # z₀ is above 0, and pieces and devices have different parts of it
         rated = RatedBatch(*pairs[:4], np.arange(N) % 3 > 0, REFERENCE - np.array([0, 8], np.float32))
-        return Case(kto_objective(DECODER), rated, case_of("lora").start)
+        return Case(kto_objective(DECODER), rated, start_of("lora"))
     if name == "teacher":
         loss = partial(distillation_loss, DECODER, target=LESSON)
-        return Case(SupervisedLoss(loss, token_mean_weights, split, join), ROWS, TAUGHT)
+        return Case(SupervisedLoss(loss, token_mean_weights), ROWS, TAUGHT)
     batch = ROWS if name == "packed" else a_batch(MODEL.vocab_size)
-    return Case(SupervisedLoss(sft_loss_fn(DECODER), token_mean_weights), batch, case_of("decoder").start)
+    return Case(SupervisedLoss(sft_loss_fn(DECODER), token_mean_weights), batch, start_of("decoder"))
 
 
 @cache
@@ -116,7 +123,7 @@ def gradients(name: str, devices: Devices) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phase, "make_optimizer", lambda *_, **__: recorder(1))
         programs = make_fit_programs(case.loss, config)
-    trained, frozen = (place(part, devices) for part in case.loss.split(case.start))
+    trained, frozen = (place(part, devices) for part in split(case.start))
     state = place(programs.init_state(trained), devices)
     state, metrics = programs.train_step(state, to_devices(case.batch, devices), frozen)
     return to_host((state.opt_state.gradients, metrics))
@@ -149,7 +156,7 @@ def test_a_step_has_the_gradients_of_one_device(name, devices):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [PMAP, ALL])
 def test_evaluations_have_the_numbers_of_one_device(devices):
-    start, headed = case_of("decoder").start, HEADED
+    start, headed = start_of("decoder"), HEADED
     for score in (
         lambda devices: text_nll(DECODER, place(start, devices), [ROWS], devices=devices),
         lambda devices: mean_divergence(DECODER, place(TAUGHT, devices), [ROWS], target=LESSON, devices=devices),
@@ -163,7 +170,7 @@ def fit_pairs(path: Any, devices: Devices, **options: Any) -> tuple[Any, RunFold
     """A run of DPO, or of its first steps."""
     config, run = dataclasses.replace(on(devices, CONFIG), **options), RunFolder(path, {})
     batches, loss = pair_batches(PAIRS, N, 0, ref_logprobs=REFERENCE), partial(dpo_loss, beta=0.5)
-    return train_preference(DECODER, case_of("lora").start, batches, config, run, loss=loss), run
+    return train_preference(DECODER, start_of("lora"), batches, config, run, loss=loss), run
 
 
 @pytest.mark.slow

@@ -26,22 +26,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from grpo_jax.rl.rollout import outcome_of, zero_spread
-from grpo_jax.rl.run import RunFolder
+from grpo_jax.training import loop
+from grpo_jax.training.grpo import grpo_method
+from grpo_jax.training.loop import Method, compile_programs
+from grpo_jax.training.ppo import add_critic, critic_policy, ppo_method
+from grpo_jax.training.rollout import (
+    SHUFFLING,
+    Rollout,
+    group_temperatures,
+    outcome_of,
+    step_key,
+    to_batch,
+    zero_spread,
+)
+from grpo_jax.training.run import RunFolder
 
 from grpo_jax.config import GRPOConfig, PPOConfig
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.families import config_from_huggingface
+from grpo_jax.models.config import ModelConfig, config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.rl import loop
-from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.iteration import compile_programs
-from grpo_jax.rl.keys import SHUFFLING, step_key
-from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
-from grpo_jax.rl.sampler import group_temperatures, to_batch
-from grpo_jax.rl.types import Method, Rollout
 from grpo_jax.tasks.task import Component, Prompts, Task, pad_prompts, rng
 
 FILE = Path(__file__).with_name("updates.npz")
@@ -252,7 +256,7 @@ def record(case: Case) -> Arrays:
         return state, metrics
 
     temperature = np.asarray(group_temperatures(config.num_prompts, config.algorithm.group_size, 1.0, 0.0))
-    start, frozen = method.split(loop.place(case.start, 1))
+    start, frozen = method.split(loop.replicate(case.start, 1))
     current = method.actor(start, frozen)
     reference = current if case.reference is None else case.reference
     everything: list[Rollout] = []

@@ -37,6 +37,7 @@ from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
+from grpo_jax.models.trainable import join, split
 from grpo_jax.planning import pieces
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.iteration import compile_programs
@@ -85,7 +86,7 @@ def on(devices: Devices, config: Any) -> Any:
 
 
 class Case(NamedTuple):
-    """A run, and where it starts."""
+    """A run, and its models by role, where it starts."""
 
     config: GRPOConfig | PPOConfig
     method: Method
@@ -98,7 +99,7 @@ def case_of(name: str) -> Case:
     params = jax.jit(DECODER.init)(jax.random.key(0))
     if name in PRESETS:
         config = recipe(name, **options)
-        return Case(config, grpo_method(POLICY, config), PARAMS, POLICY)
+        return Case(config, grpo_method(POLICY, config), {"policy": PARAMS}, POLICY)
     if name in ("ppo", "shared"):
         critic = "shared" if name == "shared" else "own"
         config = with_options(PPOConfig(), **options, kl_coef=0.1, minibatches=2, critic=critic)
@@ -107,7 +108,7 @@ def case_of(name: str) -> Case:
         moving = {"ref_sync_steps": 1, "ref_mixup_alpha": 0.5, "divergence": "reverse", "top_entropy": 0.5}
         config = recipe("grpo", **options, minibatches=2, kl_coef=0.2, **(moving if name == "moving" else {}))
         policy = DECODER if name == "moving" else decoder_policy(OTHER)
-        return Case(config, grpo_method(policy, config), jax.jit(policy.init)(jax.random.key(0)), policy)
+        return Case(config, grpo_method(policy, config), {"policy": jax.jit(policy.init)(jax.random.key(0))}, policy)
     config = recipe("grpo", **options, epochs=2, microbatches=2, kl_coef=0.2)
     policy = DECODER
     if "experts" in name or name == "offload":
@@ -121,7 +122,7 @@ def case_of(name: str) -> Case:
         params = params._replace(
             adapters=jax.tree.map(lambda x: x + 0.02 * jax.random.normal(next(noise), x.shape), params.adapters)
         )
-    return Case(config, grpo_method(policy, config), params, policy)
+    return Case(config, grpo_method(policy, config), {"policy": params}, policy)
 
 
 @cache
@@ -149,8 +150,8 @@ class Prepared(NamedTuple):
 
     learn: Any
     args: tuple[Any, ...]
-    score: Any = None
-    score_args: Any = None
+    score: Any
+    score_args: tuple[Any, ...]
 
 
 def prepared(case: Case, devices: Devices, *, recording: bool = True) -> Prepared:
@@ -161,17 +162,15 @@ def prepared(case: Case, devices: Devices, *, recording: bool = True) -> Prepare
     if recording:
         method = method._replace(optimizer=recorder(config.optimizer.epochs * config.optimizer.minibatches))
     programs = compile_programs(method, case.policy, TASK, config)
-    trained, frozen = method.split(place(case.start, devices))
-    state = place(programs.init_state(trained), devices)
+    trained, frozen = split(place(case.start, devices))
+    state = place(programs.initial_state(trained), devices)
     batch = to_devices(a_batch(V if case.policy is POLICY else MODEL.vocab_size), devices)
-    given = None
-    if programs.score is not None:
-        reference = method.actor(trained, frozen) if config.loss.objective.has_reference else None
-        given = trained, frozen, reference, batch
-        batch = with_scores(batch, programs.score(*given), config)
+    reference = join(trained, frozen)["policy"] if config.loss.objective.has_reference else None
+    to_score = trained, state.extras, frozen, reference, batch
+    batch = programs.score(*to_score)
     clock = to_devices(np.array([3, 5], np.uint32), devices, axes=None)
     graded = to_devices(rewards(), devices, axes=REWARD_AXES)
-    return Prepared(programs.learn, (state, frozen, None, batch, graded, clock), programs.score, given)
+    return Prepared(programs.learn, (state, frozen, None, batch, graded, clock), programs.score, to_score)
 
 
 @cache
@@ -234,7 +233,7 @@ def test_losses_have_the_gradients_of_one_device(name):
 @pytest.mark.slow
 def test_packed_completions_have_the_gradients_of_one_device(monkeypatch):
     monkeypatch.setattr(pieces, "_MAX_OVERHEAD", 2)  # rows of one completion each
-    case, piece_tokens = case_of("decoder"), 2 * (P + G * T)
+    case, piece_tokens = case_of("decoder"), P + G * T  # a batch of up to two pieces would stay whole
     case = case._replace(config=with_options(case.config, microbatches=0, piece_tokens=piece_tokens))
     found = []
     for devices in (1, ALL):
@@ -256,7 +255,7 @@ def sampled(devices: Devices, name: str = "decoder") -> Any:
     mask[:, -1] = True
     sampler = make_sampler(case_of(name).policy, TASK, config, devices=devices)
     given = Prompts(batch.prompt_ids, mask, []), completion_numbers(config), group_temperatures(config)
-    return sampler.complete(case_of(name).start, *given, noise_of(0, 0, 0))
+    return sampler.complete(case_of(name).start["policy"], *given, noise_of(0, 0, 0))
 
 
 @pytest.mark.slow
@@ -290,14 +289,15 @@ def wide_program(name: str, devices: Mesh) -> Any:
     config = on(devices, recipe("grpo", num_prompts=N, group_size=G, max_tokens=T, epochs=2))
     policy = decoder_policy(WIDE)
     start = jax.tree.map(lambda x: jnp.full(x.shape, 0.01), shapes_of(WIDE))
-    program = prepared(Case(config, grpo_method(policy, config), start, policy), devices, recording=False)
+    case = Case(config, grpo_method(policy, config), {"policy": start}, policy)
+    program = prepared(case, devices, recording=False)
     sampler = make_sampler(policy, TASK, config.sampling, devices=devices)
-    trained, batch = program.args[0].params, a_batch(MODEL.vocab_size)
+    trained, batch = program.args[0].params["policy"], a_batch(MODEL.vocab_size)
     prompts = (batch.prompt_ids, batch.prompt_mask, completion_numbers(config.sampling), batch.temperature)
     given = trained, *to_devices(prompts, devices), to_devices(noise_of(0, 0, 0), devices, axes=None)
     fn, args, held = {
         "sample": (sampler.program, given, given[0]),
-        "score": (program.score, program.score_args, program.score_args[:3]),
+        "score": (jax.jit(program.score), program.score_args, program.score_args[:4]),
         "learn": (program.learn, program.args, program.args[0]),
     }[name]
     return fn.lower(*args).compile(), held
@@ -352,7 +352,8 @@ RUN_TASK = Task(prompts, threes, prompts(99), str, (EOS,), PAD, MODEL.vocab_size
 def run_on(devices: Devices, path: Any, name: str = "decoder", **options: Any) -> tuple[Any, RunFolder]:
     config, case = with_options(on(devices, RUN), **options), case_of(name)
     run = RunFolder(path, dataclasses.asdict(config))
-    return train(case.policy, case.start, RUN_TASK, config, run), run
+    programs = make_programs(case.policy, RUN_TASK, config)
+    return train(case.start, RUN_TASK, config, run, programs, phase="grpo"), run
 
 
 @pytest.fixture(scope="module")

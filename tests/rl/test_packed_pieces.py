@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V, states
+from losses import loss_of
 
 from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.grpo import grpo_loss_fn
+from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.pieces import computed_in_pieces, lengths_of, packed, take
-from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_loss_fn, ppo_method, split
+from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method, score
 from grpo_jax.rl.scoring import score_completion_tokens
 from grpo_jax.rl.types import Batch
 from grpo_jax.rl.update import accumulate_grads
@@ -154,7 +155,7 @@ def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder)
     """Relative to the norm of each leaf. Rubbish in what is masked changes nothing either."""
     policy, params = (decoder_policy(PLAIN), params_of(PLAIN)) if is_decoder else BIGRAMS
     batch = a_batch()
-    loss_fn, aggregation = grpo_loss_fn(policy, recipe(preset).loss), PRESETS[preset].aggregation
+    loss_fn, aggregation = loss_of(grpo_method(policy, recipe(preset))), PRESETS[preset].aggregation
     spoiled = batch._replace(
         **{
             name: np.where(batch.completion_mask, getattr(batch, name), np.float32(np.nan))
@@ -166,7 +167,7 @@ def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder)
     def gradient(batch, in_rows):
         batch = batch._replace(weights=aggregation(batch.completion_mask, num_completions=N * G))
         pieces = packed(lengths_of(batch.completion_mask), 8, 2) if in_rows else None
-        return accumulate_grads(loss_fn, params, batch, pieces)
+        return accumulate_grads(loss_fn, {"policy": params}, batch, pieces)
 
     whole = gradient(batch, False)
     for given in (batch, spoiled):
@@ -184,7 +185,7 @@ def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder)
 def test_packed_completions_have_the_scores_and_the_gradient_of_ppo(kind):
     policy, critic, config = decoder_policy(PLAIN), critic_policy(PLAIN), with_options(PPOConfig(), critic=kind)
     params = add_critic(PLAIN, params_of(PLAIN), kind)
-    params = params._replace(critic=params.critic._replace(head=jnp.linspace(-1, 1, PLAIN.hidden_size)))
+    params["critic"] = params["critic"]._replace(head=jnp.linspace(-1, 1, PLAIN.hidden_size))
     rng = np.random.default_rng(1)
     batch = a_batch()._replace(
         ref_logprobs=None,  # the KL is in the reward
@@ -198,9 +199,9 @@ def test_packed_completions_have_the_scores_and_the_gradient_of_ppo(kind):
     @functools.partial(jax.jit, static_argnums=1)
     def both(batch, in_rows):
         pieces = packed(lengths_of(batch.completion_mask), 8, 2) if in_rows else None
-        scores = computed_in_pieces(lambda batch: method.score(*split(params), batch), batch, pieces)
+        scores = computed_in_pieces(lambda batch: score(policy, critic, params, batch), batch, pieces)
         weighted = batch._replace(weights=aggregation(batch.completion_mask, num_completions=N * G))
-        return scores, accumulate_grads(ppo_loss_fn(policy, critic, config), params, weighted, pieces)
+        return scores, accumulate_grads(loss_of(method), params, weighted, pieces)
 
     (scores, whole), (packed_scores, found) = (both(batch, in_rows) for in_rows in (False, True))
     for one, other in zip(scores, packed_scores, strict=True):
@@ -241,12 +242,12 @@ def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_padded_completions(
     policy, params = BIGRAMS
     nothing = np.zeros((N, G, T), bool)
     batch = a_batch()._replace(completion_mask=nothing, weights=nothing.astype(np.float32))
-    loss_fn = grpo_loss_fn(policy, recipe("grpo").loss)
+    loss_fn = loss_of(grpo_method(policy, recipe("grpo")))
 
     @jax.jit
     def both(batch):
         pieces = packed(lengths_of(batch.completion_mask), 8, 2)
-        return [accumulate_grads(loss_fn, params, batch, given) for given in (None, pieces)]
+        return [accumulate_grads(loss_fn, {"policy": params}, batch, given) for given in (None, pieces)]
 
     whole, found = both(batch)
     jax.tree.map(np.testing.assert_array_equal, found, whole)

@@ -8,13 +8,14 @@ import numpy as np
 import optax
 import pytest
 from bigrams import PARAMS, POLICY, V
+from losses import loss_of
 
 from grpo_jax import functional as F
 from grpo_jax.config import recipe
-from grpo_jax.devices import data_parallel
+from grpo_jax.devices import compiled
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
-from grpo_jax.rl.grpo import grpo_loss_fn
+from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.pieces import by_prompts
 from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
@@ -47,24 +48,35 @@ def ragged_batch() -> Batch:
     return batch._replace(old_logprobs=near[0], ref_logprobs=near[1], sampler_logprobs=near[2])
 
 
+def policy_loss(config):
+    """(parameters of the policy, batch, perhaps a reference's) -> loss, logs; as a run of this configuration has it."""
+    loss = loss_of(grpo_method(POLICY, config))
+
+    def loss_fn(params, batch, reference=None):
+        return loss({"policy": params} | ({} if reference is None else {"reference": reference}), batch)
+
+    return loss_fn
+
+
 @functools.cache
 def compiled_gradient(aggregation, num_microbatches, devices, preset):
     """(state, batch) -> gradient and metrics of a step, by an optimizer whose state is the gradient it was given."""
-    loss_fn = grpo_loss_fn(POLICY, recipe(preset).loss)
+    loss_fn = policy_loss(recipe(preset))
 
-    def step(state, batch, *, axis_name):
+    def step(state, batch):
         moved, metrics = train_step(
             state,
+            None,
             batch,
-            loss_fn=loss_fn,
-            aggregation=aggregation,
+            loss_fn=lambda params, others, batch: loss_fn(params, batch),
+            weights_of=aggregation,
             optimizer=optax.trace(decay=0.0),
-            microbatches=by_prompts(N // devices, num_microbatches),
-            axis_name=axis_name,
+            pieces=lambda rows: by_prompts(rows.prompt_ids.shape[0], num_microbatches),
+            devices=devices,
         )
         return moved.opt_state.trace, metrics
 
-    return data_parallel(step, (None, 0), (None, None), devices=devices)
+    return compiled(step, devices=devices)
 
 
 def gradient(batch, *, aggregation=F.token_mean_weights, num_microbatches=1, devices=1, preset="grpo"):
@@ -139,7 +151,7 @@ def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_lo
     reference = jax.tree.map(lambda x: 1.2 * x, PARAMS)
 
     def found(params):
-        loss, logs = grpo_loss_fn(POLICY, config.loss)(params, batch, reference)
+        loss, logs = policy_loss(config)(params, batch, reference)
         return loss, logs.means["kl"]
 
     def expected(params):
@@ -148,7 +160,7 @@ def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_lo
             for p in (params, reference)
         ]
         kl = F.kl_full(*logits, reverse=divergence == "reverse")
-        rest, _ = grpo_loss_fn(POLICY, recipe("grpo", kl_coef=0.0).loss)(params, batch)
+        rest, _ = policy_loss(recipe("grpo", kl_coef=0.0))(params, batch)
         return rest + 0.3 * jnp.sum(batch.weights * kl), F.masked_sum(kl, batch.completion_mask)
 
     one, other = (jax.jit(jax.value_and_grad(loss, has_aux=True))(PARAMS) for loss in (found, expected))
@@ -156,17 +168,19 @@ def test_a_divergence_of_the_whole_vocabulary_has_the_gradient_of_that_of_all_lo
     np.testing.assert_allclose(one[0][1], other[0][1], rtol=1e-4)
     assert_same_gradient(one[1], other[1], 1e-5)
     with pytest.raises(UsageError, match="needs the parameters of a reference"):
-        grpo_loss_fn(POLICY, config.loss)(PARAMS, batch)
+        policy_loss(config)(PARAMS, batch)
 
 
 def test_gradients_that_are_not_finite_change_nothing_but_the_count():
     optimizer = optax.adam(1e-2)
+    loss_fn = policy_loss(recipe("grpo"))
     step = jax.jit(
         lambda state, batch: train_step(
             state,
+            None,
             batch,
-            loss_fn=grpo_loss_fn(POLICY, recipe("grpo").loss),
-            aggregation=F.token_mean_weights,
+            loss_fn=lambda params, others, batch: loss_fn(params, batch),
+            weights_of=F.token_mean_weights,
             optimizer=optimizer,
         )
     )

@@ -1,0 +1,111 @@
+"""Programs of a run: how rows are mapped and summed over devices, and how many programs a run compiles."""
+
+import dataclasses
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bigrams import PARAMS, POLICY, V
+
+from grpo_jax.config import recipe
+from grpo_jax.data.types import pad_prompts, rng
+from grpo_jax.devices import compiled, map_rows, sum_rows, to_devices, to_host
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
+
+NOISE = np.random.default_rng(0)
+ROWS = {name: NOISE.normal(size=(8, 3)).astype(np.float32) for name in ("x", "y")}
+WEIGHTS = {name: NOISE.normal(size=(3, 4)).astype(np.float32) for name in ("first", "second")}
+
+
+def outputs(weights, rows):
+    """Arrays of rows that do not depend on each other."""
+    hidden = jnp.tanh(rows["x"] @ weights["first"])
+    return {"hidden": hidden, "number": jnp.sum(hidden * (rows["y"] @ weights["second"]), axis=-1)}
+
+
+def sums(weights, rows):
+    """The gradient of a sum over rows, that sum, and a maximum."""
+
+    def loss(weights):
+        numbers = outputs(weights, rows)["number"] ** 2
+        return jnp.sum(numbers), jnp.max(numbers)
+
+    (total, largest), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+    return (gradients, total), largest
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_mapped_rows_are_those_of_one_call(devices):
+    program = compiled(map_rows(outputs, devices), 0, devices=devices)
+    found, expected = program(WEIGHTS, to_devices(ROWS, devices)), jax.jit(outputs)(WEIGHTS, ROWS)
+    assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(found))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), to_host(found), to_host(expected))
+
+
+def test_several_trees_of_rows_are_mapped():
+    def scaled(weights, rows, factors):
+        return outputs(weights, rows)["number"] * factors["factor"]
+
+    factors = {"factor": np.arange(8, dtype=np.float32)}
+    found = compiled(map_rows(scaled, 4), 0, devices=4)(WEIGHTS, *to_devices((ROWS, factors), 4))
+    np.testing.assert_allclose(found, jax.jit(scaled)(WEIGHTS, ROWS, factors), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_summed_rows_have_the_gradient_and_the_maximum_of_all_rows(devices):
+    program = compiled(sum_rows(sums, devices), devices=devices)
+    (gradients, total), largest = to_host(program(WEIGHTS, to_devices(ROWS, devices)))
+    (expected, expected_total), expected_largest = to_host(jax.jit(sums)(WEIGHTS, ROWS))
+    for name, gradient in expected.items():
+        assert np.linalg.norm(gradient) > 0.1
+        assert np.linalg.norm(gradients[name] - gradient) <= 1e-6 * np.linalg.norm(gradient)
+    np.testing.assert_allclose(total, expected_total, rtol=1e-6)
+    np.testing.assert_allclose(largest, expected_largest, rtol=1e-6)
+
+
+# ---- programs of a run
+
+CONFIG = recipe(
+    "grpo", steps=4, num_prompts=8, group_size=4, max_tokens=3, kl_coef=0.1, minibatches=2, epochs=2, checkpoint_every=2
+)
+# How often each function is compiled, by the names that `compile_programs` and `make_sampler` give them.
+PROGRAMS = {"program": 1, "scores": 1, "learn_program": 1, "initial_state": 1}  # `program` samples
+
+
+def prompts(step: int):
+    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=7)
+
+
+TASK = Task(
+    prompts,
+    lambda examples, texts: [text.count("3") / 3 for text in texts],
+    prompts(999),
+    lambda ids: "".join(map(str, ids)),
+    (6,),
+    7,
+    V,
+)
+
+
+def count_compilations(caplog) -> dict[str, int]:
+    """Returns how often JAX compiled each function, or read it from the cache, by the function's name."""
+    names = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
+    return {name: names.count(name) for name in set(names)}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_compiles_each_program_once(tmp_path, caplog, devices):
+    config = dataclasses.replace(CONFIG, devices=devices)
+    programs = make_programs(POLICY, TASK, config)
+    run = RunFolder(tmp_path, dataclasses.asdict(config))
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        train({"policy": PARAMS}, TASK, config, run, programs, phase="grpo")
+    assert len(run.lines()) == config.steps
+    assert count_compilations(caplog) == PROGRAMS
