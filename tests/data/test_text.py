@@ -12,6 +12,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.stories import stories_task
@@ -167,7 +168,8 @@ def test_ids_are_never_encoded_again(tmp_path):
     config = recipe(steps=1, num_prompts=4, group_size=2, max_tokens=4, learning_rate=1e-3, kl_coef=0.0)
     run = RunFolder(tmp_path, dataclasses.asdict(config))
     policy = decoder_policy(ModelConfig(512, 8, 16, 1, 1, 1, 8, initializer_range=0.5))
-    train(policy, jax.jit(policy.init)(jax.random.key(0)), task, config, run)
+    params = {"policy": jax.jit(policy.init)(jax.random.key(0))}
+    train(params, task, config, run, make_programs(policy, task, config), phase="grpo")
     assert run.lines()[0]["first_ratio_deviation"] < 1e-4
 
 

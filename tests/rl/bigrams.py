@@ -1,15 +1,20 @@
-"""A policy that is a table of bigrams: it compiles at once, for tests of what looks at no model."""
+"""A policy that is a table of bigrams, and a task for it: they compile at once, for tests of what looks at no model."""
 
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.models.policy import Policy
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 V, D = 8, 5  # tokens, width
+EOS, PAD = 6, 7
 
 
 def states(params, ids):
-    """Of the tokens before."""
+    """Returns hidden states that depend only on the token before."""
     return jnp.tanh(params["before"])[ids]
 
 
@@ -31,3 +36,21 @@ def decoder(params):
 POLICY = Policy(None, lambda params: params["after"], hidden, prefill, decoder=decoder)
 normal = jax.jit(jax.random.normal, static_argnums=1)
 PARAMS = {name: normal(jax.random.key(number), (V, D)) for number, name in enumerate(["before", "after"])}
+
+
+def prompts(step: int):
+    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
+    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
+
+
+def says_three(examples, completions):
+    return [text.count("3") / 3 for text in completions]
+
+
+TASK = Task(prompts, says_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+
+
+def train_grpo(task, config, run, programs=None, *, params=PARAMS, policy=POLICY, **options):
+    """Trains a policy by GRPO, with programs of its own unless some are given. The arguments are those of `train`."""
+    programs = programs or make_programs(policy, task, config)
+    return train({"policy": params}, task, config, run, programs, phase="grpo", **options)

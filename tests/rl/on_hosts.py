@@ -81,7 +81,7 @@ def run(config: Config) -> None:
     task = Task(prompts, Threes(config.mode), prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
     programs = make_programs(POLICY, task, config.train)
     folder = flags.open_run(config)
-    state, _ = learn(PARAMS, task, config.train, folder, programs, phase="grpo")
+    state, _ = learn({"policy": PARAMS}, task, config.train, folder, programs, phase="grpo")
     checksum = params_sha256(state.params)
     if folder.writes:
         print("checksum", checksum, flush=True)

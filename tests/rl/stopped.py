@@ -10,13 +10,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigrams import PARAMS, POLICY, V
+from bigrams import TASK, train_grpo
 
 from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.runs import flags
-from grpo_jax.tasks.task import Task
-from grpo_jax.train import train
 
 STEPS = itertools.count(1)
 
@@ -34,11 +31,6 @@ def hang():
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 
 
-def prompts(step):
-    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=7)
-
-
 def reward(examples, completions):
     step = next(STEPS)
     print("step", step, flush=True)
@@ -52,8 +44,7 @@ def run(config):
     folder = flags.open_run(config)
     if os.environ["MODE"] == "start":
         hang()
-    task = Task(prompts, reward, prompts(999), lambda ids: "".join(map(str, ids)), (6,), 7, V)
-    train(POLICY, PARAMS, task, config.train, folder)
+    train_grpo(TASK._replace(reward=reward), config.train, folder)
     print("finished", flush=True)
 
 

@@ -5,24 +5,22 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from bigrams import PARAMS, POLICY, V
-from grpo_jax.rl.dynamic_sampling import sample_with_spread, select_on_devices
+from bigrams import EOS, PAD, POLICY, V, train_grpo
 
 from grpo_jax.config import recipe, with_options
-from grpo_jax.data.types import Completion, Component, Prompts, pad_prompts, rng
+from grpo_jax.data.types import Component, Prompts, Span, pad_prompts, rng
 from grpo_jax.devices import to_devices
 from grpo_jax.errors import UsageError
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.readable import token_texts
 from grpo_jax.rl.sampler import to_batch
-from grpo_jax.rl.types import Batch, Rollout
+from grpo_jax.rl.source import fresh, select_groups, until_spread
+from grpo_jax.rl.types import Graded, Rollout
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import train
 
-EOS, PAD = 6, 7
 CONFIG = recipe(
     steps=6, num_prompts=4, group_size=4, max_tokens=3, learning_rate=1e-2, checkpoint_every=2, max_rollouts=5
 )
@@ -43,18 +41,44 @@ TASK = Task(prompts, begins_with_three, prompts(999), lambda ids: "".join(map(st
 # ---- which groups
 
 
-def made_up(number: int, rewards, parts=None) -> tuple[Rollout, Batch]:
-    """A rollout whose every array and text says which group of which rollout it is."""
+def made_up(number: int, rewards, parts=None) -> Rollout:
+    """Returns a graded rollout whose every array says which group of which rollout it is of."""
     rewards = np.asarray(rewards, np.float32)
     names = 10 * number + np.arange(len(rewards))
     tokens = np.broadcast_to(names[:, None, None], (*rewards.shape, 2))
     completions = Completions(tokens, tokens >= 0, None, None, rewards > 9)
     examples = [{"prompt": str(name)} for name in names]
-    texts = [[Completion(str(name))] * rewards.shape[1] for name in names]
-    given = Prompts(tokens[:, 0], tokens[:, 0] >= 0, examples)
+    prompts = Prompts(tokens[:, 0], tokens[:, 0] >= 0, examples)
     components = {"raw": rewards if parts is None else np.asarray(parts, np.float32)}
-    rollout = Rollout(given, completions, texts, rewards, ~np.isnan(rewards), components, {"raw": 1.0})
-    return rollout, to_batch(given.ids, given.mask, tokens[..., 0] * 1.0, completions)
+    spans = np.empty(rewards.shape, object)
+    for i, j in np.ndindex(spans.shape):
+        spans[i, j] = (Span(0, 1, float(names[i]), "tokens"),)
+    graded = Graded(
+        rewards, ~np.isnan(rewards), components, tokens[..., 0], completions.truncated, names / 100, spans, {}
+    )
+    return Rollout(prompts, to_batch(prompts.ids, prompts.mask, tokens[..., 0] * 1.0, completions), graded=graded)
+
+
+def sample_until_spread(draw, *, max_rollouts, num_prompts, metric=""):
+    """Runs the source of dynamic sampling for the first step; returns its rollout and all groups together.
+
+    `draw` takes the number of a draw of the step.
+    """
+    config, seen = recipe(steps=1, num_prompts=num_prompts, max_rollouts=max_rollouts), []
+
+    def report(everything, step):
+        seen.append(everything)
+        return everything._replace(metrics={"all": len(everything.prompts.examples)})
+
+    def numbered(policy, index):
+        assert policy == "policy"
+        return draw(index)  # the first draw has the number of the step, 0, and the others follow behind the last step
+
+    source = until_spread(fresh(numbered), numbered, lambda rollout: rollout, report, config, 1, metric=metric)
+    begun = []
+    queue, rollout = source((), "policy", 0, lambda: begun.append(True))
+    assert (queue, len(begun), len(seen)) == ((), 1, 1)
+    return rollout, seen[0]
 
 
 FLAT, SPREAD, NOTHING = [1, 1], [0, 1], [np.nan, np.nan]
@@ -77,47 +101,47 @@ def test_the_first_groups_with_spread_are_taken(rollouts, limit, expected, drawn
         calls.append(number)
         return made_up(number, rollouts[number])
 
-    rollout, batch, everything, count = sample_with_spread(draw, max_rollouts=limit)
+    rollout, everything = sample_until_spread(draw, max_rollouts=limit, num_prompts=3)
     assert calls == list(range(drawn))
-    assert count == drawn
-    assert len(everything.texts) == 3 * drawn
-    for on_device, of_host in (
-        (batch.prompt_ids, rollout.prompts.ids),
-        (batch.completion_ids, rollout.completions.completion_ids),
-        (batch.temperature[:, 0], expected),
-    ):
-        np.testing.assert_array_equal(on_device, of_host)
+    assert rollout.metrics["rollouts"] == drawn
+    assert rollout.metrics["all"] == len(everything.prompts.examples) == len(everything.graded.rewards) == 3 * drawn
+    graded = rollout.graded
     for names in (
+        rollout.batch.prompt_ids[:, 0],
+        rollout.batch.completion_ids[:, 0, 0],
+        rollout.batch.temperature[:, 0],
         rollout.prompts.ids[:, 0],
-        rollout.completions.completion_ids[:, 0, 0],
         [int(example["prompt"]) for example in rollout.prompts.examples],
-        [int(group[0]) for group in rollout.texts],
+        graded.lengths[:, 0],
+        100 * graded.distinct,
+        [of_row[0].reward for of_row in graded.parts[:, 0]],
     ):
         np.testing.assert_array_equal(names, expected)
     wanted = [rollouts[name // 10][name % 10] for name in expected]
-    np.testing.assert_array_equal(rollout.rewards, np.asarray(wanted, np.float32))
-    np.testing.assert_array_equal(rollout.components["raw"], rollout.rewards)
+    np.testing.assert_array_equal(graded.rewards, np.asarray(wanted, np.float32))
+    np.testing.assert_array_equal(graded.components["raw"], graded.rewards)
 
 
 def test_spread_of_a_component_is_what_counts():
     # A length penalty gives every group spread in the sum; the answers of the first are all the same.
-    first, second = made_up(0, [[0.9, 1.0], [0.1, 1.0]], [FLAT, SPREAD]), made_up(1, [[1, 0], [0, 0]], [SPREAD, FLAT])
-    assert sample_with_spread(lambda number: [first, second][number], max_rollouts=2).draws == 1
-    sampled = sample_with_spread(lambda number: [first, second][number], max_rollouts=2, metric="raw")
-    assert sampled.draws == 2
-    np.testing.assert_array_equal(sampled.rollout.prompts.ids[:, 0], [1, 10])
+    both = made_up(0, [[0.9, 1.0], [0.1, 1.0]], [FLAT, SPREAD]), made_up(1, [[1, 0], [0, 0]], [SPREAD, FLAT])
+    by_sum, _ = sample_until_spread(lambda number: both[number], max_rollouts=2, num_prompts=2)
+    assert by_sum.metrics["rollouts"] == 1
+    by_raw, _ = sample_until_spread(lambda number: both[number], max_rollouts=2, num_prompts=2, metric="raw")
+    assert by_raw.metrics["rollouts"] == 2
+    np.testing.assert_array_equal(by_raw.prompts.ids[:, 0], [1, 10])
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("draws", [2, 3])
 def test_groups_on_the_devices_are_those_of_numpy(devices, draws):
-    batches = [made_up(number, [SPREAD] * 4)[1] for number in range(draws)]
+    batches = [made_up(number, [SPREAD] * 4).batch for number in range(draws)]
     on_devices = [to_devices(batch, devices) for batch in batches]
     whole = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
     noise = np.random.default_rng(0)
     for _ in range(4):
         groups = np.sort(noise.choice(4 * draws, 4, replace=False))
-        chosen = select_on_devices(on_devices, groups, devices)
+        chosen = select_groups(on_devices, groups, devices)
         jax.tree.map(lambda x, y, groups=groups: np.testing.assert_array_equal(x, y[groups]), chosen, whole)
         # The next program is compiled for where they are.
         places = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), chosen, on_devices[0])
@@ -134,12 +158,12 @@ def open_run(path) -> RunFolder:
 def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_path):
     programs, scored = make_programs(POLICY, TASK, CONFIG), []
 
-    def score(trained, frozen, reference, batch):
+    def score(trained, extras, frozen, start, batch):
         scored.append(batch.prompt_ids.shape)
-        return programs.score(trained, frozen, reference, batch)
+        return programs.score(trained, extras, frozen, start, batch)
 
     whole, cut = open_run(tmp_path / "whole"), open_run(tmp_path / "cut")
-    expected = train(POLICY, PARAMS, TASK, CONFIG, whole, programs=programs._replace(score=score))
+    expected = train_grpo(TASK, CONFIG, whole, programs._replace(score=score))
     lines = whole.lines()
     assert max(line["rollouts"] for line in lines) > 1
     assert scored == [(4, 3)] * 6  # the groups that are kept, once a step
@@ -160,8 +184,8 @@ def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_p
         return prompts(number)
 
     with pytest.raises(Stop):
-        train(POLICY, PARAMS, TASK._replace(prompts=stopping), CONFIG, cut, programs=programs)
-    resumed = train(POLICY, PARAMS, TASK, CONFIG, open_run(tmp_path / "cut"), programs=programs)
+        train_grpo(TASK._replace(prompts=stopping), CONFIG, cut, programs)
+    resumed = train_grpo(TASK, CONFIG, open_run(tmp_path / "cut"), programs)
     assert params_sha256(resumed) == params_sha256(expected)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert (cut.path / name).read_text() == (whole.path / name).read_text()
@@ -170,7 +194,7 @@ def test_a_run_learns_from_groups_with_spread_and_resumes_to_the_same_bits(tmp_p
 def test_a_cap_that_was_hit_is_said(tmp_path, capsys):
     config = with_options(CONFIG, steps=1, max_rollouts=2)
     run = RunFolder(tmp_path, dataclasses.asdict(config))
-    train(POLICY, PARAMS, TASK._replace(reward=lambda examples, texts: [1.0] * len(texts)), config, run)
+    train_grpo(TASK._replace(reward=lambda examples, texts: [1.0] * len(texts)), config, run)
     line = run.lines()[0]
     assert (line["rollouts"], line["zero_spread_share"], line["update_zero_spread_share"]) == (2, 1, 1)
     assert "raise max_rollouts" in " ".join(capsys.readouterr().out.split())

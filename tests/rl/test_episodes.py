@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import PARAMS, POLICY, V
+from bigrams import EOS, PAD, PARAMS, POLICY, V, train_grpo
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.episodes import Reply, environment, episode_return
@@ -19,17 +19,17 @@ from grpo_jax.functional import turn_advantages
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups
-from grpo_jax.rl.grpo import grpo_loss_fn, make_programs
+from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.keys import SAMPLING, noise_of
 from grpo_jax.rl.pieces import lengths_of, packed
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
+from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.types import Forward
 from grpo_jax.rl.update import accumulate_grads
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task, random_reward
-from grpo_jax.train import train
 
-EOS, PAD = 6, 7
 CONFIG = recipe(
     steps=4,
     num_prompts=4,
@@ -90,7 +90,7 @@ def programs_of_echo():
 def train_bigrams(task, run, config=CONFIG):
     """What learns is compiled once: it knows no environment."""
     programs = programs_of_echo()._replace(sampler=make_sampler(POLICY, task, config.sampling))
-    return train(POLICY, PARAMS, task, config, run, programs=programs)
+    return train_grpo(task, config, run, programs)
 
 
 @functools.cache
@@ -117,7 +117,7 @@ def sample(task, config=CONFIG, policy=POLICY, params=PARAMS):
 def test_first_ratio_is_one_over_three_turns_of_any_lengths(tmp_path):
     config = with_options(CONFIG, steps=2, preset="dapo", minibatches=2, temperature=1.2)
     run = open_run(tmp_path, config)
-    train(DECODER, decoder_params(), ECHO, config, run)
+    train_grpo(ECHO, config, run, params=decoder_params(), policy=DECODER)
     for line in run.lines():
         assert line["turns_mean"] > 1.5
         assert line["length_min"] < line["length_max"]
@@ -135,8 +135,13 @@ def loss_of_hidden():
         weights=jax.jit(CONFIG.loss.objective.aggregation)(mask),
     )
     hidden = jax.jit(DECODER.hidden)(decoder_params(), batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
-    loss_fn = grpo_loss_fn(DECODER, CONFIG.loss)
-    return hidden, lambda hidden: loss_fn(decoder_params(), batch, hidden=hidden)
+    (objective,) = grpo_method(DECODER, CONFIG).terms
+
+    def loss(hidden):
+        scores = score_completion_tokens(DECODER, decoder_params(), batch, hidden=hidden)
+        return objective({"policy": decoder_params()}, Forward(hidden, scores.logprobs, scores.entropy), batch)
+
+    return hidden, loss
 
 
 def test_tokens_of_the_environment_have_no_gradient():
@@ -160,7 +165,12 @@ def test_packed_episodes_have_the_gradient_of_padded_ones():
         ref_logprobs=batch.sampler_logprobs - 0.1,
         weights=CONFIG.loss.objective.aggregation(mask),
     )
-    loss_fn = grpo_loss_fn(DECODER, CONFIG.loss)
+    method = grpo_method(DECODER, CONFIG)
+    (objective,) = method.terms
+
+    def loss_fn(params, piece):
+        models = {"policy": params}
+        return objective(models, method.forward(models, piece), piece)
 
     @functools.partial(jax.jit, static_argnums=1)
     def gradients(params, packs):
@@ -178,7 +188,7 @@ def test_an_episode_of_one_turn_gives_the_numbers_of_a_completion(tmp_path):
     found = []
     for name, task in {"alone": TASK, "done": done}.items():
         run = open_run(tmp_path / name, alone)
-        state = train(POLICY, PARAMS, task, alone, run)
+        state = train_grpo(task, alone, run)
         found.append((params_sha256(state.params), run.lines()))
     (sha, lines), (other_sha, others) = found
     assert sha == other_sha
@@ -189,31 +199,46 @@ def test_an_episode_of_one_turn_gives_the_numbers_of_a_completion(tmp_path):
 
 
 def learned_by_turns(task, folder, **options):
-    """A step with an advantage for each turn: the run, the batch, the rewards and the advantages."""
+    """Takes a step with an advantage for each turn; returns the run, the batch, the rewards and the advantages."""
     config, seen = with_options(CONFIG, advantages_of="turns", steps=1), []
     programs = make_programs(POLICY, task, config)
-    advantages = jax.jit(lambda rewards, batch: programs.method.advantages(rewards, batch, 0.0, None))
+    advantage = jax.jit(lambda rewards, batch: programs.method.advantage(rewards, batch, 0.0))
 
-    def recorded(state, frozen, reference, batch, rewards, clock):
-        seen.append(jax.device_get((batch, rewards, advantages(rewards, batch))))
-        return programs.learn(state, frozen, reference, batch, rewards, clock)
+    def recorded(state, frozen, start, batch, rewards, clock):
+        seen.append(jax.device_get((batch, rewards, advantage(rewards, batch))))
+        return programs.learn(state, frozen, start, batch, rewards, clock)
 
     run = open_run(folder, config)
-    train(POLICY, PARAMS, task, config, run, programs=programs._replace(learn=recorded), **options)
+    train_grpo(task, config, run, programs._replace(learn=recorded), **options)
     return run, *seen[0]
+
+
+def turn_rewards(batch, rewards):
+    """Returns what each turn earned, `[N, G, K]`, after asserting that it is at the turn's last token."""
+    of_policy = np.where(batch.completion_mask, batch.turn, 0)
+    earned = np.zeros((*of_policy.shape[:2], 3), np.float32)
+    at_ends = np.zeros(of_policy.shape, bool)
+    for i, j in np.ndindex(of_policy.shape[:2]):
+        for number in range(1, of_policy[i, j].max() + 1):
+            last = np.flatnonzero(of_policy[i, j] == number)[-1]
+            at_ends[i, j, last], earned[i, j, number - 1] = True, rewards.parts[i, j, last]
+    np.testing.assert_array_equal(at_ends, ~np.isnan(rewards.parts))
+    return earned
 
 
 def test_advantages_by_turn_are_those_of_what_is_still_to_come(tmp_path):
     task = ECHO._replace(reward={"threes": Component(says_three), "environment": Component(episode_return, 0.5)})
-    run, batch, rewards, found = learned_by_turns(task, tmp_path)
+    run, batch, rewards, (learned, logged, _) = learned_by_turns(task, tmp_path)
     last = np.asarray(batch.turn).max(-1)
     assert len({*last.ravel().tolist()}) > 1
-    np.testing.assert_allclose(rewards.turns.sum(-1), rewards.rewards, rtol=1e-5)
+    by_turn = turn_rewards(batch, rewards)
+    np.testing.assert_allclose(by_turn.sum(-1), rewards.rewards, rtol=1e-5)
     taken = np.arange(1, 4) <= last[..., None]
-    expected = np.asarray(jax.jit(turn_advantages)(rewards.turns, where=taken))
+    expected = np.asarray(jax.jit(turn_advantages)(by_turn, where=taken))
     for place in np.ndindex(batch.turn.shape):
         if batch.completion_mask[place]:
-            assert found.batch.advantages[place] == pytest.approx(expected[place[:2]][batch.turn[place] - 1], abs=1e-6)
+            of_turn = expected[place[:2]][batch.turn[place] - 1]
+            assert learned.advantages[place] == logged[place] == pytest.approx(of_turn, abs=1e-6)
     by_group = run.lines("rollouts.jsonl")[0]
     np.testing.assert_allclose(by_group["advantages"], expected[0, :, 0], atol=1e-4)
 
@@ -222,11 +247,11 @@ def test_a_reward_in_place_of_the_tasks_is_in_place_of_the_environments(tmp_path
     _, batch, rewards, _ = learned_by_turns(ECHO, tmp_path / "coin", reward=random_reward(0))
     is_last = np.arange(1, 4) == np.asarray(batch.turn).max(-1)[..., None]
     assert {*np.unique(rewards.rewards)} == {0, 1}
-    np.testing.assert_array_equal(rewards.turns, np.where(is_last, rewards.rewards[..., None], 0))
-    # Beside the task's own reward the environment's are kept.
+    np.testing.assert_array_equal(turn_rewards(batch, rewards), np.where(is_last, rewards.rewards[..., None], 0))
+    # Alongside the task's own reward, the environment's count.
     both = {"own": Component(says_three), "coin": Component(random_reward(0))}
     _, batch, rewards, _ = learned_by_turns(ECHO, tmp_path / "both", reward=both)
-    assert np.any(rewards.turns[np.arange(1, 4) < np.asarray(batch.turn).max(-1)[..., None]])
+    assert np.any(turn_rewards(batch, rewards)[np.arange(1, 4) < np.asarray(batch.turn).max(-1)[..., None]])
 
 
 @pytest.mark.slow
@@ -409,6 +434,6 @@ def test_a_run_that_is_cut_within_a_turn_ends_with_the_same_bytes(tmp_path):
 @pytest.mark.slow
 def test_nothing_compiles_after_the_first_step(tmp_path):
     run = open_run(tmp_path)
-    train(POLICY, PARAMS, ECHO, CONFIG, run)
+    train_grpo(ECHO, CONFIG, run)
     counts = [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]
     assert counts == [counts[0]] * 4

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import PARAMS, POLICY, V
+from bigrams import POLICY, V, train_grpo
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import pad_prompts, rng
@@ -57,7 +57,7 @@ def open_run(path, config=CONFIG) -> RunFolder:
 
 def run_whole(path, programs, config=CONFIG, task=TASK, **options):
     run = open_run(path, config)
-    state = train(POLICY, PARAMS, task, config, run, programs=programs, **options)
+    state = train_grpo(task, config, run, programs, **options)
     return state, run
 
 
@@ -188,12 +188,12 @@ def test_a_run_that_is_cut_off_anywhere_ends_the_same(tmp_path, programs, uncut,
         with monkeypatch.context() as patch:
             patch.setattr(Checkpoints, "save", stopping)
             with pytest.raises(Stop):
-                train(POLICY, PARAMS, TASK, CUT, run, programs=programs, evaluate=evaluate)
+                train_grpo(TASK, CUT, run, programs, evaluate=evaluate)
     else:
         number = {"prompts": step + 1, "evaluate": step // 2, "log": step + 1}.get(place, step)
         task, options = cut_at(place, number, run)
         with pytest.raises(Stop):
-            train(POLICY, PARAMS, task, CUT, run, programs=programs, **options)
+            train_grpo(task, CUT, run, programs, **options)
     state, _ = run_whole(tmp_path, programs, CUT, evaluate=evaluate)
     digest, whole = uncut
     assert params_sha256(state) == digest

@@ -5,29 +5,24 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from bigrams import PARAMS, POLICY, V
-from grpo_jax.rl.rollout import Outcomes, grade, outcomes_of_hosts
+from bigrams import EOS, PAD, POLICY, prompts, train_grpo
+from bigrams import TASK as THREES
 
 from grpo_jax.config import recipe, validate, with_options
-from grpo_jax.data.types import Component, Span, pad_prompts, rng
+from grpo_jax.data.types import Component, Span
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import group_advantages
-from grpo_jax.rl.grade import reward_arrays
-from grpo_jax.rl.grpo import advantages_by_span, make_programs
+from grpo_jax.rl.advantages import by_part
+from grpo_jax.rl.grade import grade_completions, reward_arrays
+from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.types import Graded
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.tasks.task import Task
-from grpo_jax.train import train
 
-EOS, PAD, T = 6, 7, 4
+T = 4
 CONFIG = recipe(
     steps=30, num_prompts=8, group_size=4, max_tokens=T, learning_rate=5e-2, kl_coef=0.0, advantages_of="spans"
 )
-
-
-def prompts(step: int):
-    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
 
 
 def threes(examples, completions):
@@ -35,45 +30,43 @@ def threes(examples, completions):
     return [[Span(i, i + 1, float(text[i] == "3")) for i in range(len(text))] for text in completions]
 
 
-TASK = Task(prompts, threes, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
+TASK = THREES._replace(reward=threes)
 
 
-def outcomes(ids, reward) -> Outcomes:
+def grade(ids, reward) -> Graded:
+    """Grades completions of the first prompt."""
     ids = np.array(ids, np.int32)
-    mask = ids != PAD
-    completions = Completions(ids, mask, None, None, ~(ids == EOS).any(-1))
-    given = prompts(0)
-    given = given._replace(ids=given.ids[:1], mask=given.mask[:1], examples=given.examples[:1])
-    return outcomes_of_hosts(grade(given, completions, TASK, reward), given, 1)
+    first = prompts(0)
+    first = first._replace(ids=first.ids[:1], mask=first.mask[:1], examples=first.examples[:1])
+    completions = Completions(ids, ids != PAD, None, None, ~(ids == EOS).any(-1))
+    return grade_completions(first, completions, TASK, reward)
 
 
 def test_rewards_stand_at_the_ends_of_spans_and_the_rest_at_the_last():
-    found = outcomes(
-        [[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], {"a": Component(threes), "b": Component(lambda *_: [5, 7])}
-    )
-    earned = reward_arrays(found, "spans", T).spans
+    graded = grade([[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], {"a": Component(threes), "b": Component(lambda *_: [5, 7])})
+    earned = reward_arrays(graded, "spans", T, threes).parts
     np.testing.assert_array_equal(earned, [[[1, 0, 6, np.nan], [7, np.nan, np.nan, np.nan]]])
-    np.testing.assert_array_equal(np.nansum(earned, -1), found.rewards)
+    np.testing.assert_array_equal(np.nansum(earned, -1), graded.rewards)
 
 
 def test_without_spans_a_completion_is_one():
-    found = outcomes([[[3, 0, 3, EOS], [0, EOS, PAD, PAD], [1, 2, 3, 4]]], lambda *_: [1.0, None, 3.0])
-    arrays = reward_arrays(found, "spans", T)
-    np.testing.assert_array_equal(np.isnan(arrays.spans).argmin(-1), [[3, 1, 3]])
-    advantages = jax.jit(advantages_by_span)(arrays)
-    expected = jax.jit(group_advantages)(found.rewards, where=found.applicable)
+    graded = grade([[[3, 0, 3, EOS], [0, EOS, PAD, PAD], [1, 2, 3, 4]]], lambda *_: [1.0, None, 3.0])
+    arrays = reward_arrays(graded, "spans", T, threes)
+    np.testing.assert_array_equal(np.isnan(arrays.parts).argmin(-1), [[3, 1, 3]])
+    advantages = jax.jit(by_part)(arrays)
+    expected = jax.jit(group_advantages)(graded.rewards, where=graded.applicable)
     np.testing.assert_allclose(advantages, np.repeat(expected[..., None], T, -1), rtol=1e-6)
 
 
 def test_a_reward_that_is_nan_stays_visible():
-    found = outcomes([[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], lambda *_: [float("nan"), 1.0])
-    advantages = jax.jit(advantages_by_span)(reward_arrays(found, "spans", T))
+    graded = grade([[[3, 0, 3, EOS], [0, EOS, PAD, PAD]]], lambda *_: [float("nan"), 1.0])
+    advantages = jax.jit(by_part)(reward_arrays(graded, "spans", T, threes))
     assert np.isnan(advantages[0, 0]).all()
 
 
 def test_a_run_learns_from_spans_and_shows_them(tmp_path):
     run = RunFolder(tmp_path, dataclasses.asdict(CONFIG))
-    train(POLICY, PARAMS, TASK, CONFIG, run)
+    train_grpo(TASK, CONFIG, run)
     lines = run.lines()
     first, last = (np.mean([line["reward"] for line in part]) for part in (lines[:5], lines[-5:]))
     assert last > first + 0.5
@@ -91,7 +84,7 @@ def test_a_run_learns_from_spans_and_shows_them(tmp_path):
 def test_dynamic_sampling_keeps_the_spans_of_the_groups_it_keeps(tmp_path):
     config = with_options(CONFIG, steps=2, max_rollouts=3, rollouts_every=1)
     run = RunFolder(tmp_path, dataclasses.asdict(config))
-    train(POLICY, PARAMS, TASK, config, run)
+    train_grpo(TASK, config, run)
     for group in run.lines("rollouts.jsonl"):
         assert [len(spans) for spans in group["spans"]] == [len(text) for text in group["completions"]]
 

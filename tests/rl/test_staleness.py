@@ -1,4 +1,4 @@
-"""Completions of an earlier policy: which one sampled, what corrections see, and exact resume."""
+"""Rollouts that wait in a queue: which policy sampled them, what corrections see, and exact resume."""
 
 import dataclasses
 from functools import partial
@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import PARAMS, POLICY, V
+from bigrams import PARAMS, POLICY, TASK, prompts, train_grpo
 
-from experiments.whole_run import DeviceTask, heldout_of, prompts_of, whole_run
 from grpo_jax.config import recipe, validate, with_options
-from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.devices import to_host
 from grpo_jax.errors import UsageError
 from grpo_jax.rl.grpo import grpo_method, make_programs
@@ -20,10 +18,8 @@ from grpo_jax.rl.sampler import completion_numbers, group_temperatures
 from grpo_jax.rl.scoring import score_completion_tokens
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.tasks.task import Task
-from grpo_jax.train import train
 
-EOS, PAD, STEPS, STALENESS = 6, 7, 6, 2
+STEPS, STALENESS = 6, 2
 OPTIONS = {"num_prompts": 8, "group_size": 4, "max_tokens": 3, "learning_rate": 5e-2}
 CONFIG = recipe(
     steps=STEPS,
@@ -36,18 +32,6 @@ CONFIG = recipe(
 )
 
 
-def prompts(step: int):
-    tokens = rng(step).integers(0, 6, (8, 2)).tolist()
-    return pad_prompts(tokens, [{"prompt": str(t)} for t in tokens], width=3, pad_id=PAD)
-
-
-def says_three(examples, completions):
-    return [text.count("3") / 3 for text in completions]
-
-
-TASK = Task(prompts, says_three, prompts(999), lambda ids: "".join(map(str, ids)), (EOS,), PAD, V)
-
-
 @pytest.fixture(scope="module")
 def programs():
     return make_programs(POLICY, TASK, CONFIG)
@@ -55,56 +39,123 @@ def programs():
 
 def trained(path, programs, config=CONFIG, **options):
     run = RunFolder(path, dataclasses.asdict(config))
-    return run, train(POLICY, PARAMS, TASK, config, run, programs=programs, **options)
+    return run, train_grpo(TASK, config, run, programs, **options)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, programs):
+    """A run that nobody stopped, and its final state."""
+    return trained(tmp_path_factory.mktemp("whole"), programs)
 
 
 def params_after(run, step):
-    """Those of the policy after so many steps."""
+    """Returns the parameters of the policy after so many steps."""
     if step <= 0:
         return PARAMS
     with run.checkpoints("grpo", keep=STEPS) as checkpoints:
         return checkpoints.restore_params(PARAMS, step)[0]
 
 
-def test_each_step_samples_by_the_policy_of_so_many_steps_before(tmp_path, programs):
-    run, _ = trained(tmp_path, programs)
+def sampled_by(programs, params, index):
+    """Returns the completions of a rollout, by its number, if these parameters sample it."""
     numbers, temperature = completion_numbers(CONFIG.sampling), group_temperatures(CONFIG.sampling)
-    for step in range(STEPS):
-        sampler = params_after(run, step - STALENESS)
-        noise = noise_of(CONFIG.seed, SAMPLING, step)
-        _, completions = programs.sampler.sample(sampler, prompts(step), jnp.asarray(numbers), temperature, noise)
-        ids, mask = to_host((completions.completion_ids, completions.completion_mask))
-        expected = [
-            TASK.decode(i[m & (i != EOS)].tolist())
-            for i, m in zip(ids.reshape(32, -1), mask.reshape(32, -1), strict=True)
-        ]
-        logged = [group for group in run.lines("rollouts.jsonl") if group["step"] == step + 1]
-        texts = [text for group in logged for text in group["completions"]]
-        assert texts == expected[: len(texts)]
-        assert len(texts) >= 8
+    noise = noise_of(CONFIG.seed, SAMPLING, index)
+    return to_host(programs.sampler.sample(params, prompts(index), numbers, temperature, noise)[0])
 
 
-def test_the_metrics_show_how_far_the_policy_has_moved(tmp_path, programs):
-    run, _ = trained(tmp_path, programs)
+def test_tokens_of_a_step_are_those_of_the_policy_of_so_many_steps_before(tmp_path, programs):
+    learned_from = []
+
+    def learn(state, frozen, start, batch, rewards, clock):
+        learned_from.append(to_host(batch))
+        return programs.learn(state, frozen, start, batch, rewards, clock)
+
+    run, _ = trained(tmp_path, programs._replace(learn=learn))
+    assert len(learned_from) == STEPS
+    differs = []
+    for step, batch in enumerate(learned_from):
+        expected = sampled_by(programs, params_after(run, step - STALENESS), step)
+        for name in ("prompt_ids", "completion_ids", "completion_mask", "sampler_logprobs"):
+            np.testing.assert_array_equal(getattr(batch, name), getattr(expected, name))
+        present = sampled_by(programs, params_after(run, step), step)
+        differs.append(bool((batch.sampler_logprobs != present.sampler_logprobs).any()))
+        # What people read is of the same rollout.
+        ids, mask = (x.reshape(32, -1) for x in (expected.completion_ids, expected.completion_mask))
+        texts = [TASK.decode(i[m & ~np.isin(i, TASK.eos_ids)].tolist()) for i, m in zip(ids, mask, strict=True)]
+        groups = [group for group in run.lines("rollouts.jsonl") if group["step"] == step + 1]
+        logged = [text for group in groups for text in group["completions"]]
+        assert len(logged) >= 8
+        assert logged == texts[: len(logged)]
+    assert differs == [False] + [True] * (STEPS - 1)
+
+
+def test_the_metrics_show_how_far_the_policy_has_moved(whole):
+    run, _ = whole
     mismatch = [line["first_sampler_mismatch"] for line in run.lines()]
     assert mismatch[0] == pytest.approx(1, abs=1e-5)  # the start is the policy
     assert min(mismatch[1:]) > 1.001
     assert not run.lines("warnings.jsonl")
 
 
-def test_a_run_goes_on_from_any_step_as_if_it_had_not_stopped(tmp_path, programs):
-    whole, state = trained(tmp_path / "whole", programs)
-    run, _ = trained(tmp_path / "parts", programs, until=3)
-    run, resumed = trained(tmp_path / "parts", programs)
-    assert params_sha256(resumed) == params_sha256(state)
-    assert run.lines() == whole.lines()
-    assert run.lines("rollouts.jsonl") == whole.lines("rollouts.jsonl")
+def assert_same(run, state, whole):
+    """Asserts that a run has left what the whole one did."""
+    expected, expected_state = whole
+    assert params_sha256(state) == params_sha256(expected_state)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (run.path / name).read_bytes() == (expected.path / name).read_bytes()
 
 
-def test_without_staleness_no_parameters_are_kept(programs):
-    assert len(programs.init_state(PARAMS).earlier) == STALENESS
-    synchronous = make_programs(POLICY, TASK, with_options(CONFIG, staleness=0))
-    assert synchronous.init_state(PARAMS).earlier == ()
+@pytest.mark.parametrize("step", [1, 3])  # with rollouts of the start in the queue, and without
+def test_a_run_goes_on_from_any_step_as_if_it_had_not_stopped(tmp_path, programs, whole, step):
+    trained(tmp_path, programs, until=step)
+    assert_same(*trained(tmp_path, programs), whole)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", [0, 1, 4])
+def test_a_run_that_is_killed_while_it_grades_resumes_to_the_bit(tmp_path, programs, whole, step):
+    count = iter(range(STEPS))
+
+    def reward(examples, completions):
+        if next(count) == step:
+            raise Stop
+        return TASK.reward(examples, completions)
+
+    config = with_options(CONFIG, checkpoint_every=3)
+    with pytest.raises(Stop):
+        trained(tmp_path, programs, config, reward=reward)
+    assert_same(*trained(tmp_path, programs, config), whole)
+
+
+def test_a_run_can_be_extended_for_its_queue_holds_rollouts_past_the_last_step(tmp_path, programs, whole):
+    short = with_options(CONFIG, steps=4)
+    run, state = trained(tmp_path, programs, short)
+    for index, (batch, _) in enumerate(state.queue, start=4):
+        expected = sampled_by(programs, params_after(run, index - STALENESS), index)
+        jax.tree.map(np.testing.assert_array_equal, to_host(batch), expected)
+    assert_same(*trained(tmp_path, programs), whole)
+
+
+def test_a_checkpoint_holds_a_queue_of_rollouts_and_no_copies_of_parameters(whole):
+    run, state = whole
+    assert len(state.queue) == STALENESS
+    with run.checkpoints("grpo", keep=STEPS) as checkpoints:
+        restored, step = checkpoints.restore(lambda: jax.tree.map(jnp.zeros_like, state))
+    assert step == STEPS
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    # Parameters, two moments of each, and none besides.
+    shapes = [x.shape for x in jax.tree.leaves(state)]
+    for shape in {x.shape for x in jax.tree.leaves(PARAMS)}:
+        assert shapes.count(shape) == 3 * len(PARAMS)
+    assert [batch.completion_ids.shape for batch, _ in restored.queue] == [(8, 4, 3)] * STALENESS
+
+
+def test_without_staleness_nothing_waits(tmp_path):
+    _, state = trained(tmp_path, None, with_options(CONFIG, steps=2, staleness=0, correction="none"))
+    assert state.queue == ()
 
 
 def test_the_sampler_runs_again_for_old_log_probabilities(tmp_path):
@@ -129,6 +180,8 @@ def test_the_sampler_runs_again_for_old_log_probabilities(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("old_logprobs", ["trainer", "sampler"])
 def test_the_run_as_one_program_is_as_stale(tmp_path, old_logprobs):
+    from experiments.whole_run import DeviceTask, heldout_of, prompts_of, whole_run  # only this test needs them
+
     config = recipe(steps=4, staleness=STALENESS, eval_every=4, old_logprobs=old_logprobs, **OPTIONS)
 
     def on_device(targets, completions, key):

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_jax.runs import flags, stopping
 
-WHERE = Path(__file__).parents[1] / "training"
+WHERE = Path(__file__).parents[1] / "rl"
 
 
 def start(folder: Path, *args: str, mode: str = "") -> subprocess.Popen:
