@@ -39,7 +39,6 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.models.lora import join, merge, split
 from grpo_jax.models.peft import load_adapter
-from grpo_jax.train import train
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
@@ -48,6 +47,7 @@ from grpo_jax.statistics import cell
 from grpo_jax.tasks.arithmetic import EOS_ID
 from grpo_jax.tasks.stories import stories_task
 from grpo_jax.tasks.task import random_reward
+from grpo_jax.train import train
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 ROOT = Path(__file__).parents[2]
