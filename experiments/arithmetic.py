@@ -72,7 +72,7 @@ def main(config: Config) -> None:
     programs = make_programs(policy, task, config.train)  # refuses bad options before anything is compiled
     run = flags.open_run(config)
     params = warm_start(policy, config.warm, config.train.seed, run)
-    rows, checksum = train_with_control(params, task, config.train, run, programs)
+    rows, checksum = train_with_control({"policy": params}, task, config.train, run, programs)
     show(run, rows, "grpo")
     finish(run, rows, checksum, CURVES, started)
 
