@@ -76,7 +76,7 @@ def main(config: Config) -> None:
     run = flags.open_run(config)
     run.console.print(PHASES, highlight=False, soft_wrap=True)
     params = warm_start(policy, config.warm, config.train.seed, run)
-    rows, checksum = train_with_control(params, task, config.train, run, programs)
+    rows, checksum = train_with_control({"policy": params}, task, config.train, run, programs)
     show(run, rows, "grpo")
     finish(run, rows, checksum, CURVES, started)
 

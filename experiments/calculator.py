@@ -78,7 +78,7 @@ def main(config: Config) -> None:
     programs = make_programs(policy, task, train)  # refuses bad options before anything is compiled
     run = flags.open_run(config)
     params = warm_start(policy, config.warm, train.seed, run)
-    rows, checksum = train_with_control(params, task, train, run, programs, partial(examine, task))
+    rows, checksum = train_with_control({"policy": params}, task, train, run, programs, partial(examine, task))
     show(run, rows)
     finish(run, rows, checksum, CURVES, started)
 

@@ -119,7 +119,9 @@ def main(config: Config) -> None:
         }
         for name, reward in rewards.items():
             phase = f"{name}_{seed}"
-            _, end = learn(start, task, settings.train, run, programs, phase=phase, reward=reward, start=held)
+            _, end = learn(
+                {"policy": start}, task, settings.train, run, programs, phase=phase, reward=reward, start=held
+            )
             found[name] = numbers(end) | judgement(judge, end, task)
         collect(runs, found)
     show(run, runs, seeds)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import train_sft
-from grpo_jax.rl.distillation import WithTeacher, make_distillation_programs
+from grpo_jax.rl.distillation import make_distillation_programs
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
@@ -182,12 +182,12 @@ def train_by(method: str, config: Config, models: Models, world: World) -> None:
     if method == "sft":
         train_on_samples(config, models, world, phase)
         return
-    start: Any = world.start
+    start: Params = {"policy": world.start}
     if method == "grpo":
         train = of_grpo(config, world.config)
     else:
         train = with_options(world.config, distillation=config.kinds[0] if method == "control" else method)
-        start = WithTeacher(world.start, world.untrained if method == "control" else world.teacher)
+        start["teacher"] = world.untrained if method == "control" else world.teacher
     learn(start, world.task, train, world.run, models.programs[method], phase=phase, start=world.before)
 
 

@@ -98,12 +98,12 @@ def main(config: Config) -> None:
     run = flags.open_run(config)
     params = warm_start(policy, config.warm, train.seed, run)
     measure = partial(examine, task)
-    rows, checksum = train_with_control(params, task, train, run, programs, measure)
+    rows, checksum = train_with_control({"policy": params}, task, train, run, programs, measure)
     phases = ["grpo", "control"]
     if config.noise:
         deaf = guess.guess_task(num_prompts=train.sampling.num_prompts, seed=train.seed, reply=guess.noise)
         hearing_noise = programs._replace(sampler=make_programs(policy, deaf, train).sampler)
-        _, held = learn(params, deaf, train, run, hearing_noise, phase="noise")
+        _, held = learn({"policy": params}, deaf, train, run, hearing_noise, phase="noise")
         rows["noise"] = summary(held.evaluation) | measure(*held)
         phases.append("noise")
     show(run, rows, task)

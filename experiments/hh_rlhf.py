@@ -65,9 +65,9 @@ from grpo_jax.data.preferences import (
 from grpo_jax.data.types import Component, Reward
 from grpo_jax.devices import num_devices, place
 from grpo_jax.errors import UsageError
-from grpo_jax.models import heads, lora
 from grpo_jax.models.heads import add_head
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.reward_model import pair_batches, score_pairs, train_reward_model
@@ -76,7 +76,7 @@ from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
-from grpo_jax.rl.ppo import ActorCritic, add_critic, critic_policy, make_ppo_programs
+from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json, write_text
 from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
@@ -261,14 +261,12 @@ def run_seed(shared: Shared, task: Task, config: Config) -> Seed:
     answers[SFT] = before.evaluation
     for name, title in METHODS.items():
         programs, phase = shared.programs[name], f"{name}_{seed}"
-        params = with_critic(sft, learned, model, config) if name == "ppo" else sft
+        params = with_critic(sft, learned, model, config) if name == "ppo" else {"policy": sft}
         rewards = training_rewards(name, scorers, seed, run)
         state, held = learn(params, task, config.ppo.run, run, programs, phase=phase, reward=rewards, start=before)
         answers[title] = held.evaluation
         learned_from = [] if name == "control" else [learned.params]
-        costs[title] = cost_of_phase(
-            run, phase, state, params, programs.method.split(params)[1], learned_from, config.ppo.run
-        )
+        costs[title] = cost_of_phase(run, phase, state, params, split(params)[1], learned_from, config.ppo.run)
     return Seed(answers, nll, learned, costs)
 
 
@@ -281,10 +279,10 @@ def training_rewards(name: str, scorers: Mapping[str, Reward], seed: int, run: R
     return {key: Component(reward, learns.get(key, 0.0)) for key, reward in rewards.items()}
 
 
-def with_critic(sft: Params, learned: RewardModel, model: Loaded, config: Config) -> ActorCritic:
-    """The SFT policy with the critic that PPO starts from."""
+def with_critic(sft: Params, learned: RewardModel, model: Loaded, config: Config) -> Params:
+    """Returns the SFT policy with the critic that PPO starts from, by role."""
     if config.ppo.critic.critic == "own" and config.critic_start == "reward_model":
-        return ActorCritic(sft, learned.params)
+        return {"policy": sft, "critic": learned.params}
     return add_critic(model.pretrained.config, sft, config.ppo.critic.critic)
 
 
@@ -302,9 +300,9 @@ def fit_sft(
         devices=config.ppo.run.devices,
     )
     state = train_sft(model.policy, start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
-    frozen = lora.split(start)[1]
+    frozen = split(start)[1]
     tokens = sum(int((batches(step).texts > 0).sum()) for step in range(config.sft_steps))
-    return lora.join(state.params, frozen), supervised_cost(state, frozen, tokens)
+    return join(state.params, frozen), supervised_cost(state, frozen, tokens)
 
 
 def fit_reward_model(
@@ -324,10 +322,10 @@ def fit_reward_model(
         devices=config.ppo.run.devices,
     )
     state = train_reward_model(decoder_policy(shape), params, batches, options, run, phase=phase)
-    frozen = heads.split(params)[1]
+    frozen = split(params)[1]
     masks = [mask for step in range(options.steps) for mask in batches(step)[1:4:2]]
     cost = supervised_cost(state, frozen, sum(int(mask.sum()) for mask in masks))
-    trained = heads.join(state.params, frozen)
+    trained = join(state.params, frozen)
     return RewardModel(shape, trained, loaded.tokenizer, loaded.eos_ids, loaded.folder), cost
 
 

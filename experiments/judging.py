@@ -16,7 +16,6 @@ from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.offline.reward_model import evaluate_pairs
 from grpo_jax.planning.throughput import forward_flops, held_bytes, update_flops
 from grpo_jax.rl.evaluate import Evaluation
-from grpo_jax.rl.ppo import ActorCritic
 from grpo_jax.rl.scorers import needs_old_logprobs
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import terminal
@@ -189,17 +188,17 @@ def cost_of_phase(
       run: of the phase.
       phase: its name.
       state: the final one.
-      params: where it started.
+      params: where it started, models by role.
       frozen: parameters that it did not train.
       rewards: parameters of the reward models that were learned from.
       config: of the phase.
     """
     sampled_tokens, trained_tokens = phase_tokens(run, phase)
     once = trained_tokens // config.optimizer.epochs  # each completion, and a prompt for each group
-    policy = params.policy if isinstance(params, ActorCritic) else params
+    policy, critic = params["policy"], params.get("critic")
     passes = 1 + needs_old_logprobs(config) + (config.loss.kl_coef > 0)
     flops = passes * forward_flops(policy, once) + update_flops(state.params, frozen, trained_tokens)
-    flops += forward_flops(params.critic, once) if isinstance(params, ActorCritic) else 0
+    flops += forward_flops(critic, once)
     flops += sum(forward_flops(model, once) for model in rewards)
     references = [policy] if config.loss.objective.has_reference else []
     held = held_bytes(state, frozen, *references, *rewards)

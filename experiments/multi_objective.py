@@ -27,7 +27,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from grpo_jax.rl.rollout import grade
 
 from experiments import common
 from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds, seeds_of
@@ -39,6 +38,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.rl.grade import grade_completions
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.keys import LABELLING, noise_of
@@ -162,7 +162,7 @@ def main(config: Config) -> None:
         for (method, weight), reward in rewards.items():
             phase, chosen = phase_of(method, weight, seed), programs.get(method, sum_programs)
             options = with_options(seeded.train, advantages_of=chosen.config.loss.advantages_of)
-            scores[phase] = means(learn(start, task, options, run, chosen, phase=phase, reward=reward)[1])
+            scores[phase] = means(learn({"policy": start}, task, options, run, chosen, phase=phase, reward=reward)[1])
     show(run, config, scores)
     terminal.say_end(run, started)
 
@@ -217,8 +217,8 @@ def deviations(programs: Programs, params: Params, task: Task, config: GRPOConfi
     numbers, temperature = completion_numbers(config.sampling), np.ones_like(group_temperatures(config.sampling))
     prompts, noise = task.prompts(0), noise_of(config.seed, LABELLING, 0)
     completions = programs.sampler.complete(params, prompts, numbers, temperature, noise)
-    rollout = grade(prompts, completions, task, task.reward)
-    return tuple(float(rollout.components[name].std(-1).mean()) or 1.0 for name in ("own", "order"))
+    graded = grade_completions(prompts, completions, task, task.reward)
+    return tuple(float(graded.components[name].std(-1).mean()) or 1.0 for name in ("own", "order"))
 
 
 def means(held: HeldoutResult) -> dict[str, float]:

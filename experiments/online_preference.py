@@ -160,11 +160,11 @@ def run_seed(
             programs=programs,
             evaluate=heldout,
         )
-        found[method] = held(state.params)
+        found[method] = held(state.params["policy"])
     for method, reward in (("coin", random_reward(config.train.seed)), ("gold", gold)):
         rewards = {method: Component(reward), **({} if method == "gold" else watched)}
         phase = f"{method}_{config.train.seed}"
-        _, end = learn(start, task, config.train, run, programs, phase=phase, reward=rewards, start=before)
+        _, end = learn({"policy": start}, task, config.train, run, programs, phase=phase, reward=rewards, start=before)
         found[method] = end.evaluation
     rows = {method: word_numbers(evaluation) for method, evaluation in found.items()}
     for method in found.keys() - {"start"}:

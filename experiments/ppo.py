@@ -76,7 +76,8 @@ def main(config: Config) -> None:
         for method, (settings, programs) in methods.items():
             settings, phase = with_options(settings, seed=seed), f"{method}_{seed}"
             task = arithmetic.arithmetic_task(num_prompts=settings.sampling.num_prompts, seed=seed)
-            start = policy_start if method == "grpo" else add_critic(MODEL, policy_start, config.ppo.critic.critic)
+            critic = config.ppo.critic.critic
+            start = {"policy": policy_start} if method == "grpo" else add_critic(MODEL, policy_start, critic)
             reward = random_reward(seed) if method == "control" else None
             state, held = learn(start, task, settings, run, programs, phase=phase, reward=reward, start=before)
             found = summary(held.evaluation)

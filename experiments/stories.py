@@ -96,7 +96,7 @@ def main(config: Config) -> None:
             "repeated": float(np.mean([repeated_share(text) for group in evaluation.texts for text in group[:-1]])),
         }
 
-    rows, checksum = train_with_control(start, task, config.train, run, programs, examine)
+    rows, checksum = train_with_control({"policy": start}, task, config.train, run, programs, examine)
     for title, story in zip(("before", "after"), stories, strict=False):
         run.console.print(f"\n[bold]{title}:[/] ", end="")
         run.console.print(story, markup=False, highlight=False)

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from grpo_jax.rl.rollout import grade, zero_spread
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -37,15 +36,17 @@ from grpo_jax.functional.presets import Objective
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grade import decode_groups
+from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.keys import SAMPLING, noise_of
+from grpo_jax.rl.metrics import has_spread
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.scoring import score_completion_tokens
-from grpo_jax.rl.types import Array, Batch, Rollout, TrainState
-from grpo_jax.rl.update import train_step
+from grpo_jax.rl.types import Array, Batch, Graded
+from grpo_jax.rl.update import optimizer_step
 from grpo_jax.runs import flags
 from grpo_jax.runs.pretrained import load_model
 from grpo_jax.sampling.sampler import Completions
@@ -156,12 +157,12 @@ def main(config: Config) -> Walk:
     correct(*chapter.about_sampling(pretrained.tokenizer, config.prompts[0]))
 
     heading("2. A reward for each completion", "rewards.reward.score_completions")
-    rule, rollout, advantages = graded(config, task, sampled, algorithm)
+    rule, graded, advantages = grade_by_rules(config, task, sampled, algorithm)
 
     heading("3. Advantages: (reward − mean) / (standard deviation + ε)", "functional.group_advantages")
-    show_advantages(rollout.rewards, advantages)
+    show_advantages(graded.rewards, advantages)
 
-    heading("4. Log-probabilities of the sampled tokens", "training.scoring.score_completion_tokens")
+    heading("4. Log-probabilities of the sampled tokens", "rl.scoring.score_completion_tokens")
     batch = to_batch(task.heldout.ids, task.heldout.mask, temperature, sampled)
     start = np.asarray(score(params, batch).logprobs)
     plain = np.asarray(score(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
@@ -175,37 +176,40 @@ def main(config: Config) -> Walk:
     before = terms(start, batch, algorithm)
     show_start(config, tokens, before, mask)
 
-    heading("7. One optimizer step", "rl.step.train_step")
+    heading("7. One optimizer step", "rl.update.optimizer_step")
     updated, metrics = updates(policy, programs, options, params, batch)
 
-    heading("8. The same completions after the update", "training.scoring.score_completion_tokens")
+    heading("8. The same completions after the update", "rl.scoring.score_completion_tokens")
     after = terms(np.asarray(score(updated, batch).logprobs), batch, algorithm)
     show_terms(tokens, after, mask)
     say(f"loss of a second pass over this rollout: {after.loss:.4f}")
-    wanted, moved = show_moves(rollout, advantages, mask, before, after)
+    texts = decode_groups(sampled, task)
+    expected, moved = show_moves(texts, advantages, mask, before, after)
     kl = np.asarray(exact_kl(policy, updated, params, batch))
     if metrics["grad_norm"] > 0:  # with nothing learned, there are no numbers that show it
-        as_expected = (moved == wanted)[wanted != 0]
+        as_expected = (moved == expected)[expected != 0]
         kl_now = np.mean(exact_kl(policy, updated, updated, batch), where=mask)
         show_changes(config, batch, after, as_expected, kl, kl_now)
-    return Walk(rule, rollout.rewards, advantages, before, after, kl, metrics, moved)
+    return Walk(rule, graded.rewards, advantages, before, after, kl, metrics, moved)
 
 
-def graded(config: Config, task: Task, sampled: Completions, algorithm: Objective) -> tuple[str, Rollout, np.ndarray]:
-    """Rewards by the first rule under which they differ within a prompt: its name, the rollout, and advantages."""
+def grade_by_rules(
+    config: Config, task: Task, sampled: Completions, algorithm: Objective
+) -> tuple[str, Graded, np.ndarray]:
+    """Returns the first rule under which rewards differ within a prompt, what completions earn, and advantages."""
     for name in list(RULES) if config.reward == "auto" else [config.reward]:
-        rollout = grade(task.heldout, sampled, task, RULES[name])
+        graded = grade_completions(task.heldout, sampled, task, RULES[name])
         lengths = sampled.completion_mask.sum(-1)
-        advantages = np.asarray(algorithm.advantages(rollout.rewards, lengths, where=rollout.applicable))
+        advantages = np.asarray(algorithm.advantages(graded.rewards, lengths, where=graded.applicable))
         say(f"{name}: {RULES[name].__doc__}")
-        say("  " + " | ".join(" ".join(f"{reward:.2f}" for reward in group) for group in rollout.rewards))
-        if not zero_spread(rollout).all():
+        say("  " + " | ".join(" ".join(f"{reward:.2f}" for reward in group) for group in graded.rewards))
+        if has_spread(graded).any():
             break
         say(f"  Equal within each group, so that all advantages are {advantages.max():.4f}: nothing to learn from.")
     else:
         other = "another --seed or a larger --group-size" if config.reward == "auto" else "--reward auto"
         say(f"What follows is zeros: take {other}, so that completions differ in their rewards.")
-    return name, rollout, advantages
+    return name, graded, advantages
 
 
 def updates(
@@ -215,22 +219,15 @@ def updates(
     # While the policy is the reference, the KL's gradient is 0. Without it, its rounding is no step of AdamW.
     without_kl = grpo_method(policy, with_options(options, kl_coef=0.0))
 
-    @jax.jit
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        return train_step(
-            state,
-            batch,
-            loss_fn=lambda trained, batch: without_kl.loss_fn(trained, None, batch, None),
-            aggregation=options.loss.objective.aggregation,
-            optimizer=programs.method.optimizer,
-        )
+    trained, frozen = split({"policy": params})
+    step = jax.jit(partial(optimizer_step, without_kl, options, frozen, None, 1))
 
     def update(advantages: np.ndarray) -> tuple[Params, dict[str, float]]:
-        state, metrics = step(programs.init_state(params), batch._replace(advantages=advantages))
-        moves = jax.tree.map(lambda new, old: np.abs(np.asarray(new) - old).max(), state.params, params)
+        state, metrics = step(programs.initial_state(trained), batch._replace(advantages=advantages))
+        moves = jax.tree.map(lambda new, old: np.abs(np.asarray(new) - old).max(), state.params, trained)
         metrics = jax.tree.map(float, metrics) | {"change": float(max(jax.tree.leaves(moves)))}
         say(f"  gradient norm {metrics['grad_norm']:.4f}, largest change of a weight {metrics['change']:.2e}")
-        return state.params, metrics
+        return state.params["policy"], metrics
 
     updated, metrics = update(batch.advantages)
     say("had the rewards of each group been equal:")
@@ -341,16 +338,16 @@ def show_start(config: Config, tokens: list[str], before: Terms, mask: np.ndarra
 
 
 def show_moves(
-    rollout: Rollout, advantages: np.ndarray, mask: np.ndarray, before: Terms, after: Terms
+    texts: list[list[Completion]], advantages: np.ndarray, mask: np.ndarray, before: Terms, after: Terms
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where the probability of each completion was to go and where it went: -1, 0 or 1, `[N · G]` each."""
+    """Shows where the probability of each completion was to go and where it went: -1, 0 or 1, `[N · G]` each."""
     old, new = (np.exp(np.where(mask, of.logprobs, 0).sum(-1)).ravel() for of in (before, after))
-    wanted, moved = np.sign(advantages.ravel()).astype(int), np.sign(new - old).astype(int)
-    completions = [repr(str(text)) for group in rollout.texts for text in group]
+    expected, moved = np.sign(advantages.ravel()).astype(int), np.sign(new - old).astype(int)
+    completions = [repr(str(text)) for group in texts for text in group]
     words = np.array(["down", "", "up"])
     columns = {"completion": completions, "A": advantages.ravel(), "π before": old, "π after": new}
-    table(columns | {"expected": words[wanted + 1], "moved": words[moved + 1]})
-    return wanted, moved
+    table(columns | {"expected": words[expected + 1], "moved": words[moved + 1]})
+    return expected, moved
 
 
 def show_changes(

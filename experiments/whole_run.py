@@ -1,8 +1,8 @@
 """A whole training run as one XLA program, where the reward is computed on the device.
 
-It is made of the functions that the ordinary loop compiles one by one (a `Method`, the sampler, the scorer, the step),
-so both give the same numbers up to rounding. The prompts of all steps are made before, on the host.
-Several runs that differ in seeds and numbers are one call, `compile_runs`.
+It consists of the functions that the ordinary loop compiles one by one: a `Method`, the sampler, `score_rollout` and
+`learn`. So both give the same numbers up to rounding. The host makes the prompts of all steps beforehand.
+`compile_runs` makes one call of several runs that differ in seeds and numbers.
 
 Letters: R runs, S steps, N prompts of a step, C calls of a held-out evaluation, E evaluations, G completions.
 """
@@ -19,14 +19,16 @@ from grpo_jax.config import GRPOConfig, PPOConfig, options_of, run_of, validate,
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
+from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl import learn as learning
 from grpo_jax.rl.evaluate import heldout_calls
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.keys import EVALUATION, REWARD, SAMPLING, step_key
+from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, sample, to_batch
-from grpo_jax.rl.scoring import score_completion_tokens
-from grpo_jax.rl.types import Array, Batch, Method, RewardArrays, TrainState
+from grpo_jax.rl.scorers import needs_replay, score_rollout, takes_sampler_logprobs
+from grpo_jax.rl.types import Array, Method, RewardArrays, TrainState
+from grpo_jax.rl.update import learn, models_of
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
@@ -76,7 +78,7 @@ class Heldout(NamedTuple):
 class History(NamedTuple):
     """What a run leaves behind; from `compile_runs` with a leading axis R."""
 
-    params: Params  # the trained ones, at the end
+    params: Params  # the trained ones by role, at the end
     # name -> [S]; those of the ordinary loop that can be had on the device, and "gold": the mean of what gold gives the
     # completions that a step samples, or of the first of its numbers
     metrics: dict[str, jax.Array]
@@ -84,12 +86,12 @@ class History(NamedTuple):
 
 
 def prompts_of(task: DeviceTask, steps: int) -> Prompts:
-    """The prompts of the first S steps of a task, `[S, N, ...]`."""
+    """Returns the prompts of the first S steps of a task, `[S, N, ...]`."""
     return stacked([_encoded(task, task.task.prompts(step)) for step in range(steps)])
 
 
 def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
-    """What an evaluation of a run with this configuration samples."""
+    """Returns what an evaluation of a run with this configuration samples."""
     calls = heldout_calls(
         task.task.heldout,
         num_prompts=config.sampling.num_prompts,
@@ -100,7 +102,7 @@ def heldout_of(task: DeviceTask, config: GRPOConfig) -> Heldout:
 
 
 def by_prompt(heldout: Heldout, scores: np.ndarray) -> np.ndarray:
-    """What gold gave (`History.heldout`) as `[E, M, n + 1, ...]`: n samples of M prompts, and the greedy one last."""
+    """Sorts `History.heldout` by prompt, `[E, M, n + 1, ...]`: n samples of M prompts, and the greedy one last."""
     counted, greedy = np.asarray(heldout.counted), np.asarray(heldout.greedy)
     flat = np.asarray(scores)[:, counted]
     return flat.reshape(len(flat), int((counted & greedy).sum()), -1, *flat.shape[2:])
@@ -114,7 +116,7 @@ def whole_run(
     *,
     heldout_temperature: float | None = None,
 ) -> Callable[..., History]:
-    """A training run as a pure function, to be compiled, mapped and vmapped.
+    """Makes a training run as a pure function, to be compiled, mapped and vmapped.
 
     Args:
       policy: the model's functions.
@@ -128,7 +130,7 @@ def whole_run(
       UsageError: the configuration cannot work.
 
     Returns:
-      (params, prompts of as many steps as the configuration has, held-out calls, seed, options) -> history.
+      (models by role, prompts of as many steps as the configuration has, held-out calls, seed, options) -> history.
       Options that are fields of the configuration, such as learning_rate, kl_coef and epsilon_high, replace those. The
       reward gets the others.
     """
@@ -150,22 +152,23 @@ def whole_run(
         settings = with_options(config, **{name: value for name, value in options.items() if name in fields})
         rewarded = partial(task.reward, **{name: value for name, value in options.items() if name not in fields})
         method, chosen = make_method(policy, settings), run_of(settings)
-        start, frozen = method.split(params)
-        common = _Run(policy, method, task.task, rewarded, task.gold, chosen, start, frozen, seed)
+        trained, frozen = split(params)
+        common = _Run(policy, method, task.task, rewarded, task.gold, chosen, params["policy"], frozen, seed)
         temperature = chosen.sampling.temperature if heldout_temperature is None else heldout_temperature
         evaluate = partial(_evaluate, common, heldout, temperature)
 
-        def block(state: TrainState, inputs: Any) -> tuple[TrainState, Any]:
-            state, metrics = jax.lax.scan(partial(_iteration, common), state, inputs)
-            return state, (metrics, evaluate(state))
+        def block(carry: _Carry, inputs: Any) -> tuple[_Carry, Any]:
+            carry, metrics = jax.lax.scan(partial(_iterate, common), carry, inputs)
+            return carry, (metrics, evaluate(carry.state))
 
         steps = jnp.arange(loop.steps, dtype=jnp.uint32)
         pieces = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), (steps, prompts))
-        state = learning.begin(method, start, chosen)
+        state = init_state(trained, method.optimizer)._replace(extras=method.extras(trained))
         before = evaluate(state)
-        state, (metrics, after) = jax.lax.scan(block, state, pieces)
+        first = _Carry(state, (trained["policy"],) * chosen.sampling.staleness)
+        last, (metrics, after) = jax.lax.scan(block, first, pieces)
         metrics = jax.tree.map(lambda x: x.reshape(-1), metrics)
-        return History(state.params, metrics, jnp.concatenate([before[None], after]))
+        return History(last.state.params, metrics, jnp.concatenate([before[None], after]))
 
     return run
 
@@ -173,7 +176,7 @@ def whole_run(
 def compile_runs(
     run: Callable[..., History], *, side_by_side: bool, devices: int = 1
 ) -> Callable[[Params, Prompts, Heldout, Array, Mapping[str, Array]], History]:
-    """R runs as one call, compiled once for each shape.
+    """Makes one call of R runs, compiled once for each shape.
 
     Args:
       run: of `whole_run`.
@@ -181,13 +184,13 @@ def compile_runs(
       devices: that runs are spread over; divides R.
 
     Returns:
-      (params `[R, ...]`, prompts `[R, S, ...]`, held-out calls that all share, seeds `[R]`, options name -> `[R]`) ->
-      histories `[R, ...]`. `stacked` makes params and prompts from those of single runs.
+      (models by role `[R, ...]`, prompts `[R, S, ...]`, held-out calls that all share, seeds `[R]`, options name ->
+      `[R]`) -> histories `[R, ...]`. `stacked` makes models and prompts from those of single runs.
     """
 
     def several(runs: tuple, heldout: Heldout) -> History:
-        def one(given: tuple) -> History:
-            params, prompts, seed, options = given
+        def one(single: tuple) -> History:
+            params, prompts, seed, options = single
             return run(params, prompts, heldout, seed, options)
 
         return jax.vmap(one)(runs) if side_by_side else jax.lax.map(one, runs)
@@ -198,14 +201,14 @@ def compile_runs(
         runs = params, prompts, np.asarray(seeds, np.uint32), dict(options)
         if devices == 1:
             return compiled(runs, heldout)
-        split = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), runs)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), compiled(split, heldout))
+        parts = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), runs)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), compiled(parts, heldout))
 
     return call
 
 
 class _Run(NamedTuple):
-    """What the iterations of a run have in common."""
+    """What the iterations of a run share."""
 
     policy: Policy
     method: Method
@@ -213,68 +216,74 @@ class _Run(NamedTuple):
     reward: DeviceReward
     gold: DeviceReward
     config: GRPOConfig
-    start: Params  # trained parameters
+    start: Params  # the policy's parameters where training starts: the reference, unless it moves
     frozen: Any
     seed: Array
 
 
-def _iteration(run: _Run, state: TrainState, inputs: tuple[Array, Prompts]) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One iteration of the loop: sample, reward, score, learn."""
+class _Carry(NamedTuple):
+    """What passes from one iteration to the next."""
+
+    state: TrainState
+    earlier: tuple[Params, ...]  # trained parameters of the policy, the oldest first: as many as `staleness` says
+
+
+def _iterate(run: _Run, carry: _Carry, inputs: tuple[Array, Prompts]) -> tuple[_Carry, dict[str, jax.Array]]:
+    """Takes one iteration of the loop: sample, reward, score, learn."""
     policy, method, task, reward, gold, config, start, frozen, seed = run
-    step, given = inputs
-    current = learning.sampling_policy(method, state, frozen)
-    reference = method.actor(start if state.reference is None else state.reference, frozen)
-    temperature, numbers = jnp.asarray(group_temperatures(config.sampling)), completion_numbers(config.sampling)
+    step, prompts = inputs
+    state, earlier = carry
+    # The loop samples a rollout ahead and lets it wait. The policy of that earlier step samples the same one here.
+    oldest, *later = (*earlier, state.params["policy"])
+    temperature = jnp.asarray(group_temperatures(config.sampling))
+    numbers = jnp.asarray(completion_numbers(config.sampling))
 
     # ---- sample, and reward
-    def drawn(params: Params, tokens: Array) -> Completions:
-        prompts, key = (given.ids, given.mask), step_key(seed, SAMPLING, step)
-        return sample(policy, task, config.sampling, params, prompts, jnp.asarray(numbers), temperature, key, tokens)
+    def draw(params: Params, forced_ids: Array = None) -> Completions:
+        ids, key = (prompts.ids, prompts.mask), step_key(seed, SAMPLING, step)
+        return sample(policy, task, config.sampling, params, ids, numbers, temperature, key, forced_ids)
 
-    completions = drawn(current, None)
-    rewards = reward(given.targets, completions, step_key(seed, REWARD, step))
-    scores = gold(given.targets, completions, step_key(seed, REWARD, step))
+    completions = draw(join(oldest, frozen["policy"]))
+    rewards = reward(prompts.targets, completions, step_key(seed, REWARD, step))
+    scores = gold(prompts.targets, completions, step_key(seed, REWARD, step))
 
     # ---- score
-    def reference_logprobs(params: Params, batch: Batch) -> jax.Array:
-        return score_completion_tokens(policy, params, batch).logprobs
-
-    batch = to_batch(given.ids, given.mask, temperature, completions)
-    scored = learning.score(method, reference_logprobs, config, state.params, frozen, reference, batch)
-    if learning.needs_replay(config):
-        replayed = drawn(method.actor(state.params, frozen), completions.completion_ids)
-        scored = scored._replace(old_logprobs=replayed.sampler_logprobs)
-    batch = learning.with_scores(batch, scored, config)
+    batch = to_batch(prompts.ids, prompts.mask, temperature, completions)
+    models = models_of(state.params, frozen, start, state.extras)
+    batch = batch._replace(**score_rollout(method, config, models, batch))
+    if takes_sampler_logprobs(config):
+        batch = batch._replace(old_logprobs=completions.sampler_logprobs)
+    elif needs_replay(config):
+        batch = batch._replace(old_logprobs=draw(models["policy"], completions.completion_ids).sampler_logprobs)
 
     # ---- learn
-    loss_reference = reference if config.loss.divergence != "preset" else None
     graded = RewardArrays(rewards, jnp.ones(rewards.shape, bool))
-    state, learned = learning.learn(method, config, state, frozen, loss_reference, batch, graded, (seed, step))
-    return state, _sampling_metrics(completions, rewards, scores) | learned.metrics
+    state, learned = learn(method, config, state, frozen, start, batch, graded, (seed, step))
+    return _Carry(state, tuple(later)), _sampling_metrics(completions, rewards, scores) | learned.metrics
 
 
 def _evaluate(run: _Run, heldout: Heldout, temperature: Array, state: TrainState) -> jax.Array:
-    """What gold gives held-out completions, `[C, N, G, ...]`."""
-    actor, key = run.method.actor(state.params, run.frozen), step_key(run.seed, EVALUATION, 0)
+    """Returns what gold gives held-out completions, `[C, N, G, ...]`."""
+    actor, key = join(state.params, run.frozen)["policy"], step_key(run.seed, EVALUATION, 0)
 
-    def call(given: Heldout) -> jax.Array:
+    def call(heldout: Heldout) -> jax.Array:
         completions = sample(
             run.policy,
             run.task,
             run.config.sampling,
             actor,
-            (given.prompts.ids, given.prompts.mask),
-            given.numbers,
-            jnp.where(given.greedy, 0.0, temperature),
+            (heldout.prompts.ids, heldout.prompts.mask),
+            heldout.numbers,
+            jnp.where(heldout.greedy, 0.0, temperature),
             key,
         )
-        return run.gold(given.prompts.targets, completions, key)
+        return run.gold(heldout.prompts.targets, completions, key)
 
     return jax.lax.map(call, heldout)
 
 
 def _sampling_metrics(completions: Completions, rewards: jax.Array, scores: jax.Array) -> dict[str, jax.Array]:
-    """Of what an iteration sampled, before its updates."""
+    """Returns metrics of what an iteration sampled, before its updates."""
     lengths = jnp.sum(completions.completion_mask, axis=-1)
     spread = jnp.max(rewards, axis=-1) > jnp.min(rewards, axis=-1)
     ids = jnp.where(completions.completion_mask, completions.completion_ids, -1)
@@ -296,5 +305,5 @@ def _encoded(task: DeviceTask, prompts: Any) -> Prompts:
 
 
 def stacked(trees: Sequence[Any]) -> Any:
-    """Trees of one structure as one, whose leaves have a leading axis."""
+    """Stacks trees of one structure into one, whose leaves have a leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)

@@ -1,9 +1,9 @@
 """How fast are the three programs of an iteration by themselves, as a share of what the device can do?
 
-`sample`, `score` and `learn` as `loop.train` compiles them, a decoder with random weights, completions of full length,
-a separate reference, one optimizer step a rollout. Seconds are medians. Operations and bytes are those that the work
-needs (`shapes.cost_of`): nothing that is computed twice counts. They are compared with a matrix product and a copy of
-memory, measured in the same run.
+`sample`, `score` and `learn` as `grpo_jax.train` compiles them, a decoder with random weights, completions of full
+length, a separate reference, one optimizer step a rollout. Seconds are medians. Operations and bytes are those that the
+work needs (`shapes.cost_of`): nothing that is computed twice counts. They are compared with a matrix product and a copy
+of memory, measured in the same run.
 
   python -m experiments.benchmarks.programs --shape qwen2.5-0.5b --dtype bfloat16
 """
@@ -28,11 +28,14 @@ from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import Prompts
 from grpo_jax.models.config import AttentionKind, Dtype, Remat
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl import loop
+from grpo_jax.models.trainable import split
 from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.keys import noise_of
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, to_batch
+from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.types import RewardArrays
+from grpo_jax.rl.update import models_of
 from grpo_jax.tasks.task import Task
 
 
@@ -103,8 +106,10 @@ def measure(
     given = Prompts(ids, np.ones(ids.shape, bool), [])
     prompts = jnp.asarray(given.ids), jnp.asarray(given.mask)
     task = Task(lambda _: given, lambda *_: [], given, str, (-1,), 0, model.vocab_size)
-    programs = loop.compile_programs(grpo_method(policy, run), policy, task, run)
+    method = grpo_method(policy, run)
+    programs = compile_programs(method, policy, task, run)
     params = jax.jit(policy.init)(jax.random.key(0))
+    trained, frozen = split({"policy": params})
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))
     arguments = *prompts, numbers, temperature, noise_of(0, 0, 0)
     found: dict[str, float] = {}
@@ -117,14 +122,15 @@ def measure(
         completions = completions._replace(completion_mask=jnp.ones_like(completions.completion_mask))
     batch = to_batch(*prompts, temperature, completions)
     if "score" in names:
-        scored = timed("score", programs.score, found, params, None, params, batch)
+        models = models_of(trained, frozen, params, {})
+        fields = timed("score", jax.jit(partial(score_rollout, method, run)), found, models, batch)
         if "sample" in names:  # of the same parameters: what is left is rounding
-            found["mismatch"] = float(jnp.mean(jnp.abs(batch.sampler_logprobs - scored.ref_logprobs)))
+            found["mismatch"] = float(jnp.mean(jnp.abs(batch.sampler_logprobs - fields["ref_logprobs"])))
     if "learn" in names:
         batch = batch._replace(ref_logprobs=jnp.zeros(batch.completion_ids.shape))
         rewards = RewardArrays(jnp.asarray(rng.random(numbers.shape, np.float32)), numbers >= 0)
-        state = programs.init_state(params)  # a copy: the start stays, as a reference does
-        timed("learn", programs.learn, found, state, None, None, batch, rewards, jnp.zeros(2, jnp.uint32))
+        state = programs.initial_state(trained)  # a copy: the start stays, as a reference does
+        timed("learn", programs.learn, found, state, frozen, params, batch, rewards, jnp.zeros(2, jnp.uint32))
     return found
 
 

@@ -2,7 +2,7 @@
 
 A decoder with random weights, completions of full length (but for long-tail), a separate reference, one optimizer step
 a rollout, float32: the work of TRL's and Tunix's trainers at the same shapes. Each line is one iteration as
-`loop.train` runs it, text and rewards included. The first line has the compilation in it. The last line has medians
+`grpo_jax.train` runs it, text and rewards included. The first line has the compilation in it. The last line has medians
 over the iterations from the third to the last but one, the peak memory of the process, and the speed of a matrix
 product beside them. The last iteration waits for two updates, since each is read while the next one samples. Use
 `taskset -c 0` for one core.
@@ -29,11 +29,12 @@ from experiments.benchmarks.shapes import SHAPES, ShapeName
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Completion, Example, Prompts, rng
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl import loop
 from grpo_jax.rl.grpo import grpo_method
+from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.runs import compilation
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train
 
 _BEGAN = time.perf_counter() - time.process_time()  # about when the process did
 
@@ -86,9 +87,9 @@ def main(config: Config) -> None:
     ready = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder) / "run", {}, console=Console(quiet=True))
-        programs = loop.compile_programs(grpo_method(policy, run_config), policy, task, run_config)
+        programs = compile_programs(grpo_method(policy, run_config), policy, task, run_config)
         marks.clear()
-        jax.block_until_ready(loop.train(params, task, run_config, run, programs, phase="grpo"))
+        jax.block_until_ready(train({"policy": params}, task, run_config, run, programs, phase="grpo"))
         marks.append((time.perf_counter(), time.process_time()))
         lines = iterations(run.lines("times.jsonl"), marks[1:])  # the first call asks for a fingerprint
     for line in lines:

@@ -64,7 +64,7 @@ def main(config: Config) -> None:
     programs = episode_programs(policy, task, sampling, 1)
     # As many places, of which one token is sampled: the prompts alone.
     one = replace(sampling, max_tokens=1, environment_tokens=sampling.row_tokens - 1)
-    prompts_alone = episode_programs(policy, task, one, 1).begin
+    prompts_alone = episode_programs(policy, task, one, 1).first_turn
     rollouts = [measured(programs, prompts_alone, params, task, sampling, step) for step in range(config.rollouts + 1)]
     found = {name: statistics.median(line[name] for line in rollouts[1:]) for name in rollouts[0]}
     whole = sum(found[f"{name}_s"] for name in PARTS)
@@ -89,22 +89,21 @@ def measured(
         total[0] += time.perf_counter() - began
         return result
 
-    def begin(*arguments: Any) -> Any:
+    def first_turn(*arguments: Any) -> Any:
         timed(prompts_alone, prefill, *arguments)
-        return timed(programs.begin, whole, *arguments)
+        return timed(programs.first_turn, whole, *arguments)
 
-    def go_on(params: Params, episodes: Any, said: Any, counts: Any, goes_on: Any) -> Any:
-        # Where nobody goes on, replies are computed and nothing is sampled. The program takes what it is given.
+    def next_turn(params: Params, episodes: Any, replies: Any, counts: Any, continues: Any) -> Any:
+        # If no episode continues, replies are computed and nothing is sampled. The program donates its argument.
         copy = timed(jax.tree.map, aside, jnp.copy, episodes)
-        timed(programs.go_on, prefill, params, copy, said, counts, jnp.zeros_like(goes_on))
-        return timed(programs.go_on, whole, params, episodes, said, counts, goes_on)
+        timed(programs.next_turn, prefill, params, copy, replies, counts, jnp.zeros_like(continues))
+        return timed(programs.next_turn, whole, params, episodes, replies, counts, continues)
 
     prompts = task.prompts(step)
     given = to_devices((prompts.ids, prompts.mask, completion_numbers(sampling), group_temperatures(sampling)))
     began = time.perf_counter()
-    out = play(
-        EpisodePrograms(begin, go_on), params, given, noise_of(0, SAMPLING, step), prompts.examples, task, sampling, 1
-    )
+    timed_programs, noise = EpisodePrograms(first_turn, next_turn), noise_of(0, SAMPLING, step)
+    out = play(timed_programs, params, given, noise, prompts.examples, task, sampling, 1)
     host = time.perf_counter() - began - prefill[0] - whole[0] - aside[0]
     turn, own = to_host((out.turn, out.completion_mask))
     return {

@@ -139,7 +139,7 @@ def by_loop(runs: list[int], config: GRPOConfig, folder: Path) -> np.ndarray:
         with tempfile.TemporaryDirectory() as place:
             run = RunFolder(Path(place) / "run", {}, console=Console(quiet=True))
             programs = make_programs(POLICY, task, own)
-            _, held = learn(start(folder, seed), task, own, run, programs, phase="grpo")
+            _, held = learn({"policy": start(folder, seed)}, task, own, run, programs, phase="grpo")
         accuracies.append(held.evaluation.scores.mean())
     return np.array(accuracies)
 
@@ -157,7 +157,7 @@ def by_whole_runs(
     accuracies = []
     for several in [runs] if together else [[run] for run in runs]:
         rates, seeds = zip(*(RUNS[run] for run in several), strict=True)
-        params = jax.tree.map(lambda *x: np.stack(x), *(start(folder, seed) for seed in seeds))
+        params = jax.tree.map(lambda *x: np.stack(x), *({"policy": start(folder, seed)} for seed in seeds))
         prompts = jax.tree.map(lambda *x: np.stack(x), *(prompts_of(tasks[seed], config.steps) for seed in seeds))
         history = run_all(params, prompts, heldout, seeds, {"learning_rate": np.array(rates, np.float32)})
         accuracies += [by_prompt(heldout, scores)[-1, :, :-1].mean() for scores in np.asarray(history.heldout)]

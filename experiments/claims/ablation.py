@@ -259,7 +259,7 @@ class Bench:
         validate(run_of(with_options(config, **given)), compares_groups=setting.method == "grpo")
 
     def trained(self, setting: Setting) -> list[Any]:
-        """The parameters at the end of runs, one tree for each seed. They are not kept on disk."""
+        """Returns the models by role at the end of runs, for each seed. They are not kept on disk."""
         jobs, params = [(setting, seed) for seed in self.seeds], list[Any]()
         width = at_once(len(jobs))
         for begin in range(0, len(jobs), width):
@@ -304,14 +304,14 @@ class Bench:
         program, filled = self._programs[key], [*jobs, *[jobs[-1]] * (width - len(jobs))]
         setting, steps = jobs[0][0], run_of(self.config(jobs[0][0])).steps
         starts = [self.start(setting.testbed, seed) for _, seed in filled]
-        if setting.method == "ppo":
-            starts = [add_critic(setting.testbed.model, params) for params in starts]
+        is_ppo, model = setting.method == "ppo", setting.testbed.model
+        models = [add_critic(model, params) if is_ppo else {"policy": params} for params in starts]
         prompts = [prompts_of(self.task(setting, seed), steps) for _, seed in filled]
         numbers = {name: np.array([s.numbers[name] for s, _ in filled], np.float32) for name in setting.numbers}
         seeds = [seed for _, seed in filled]
         if "draw" in numbers:  # so that each seed has spoilt rewards of its own
             numbers["draw"] = np.array(seeds, np.float32)
-        history = program.run_all(stacked(starts), stacked(prompts), program.heldout, seeds, numbers)
+        history = program.run_all(stacked(models), stacked(prompts), program.heldout, seeds, numbers)
         return jax.device_get(history), program.heldout
 
     def file(self, setting: Setting, seed: int) -> Path:
@@ -402,9 +402,9 @@ def code_checksum() -> str:
 
 def _sources() -> list[Path]:
     experiments, package = Path(__file__).parents[1], Path(grpo_jax.__file__).parent
-    parts = ("functional", "models", "sampling", "data", "tasks", "training")
+    parts = ("functional", "models", "sampling", "data", "tasks", "rl", "offline")
     of_package = [file for part in parts for file in sorted((package / part).rglob("*.py"))]
-    of_starts = [experiments / name for name in ("arithmetic.py", "common.py", "multi_objective.py")]
+    of_starts = [experiments / name for name in ("arithmetic.py", "common.py", "multi_objective.py", "whole_run.py")]
     return [package / "config.py", *of_package, *of_starts, Path(__file__), Path(testbeds.__file__)]
 
 

@@ -1,17 +1,18 @@
 """What a step costs, counted rather than timed: the same on every machine, and without a run."""
 
 from functools import partial
-from typing import Any
 
 import jax
 
 from experiments.claims.ablation import Setting
 from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.trainable import split
+from grpo_jax.models.transformer import Params
 from grpo_jax.planning.throughput import forward_flops, update_flops
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.optimizer import init_state
-from grpo_jax.rl.ppo import ActorCritic, add_critic, critic_policy, ppo_method
+from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 
 
 def operations(setting: Setting, *, num_prompts: int, prompt_tokens: int) -> float:
@@ -26,22 +27,20 @@ def operations(setting: Setting, *, num_prompts: int, prompt_tokens: int) -> flo
     """
     params, sampling = _params(setting), run_of(_config(setting)).sampling
     tokens = num_prompts * (prompt_tokens + sampling.group_size * setting.testbed.max_tokens)
-    if not isinstance(params, ActorCritic):
-        return 2 * forward_flops(params, tokens) + update_flops(params, None, tokens)
-    sampled = 2 * forward_flops(params.policy, tokens) + forward_flops(params.critic, tokens)
-    return sampled + update_flops(params, None, tokens)
+    scored = 2 * forward_flops(params["policy"], tokens) + forward_flops(params.get("critic"), tokens)
+    return scored + update_flops(params, None, tokens)
 
 
 def bytes_held(setting: Setting) -> int:
     """Bytes of what is trained, of its optimizer, and of the reference."""
     config, model, params = _config(setting), setting.testbed.model, _params(setting)
-    policy, reference = decoder_policy(model), params
+    policy = decoder_policy(model)
     if isinstance(config, PPOConfig):
-        method, reference = ppo_method(policy, critic_policy(model), config), params.policy
+        method = ppo_method(policy, critic_policy(model), config)
     else:
         method = grpo_method(policy, config)
-    state = jax.eval_shape(lambda params: init_state(method.split(params)[0], method.optimizer), params)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state, reference)))
+    state = jax.eval_shape(lambda params: init_state(split(params)[0], method.optimizer), params)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state, params["policy"])))
 
 
 def _config(setting: Setting) -> GRPOConfig | PPOConfig:
@@ -49,8 +48,8 @@ def _config(setting: Setting) -> GRPOConfig | PPOConfig:
     return with_options(PPOConfig(), **shape) if setting.method == "ppo" else recipe(**shape)
 
 
-def _params(setting: Setting) -> Any:
-    """The shapes of all parameters."""
+def _params(setting: Setting) -> Params:
+    """Returns the shapes of all models by role."""
     model = setting.testbed.model
     params = jax.eval_shape(decoder_policy(model).init, jax.random.key(0))
-    return jax.eval_shape(partial(add_critic, model), params) if setting.method == "ppo" else params
+    return jax.eval_shape(partial(add_critic, model), params) if setting.method == "ppo" else {"policy": params}

@@ -49,10 +49,15 @@ def make_gradients(policy: Policy, config: GRPOConfig) -> Callable[..., GroupGra
         ones = jnp.ones(rewards.shape)
         batch = to_batch(ids, mask, ones, completions)
         graded = RewardArrays(rewards, ones > 0)
-        batch, advantages, _ = method.advantages(graded, batch, jnp.float32(0), None)
-        batch = batch._replace(weights=config.loss.objective.aggregation(batch.completion_mask))
-        trained, frozen = method.split(params)
-        gradient = jax.grad(lambda trained: method.loss_fn(trained, frozen, batch, None)[0])(trained)
+        batch, advantages, _ = method.advantage(graded, batch, jnp.float32(0))
+        batch = batch._replace(weights=method.aggregation(batch.completion_mask))
+
+        def loss(params: Params) -> jax.Array:
+            models = {"policy": params}
+            forward = method.forward(models, batch)
+            return sum((term(models, forward, batch)[0] for term in method.terms), jnp.zeros(()))
+
+        gradient = jax.grad(loss)(params)
         return advantages[0], ravel_pytree(gradient)[0]
 
     @jax.jit

@@ -9,20 +9,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from grpo_jax.rl.learn import Scored, needed, with_scores
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.config import GRPOConfig, PPOConfig, run_of
-from grpo_jax.devices import Devices, Mesh, devices_of, shardings
+from grpo_jax.devices import Devices, Mesh, compiled, devices_of, shardings
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import Quantize, quantise_params
 from grpo_jax.models.sharding import BATCH
+from grpo_jax.models.trainable import split
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.rl.sampler import to_batch
+from grpo_jax.rl.scorers import score_rollout
 from grpo_jax.rl.types import RewardArrays
 from grpo_jax.tasks.task import Task
 
@@ -37,7 +38,7 @@ def lowered(
     quantize: Quantize = "none",
     programs: tuple[str, ...] = ("sample", "score", "learn"),
 ) -> dict[str, jax.stages.Lowered]:
-    """Programs as `loop.train` compiles them, by name; `score` is missing where the update needs no scores.
+    """Lowers programs as `grpo_jax.train` compiles them, by name; `score` is missing where the update needs no scores.
 
     Args:
       model: the decoder.
@@ -52,29 +53,31 @@ def lowered(
     made: Any = programs_of(model, config)
     made_of = params_of(model, config, lora_rank=lora_rank, param_dtype=param_dtype, quantize=quantize)
     params = placed(made_of, devices_of(run))
-    trained, frozen = made.method.split(params)
+    trained, frozen = split(params)
     n, g = run.sampling.num_prompts, run.sampling.group_size
     array = partial(spread, devices_of(run))
     prompts = array((n, prompt), jnp.int32), array((n, prompt), bool)
     temperature, clock = array((n, g), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
     noise = jax.ShapeDtypeStruct((3,), jnp.uint32)
-    sampling = made.method.actor(trained, frozen), *prompts, array((n, g), jnp.int32), temperature, noise
+    sampling = params["policy"], *prompts, array((n, g), jnp.int32), temperature, noise
     if "sample" in programs:
         found["sample"] = made.sampler.program.lower(*sampling)
     completions = jax.eval_shape(made.sampler.program, *sampling)
     completions = jax.tree.map(lambda x: array(x.shape, x.dtype), completions)
     batch = to_batch(*prompts, temperature, completions)
-    reference, scores = made.method.actor(trained, frozen), Scored()
-    if made.score is not None:
-        scoring = trained, frozen, reference if needed(made.method, run).ref_logprobs else None, batch
-        scores = jax.tree.map(lambda x: array(x.shape, x.dtype), jax.eval_shape(made.score, *scoring))
+    start = params["policy"] if run.loss.objective.has_reference else None
+    if made.method.scorers:
+        scorers = partial(score_rollout, made.method, run, devices=devices_of(run))
+        score: Any = compiled(scorers, 0, devices=devices_of(run))
+        models = params if start is None else params | {"reference": start}
         if "score" in programs:
-            found["score"] = made.score.lower(*scoring)
+            found["score"] = score.lower(models, batch)
+        fields = jax.eval_shape(score, models, batch)
+        batch = batch._replace(**jax.tree.map(lambda x: array(x.shape, x.dtype), fields))
     if "learn" in programs:
-        state = placed(jax.eval_shape(made.init_state, trained), devices_of(run))
+        state = placed(jax.eval_shape(made.initial_state, trained), devices_of(run))
         rewards = RewardArrays(array((n, g), jnp.float32), array((n, g), bool))
-        in_loss = reference if run.loss.divergence != "preset" else None
-        found["learn"] = made.learn.lower(state, frozen, in_loss, with_scores(batch, scores, run), rewards, clock)
+        found["learn"] = made.learn.lower(state, frozen, start, batch, rewards, clock)
     return found
 
 
@@ -97,7 +100,7 @@ def params_of(
     param_dtype: str,
     quantize: Quantize = "none",
 ) -> Any:
-    """Shapes of the parameters that a run takes."""
+    """Returns the shapes of the models that a run takes, by role."""
 
     def make() -> Any:
         params = decoder_policy(model).init(jax.random.key(0))
@@ -105,7 +108,7 @@ def params_of(
         params = quantise_params(params, quantize)
         if lora_rank:
             params = add_adapters(params, jax.random.key(0), rank=lora_rank, alpha=1.0)
-        return add_critic(model, params, config.critic.critic) if isinstance(config, PPOConfig) else params
+        return add_critic(model, params, config.critic.critic) if isinstance(config, PPOConfig) else {"policy": params}
 
     return jax.eval_shape(make)
 

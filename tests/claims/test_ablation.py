@@ -106,7 +106,7 @@ def test_a_run_that_diverged_has_the_floor_from_there_on():
 
 def test_only_what_makes_runs_counts_as_their_code():
     names = {file.name for file in ablation._sources()}
-    assert {"scan.py", "learn.py", "sampler.py", "testbeds.py", "ablation.py", "presets.py"} <= names
+    assert {"whole_run.py", "update.py", "sampler.py", "testbeds.py", "ablation.py", "presets.py"} <= names
     assert not {"primary.py", "verdicts.py", "reproduce.py", "report.py", "hh_rlhf.py", "ppo_vs_grpo.py"} & names
 
 

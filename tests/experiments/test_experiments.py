@@ -37,8 +37,10 @@ from experiments import (
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained
-from grpo_jax.models.lora import join, merge, split
+from grpo_jax.models.lora import merge
 from grpo_jax.models.peft import load_adapter
+from grpo_jax.models.trainable import join, split
+from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
@@ -278,8 +280,9 @@ def lora_run(tmp_path_factory):
     task = stories_task(model.tokenizer, model.eos_ids, vocab_size=512, num_prompts=4, seed=0)
     run = flags.open_run(config)
     keep_description(run, loaded, config.model)
-    state = train(loaded.policy, loaded.params, task, config.train, run, reward=random_reward(0))
-    return folder, state, join(state.params, split(loaded.params)[1]), run
+    programs, models = make_programs(loaded.policy, task, config.train), {"policy": loaded.params}
+    state = train(models, task, config.train, run, programs, phase="grpo", reward=random_reward(0))
+    return folder, state, join(state.params, split(models)[1])["policy"], run
 
 
 @needs_stories

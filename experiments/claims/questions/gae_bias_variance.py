@@ -27,7 +27,8 @@ from experiments.claims.testbeds import ARITHMETIC, first_prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.heads import Headed
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.ppo import ActorCritic, critic_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.rl.ppo import critic_policy
 from grpo_jax.tasks.arithmetic import EOS_ID, MAX_TOKENS, PAD_ID
 
 TRAINED, TOSSED = (ppo(kl_coef=0.0, coin=coin, steps=20, eval_every=20) for coin in (0.0, 1.0))
@@ -57,10 +58,10 @@ def measure(bench: Bench) -> Finding:
     return Finding(rows, {}, also, drawn=["bias²", "tilt²", "variance", "error"])
 
 
-def seed_rows(bench: Bench, trained: ActorCritic, tossed: ActorCritic) -> dict[str, dict[str, float]]:
+def seed_rows(bench: Bench, trained: Params, tossed: Params) -> dict[str, dict[str, float]]:
     """All rows, for the policy of the first."""
     prompts = first_prompts((task := bench.task(TRAINED, 0)).task.heldout, 8)
-    tree = all_completions(POLICY, trained.policy, prompts, length=MAX_TOKENS, eos_id=EOS_ID, pad_id=PAD_ID)
+    tree = all_completions(POLICY, trained["policy"], prompts, length=MAX_TOKENS, eos_id=EOS_ID, pad_id=PAD_ID)
     rewards, mask = rewards_of(task, tree, prompts), jnp.broadcast_to(tree.mask, (8, *tree.mask.shape))
 
     def row(critic: Headed, lam: float, steps: int | None = None) -> dict[str, float]:
@@ -68,10 +69,10 @@ def seed_rows(bench: Bench, trained: ActorCritic, tossed: ActorCritic) -> dict[s
         of = quality(tree, rewards, gae(rewards_at_end(rewards, mask), values, mask, lam=lam, num_steps=steps))
         return dict(zip(("bias²", "tilt²", "variance", "error"), of, strict=True)) | {"error, tilt": of[1] + of[2]}
 
-    untrained = trained.critic._replace(head=jnp.zeros(ARITHMETIC.model.hidden_size))
-    rows = {START: row(untrained, 0.9), COIN: row(tossed.critic, 0.9)}
-    rows |= {f"λ {lam:g}": row(trained.critic, lam) for lam in (0.0, 0.5, 0.9, 1.0)}
-    return rows | {f"K {steps}": row(trained.critic, 0.9, steps) for steps in (2, 3)}
+    untrained = trained["critic"]._replace(head=jnp.zeros(ARITHMETIC.model.hidden_size))
+    rows = {START: row(untrained, 0.9), COIN: row(tossed["critic"], 0.9)}
+    rows |= {f"λ {lam:g}": row(trained["critic"], lam) for lam in (0.0, 0.5, 0.9, 1.0)}
+    return rows | {f"K {steps}": row(trained["critic"], 0.9, steps) for steps in (2, 3)}
 
 
 if __name__ == "__main__":

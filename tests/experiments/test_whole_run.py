@@ -55,8 +55,8 @@ def of_ppo(policy, config):
 @pytest.mark.parametrize(
     ("config", "policy", "params", "make_method"),
     [
-        pytest.param(GRPO, bigrams.POLICY, bigrams.PARAMS, grpo_method, id="bigrams"),
-        pytest.param(GRPO, POLICY, PARAMS, grpo_method, id="grpo", marks=pytest.mark.slow),
+        pytest.param(GRPO, bigrams.POLICY, {"policy": bigrams.PARAMS}, grpo_method, id="bigrams"),
+        pytest.param(GRPO, POLICY, {"policy": PARAMS}, grpo_method, id="grpo", marks=pytest.mark.slow),
         pytest.param(PPO, POLICY, add_critic(MODEL, PARAMS), of_ppo, id="ppo", marks=pytest.mark.slow),
     ],
 )
@@ -94,12 +94,13 @@ def test_a_row_is_its_runs(side_by_side, devices):
     config = with_options(GRPO, epochs=1, minibatches=1, ref_sync_steps=0, ref_mixup_alpha=1.0)
     run, heldout = whole_run(bigrams.POLICY, ON_DEVICE, config), heldout_of(ON_DEVICE, config)
     options = {"learning_rate": np.array([1e-2, 1e-3]), "kl_coef": np.array([0.0, 0.1]), "scale": np.array([1.0, 5.0])}
-    given = prompts_of(ON_DEVICE, config.steps)
-    both = jax.tree.map(lambda x: np.stack([x, x]), (bigrams.PARAMS, given))
+    step_prompts = prompts_of(ON_DEVICE, config.steps)
+    both = jax.tree.map(lambda x: np.stack([x, x]), ({"policy": bigrams.PARAMS}, step_prompts))
     row = compile_runs(run, side_by_side=side_by_side, devices=devices)(*both, heldout, [0, 1], options)
     single = jax.jit(run)
     for i in range(2):
-        expected = single(bigrams.PARAMS, given, heldout, i, {name: values[i] for name, values in options.items()})
-        found = jax.tree.map(lambda x, i=i: x[i], row)
-        np.testing.assert_array_equal(found.heldout, expected.heldout)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found.params, expected.params)
+        numbers = {name: values[i] for name, values in options.items()}
+        expected = single({"policy": bigrams.PARAMS}, step_prompts, heldout, i, numbers)
+        of_row = jax.tree.map(lambda x, i=i: x[i], row)
+        np.testing.assert_array_equal(of_row.heldout, expected.heldout)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), of_row.params, expected.params)
