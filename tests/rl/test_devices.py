@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, V
-from grpo_jax.rl.learn import with_scores
 from test_learn import recorder
 
 from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options

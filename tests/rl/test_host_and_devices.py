@@ -18,7 +18,6 @@ from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import train
 
 N, G, P, T = 4, 2, 3, 5
 EOS, PAD = 5, 6
