@@ -19,7 +19,7 @@ from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, join, merge, split
-from grpo_jax.models.quantised import format_of
+from grpo_jax.models.params import format_of
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256

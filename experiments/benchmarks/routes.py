@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_jax.functional import token_logprobs
-from grpo_jax.models.attention import KeyValues, cache_keys
+from grpo_jax.models.cache import KeyValues, cache_keys
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.geometry import geometry_of_step
 from grpo_jax.models.policy import decoder_policy

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.attention import Prefix
+from grpo_jax.models.cache import Prefix
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.rotary import Angles, rotary_angles
 

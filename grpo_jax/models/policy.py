@@ -14,13 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.attention import (
-    KeyValues,
-    Prefix,
-    cache_keys,
-    select_completions,
-    widen,
-)
+from grpo_jax.functional.products import traits_of_backend
+from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, select_completions, widen
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.geometry import (
     Geometry,
@@ -80,14 +75,16 @@ class Policy(NamedTuple):
     routed: tuple[Callable[..., Any], Callable[..., Any], int] | None = None
 
 
-def _has_flash_attention(config: ModelConfig) -> bool:
-    """Whether cuDNN's attention can compute this model here: heads of at most 128 features, on GPUs from Ampere on."""
-    if config.attn_logit_softcapping is not None:
-        return False
-    if jax.default_backend() != "gpu" or config.dtype != "bfloat16" or config.head_dim % 8 or config.head_dim > 128:
-        return False
-    major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
-    return major.isdigit() and int(major) >= 8  # of other vendors it is no number
+def _attention_of_backend(config: ModelConfig) -> ModelConfig:
+    """Chooses the attention of "auto": cuDNN's, if the backend has it for heads of at most 128 features, or our own."""
+    traits = traits_of_backend()
+    if config.attention == "cudnn" and traits.backend != "gpu":
+        raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
+    if config.attention != "auto":
+        return config
+    computes = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128
+    is_fused = traits.has_flash_attention and computes and config.attn_logit_softcapping is None
+    return replace(config, attention="cudnn" if is_fused else "shared")
 
 
 def decoder_policy(config: ModelConfig) -> Policy:
@@ -104,10 +101,7 @@ def decoder_policy(config: ModelConfig) -> Policy:
     Raises:
       UsageError: the attention is one that this machine does not have.
     """
-    if config.attention == "cudnn" and jax.default_backend() != "gpu":
-        raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
-    if config.attention == "auto":
-        config = replace(config, attention="cudnn" if _has_flash_attention(config) else "shared")
+    config = _attention_of_backend(config)
     model = Transformer(config)
 
     def init(key: jax.Array) -> Params:

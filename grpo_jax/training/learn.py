@@ -18,11 +18,12 @@ import optax
 from grpo_jax.config import GRPOConfig
 from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.functional.numerics import maybe_psum
+from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.experts import busiest
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
 from grpo_jax.models.transformer import Params
-from grpo_jax.planning.pieces import choose_piece, fastest_piece_tokens
+from grpo_jax.planning.pieces import choose_piece
 from grpo_jax.training.microbatches import (
     Microbatches,
     by_prompts,
@@ -198,7 +199,7 @@ def choose_pieces(method: Method, config: GRPOConfig, batch: Batch) -> Microbatc
         group_size,
         tokens,
         microbatches=optimizer.microbatches,
-        piece_tokens=optimizer.piece_tokens or fastest_piece_tokens(on_cpu=jax.default_backend() == "cpu"),
+        piece_tokens=optimizer.piece_tokens or traits_of_backend().piece_tokens,
         packs=method.packs,
     )
     if piece.is_packed:

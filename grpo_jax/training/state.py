@@ -8,7 +8,7 @@ import optax
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.lora import Adapted
-from grpo_jax.models.quantised import holds_quantised
+from grpo_jax.models.params import holds_quantised
 from grpo_jax.models.transformer import Params
 
 Array = Any  # jax.Array on a device, np.ndarray on the host

@@ -11,17 +11,9 @@ import pytest
 from jax.test_util import check_grads
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models import attention, transformer
-from grpo_jax.models.attention import (
-    KeyValues,
-    Prefix,
-    Scores,
-    attend,
-    attend_groups,
-    attend_past,
-    cache_keys,
-    widen,
-)
+from grpo_jax.functional.products import rms_norm
+from grpo_jax.models.attention import Scores, attend, attend_groups, attend_past
+from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, widen
 from grpo_jax.models.config import (
     DynamicScaling,
     ExpertsConfig,
@@ -40,12 +32,7 @@ from grpo_jax.models.geometry import (
 )
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.rotary import rotary_angles, rotate
-from grpo_jax.models.transformer import (
-    RMSNorm,
-    Transformer,
-    decoding_layout,
-    rms_norm,
-)
+from grpo_jax.models.transformer import RMSNorm, Transformer, decoding_layout
 
 LLAMA = ModelConfig(
     vocab_size=29,
@@ -324,9 +311,9 @@ def test_remat_changes_neither_values_nor_gradients(remat):
     assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
 
 
-def test_layers_compiled_one_by_one_change_neither_values_nor_gradients(monkeypatch):
+def test_a_loop_over_layers_changes_neither_values_nor_gradients(assume):
     (expected_value, _), expected_grads = loss_and_grads(shared_hidden, LLAMA)
-    monkeypatch.setattr(transformer, "unrolls", lambda config, quantised: True)
+    assume(unrolled_layers=0)  # they are unrolled on a CPU
     (value, _), grads = loss_and_grads.__wrapped__(shared_hidden, LLAMA)
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
@@ -654,8 +641,8 @@ def test_attention_of_long_texts_needs_a_sixteenth_of_the_memory():
 
 # Features of keys first as on a CPU, and not as on other devices.
 @pytest.mark.parametrize(("features_first", "scores"), [(True, Scores()), (False, CAPPED)])
-def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, scores, monkeypatch):
-    monkeypatch.setattr(attention, "_features_first", lambda: features_first)
+def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, scores, assume):
+    assume(features_first=features_first)
     (queries, keys, values), masks = group_inputs()
     expected, prompt = jax.jit(lambda *x: attend_groups(*x, (None, None), "shared", scores))(
         queries, keys, values, masks
