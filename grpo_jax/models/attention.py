@@ -1,4 +1,4 @@
-"""Attention: of groups, in training, and of one more token of each completion, in decoding.
+"""Attention: of rows, in training, and of one more token of each completion, in decoding.
 
 Letters as in `transformer`. Query heads that share a key-value head have an axis Q of their own, so that keys and
 values are not repeated for them.
@@ -38,7 +38,7 @@ class Scores(NamedTuple):
         return queries * jnp.asarray(scale, queries.dtype)
 
 
-def attend_groups(
+def attend_rows(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
@@ -47,15 +47,15 @@ def attend_groups(
     kind: AttentionKind,
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> tuple[jax.Array, KeyValues]:
-    """Attention of prompts over themselves, and of the completions behind them over prompt and completion.
+    """Computes attention of prompts over themselves, and of the parts behind them over prompt and part: see `Rows`.
 
-    The prompt's keys and values are repeated for each of the G completions. That takes 2E numbers a key where the
-    scores take Q·S, and one product over prompt and completion in a row is faster than two joined by a softmax.
+    The prompt's keys and values are repeated for each of the G parts. That takes 2E numbers a key where the scores take
+    Q·S, and one product over prompt and part in a row is faster than two joined by a softmax.
 
     Args:
       queries: `[N, M, K, Q, E]`.
       keys, values: `[N, M, K, E]`.
-      masks: of prompts, and of completions where there are any: see `Geometry`.
+      masks: of prompts and of parts: see `Seen`. Either may be empty.
       reaches: of each mask, as in `attend`. Other kinds of attention compute what is masked.
       kind: `ModelConfig.attention`.
       scores: how they are made.
@@ -64,33 +64,31 @@ def attend_groups(
       `[N, M, K, Q, E]`; keys and values of the prompts.
     """
     n, m, k, q, e = queries.shape
-    width = masks[0].shape[-1]
-    own_queries, own_keys, own_values = (jnp.split(x, [width], axis=1) for x in (queries, keys, values))
-    prompt = KeyValues(prompt_keys(own_keys[0].swapaxes(1, 2)), own_values[0].swapaxes(1, 2))
+    width, size = masks[0].shape[-1], masks[1].shape[-2]
+    prompt_queries, part_queries = jnp.split(queries, [width], axis=1)
+    of_prompt, of_parts = zip(*(jnp.split(x, [width], axis=1) for x in (keys, values)), strict=True)
+    shared = [x.swapaxes(1, 2)[:, :, None] for x in of_prompt]  # [N, K, 1, P, E]
+    attended = []
 
     def core(*arrays: jax.Array, prefix: int, reach: int | None) -> jax.Array:
         if kind in ("xla", "cudnn"):
             return attend_fused(*arrays, implementation=kind, scores=scores)
         return attend(*arrays, prefix=prefix, reach=reach, scores=scores)
 
-    shared = tuple(x[0].swapaxes(1, 2)[:, :, None] for x in (own_keys, own_values))  # [N, K, 1, P, E]
-    of_prompts = own_queries[0].transpose(0, 2, 3, 1, 4)[:, :, None]
-    attended = core(of_prompts, *shared, masks[0], prefix=0, reach=reaches[0])
-    attended = attended[:, :, 0].transpose(0, 3, 1, 2, 4)
-    if len(masks) == 1:
-        return attended, prompt
-    size = masks[1].shape[-2]
-    shape = n, (m - width) // size, size, k
-
-    def in_a_row(prompt: jax.Array, own: jax.Array) -> jax.Array:
-        own = own.reshape(*shape, e).transpose(0, 3, 1, 2, 4)
+    def behind_prompt(prompt: jax.Array, own: jax.Array) -> jax.Array:
+        own = own.reshape(n, -1, size, k, e).transpose(0, 3, 1, 2, 4)
         return jnp.concatenate([jnp.broadcast_to(prompt, (*own.shape[:3], width, e)), own], axis=3)
 
-    given = own_queries[1].reshape(*shape, q, e).transpose(0, 3, 1, 4, 2, 5)
-    in_rows = map(in_a_row, shared, (own_keys[1], own_values[1]))
-    rest = core(given, *in_rows, masks[1], prefix=width, reach=reaches[1])
-    rest = rest.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e)
-    return jnp.concatenate([attended, rest], axis=1), prompt
+    if width:
+        prompt_queries = prompt_queries.transpose(0, 2, 3, 1, 4)[:, :, None]
+        states = core(prompt_queries, *shared, masks[0], prefix=0, reach=reaches[0])
+        attended.append(states[:, :, 0].transpose(0, 3, 1, 2, 4))
+    if size:
+        part_queries = part_queries.reshape(n, -1, size, k, q, e).transpose(0, 3, 1, 4, 2, 5)
+        states = core(part_queries, *map(behind_prompt, shared, of_parts), masks[1], prefix=width, reach=reaches[1])
+        attended.append(states.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e))
+    prompt = KeyValues(prompt_keys(shared[0][:, :, 0]), shared[1][:, :, 0])
+    return jnp.concatenate(attended, axis=1), prompt
 
 
 # Queries are taken in blocks of this many at least, and in this many blocks at most: each block is compiled by itself.

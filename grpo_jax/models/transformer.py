@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from grpo_jax.errors import missing
 from grpo_jax.functional.products import product, rms_norm, times_transposed, traits_of_backend
 from grpo_jax.models import sharding
-from grpo_jax.models.attention import Scores, attend_groups, attend_past
+from grpo_jax.models.attention import Scores, attend_past, attend_rows
 from grpo_jax.models.cache import KeyValues, Prefix
 from grpo_jax.models.config import Activation, ModelConfig
 from grpo_jax.models.experts import Experts
@@ -233,7 +233,7 @@ class Attention(nn.Module):
         scalar = config.query_pre_attn_scalar
         scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping)
         if past is None:
-            attended, kept = attend_groups(queries, keys, values, seen.masks, seen.reaches, config.attention, scores)
+            attended, kept = attend_rows(queries, keys, values, seen.masks, seen.reaches, config.attention, scores)
         else:
             attended, kept = attend_past(queries, keys, values, seen.masks, *past, seen.places, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)

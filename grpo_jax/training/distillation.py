@@ -165,7 +165,7 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
         score=lambda trained, frozen, batch: grpo.score(trained, frozen.policy, batch),
         advantages=advantages,
         loss_fn=loss_fn,
-        packs=grpo.packs and teacher.packed_groups is not None and own.distillation == "k1",
+        packs=grpo.packs and own.distillation == "k1",
         split=split,
         actor=lambda trained, frozen: lora.join(trained, frozen.policy),
         teacher_outputs=of_completions,

@@ -150,12 +150,12 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         return policy_loss_fn(join(trained, frozen), batch, reference)
 
     optimizer = optimizer_of(config, schedule)
-    return Method(score, advantages, loss_fn, optimizer, schedule, packs=packs(policy, config.loss))
+    return Method(score, advantages, loss_fn, optimizer, schedule, packs=packs(config.loss))
 
 
-def packs(policy: Policy, config: LossConfig) -> bool:
-    """Whether a policy can compute packed completions, and the loss asks for nothing else."""
-    return policy.packed_groups is not None and config.divergence == "preset"
+def packs(config: LossConfig) -> bool:
+    """Whether the loss can be computed of packed completions."""
+    return config.divergence == "preset"
 
 
 def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
@@ -355,8 +355,8 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
         # Against the sampler's own numbers where they are known, whatever the ratio of the loss is taken against.
         sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
         mismatch = jnp.where(mask, fresh - sampled, 0)
-        if routing is not None and policy.routed is not None:
-            metrics |= load(routing, mask, policy.routed[2])
+        if routing is not None and policy.num_experts is not None:
+            metrics |= load(routing, mask, policy.num_experts)
         metrics["entropy"] = masked_sum(scores.entropy, mask)
         metrics["sampler_mismatch"] = masked_sum(jnp.exp(jnp.abs(mismatch)), mask)
         return loss, Logs(metrics | more, {"ratio_deviation": jnp.max(jnp.abs(jnp.expm1(mismatch)))})

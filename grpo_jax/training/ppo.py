@@ -178,7 +178,7 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         optimizer,
         schedule,
         has_critic=True,
-        packs=packs(policy, config.run.loss) and packs(critic, config.run.loss) and not has_ends,
+        packs=packs(config.run.loss) and not has_ends,
         split=split_as_told,
         actor=lambda trained, frozen: lora.join(trained.policy, frozen.policy),
         of_policy=lambda trained: trained._replace(critic=None),
@@ -210,7 +210,7 @@ def score(policy: Policy, critic: Policy, params: ActorCritic, batch: Batch) -> 
 
 
 def _packed_values(critic: Policy, params: ActorCritic, hidden: jax.Array, batch: Batch) -> jax.Array:
-    """Values of the states in which packed tokens are chosen, `[N, G, T]`; `hidden` of the policy `[N, S, D]`."""
+    """Values of the states in which packed tokens are chosen, `[N, G, T]`; `hidden` of the policy `[N, 1, S, D]`."""
     if not is_shared(params):
         hidden = hidden_states(critic, params.critic.decoder, batch)
     return of_completions(heads.read(hidden, params.critic.head), batch)
