@@ -31,11 +31,12 @@ from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import as_if_here, devices_of_topology
 from grpo_jax.config import GRPOConfig, PlannedRemat, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
+from grpo_jax.functional.products import CPU
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import model_folder, read_json
-from grpo_jax.models.quantised import Quantize
+from grpo_jax.models.params import Quantize
 from grpo_jax.planning.accelerators import DEVICES, Device
 from grpo_jax.planning.memory import Estimate, Shape, decoder_shapes, estimate, num_params, parts_of
 from grpo_jax.planning.models import MODELS
@@ -335,7 +336,7 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
     """Plan beside compiled program: memory, and what is exchanged by kind. Of a CPU the plan is in float32."""
     ours, traffic = plan.estimate, traffic_of(plan, data)
     if not config.topology:
-        ours, traffic = estimate(plan.model, plan.shape._replace(on_cpu=True)), traffic_of(_in_float32(plan), data)
+        ours, traffic = estimate(plan.model, plan.shape._replace(traits=CPU)), traffic_of(_in_float32(plan), data)
     table = Table("program", "", "planned GB", "compiled GB", "compiled / planned", "s to compile", box=None)
     run = run_of_plan(config, plan, data)
     for program in config.programs:

@@ -18,7 +18,7 @@ from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
 from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
 from grpo_jax.models.config import AttentionKind, Dtype, Router
 from grpo_jax.models.lora import TARGETS, Target
-from grpo_jax.models.quantised import Quantize
+from grpo_jax.models.params import Quantize
 
 Preset = Literal[
     "grpo",

@@ -21,8 +21,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from grpo_jax import hosts
 from grpo_jax.config import MeshConfig, validate_mesh
 from grpo_jax.errors import UsageError
+from grpo_jax.functional.products import backend_name
 from grpo_jax.models import sharding
-from grpo_jax.models.quantised import is_quantised
+from grpo_jax.models.params import is_quantised
 
 AXIS = "data"
 
@@ -67,7 +68,7 @@ def num_devices(requested: int) -> int:
         )
     if not 0 <= requested <= available:
         raise UsageError(
-            f"devices is {requested}, but JAX sees {available} ({jax.default_backend()}): set it to at most that, or "
+            f"devices is {requested}, but JAX sees {available} ({backend_name()}): set it to at most that, or "
             "to 0 for all"
         )
     return requested or available

@@ -20,7 +20,7 @@ from grpo_jax.devices import devices_of, load_shardings, parts, size
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, merge
-from grpo_jax.models.quantised import format_of
+from grpo_jax.models.params import format_of
 from grpo_jax.models.trainable import join, split
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.rl.grpo import check_teacher

@@ -18,10 +18,8 @@ def states(params, ids):
     return jnp.tanh(params["before"])[ids]
 
 
-def hidden(params, prompt_ids, prompt_mask, completion_ids):
-    del prompt_mask
-    last = jnp.broadcast_to(prompt_ids[:, None, -1:], (*completion_ids.shape[:2], 1))
-    return states(params, jnp.concatenate([last, completion_ids[..., :-1]], axis=-1))
+def states_of_rows(params, rows):
+    return states(params, rows.predicting(rows.tokens)), None
 
 
 def prefill(params, prompt_ids, prompt_mask, group_size, max_tokens):
@@ -33,7 +31,7 @@ def decoder(params):
     return lambda cache, ids, lengths: (states(params, ids), cache)
 
 
-POLICY = Policy(None, lambda params: params["after"], hidden, prefill, decoder=decoder)
+POLICY = Policy(None, lambda params: params["after"], states_of_rows, prefill, decoder=decoder)
 normal = jax.jit(jax.random.normal, static_argnums=1)
 PARAMS = {name: normal(jax.random.key(number), (V, D)) for number, name in enumerate(["before", "after"])}
 

@@ -7,6 +7,7 @@ know these flags). What one process has compiled, the others of the same session
 experiments that tests start) read from a folder.
 """
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -14,7 +15,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,15 @@ def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     from grpo_jax.runs import terminal
 
     monkeypatch.setattr(terminal, "save_curves", lambda run, *_: (run.path / "curves.png").touch())
+
+
+@pytest.fixture
+def assume() -> Iterator[Callable[..., None]]:
+    """Changes traits of the backend for the rest of a test, as `assume(features_first=False)`."""
+    from grpo_jax.functional.products import assume_traits
+
+    with contextlib.ExitStack() as stack:
+        yield lambda **changes: stack.enter_context(assume_traits(**changes))
 
 
 @pytest.fixture(scope="module", autouse=True)

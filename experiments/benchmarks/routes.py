@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_jax.functional import token_logprobs
-from grpo_jax.models.attention import KeyValues, cache_keys
+from grpo_jax.models.cache import KeyValues, cache_keys
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.geometry import geometry_of_step
+from grpo_jax.models.layout import rows_of_groups
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params, Transformer, decoding_layout
 from grpo_jax.sampling.sampler import sample_groups
@@ -83,8 +84,7 @@ def compare(config: ModelConfig, options: Options) -> tuple[float, float, float,
     sampled = jax.jit(sampler)(params, ids, jnp.ones(ids.shape, bool), rows, jax.random.key(1))
     completions = sampled.completion_ids
     _, by_step = jax.jit(partial(decoded, config))(params, ids, completions)
-    assert policy.routed
-    hidden, routing = jax.jit(policy.routed[0])(params, ids, jnp.ones(ids.shape, bool), completions)
+    hidden, routing = jax.jit(policy.states)(params, rows_of_groups(ids, jnp.ones(ids.shape, bool), completions))
     scores = token_logprobs(hidden, policy.unembedding(params), completions, temperature=1.0)
     # State t predicts token t: the first is the prompt's, which no step computes.
     same = np.sort(by_step, axis=-1) == np.sort(routing.experts[:, :, 1:], axis=-1)

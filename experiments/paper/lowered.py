@@ -15,8 +15,9 @@ from grpo_jax.config import GRPOConfig, PPOConfig, run_of
 from grpo_jax.devices import Devices, Mesh, compiled, devices_of, shardings
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.params import Quantize
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import Quantize, quantise_params
+from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.sharding import BATCH
 from grpo_jax.models.trainable import split
 from grpo_jax.rl.grpo import grpo_method

@@ -6,23 +6,14 @@ the one for the other. Letters: T tokens (with any leading axes), D
 features, V vocabulary, R tokens of all leading axes in one, C width of a slice of the vocabulary, K slices.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from grpo_jax.functional.numerics import check_beta, check_shapes, softcapped, takes, transposed, upcast
-
-# Elements of one [R, C] slice of the logits, and the least C. A backward pass holds about three such arrays. On a CPU
-# they stay in its cache: 2 MiB in float32. Accelerators need larger products: with 16,384 tokens an H100 was fastest at
-# C = 512 (an update of 0.5 billion parameters took 4% longer at 1,024 and 12% at 2,048), and slow at 256.
-_SLICE_ELEMENTS_CPU, _MIN_SLICE_WIDTH_CPU = 2**19, 128
-_SLICE_ELEMENTS, _MIN_SLICE_WIDTH = 2**23, 512
-# Elements of all logits that are kept for the backward pass: 128 MiB in float32. With 1,024 tokens and 32,000 words the
-# update of a model with 48 million parameters took 7% less time on a CPU.
-_KEPT_ELEMENTS = 2**25
+from grpo_jax.functional.numerics import check_beta, check_shapes, softcapped, takes, upcast
+from grpo_jax.functional.products import Traits, accumulator_of, einsum, traits_of_backend, transposed
 
 
 def check_logprobs(mask: jax.Array, *, tolerance: float = 1e-3, **logprobs: jax.Array) -> None:
@@ -325,7 +316,7 @@ def _logprobs_forward(logits, ids):
     probability near 1 then loses no digits, as it does where the sum over all tokens is subtracted from z[id].
     """
 
-    keeps = keeps_logits(logits.hidden.shape[0], logits.unembedding.shape[0])
+    keeps = keeps_logits(logits.hidden.shape[0], logits.unembedding.shape[0], traits_of_backend())
 
     def reduce_slice(index):
         products, part = _slice_products(logits, index)
@@ -574,15 +565,13 @@ def _gradients(logits: _Logits, d_logits, kept: jax.Array | None = None) -> _Log
             slope, *own = pull(slope)
             d_rest = jax.tree.map(jnp.add, d_rest, tuple(own))
         slope = slope.astype(hidden.dtype)
-        d_hidden += _einsum("rc,cd->rd", slope, weight)
-        d_weight = _einsum("cr,rd->cd", transposed(slope), hidden).astype(d_unembedding.dtype)
+        d_hidden += einsum("rc,cd->rd", slope, weight)
+        d_weight = einsum("cr,rd->cd", transposed(slope), hidden).astype(d_unembedding.dtype)
         previous = jax.lax.dynamic_slice_in_dim(d_unembedding, part.start, weight.shape[0])
         d_unembedding = jax.lax.dynamic_update_slice_in_dim(d_unembedding, previous + d_weight, part.start, axis=0)
         return (d_hidden, d_unembedding, d_rest), None
 
-    # Of a bfloat16 array XLA on CPU copies the whole when it writes a slice.
-    dtype = upcast(unembedding).dtype if jax.default_backend() == "cpu" else unembedding.dtype
-    zeros = jnp.zeros_like(hidden, dtype=jnp.float32), jnp.zeros_like(unembedding, dtype=dtype)
+    zeros = jnp.zeros_like(hidden, dtype=jnp.float32), accumulator_of(unembedding)
     of_rest: tuple[Any, ...] = () if softcap is None else (jnp.zeros_like(scale), jnp.zeros_like(softcap))
     carry, _ = jax.lax.scan(accumulate, (*zeros, of_rest), (jnp.arange(_num_slices(logits)), kept))
     d_hidden, d_unembedding, d_rest = carry
@@ -594,34 +583,34 @@ def _gradients(logits: _Logits, d_logits, kept: jax.Array | None = None) -> _Log
 
 def _num_slices(logits: _Logits) -> int:
     rows, size = logits.hidden.shape[0], logits.unembedding.shape[0]
-    return slices_of_vocabulary(rows, size, on_cpu=jax.default_backend() == "cpu")
+    return slices_of_vocabulary(rows, size, traits_of_backend())
 
 
-def slices_of_vocabulary(rows: int, size: int, *, on_cpu: bool) -> int:
-    """Slices of at most `_SLICE_ELEMENTS`; up to twice as many where they are then equally wide without an overlap.
+def slices_of_vocabulary(rows: int, size: int, traits: Traits) -> int:
+    """Counts slices of at most `Traits.slice_elements`; up to twice as many if they are then equally wide and disjoint.
 
     Args:
       rows: R.
       size: V.
-      on_cpu: whether the slices are to stay in a CPU's cache.
+      traits: of the backend.
 
     Returns:
       K.
     """
-    elements = _SLICE_ELEMENTS_CPU if on_cpu else _SLICE_ELEMENTS
-    width = max(elements // max(rows, 1), _MIN_SLICE_WIDTH_CPU if on_cpu else _MIN_SLICE_WIDTH)
+    width = max(traits.slice_elements // max(rows, 1), traits.min_slice_width)
     fewest = -(-size // width)
     return next((k for k in range(fewest, 2 * fewest) if size % k == 0), fewest)
 
 
-def keeps_logits(rows: int, size: int) -> bool:
-    """Whether all logits of a piece are kept for its backward pass, where others are computed again.
+def keeps_logits(rows: int, size: int, traits: Traits) -> bool:
+    """Tells whether all logits of a piece are kept for its backward pass, instead of being computed again.
 
     Args:
       rows: R.
       size: V.
+      traits: of the backend.
     """
-    return rows * size <= _KEPT_ELEMENTS
+    return rows * size <= traits.kept_logits
 
 
 def _slice_weight(logits: _Logits, index):
@@ -645,7 +634,7 @@ def _slice_products(logits: _Logits, index):
 
 def _of_weight(hidden, weight):
     """W h `[R, C]` of h `[R, D]` and a slice `[C, D]`."""
-    return _einsum("rd,cd->rc", hidden, weight)
+    return einsum("rd,cd->rc", hidden, weight)
 
 
 def _of_products(products, scale, softcap):
@@ -657,6 +646,3 @@ def _slice_logits(logits: _Logits, index):
     """z `[R, C]` of slice `index`, and the slice."""
     products, part = _slice_products(logits, index)
     return _of_products(products, logits.scale, logits.softcap), part
-
-
-_einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from functools import partial, wraps
+from functools import wraps
 from numbers import Real
 from typing import Any, TypeVar, cast
 
@@ -139,94 +139,6 @@ def _expected(form: str, known: _Sizes) -> str:
 
 def _brackets(shape: Any) -> str:
     return f"[{', '.join(map(str, shape))}]"
-
-
-def transposed(x: jax.Array) -> jax.Array:
-    """The last two axes exchanged, for a product.
-
-    XLA on CPU has bfloat16 products, but none that contracts the first axes of both matrices: wherever it sees a
-    transpose before a product, it multiplies in float32, which takes three times as long. It does not see this one.
-
-    Args:
-      x: `[..., A, B]`.
-
-    Returns:
-      `[..., B, A]`.
-    """
-    *leading, rows, columns = x.shape
-    if jax.default_backend() != "cpu" or x.dtype != jnp.bfloat16 or rows % 2:
-        return x.swapaxes(-1, -2)
-    return jnp.moveaxis(x.reshape(*leading, -1, 2, columns), -1, -3).reshape(*leading, columns, rows)
-
-
-def contract(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, dtype: Any) -> jax.Array:
-    """The product of two matrices over one axis of each, accumulated in float32.
-
-    Accelerators accumulate so by themselves. XLA on CPU uses a CPU's bfloat16 instructions only if the product is asked
-    for in float32: with them it took a sixth of the time.
-
-    Args:
-      x, y: matrices of one dtype.
-      x_axis, y_axis: the axes that are summed over, 0 or 1.
-      dtype: of the result.
-    """
-    accumulator = jnp.float32 if jax.default_backend() == "cpu" else dtype
-    dimensions = (((x_axis,), (y_axis,)), ((), ()))
-    return jax.lax.dot_general(x, y, dimensions, preferred_element_type=accumulator).astype(dtype)
-
-
-def multiplies_by_columns(dtype: Any) -> bool:
-    """Whether `times_transposed` computes rows of this type as (W xᵀ)ᵀ. In bfloat16 this order is slower."""
-    return jax.default_backend() == "cpu" and dtype == jnp.float32
-
-
-def times_transposed(x: jax.Array, matrix: jax.Array, dtype: Any, *, by_columns: bool = False) -> jax.Array:
-    """x Wᵀ for few rows x and a large W, as a decode step has them.
-
-    XLA on CPU computes float32 products of 32 rows as (W xᵀ)ᵀ in two thirds of the time, and those of 8 rows in half.
-    It reorders products by itself, and barriers prevent that.
-
-    Args:
-      x: `[..., I]`.
-      matrix: W, `[O, I]`.
-      dtype: of the result.
-      by_columns: the result is read by columns. Then W xᵀ is not transposed in memory.
-
-    Returns:
-      `[..., O]`.
-    """
-    leading, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    if not multiplies_by_columns(x.dtype):
-        return contract(rows, matrix, 1, 1, dtype).reshape(*leading, -1)
-    fixed = jax.lax.optimization_barrier
-    product = fixed(contract(matrix, fixed(rows.T), 1, 0, dtype))
-    if by_columns:
-        return jnp.moveaxis(product.reshape(-1, *leading), 0, -1)
-    return fixed(product.T).reshape(*leading, -1)
-
-
-def write_slice(array: jax.Array, part: jax.Array, starts: Mapping[int, jax.Array | int]) -> jax.Array:
-    """The array with `part` in place of what begins at some place of some axes.
-
-    XLA on CPU writes into a bfloat16 array by making a float32 copy of the whole of it. Of integers it writes the part
-    alone.
-
-    Args:
-      array: any shape.
-      part: as the array, but for these axes.
-      starts: axis -> int, clipped so that all of the part is written. Other axes begin at 0.
-
-    Returns:
-      As the array.
-    """
-    places = [jnp.int32(0)] * array.ndim  # of one dtype, also where integers have 64 bits
-    for axis, start in starts.items():
-        places[axis] = jnp.int32(start)
-    write = partial(jax.lax.dynamic_update_slice, start_indices=places)
-    if jax.default_backend() != "cpu" or array.dtype != jnp.bfloat16:
-        return write(array, part)
-    array, part = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, part))
-    return jax.lax.bitcast_convert_type(write(array, part), jnp.bfloat16)
 
 
 def softcapped(x: jax.Array, softcap: jax.Array | float | None) -> jax.Array:

@@ -1,19 +1,28 @@
-"""Attention: of groups, in training, and of one more token of each completion, in decoding.
+"""Attention: of rows, in training, and of one more token of each completion, in decoding.
 
 Letters as in `transformer`. Query heads that share a key-value head have an axis Q of their own, so that keys and
 values are not repeated for them.
 """
 
-import math
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from grpo_jax.functional.numerics import softcapped, transposed, write_slice
+from grpo_jax.functional.numerics import softcapped
+from grpo_jax.functional.products import einsum, sum_over_queries
+from grpo_jax.models.cache import (
+    KeyValues,
+    prompt_keys,
+    score_cache,
+    score_prompt,
+    split_blocks,
+    sum_cache,
+    sum_prompt,
+    write_tokens,
+)
 from grpo_jax.models.config import AttentionKind
 
 
@@ -29,28 +38,7 @@ class Scores(NamedTuple):
         return queries * jnp.asarray(scale, queries.dtype)
 
 
-class KeyValues(NamedTuple):
-    """Keys and values of one layer, or with a leading L of all, as a decode step reads them.
-
-    Heads come before tokens: the products with one query then read memory in order. On a CPU features of keys come
-    before tokens too, of completions in blocks of B tokens: see `prompt_keys` and `cache_keys`. Completions have one
-    axis for all that is not multiplied: with an axis G of size 1 XLA on CPU copied the whole cache for each token. On a
-    mesh they have two, N and K·G: prompts are spread along other axes of the mesh than heads.
-    """
-
-    keys: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions; on a CPU [N, K, E, P], [N·K·G·C/B, E, B]
-    values: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions
-
-
-class Prefix(NamedTuple):
-    """What the completions of a prompt share."""
-
-    layers: Any  # KeyValues with a leading L, or a tuple of L KeyValues
-    mask: jax.Array  # bool [N, P], true on tokens of the prompt
-    length: jax.Array  # int32 [N], tokens of the prompt: the position of the first completion token
-
-
-def attend_groups(
+def attend_rows(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
@@ -59,15 +47,15 @@ def attend_groups(
     kind: AttentionKind,
     scores: Scores = Scores(),  # noqa: B008, it is a tuple
 ) -> tuple[jax.Array, KeyValues]:
-    """Attention of prompts over themselves, and of the completions behind them over prompt and completion.
+    """Computes attention of prompts over themselves, and of the parts behind them over prompt and part: see `Rows`.
 
-    The prompt's keys and values are repeated for each of the G completions. That takes 2E numbers a key where the
-    scores take Q·S, and one product over prompt and completion in a row is faster than two joined by a softmax.
+    The prompt's keys and values are repeated for each of the G parts. That takes 2E numbers a key where the scores take
+    Q·S, and one product over prompt and part in a row is faster than two joined by a softmax.
 
     Args:
       queries: `[N, M, K, Q, E]`.
       keys, values: `[N, M, K, E]`.
-      masks: of prompts, and of completions where there are any: see `Geometry`.
+      masks: of prompts and of parts: see `Seen`. Either may be empty.
       reaches: of each mask, as in `attend`. Other kinds of attention compute what is masked.
       kind: `ModelConfig.attention`.
       scores: how they are made.
@@ -76,41 +64,36 @@ def attend_groups(
       `[N, M, K, Q, E]`; keys and values of the prompts.
     """
     n, m, k, q, e = queries.shape
-    width = masks[0].shape[-1]
-    own_queries, own_keys, own_values = (jnp.split(x, [width], axis=1) for x in (queries, keys, values))
-    prompt = KeyValues(prompt_keys(own_keys[0].swapaxes(1, 2)), own_values[0].swapaxes(1, 2))
+    width, size = masks[0].shape[-1], masks[1].shape[-2]
+    prompt_queries, part_queries = jnp.split(queries, [width], axis=1)
+    of_prompt, of_parts = zip(*(jnp.split(x, [width], axis=1) for x in (keys, values)), strict=True)
+    shared = [x.swapaxes(1, 2)[:, :, None] for x in of_prompt]  # [N, K, 1, P, E]
+    attended = []
 
     def core(*arrays: jax.Array, prefix: int, reach: int | None) -> jax.Array:
         if kind in ("xla", "cudnn"):
             return attend_fused(*arrays, implementation=kind, scores=scores)
         return attend(*arrays, prefix=prefix, reach=reach, scores=scores)
 
-    shared = tuple(x[0].swapaxes(1, 2)[:, :, None] for x in (own_keys, own_values))  # [N, K, 1, P, E]
-    of_prompts = own_queries[0].transpose(0, 2, 3, 1, 4)[:, :, None]
-    attended = core(of_prompts, *shared, masks[0], prefix=0, reach=reaches[0])
-    attended = attended[:, :, 0].transpose(0, 3, 1, 2, 4)
-    if len(masks) == 1:
-        return attended, prompt
-    size = masks[1].shape[-2]
-    shape = n, (m - width) // size, size, k
-
-    def in_a_row(prompt: jax.Array, own: jax.Array) -> jax.Array:
-        own = own.reshape(*shape, e).transpose(0, 3, 1, 2, 4)
+    def behind_prompt(prompt: jax.Array, own: jax.Array) -> jax.Array:
+        own = own.reshape(n, -1, size, k, e).transpose(0, 3, 1, 2, 4)
         return jnp.concatenate([jnp.broadcast_to(prompt, (*own.shape[:3], width, e)), own], axis=3)
 
-    given = own_queries[1].reshape(*shape, q, e).transpose(0, 3, 1, 4, 2, 5)
-    in_rows = map(in_a_row, shared, (own_keys[1], own_values[1]))
-    rest = core(given, *in_rows, masks[1], prefix=width, reach=reaches[1])
-    rest = rest.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e)
-    return jnp.concatenate([attended, rest], axis=1), prompt
+    if width:
+        prompt_queries = prompt_queries.transpose(0, 2, 3, 1, 4)[:, :, None]
+        states = core(prompt_queries, *shared, masks[0], prefix=0, reach=reaches[0])
+        attended.append(states[:, :, 0].transpose(0, 3, 1, 2, 4))
+    if size:
+        part_queries = part_queries.reshape(n, -1, size, k, q, e).transpose(0, 3, 1, 4, 2, 5)
+        states = core(part_queries, *map(behind_prompt, shared, of_parts), masks[1], prefix=width, reach=reaches[1])
+        attended.append(states.transpose(0, 2, 4, 1, 3, 5).reshape(n, m - width, k, q, e))
+    prompt = KeyValues(prompt_keys(shared[0][:, :, 0]), shared[1][:, :, 0])
+    return jnp.concatenate(attended, axis=1), prompt
 
 
 # Queries are taken in blocks of this many at least, and in this many blocks at most: each block is compiled by itself.
 _MIN_BLOCK = 128
 _MAX_BLOCKS = 8
-# From so many keys on sums over queries are computed as their transpose on a CPU: in .4 to .8 of the time with 256 to
-# 1,040 keys, in 1.1 with 144.
-_MANY_KEYS = 256
 
 
 def attend(
@@ -211,12 +194,12 @@ def _attend_block(
 
 def _attend_block_forward(queries, keys, values, mask, softcap):
     # The mask is added and not selected by: XLA on CPU then makes one operation of product, softmax and product.
-    scores = softcapped(_einsum("nkgre,nkgce->nkgrc", queries, keys), softcap) + _bias(mask)
+    scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap) + _bias(mask)
     maximum = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - maximum)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     # Maximum and total are kept, and not the logarithm of both: exp of that has 2.5 times the rounding error.
-    attended = _einsum("nkgrc,nkgce->nkgre", (weights / total).astype(queries.dtype), values).astype(queries.dtype)
+    attended = einsum("nkgrc,nkgce->nkgre", (weights / total).astype(queries.dtype), values).astype(queries.dtype)
     attended, maximum, total = (checkpoint_name(x, "attended") for x in (attended, maximum, total))
     return attended, (queries, keys, values, mask, attended, maximum, total)
 
@@ -227,27 +210,18 @@ def _attend_block_backward(softcap, kept, gradient):
     A cap s = c·tanh(x/c) has ∂s/∂x = 1 − (s/c)².
     """
     queries, keys, values, mask, attended, maximum, total = kept
-    scores = softcapped(_einsum("nkgre,nkgce->nkgrc", queries, keys), softcap)
+    scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap)
     weights = jnp.exp(scores + _bias(mask) - maximum) / total
     # A product with ones: see `rms_norm`.
     mean = (gradient * attended).astype(jnp.float32) @ jnp.ones((attended.shape[-1], 1), jnp.float32)
-    d_scores = weights * (_einsum("nkgre,nkgce->nkgrc", gradient, values) - mean)
+    d_scores = weights * (einsum("nkgre,nkgce->nkgrc", gradient, values) - mean)
     if softcap is not None:
         d_scores = d_scores * (1 - jnp.square(scores / softcap))
     weights, d_scores = weights.astype(queries.dtype), d_scores.astype(queries.dtype)
-    d_queries = _einsum("nkgrc,nkgce->nkgre", d_scores, keys).astype(queries.dtype)
-    d_keys = _summed_over_queries(d_scores, queries).astype(keys.dtype)
-    d_values = _summed_over_queries(weights, gradient).astype(values.dtype)
+    d_queries = einsum("nkgrc,nkgce->nkgre", d_scores, keys).astype(queries.dtype)
+    d_keys = sum_over_queries(d_scores, queries).astype(keys.dtype)
+    d_values = sum_over_queries(weights, gradient).astype(values.dtype)
     return d_queries, d_keys, d_values, None
-
-
-def _summed_over_queries(weights: jax.Array, queries: jax.Array) -> jax.Array:
-    """Σ_r w[r, c] q[r, e]: `[N, K, G, R, C]`, `[N, K, G, R, E]` -> float32 `[N, K, G, C, E]`."""
-    if jax.default_backend() != "cpu" or weights.shape[-1] < _MANY_KEYS:
-        return _einsum("nkgcr,nkgre->nkgce", transposed(weights), queries)
-    # As its transpose, which reads the large factor in order. Without the barrier XLA exchanges the factors again.
-    summed = jax.lax.optimization_barrier(_einsum("nkger,nkgrc->nkgec", transposed(queries), weights))
-    return summed.swapaxes(-1, -2)
 
 
 _attend_block.defvjp(_attend_block_forward, _attend_block_backward)
@@ -296,37 +270,6 @@ def attend_fused(
     return attended[:, :s].reshape(n, g, s, k, q, e).transpose(0, 3, 1, 4, 2, 5)
 
 
-def _features_first() -> bool:
-    """Whether features of keys come before tokens. On an H100 the product with such keys took 1.6 times as long."""
-    return jax.default_backend() == "cpu"
-
-
-# Tokens of a block of keys, where they divide the slots of a cache. A product of few queries with keys [E, C] takes a
-# line of each of E rows, and then the next of each: from memory at 8 GB/s on a CPU. Blocks are read in order. With 128
-# tokens or more products took .4 to .8 of the time.
-_BLOCKS = 64, 32
-
-
-def prompt_keys(keys: jax.Array) -> jax.Array:
-    """Keys `[..., P, E]` as `KeyValues` has those of prompts."""
-    return keys.swapaxes(-1, -2) if _features_first() else keys
-
-
-def cache_keys(keys: jax.Array) -> jax.Array:
-    """Keys `[..., C, E]` as `KeyValues` has those of completions."""
-    if not _features_first():
-        return keys
-    *rows, slots, features = keys.shape
-    size = next((size for size in _BLOCKS if slots % size == 0), slots)
-    # Blocks have no axis of their own: as one of size 1, XLA on CPU copied all keys for each token.
-    return keys.reshape(*rows[:-1], -1, size, features).swapaxes(-1, -2)
-
-
-def _blocks(cache: KeyValues) -> int:
-    """Blocks of keys of a completion."""
-    return math.prod(cache.keys.shape[:-2]) // math.prod(cache.values.shape[:-2]) if _features_first() else 1
-
-
 def attend_past(
     queries: jax.Array,
     keys: jax.Array,
@@ -358,112 +301,28 @@ def attend_past(
     n, m, k, q, e = queries.shape
     w = masks[1].shape[-2]
     g = m // w
-    rows = cache.values.shape[:-2]
-    keys, values = (x.reshape(n, g, w, k, e).transpose(0, 3, 1, 2, 4).reshape(*rows, w, e) for x in (keys, values))
-    keys_axes = "ec" if _features_first() else "ce"
-    cache = _written(cache, keys, values, places)
-    queries = scores.scaled(queries).reshape(n, g, w, k, q, e).transpose(0, 3, 1, 4, 2, 5)
-    queries, q = queries.reshape(n, k, g, q * w, e), q * w
+
+    def by_heads(x: jax.Array) -> jax.Array:
+        """`[N, G·W, K, ..., E]` -> `[N, K, G, ..., W, E]`."""
+        return jnp.moveaxis(x.reshape(n, g, w, *x.shape[2:]), (3, 2), (1, -2))
+
+    cache = write_tokens(cache, by_heads(keys), by_heads(values), places)
+    queries = by_heads(scores.scaled(queries)).reshape(n, k, g, q * w, e)
     if w > 1:
-        masks = tuple(jnp.repeat(mask, q // w, axis=3).reshape(*mask.shape[:3], 1, q, -1) for mask in masks)
-    blocks, in_blocks = _blocks(cache), cache.keys.shape[:-2]
-    own_values = cache.values.reshape(*in_blocks, -1, e)
-    # Queries are repeated for each block. As an axis of the keys alone blocks would be moved, and all keys copied.
-    repeated = jnp.broadcast_to(queries.reshape(*rows, 1, q, e), (*rows, blocks, q, e)).reshape(*in_blocks, q, e)
-
-    def biased(products: jax.Array, bias: jax.Array) -> jax.Array:
-        return softcapped(products, scores.softcap) + bias
-
+        masks = tuple(jnp.repeat(mask, q, axis=3).reshape(*mask.shape[:3], 1, q * w, -1) for mask in masks)
     bias, own_bias = (_bias(mask)[:, :, :, 0] for mask in masks)
-    own_bias = own_bias.reshape(*own_bias.shape[:-1], blocks, -1).swapaxes(-2, -3)
-    of_prompt = _einsum(f"nkme,nk{keys_axes}->nkmc", queries.reshape(n, k, g * q, e), prompt.keys)
-    of_prompt = biased(of_prompt.reshape(n, k, g, q, -1), bias)
-    own = _einsum(f"...qe,...{keys_axes}->...qc", repeated, cache.keys)
-    own = biased(own.reshape(n, k, g, blocks, q, -1), own_bias)
+    of_prompt = softcapped(score_prompt(queries, prompt), scores.softcap) + bias
+    own = softcapped(score_cache(queries, cache), scores.softcap) + split_blocks(own_bias, cache)
 
     maximum = jnp.maximum(jnp.max(of_prompt, axis=-1), jnp.max(own, axis=(-3, -1)))
     of_prompt, own = jnp.exp(of_prompt - maximum[..., None]), jnp.exp(own - maximum[..., None, :, None])
     total = jnp.sum(of_prompt, axis=-1) + jnp.sum(own, axis=(-3, -1))
     of_prompt, own = (x.astype(queries.dtype) for x in (of_prompt, own))
-    attended = _einsum("nkmp,nkpe->nkme", of_prompt.reshape(n, k, g * q, -1), prompt.values).reshape(queries.shape)
-    of_blocks = _einsum("...qc,...ce->...qe", own.reshape(*in_blocks, q, -1), own_values)
-    attended += jnp.sum(of_blocks.reshape(n, k, g, blocks, q, e), axis=3)
-    attended = (attended / total[..., None]).astype(values.dtype)
-    attended = attended.reshape(n, k, g, q // w, w, e).transpose(0, 2, 4, 1, 3, 5)
-    return attended.reshape(n, m, k, q // w, e), cache
-
-
-def _written(cache: KeyValues, keys: jax.Array, values: jax.Array, places: jax.Array) -> KeyValues:
-    """The cache with W tokens more: keys and values `[..., W, E]`, with the leading axes of the cache."""
-    rows = values.shape[:-2]
-    if not places.ndim:
-        written = write_slice(cache.values, values, {-2: places})
-        if not _features_first():
-            return KeyValues(write_slice(cache.keys, keys, {-2: places}), written)
-        in_blocks = cache.keys.reshape(*rows, -1, *cache.keys.shape[-2:])
-        block, place = jnp.divmod(places, cache.keys.shape[-1])
-        new = write_slice(in_blocks, keys.swapaxes(-1, -2)[..., None, :, :], {-3: block, -1: place})
-        return KeyValues(new.reshape(cache.keys.shape), written)
-    heads = math.prod(rows) * places.shape[-1] // places.size
-    places = jnp.repeat(places[:, None], heads, axis=1).reshape(*rows, -1)
-
-    def put(own: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
-        return own.at[places].set(new, mode="drop")
-
-    def put_keys(own: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
-        if not _features_first():
-            return put(own, new, places)
-        block, place = jnp.divmod(places, own.shape[-1])
-        return own.at[block, :, place].set(new, mode="drop")
-
-    for _ in rows:
-        put, put_keys = jax.vmap(put), jax.vmap(put_keys)
-    own = cache.keys.reshape(*rows, -1, *cache.keys.shape[-2:]) if _features_first() else cache.keys
-    return KeyValues(put_keys(own, keys, places).reshape(cache.keys.shape), put(cache.values, values, places))
-
-
-def widen(layers: tuple[KeyValues, ...], slots: Sequence[int]) -> tuple[KeyValues, ...]:
-    """A cache of completions with so many slots for each in each layer."""
-
-    def pad(x: jax.Array, slots: int) -> jax.Array:
-        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, slots - x.shape[-2]), (0, 0)])
-
-    def wider(layer: KeyValues, slots: int) -> KeyValues:
-        keys = layer.keys.swapaxes(-1, -2).reshape(layer.values.shape) if _features_first() else layer.keys
-        return KeyValues(cache_keys(pad(keys, slots)), pad(layer.values, slots))
-
-    return tuple(wider(layer, own) for layer, own in zip(layers, slots, strict=True))
-
-
-def select_completions(
-    prefix: Prefix, layers: tuple[KeyValues, ...], chosen: jax.Array, num_heads: int
-) -> tuple[Prefix, tuple[KeyValues, ...]]:
-    """What decoding keeps of some of N·G completions, as that of R prompts with one completion each.
-
-    Args:
-      prefix: the N prompts.
-      layers: the cache, of all completions.
-      chosen: int `[R]`, places of completions among all N·G in a row.
-      num_heads: K.
-
-    Returns:
-      A copy of its prompt for each completion; their cache.
-    """
-    num_prompts = prefix.mask.shape[0]
-    group_size = layers[0].values.shape[0] // (num_prompts * num_heads)
-    prompt, member = jnp.divmod(chosen, group_size)
-
-    def own(x: jax.Array) -> jax.Array:
-        found = x.reshape(num_prompts, num_heads, group_size, -1, *x.shape[1:])[prompt, :, member]  # [R, K, …]
-        return found.reshape(-1, *x.shape[1:])
-
-    return jax.tree.map(lambda x: x[prompt], prefix), jax.tree.map(own, layers)
+    attended = (sum_prompt(of_prompt, prompt) + sum_cache(own, cache)) / total[..., None]
+    attended = attended.astype(values.dtype).reshape(n, k, g, q, w, e).transpose(0, 2, 4, 1, 3, 5)
+    return attended.reshape(n, m, k, q, e), cache
 
 
 def _bias(mask: jax.Array) -> jax.Array:
     """0 where the mask is true, −∞ elsewhere."""
     return jnp.where(mask, jnp.float32(0), -jnp.inf)
-
-
-def _einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
-    return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)

@@ -7,8 +7,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from grpo_jax.errors import UsageError, shown
 
-Params = Any  # of a network: nested dicts of arrays
-
 # The largest that is believed: beyond any model, and below what makes a machine stand still.
 MOST = {
     "vocab_size": 10**8,

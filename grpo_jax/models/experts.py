@@ -21,10 +21,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from grpo_jax.errors import missing
-from grpo_jax.functional.numerics import transposed
+from grpo_jax.functional.products import traits_of_backend, transposed
 from grpo_jax.models import sharding
 from grpo_jax.models.config import ExpertsConfig
-from grpo_jax.models.quantised import beside, dequantised, is_quantised
+from grpo_jax.models.params import is_quantised
+from grpo_jax.models.quantised import beside, dequantised
 
 try:
     from flax import linen as nn
@@ -199,8 +200,8 @@ _permuted.defvjp(_permuted_forward, _permuted_backward)
 def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
     """Each row times the kernel of its group.
 
-    By `jax.lax.ragged_dot`, but on a CPU: there JAX makes it a product of all rows with all kernels, X times the work
-    and the memory.
+    By `jax.lax.ragged_dot`, unless the backend makes it a product of all rows with all kernels, which is X times the
+    work and the memory: see `Traits.groups_by_blocks`.
 
     Args:
       rows: `[M, I]`, sorted by group.
@@ -211,10 +212,11 @@ def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> ja
       `[M, O]`, in the dtype of the rows.
     """
     kernels = kernels.astype(rows.dtype)
-    # Under shard_map all must vary over the same axes: see `transformer.product`.
+    # Under shard_map all must vary over the same axes: see `products.product`.
     zero = jnp.zeros_like(rows, shape=()) + jnp.zeros_like(kernels, shape=())
     rows, kernels, sizes = (x + zero.astype(x.dtype) for x in (rows, kernels, sizes))
-    return (_by_blocks if jax.default_backend() == "cpu" else jax.lax.ragged_dot)(rows, kernels, sizes)
+    multiply = _by_blocks if traits_of_backend().groups_by_blocks else jax.lax.ragged_dot
+    return multiply(rows, kernels, sizes)
 
 
 class _Blocks(NamedTuple):

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.attention import Prefix
+from grpo_jax.models.cache import Prefix
 from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.layout import Rows, positions_in_texts
 from grpo_jax.models.rotary import Angles, rotary_angles
 
 
@@ -18,9 +19,8 @@ class Seen(NamedTuple):
     """Where the tokens of a call stand in one layer, and what they look at there.
 
     Masks are bool, true where a query may look, at least once for each query. They broadcast against scores
-    `[N, K, G, Q, queries, keys]`, and there are one or two. Prompts alone: over themselves. Groups: of the prompt over
-    itself, and of completions over prompt and completion in a row. The next tokens of each completion: over the prompt,
-    and over the cache.
+    `[N, K, G, Q, queries, keys]`, and there are two. Rows: of the prompt over itself, and of each part over the prompt
+    and itself in a row. The next tokens of each completion: over the prompt, and over the cache.
     """
 
     angles: Angles
@@ -99,93 +99,41 @@ def _geometry(
     return Geometry(angles, masks, (*[largest] * (len(masks[0]) - 1), min(bounds, default=None)))
 
 
-def geometry_of_texts(config: ModelConfig, positions: jax.Array, texts: jax.Array) -> Geometry:
-    """Of texts, each token of which sees those of its own text up to itself.
+def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
+    """Makes positions and masks of a pass over `Rows`: one mask of prompts, and one of the parts behind them.
 
     Args:
       config: for rotations and windows.
-      positions: int `[N, S]`, from 0 at the first token of a text.
-      texts: int or bool `[N, S]`: several texts in a row, counted from 1, and 0 for padding.
-
-    Returns:
-      `Geometry` with one mask a window.
-    """
-    masks = partial(_mask_of_texts, positions, texts)
-    return _geometry(config, positions, positions.shape[-1], lambda window: (masks(window),))
-
-
-def _mask_of_texts(positions: jax.Array, texts: jax.Array, window: int | None) -> jax.Array:
-    width, texts = positions.shape[-1], texts.astype(jnp.int32)
-    queries, keys = texts[:, :, None], texts[:, None, :]
-    causal = jnp.tril(jnp.ones((width, width), bool))
-    near = _near(positions[:, :, None], positions[:, None, :], window)
-    seen = (queries == keys) & (keys > 0) & causal & near
-    # Padding attends to itself, so that no row of scores is all −∞. Nobody reads what it computes.
-    seen = seen | jnp.eye(width, dtype=bool)
-    return seen[:, None, None, None]
-
-
-def geometry_of_groups(config: ModelConfig, prompt_mask: jax.Array, group_size: int, size: int) -> Geometry:
-    """Of prompts, each with completions behind it.
-
-    Args:
-      config: for rotations and windows.
-      prompt_mask: bool `[N, P]`.
-      group_size: G.
-      size: S, tokens of a completion.
+      rows: of N prompts, or of texts.
 
     Returns:
       `Geometry` with two masks a window.
     """
+    prompt_mask, numbers = rows.prompt_mask, None if rows.numbers is None else rows.numbers[..., :-1]
+    (n, width), (_, group_size, size) = prompt_mask.shape, rows.ids[..., :-1].shape
     of_prompt = prompt_positions(prompt_mask)
-    own = jnp.sum(prompt_mask, axis=-1, keepdims=True, dtype=jnp.int32) + jnp.arange(size)  # [N, S]
-    in_a_row = jnp.concatenate([of_prompt, own], axis=-1)
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (*own.shape, size))
-    of_prompt_seen = jnp.broadcast_to(prompt_mask[:, None], (*own.shape, prompt_mask.shape[-1]))
+    place = jnp.arange(size)[None, None] if numbers is None else positions_in_texts(numbers)
+    own = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)[:, None, None] + place  # [N, G or 1, S − 1]
+    causal = jnp.tril(jnp.ones((size, size), bool))
+    # Padding sees what completion 0 would see, itself included. Nobody reads what it computes.
+    same = causal if numbers is None else causal & (numbers[..., :, None] == numbers[..., None, :])
+
+    def by_part(x: jax.Array) -> jax.Array:
+        """`[N, P]` -> `[N, G or 1, P]`."""
+        return jnp.broadcast_to(x[:, None], (*own.shape[:2], width))
 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
-        near = _near(own[:, :, None], in_a_row[:, None, :], window)
-        seen = jnp.concatenate([of_prompt_seen, causal], axis=-1) & near
-        return _mask_of_texts(of_prompt, prompt_mask, window), seen[:, None, None, None]
+        within = (prompt_mask[:, :, None] == prompt_mask[:, None, :]) & jnp.tril(jnp.ones((width, width), bool))
+        within &= _near(of_prompt[:, :, None], of_prompt[:, None, :], window)
+        seen = jnp.broadcast_to(by_part(prompt_mask)[:, :, None], (*own.shape, width))
+        seen = jnp.concatenate([seen, jnp.broadcast_to(same, (*own.shape, size))], axis=-1)
+        in_a_row = jnp.concatenate([by_part(of_prompt), own], axis=-1)
+        seen &= _near(own[..., :, None], in_a_row[..., None, :], window)
+        return within[:, None, None, None], seen[:, None, :, None]
 
-    positions = jnp.concatenate([of_prompt, jnp.tile(own, (1, group_size))], axis=-1)
-    return _geometry(config, positions, in_a_row.shape[-1], masks_of)
-
-
-def geometry_of_packed_groups(
-    config: ModelConfig, prompt_mask: jax.Array, completions: jax.Array, longest: int
-) -> Geometry:
-    """Of prompts, each with several of its completions behind it in one row.
-
-    Args:
-      config: for rotations and windows.
-      prompt_mask: bool `[N, P]`.
-      completions: int `[N, S]`: numbered from 1, each in one piece, and 0 for padding.
-      longest: tokens of a completion at most.
-
-    Returns:
-      `Geometry` with two masks a window.
-    """
-    of_prompt = prompt_positions(prompt_mask)
-    own = jnp.sum(prompt_mask, axis=-1, keepdims=True, dtype=jnp.int32) + positions_in_texts(completions)
-    positions, size = jnp.concatenate([of_prompt, own], axis=-1), own.shape[-1]
-    # Padding sees the prompt and itself, as if it were a completion. Nobody reads what it computes.
-    same = (completions[:, :, None] == completions[:, None, :]) & jnp.tril(jnp.ones((size, size), bool))
-    of_prompt_seen = jnp.broadcast_to(prompt_mask[:, None], (*own.shape, prompt_mask.shape[-1]))
-
-    def masks_of(window: int | None) -> tuple[jax.Array, ...]:
-        near = _near(own[:, :, None], positions[:, None, :], window)
-        seen = jnp.concatenate([of_prompt_seen, same], axis=-1) & near
-        return _mask_of_texts(of_prompt, prompt_mask, window), seen[:, None, None, None]
-
-    return _geometry(config, positions, prompt_mask.shape[-1] + longest, masks_of, longest)
-
-
-def positions_in_texts(texts: jax.Array) -> jax.Array:
-    """Positions from 0 at the first token of each text: int `[N, S]`, texts numbered from 1, and 0 for padding."""
-    place = jnp.arange(texts.shape[-1])
-    begins = jnp.where(texts != jnp.pad(texts, [(0, 0), (1, 0)])[:, :-1], place, 0)
-    return place - jax.lax.cummax(begins, axis=1)
+    of_parts = jnp.broadcast_to(own, (n, group_size, size)).reshape(n, -1)
+    positions = jnp.concatenate([of_prompt, of_parts], axis=-1)
+    return _geometry(config, positions, width + rows.longest, masks_of, rows.longest)
 
 
 # The most tokens of a completion that are computed at once behind others. Padding among them is written to the cache

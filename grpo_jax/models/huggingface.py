@@ -26,16 +26,9 @@ from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface
 from grpo_jax.models.heads import Headed, add_head, without_vocabulary
 from grpo_jax.models.lora import Adapted
+from grpo_jax.models.params import Params, Quantised, Quantize, holds_quantised, is_quantised
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import (
-    Quantised,
-    Quantize,
-    holds_quantised,
-    is_quantised,
-    quantise,
-    quantise_params,
-)
-from grpo_jax.models.transformer import Params
+from grpo_jax.models.quantised import quantise, quantise_params
 
 try:
     from safetensors import SafetensorError, safe_open

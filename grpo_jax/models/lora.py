@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.config import Params
-from grpo_jax.models.quantised import holds_quantised, split_shape
+from grpo_jax.models.params import Params, holds_quantised
+from grpo_jax.models.quantised import split_shape
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)

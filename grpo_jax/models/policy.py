@@ -1,4 +1,4 @@
-"""What sampling and training need of a model: four pure functions, and five that it can do without.
+"""What sampling and training need of a model: four pure functions, and three that it can do without.
 
 Anything that provides them can be trained: the decoder here, an nnx model through
 split and merge, a fake in a test. Letters as in `transformer`.
@@ -7,32 +7,17 @@ split and merge, a fake in a test. Letters as in `transformer`.
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.attention import (
-    KeyValues,
-    Prefix,
-    cache_keys,
-    select_completions,
-    widen,
-)
+from grpo_jax.functional.products import traits_of_backend
+from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, select_completions, widen
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.geometry import (
-    Geometry,
-    geometry_of_groups,
-    geometry_of_packed_groups,
-    geometry_of_step,
-    geometry_of_texts,
-    geometry_of_tokens,
-    positions_in_texts,
-    prompt_positions,
-    slots_of,
-)
+from grpo_jax.models.geometry import geometry_of_rows, geometry_of_step, geometry_of_tokens, slots_of
+from grpo_jax.models.layout import Rows, rows_of_groups, rows_of_prompts
 from grpo_jax.models.lora import variables
 from grpo_jax.models.sharding import BATCH, TENSOR, decoding, laid_out, mesh_sizes, spread
 from grpo_jax.models.transformer import (
@@ -50,20 +35,13 @@ class Policy(NamedTuple):
     init: Callable[[jax.Array], Params]
     # params -> [V, D]
     unembedding: Callable[[Params], jax.Array]
-    # (params, prompt_ids [N, P], prompt_mask [N, P], completion_ids [N, G, T]) -> hidden [N, G, T, D]:
-    # at t, what predicts completion token t
-    hidden: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
+    # (params, `layout.Rows`) -> (hidden [R, G, S, D]: at s, what predicts token s of a part; where these states went in
+    # each layer, as `experts.Routing` with axes [R, G, S, L], or None if the model has no experts)
+    states: Callable[[Params, Rows], tuple[jax.Array, Any]]
     # (params, prompt_ids [N, P], prompt_mask [N, P], group_size, max_tokens)
     # -> (hidden [N, D] that predicts the first completion token, decode, cache),
     # decode(cache, ids [N, G], step) -> (hidden [N, G, D], cache)
     prefill: Callable[[Params, jax.Array, jax.Array, int, int], tuple[jax.Array, Callable[..., Any], Any]]
-    # (params, ids [N, S], texts [N, S]) -> hidden [N, S, D], of several texts in a row that do not see each other:
-    # numbered from 1, each in one piece, 0 for padding. None: the model cannot be trained on packed texts
-    packed: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
-    # (params, prompt_ids [N, P], prompt_mask [N, P], ids [N, S], completions [N, S], longest) -> hidden [N, S, D], that
-    # predict each token: of several completions of a prompt in a row, numbered as texts are in `packed`, of at most
-    # `longest` tokens each. None: completions are computed with their padding
-    packed_groups: Callable[..., jax.Array] | None = None
     # (cache, chosen int [R], of the N·G completions in a row) -> cache of R prompts with one completion each.
     # None: completions that have ended are decoded along until the last of the batch ends
     select: Callable[[Any, jax.Array], Any] | None = None
@@ -78,19 +56,33 @@ class Policy(NamedTuple):
     forgets: bool = False
     # c of logits c·tanh(W h / c), with W the unembedding; None: they are W h
     softcap: float | None = None
-    # `hidden` and `packed_groups`, which then give (hidden, `experts.Routing` of these states), and the number of
-    # experts. None: the model has none
-    routed: tuple[Callable[..., Any], Callable[..., Any], int] | None = None
+    # X of a mixture of experts; None: the model has none
+    num_experts: int | None = None
+
+    def hidden(
+        self, params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, completion_ids: jax.Array
+    ) -> jax.Array:
+        """Returns hidden states `[N, G, T, D]` of completions: at t, what predicts completion token t.
+
+        Args:
+          params: of the model.
+          prompt_ids: int `[N, P]`.
+          prompt_mask: bool `[N, P]`.
+          completion_ids: int `[N, G, T]`.
+        """
+        return self.states(params, rows_of_groups(prompt_ids, prompt_mask, completion_ids))[0]
 
 
-def _has_flash_attention(config: ModelConfig) -> bool:
-    """Whether cuDNN's attention can compute this model here: heads of at most 128 features, on GPUs from Ampere on."""
-    if config.attn_logit_softcapping is not None:
-        return False
-    if jax.default_backend() != "gpu" or config.dtype != "bfloat16" or config.head_dim % 8 or config.head_dim > 128:
-        return False
-    major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
-    return major.isdigit() and int(major) >= 8  # of other vendors it is no number
+def _attention_of_backend(config: ModelConfig) -> ModelConfig:
+    """Chooses the attention of "auto": cuDNN's, if the backend has it for heads of at most 128 features, or our own."""
+    traits = traits_of_backend()
+    if config.attention == "cudnn" and traits.backend != "gpu":
+        raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
+    if config.attention != "auto":
+        return config
+    computes = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128
+    is_fused = traits.has_flash_attention and computes and config.attn_logit_softcapping is None
+    return replace(config, attention="cudnn" if is_fused else "shared")
 
 
 def decoder_policy(config: ModelConfig) -> Policy:
@@ -107,15 +99,13 @@ def decoder_policy(config: ModelConfig) -> Policy:
     Raises:
       UsageError: the attention is one that this machine does not have.
     """
-    if config.attention == "cudnn" and jax.default_backend() != "gpu":
-        raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
-    if config.attention == "auto":
-        config = replace(config, attention="cudnn" if _has_flash_attention(config) else "shared")
+    config = _attention_of_backend(config)
     model = Transformer(config)
 
     def init(key: jax.Array) -> Params:
         token = jnp.zeros((1, 1), jnp.int32)
-        shapes = jax.eval_shape(lambda: model.init(key, token, geometry_of_texts(config, token, token)))["params"]
+        seen = geometry_of_rows(config, rows_of_prompts(token, token > 0))
+        shapes = jax.eval_shape(lambda: model.init(key, token, seen))["params"]
         return initial_params(key, shapes, config.initializer_range)
 
     def unembedding(params: Params) -> jax.Array:
@@ -127,91 +117,29 @@ def decoder_policy(config: ModelConfig) -> Policy:
         unembedding=unembedding,
         softcap=config.final_logit_softcapping,
         forgets=config.sliding_window is not None,
-        **_scoring(config, Transformer(config, has_gradient=True)),
+        states=_states_of(config, Transformer(config, has_gradient=True)),
+        num_experts=config.experts and config.experts.num_experts,
         **_decoding(config, model),
     )
 
 
-def _scoring(config: ModelConfig, model: Transformer) -> dict[str, Any]:
-    """The functions of a `Policy` that compute whole completions: hidden, packed, packed_groups, routed."""
+def _states_of(config: ModelConfig, model: Transformer) -> Callable[[Params, Rows], tuple[jax.Array, Any]]:
+    """Makes `Policy.states`."""
 
-    def run(params: Params, ids: jax.Array, seen: Geometry, routed: bool) -> Any:
-        """States `[N, M, D]`; with `routed` a pair of these and of `Routing` with the same leading axes."""
-        if not routed:
-            return model.apply(variables(params), ids, seen)[0]
-        (states, _), sown = model.apply(variables(params), ids, seen, mutable=["routing"])
-        return states, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), sown["routing"]["layers"]["mlp"]["routing"])
+    def states(params: Params, rows: Rows) -> tuple[jax.Array, Any]:
+        seen = geometry_of_rows(config, rows)
+        if config.experts is None:
+            return rows.predicting(model.apply(variables(params), rows.tokens, seen)[0]), None
+        (hidden, _), sown = model.apply(variables(params), rows.tokens, seen, mutable=["routing"])
+        routing = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), sown["routing"]["layers"]["mlp"]["routing"])
+        return jax.tree.map(rows.predicting, (hidden, routing))
 
-    def hidden(
-        params: Params,
-        prompt_ids: jax.Array,
-        prompt_mask: jax.Array,
-        completion_ids: jax.Array,
-        *,
-        routed: bool = False,
-    ) -> Any:
-        n, group_size, size = completion_ids.shape
-        given = completion_ids[..., :-1].reshape(n, -1)  # the last token predicts nothing
-        if size == 1:
-            states = run(
-                params, prompt_ids, geometry_of_texts(config, prompt_positions(prompt_mask), prompt_mask), routed
-            )
-            return jax.tree.map(
-                lambda x: jnp.broadcast_to(x[:, -1][:, None, None], (n, group_size, 1, *x.shape[2:])), states
-            )
-        ids = jnp.concatenate([prompt_ids, given], axis=-1)
-        if group_size == 1:  # a prompt and its completion are one text
-            texts = jnp.concatenate([prompt_mask, jnp.ones(given.shape, bool)], axis=-1)
-            seen = geometry_of_texts(config, prompt_positions(texts), texts)
-        else:
-            seen = geometry_of_groups(config, prompt_mask, group_size, size - 1)
-
-        def by_token(states: jax.Array) -> jax.Array:
-            of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
-            # The prompt predicts the first completion token.
-            first = jnp.broadcast_to(of_prompt[:, None, -1:], (n, group_size, 1, *states.shape[2:]))
-            return jnp.concatenate([first, rest.reshape(n, group_size, size - 1, *states.shape[2:])], axis=2)
-
-        return jax.tree.map(by_token, run(params, ids, seen, routed))
-
-    def packed(params: Params, ids: jax.Array, texts: jax.Array) -> jax.Array:
-        states, _ = model.apply(variables(params), ids, geometry_of_texts(config, positions_in_texts(texts), texts))
-        return states
-
-    def packed_groups(
-        params: Params,
-        prompt_ids: jax.Array,
-        prompt_mask: jax.Array,
-        ids: jax.Array,
-        completions: jax.Array,
-        longest: int,
-        *,
-        routed: bool = False,
-    ) -> Any:
-        seen = geometry_of_packed_groups(config, prompt_mask, completions, longest)
-
-        def by_token(states: jax.Array) -> jax.Array:
-            of_prompt, rest = jnp.split(states, [prompt_ids.shape[-1]], axis=1)
-            # The prompt predicts the first token of each completion.
-            before = jnp.concatenate([of_prompt[:, -1:], rest[:, :-1]], axis=1)
-            is_first = positions_in_texts(completions) == 0
-            return jnp.where(is_first.reshape(*is_first.shape, *[1] * (states.ndim - 2)), of_prompt[:, -1:], before)
-
-        return jax.tree.map(by_token, run(params, jnp.concatenate([prompt_ids, ids], axis=-1), seen, routed))
-
-    routed = None
-    if config.experts:
-        routed = partial(hidden, routed=True), partial(packed_groups, routed=True), config.experts.num_experts
-    return {"hidden": hidden, "packed": packed, "packed_groups": packed_groups, "routed": routed}
+    return states
 
 
 def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
     """The functions of a `Policy` that compute completions token by token: prefill, decoder, select, widen."""
     one_by_one = Transformer(config, scan_layers=False)
-
-    def run_prompts(params: Params, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, Any]:
-        hidden, layers = model.apply(variables(params), ids, geometry_of_texts(config, prompt_positions(mask), mask))
-        return hidden[:, -1], layers
 
     def layout(params: Params) -> dict[str, Any]:
         """As decode steps read parameters: laid out once in a program, and not in every turn of its loops."""
@@ -225,7 +153,8 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
         return max(layer.values.shape[-2] for layer in own)
 
     def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):
-        last, stacked = run_prompts(params, prompt_ids, prompt_mask)
+        seen = geometry_of_rows(config, rows_of_prompts(prompt_ids, prompt_mask))
+        hidden, stacked = model.apply(variables(params), prompt_ids, seen)
         layers = range(config.num_hidden_layers)
         separate = layout(params)
         prompts = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in layers)
@@ -245,7 +174,7 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
             hidden, own = one_by_one.apply(separate, ids, seen, past=(prefix, own))
             return hidden, (prefix, own)
 
-        return last, decode, cache
+        return hidden[:, -1], decode, cache
 
     def decoder(params: Params):
         separate = layout(params)

@@ -16,55 +16,19 @@ of experts stands behind L.
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.config import Params
+from grpo_jax.functional.products import delayed_on_mesh, delayed_until
+from grpo_jax.models.params import Format, Params, Quantised, Quantize, holds_quantised, is_quantised
 from grpo_jax.models.sharding import mesh_sizes
 
-Format = Literal["int8", "nf4"]
-Quantize = Literal["none", "int8", "nf4"]
 _BLOCK = 64  # weights of nf4 that share their largest, as in QLoRA
-
-
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("codes", "scales"), meta_fields=("in_shape", "out_shape", "format")
-)
-@dataclass(frozen=True)
-class Quantised:
-    """A kernel `[L, *in, *out]`, or of one layer, in few bits. It stands in the tree of parameters for the array."""
-
-    codes: Any  # int8 [L, I, O]; of nf4 uint8 [L, ⌈I/2⌉, O], an even input in the high half and the next in the low one
-    scales: Any  # float32 [L, 1, O], M / 127; of nf4 bfloat16 [L, ⌈I/64⌉, O], M
-    in_shape: tuple[int, ...]
-    out_shape: tuple[int, ...]
-    format: Format
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the kernel."""
-        return (*self.codes.shape[:-2], *self.in_shape, *self.out_shape)
-
-
-def is_quantised(x: Any) -> bool:
-    """Whether this is a quantised kernel, as a leaf of a tree of parameters."""
-    return isinstance(x, Quantised)
-
-
-def format_of(params: Any) -> Quantize:
-    """How the kernels of a tree of parameters are held."""
-    leaves = jax.tree.leaves(params, is_leaf=is_quantised)
-    return next((x.format for x in leaves if is_quantised(x)), "none")
-
-
-def holds_quantised(params: Any) -> bool:
-    """Whether any kernel of a tree of parameters is quantised."""
-    return format_of(params) != "none"
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
@@ -107,10 +71,8 @@ def beside(kernel: Quantised, x: jax.Array) -> Quantised:
       x: what it is multiplied with.
     """
     if mesh_sizes() is None:
-        # XLA on CPU takes barriers out before it orders what it computes. What depends on x it has to leave behind x.
-        never = x[(0,) * x.ndim] > jnp.inf
-        return replace(kernel, codes=kernel.codes ^ never.astype(kernel.codes.dtype))
-    return jax.lax.optimization_barrier((kernel, x))[0]  # a number of x is on one device
+        return replace(kernel, codes=delayed_until(kernel.codes, x))
+    return delayed_on_mesh(kernel, x)
 
 
 def quantise_params(params: Params, format: Quantize) -> Params:

@@ -23,14 +23,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.errors import missing
-from grpo_jax.functional.numerics import contract, times_transposed, transposed
+from grpo_jax.functional.products import product, rms_norm, times_transposed, traits_of_backend
 from grpo_jax.models import sharding
-from grpo_jax.models.attention import KeyValues, Prefix, Scores, attend_groups, attend_past
+from grpo_jax.models.attention import Scores, attend_past, attend_rows
+from grpo_jax.models.cache import KeyValues, Prefix
 from grpo_jax.models.config import Activation, ModelConfig
-from grpo_jax.models.config import Params as Params
 from grpo_jax.models.experts import Experts
 from grpo_jax.models.geometry import Geometry, LayerKind, Seen, layer_kinds
-from grpo_jax.models.quantised import Quantised, beside, dequantised, holds_quantised, is_quantised
+from grpo_jax.models.params import Params as Params
+from grpo_jax.models.params import Quantised, holds_quantised, is_quantised
+from grpo_jax.models.quantised import beside, dequantised
 from grpo_jax.models.rotary import rotate
 from grpo_jax.models.sharding import BATCH, DATA, FSDP, MODEL, TENSOR, put_together, spread
 
@@ -143,23 +145,14 @@ class Transformer(nn.Module):
 _KEPT = ("projected", "attended", "middle", "gated", "output", "routed")
 
 
-# On a CPU so many layers are compiled one by one: 2 layers compiled in .8 of the time of a loop, and ran in .8 of it; 4
-# layers in 1.0 and .95, with 1.6 times the temporary memory.
-_FEW_LAYERS = 2
-
-
 def unrolls(config: ModelConfig, *, quantised: bool) -> bool:
-    """Whether layers are compiled one by one and not as a loop.
+    """Tells whether layers are compiled one by one instead of as a loop.
 
-    A loop copies what the backward pass needs of each layer into one array of all, and out of it again: a ninth of the
-    time of an update on a GPU, where compiling 24 layers one by one took half as long again. On a CPU it is done where
-    layers are few. With remat "layer" little is kept. On a mesh one layer after the other is put together, and of many
-    quantised layers one at a time is dequantised.
+    With remat "layer" little is kept, and a loop copies little. On a mesh one layer is put together after the other.
     """
-    backend = jax.default_backend()
-    few = backend == "cpu" and config.num_hidden_layers <= _FEW_LAYERS
-    worthwhile = few or (backend == "gpu" and not quantised)
-    return worthwhile and config.remat == "none" and sharding.mesh_sizes() is None
+    traits = traits_of_backend()
+    limit = traits.unrolled_quantised_layers if quantised else traits.unrolled_layers
+    return config.num_hidden_layers <= limit and config.remat == "none" and sharding.mesh_sizes() is None
 
 
 def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Module]:
@@ -240,7 +233,7 @@ class Attention(nn.Module):
         scalar = config.query_pre_attn_scalar
         scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping)
         if past is None:
-            attended, kept = attend_groups(queries, keys, values, seen.masks, seen.reaches, config.attention, scores)
+            attended, kept = attend_rows(queries, keys, values, seen.masks, seen.reaches, config.attention, scores)
         else:
             attended, kept = attend_past(queries, keys, values, seen.masks, *past, seen.places, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
@@ -347,53 +340,6 @@ def _times_quantised(x: jax.Array, kernel: Quantised) -> jax.Array:
     return product(x, dequantised(beside(kernel, x), x.dtype).reshape(x.shape[-1], -1))
 
 
-@jax.custom_vjp
-def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x W, with ∂L/∂W = xᵀ ∂L/∂y as one product of what is there: x `[M, I]`, W `[I, O]` -> `[M, O]`.
-
-    JAX's own rule gives the transpose of that, ∂L/∂yᵀ x. XLA on CPU then computes the gradient of y a second time, in
-    transposed order, which took more than half of a training step.
-    """
-    return contract(x, kernel, 1, 0, x.dtype)
-
-
-def _product_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _product(x, kernel), (x, kernel)
-
-
-def _product_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = kept
-    if jax.default_backend() == "cpu" and kernel.shape[0] > kernel.shape[1]:
-        # A tall gradient is computed as its transpose there, in three fifths of the time (512 x 128, 1,088 rows).
-        # Without the barrier XLA exchanges the factors again.
-        d_kernel = jax.lax.optimization_barrier(contract(transposed(gradient), x, 1, 0, x.dtype)).T
-    else:
-        d_kernel = contract(transposed(x), gradient, 1, 0, x.dtype)
-    return contract(gradient, kernel, 1, 1, x.dtype), d_kernel
-
-
-_product.defvjp(_product_forward, _product_backward)
-
-
-def product(x: jax.Array, kernel: jax.Array, in_axes: int = 1) -> jax.Array:
-    """The trailing axes of x contracted with the leading ones of a kernel, in the dtype of x.
-
-    Args:
-      x: `[..., *in]`.
-      kernel: `[*in, *out]`.
-      in_axes: how many axes `*in` has.
-
-    Returns:
-      `[..., *out]`.
-    """
-    inputs = math.prod(kernel.shape[:in_axes])
-    # Under shard_map x varies over devices and a kernel does not, and a custom gradient must have the type of its
-    # input. A zero that varies gives both one type, and JAX sums the kernel's gradient over devices.
-    matrix = kernel.astype(x.dtype).reshape(inputs, -1) + jnp.zeros_like(x, shape=())
-    y = _product(x.reshape(-1, inputs), matrix)
-    return y.reshape(*x.shape[: x.ndim - in_axes], *kernel.shape[in_axes:])
-
-
 def norm(config: ModelConfig, name: str) -> "RMSNorm":
     """A norm of the decoder, by its name in the tree of parameters."""
     return RMSNorm(config.rms_norm_eps, config.zero_centered_norms, name=name)
@@ -412,33 +358,6 @@ class RMSNorm(nn.Module):
         if self.zero_centered:
             scale = 1 + scale.astype(jnp.float32)
         return rms_norm(x, scale + jnp.zeros_like(x, shape=(), dtype=jnp.float32), self.eps)  # as in `product`
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / √(mean x² + ε) · scale, in float32: x `[..., D]`, scale `[D]` -> as x.
-
-    The backward pass takes its sums as products with a vector. XLA on CPU needs nine times as long for sums.
-    """
-    return _rms_norm_forward(x, scale, eps)[0]
-
-
-def _rms_norm_forward(x, scale, eps):
-    exact = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + eps)
-    return (exact * inverse * scale).astype(x.dtype), (x, scale, inverse)
-
-
-def _rms_norm_backward(eps, kept, gradient):
-    """∂L/∂x = (s g − x̂ mean(s g x̂)) / rms and ∂L/∂s = Σ g x̂, with x̂ = x / rms and g = ∂L/∂y."""
-    x, scale, inverse = kept
-    normed, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
-    rows = (gradient * normed).reshape(-1, x.shape[-1])
-    mean = (rows @ scale).reshape(inverse.shape) / x.shape[-1]
-    return ((gradient * scale - normed * mean) * inverse).astype(x.dtype), jnp.ones_like(rows[:, 0]) @ rows
-
-
-rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 _OF_ONE_INPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # those of attention, and those of the MLP

@@ -10,8 +10,8 @@ import numpy as np
 
 from grpo_jax.data.packing import Packed
 from grpo_jax.devices import Devices, rows_program
-from grpo_jax.errors import UsageError
 from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token_mean_weights
+from grpo_jax.models.layout import rows_of_texts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, fit
@@ -65,18 +65,10 @@ def sft_loss_fn(policy: Policy) -> Callable[[Params, Any], tuple[jax.Array, Logs
 
 
 def predicting_states(policy: Policy, params: Params, batch: Batch | Packed) -> jax.Array:
-    """The hidden states that predict each token, `[N, G, T, D]` or `[B, S, D]`; of a packed text's first token rubbish.
-
-    Raises:
-      UsageError: the model cannot be trained on packed texts.
-    """
+    """Returns the states that predict each token, `[N, G, T, D]` or `[B, S, D]`: rubbish before a packed text."""
     if not isinstance(batch, Packed):
         return hidden_states(policy, params, batch)
-    if policy.packed is None:
-        raise UsageError("this policy has no function for packed texts: give it one, or batches of prompts")
-    hidden = policy.packed(params, batch.ids, batch.texts)
-    # State s predicts token s + 1; nothing predicts the first.
-    return jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1)
+    return policy.states(params, rows_of_texts(batch.ids, batch.texts))[0][:, 0, :-1]
 
 
 def score_tokens(policy: Policy, params: Params, hidden: jax.Array, batch: Batch | Packed) -> TokenLogprobs:

@@ -28,16 +28,18 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.logprobs import keeps_logits, slices_of_vocabulary
+from grpo_jax.functional.products import GPU, Traits
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.geometry import slots_of
 from grpo_jax.models.heads import without_vocabulary
 from grpo_jax.models.lora import TARGETS, Target, add_adapters
+from grpo_jax.models.params import Quantize
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.quantised import Quantize, quantise_params
+from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.transformer import Params
 from grpo_jax.planning.models import MODELS
-from grpo_jax.planning.pieces import FASTEST, Piece, choose_piece
+from grpo_jax.planning.pieces import Piece, choose_piece
 from grpo_jax.sampling.sampler import rooms_of
 
 FLOAT32 = 4
@@ -59,7 +61,7 @@ class Shape(NamedTuple):
     max_tokens: int = 512  # T
     minibatches: int = 1
     microbatches: int = 0  # pieces of a minibatch; 0: by piece_tokens
-    piece_tokens: int = FASTEST
+    piece_tokens: int = GPU.piece_tokens
     packs: bool = True  # whether completions may be packed
     lora_rank: int = 0  # 0: all parameters are trained
     lora_targets: tuple[Target, ...] = TARGETS
@@ -71,7 +73,7 @@ class Shape(NamedTuple):
     copies: int = 1  # of what is trained: the start, a reference that moves, and the policies of earlier steps
     fsdp: int = 1
     tensor: int = 1
-    on_cpu: bool = False
+    traits: Traits = GPU  # of the backend
 
     @property
     def piece(self) -> Piece:
@@ -254,7 +256,7 @@ def _decoding(model: ModelConfig, shape: Shape) -> int:
 
 def _bytes(model: ModelConfig, shape: Shape) -> int:
     """Of a number that layers keep, or devices exchange: XLA on CPU has these in float32, also of bfloat16."""
-    return FLOAT32 if shape.on_cpu else BYTES[model.dtype]
+    return FLOAT32 if shape.traits.emulates_bfloat16 else BYTES[model.dtype]
 
 
 # ---- of the batch
@@ -286,7 +288,7 @@ def _cache(model: ModelConfig, shape: Shape) -> int:
     of_prompts = model.num_hidden_layers * shape.num_prompts * shape.prompt_tokens
     slots = sum(slots_of(model, window, shape.max_tokens) for window in model.windows)
     numbers = 2 * _keys(model, shape) * (of_prompts + _completions(shape) * slots)
-    grows = shape.on_cpu and len(rooms_of(shape.max_tokens)) > 1
+    grows = shape.traits.backend == "cpu" and len(rooms_of(shape.max_tokens)) > 1
     return round((1 + _GROWING * grows) * numbers * BYTES[model.dtype])
 
 
@@ -305,7 +307,7 @@ def tokens_of_piece(shape: Shape) -> int:
 
 def _kept(model: ModelConfig, shape: Shape) -> int:
     """Bytes that all layers keep of a piece: what goes into each, and without remat its projections."""
-    inputs = 0 if model.remat == "offload" and not shape.on_cpu else model.hidden_size
+    inputs = 0 if model.remat == "offload" and shape.traits.offloads else model.hidden_size
     kept = inputs + (_projected(model, shape) if model.remat == "none" else 0)
     return model.num_hidden_layers * kept * tokens_of_piece(shape) * _bytes(model, shape)
 
@@ -357,9 +359,10 @@ def _logits(model: ModelConfig, shape: Shape) -> int:
     """
     piece = shape.piece
     rows = piece.rows * piece.texts * piece.width // shape.tensor
-    width = -(-model.vocab_size // slices_of_vocabulary(rows, model.vocab_size, on_cpu=shape.on_cpu))
+    width = -(-model.vocab_size // slices_of_vocabulary(rows, model.vocab_size, shape.traits))
     cast = 0 if model.dtype == "float32" else model.vocab_size * model.hidden_size * _bytes(model, shape)
-    slices = 2 * rows * width + rows * (model.vocab_size if keeps_logits(rows, model.vocab_size) else width)
+    keeps = keeps_logits(rows, model.vocab_size, shape.traits)
+    slices = 2 * rows * width + rows * (model.vocab_size if keeps else width)
     return FLOAT32 * slices + 2 * rows * model.hidden_size * FLOAT32 + cast
 
 

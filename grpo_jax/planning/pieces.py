@@ -5,10 +5,6 @@ Letters as in `models.transformer`: N prompts of P tokens, G completions of T to
 
 from typing import NamedTuple
 
-# Tokens of a piece that was fastest, prompts and padding included: measured, see BUILD_NOTES.md. Small pieces stay in a
-# CPU's cache, and fewer rows of the last one are empty; too small ones leave an accelerator idle.
-FASTEST_ON_CPU, FASTEST = 768, 16_384
-
 # Packing computes a prompt again for each of its rows. Where no completion is padded it may cost this much more.
 _MAX_OVERHEAD = 1.12
 # Completions of full length in a row, at most. A query is compared with as many keys before its own completion as that
@@ -23,11 +19,6 @@ class Piece(NamedTuple):
     texts: int  # completions of a row that are padded to one width; 1 where they are packed
     width: int  # tokens of each; where they are packed, of all in a row
     is_packed: bool = False
-
-
-def fastest_piece_tokens(*, on_cpu: bool) -> int:
-    """Tokens of a piece that is fastest on a kind of device, where memory does not matter."""
-    return FASTEST_ON_CPU if on_cpu else FASTEST
 
 
 def choose_piece(

@@ -1,6 +1,6 @@
 """Which pieces and which remat a run is computed with: the fastest that fit into the memory of its device.
 
-The fastest is known: pieces of `pieces.fastest_piece_tokens`, and remat "none". Memory makes pieces smaller, down to
+The fastest is known: pieces of `Traits.piece_tokens`, and remat "none". Memory makes pieces smaller, down to
 one prompt with its completions, and only then turns remat on.
 """
 
@@ -13,9 +13,9 @@ import jax
 
 from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, PPOConfig, run_of
 from grpo_jax.errors import UsageError
+from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.config import ModelConfig, Remat
 from grpo_jax.planning.memory import Estimate, Shape, estimate
-from grpo_jax.planning.pieces import fastest_piece_tokens
 
 # The estimate is within 15% of what XLA plans.
 _SHARE = 0.85
@@ -92,7 +92,7 @@ def shape_of(
         copies=1 + (run.reference.ref_sync_steps > 0) + run.sampling.staleness,
         fsdp=run.mesh.fsdp,
         tensor=run.mesh.tensor,
-        on_cpu=jax.default_backend() == "cpu",
+        traits=traits_of_backend(),
     )
 
 
@@ -137,7 +137,7 @@ def _plans(model: ModelConfig, shape: Shape, limit: int, remat: PlannedRemat) ->
 
 def _sizes(shape: Shape) -> list[int]:
     """Tokens of a piece: the fastest, and halves of it as long as a piece has more than one row."""
-    sizes = [shape.piece_tokens or fastest_piece_tokens(on_cpu=shape.on_cpu)]
+    sizes = [shape.piece_tokens or shape.traits.piece_tokens]
     if shape.microbatches or shape.piece_tokens:
         return sizes
     while shape._replace(piece_tokens=sizes[-1]).piece.rows > 1:

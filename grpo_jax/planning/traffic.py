@@ -11,7 +11,7 @@ import jax
 
 from grpo_jax.models import sharding
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.quantised import is_quantised
+from grpo_jax.models.params import is_quantised
 from grpo_jax.planning.memory import (
     BYTES,
     FLOAT32,

@@ -106,7 +106,7 @@ def distillation_method(policy: Policy, teacher: Policy, config: GRPOConfig) -> 
         scorers=(*grpo.scorers, scorer),
         advantage=taught_advantage(advantage, options),
         terms=grpo.terms if by_token else (*grpo.terms, teacher_term(policy, teacher, options)),
-        packs=grpo.packs and teacher.packed_groups is not None and by_token,
+        packs=grpo.packs and by_token,
     )
 
 

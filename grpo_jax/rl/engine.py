@@ -15,7 +15,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted
-from grpo_jax.models.quantised import holds_quantised
+from grpo_jax.models.params import holds_quantised
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.sampler import Sampler
 from grpo_jax.rl.scorers import needs_replay

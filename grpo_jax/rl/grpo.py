@@ -1,7 +1,5 @@
 """GRPO, or what a preset makes of it: rewards are compared within groups."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -20,7 +18,7 @@ from grpo_jax.rl.sampler import Sampler
 from grpo_jax.rl.scorers import TokenScores, old_scorer, reference_scorer
 from grpo_jax.rl.scoring import score_completion_tokens
 from grpo_jax.rl.terms import forward_of, policy_terms
-from grpo_jax.rl.types import Batch, Forward, Logs, Method
+from grpo_jax.rl.types import Batch, Forward, Logs, Method, Term
 from grpo_jax.tasks.task import Task
 
 
@@ -69,8 +67,8 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
     schedule = schedule_of(config, config.optimizer.learning_rate)
     extras, after = moving_parts(config)
     terms, summarise = policy_terms(policy, config.loss), lambda metrics: metrics
-    if policy.routed is not None:
-        terms, summarise = (*terms, _routing_term(policy)), _busiest_expert
+    if policy.num_experts is not None:
+        terms, summarise = (*terms, _routing_term(policy.num_experts)), _busiest_expert
     return Method(
         forward=forward_of(policy),
         terms=terms,
@@ -81,14 +79,14 @@ def grpo_method(policy: Policy, config: GRPOConfig) -> Method:
         scorers=(*old_scorer(score, config), *reference_scorer(policy, config)),
         extras=extras,
         after=after,
-        packs=packs(policy, config.loss),
+        packs=packs(config.loss),
         summarise=summarise,
     )
 
 
-def packs(policy: Policy, config: LossConfig) -> bool:
-    """Returns whether a policy can compute packed completions, and the loss asks for nothing else."""
-    return policy.packed_groups is not None and config.divergence == "preset"
+def packs(config: LossConfig) -> bool:
+    """Returns whether the loss can be computed of packed completions."""
+    return config.divergence == "preset"
 
 
 def schedule_of(config: GRPOConfig, learning_rate: float) -> optax.Schedule:
@@ -116,12 +114,9 @@ def optimizer_of(config: GRPOConfig, schedule: optax.Schedule) -> optax.Gradient
 # ---- a mixture of experts
 
 
-def _routing_term(policy: Policy) -> Any:
+def _routing_term(num_experts: int) -> Term:
     """Returns a term of 0 that logs how tokens are shared out among experts."""
     from grpo_jax.models.experts import load  # a dense model does not load it
-
-    assert policy.routed is not None
-    num_experts = policy.routed[2]
 
     def term(models: Params, forward: Forward, batch: Batch) -> tuple[jax.Array, Logs]:
         return jnp.zeros(()), Logs(load(forward.routing, batch.completion_mask, num_experts))

@@ -29,7 +29,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.advantages import kl_logs, masked
-from grpo_jax.rl.grpo import grpo_method, optimizer_of, packs, schedule_of
+from grpo_jax.rl.grpo import grpo_method, optimizer_of, schedule_of
 from grpo_jax.rl.guards import check_task
 from grpo_jax.rl.iteration import Programs, compile_programs
 from grpo_jax.rl.sampler import Sampler
@@ -120,7 +120,7 @@ def ppo_method(policy: Policy, critic: Policy, config: PPOConfig) -> Method:
         optimizer=optimizer,
         scorers=(*old_scorer(score_with_values, run, values=True), *reference_scorer(policy, run)),
         extras=extras,
-        packs=grpo.packs and packs(critic, run.loss) and not has_ends,
+        packs=grpo.packs and not has_ends,
     )
 
 

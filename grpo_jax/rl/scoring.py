@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from grpo_jax.functional import TokenLogprobs, token_logprobs
 from grpo_jax.models.experts import Routing
+from grpo_jax.models.layout import Rows, rows_of_groups, rows_of_packed_groups
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
@@ -24,57 +25,33 @@ def score_completion_tokens(
       batch: completions. Those that are packed get 0 where they are not computed.
       hidden: of `hidden_states`, if they are computed already.
     """
-    hidden = hidden_states(policy, params, batch) if hidden is None else hidden
-    if batch.packed is None:
-        return _token_logprobs(policy, params, hidden, batch.completion_ids, batch.temperature[..., None])
-    ids, numbers = _packed_ids(batch)
-    temperature = _take_tokens(batch.temperature, numbers - 1)
-    scores = _token_logprobs(policy, params, hidden, ids, temperature)
-    return jax.tree.map(lambda x: unpack_completions(x, batch), scores)
+    rows = rows_of(batch)
+    hidden = policy.states(params, rows)[0] if hidden is None else hidden
+    scores = _token_logprobs(policy, params, hidden, rows.ids, rows.of_completions(batch.temperature))
+    return jax.tree.map(rows.unpack, scores)
+
+
+def rows_of(batch: Batch) -> Rows:
+    """Lays out a batch for the decoder."""
+    groups = batch.prompt_ids, batch.prompt_mask, batch.completion_ids
+    return rows_of_groups(*groups) if batch.packed is None else rows_of_packed_groups(*groups, batch.packed)
 
 
 def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
-    """The hidden states that predict each completion token: `[N, G, T, D]`, or `[N, S, D]` of packed ones."""
-    return hidden_and_routing(policy._replace(routed=None), params, batch)[0]
+    """Returns the states that predict each completion token: `[N, G, T, D]`, or `[N, 1, S, D]` of packed ones."""
+    return policy.states(params, rows_of(batch))[0]
 
 
 def hidden_and_routing(policy: Policy, params: Params, batch: Batch) -> tuple[jax.Array, Routing | None]:
-    """`hidden_states`, and where these went in each layer `[N, G, T, L]`, if the model has experts."""
-    states, packed_states, has_routing = policy.hidden, policy.packed_groups, policy.routed is not None
-    if policy.routed is not None:
-        states, packed_states, _ = policy.routed
-    prompts = params, batch.prompt_ids, batch.prompt_mask
-    if batch.packed is None:
-        computed = states(*prompts, batch.completion_ids)
-    else:
-        assert packed_states
-        computed = packed_states(*prompts, *_packed_ids(batch), batch.completion_ids.shape[-1])
-    hidden, routing = computed if has_routing else (computed, None)
-    return hidden, jax.tree.map(lambda x: unpack_completions(x, batch), routing)
+    """Returns `hidden_states`, and where these went in each layer `[N, G, T, L]`, if the model has experts."""
+    rows = rows_of(batch)
+    hidden, routing = policy.states(params, rows)
+    return hidden, jax.tree.map(rows.unpack, routing)
 
 
 def unpack_completions(x: jax.Array, batch: Batch) -> jax.Array:
-    """What was computed of tokens as `[N, G, T, ...]`: where they are packed it is `[N, S, ...]` before, and 0 is put
-    in for all others."""
-    if batch.packed is None:
-        return x
-    n, group_size, size = batch.completion_ids.shape
-    whole = jnp.zeros((n, group_size * size, *x.shape[2:]), x.dtype)
-    whole = jax.vmap(lambda row, places, x: row.at[places].set(x, mode="drop"))(whole, batch.packed, x)
-    return whole.reshape(n, group_size, size, *x.shape[2:])
-
-
-def _packed_ids(batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Of packed completions the tokens, and the numbers of their completions from 1 on; 0 for padding. `[N, S]`."""
-    _, group_size, size = batch.completion_ids.shape
-    is_token = batch.packed < group_size * size
-    ids = jnp.where(is_token, _take_tokens(batch.completion_ids, batch.packed), 0)
-    return ids, jnp.where(is_token, batch.packed // size + 1, 0)
-
-
-def _take_tokens(x: jax.Array, places: jax.Array) -> jax.Array:
-    """Elements of each prompt's completions in a row: `[N, ...]`, int `[N, S]` -> `[N, S]`."""
-    return jnp.take_along_axis(x.reshape(x.shape[0], -1), places, axis=-1, mode="clip")
+    """Takes what was computed of tokens to `[N, G, T, ...]`: see `Rows.unpack`."""
+    return rows_of(batch).unpack(x)
 
 
 def _token_logprobs(

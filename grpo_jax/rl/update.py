@@ -17,10 +17,11 @@ import optax
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import Devices, size, spread_over, sum_rows
 from grpo_jax.functional import constant_length_weights
+from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.sharding import batch_parts, laid_out
 from grpo_jax.models.trainable import join
 from grpo_jax.models.transformer import Params
-from grpo_jax.planning.pieces import choose_piece, fastest_piece_tokens
+from grpo_jax.planning.pieces import choose_piece
 from grpo_jax.rl.keys import SHUFFLING, step_key
 from grpo_jax.rl.optimizer import steps_taken
 from grpo_jax.rl.pieces import Microbatches, by_prompts, lengths_of, packed, take
@@ -276,7 +277,7 @@ def choose_pieces(method: Method, config: GRPOConfig, batch: Batch) -> Microbatc
         group_size,
         tokens,
         microbatches=optimizer.microbatches,
-        piece_tokens=optimizer.piece_tokens or fastest_piece_tokens(on_cpu=jax.default_backend() == "cpu"),
+        piece_tokens=optimizer.piece_tokens or traits_of_backend().piece_tokens,
         packs=method.packs,
     )
     if piece.is_packed:

@@ -19,8 +19,9 @@ from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description
 from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, merge
+from grpo_jax.models.params import Quantize
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.quantised import Quantize, quantise_params
+from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
 from grpo_jax.planning.plan import Plan, choose, memory_limit, shape_of

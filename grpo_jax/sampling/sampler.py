@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import multiplies_by_columns, softcapped, times_transposed
+from grpo_jax.functional.numerics import softcapped
+from grpo_jax.functional.products import multiplies_by_columns, times_transposed, traits_of_backend
 from grpo_jax.models.geometry import AT_ONCE
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, DATA, TENSOR, mesh_sizes, spread, unembedding_axes
@@ -317,33 +318,26 @@ def _logits_of(policy: Policy, params: Params) -> Callable[[jax.Array], jax.Arra
     return logits_of
 
 
-# Decoding goes on with a quarter of the completions, but with no fewer than 8, and only where texts may be this long:
-# each width is a program of its own, which takes seconds to compile. On a CPU 2 take as long as 8.
+# Decoding continues with a quarter of the completions, but with no fewer than 8: on a CPU 2 take as long as 8.
 _QUARTER = 4
 _FEWEST = 8
-_LONG = 64
 
 
 def _widths(num_completions: int, max_tokens: int) -> tuple[int, ...]:
-    """Numbers of completions to go on with when no more than that are left, from large to small."""
-    if jax.default_backend() != "cpu" or max_tokens < _LONG or num_completions < _QUARTER * _FEWEST:
+    """Returns numbers of completions to continue with when no more than that are left, from large to small."""
+    least = traits_of_backend().narrows_from
+    if least is None or max_tokens < least or num_completions < _QUARTER * _FEWEST:
         return ()
     fewer = num_completions // _QUARTER
     return fewer, *_widths(fewer, max_tokens)
 
 
 def rooms_of(max_tokens: int) -> tuple[int, ...]:
-    """Tokens of a completion that the cache has room for: at first, and later on.
-
-    The whole cache is read for every token. Where completions may be long it grows as they do, and less is read: three
-    quarters with two rooms, five eighths with four. Each room compiles a loop more: 10 to 20 s on a GPU for 28 layers,
-    2 to 4 s on a CPU for four. On a CPU decoding took .73 of the time with completions of 256 tokens, but as long as
-    before with 128 tokens of a larger decoder.
-    """
-    rooms, long = (4, 256) if jax.default_backend() == "cpu" else (2, 128)
-    if max_tokens < long:
+    """Returns the tokens of a completion that the cache has room for, at first and later on: see `Traits.rooms`."""
+    traits = traits_of_backend()
+    if max_tokens < traits.grows_from:
         return (max_tokens,)
-    return tuple(max_tokens * room // rooms for room in range(1, rooms + 1))
+    return tuple(max_tokens * room // traits.rooms for room in range(1, traits.rooms + 1))
 
 
 def _continues(carry: Any, *, max_tokens: int, fewer: int = 0) -> jax.Array:

@@ -81,7 +81,7 @@ def test_what_cannot_be_walked_through(options, message):
 def test_the_exact_kl():
     """Of given distributions: 0.9 log 1.8 + 0.1 log 0.2, and the same probabilities at half the temperature."""
     policy = Policy(*[None] * 4)._replace(
-        hidden=lambda params, ids, mask, completions: params[None, None, None], unembedding=lambda params: jnp.eye(2)
+        states=lambda params, rows: (params[None, None, None], None), unembedding=lambda params: jnp.eye(2)
     )
     new, old = jnp.log(jnp.array([0.9, 0.1])), jnp.log(jnp.array([0.5, 0.5]))
     one, none = np.ones((1, 1), np.float32), np.zeros((1, 1, 1), np.int32)

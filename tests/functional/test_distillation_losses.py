@@ -15,7 +15,6 @@ from grpo_jax.functional import (
     bucket_logits,
     jsd_full,
     kl_full,
-    logprobs,
     teacher_advantages,
     token_jsd,
     top_tokens,
@@ -27,14 +26,11 @@ SLICINGS = [(21, 5), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(5, 12
 
 
 @pytest.fixture
-def slice_width(monkeypatch):
+def slice_width(assume):
     """Sets how many columns of the vocabulary are computed at a time."""
 
     def set_width(width):
-        for name in ("_SLICE_ELEMENTS", "_SLICE_ELEMENTS_CPU"):
-            monkeypatch.setattr(logprobs, name, 1)
-        for name in ("_MIN_SLICE_WIDTH", "_MIN_SLICE_WIDTH_CPU"):
-            monkeypatch.setattr(logprobs, name, width)
+        assume(slice_elements=1, min_slice_width=width)
 
     return set_width
 

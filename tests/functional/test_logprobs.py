@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
-from grpo_jax.functional import TokenLogprobs, entropy, kl_full, logprobs, token_kl, token_logprobs
+from grpo_jax.functional import TokenLogprobs, entropy, kl_full, token_kl, token_logprobs
 
 ROWS, WIDTH, FEATURES = 2, 6, 3
 
@@ -18,15 +18,11 @@ SLICINGS = [(21, 5), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(5, 12
 
 
 @pytest.fixture
-def slice_width(monkeypatch):
+def slice_width(assume):
     """Sets how many columns of the vocabulary are computed at a time, and whether logits are kept."""
 
     def set_width(width, keeps=False):
-        monkeypatch.setattr(logprobs, "_KEPT_ELEMENTS", 2**25 if keeps else 0)
-        monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS", 1)
-        monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS_CPU", 1)
-        monkeypatch.setattr(logprobs, "_MIN_SLICE_WIDTH", width)
-        monkeypatch.setattr(logprobs, "_MIN_SLICE_WIDTH_CPU", width)
+        assume(kept_logits=2**25 if keeps else 0, slice_elements=1, min_slice_width=width)
 
     return set_width
 

@@ -63,8 +63,8 @@ from grpo_jax.functional import (
     weighted_sum,
     whiten,
 )
-from grpo_jax.functional.numerics import times_transposed, transposed, write_slice
 from grpo_jax.functional.presets import PRESETS
+from grpo_jax.functional.products import times_transposed, transposed, write_slice
 
 
 def zeros(*shape):

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
+from texts import states_of_texts
 
 from experiments.benchmarks import routes
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.experts import Routing, busiest, grouped_product, load, mixture, route
+from grpo_jax.models.layout import rows_of_groups, rows_of_packed_groups
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.optimizer import make_optimizer
 
@@ -173,15 +175,15 @@ def test_the_routing_of_states_is_there_for_packed_completions_too():
     params, rng = jax.jit(policy.init)(jax.random.key(0)), np.random.default_rng(0)
     ids, mask = rng.integers(0, 29, (2, 4)), np.array([[False, True, True, True], [True] * 4])
     completions, lengths = rng.integers(0, 29, (2, 3, 5)), (2, 5, 3)
-    side_by_side, packed, num_experts = policy.routed
-    assert num_experts == 5
-    hidden, routing = jax.jit(side_by_side)(params, ids, mask, completions)
+    assert policy.num_experts == 5
+    states = jax.jit(policy.states)
+    hidden, routing = states(params, rows_of_groups(ids, mask, completions))
     assert routing.experts.shape == (2, 3, 5, 2, 2)
     assert routing.entropy.shape == (2, 3, 5, 2)
     np.testing.assert_allclose(hidden, jax.jit(policy.hidden)(params, ids, mask, completions), atol=1e-5)
-    row = np.concatenate([completions[:, i, :length] for i, length in enumerate(lengths)], axis=-1)
-    numbers = np.broadcast_to(np.repeat([1, 2, 3], lengths), row.shape)
-    _, of_row = jax.jit(packed, static_argnums=5)(params, ids, mask, row, numbers, 5)
+    places = np.concatenate([5 * i + np.arange(length) for i, length in enumerate(lengths)])
+    rows = rows_of_packed_groups(ids, mask, completions, np.broadcast_to(places, (2, 10)))
+    of_row = jax.tree.map(lambda x: x[:, 0], states(params, rows)[1])
     expected = [np.concatenate([x[:, i, :length] for i, length in enumerate(lengths)], axis=1) for x in routing]
     np.testing.assert_array_equal(np.sort(of_row.experts), np.sort(expected[0]))
     np.testing.assert_allclose(of_row.entropy, expected[1], atol=1e-5)
@@ -197,7 +199,10 @@ def test_a_frozen_router_stays_as_it_is(router):
 
     @jax.jit
     def update(params):
-        grads = jax.grad(lambda params: jnp.sum(jnp.sin(policy.packed(params, ids, jnp.ones_like(ids)))))(params)
+        def loss(params):
+            return jnp.sum(jnp.sin(states_of_texts(policy, params, ids, np.ones_like(ids))))
+
+        grads = jax.grad(loss)(params)
         updates, _ = optimizer.update(grads, optimizer.init(params), params)
         return jax.tree.map(jnp.add, params, updates)
 
@@ -212,7 +217,7 @@ def test_a_frozen_router_of_a_model_without_experts_is_refused():
 
 
 def test_a_dense_model_has_no_routing():
-    assert decoder_policy(ModelConfig(29)).routed is None
+    assert decoder_policy(ModelConfig(29)).num_experts is None
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from texts import states_of_texts
 
 from grpo_jax.devices import Mesh, compiled, place, to_host
 from grpo_jax.errors import UsageError
@@ -216,7 +217,7 @@ def test_a_quantised_base_is_sampled_scored_and_exported(family, kind, tmp_path)
 @each_family("gemma2")
 def test_packed_texts_are_as_each_alone(family):
     config, params = golden(family)
-    packed = jax.jit(decoder_policy(config).packed)
+    packed = jax.jit(partial(states_of_texts, decoder_policy(config)))
     ids = np.random.default_rng(4).integers(0, config.vocab_size, (1, 16), dtype=np.int32)
     hidden = packed(params, ids, np.array([[1] * 9 + [2] * 6 + [0]]))
     for start, end in ((0, 9), (9, 15)):

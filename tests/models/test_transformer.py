@@ -9,19 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
+from texts import states_of_texts
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models import attention, transformer
-from grpo_jax.models.attention import (
-    KeyValues,
-    Prefix,
-    Scores,
-    attend,
-    attend_groups,
-    attend_past,
-    cache_keys,
-    widen,
-)
+from grpo_jax.functional.products import rms_norm
+from grpo_jax.models.attention import Scores, attend, attend_past, attend_rows
+from grpo_jax.models.cache import KeyValues, Prefix, cache_keys, widen
 from grpo_jax.models.config import (
     DynamicScaling,
     ExpertsConfig,
@@ -32,20 +25,14 @@ from grpo_jax.models.config import (
 )
 from grpo_jax.models.geometry import (
     LayerKind,
-    geometry_of_groups,
+    geometry_of_rows,
     geometry_of_step,
-    geometry_of_texts,
     layer_kinds,
-    prompt_positions,
 )
+from grpo_jax.models.layout import rows_of_groups, rows_of_prompts, rows_of_texts
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.rotary import rotary_angles, rotate
-from grpo_jax.models.transformer import (
-    RMSNorm,
-    Transformer,
-    decoding_layout,
-    rms_norm,
-)
+from grpo_jax.models.transformer import RMSNorm, Transformer, decoding_layout
 
 LLAMA = ModelConfig(
     vocab_size=29,
@@ -93,7 +80,7 @@ N, G, T = len(PROMPT_LENGTHS), 4, 5
 
 # One program in place of one for each operation.
 angles_of = jax.jit(rotary_angles, static_argnums=(1, 2))
-texts_seen = jax.jit(geometry_of_texts, static_argnums=0)
+rows_seen = jax.jit(geometry_of_rows, static_argnums=0)
 
 
 @cache
@@ -125,9 +112,7 @@ def repeated_hidden(config, params, prompt_ids, prompt_mask, completion_ids):
     width = prompt_ids.shape[-1]
     ids = jnp.concatenate([jnp.repeat(prompt_ids, g, axis=0), completion_ids.reshape(n * g, t)], axis=-1)
     mask = jnp.concatenate([jnp.repeat(prompt_mask, g, axis=0), jnp.ones((n * g, t), bool)], axis=-1)
-    hidden, _ = Transformer(config).apply(
-        {"params": params}, ids, geometry_of_texts(config, prompt_positions(mask), mask)
-    )
+    hidden, _ = Transformer(config).apply({"params": params}, ids, geometry_of_rows(config, rows_of_prompts(ids, mask)))
     return hidden[:, width - 1 : -1].reshape(n, g, t, -1)
 
 
@@ -172,17 +157,19 @@ def test_packed_texts_are_as_each_alone():
         del texts
         pieces = [(0, 0, 4), (0, 4, 5), (0, 5, 10), (1, 0, 12)]
         rows = (ids[None, row, start:end] for row, start, end in pieces)
-        places = (jnp.arange(end - start)[None] for _, start, end in pieces)
-        seen = (geometry_of_texts(config, place, jnp.ones_like(place)) for place in places)
+        lengths = (end - start for _, start, end in pieces)
+        seen = (geometry_of_rows(config, rows_of_prompts(*np.ones((2, 1, length), np.int32))) for length in lengths)
         states = (alone.apply({"params": params}, row, own)[0] for row, own in zip(rows, seen, strict=True))
         return jnp.concatenate([state[0] for state in states])
+
+    packed = partial(states_of_texts, policy)
 
     def value(hidden, params):
         states = hidden(params, ids, texts)
         states = states[texts > 0] if states.ndim == 3 else states
         return jnp.sum(jnp.sin(states * jnp.arange(states.shape[0])[:, None])), states
 
-    gradients = (jax.value_and_grad(partial(value, hidden), has_aux=True) for hidden in (policy.packed, one_by_one))
+    gradients = (jax.value_and_grad(partial(value, hidden), has_aux=True) for hidden in (packed, one_by_one))
     ((_, states), grads), ((_, expected_states), expected_grads) = (jax.jit(f)(params) for f in gradients)
     np.testing.assert_allclose(states, expected_states, rtol=2e-5, atol=2e-5)
     for tree in (grads, expected_grads):
@@ -306,7 +293,7 @@ def test_scanned_layers_equal_separate_layers(config):
     @partial(jax.jit, static_argnums=0)
     def apply(model, params):
         params = params if model.scan_layers else decoding_layout(params, config)
-        return model.apply({"params": params}, ids, geometry_of_texts(config, prompt_positions(mask), mask))
+        return model.apply({"params": params}, ids, geometry_of_rows(config, rows_of_prompts(ids, mask)))
 
     scanned, stacked = jax.device_get(apply(Transformer(config), params))
     hidden, layers = jax.device_get(apply(Transformer(config, scan_layers=False), params))
@@ -324,9 +311,9 @@ def test_remat_changes_neither_values_nor_gradients(remat):
     assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
 
 
-def test_layers_compiled_one_by_one_change_neither_values_nor_gradients(monkeypatch):
+def test_a_loop_over_layers_changes_neither_values_nor_gradients(assume):
     (expected_value, _), expected_grads = loss_and_grads(shared_hidden, LLAMA)
-    monkeypatch.setattr(transformer, "unrolls", lambda config, quantised: True)
+    assume(unrolled_layers=0)  # they are unrolled on a CPU
     (value, _), grads = loss_and_grads.__wrapped__(shared_hidden, LLAMA)
     np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     assert max(relative_differences(grads, expected_grads).values()) <= 1e-6
@@ -397,7 +384,7 @@ def test_only_separate_layers_grow_the_program(scan_layers):
         config = dataclasses.replace(LLAMA, num_hidden_layers=layers)
         model = Transformer(config, scan_layers=scan_layers)
         ids = jnp.zeros((1, 3), jnp.int32)
-        inputs = ids, texts_seen(config, ids, ids)
+        inputs = ids, rows_seen(config, rows_of_prompts(ids, ids > 0))
         params = jax.eval_shape(model.init, jax.random.key(0), *inputs)
         gradient = jax.grad(lambda params: jnp.sum(model.apply(params, *inputs)[0]))
         return num_equations(jax.make_jaxpr(gradient)(params).jaxpr)
@@ -484,7 +471,9 @@ def test_who_may_look_where_in_a_group(window):
             row[i, query, key] = (allowed[i, key] and place[i, query] - place[i, key] < near) or key == query
 
     config = dataclasses.replace(LLAMA, sliding_window=window)
-    found = jax.jit(lambda: geometry_of_groups(config, prompt_mask, g, s))()
+    # The last token of a completion is not computed.
+    rows = rows_of_groups(np.zeros((n, p), np.int32), prompt_mask, np.zeros((n, g, s + 1), np.int32))
+    found = rows_seen(config, rows)
     ((of_prompt, of_completions),) = found.masks
     np.testing.assert_array_equal(of_prompt[:, 0, 0, 0], row[:, :p, :p])
     np.testing.assert_array_equal(of_completions[:, 0, 0, 0], row[:, p:])
@@ -510,18 +499,21 @@ def test_who_may_look_where_in_packed_texts(window):
             same = texts[0, query] == texts[0, key] > 0 and positions[0, query] - positions[0, key] < near
             expected[query, key] = same or key == query
     config = dataclasses.replace(LLAMA, sliding_window=window)
-    found = texts_seen(config, jnp.asarray(positions), jnp.asarray(texts))
-    np.testing.assert_array_equal(found.masks[0][0][0, 0, 0, 0], expected)
+    found = rows_seen(config, rows_of_texts(np.zeros((1, 7), np.int32), texts))
+    seen = np.asarray(found.masks[0][1][0, 0, 0, 0])
+    np.testing.assert_array_equal(seen[:5], expected[:5])
+    assert seen.diagonal().all()  # nobody reads what padding computes, but it sees something
+    assert not seen[5:, :5].any()
 
 
 def test_layers_see_what_is_theirs():
     """Window and rotation of layer 0, 1 and 2: none and global, 3 and local, none and none."""
-    positions, texts = jnp.arange(6)[None], jnp.ones((1, 6), jnp.int32)
-    geometry = texts_seen(ALL, positions, texts)
+    positions, rows = jnp.arange(6)[None], rows_of_prompts(*np.ones((2, 1, 6), np.int32))
+    geometry = rows_seen(ALL, rows)
     kinds = layer_kinds(ALL)
     local = Rotation(20.0)
     for kind, rotation, window in zip(kinds, ALL.rotations, (None, 3, None), strict=True):
-        own = texts_seen(dataclasses.replace(LLAMA, sliding_window=window), positions, texts)
+        own = rows_seen(dataclasses.replace(LLAMA, sliding_window=window), rows)
         for traced in (kind, LayerKind(*map(jnp.int32, kind))):
             seen = geometry.of_layer(traced)
             np.testing.assert_array_equal(seen.masks[0], own.masks[0][0])
@@ -541,7 +533,7 @@ def test_texts_that_change_their_rotations_are_refused(name):
     given = {
         "hidden": lambda params: policy.hidden(params, ids, mask, completions),
         "decoded": decoded,
-        "packed": lambda params: policy.packed(params, np.repeat(ids, 2, axis=1), np.ones((N, 2 * P), np.int32)),
+        "packed": lambda params: states_of_texts(policy, params, np.repeat(ids, 2, axis=1), np.ones((N, 2 * P), int)),
     }
     with pytest.raises(UsageError, match=f"longer than the {P + T - 3} above which"):
         jax.eval_shape(given[name], random_params(LLAMA))
@@ -570,7 +562,7 @@ each_kind_of_scores = pytest.mark.parametrize(
 
 
 def looped_attention(queries, keys, values, masks, scores):
-    """`attend_groups`, one query at a time."""
+    """`attend_rows`, one query at a time."""
     scale = 1 / np.sqrt(E_A) if scores.scale is None else scores.scale
     attended = np.zeros(queries.shape)
     for n, m, k, q in np.ndindex(*queries.shape[:-1]):
@@ -588,19 +580,20 @@ def looped_attention(queries, keys, values, masks, scores):
 @each_kind_of_scores
 def test_attention_of_groups_equals_a_loop(scores):
     inputs, masks = group_inputs()
-    attended, prompt = jax.jit(lambda *x: attend_groups(*x, (None, None), "shared", scores))(*inputs, masks)
+    attended, prompt = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(*inputs, masks)
     np.testing.assert_allclose(attended, looped_attention(*map(np.asarray, inputs), masks, scores), atol=1e-5)
     np.testing.assert_array_equal(prompt.keys, inputs[1][:, :P_A].transpose(0, 2, 3, 1))
     np.testing.assert_array_equal(prompt.values, inputs[2][:, :P_A].swapaxes(1, 2))
     first = [x[:, :P_A] for x in inputs]
-    alone, _ = jax.jit(lambda *x: attend_groups(*x, (None,), "shared", scores))(*first, masks[:1])
+    nothing = np.zeros((N_A, 1, 1, 1, 0, P_A), bool)
+    alone, _ = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(*first, (masks[0], nothing))
     np.testing.assert_allclose(alone, np.asarray(attended)[:, :P_A], atol=1e-6)
 
 
 @each_kind_of_scores
 def test_gradients_of_attention(scores):
     inputs, masks = group_inputs()
-    attended = jax.jit(lambda *x: attend_groups(*x, masks, (None, None), "shared", scores)[0])
+    attended = jax.jit(lambda *x: attend_rows(*x, masks, (None, None), "shared", scores)[0])
     check_grads(attended, inputs, 1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
@@ -654,12 +647,10 @@ def test_attention_of_long_texts_needs_a_sixteenth_of_the_memory():
 
 # Features of keys first as on a CPU, and not as on other devices.
 @pytest.mark.parametrize(("features_first", "scores"), [(True, Scores()), (False, CAPPED)])
-def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, scores, monkeypatch):
-    monkeypatch.setattr(attention, "_features_first", lambda: features_first)
+def test_attention_to_the_past_is_the_next_row_of_a_group(features_first, scores, assume):
+    assume(features_first=features_first)
     (queries, keys, values), masks = group_inputs()
-    expected, prompt = jax.jit(lambda *x: attend_groups(*x, (None, None), "shared", scores))(
-        queries, keys, values, masks
-    )
+    expected, prompt = jax.jit(lambda *x: attend_rows(*x, (None, None), "shared", scores))(queries, keys, values, masks)
     attend_next = jax.jit(partial(attend_past, scores=scores))  # traced anew for each case
     expected = np.asarray(expected)
     empty = jnp.zeros((N_A * G_A * K_A, S_A - 1, E_A))
@@ -680,7 +671,7 @@ def test_fused_attention_has_the_same_values_and_gradients():
 
     def value_and_grads(kind):
         def total(inputs):
-            attended, _ = attend_groups(*inputs, masks, (None, None), kind, scores)
+            attended, _ = attend_rows(*inputs, masks, (None, None), kind, scores)
             return jnp.sum(weights * attended), attended
 
         return jax.jit(jax.value_and_grad(total, has_aux=True))(inputs)

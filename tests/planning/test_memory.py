@@ -9,12 +9,12 @@ import pytest
 from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
 from grpo_jax.config import PPOConfig, recipe, with_options
+from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.trainable import split
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
 from grpo_jax.planning.models import MODELS
-from grpo_jax.planning.pieces import FASTEST_ON_CPU
 
 README = Path(__file__).parents[2] / "README.md"
 MIXTURE = replace(TINY, experts=ExpertsConfig(8, 2, TINY.intermediate_size // 2, norm_topk_prob=True))
@@ -114,12 +114,12 @@ def test_programs_need_what_is_estimated_within_15_percent(name, model, options,
     shape = Shape(
         **of_run,
         prompt_tokens=prompt,
-        piece_tokens=FASTEST_ON_CPU,
+        piece_tokens=CPU.piece_tokens,
         packs=critic == "none",
         lora_rank=lora_rank,
         quantize=quantize,
         critic=critic,
-        on_cpu=True,
+        traits=CPU,
     )
     ratios = held_against_the_compiler(model, config, prompt, shape, programs, lora_rank=lora_rank, quantize=quantize)
     print(name, {program: round(ratio, 3) for program, ratio in ratios.items()})
@@ -148,7 +148,7 @@ def test_an_update_on_a_mesh_needs_what_is_estimated_within_15_percent(tensor):
     model = replace(MID, num_hidden_layers=4, remat="layer")
     config = recipe(num_prompts=8, group_size=4, max_tokens=65, microbatches=1, devices=8)
     config = with_options(config, fsdp=8 // tensor, tensor=tensor)
-    shape = Shape(tensor, 4, 64, 65, microbatches=1, fsdp=8 // tensor, tensor=tensor, on_cpu=True)
+    shape = Shape(tensor, 4, 64, 65, microbatches=1, fsdp=8 // tensor, tensor=tensor, traits=CPU)
     ratios = held_against_the_compiler(model, config, 64, shape, ("learn",))
     print(tensor, ratios)
     assert 1 / 1.15 < ratios["learn"] < 1.15

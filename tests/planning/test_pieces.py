@@ -1,6 +1,7 @@
 """Which pieces a batch is cut into."""
 
-from grpo_jax.planning.pieces import FASTEST_ON_CPU, Piece, choose_microbatches, choose_piece, choose_rows
+from grpo_jax.functional.products import CPU
+from grpo_jax.planning.pieces import Piece, choose_microbatches, choose_piece, choose_rows
 
 
 def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
@@ -17,17 +18,17 @@ def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
 def test_the_shape_of_rows_by_hand():
     """With pieces of about 768 tokens. Without padding, packing may cost 12% more tokens at most."""
     # 4 prompts of 16 with 8 × 128: 1,040 tokens each. Rows of one completion are 8 · 144 = 1,152. 4 a piece.
-    assert choose_rows(4, 16, 8, 128, FASTEST_ON_CPU) == (128, 4)
+    assert choose_rows(4, 16, 8, 128, CPU.piece_tokens) == (128, 4)
     # 4 prompts of 32: 1,056. Rows of one are 1,280, those of two 4 · 288 = 1,152. 2 a piece.
-    assert choose_rows(4, 32, 8, 128, FASTEST_ON_CPU) == (256, 2)
+    assert choose_rows(4, 32, 8, 128, CPU.piece_tokens) == (256, 2)
     # With long prompts rows of eight would do, at 2 · 576 tokens where the group has 1,088, but not those of two.
-    assert choose_rows(4, 64, 16, 64, FASTEST_ON_CPU) is None
+    assert choose_rows(4, 64, 16, 64, CPU.piece_tokens) is None
     # Prompts that are long beside their completions are computed once.
-    assert choose_rows(4, 512, 8, 64, FASTEST_ON_CPU) is None
+    assert choose_rows(4, 512, 8, 64, CPU.piece_tokens) is None
     # Long completions have a row each: 8 · 1,040 tokens where the group has 8,208.
-    assert choose_rows(4, 16, 8, 1_024, FASTEST_ON_CPU) == (1_024, 1)
+    assert choose_rows(4, 16, 8, 1_024, CPU.piece_tokens) == (1_024, 1)
     # All fits in one piece.
-    assert choose_rows(2, 4, 4, 8, FASTEST_ON_CPU) is None
+    assert choose_rows(2, 4, 4, 8, CPU.piece_tokens) is None
 
 
 def test_pieces_are_packed_unless_their_number_is_given_or_the_method_does_not_pack():

@@ -8,6 +8,7 @@ import pytest
 from experiments.benchmarks.shapes import MID
 from grpo_jax.config import ModelOptions, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
+from grpo_jax.functional.products import CPU
 from grpo_jax.planning import plan as planning
 from grpo_jax.planning.memory import Shape, estimate
 from grpo_jax.planning.plan import choose, memory_limit, shape_of
@@ -99,6 +100,6 @@ def test_the_limit_of_a_group_is_read_from_its_file(tmp_path, file, text, limit)
 
 
 def test_a_plan_is_one_line():
-    assert str(choose(MID, SHAPE._replace(on_cpu=True), 23 * 10**9)) == (
+    assert str(choose(MID, SHAPE._replace(traits=CPU), 23 * 10**9)) == (
         "plan: 8 microbatches, remat none: about 1.3 of 23 GB"
     )

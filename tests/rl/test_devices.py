@@ -28,7 +28,6 @@ from grpo_jax.devices import (
     to_host,
 )
 from grpo_jax.errors import UsageError
-from grpo_jax.functional import logprobs
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
@@ -307,8 +306,8 @@ def wide_program(name: str, devices: Mesh) -> Any:
     ("name", "devices"),
     [(name, devices) for name in ("sample", "score", "learn") for devices in (FSDP, ALL)],
 )
-def test_a_program_takes_its_share_and_gathers_a_layer_at_a_time(name, devices, monkeypatch):
-    monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS_CPU", N * G * T * 128)  # several slices of the vocabulary
+def test_a_program_takes_its_share_and_gathers_a_layer_at_a_time(name, devices, assume):
+    assume(slice_elements=N * G * T * 128)  # several slices of the vocabulary
     check_program(*wide_program(name, devices), devices, PASSES[name])
 
 

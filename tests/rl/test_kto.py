@@ -44,14 +44,14 @@ CASES = {
 }
 
 
-def table_hidden(params, prompt_ids, prompt_mask, completion_ids):
+def table_states(params, rows):
     """Logits of two tokens. Token 0 of the prompt i has the log-probabilities [i, 0], and token 1 those of [i, 1]."""
-    logprobs = jnp.take_along_axis(params[prompt_ids[:, 0]], completion_ids[..., :1], axis=1)
+    logprobs = jnp.take_along_axis(params[rows.prompt_ids[:, 0]], rows.ids[..., :1], axis=1)
     pair = logprobs, jnp.log(-jnp.expm1(logprobs))
-    return jnp.where(completion_ids[..., None] == 0, jnp.stack(pair, -1), jnp.stack(pair[::-1], -1))
+    return jnp.where(rows.ids[..., None] == 0, jnp.stack(pair, -1), jnp.stack(pair[::-1], -1)), None
 
 
-TABLE = Policy(None, lambda params: jnp.eye(2), table_hidden, None)
+TABLE = Policy(None, lambda params: jnp.eye(2), table_states, None)
 
 
 def table_batch():

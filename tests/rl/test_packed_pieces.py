@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bigrams import PARAMS, POLICY, V, states
+from bigrams import PARAMS, POLICY, V
 from losses import loss_of
 
 from grpo_jax.config import PPOConfig, recipe, with_options
@@ -131,16 +131,6 @@ def test_packed_scores_are_those_of_padded_completions(config, width, rows):
 DIFFERENT_LOSSES = sorted({(a.term, a.aggregation): name for name, a in PRESETS.items()}.values())
 
 
-def packed_groups(params, prompt_ids, prompt_mask, ids, completions, longest):
-    """`Policy.packed_groups` of bigrams: before a completion's first token is the prompt's last."""
-    del prompt_mask, longest
-    before, number_before = (jnp.pad(x, ((0, 0), (1, 0)))[:, :-1] for x in (ids, completions))
-    return states(params, jnp.where(completions == number_before, before, prompt_ids[:, -1:]))
-
-
-BIGRAMS = POLICY._replace(packed_groups=packed_groups), PARAMS
-
-
 # A loss sees log-probabilities and entropies alone, which a table has at once. The decoder computes one loss of tokens
 # and one of completions.
 @pytest.mark.parametrize(
@@ -153,7 +143,7 @@ BIGRAMS = POLICY._replace(packed_groups=packed_groups), PARAMS
 )
 def test_packed_completions_have_the_gradient_of_padded_ones(preset, is_decoder):
     """Relative to the norm of each leaf. Rubbish in what is masked changes nothing either."""
-    policy, params = (decoder_policy(PLAIN), params_of(PLAIN)) if is_decoder else BIGRAMS
+    policy, params = (decoder_policy(PLAIN), params_of(PLAIN)) if is_decoder else (POLICY, PARAMS)
     batch = a_batch()
     loss_fn, aggregation = loss_of(grpo_method(policy, recipe(preset))), PRESETS[preset].aggregation
     spoiled = batch._replace(
@@ -239,7 +229,7 @@ def test_context_that_is_not_learned_from_stays_in_the_row():
 
 def test_a_batch_of_which_nothing_is_learned_has_the_logs_of_padded_completions():
     """As when all completions are cut off and masked."""
-    policy, params = BIGRAMS
+    policy, params = (POLICY, PARAMS)
     nothing = np.zeros((N, G, T), bool)
     batch = a_batch()._replace(completion_mask=nothing, weights=nothing.astype(np.float32))
     loss_fn = loss_of(grpo_method(policy, recipe("grpo")))

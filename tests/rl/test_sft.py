@@ -120,12 +120,6 @@ def test_training_lowers_the_held_out_nll_and_resumes_to_the_same_bits(tmp_path)
     assert nll[-1] < 0.5 * nll[0]
 
 
-def test_a_policy_without_packed_texts_says_so():
-    batch = pack([[1]], [[2]], width=4)._replace(weights=np.ones((1, 4), np.float32))
-    with pytest.raises(UsageError, match="no function for packed texts"):
-        sft_loss_fn(POLICY._replace(packed=None))(PARAMS, batch)
-
-
 def test_a_phase_that_skips_every_step_says_so_at_its_end_at_the_latest(tmp_path):
     broken = jax.tree.map(lambda x: x * jnp.nan, PARAMS)
     with pytest.raises(FloatingPointError, match="not finite"):

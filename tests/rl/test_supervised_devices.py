@@ -31,7 +31,7 @@ from grpo_jax.data.packing import Packed
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.types import rng
 from grpo_jax.devices import Devices, place, to_devices, to_host
-from grpo_jax.functional import dpo_loss, logprobs, token_mean_weights
+from grpo_jax.functional import dpo_loss, token_mean_weights
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import split
@@ -193,8 +193,8 @@ def test_a_phase_on_a_mesh_is_resumed_to_the_bit_and_on_one_device_to_rounding(t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["packed", "dpo"])
-def test_a_step_takes_its_share_and_gathers_a_layer_at_a_time(name, monkeypatch):
-    monkeypatch.setattr(logprobs, "_SLICE_ELEMENTS_CPU", N * WIDTH * 128)  # several slices of the vocabulary
+def test_a_step_takes_its_share_and_gathers_a_layer_at_a_time(name, assume):
+    assume(slice_elements=N * WIDTH * 128)  # several slices of the vocabulary
     policy, batch = decoder_policy(WIDE), case_named(name).batch
     start = jax.tree.map(lambda x: jax.numpy.full(x.shape, 0.01), shapes_of(WIDE))
     loss = SupervisedLoss(partial(preference_loss, policy, loss=dpo_loss), pair_weights)

@@ -18,11 +18,11 @@ def markov_policy(on_decode=lambda step, num_rows: None):
     def context(prompt_ids, prompt_mask):
         return jnp.where(prompt_mask[:, -2], prompt_ids[:, -2], 0), prompt_ids[:, -1]
 
-    def hidden(table, prompt_ids, prompt_mask, completion_ids):
-        shape = (*completion_ids.shape[:2], 1)
-        start = [jnp.broadcast_to(x[:, None, None], shape) for x in context(prompt_ids, prompt_mask)]
-        ids = jnp.concatenate([*start, completion_ids], axis=-1)
-        return table[ids[..., :-2], ids[..., 1:-1]]
+    def states(table, rows):
+        last = rows.predicting(rows.tokens)
+        before_prompt = jnp.pad(jnp.where(rows.prompt_mask, rows.prompt_ids, 0), [(0, 0), (1, 0)])[:, :-1]
+        before_parts = last[..., :-1].reshape(len(last), -1)
+        return table[rows.predicting(jnp.concatenate([before_prompt, before_parts], axis=-1)), last], None
 
     def prefill(table, prompt_ids, prompt_mask, group_size, max_tokens):
         before, last = context(prompt_ids, prompt_mask)
@@ -36,7 +36,7 @@ def markov_policy(on_decode=lambda step, num_rows: None):
     def select(cache, chosen):
         return cache.ravel()[chosen][:, None]
 
-    return Policy(lambda key: None, lambda table: jnp.eye(table.shape[-1]), hidden, prefill, select=select)
+    return Policy(lambda key: None, lambda table: jnp.eye(table.shape[-1]), states, prefill, select=select)
 
 
 def row_numbers(num_prompts, group_size):

@@ -175,14 +175,14 @@ def test_a_decoder_says_the_same_with_and_without_the_completions_that_have_ende
 @pytest.mark.parametrize(
     "widths", [pytest.param((), marks=pytest.mark.slow), (8,)], ids=["all stay", "those that have ended leave"]
 )
-def test_a_cache_that_grows_changes_nothing(monkeypatch, widths):
+def test_a_cache_that_grows_changes_nothing(monkeypatch, assume, widths):
     """Room for one token at first, then for a half of them."""
     policy = decoder_policy(replace(CONFIG, num_key_value_heads=2))
     params = random_numbers(jax.eval_shape(policy.init, jax.random.key(0)), 0)
     given = params, *random_prompts(SHAPE[0], 50), row_numbers(*SHAPE), jax.random.key(0)
     options = {"max_tokens": 21, "eos_ids": tuple(range(3, 9)) if widths else (3,), "pad_id": 1}
     expected = sampler_of(policy, **options)(*given)
-    monkeypatch.setattr(sampler, "_widths", lambda *_: widths)
+    assume(narrows_from=1 if widths else None)
     monkeypatch.setattr(sampler, "rooms_of", lambda max_tokens: (1, max_tokens // 2, max_tokens))
     assert_same(sampler_of(policy, **options)(*given), expected, atol=1e-5)  # the sums of a decoder
 

@@ -1,0 +1,332 @@
+"""Arithmetic that depends on the backend: what is fastest there, and products written for it.
+
+`Traits` says what a backend is good at. Everything that reads it asks `traits_of_backend`, so that a test or a
+benchmark can assume others with `assume_traits`. Only this module and `models.cache` know why an order of sums is
+faster.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.functional.numerics import upcast
+
+_ALL_LAYERS = 10**9
+
+
+class Traits(NamedTuple):
+    """What is fastest on a backend. The defaults are those of accelerators."""
+
+    backend: str
+    # cuDNN's attention in bfloat16 is available: on GPUs from Ampere on.
+    has_flash_attention: bool = False
+    # XLA on CPU has few bfloat16 operations. Elsewhere it makes float32 copies: see `transposed`, `contract` and
+    # `write_slice`.
+    emulates_bfloat16: bool = False
+    # Few float32 rows times a large matrix are computed by columns: see `times_transposed`.
+    multiplies_by_columns: bool = False
+    # Sums with many more rows than columns are computed as their transposes: see `product` and `sum_over_queries`.
+    transposes_tall_sums: bool = False
+    # Keys of the cache have features before tokens. On an H100 the product with such keys took 1.6 times as long.
+    features_first: bool = False
+    # A product of groups of rows is computed in blocks. JAX makes `ragged_dot` on a CPU a product of all rows with all
+    # kernels.
+    groups_by_blocks: bool = False
+    # Inputs of layers can be kept in the memory of the host.
+    offloads: bool = True
+    # A decoder of at most so many layers is compiled without a loop. A loop copies what the backward pass needs of each
+    # layer into one array and out of it again: a ninth of the time of an update on a GPU, where compiling 24 layers one
+    # by one took half as long again. On a CPU 2 layers compiled in .8 of the time of a loop and ran in .8 of it; 4
+    # layers in 1.0 and .95, with 1.6 times the temporary memory. Many quantised layers are dequantised one at a time.
+    unrolled_layers: int = 0
+    unrolled_quantised_layers: int = 0
+    # Elements of a slice of the logits, and the least width of one. A backward pass holds about three such arrays. On a
+    # CPU they stay in its cache: 2 MiB in float32. Accelerators need larger products: with 16,384 tokens an H100 was
+    # fastest at a width of 512 (an update of 0.5 billion parameters took 4% longer at 1,024 and 12% at 2,048), and slow
+    # at 256.
+    slice_elements: int = 2**23
+    min_slice_width: int = 512
+    # Elements of all logits that are kept for the backward pass: 128 MiB in float32. With 1,024 tokens and 32,000 words
+    # the update of a model with 48 million parameters took 7% less time on a CPU.
+    kept_logits: int = 2**25
+    # Tokens of the fastest piece of an update, prompts and padding included. Small pieces stay in a CPU's cache, and
+    # fewer rows of the last one are empty. Too small ones leave an accelerator idle.
+    piece_tokens: int = 16_384
+    # Texts of at least so many tokens are decoded in fewer rows as they end. Each width is a program of its own, which
+    # takes seconds to compile.
+    narrows_from: int | None = None
+    # The cache of texts of at least `grows_from` tokens grows in so many rooms. The whole cache is read for every
+    # token: three quarters of it with two rooms, five eighths with four. Each room compiles one more loop: 10 to 20 s
+    # on a GPU for 28 layers, 2 to 4 s on a CPU for four. On a CPU decoding took .73 of the time with completions of 256
+    # tokens, but as long as before with 128 tokens of a larger decoder.
+    rooms: int = 2
+    grows_from: int = 128
+
+
+GPU = Traits("gpu", unrolled_layers=_ALL_LAYERS)
+CPU = Traits(
+    "cpu",
+    emulates_bfloat16=True,
+    multiplies_by_columns=True,
+    transposes_tall_sums=True,
+    features_first=True,
+    groups_by_blocks=True,
+    offloads=False,
+    unrolled_layers=2,
+    unrolled_quantised_layers=2,
+    slice_elements=2**19,
+    min_slice_width=128,
+    piece_tokens=768,
+    narrows_from=64,
+    rooms=4,
+    grows_from=256,
+)
+
+_assumed: ContextVar[Traits | None] = ContextVar("traits", default=None)
+
+
+def traits_of_backend() -> Traits:
+    """Returns the traits of JAX's default backend, or those that are assumed."""
+    assumed, backend = _assumed.get(), backend_name()
+    if assumed is not None:
+        return assumed
+    if backend == "cpu":
+        return CPU
+    return GPU._replace(has_flash_attention=_has_ampere()) if backend == "gpu" else Traits(backend)
+
+
+@contextmanager
+def assume_traits(**changes: Any) -> Iterator[None]:
+    """Changes traits for what is traced inside.
+
+    Args:
+      **changes: fields of `Traits`.
+    """
+    token = _assumed.set(traits_of_backend()._replace(**changes))
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def backend_name() -> str:
+    """Returns the name of JAX's default backend: cpu, gpu or tpu."""
+    return jax.default_backend()
+
+
+def _has_ampere() -> bool:
+    """Tells whether the GPU is one of NVIDIA's from Ampere on. Other vendors' capability is no number."""
+    major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
+    return major.isdigit() and int(major) >= 8
+
+
+# ---- products
+
+
+def einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
+    """Computes an einsum that is accumulated and returned in float32."""
+    return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
+
+
+def transposed(x: jax.Array) -> jax.Array:
+    """Exchanges the last two axes, for a product.
+
+    XLA on CPU has bfloat16 products, but none that contracts the first axes of both matrices: wherever it sees a
+    transpose before a product, it multiplies in float32, which takes three times as long. It does not see this one.
+
+    Args:
+      x: `[..., A, B]`.
+
+    Returns:
+      `[..., B, A]`.
+    """
+    *leading, rows, columns = x.shape
+    if not traits_of_backend().emulates_bfloat16 or x.dtype != jnp.bfloat16 or rows % 2:
+        return x.swapaxes(-1, -2)
+    return jnp.moveaxis(x.reshape(*leading, -1, 2, columns), -1, -3).reshape(*leading, columns, rows)
+
+
+def contract(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int, dtype: Any) -> jax.Array:
+    """Multiplies two matrices over one axis of each, accumulated in float32.
+
+    Accelerators accumulate so by themselves. XLA on CPU uses a CPU's bfloat16 instructions only if the product is asked
+    for in float32: with them it took a sixth of the time.
+
+    Args:
+      x, y: matrices of one dtype.
+      x_axis, y_axis: the axes that are summed over, 0 or 1.
+      dtype: of the result.
+    """
+    accumulator = jnp.float32 if traits_of_backend().emulates_bfloat16 else dtype
+    dimensions = (((x_axis,), (y_axis,)), ((), ()))
+    return jax.lax.dot_general(x, y, dimensions, preferred_element_type=accumulator).astype(dtype)
+
+
+def product(x: jax.Array, kernel: jax.Array, in_axes: int = 1) -> jax.Array:
+    """Contracts the trailing axes of x with the leading ones of a kernel, in the dtype of x.
+
+    Args:
+      x: `[..., *in]`.
+      kernel: `[*in, *out]`.
+      in_axes: how many axes `*in` has.
+
+    Returns:
+      `[..., *out]`.
+    """
+    inputs = math.prod(kernel.shape[:in_axes])
+    # Under shard_map x varies over devices and a kernel does not, and a custom gradient must have the type of its
+    # input. A zero that varies gives both one type, and JAX sums the kernel's gradient over devices.
+    matrix = kernel.astype(x.dtype).reshape(inputs, -1) + jnp.zeros_like(x, shape=())
+    y = _multiply(x.reshape(-1, inputs), matrix)
+    return y.reshape(*x.shape[: x.ndim - in_axes], *kernel.shape[in_axes:])
+
+
+@jax.custom_vjp
+def _multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x W, with ∂L/∂W = xᵀ ∂L/∂y as one product of both arrays as they are: x `[M, I]`, W `[I, O]` -> `[M, O]`.
+
+    JAX's own rule computes the transpose of that, ∂L/∂yᵀ x. XLA on CPU then computes the gradient of y a second time,
+    in transposed order, which took more than half of a training step.
+    """
+    return contract(x, kernel, 1, 0, x.dtype)
+
+
+def _multiply_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _multiply(x, kernel), (x, kernel)
+
+
+def _multiply_backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = residuals
+    if traits_of_backend().transposes_tall_sums and kernel.shape[0] > kernel.shape[1]:
+        # As its transpose a tall gradient took three fifths of the time (512 x 128, 1,088 rows). Without the barrier
+        # XLA exchanges the factors again.
+        d_kernel = jax.lax.optimization_barrier(contract(transposed(gradient), x, 1, 0, x.dtype)).T
+    else:
+        d_kernel = contract(transposed(x), gradient, 1, 0, x.dtype)
+    return contract(gradient, kernel, 1, 1, x.dtype), d_kernel
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+# From so many keys on `sum_over_queries` is computed as its transpose on a CPU: in .4 to .8 of the time with 256 to
+# 1,040 keys, in 1.1 with 144.
+_MANY_KEYS = 256
+
+
+def sum_over_queries(weights: jax.Array, queries: jax.Array) -> jax.Array:
+    """Σ_r w[r, c] q[r, e]: `[N, K, G, R, C]`, `[N, K, G, R, E]` -> float32 `[N, K, G, C, E]`."""
+    if not traits_of_backend().transposes_tall_sums or weights.shape[-1] < _MANY_KEYS:
+        return einsum("nkgcr,nkgre->nkgce", transposed(weights), queries)
+    # The transpose reads the large factor in order. Without the barrier XLA exchanges the factors again.
+    summed = jax.lax.optimization_barrier(einsum("nkger,nkgrc->nkgec", transposed(queries), weights))
+    return summed.swapaxes(-1, -2)
+
+
+def multiplies_by_columns(dtype: Any) -> bool:
+    """Tells whether `times_transposed` computes rows of this type as (W xᵀ)ᵀ. In bfloat16 this order is slower."""
+    return traits_of_backend().multiplies_by_columns and dtype == jnp.float32
+
+
+def times_transposed(x: jax.Array, matrix: jax.Array, dtype: Any, *, by_columns: bool = False) -> jax.Array:
+    """Computes x Wᵀ for few rows x and a large W, as a decode step has them.
+
+    XLA on CPU computes float32 products of 32 rows as (W xᵀ)ᵀ in two thirds of the time, and those of 8 rows in half.
+    It reorders products by itself, and barriers prevent that.
+
+    Args:
+      x: `[..., I]`.
+      matrix: W, `[O, I]`.
+      dtype: of the result.
+      by_columns: the result is read by columns. Then W xᵀ is not transposed in memory.
+
+    Returns:
+      `[..., O]`.
+    """
+    leading, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    if not multiplies_by_columns(x.dtype):
+        return contract(rows, matrix, 1, 1, dtype).reshape(*leading, -1)
+    fixed = jax.lax.optimization_barrier
+    columns = fixed(contract(matrix, fixed(rows.T), 1, 0, dtype))
+    if by_columns:
+        return jnp.moveaxis(columns.reshape(-1, *leading), 0, -1)
+    return fixed(columns.T).reshape(*leading, -1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / √(mean x² + ε) · scale, in float32: x `[..., D]`, scale `[D]` -> as x.
+
+    The backward pass takes its sums as products with a vector. XLA on CPU needs nine times as long for sums.
+    """
+    return _rms_norm_forward(x, scale, eps)[0]
+
+
+def _rms_norm_forward(x, scale, eps):
+    exact = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(exact), axis=-1, keepdims=True) + eps)
+    return (exact * inverse * scale).astype(x.dtype), (x, scale, inverse)
+
+
+def _rms_norm_backward(eps, residuals, gradient):
+    """∂L/∂x = (s g − x̂ mean(s g x̂)) / rms and ∂L/∂s = Σ g x̂, with x̂ = x / rms and g = ∂L/∂y."""
+    x, scale, inverse = residuals
+    normed, gradient = x.astype(jnp.float32) * inverse, gradient.astype(jnp.float32)
+    rows = (gradient * normed).reshape(-1, x.shape[-1])
+    mean = (rows @ scale).reshape(inverse.shape) / x.shape[-1]
+    return ((gradient * scale - normed * mean) * inverse).astype(x.dtype), jnp.ones_like(rows[:, 0]) @ rows
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+# ---- writes, and the order of computations
+
+
+def write_slice(array: jax.Array, part: jax.Array, starts: Mapping[int, jax.Array | int]) -> jax.Array:
+    """Replaces a slice of the array, which begins at some places of some axes, by `part`.
+
+    XLA on CPU writes into a bfloat16 array by making a float32 copy of the whole of it. Of integers it writes only the
+    part.
+
+    Args:
+      array: any shape.
+      part: as the array, but for these axes.
+      starts: axis -> int, clipped so that all of the part is written. Other axes begin at 0.
+
+    Returns:
+      As the array.
+    """
+    places = [jnp.int32(0)] * array.ndim  # of one dtype, also where integers have 64 bits
+    for axis, start in starts.items():
+        places[axis] = jnp.int32(start)
+    write = partial(jax.lax.dynamic_update_slice, start_indices=places)
+    if not traits_of_backend().emulates_bfloat16 or array.dtype != jnp.bfloat16:
+        return write(array, part)
+    array, part = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (array, part))
+    return jax.lax.bitcast_convert_type(write(array, part), jnp.bfloat16)
+
+
+def accumulator_of(x: jax.Array) -> jax.Array:
+    """Returns zeros like x, to which slices are added. XLA on CPU copies all of a bfloat16 array for each slice."""
+    return jnp.zeros_like(upcast(x) if traits_of_backend().emulates_bfloat16 else x)
+
+
+def delayed_until(codes: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns integers that exist only when x does, for a loop over tokens: else XLA computes them before it.
+
+    XLA on CPU removes barriers before it orders what it computes. It must leave what depends on x behind x.
+    """
+    never = x[(0,) * x.ndim] > jnp.inf
+    return codes ^ never.astype(codes.dtype)
+
+
+def delayed_on_mesh(tree: Any, x: jax.Array) -> Any:
+    """`delayed_until` on a mesh, where a number of x is on one device: by a barrier."""
+    return jax.lax.optimization_barrier((tree, x))[0]

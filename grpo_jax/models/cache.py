@@ -1,0 +1,195 @@
+"""The key-value cache of decoding: its layout, and the products with it.
+
+Heads come before tokens: the products with one query then read memory in order. On a CPU (`Traits.features_first`)
+features of keys come before tokens too, of completions in blocks of B tokens: a product of few queries with keys
+`[E, C]` takes a line of each of E rows and then the next of each, from memory at 8 GB/s. Blocks are read in order. With
+128 tokens or more products took .4 to .8 of the time. Other backends have one block.
+
+Completions have one axis for all that is not multiplied: with an axis G of size 1 XLA on CPU copied the whole cache
+for each token. Blocks have no axis of their own for the same reason. On a mesh completions have two axes, N and K·G,
+because prompts are spread along other axes of the mesh than heads.
+
+Letters as in `transformer`; B tokens of a block, W new tokens of each completion.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.functional.products import einsum, traits_of_backend, write_slice
+
+_BLOCKS = 64, 32  # tokens of a block, if they divide the slots of a cache
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of one layer, or with a leading L of all, as a decode step reads them."""
+
+    keys: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions; on a CPU [N, K, E, P], [N·K·G·C/B, E, B]
+    values: jax.Array  # [N, K, P, E] of prompts, [N·K·G, C, E] of completions
+
+
+class Prefix(NamedTuple):
+    """What the completions of a prompt share."""
+
+    layers: Any  # KeyValues with a leading L, or a tuple of L KeyValues
+    mask: jax.Array  # bool [N, P], true on tokens of the prompt
+    length: jax.Array  # int32 [N], tokens of the prompt: the position of the first completion token
+
+
+def prompt_keys(keys: jax.Array) -> jax.Array:
+    """Lays out keys `[..., P, E]` as `KeyValues` has those of prompts."""
+    return keys.swapaxes(-1, -2) if _features_first() else keys
+
+
+def cache_keys(keys: jax.Array) -> jax.Array:
+    """Lays out keys `[..., C, E]` as `KeyValues` has those of completions."""
+    if not _features_first():
+        return keys
+    *rows, slots, features = keys.shape
+    size = next((size for size in _BLOCKS if slots % size == 0), slots)
+    return keys.reshape(*rows[:-1], -1, size, features).swapaxes(-1, -2)
+
+
+def _features_first() -> bool:
+    return traits_of_backend().features_first
+
+
+def _num_blocks(cache: KeyValues) -> int:
+    """Counts the blocks of keys of a completion."""
+    return math.prod(cache.keys.shape[:-2]) // math.prod(cache.values.shape[:-2]) if _features_first() else 1
+
+
+# ---- products with it
+
+
+def score_prompt(queries: jax.Array, prompt: KeyValues) -> jax.Array:
+    """Multiplies queries `[N, K, G, Q, E]` with the keys of prompts -> float32 `[N, K, G, Q, P]`."""
+    n, k, g, q, e = queries.shape
+    axes = "ep" if _features_first() else "pe"
+    return einsum(f"nkme,nk{axes}->nkmp", queries.reshape(n, k, g * q, e), prompt.keys).reshape(n, k, g, q, -1)
+
+
+def score_cache(queries: jax.Array, cache: KeyValues) -> jax.Array:
+    """Multiplies queries `[N, K, G, Q, E]` with the keys of completions -> float32 `[N, K, G, C/B, Q, B]`."""
+    n, k, g, q, e = queries.shape
+    blocks, rows, axes = _num_blocks(cache), cache.values.shape[:-2], "ec" if _features_first() else "ce"
+    # Queries are repeated for each block. As an axis only of the keys, blocks would be moved, and all keys copied.
+    repeated = jnp.broadcast_to(queries.reshape(*rows, 1, q, e), (*rows, blocks, q, e))
+    repeated = repeated.reshape(*cache.keys.shape[:-2], q, e)
+    return einsum(f"...qe,...{axes}->...qc", repeated, cache.keys).reshape(n, k, g, blocks, q, -1)
+
+
+def split_blocks(x: jax.Array, cache: KeyValues) -> jax.Array:
+    """Splits what there is for each slot, `[..., Q, C]`, as `score_cache` does: `[..., C/B, Q, B]`."""
+    return x.reshape(*x.shape[:-1], _num_blocks(cache), -1).swapaxes(-2, -3)
+
+
+def sum_prompt(weights: jax.Array, prompt: KeyValues) -> jax.Array:
+    """Sums the values of prompts by weights `[N, K, G, Q, P]` -> float32 `[N, K, G, Q, E]`."""
+    n, k, g, q, size = weights.shape
+    summed = einsum("nkmp,nkpe->nkme", weights.reshape(n, k, g * q, size), prompt.values)
+    return summed.reshape(n, k, g, q, -1)
+
+
+def sum_cache(weights: jax.Array, cache: KeyValues) -> jax.Array:
+    """Sums the values of completions by weights `[N, K, G, C/B, Q, B]` -> float32 `[N, K, G, Q, E]`."""
+    leading, (q, size) = cache.keys.shape[:-2], weights.shape[-2:]
+    values = cache.values.reshape(*leading, size, -1)
+    of_blocks = einsum("...qc,...ce->...qe", weights.reshape(*leading, q, size), values)
+    return jnp.sum(of_blocks.reshape(*weights.shape[:-1], -1), axis=3)
+
+
+# ---- writes
+
+
+def write_tokens(cache: KeyValues, keys: jax.Array, values: jax.Array, places: jax.Array) -> KeyValues:
+    """Writes W tokens of each completion.
+
+    Args:
+      cache: of a layer.
+      keys, values: `[N, K, G, W, E]`.
+      places: int32, slots that they are written to: a scalar, if W is 1, or `[N, G, W]`. Tokens of a slot that the
+        cache does not have are dropped.
+
+    Returns:
+      The cache with the tokens.
+    """
+    rows = cache.values.shape[:-2]
+    keys, values = (x.reshape(*rows, *x.shape[-2:]) for x in (keys, values))
+    own = cache.keys.reshape(*rows, -1, *cache.keys.shape[-2:]) if _features_first() else cache.keys
+    write = _write_slot if not places.ndim else _write_slots
+    keys, values = write(own, cache.values, keys, values, places)
+    return KeyValues(keys.reshape(cache.keys.shape), values)
+
+
+def _write_slot(own_keys, own_values, keys, values, place):
+    """Writes one token of each completion to the same slot of all: keys `[..., C/B, E, B]`, or `[..., C, E]`."""
+    values = write_slice(own_values, values, {-2: place})
+    if not _features_first():
+        return write_slice(own_keys, keys, {-2: place}), values
+    block, place = jnp.divmod(place, own_keys.shape[-1])
+    return write_slice(own_keys, keys.swapaxes(-1, -2)[..., None, :, :], {-3: block, -1: place}), values
+
+
+def _write_slots(own_keys, own_values, keys, values, places):
+    """Writes tokens to slots `[N, G, W]`: keys `[..., C/B, E, B]`, or `[..., C, E]`."""
+    rows = own_values.shape[:-2]
+    heads = math.prod(rows) * places.shape[-1] // places.size
+    places = jnp.repeat(places[:, None], heads, axis=1).reshape(*rows, -1)
+
+    def put(own: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
+        return own.at[places].set(new, mode="drop")
+
+    def put_keys(own: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
+        if not _features_first():
+            return put(own, new, places)
+        block, place = jnp.divmod(places, own.shape[-1])
+        return own.at[block, :, place].set(new, mode="drop")
+
+    for _ in rows:
+        put, put_keys = jax.vmap(put), jax.vmap(put_keys)
+    return put_keys(own_keys, keys, places), put(own_values, values, places)
+
+
+# ---- sizes and rows
+
+
+def widen(layers: tuple[KeyValues, ...], slots: Sequence[int]) -> tuple[KeyValues, ...]:
+    """Makes room for so many slots of each completion in each layer."""
+
+    def pad(x: jax.Array, slots: int) -> jax.Array:
+        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, slots - x.shape[-2]), (0, 0)])
+
+    def wider(layer: KeyValues, slots: int) -> KeyValues:
+        keys = layer.keys.swapaxes(-1, -2).reshape(layer.values.shape) if _features_first() else layer.keys
+        return KeyValues(cache_keys(pad(keys, slots)), pad(layer.values, slots))
+
+    return tuple(wider(layer, size) for layer, size in zip(layers, slots, strict=True))
+
+
+def select_completions(
+    prefix: Prefix, layers: tuple[KeyValues, ...], chosen: jax.Array, num_heads: int
+) -> tuple[Prefix, tuple[KeyValues, ...]]:
+    """Copies what decoding keeps of some of N·G completions, as that of R prompts with one completion each.
+
+    Args:
+      prefix: the N prompts.
+      layers: the cache, of all completions.
+      chosen: int `[R]`, places of completions among all N·G in a row.
+      num_heads: K.
+
+    Returns:
+      A copy of its prompt for each completion; their cache.
+    """
+    num_prompts = prefix.mask.shape[0]
+    group_size = layers[0].values.shape[0] // (num_prompts * num_heads)
+    prompt, member = jnp.divmod(chosen, group_size)
+
+    def take(x: jax.Array) -> jax.Array:
+        taken = x.reshape(num_prompts, num_heads, group_size, -1, *x.shape[1:])[prompt, :, member]  # [R, K, …]
+        return taken.reshape(-1, *x.shape[1:])
+
+    return jax.tree.map(lambda x: x[prompt], prefix), jax.tree.map(take, layers)
