@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from grpo_jax import devices as where
-from grpo_jax.config import GRPOConfig
+from grpo_jax.config import EngineOptions, GRPOConfig
 from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
@@ -113,3 +113,25 @@ def grpo_programs(
 
     programs = make_distillation_programs(model.policy, teacher.policy, task, config, sampler=sampler)
     return programs, {"policy": model.params, "teacher": teacher.params}
+
+
+def open_engine(
+    options: EngineOptions, model: Loaded, task: Task, config: GRPOConfig, *, note: Callable[[str], None]
+) -> Sampler | None:
+    """Returns the sampler of the engine that the options name, or None if they name none.
+
+    Args:
+      options: of the engine.
+      model: that is trained.
+      task: its tokens.
+      config: the run.
+      note: tells the user what takes long.
+
+    Raises:
+      UsageError: no engine answers, or the options ask for what it does not do.
+    """
+    if not options.engine:
+        return None
+    from grpo_jax.engines.sampler import sampler_of  # a run without an engine does not load it
+
+    return sampler_of(options, model.pretrained, task, config, note=note)

@@ -25,7 +25,6 @@ from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, recipe, val
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.devices import devices_of, load_shardings, parts, place, size
 from grpo_jax.errors import UsageError
-from grpo_jax.rl.engine import sampler_of
 from grpo_jax.rl.grpo import check_teacher
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.iteration import Programs
@@ -43,7 +42,7 @@ from grpo_jax.runs.pretrained import (
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task, inputs_of
-from grpo_jax.train import grpo_programs
+from grpo_jax.train import grpo_programs, open_engine
 
 CURVES = (("length_mean", "tokens"),)
 TAUGHT_CURVES = (("distillation", "divergence from the teacher, nats a token"),)
@@ -88,7 +87,7 @@ def main(config: Config) -> None:
             parts=parts(devices),
             teacher=teacher.pretrained.config if teacher else None,
         )
-        sampler = sampler_of(config.engine, model.pretrained, task, config.train, note=flags.say_note)
+        sampler = open_engine(config.engine, model, task, config.train, note=flags.say_note)
         programs, start = grpo_programs(model, teacher, task, config.train, sampler=sampler)
         run = flags.open_run(config)
         say_plan(run, plan)

@@ -17,11 +17,11 @@ from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.grpo import CURVES, opened, run_method
 from grpo_jax.config import EngineOptions, ModelOptions, PPOConfig, validate_ppo, with_options
 from grpo_jax.devices import devices_of, parts, size
-from grpo_jax.rl.engine import sampler_of
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.pretrained import planned, say_plan
 from grpo_jax.tasks.options import TaskOptions
+from grpo_jax.train import open_engine
 
 PPO_CURVES = (*CURVES, ("explained_variance", "variance of returns that the critic explains"))
 
@@ -52,7 +52,7 @@ def main(config: Config) -> None:
     with opened(config.model, config.task, config.ppo.run) as (model, task):
         config, model, plan = planned(config, config.ppo, model, task, devices=size(devices), parts=parts(devices))
         shape = model.pretrained.config
-        sampler = sampler_of(config.engine, model.pretrained, task, config.ppo.run, note=flags.say_note)
+        sampler = open_engine(config.engine, model, task, config.ppo.run, note=flags.say_note)
         programs = make_ppo_programs(model.policy, critic_policy(shape), task, config.ppo, sampler=sampler)
         start = add_critic(shape, model.params, config.ppo.critic.critic)
         run = flags.open_run(config)

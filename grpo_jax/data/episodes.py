@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax.data.coroutines import run_to_end
-from grpo_jax.data.types import Completion, Example, Number, Turn
+from grpo_jax.data.types import LARGEST_REWARD, MESSAGE_CHARACTERS, Completion, Example, Number, Turn
 
 Transcript = Sequence[Turn]  # all turns so far; nothing is heard yet in the last one
 Key = tuple[int, ...]  # (seed, stream, step, number of the completion, number of the turn), for `data.types.rng`
@@ -42,7 +42,6 @@ Ask = Callable[[Sequence[Example], Sequence[Transcript], Sequence[Key]], Sequenc
 # one episode; may be async
 ReplyFn = Callable[[Example, Transcript, Key], Reply | Awaitable[Reply]]
 
-MESSAGE_CHARACTERS = 2000
 # A text this long is longer than any budget of tokens, and is not encoded.
 MAX_CHARACTERS = 2**18
 
@@ -125,9 +124,6 @@ def checked_reply(value: Any) -> Reply:
     ids = None if value.ids is None else [int(i) for i in value.ids[: MAX_CHARACTERS + 1]]
     reward = None if value.reward is None else float(value.reward)
     return Reply(value.text[: MAX_CHARACTERS + 1], bool(value.done), reward, ids, value.failure, value.message)
-
-
-LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32
 
 
 def _wrong(value: Any) -> str:

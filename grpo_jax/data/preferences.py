@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from scipy import special
 
-from grpo_jax.data.episodes import LARGEST_REWARD
 from grpo_jax.data.packing import Packed, pack
 from grpo_jax.data.rows import check_messages, hash_of_prompt, read_rows, text_column
 from grpo_jax.data.text import Message, encode_answers
-from grpo_jax.data.types import Completion, Example, rng
+from grpo_jax.data.types import LARGEST_REWARD, Completion, Example, rng
 from grpo_jax.errors import UsageError
 
 # Of a transcript of Anthropic's HH-RLHF (2204.05862).

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.data.pieces import pieces
-from grpo_jax.data.types import Completion, Span
+from grpo_jax.data.types import MOST_SPANS, Completion, Span
 from grpo_jax.errors import shown
-
-MOST = 1000  # of one completion
 
 
 class BadSpans(ValueError):
@@ -33,8 +31,8 @@ def checked(value: Sequence[Any], completion: Completion) -> tuple[Span, ...]:
     Raises:
       BadSpans: they are not in order, overlap, are empty, or lie outside; or something is no number.
     """
-    if len(value) > MOST:
-        raise BadSpans(f"there are {len(value)} spans of one completion, and at most {MOST} are read")
+    if len(value) > MOST_SPANS:
+        raise BadSpans(f"there are {len(value)} spans of one completion, and at most {MOST_SPANS} are read")
     spans = tuple(_span(part) for part in value)
     for span in spans:
         length = len(completion) if span.unit == "characters" else len(completion.ids)

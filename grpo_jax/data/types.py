@@ -12,6 +12,10 @@ Example = dict[str, Any]  # the columns of one prompt: "prompt", and what its re
 
 Number = float | None  # None: the reward does not apply to this completion
 
+LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32
+MOST_SPANS = 1000  # of one completion
+MESSAGE_CHARACTERS = 2000  # of what is known about a failure
+
 
 class Span(NamedTuple):
     """A part of a completion, and what it earned."""

@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_jax.data.spans import MOST, total
-from grpo_jax.data.types import Completion, Earned, Example, Span
+from grpo_jax.data.types import MOST_SPANS, Completion, Earned, Example, Span
 from grpo_jax.rewards.processes import Answers, Processes, ProcessOptions, Unanswered
 
 # Why completions have no reward.
@@ -25,13 +24,13 @@ def _understood(value: Any) -> Earned | Unanswered:
     if isinstance(value, dict):
         return Unanswered(value["reason"], value["message"])
     spans = tuple(Span(*part) for part in value) if isinstance(value, list) else None
-    number = float(value) if spans is None else total(spans)
+    number = float(value) if spans is None else math.fsum(span.reward for span in spans)
     if not math.isfinite(number):
         return Unanswered("nan", f"the function returned {number}")
     return number if spans is None else spans
 
 
-_NUMBERS = Answers("reward", _understood, 128 * MOST)
+_NUMBERS = Answers("reward", _understood, 128 * MOST_SPANS)
 
 
 class Grader:

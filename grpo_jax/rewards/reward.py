@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.data import spans
 from grpo_jax.data.coroutines import run_to_end
 from grpo_jax.data.types import Completion, Component, Example, Reward, Rewards, Span
 from grpo_jax.errors import UsageError
@@ -148,15 +148,28 @@ def _checked(
     count = len(completions)
     if len(answer) != count:
         raise UsageError(f"the reward function {name} returned {len(answer)} rewards for {count} completions")
+    parts = _spans_of(name, answer, completions)
     try:
-        parts = {i: spans.checked(answer[i], completions[i]) for i in range(count) if spans.are_spans(answer[i])}
-        numbers = [spans.total(parts[i]) if i in parts else value for i, value in enumerate(answer)]
+        numbers = [
+            math.fsum(span.reward for span in parts[i]) if i in parts else value for i, value in enumerate(answer)
+        ]
         if any(isinstance(number, str | bytes) for number in numbers):  # float() would read them
             raise wrong
         applies = np.array([number is not None for number in numbers], bool)
         values = np.array([0.0 if number is None else float(number) for number in numbers], np.float32)
-    except spans.BadSpans as error:
-        raise UsageError(f"reward {name} returned spans that cannot be: {error}") from None
     except (TypeError, ValueError, OverflowError):
         raise wrong from None
     return values, applies, parts
+
+
+def _spans_of(name: str, answer: list[Any], completions: Sequence[Completion]) -> dict[int, tuple[Span, ...]]:
+    """Returns the spans that a reward gave in place of numbers, by the completion's place."""
+    places = [place for place, value in enumerate(answer) if isinstance(value, list | tuple)]
+    if not places:
+        return {}
+    from grpo_jax.data import spans  # a run without spans does not load it
+
+    try:
+        return {i: spans.checked(answer[i], completions[i]) for i in places if spans.are_spans(answer[i])}
+    except spans.BadSpans as error:
+        raise UsageError(f"reward {name} returned spans that cannot be: {error}") from None

@@ -28,9 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_jax.data import digests, spans
-from grpo_jax.data.episodes import LARGEST_REWARD, MESSAGE_CHARACTERS, ReplyFn, asked
-from grpo_jax.data.types import Completion, Reward
+from grpo_jax.data import digests
+from grpo_jax.data.types import LARGEST_REWARD, MESSAGE_CHARACTERS, Completion, Reward
 from grpo_jax.errors import UsageError
 
 HEADER = struct.Struct(">Q")  # the length of what follows
@@ -246,7 +245,9 @@ def _rewards(reward: Reward, examples: Any, completions: Any, runner: asyncio.Ru
     return _checked(answer, completions)
 
 
-def _replies(reply: ReplyFn, examples: Any, questions: Any, runner: asyncio.Runner) -> dict[str, Any]:
+def _replies(reply: Any, examples: Any, questions: Any, runner: asyncio.Runner) -> dict[str, Any]:
+    from grpo_jax.data.episodes import asked  # the worker of a reward does not load it
+
     episodes = [(example, *question) for example, question in zip(examples, questions, strict=True)]
     return {"values": [found._asdict() for found in asked(reply, episodes, runner.run)]}
 
@@ -275,8 +276,12 @@ def _checked(answer: Any, completions: Sequence[Completion]) -> dict[str, Any]:
 
 def _earned(value: Any, completion: Completion) -> Any:
     """What a completion earned, as JSON has it; in place of bad spans why they are bad."""
-    if value is None or not spans.are_spans(value):
+    if not isinstance(value, list | tuple):
         return None if value is None else _number(value)
+    from grpo_jax.data import spans  # a run without spans does not load it
+
+    if not spans.are_spans(value):
+        return _number(value)
     try:
         return [span._replace(reward=_number(span.reward)) for span in spans.checked(value, completion)]
     except spans.BadSpans as error:

@@ -1,30 +1,24 @@
 """Which task, as a command line says it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.episodes import Environment, episode_return
 from grpo_jax.data.rows import read_rows
 from grpo_jax.data.text import Overlong, uses_chat
-from grpo_jax.data.turns import reply_encoder
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.rewards.environments import environment_in_processes
 from grpo_jax.rewards.spec import open_rewards, parse_reward
-from grpo_jax.rewards.worker import digest_of_source
-from grpo_jax.tasks.adapters import load_factory, trl_rows, trl_tools
 from grpo_jax.tasks.countdown import countdown_task
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.gsm8k import gsm8k_task
 from grpo_jax.tasks.mathematics import math_rows, math_task
 from grpo_jax.tasks.task import Task
-from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of
 
 # Strict and lenient grading side by side: a model that learns the format alone raises the first only.
 _REWARDS = {
@@ -115,7 +109,13 @@ def open_task(
     """
     texts = check_task_options(options)
     chat = uses_chat(options.chat, pretrained.tokenizer)
-    tools = schemas_of(_tools(options)) or None
+    tools: Any = None
+    environment_of: AbstractContextManager[Any] = nullcontext()
+    if has_environment(options):
+        from grpo_jax.tasks import environments  # a task without an environment does not load it
+
+        tools = environments.schemas_of(environments.tools_of(options)) or None
+        environment_of = environments.open_environment(options, pretrained, chat)
     if tools and not chat:
         flag = "--tools" if options.tools else "--environment-factory"
         raise UsageError(f"{flag} needs a model with a chat template, which tells it of the tools, and --chat")
@@ -127,8 +127,8 @@ def open_task(
         budget=options.reward_budget,
         memory_mb=options.reward_memory_mb,
     )
-    rewarded = graded if texts else nullcontext(episode_return)
-    with _opened_environment(options, pretrained, chat) as environment, rewarded as rewards:
+    rewarded = graded if texts else nullcontext(environments.episode_return)
+    with environment_of as environment, rewarded as rewards:
         task = make(
             pretrained.tokenizer,
             pretrained.eos_ids,
@@ -146,37 +146,9 @@ def open_task(
         yield task._replace(environment=environment)
 
 
-@contextmanager
-def _opened_environment(options: TaskOptions, pretrained: Pretrained, chat: bool) -> Iterator[Environment | None]:
-    """What answers the policy, as the options say, in processes that end with the block; or None."""
-    spec, arguments = options.environment, dict[str, str]()
-    named = options.tools or options.environment_factory
-    if options.tools:
-        spec, arguments = "grpo_jax.tasks.tools:environment_of_tools", {"tools": named}
-    elif options.environment_factory:
-        spec, arguments = "grpo_jax.tasks.adapters:environment_of_factory", {"factory": named}
-    if not spec:
-        yield None
-        return
-    roles: tuple[str, ...] = ("user",) if chat else ()
-    with environment_in_processes(
-        spec,
-        reply_encoder(pretrained.tokenizer, pretrained.eos_ids, roles=("tool", "user") if named else roles),
-        arguments=arguments,
-        deadline=options.reply_deadline,
-        budget=options.reply_budget,
-        memory_mb=options.reply_memory_mb,
-    ) as environment:
-        if named:
-            environment = environment._replace(measure=count_calls, source=digest_of_source(named))
-        yield environment
-
-
-def _tools(options: TaskOptions) -> dict[str, Callable[..., Any]]:
-    """What the policy may call, by name."""
-    if options.environment_factory:
-        return trl_tools(load_factory(options.environment_factory))
-    return load_tools(options.tools) if options.tools else {}
+def has_environment(options: TaskOptions) -> bool:
+    """Returns whether something answers the policy, so that a completion may have several turns."""
+    return bool(options.environment or options.tools or options.environment_factory)
 
 
 def check_task_options(options: TaskOptions) -> tuple[str, ...]:
@@ -232,6 +204,8 @@ def _task_maker(options: TaskOptions, training: bool) -> Any:
     if options.environment and options.chat is False and has_messages:
         raise UsageError("--chat False gives replies no chat template, but the rows hold messages: leave it out")
     if options.environment_factory:
+        from grpo_jax.tasks.adapters import load_factory, trl_rows
+
         rows = trl_rows(load_factory(options.environment_factory), rows)
     if not training and most is not None:
         rows = [rows[i] for i in np.sort(rng(0).permutation(len(rows))[:most])]

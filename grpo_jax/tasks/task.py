@@ -2,12 +2,14 @@
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_jax.data import digests
-from grpo_jax.data.episodes import Environment
 from grpo_jax.data.types import Answer, Example, Prompts, Reward, Rewards, rng
 from grpo_jax.rewards.reward import sources
+
+if TYPE_CHECKING:  # a task without an environment does not load it
+    from grpo_jax.data.episodes import Environment
 
 
 class Task(NamedTuple):
@@ -24,7 +26,7 @@ class Task(NamedTuple):
     open_ended: bool = False  # completions are meant to be cut at max_tokens
     notes: tuple[str, ...] = ()  # what a user should know of the prompts, such as how many were dropped
     answer: Answer | None = None  # what completions vote on (maj@n), where it makes sense
-    environment: Environment | None = None  # what answers each turn; None: a completion is its only turn
+    environment: "Environment | None" = None  # what answers each turn; None: a completion is its only turn
     rows: str = ""  # digest of all that is trained on; empty where prompts are made of the seed
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from grpo_jax.data.spans import MOST, BadSpans, checked, in_tokens, total
+from grpo_jax.data.spans import BadSpans, checked, in_tokens, total
+from grpo_jax.data.types import MOST_SPANS as MOST
 from grpo_jax.data.types import Completion, Span
 
 # Tokens 0 … 5; the first loses its space, and two of them make up one character.

@@ -14,6 +14,7 @@ from server import Server
 from grpo_jax.commands import grpo, ppo
 from grpo_jax.config import EngineOptions, recipe, with_options
 from grpo_jax.data.types import Prompts, pad_prompts, rng
+from grpo_jax.engines.sampler import sampler_of, seed_of
 from grpo_jax.errors import Interruption, UsageError
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.config import ModelConfig
@@ -21,7 +22,6 @@ from grpo_jax.models.huggingface import load_params
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
-from grpo_jax.rl.engine import sampler_of, seed_of
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.keys import EVALUATION, SAMPLING, noise_of
 from grpo_jax.rl.sampler import completion_numbers, make_sampler
