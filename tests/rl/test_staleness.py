@@ -191,7 +191,7 @@ def test_the_run_as_one_program_is_as_stale(tmp_path, old_logprobs):
     task = DeviceTask(TASK, lambda rows: np.zeros(len(rows)), on_device, on_device)
     heldout = heldout_of(task, config)
     history = jax.jit(whole_run(POLICY, task, config, grpo_method))(
-        PARAMS, prompts_of(task, config.steps), heldout, config.seed, {}
+        {"policy": PARAMS}, prompts_of(task, config.steps), heldout, config.seed, {}
     )
     run, state = trained(tmp_path, None, config)
     for name in ("reward", "loss", "grad_norm", "first_sampler_mismatch"):
