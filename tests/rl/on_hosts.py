@@ -91,7 +91,7 @@ def updates(folder: Path, options: hosts.HostOptions) -> None:
     """Gradients, completions, and bytes exchanged, of a decoder on meshes of all devices; host 0 keeps them."""
     hosts.start(options, print, print)
     import jax
-    import test_parallel as cases
+    import test_devices as cases
     import test_traffic as traffic
 
     number = jax.device_count()

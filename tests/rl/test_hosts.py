@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import on_hosts
 import pytest
-import test_parallel as cases
+import test_devices as cases
 
 from grpo_jax import hosts
 from grpo_jax.commands import train
