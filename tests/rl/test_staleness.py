@@ -1,6 +1,7 @@
 """Rollouts that wait in a queue: which policy sampled them, what corrections see, and exact resume."""
 
 import dataclasses
+import shutil
 from functools import partial
 
 import jax
@@ -137,6 +138,20 @@ def test_a_run_can_be_extended_for_its_queue_holds_rollouts_past_the_last_step(t
         expected = sampled_by(programs, params_after(run, index - STALENESS), index)
         jax.tree.map(np.testing.assert_array_equal, to_host(batch), expected)
     assert_same(*trained(tmp_path, programs), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["pmap", "mesh"])
+def test_a_queue_on_two_devices_is_saved_and_continued_on_two_and_on_one(tmp_path, programs, whole, parallel):
+    two = with_options(CONFIG, devices=2, parallel=parallel)
+    programs_of_two = make_programs(POLICY, TASK, two)
+    on_two, state = trained(tmp_path / "two", programs_of_two, two)
+    trained(tmp_path / "cut", programs_of_two, two, until=3)
+    shutil.copytree(tmp_path / "cut", tmp_path / "alone")
+    assert_same(*trained(tmp_path / "cut", programs_of_two, two), (on_two, state))
+    alone, _ = trained(tmp_path / "alone", programs)
+    logged = [[line["reward"] for line in run.lines()] for run in (alone, on_two, whole[0])]
+    assert logged[0] == logged[1] == logged[2]  # the same tokens
 
 
 def test_a_checkpoint_holds_a_queue_of_rollouts_and_no_copies_of_parameters(whole):
