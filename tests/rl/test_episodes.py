@@ -431,6 +431,29 @@ def test_a_run_that_is_cut_within_a_turn_ends_with_the_same_bytes(tmp_path):
         assert (cut.path / name).read_text() == (whole.path / name).read_text()
 
 
+@pytest.mark.parametrize("advantages_of", ["sum", "turns"])
+def test_episodes_that_wait_in_the_queue_keep_their_turns_and_endings(tmp_path, advantages_of):
+    config = with_options(CONFIG, staleness=2, checkpoint_every=1, advantages_of=advantages_of)
+    task = ECHO._replace(reward={"threes": Component(says_three), "environment": Component(episode_return, 0.5)})
+    programs = make_programs(POLICY, task, config)
+    whole = open_run(tmp_path / "whole", config)
+    state = train_grpo(task, config, whole, programs)
+    train_grpo(task, config, open_run(tmp_path / "cut", config), programs, until=1)
+    resumed = train_grpo(task, config, open_run(tmp_path / "cut", config), programs)
+    assert params_sha256(resumed) == params_sha256(state)
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (tmp_path / "cut" / name).read_bytes() == (whole.path / name).read_bytes()
+    for group in whole.lines("rollouts.jsonl"):
+        for turns, rewards in zip(group["turns"], group["turn_rewards"], strict=True):
+            assert len(rewards) == max(turns)
+            assert None not in rewards[:-1]  # the environment has answered, and gave a number each time
+    # The first two steps are sampled by the start, as the first of a run without a queue is.
+    fresh = open_run(tmp_path / "fresh", with_options(config, staleness=0, steps=1))
+    train_grpo(task, with_options(config, staleness=0, steps=1), fresh)
+    first, others = fresh.lines("rollouts.jsonl"), whole.lines("rollouts.jsonl")
+    assert [others[i] for i in range(len(first))] == first
+
+
 @pytest.mark.slow
 def test_nothing_compiles_after_the_first_step(tmp_path):
     run = open_run(tmp_path)

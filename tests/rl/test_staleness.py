@@ -1,6 +1,7 @@
 """Rollouts that wait in a queue: which policy sampled them, what corrections see, and exact resume."""
 
 import dataclasses
+import shutil
 from functools import partial
 
 import jax
@@ -139,6 +140,20 @@ def test_a_run_can_be_extended_for_its_queue_holds_rollouts_past_the_last_step(t
     assert_same(*trained(tmp_path, programs), whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["pmap", "mesh"])
+def test_a_queue_on_two_devices_is_saved_and_continued_on_two_and_on_one(tmp_path, programs, whole, parallel):
+    two = with_options(CONFIG, devices=2, parallel=parallel)
+    programs_of_two = make_programs(POLICY, TASK, two)
+    on_two, state = trained(tmp_path / "two", programs_of_two, two)
+    trained(tmp_path / "cut", programs_of_two, two, until=3)
+    shutil.copytree(tmp_path / "cut", tmp_path / "alone")
+    assert_same(*trained(tmp_path / "cut", programs_of_two, two), (on_two, state))
+    alone, _ = trained(tmp_path / "alone", programs)
+    logged = [[line["reward"] for line in run.lines()] for run in (alone, on_two, whole[0])]
+    assert logged[0] == logged[1] == logged[2]  # the same tokens
+
+
 def test_a_checkpoint_holds_a_queue_of_rollouts_and_no_copies_of_parameters(whole):
     run, state = whole
     assert len(state.queue) == STALENESS
@@ -191,7 +206,7 @@ def test_the_run_as_one_program_is_as_stale(tmp_path, old_logprobs):
     task = DeviceTask(TASK, lambda rows: np.zeros(len(rows)), on_device, on_device)
     heldout = heldout_of(task, config)
     history = jax.jit(whole_run(POLICY, task, config, grpo_method))(
-        PARAMS, prompts_of(task, config.steps), heldout, config.seed, {}
+        {"policy": PARAMS}, prompts_of(task, config.steps), heldout, config.seed, {}
     )
     run, state = trained(tmp_path, None, config)
     for name in ("reward", "loss", "grad_norm", "first_sampler_mismatch"):
