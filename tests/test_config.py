@@ -303,6 +303,11 @@ def test_options_come_from_a_file_and_flags_replace_them(tmp_path):
         ("a.json", "{", "cannot be read"),
         ("a.yaml", "a: [", "cannot be read"),
         ("none.json", None, "cannot be read"),
+        ("a.json", '{"seed": 1, "train": {"seed": 2}}', "seed is given twice"),
+        ("a.yaml", "number: 1\nother: {number: 2}", "number is given twice"),
+        ("a.json", '{"a":' * 200_000 + "1" + "}" * 200_000, "cannot be read"),
+        ("a.yaml", "[" * 3_000 + "]" * 3_000, "cannot be read"),
+        ("a.yaml", "a: &a [1, 1]\nb: &b [*a, *a]\nlora_targets: [*b, *b]", "aliases"),
     ],
 )
 def test_a_file_of_options_that_does_not_fit_is_refused_in_one_sentence(tmp_path, capsys, name, text, sentence):

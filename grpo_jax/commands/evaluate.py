@@ -99,10 +99,9 @@ def parse(args: list[str] | None = None) -> Options:
     names = {"max_tokens", "max_turns", "environment_tokens", "temperature", "top_k", "top_p", "min_p"}
     if given.task in ("", saved.get("task")):
         names |= {field.name for field in dataclasses.fields(TaskOptions)} | {"max_prompt_tokens", "overlong"}
-    found = {name: saved[name] for name in names & saved.keys()}
-    if found.get("max_tokens", 0) is None:  # of a run that learned completions as long as they came
-        del found["max_tokens"]
-    default = from_json(Options(model=given.model), found)
+    if saved.get("max_tokens", 0) is None:  # the run learned completions as long as they came
+        names.remove("max_tokens")
+    default = from_json(Options(model=given.model), {name: saved[name] for name in names & saved.keys()})
     return flags.read_flags(Options, prog=prog, description=__doc__, args=args, default=default)
 
 

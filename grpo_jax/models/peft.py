@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.errors import UsageError, missing, user_path
+from grpo_jax.errors import UsageError, missing, shown, user_path
 from grpo_jax.models.huggingface import (
     FLOAT_DTYPES,
     FUSED,
@@ -167,7 +167,9 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
             "the adapter with PEFT's path_initial_model_for_weight_conversion first"
         )
     found = find_tensors(folder, ["adapter_model.safetensors"])
-    rank, left = config.get("r", 8), set(found)  # 8 and 8 are PEFT's defaults
+    rank, alpha, left = config.get("r", 8), config.get("lora_alpha", 8), set(found)  # 8 and 8 are PEFT's defaults
+    if type(alpha) not in (int, float) or not abs(alpha) < 1e30:  # also NaN
+        raise UsageError(f"lora_alpha in {folder}/adapter_config.json is {shown(alpha)}: it must be a finite number")
 
     def take(name: str, shape: tuple[int, int]) -> np.ndarray:
         if name not in found or found[name].shape != shape or found[name].dtype not in FLOAT_DTYPES:
@@ -195,7 +197,7 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
             }
     if left or not layers:
         raise UsageError(f"{folder} holds adapters that this decoder does not have: {sorted(left)[:3]}")
-    scale = config.get("lora_alpha", 8) / (rank**0.5 if config.get("use_rslora") else rank)
+    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     return Adapted(params, {"layers": layers}, jnp.float32(scale))
 
 

@@ -311,7 +311,7 @@ def _die_with_the_parent(parent: int) -> None:
     the thread that started it ends.
     """
     lifeline = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
-    with open(os.devnull) as nothing:
+    with open(os.devnull, encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 0)  # for functions that read their input
     threading.Thread(target=_kill_group_at_end, args=(lifeline,), daemon=True).start()
     if sys.platform == "linux":

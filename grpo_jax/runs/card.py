@@ -29,11 +29,10 @@ def model_card(run: Path, *, phase: str, step: int, adapter: bool) -> str:
     if base.count("/") == 1 and not base.startswith((".", "~", "/")) and not Path(base).exists():  # an id on the hub
         head.append(f"base_model: {base}")
     head.append(f"tags: [{options.get('method', 'grpo')}, grpo_jax]")
-    name = run.absolute().name
     started = f"after training from `{base}`" if base else "after training"
     sections = [
         "---\n" + "\n".join(head) + "\n---",
-        f"# {name}",
+        f"# {run.absolute().name}",
         f"Step {step} of phase `{phase}`, {started} with grpo_jax {grpo_jax.__version__}.",
         "## Results",
         _results(run / "results.json"),

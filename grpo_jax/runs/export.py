@@ -20,7 +20,7 @@ from grpo_jax.models import huggingface, peft
 from grpo_jax.runs.card import model_card
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import write_text
-from grpo_jax.runs.pretrained import Trained, phase_of, restore
+from grpo_jax.runs.pretrained import phase_of, restore
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def export(options: Options) -> int:
     if options.push_to_hub:
         check_login()  # before anything is written
     run, out = user_path(options.run), user_path(options.out)
+    source = run / "model"
     trained = restore(run, options.phase, options.step, base=options.base, adapter=options.adapter)
     card = model_card(run, phase=phase_of(run, options.phase), step=trained.step, adapter=options.adapter)
     with huggingface.complete_or_not_at_all(out) as partial:
@@ -69,19 +70,14 @@ def export(options: Options) -> int:
             base, is_fused = str(options.base or trained.lora.base), trained.config.fused_projections
             peft.save_adapter(partial, trained.params, base=base, fused_projections=is_fused)
         else:
-            _save_model(partial, run / "model", trained, options.dtype)
+            raw = huggingface.read_json(source / "config.json")
+            dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+            dtype = jnp.dtype(dtype if options.dtype == "model" else options.dtype)
+            huggingface.save_pretrained(partial, trained.merged(), trained.config, source=source, dtype=dtype)
         write_text(partial / "README.md", card)
     if options.push_to_hub:
         push(out, options.push_to_hub)
     return trained.step
-
-
-def _save_model(folder: Path, source: Path, trained: Trained, as_dtype: str) -> None:
-    """Writes the whole model, adapters merged."""
-    raw = huggingface.read_json(source / "config.json")
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    dtype = jnp.dtype(dtype if as_dtype == "model" else as_dtype)
-    huggingface.save_pretrained(folder, trained.merged(), trained.config, source=source, dtype=dtype)
 
 
 def check_login() -> None:

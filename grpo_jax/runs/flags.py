@@ -255,10 +255,9 @@ def main(
         hosts.gather("the end", None)
         say_refusal(f"stopped by {stopped}; the last step is saved: add --resume to continue {config.output.run_dir}")
         raise SystemExit(_code(config.output, stopped.number)) from None
-    except Interruption as error:
-        refuse(f"{error}{_how_to_resume(config.output, '; ')}")
     except (UsageError, FloatingPointError) as error:
-        refuse(str(error))
+        then = _how_to_resume(config.output, "; ") if isinstance(error, Interruption) else ""
+        refuse(f"{error}{then}")
     except Exception as error:  # the machine's, which are no defects
         if not (sentence := lacking(error)):
             if hosts.count() > 1:

@@ -382,10 +382,9 @@ def check_inputs(folder: Path, before: Mapping[str, str], now: Mapping[str, str]
     Raises:
       UsageError: they differ; the sentence names them.
     """
-    if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+    if names := ", ".join(sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))):
         raise UsageError(
-            f"not what they were when the run in {folder} began: {', '.join(changed)}; put them back, or start a new "
-            "run"
+            f"not what they were when the run in {folder} began: {names}; put them back, or start a new run"
         )
 
 

@@ -337,8 +337,7 @@ def _with_bounds(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
     def cell(name: str, column: str) -> Any:
         value, bounds = rows[name].get(column), _bounds_of(name, rows)
         low, high = (rows[bound].get(column) for bound in bounds) if bounds else (None, None)
-        is_interval = all(fits(number, float) for number in (value, low, high))
-        return f"{value:.3f} [{low:.3f}, {high:.3f}]" if is_interval else value
+        return f"{value:.3f} [{low:.3f}, {high:.3f}]" if all(fits(x, float) for x in (value, low, high)) else value
 
     return {name: {column: cell(name, column) for column in rows[name]} for name in _without_bounds(rows)}
 

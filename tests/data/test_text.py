@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from grpo_jax.config import recipe
-from grpo_jax.data.text import encode_completions, encode_prompts
+from grpo_jax.data.text import encode_answers, encode_completions, encode_prompts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, load_tokenizer
@@ -51,6 +51,15 @@ def test_empty_prompts_are_dropped_and_counted(digits):
     assert encoded.kept == [1, 3]
     assert encoded.dropped == {"empty": 2}
     assert encoded.summary() == "dropped of 4 prompts: 2 empty"
+
+
+def test_a_completion_with_half_of_a_surrogate_pair_is_refused_and_quoted(digits):
+    for encode_them in (
+        lambda: encode_completions(digits, ["1", "12\ud83d"], eos_ids=(arithmetic.EOS_ID,)),
+        lambda: encode_answers(digits, ["1+1="], [("2", "12\ud83d")], eos_ids=(arithmetic.EOS_ID,)),
+    ):
+        with pytest.raises(UsageError, match=r"half of a surrogate pair, which is no text: mend '12\\ud83d'"):
+            encode_them()
 
 
 def test_long_prompts_are_dropped_and_counted(digits):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from functools import cache, partial
 from pathlib import Path
@@ -296,6 +297,14 @@ def test_folders_that_lack_a_file(adapter, file):
     with pytest.raises(UsageError, match=file) as error:
         load_adapter(adapter, base())
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("alpha", [None, "x", True, [1], math.nan, math.inf, 10**400])
+def test_an_alpha_that_is_no_number_is_refused(adapter, alpha):
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": alpha}))
+    with pytest.raises(UsageError, match=r"lora_alpha in .* must be a finite number"):
+        load_adapter(adapter, base())
 
 
 def test_a_folder_in_use_is_kept(adapter):

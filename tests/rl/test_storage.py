@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import pytest
 from bigrams import PARAMS, POLICY, V
 
@@ -308,6 +311,32 @@ def test_a_folder_that_another_process_writes_to_is_refused_until_that_ends(tmp_
         other.wait()
     first, second = RunFolder(tmp_path, {}), RunFolder(tmp_path, {})  # of one process
     assert first.path == second.path
+
+
+# ---- a checkpoint of another model
+
+
+class Other(NamedTuple):
+    """A state with other parameters."""
+
+    params: dict
+    rest: jax.Array
+
+
+@pytest.mark.parametrize("harm", ["structure", "shape"])
+def test_a_checkpoint_of_another_structure_is_a_sentence(tmp_path, harm):
+    stored = {"structure": {"other": jnp.ones(3)}, "shape": jax.tree.map(lambda x: jnp.ones((*x.shape, 2)), PARAMS)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(Other(stored[harm], jnp.ones(3)), 1)
+    for read in (
+        lambda checkpoints: checkpoints.restore(lambda: Other(PARAMS, jnp.ones(3))),
+        lambda checkpoints: checkpoints.restore_params(PARAMS),
+    ):
+        with (
+            Checkpoints(tmp_path) as checkpoints,
+            pytest.raises(UsageError, match=r"checkpoint 1 in .* has other parameters than the model"),
+        ):
+            read(checkpoints)
 
 
 # ---- the disk
