@@ -31,7 +31,6 @@ from grpo_jax.functional import (
     weighted_sum,
 )
 from grpo_jax.functional.numerics import maybe_psum
-from grpo_jax.models.experts import Routing, load
 from grpo_jax.models.lora import join
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -322,7 +321,7 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
         reference: Params | None = None,
         *,
         hidden: jax.Array | None = None,
-        routing: Routing | None = None,
+        routing: Any = None,
     ) -> tuple[jax.Array, Logs]:
         if objective.has_reference and not objective.kl_in_reward and batch.ref_logprobs is None:
             raise UsageError(
@@ -356,6 +355,8 @@ def grpo_loss_fn(policy: Policy, config: LossConfig) -> Callable[..., tuple[jax.
         sampled = old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
         mismatch = jnp.where(mask, fresh - sampled, 0)
         if routing is not None and policy.num_experts is not None:
+            from grpo_jax.models.experts import load
+
             metrics |= load(routing, mask, policy.num_experts)
         metrics["entropy"] = masked_sum(scores.entropy, mask)
         metrics["sampler_mismatch"] = masked_sum(jnp.exp(jnp.abs(mismatch)), mask)

@@ -19,7 +19,6 @@ from grpo_jax.config import GRPOConfig
 from grpo_jax.functional import adaptive_kl_coef
 from grpo_jax.functional.numerics import maybe_psum
 from grpo_jax.functional.products import traits_of_backend
-from grpo_jax.models.experts import busiest
 from grpo_jax.models.lora import join, split
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
 from grpo_jax.models.transformer import Params
@@ -302,6 +301,8 @@ def _update(method, config, state, frozen, reference, batch, clock, *, axis_name
             axis_name=axis_name,
         )
         if "expert_share" in metrics:
+            from grpo_jax.models.experts import busiest
+
             metrics["busiest_expert"] = busiest(metrics.pop("expert_share"))
         tokens = maybe_psum(jnp.sum(minibatch.completion_mask), axis_name)
         return state, metrics | {"learning_rate": jnp.asarray(rate), "_tokens": tokens}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bigrams import PARAMS, POLICY, V, states
+from bigrams import PARAMS, POLICY, V
 
 from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import pack, packed_batches, packed_pieces
@@ -30,7 +30,6 @@ from grpo_jax.training.supervised.distillation import (
 )
 from grpo_jax.training.supervised.phase import SupervisedConfig
 
-PACKED = POLICY._replace(packed=lambda params, ids, texts: states(params, ids))
 # Of another width, with a token that the policy does not have.
 TEACHER = {name: jax.random.normal(jax.random.key(10 + i), (V + 1, 9)) for i, name in enumerate(PARAMS)}
 KINDS = ["reverse_kl", "forward_kl", "jsd"]
@@ -49,7 +48,7 @@ WEIGHTED = BATCH._replace(weights=jax.jit(token_mean_weights)(BATCH.completion_m
 
 def target_of(kind, k=0, nll_coef=0.3):
     beta = {"distillation_beta": 0.3} if kind == "jsd" else {}
-    return DistillationTarget(PACKED, DistillationConfig(kind, distillation_top_k=k, **beta), nll_coef)
+    return DistillationTarget(POLICY, DistillationConfig(kind, distillation_top_k=k, **beta), nll_coef)
 
 
 def by_brute_force(kind, k, params):
@@ -84,7 +83,7 @@ def by_brute_force(kind, k, params):
 )
 def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
     def found(params):
-        return distillation_loss(PACKED, WithTeacher(params, TEACHER), WEIGHTED, target=target_of(kind, k))[0]
+        return distillation_loss(POLICY, WithTeacher(params, TEACHER), WEIGHTED, target=target_of(kind, k))[0]
 
     one = jax.jit(jax.value_and_grad(found))(PARAMS)
     other = jax.jit(jax.value_and_grad(partial(by_brute_force, kind, k)))(PARAMS)
@@ -104,7 +103,7 @@ def test_neither_pieces_nor_devices_count(kind, k, devices, pieces):
         trained, frozen = split(params)
 
         def loss_fn(trained, batch):
-            return distillation_loss(PACKED, WithTeacher(trained, frozen.teacher), batch, target=target)
+            return distillation_loss(POLICY, WithTeacher(trained, frozen.teacher), batch, target=target)
 
         grads, value, logs = accumulate_grads(loss_fn, trained, batch, by_prompts(len(batch.ids), pieces))
         return (grads, value, logs) if axis_name is None else jax.lax.psum((grads, value, logs), axis_name)
@@ -124,7 +123,7 @@ def test_packed_texts_and_prompts_with_completions_are_the_same_to_it():
 
     def value(batch):
         batch = batch._replace(weights=token_mean_weights(jnp.asarray(batch.completion_mask)))
-        loss, logs = distillation_loss(PACKED, WithTeacher(PARAMS, TEACHER), batch, target=target_of("reverse_kl", 3))
+        loss, logs = distillation_loss(POLICY, WithTeacher(PARAMS, TEACHER), batch, target=target_of("reverse_kl", 3))
         return loss, {name: total / weight for name, (total, weight) in logs.means.items()}
 
     one, other = (jax.jit(value)(batch) for batch in (packed, alone))
@@ -144,12 +143,12 @@ def test_the_student_nears_its_teacher_and_resumes_to_the_bit(tmp_path):
 
         def evaluate(params):
             assert isinstance(params, WithTeacher)
-            divergence = mean_divergence(PACKED, params, packed_pieces(heldout, 8), target=target)
+            divergence = mean_divergence(POLICY, params, packed_pieces(heldout, 8), target=target)
             return {"heldout_distillation": divergence}
 
         folder = RunFolder(tmp_path / name, {})
         params = WithTeacher(PARAMS, teacher)
-        state = train_distillation(PACKED, params, batch, config, folder, target=target, phase="sft", evaluate=evaluate)
+        state = train_distillation(POLICY, params, batch, config, folder, target=target, phase="sft", evaluate=evaluate)
         return params_sha256(state.params), folder.lines()
 
     whole, lines = run("whole")
