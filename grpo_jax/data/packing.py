@@ -13,7 +13,7 @@ Array = Any  # np.ndarray on the host, jax.Array on a device
 
 
 class Packed(NamedTuple):
-    """B rows of S tokens, a batch of `training.supervised.sft`."""
+    """B rows of S tokens, a batch of `offline.sft`."""
 
     ids: Array  # int32 [B, S]
     texts: Array  # int32 [B, S], which text of the row a token is of, from 1; 0 for padding

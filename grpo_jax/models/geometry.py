@@ -109,11 +109,11 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
     Returns:
       `Geometry` with two masks a window.
     """
-    prompt_mask, numbers = rows.prompt_mask, None if rows.numbers is None else rows.numbers[..., :-1]
-    (n, width), (_, group_size, size) = prompt_mask.shape, rows.ids[..., :-1].shape
+    prompt_mask, numbers, size = rows.prompt_mask, rows.numbers, rows.inputs
+    (n, width), group_size = prompt_mask.shape, rows.ids.shape[1]
     of_prompt = prompt_positions(prompt_mask)
     place = jnp.arange(size)[None, None] if numbers is None else positions_in_texts(numbers)
-    own = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)[:, None, None] + place  # [N, G or 1, S − 1]
+    own = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)[:, None, None] + place  # [N, G or 1, I]
     causal = jnp.tril(jnp.ones((size, size), bool))
     # Padding sees what completion 0 would see, itself included. Nobody reads what it computes.
     same = causal if numbers is None else causal & (numbers[..., :, None] == numbers[..., None, :])

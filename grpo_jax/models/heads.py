@@ -8,7 +8,7 @@ Letters as in `transformer`; T tokens of a completion.
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,9 @@ import jax.numpy as jnp
 from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import Adapted
+from grpo_jax.models.params import Headed as Headed
+from grpo_jax.models.params import Params
 from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
-
-
-class Headed(NamedTuple):
-    """Parameters of a decoder with a scalar head."""
-
-    decoder: Params  # without an unembedding; may be `lora.Adapted`
-    head: jax.Array  # float32 [D], w
 
 
 def add_head(config: ModelConfig, params: Params) -> tuple[ModelConfig, Headed]:

@@ -337,7 +337,8 @@ def load_params(
         layout = headed_layout(config)
     _check_tensors(found, layout, config)
     structure = jax.tree.structure(shapes)
-    shapes = jax.eval_shape(partial(quantise_params, format=quantize), shapes)
+    if quantize != "none":
+        shapes = jax.eval_shape(partial(quantise_params, format=quantize), shapes)
     if sharding is None:
         _check_memory(folder, shapes, dtype)
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

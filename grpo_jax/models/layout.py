@@ -4,9 +4,11 @@ A row is a prompt of P tokens and G parts of S tokens behind it. A part holds co
 the other, each in one piece. A completion sees the prompt and itself. So a prompt is computed once for its group, and
 gradients flow back into it from all completions. Without a prompt (P = 0) the completions of a part are whole texts.
 
-The last token of a part predicts nothing, so a pass computes P + G·(S − 1) tokens a row.
+The last token of a part predicts nothing. A pass leaves it out of parts of one completion. Of parts with several it
+computes all tokens: for rows of 256 tokens the gradient of 255 took 1.02 times as long on a CPU.
 
-Letters as in `transformer`; R rows, T tokens of a completion at most.
+Letters as in `transformer`; R rows, T tokens of a completion at most, I tokens of a part that a pass computes: S − 1
+or S.
 """
 
 import math
@@ -35,15 +37,21 @@ class Rows:
     shape: tuple[int, int] | None = None  # (G, T) of the prompt's completions
 
     @property
+    def inputs(self) -> int:
+        """I, tokens of a part that a pass computes."""
+        return self.ids.shape[-1] - (self.numbers is None)
+
+    @property
     def tokens(self) -> jax.Array:
-        """The tokens that a pass computes, `[R, P + G·(S − 1)]`."""
-        return jnp.concatenate([self.prompt_ids, self.ids[..., :-1].reshape(len(self.ids), -1)], axis=-1)
+        """The tokens that a pass computes, `[R, P + G·I]`."""
+        parts = self.ids[..., : self.inputs].reshape(len(self.ids), -1)
+        return jnp.concatenate([self.prompt_ids, parts], axis=-1)
 
     def predicting(self, x: jax.Array) -> jax.Array:
         """Arranges what was computed at each token as what predicts each token of the parts.
 
         Args:
-          x: `[R, P + G·(S − 1), ...]`.
+          x: `[R, P + G·I, ...]`.
 
         Returns:
           `[R, G, S, ...]`: at s what was computed at the token before s, which for the first token of a completion is
@@ -53,7 +61,7 @@ class Rows:
         shape = (*self.ids.shape, *x.shape[2:])
         prompt, parts = jnp.split(x, [width], axis=1)
         last = prompt[:, None, -1:] if width else jnp.zeros_like(x, shape=(1, 1, 1, *shape[3:]))
-        parts = parts.reshape(*shape[:2], shape[2] - 1, *shape[3:])
+        parts = parts.reshape(*shape[:2], self.inputs, *shape[3:])[:, :, : shape[2] - 1]
         before = jnp.concatenate([jnp.broadcast_to(last, (*shape[:2], 1, *shape[3:])), parts], axis=2)
         if self.numbers is None or not width:
             return before
@@ -108,19 +116,13 @@ def rows_of_packed_groups(
 def rows_of_texts(ids: jax.Array, texts: jax.Array) -> Rows:
     """Lays out rows of whole texts.
 
-    A column of padding is behind them, so that a pass computes all S tokens: in rows of 256 tokens the gradient of 255
-    took 1.02 times as long on a CPU.
-
     Args:
       ids: int `[R, S]`.
       texts: int or bool `[R, S]`: texts are numbered from 1, each in one piece, and padding is 0.
-
-    Returns:
-      Rows with one part of S + 1 tokens.
     """
     none = jnp.zeros((len(ids), 0), jnp.int32)
-    padded, numbers = (jnp.pad(jnp.asarray(x).astype(jnp.int32), [(0, 0), (0, 1)])[:, None] for x in (ids, texts))
-    return Rows(none, none.astype(bool), padded, ids.shape[-1], numbers)
+    ids, numbers = (jnp.asarray(x).astype(jnp.int32)[:, None] for x in (ids, texts))
+    return Rows(none, none.astype(bool), ids, ids.shape[-1], numbers)
 
 
 def positions_in_texts(texts: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""What a tree of parameters holds: arrays, and kernels in few bits. `quantised` makes and reads the latter."""
+"""What a tree of parameters holds besides arrays: kernels in few bits, and a scalar head."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -28,6 +28,13 @@ class Quantised:
     def shape(self) -> tuple[int, ...]:
         """The kernel's shape."""
         return (*self.codes.shape[:-2], *self.in_shape, *self.out_shape)
+
+
+class Headed(NamedTuple):
+    """Parameters of a decoder with a scalar head: see `heads`."""
+
+    decoder: Params  # without an unembedding; may be `lora.Adapted`
+    head: jax.Array  # float32 [D], w
 
 
 def is_quantised(x: Any) -> bool:

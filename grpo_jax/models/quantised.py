@@ -15,10 +15,9 @@ of experts stands behind L.
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ def quantise(kernel: jax.Array, in_shape: tuple[int, ...], out_shape: tuple[int,
     """
     leading = kernel.shape[: kernel.ndim - len(in_shape) - len(out_shape)]
     matrix = kernel.astype(jnp.float32).reshape(*leading, math.prod(in_shape), math.prod(out_shape))
-    return Quantised(*_CODES[format].encode(matrix), in_shape, out_shape, format)
+    return Quantised(*_ENCODE[format](matrix), in_shape, out_shape, format)
 
 
 def dequantised(kernel: Quantised, dtype: Any) -> jax.Array:
@@ -59,7 +58,7 @@ def dequantised(kernel: Quantised, dtype: Any) -> jax.Array:
     Returns:
       `[L, *in, *out]`, or of one layer.
     """
-    matrix = _CODES[kernel.format].decode(kernel.codes, kernel.scales, math.prod(kernel.in_shape))
+    matrix = _DECODE[kernel.format](kernel.codes, kernel.scales, math.prod(kernel.in_shape))
     return matrix.astype(dtype).reshape(kernel.shape)
 
 
@@ -124,11 +123,6 @@ def split_shape(name: str, kernel_shape: tuple[int, ...]) -> tuple[tuple[int, ..
 # ---- the two formats, of matrices [..., I, O]
 
 
-class _Code(NamedTuple):
-    encode: Callable[[jax.Array], tuple[jax.Array, jax.Array]]  # float32 matrix -> codes, scales
-    decode: Callable[[jax.Array, jax.Array, int], jax.Array]  # codes, scales, I -> float32 matrix
-
-
 def _to_int8(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     steps = jnp.max(jnp.abs(matrix), axis=-2, keepdims=True) / 127
     return jnp.round(matrix / _not_zero(steps)).astype(jnp.int8), steps
@@ -180,7 +174,8 @@ def _from_nf4(codes: jax.Array, largest: jax.Array, inputs: int) -> jax.Array:
     return jnp.asarray(_NF4, jnp.float32)[codes] * of_each
 
 
-_CODES: dict[Format, _Code] = {"int8": _Code(_to_int8, _from_int8), "nf4": _Code(_to_nf4, _from_nf4)}
+_ENCODE = {"int8": _to_int8, "nf4": _to_nf4}  # float32 matrix -> codes, scales
+_DECODE = {"int8": _from_int8, "nf4": _from_nf4}  # codes, scales, I -> float32 matrix
 
 
 def _not_zero(x: jax.Array) -> jax.Array:

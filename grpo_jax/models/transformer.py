@@ -28,7 +28,6 @@ from grpo_jax.models import sharding
 from grpo_jax.models.attention import Scores, attend_past, attend_rows
 from grpo_jax.models.cache import KeyValues, Prefix
 from grpo_jax.models.config import Activation, ModelConfig
-from grpo_jax.models.experts import Experts
 from grpo_jax.models.geometry import Geometry, LayerKind, Seen, layer_kinds
 from grpo_jax.models.params import Params as Params
 from grpo_jax.models.params import Quantised, holds_quantised, is_quantised
@@ -198,6 +197,8 @@ class Block(nn.Module):
         x = checkpoint_name(spread(x + after("attention_output_norm", attended), rows), "middle")
         normed = before("post_attention_norm", x)  # of the residual stream behind attention
         if config.experts:
+            from grpo_jax.models.experts import Experts
+
             is_frozen, is_decoding = config.router == "frozen", past is not None
             mlp: nn.Module = Experts(config.experts, is_frozen, is_decoding, name="mlp")
         else:

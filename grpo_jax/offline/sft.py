@@ -68,7 +68,7 @@ def predicting_states(policy: Policy, params: Params, batch: Batch | Packed) -> 
     """Returns the states that predict each token, `[N, G, T, D]` or `[B, S, D]`: rubbish before a packed text."""
     if not isinstance(batch, Packed):
         return hidden_states(policy, params, batch)
-    return policy.states(params, rows_of_texts(batch.ids, batch.texts))[0][:, 0, :-1]
+    return policy.states(params, rows_of_texts(batch.ids, batch.texts))[0][:, 0]
 
 
 def score_tokens(policy: Policy, params: Params, hidden: jax.Array, batch: Batch | Packed) -> TokenLogprobs:

@@ -300,7 +300,7 @@ def _prefill(model: ModelConfig, shape: Shape) -> int:
 
 
 def tokens_of_piece(shape: Shape) -> int:
-    """Tokens of a piece, padding included. The last token of a completion predicts nothing."""
+    """Counts tokens of a piece, padding included. The last token of a completion predicts nothing."""
     piece = shape.piece
     return piece.rows * (shape.prompt_tokens + piece.texts * (piece.width - (not piece.is_packed)))
 

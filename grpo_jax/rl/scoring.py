@@ -1,17 +1,20 @@
 """Log-probabilities of completions that are written already, whole or packed."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional import TokenLogprobs, token_logprobs
-from grpo_jax.models.experts import Routing
 from grpo_jax.models.layout import Rows, rows_of_groups, rows_of_packed_groups
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import Batch
+
+if TYPE_CHECKING:
+    from grpo_jax.models.experts import Routing
 
 
 def score_completion_tokens(
@@ -42,7 +45,7 @@ def hidden_states(policy: Policy, params: Params, batch: Batch) -> jax.Array:
     return policy.states(params, rows_of(batch))[0]
 
 
-def hidden_and_routing(policy: Policy, params: Params, batch: Batch) -> tuple[jax.Array, Routing | None]:
+def hidden_and_routing(policy: Policy, params: Params, batch: Batch) -> tuple[jax.Array, "Routing | None"]:
     """Returns `hidden_states`, and where these went in each layer `[N, G, T, L]`, if the model has experts."""
     rows = rows_of(batch)
     hidden, routing = policy.states(params, rows)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bigrams import PARAMS, POLICY, V, states
+from bigrams import PARAMS, POLICY, V
 
 from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import pack, packed_batches, packed_pieces
@@ -29,7 +29,6 @@ from grpo_jax.rl.update import accumulate_grads
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 
-PACKED = POLICY._replace(packed=lambda params, ids, texts: states(params, ids))
 # Of another width, with a token that the policy does not have.
 TEACHER = {name: jax.random.normal(jax.random.key(10 + i), (V + 1, 9)) for i, name in enumerate(PARAMS)}
 KINDS = ["reverse_kl", "forward_kl", "jsd"]
@@ -48,7 +47,7 @@ WEIGHTED = BATCH._replace(weights=jax.jit(token_mean_weights)(BATCH.completion_m
 
 def target_of(kind, k=0, nll_coef=0.3):
     beta = {"distillation_beta": 0.3} if kind == "jsd" else {}
-    return DistillationTarget(PACKED, DistillationConfig(kind, distillation_top_k=k, **beta), nll_coef)
+    return DistillationTarget(POLICY, DistillationConfig(kind, distillation_top_k=k, **beta), nll_coef)
 
 
 def by_brute_force(kind, k, params):
@@ -83,7 +82,7 @@ def by_brute_force(kind, k, params):
 )
 def test_loss_and_gradient_equal_brute_force_over_the_vocabulary(kind, k):
     def found(params):
-        return distillation_loss(PACKED, {"policy": params, "teacher": TEACHER}, WEIGHTED, target=target_of(kind, k))[0]
+        return distillation_loss(POLICY, {"policy": params, "teacher": TEACHER}, WEIGHTED, target=target_of(kind, k))[0]
 
     one = jax.jit(jax.value_and_grad(found))(PARAMS)
     other = jax.jit(jax.value_and_grad(partial(by_brute_force, kind, k)))(PARAMS)
@@ -103,7 +102,7 @@ def test_neither_pieces_nor_devices_count(kind, k, devices, pieces):
 
         def of_rows(models, rows):
             def loss_fn(policy, piece):
-                return distillation_loss(PACKED, models | {"policy": policy}, piece, target=target)
+                return distillation_loss(POLICY, models | {"policy": policy}, piece, target=target)
 
             found = accumulate_grads(loss_fn, models["policy"], rows, by_prompts(len(rows.ids), pieces))
             return found, {}
@@ -126,7 +125,7 @@ def test_packed_texts_and_prompts_with_completions_are_the_same_to_it():
     def value(batch):
         batch = batch._replace(weights=token_mean_weights(jnp.asarray(batch.completion_mask)))
         loss, logs = distillation_loss(
-            PACKED, {"policy": PARAMS, "teacher": TEACHER}, batch, target=target_of("reverse_kl", 3)
+            POLICY, {"policy": PARAMS, "teacher": TEACHER}, batch, target=target_of("reverse_kl", 3)
         )
         return loss, {name: total / weight for name, (total, weight) in logs.means.items()}
 
@@ -147,12 +146,12 @@ def test_the_student_nears_its_teacher_and_resumes_to_the_bit(tmp_path):
 
         def evaluate(params):
             assert params.keys() == {"policy", "teacher"}
-            divergence = mean_divergence(PACKED, params, packed_pieces(heldout, 8), target=target)
+            divergence = mean_divergence(POLICY, params, packed_pieces(heldout, 8), target=target)
             return {"heldout_distillation": divergence}
 
         folder = RunFolder(tmp_path / name, {})
         params = {"policy": PARAMS, "teacher": teacher}
-        state = train_distillation(PACKED, params, batch, config, folder, target=target, phase="sft", evaluate=evaluate)
+        state = train_distillation(POLICY, params, batch, config, folder, target=target, phase="sft", evaluate=evaluate)
         return params_sha256(state.params), folder.lines()
 
     whole, lines = run("whole")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bigrams import PARAMS, POLICY, D, V, hidden
+from bigrams import PARAMS, POLICY, D, V
 
 from grpo_jax import functional as F
 from grpo_jax.config import PPOConfig, recipe, run_of, with_options
@@ -185,7 +185,7 @@ def by_hand(batch: Batch, *, advantages=None, mask=None, on_policy=None, **optio
 
     def loss(params):
         advantages = F.group_advantages(rewards.rewards, where=rewards.applicable)[..., None] * kept
-        states = hidden(params, batch.prompt_ids, None, batch.completion_ids)
+        states = POLICY.hidden(params, batch.prompt_ids, batch.prompt_mask, batch.completion_ids)
         logprobs, _ = F.token_logprobs(
             states, params["after"], batch.completion_ids, temperature=batch.temperature[..., None]
         )

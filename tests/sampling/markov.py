@@ -21,7 +21,7 @@ def markov_policy(on_decode=lambda step, num_rows: None):
     def states(table, rows):
         last = rows.predicting(rows.tokens)
         before_prompt = jnp.pad(jnp.where(rows.prompt_mask, rows.prompt_ids, 0), [(0, 0), (1, 0)])[:, :-1]
-        before_parts = last[..., :-1].reshape(len(last), -1)
+        before_parts = last[..., : rows.inputs].reshape(len(last), -1)
         return table[rows.predicting(jnp.concatenate([before_prompt, before_parts], axis=-1)), last], None
 
     def prefill(table, prompt_ids, prompt_mask, group_size, max_tokens):
