@@ -28,9 +28,9 @@ Preset = Literal[
     "gspo",
     "cispo",
     "rloo",
-    "seed_000",
-    "seed_001",
-    "seed_001_rank",
+    "companion_post",
+    "introduction_post",
+    "introduction_post_rank",
     "gmpo",
     "sapo",
     "dppo",
@@ -465,7 +465,7 @@ def recipe(preset: str = "grpo", **options: Any) -> GRPOConfig:
       UsageError: there is no such option or preset.
 
     Examples:
-      >>> recipe("seed_000", steps=10).sampling.temperature
+      >>> recipe("companion_post", steps=10).sampling.temperature
       0.7
     """
     return with_options(GRPOConfig(), preset=preset, **options)
@@ -473,9 +473,9 @@ def recipe(preset: str = "grpo", **options: Any) -> GRPOConfig:
 
 # How a preset's authors sampled, where that is part of the method.
 RECIPES: dict[str, dict[str, Any]] = {
-    "seed_000": {"temperature": 0.7, "temperature_spread": 0.3},
-    "seed_001": {"group_size": 12},
-    "seed_001_rank": {"group_size": 12},
+    "companion_post": {"temperature": 0.7, "temperature_spread": 0.3},
+    "introduction_post": {"group_size": 12},
+    "introduction_post_rank": {"group_size": 12},
 }
 
 

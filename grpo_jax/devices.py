@@ -27,7 +27,7 @@ from grpo_jax.models.params import is_quantised
 
 AXIS = "data"
 
-# Bytes moved by `to_devices` and `to_host` since they were last taken.
+# Bytes moved by `to_devices` and `to_numpy` since they were last taken.
 bytes_moved = {"to_devices": 0, "to_host": 0}
 
 
@@ -243,7 +243,7 @@ def to_devices(tree: Any, devices: Devices = 1, *, axes: Any = 0) -> Any:
     return jax.tree.map(put, tree, _shardings(tree, devices, axes))
 
 
-def to_host(tree: Any) -> Any:
+def to_numpy(tree: Any) -> Any:
     """Arrays of the devices as NumPy arrays. What is spread over several hosts is brought to all, which all call
     this."""
     bytes_moved["to_host"] += sum(x.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
@@ -254,7 +254,7 @@ def all_rows(tree: Any, devices: Devices) -> Any:
     """Of arrays `[N, ...]` that are spread over devices all rows, as NumPy arrays, on every host. All hosts call
     this."""
     if hosts.count() == 1:
-        return to_host(tree)
+        return to_numpy(tree)
     return gather_rows("rows", local_rows(tree), devices)  # the devices would compile a program for each array
 
 
@@ -296,7 +296,7 @@ def local_rows(tree: Any) -> Any:
         return [found[start] for start in sorted(found)]
 
     leaves, structure = jax.tree.flatten(tree)
-    read = to_host([pieces(x) for x in leaves])
+    read = to_numpy([pieces(x) for x in leaves])
     joined = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in read]
     return jax.tree.unflatten(structure, joined)
 

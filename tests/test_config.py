@@ -70,9 +70,9 @@ PUBLISHED = {
     "gspo": (0.0, 3e-4, 4e-4, False, 8, 1.0, 0.0),
     "cispo": (0.0, 1.0, 4.0, False, 8, 1.0, 0.0),
     "rloo": (0.05, 0.2, 0.2, True, 8, 1.0, 0.0),
-    "seed_000": (0.01, 0.2, 0.2, False, 8, 0.7, 0.3),
-    "seed_001": (0.01, 0.15, 0.15, False, 12, 1.0, 0.0),
-    "seed_001_rank": (0.01, 0.15, 0.15, False, 12, 1.0, 0.0),
+    "companion_post": (0.01, 0.2, 0.2, False, 8, 0.7, 0.3),
+    "introduction_post": (0.01, 0.15, 0.15, False, 12, 1.0, 0.0),
+    "introduction_post_rank": (0.01, 0.15, 0.15, False, 12, 1.0, 0.0),
     "gmpo": (0.0, 0.4, 0.4, False, 8, 1.0, 0.0),
     "sapo": (0.0, None, None, False, 8, 1.0, 0.0),
     "dppo": (0.0, None, None, False, 8, 1.0, 0.0),
@@ -148,11 +148,11 @@ def test_options_are_replaced_in_whichever_group_they_are():
 
 
 def test_a_preset_brings_its_numbers_and_other_options_replace_them():
-    config = with_options(recipe(kl_coef=0.5, learning_rate=1e-3, top_k=2), preset="seed_000", epsilon_low=0.1)
-    assert (config.loss.preset, config.loss.kl_coef, config.loss.epsilon_low) == ("seed_000", 0.01, 0.1)
+    config = with_options(recipe(kl_coef=0.5, learning_rate=1e-3, top_k=2), preset="companion_post", epsilon_low=0.1)
+    assert (config.loss.preset, config.loss.kl_coef, config.loss.epsilon_low) == ("companion_post", 0.01, 0.1)
     assert (config.sampling.temperature, config.sampling.temperature_spread) == (0.7, 0.3)
     assert (config.optimizer.learning_rate, config.sampling.top_k) == (1e-3, 2)  # no numbers of a preset
-    assert with_options(config, epsilon_low=0.1, preset="seed_000") == config
+    assert with_options(config, epsilon_low=0.1, preset="companion_post") == config
     assert with_options(PPOConfig(), preset="cispo").run.loss == recipe("cispo").loss
 
 

@@ -24,7 +24,7 @@ from experiments.benchmarks.shapes import SHAPES, ShapeName
 from grpo_jax.config import SamplingConfig, recipe
 from grpo_jax.data.episodes import Key, Reply, Transcript, environment
 from grpo_jax.data.types import Example, Prompts, rng
-from grpo_jax.devices import to_devices, to_host
+from grpo_jax.devices import to_devices, to_numpy
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.episodes import EpisodePrograms, episode_programs, play
@@ -105,7 +105,7 @@ def measured(
     timed_programs, noise = EpisodePrograms(first_turn, next_turn), noise_of(0, SAMPLING, step)
     out = play(timed_programs, params, given, noise, prompts.examples, task, sampling, 1)
     host = time.perf_counter() - began - prefill[0] - whole[0] - aside[0]
-    turn, own = to_host((out.turn, out.completion_mask))
+    turn, own = to_numpy((out.turn, out.completion_mask))
     return {
         "host_s": host,
         "prefill_s": prefill[0],

@@ -128,7 +128,7 @@ class Setting(NamedTuple):
         return self._replace(shape={**self.shape, **shape}, numbers={**self.numbers, **numbers})
 
 
-def grpo(testbed: Testbed = ADDITIONS, preset: str = "seed_001", **changes: Any) -> Setting:
+def grpo(testbed: Testbed = ADDITIONS, preset: str = "introduction_post", **changes: Any) -> Setting:
     """The algorithm of the posts or another preset, with its constants and the testbed's learning rate.
 
     β is 0.01 where a preset has a KL, so that presets differ in what they are.

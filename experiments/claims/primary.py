@@ -46,7 +46,7 @@ PRIMARY: tuple[Primary, ...] = (
         _PPO,
         "81.7 against PPO's 78.2",
         "the posts' algorithm − PPO",
-        "accuracy at equal samples, the posts' algorithm (seed_001) − PPO on the same groups",
+        "accuracy at equal samples, the posts' algorithm (introduction_post) − PPO on the same groups",
         claimed=0.035,
         why="the algorithm of the posts, whose ratios are of whole responses, against PPO as tuned",
     ),

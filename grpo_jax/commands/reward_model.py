@@ -25,7 +25,7 @@ from grpo_jax.commands.dpo import given_constants
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
-from grpo_jax.devices import devices_of, load_shardings, place, to_host
+from grpo_jax.devices import devices_of, load_shardings, place, to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.huggingface import Pretrained
@@ -154,7 +154,7 @@ def main(config: Config) -> None:
     after, shorter = evaluated(trained, heldout_pairs), evaluate_pairs(-answer_lengths(heldout_pairs))
     rows = {"held out": after.numbers(), "trained on": evaluated(trained, train_pairs).numbers()}
     rows["the shorter one"] = shorter.accuracy.named("accuracy")
-    checksum, whole = params_sha256(state.params), to_host(trained)
+    checksum, whole = params_sha256(state.params), to_numpy(trained)
     if run.writes:
         title = f"{len(heldout_pairs.prompts)} held-out pairs of {len(preferences)}, with 95% intervals"
         show(run, title, rows, after, checksum)

@@ -8,7 +8,7 @@ import numpy as np
 from grpo_jax import hosts
 from grpo_jax.config import EngineOptions, GRPOConfig, SamplingConfig
 from grpo_jax.data.types import pad_completions
-from grpo_jax.devices import Devices, devices_of, to_devices, to_host
+from grpo_jax.devices import Devices, devices_of, to_devices, to_numpy
 from grpo_jax.engines.completions import Answer, Asked, Tokens
 from grpo_jax.engines.engine import Engine
 from grpo_jax.errors import UsageError
@@ -35,7 +35,7 @@ def engine_sampler(engine: Engine, task: Task, sampling: SamplingConfig, *, devi
     tokens = Tokens(task.vocab_size, task.eos_ids, task.decode)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        ids, mask, numbers, temperature = to_host((prompts.ids, prompts.mask, numbers, temperature))
+        ids, mask, numbers, temperature = to_numpy((prompts.ids, prompts.mask, numbers, temperature))
         asked = [
             Asked(
                 prompt=ids[i][mask[i]].tolist(),

@@ -204,12 +204,12 @@ PRESETS: dict[str, Objective] = {
     # 2402.14740
     "rloo": Objective(ignore_lengths(leave_one_out_advantages), term=_SEQUENCE_TERM, kl_coef=0.05, kl_in_reward=True),
     # The two posts that announced GRPO, with ratios of whole completions.
-    "seed_000": _SEED,
-    "seed_001": _SEED.with_constants(epsilon_low=0.15, epsilon_high=0.15),
+    "companion_post": _SEED,
+    "introduction_post": _SEED.with_constants(epsilon_low=0.15, epsilon_high=0.15),
     # The second post ranks the completions of a group, and then writes its advantage of rewards: here of the ranks.
-    "seed_001_rank": _SEED._replace(advantages=ignore_lengths(rank_advantages, ddof=0, eps=1e-8)).with_constants(
-        epsilon_low=0.15, epsilon_high=0.15
-    ),
+    "introduction_post_rank": _SEED._replace(
+        advantages=ignore_lengths(rank_advantages, ddof=0, eps=1e-8)
+    ).with_constants(epsilon_low=0.15, epsilon_high=0.15),
     # 2507.20673; epsilons are of the log-ratio.
     "gmpo": _BY_SEQUENCE._replace(term=gmpo_term).with_constants(epsilon_low=0.4, epsilon_high=0.4),
     # 2511.20347

@@ -19,7 +19,7 @@ from grpo_jax.devices import (
     place,
     shardings,
     to_devices,
-    to_host,
+    to_numpy,
 )
 from grpo_jax.errors import UsageError
 from grpo_jax.models.trainable import join, split
@@ -201,12 +201,12 @@ def _read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[
 
     Each skipped step has a line, so that lines do not depend on where a run was stopped.
     """
-    skipped = to_host(metrics["skipped"]).item()
+    skipped = to_numpy(metrics["skipped"]).item()
     is_evaluated = config.eval_every and number % config.eval_every == 0
     is_due = number % config.log_every == 0 or number == config.steps or is_evaluated
     if not (is_due or skipped):
         return Line({}, "")
-    numbers = jax.tree.map(float, to_host(metrics))
+    numbers = jax.tree.map(float, to_numpy(metrics))
     name = f"{phase}_{number:06d}"
     return Line(
         metrics=numbers,

@@ -11,7 +11,7 @@ import numpy as np
 from grpo_jax.config import SamplingConfig
 from grpo_jax.data.episodes import ENDINGS, MAX_CHARACTERS, Reply
 from grpo_jax.data.types import Completion, Example, Span, Turn
-from grpo_jax.devices import Devices, compiled, map_rows, to_devices, to_host
+from grpo_jax.devices import Devices, compiled, map_rows, to_devices, to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
@@ -125,7 +125,7 @@ def play(
       The completions: rewards of turns and endings as NumPy arrays, all others on the devices.
     """
     assert task.environment
-    numbers = to_host(given[2])
+    numbers = to_numpy(given[2])
     episodes = programs.first_turn(params, *given, to_devices(noise, devices, axes=None))
     rewards = np.full((*numbers.shape, sampling.max_turns), np.nan, np.float32)
     ending = np.full(numbers.shape, -1, np.int8)
@@ -151,14 +151,14 @@ def play(
         more = to_devices((said, counts, ending < 0), devices)
         episodes = programs.next_turn(params, episodes, *more)
     out = episodes.rows.out
-    cut = to_host(out.truncated) | (ending != ENDINGS.index("done"))
+    cut = to_numpy(out.truncated) | (ending != ENDINGS.index("done"))
     return out._replace(truncated=to_devices(cut, devices), turn_rewards=rewards, ending=ending)
 
 
 def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
     """The tokens of episodes on the host."""
     out = episodes.rows.out
-    ids, mask, turn, truncated = to_host((out.completion_ids, out.completion_mask, out.turn, out.truncated))
+    ids, mask, turn, truncated = to_numpy((out.completion_ids, out.completion_mask, out.turn, out.truncated))
     return Completions(ids, mask, None, None, truncated, turn, rewards)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ from grpo_jax.devices import (
     pop_bytes_moved,
     size,
     to_devices,
-    to_host,
+    to_numpy,
 )
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
@@ -252,7 +252,7 @@ def read_line(
     graded = rollout.graded
     assert graded is not None
     with timed("update"):
-        metrics = {name: value.item() for name, value in to_host(learned.metrics).items()}
+        metrics = {name: value.item() for name, value in to_numpy(learned.metrics).items()}
     update = metrics.pop("skipped_update")
     every, groups = config.logging.rollouts_every, []
     if every and (step % every == 0 or step + 1 == config.steps):
@@ -269,7 +269,7 @@ def read_line(
 
     def skipped_arrays() -> dict[str, Any]:
         arrays = batch._replace(teacher=None)._asdict()  # a teacher's outputs can be computed again
-        return to_host(arrays | {"advantages": learned.advantages, "prompts": learned.order[update]})
+        return to_numpy(arrays | {"advantages": learned.advantages, "prompts": learned.order[update]})
 
     name, most = f"{phase}_{step:06d}_{update + 1}", config.optimizer.max_skipped
     reward = rollout.metrics["reward"]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, SamplingConfig
-from grpo_jax.devices import Devices, size, spread_over, to_devices, to_host
+from grpo_jax.devices import Devices, size, spread_over, to_devices, to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.keys import SAMPLING, noise_of
@@ -90,7 +90,7 @@ def ahead(draw: Draw, task: Task, config: GRPOConfig, devices: Devices) -> Sourc
             queue = tuple(waiting(policy, index) for index in range(staleness))
         (batch, episodes), *others = (*queue, waiting(policy, step + staleness))
         meanwhile()
-        return tuple(others), Rollout(task.prompts(step), batch, to_host(episodes))
+        return tuple(others), Rollout(task.prompts(step), batch, to_numpy(episodes))
 
     return source
 

@@ -125,9 +125,9 @@ LOSSES = {
     "gspo": (clip(row_mean(D), 3e-4, 4e-4) * ONES, SEQUENCE_MEAN, 0),
     "cispo": (-np.minimum(np.exp(D), 5) * A * D, TOKEN_MEAN, 0),
     "rloo": (clip(row_sum(D), 0.2, 0.2) * ONES, SEQUENCE_MEAN, 0),
-    "seed_000": (clip(row_sum(D), 0.2, 0.2) * ONES, SEQUENCE_MEAN, 0.01),
-    "seed_001": (clip(row_sum(D), 0.15, 0.15) * ONES, SEQUENCE_MEAN, 0.01),
-    "seed_001_rank": (clip(row_sum(D), 0.15, 0.15) * ONES, SEQUENCE_MEAN, 0.01),
+    "companion_post": (clip(row_sum(D), 0.2, 0.2) * ONES, SEQUENCE_MEAN, 0.01),
+    "introduction_post": (clip(row_sum(D), 0.15, 0.15) * ONES, SEQUENCE_MEAN, 0.01),
+    "introduction_post_rank": (clip(row_sum(D), 0.15, 0.15) * ONES, SEQUENCE_MEAN, 0.01),
     "gmpo": (gmpo(), SEQUENCE_MEAN, 0),
     "sapo": (sapo(), SEQUENCE_MEAN, 0),
     "dppo": (dppo(), TOKEN_MEAN, 0),
@@ -169,7 +169,11 @@ def test_on_policy_gradient_is_reinforce(name):
     # A ratio of whole responses, one number a completion, has the gradient of Σ log π: completions weigh 1/B.
     logprobs, *_ = random_logprobs()
     _, gradient = compiled()(logprobs, logprobs, ADVANTAGES, MASK, logprobs)[name]
-    weights = SEQUENCE_SUM if name in ("rloo", "seed_000", "seed_001", "seed_001_rank") else LOSSES[name][1]
+    weights = (
+        SEQUENCE_SUM
+        if name in ("rloo", "companion_post", "introduction_post", "introduction_post_rank")
+        else LOSSES[name][1]
+    )
     assert_allclose(gradient, -A * weights, rtol=1e-5, atol=1e-7)
 
 
@@ -222,9 +226,9 @@ ADVANTAGES_OF = {
     "dr_grpo": centered(R),
     "rank": standardised(-mean_ranks(R)),
     "rloo": leave_one_out(R),
-    "seed_000": standardised(R, 0, 1e-8),
-    "seed_001": standardised(R, 0, 1e-8),
-    "seed_001_rank": standardised(-mean_ranks(R), 0, 1e-8),
+    "companion_post": standardised(R, 0, 1e-8),
+    "introduction_post": standardised(R, 0, 1e-8),
+    "introduction_post_rank": standardised(-mean_ranks(R), 0, 1e-8),
     "opo": opo(R),
     "gpg": centered(R) * 24 / 16,  # two groups of three have signal
     "max_rl": max_rl(R),
@@ -251,9 +255,9 @@ def test_where_presets_have_their_kl_and_their_ratio():
     with_reference = {
         "grpo": 0.04,
         "rank": 0.04,
-        "seed_000": 0.01,
-        "seed_001": 0.01,
-        "seed_001_rank": 0.01,
+        "companion_post": 0.01,
+        "introduction_post": 0.01,
+        "introduction_post_rank": 0.01,
         "rloo": 0.05,
     }
     assert {name: a.kl_coef for name, a in PRESETS.items() if a.kl_coef} == with_reference
@@ -411,7 +415,7 @@ def test_constants_that_the_term_does_not_take_are_refused(name):
 
 
 def test_what_is_one_number_a_completion():
-    of_completions = {"rloo", "seed_000", "seed_001", "seed_001_rank", "gmpo", "luspo"}
+    of_completions = {"rloo", "companion_post", "introduction_post", "introduction_post_rank", "gmpo", "luspo"}
     assert {name for name, objective in PRESETS.items() if is_sequence_level(objective)} == of_completions
 
 

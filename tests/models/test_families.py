@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from texts import states_of_texts
 
-from grpo_jax.devices import Mesh, compiled, place, to_host
+from grpo_jax.devices import Mesh, compiled, place, to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.models.families import FAMILIES, config_from_huggingface
 from grpo_jax.models.huggingface import load_params, read_json
@@ -238,7 +238,7 @@ def test_eight_devices_find_the_gradients_of_one(family):
 
     devices, value_and_grad = Mesh(2, 2, 2), jax.value_and_grad(loss)
     expected = jax.jit(value_and_grad)(params)
-    found = to_host(compiled(value_and_grad, devices=devices)(place(params, devices)))
+    found = to_numpy(compiled(value_and_grad, devices=devices)(place(params, devices)))
     largest = max(np.linalg.norm(x) for x in jax.tree.leaves(expected[1]))
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5 * largest), found[1], expected[1])

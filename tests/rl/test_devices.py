@@ -25,7 +25,7 @@ from grpo_jax.devices import (
     place,
     shardings,
     to_devices,
-    to_host,
+    to_numpy,
 )
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
@@ -176,7 +176,7 @@ def gradients(name: str, devices: Devices) -> Any:
     """Of each optimizer step, and the metrics."""
     program = prepared(case_of(name), devices)
     state, found = program.learn(*program.args)
-    return to_host((state.opt_state.gradients, found.metrics, found.advantages))
+    return to_numpy((state.opt_state.gradients, found.metrics, found.advantages))
 
 
 QUICK = {("decoder", ALL)}
@@ -238,7 +238,7 @@ def test_packed_completions_have_the_gradients_of_one_device(monkeypatch):
         program = prepared(case, devices)
         assert pieces.choose_rows(N // parts(devices), P, G, T, piece_tokens) is not None
         state, learned = program.learn(*program.args)
-        found.append(to_host((state.opt_state.gradients, learned.metrics, learned.advantages)))
+        found.append(to_numpy((state.opt_state.gradients, learned.metrics, learned.advantages)))
     compare(*found)
 
 

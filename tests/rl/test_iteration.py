@@ -13,7 +13,7 @@ from bigrams import PARAMS, POLICY, TASK, V, prompts, says_three, train_grpo
 
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component
-from grpo_jax.devices import to_host
+from grpo_jax.devices import to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import gdpo_advantages, group_advantages, whiten
 from grpo_jax.models.config import ModelConfig
@@ -377,7 +377,7 @@ def judged_steps(path, sampler, rewards, config=BY_COMPONENT, change=lambda meth
 
     def recorded(state, frozen, start, batch, arrays, clock):
         state, learned = programs.learn(state, frozen, start, batch, arrays, clock)
-        seen.append((to_host(arrays), to_host(learned.advantages)))
+        seen.append((to_numpy(arrays), to_numpy(learned.advantages)))
         return state, learned
 
     run = open_run(path, config)

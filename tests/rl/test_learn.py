@@ -12,7 +12,7 @@ from bigrams import PARAMS, POLICY, D, V
 
 from grpo_jax import functional as F
 from grpo_jax.config import PPOConfig, recipe, run_of, with_options
-from grpo_jax.devices import place, to_devices, to_host
+from grpo_jax.devices import place, to_devices, to_numpy
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.heads import Headed
 from grpo_jax.models.trainable import split
@@ -104,7 +104,7 @@ def learned(config, batch, rewards, *, devices=1):
     state = place(programs.initial_state(trained), devices)
     clock = to_devices(np.array([3, 5], np.uint32), devices, axes=None)
     rewards = to_devices(rewards, devices, axes=REWARD_AXES)
-    return to_host(programs.learn(state, frozen, None, to_devices(batch, devices), rewards, clock))
+    return to_numpy(programs.learn(state, frozen, None, to_devices(batch, devices), rewards, clock))
 
 
 # ---- scores
@@ -117,7 +117,7 @@ def scores_of(config, batch=None):
     programs, devices = compile_programs(grpo_method(POLICY, config), POLICY, TASK, config), config.devices
     trained, frozen = split(place({"policy": PARAMS}, devices))
     reference = jax.tree.map(lambda x: 1.1 * x, trained["policy"])
-    return to_host(programs.score(trained, {}, frozen, reference, to_devices(unscored, devices)))
+    return to_numpy(programs.score(trained, {}, frozen, reference, to_devices(unscored, devices)))
 
 
 def test_a_pass_of_their_own_gives_old_probabilities_where_several_steps_or_a_penalty_need_them():

@@ -12,7 +12,7 @@ from bigrams import PARAMS, POLICY, V
 
 from grpo_jax.config import recipe
 from grpo_jax.data.types import pad_prompts, rng
-from grpo_jax.devices import compiled, map_rows, sum_rows, to_devices, to_host
+from grpo_jax.devices import compiled, map_rows, sum_rows, to_devices, to_numpy
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task
@@ -45,7 +45,9 @@ def test_mapped_rows_are_those_of_one_call(devices):
     program = compiled(map_rows(outputs, devices), 0, devices=devices)
     found, expected = program(WEIGHTS, to_devices(ROWS, devices)), jax.jit(outputs)(WEIGHTS, ROWS)
     assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(found))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), to_host(found), to_host(expected))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), to_numpy(found), to_numpy(expected)
+    )
 
 
 def test_several_trees_of_rows_are_mapped():
@@ -60,8 +62,8 @@ def test_several_trees_of_rows_are_mapped():
 @pytest.mark.parametrize("devices", [1, 4])
 def test_summed_rows_have_the_gradient_and_the_maximum_of_all_rows(devices):
     program = compiled(sum_rows(sums, devices), devices=devices)
-    (gradients, total), largest = to_host(program(WEIGHTS, to_devices(ROWS, devices)))
-    (expected, expected_total), expected_largest = to_host(jax.jit(sums)(WEIGHTS, ROWS))
+    (gradients, total), largest = to_numpy(program(WEIGHTS, to_devices(ROWS, devices)))
+    (expected, expected_total), expected_largest = to_numpy(jax.jit(sums)(WEIGHTS, ROWS))
     for name, gradient in expected.items():
         assert np.linalg.norm(gradient) > 0.1
         assert np.linalg.norm(gradients[name] - gradient) <= 1e-6 * np.linalg.norm(gradient)

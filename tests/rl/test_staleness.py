@@ -11,7 +11,7 @@ import pytest
 from bigrams import PARAMS, POLICY, TASK, prompts, train_grpo
 
 from grpo_jax.config import recipe, validate, with_options
-from grpo_jax.devices import to_host
+from grpo_jax.devices import to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.keys import SAMPLING, noise_of
@@ -61,14 +61,14 @@ def sampled_by(programs, params, index):
     """Returns the completions of a rollout, by its number, if these parameters sample it."""
     numbers, temperature = completion_numbers(CONFIG.sampling), group_temperatures(CONFIG.sampling)
     noise = noise_of(CONFIG.seed, SAMPLING, index)
-    return to_host(programs.sampler.sample(params, prompts(index), numbers, temperature, noise)[0])
+    return to_numpy(programs.sampler.sample(params, prompts(index), numbers, temperature, noise)[0])
 
 
 def test_tokens_of_a_step_are_those_of_the_policy_of_so_many_steps_before(tmp_path, programs):
     learned_from = []
 
     def learn(state, frozen, start, batch, rewards, clock):
-        learned_from.append(to_host(batch))
+        learned_from.append(to_numpy(batch))
         return programs.learn(state, frozen, start, batch, rewards, clock)
 
     run, _ = trained(tmp_path, programs._replace(learn=learn))
@@ -136,7 +136,7 @@ def test_a_run_can_be_extended_for_its_queue_holds_rollouts_past_the_last_step(t
     run, state = trained(tmp_path, programs, short)
     for index, (batch, _) in enumerate(state.queue, start=4):
         expected = sampled_by(programs, params_after(run, index - STALENESS), index)
-        jax.tree.map(np.testing.assert_array_equal, to_host(batch), expected)
+        jax.tree.map(np.testing.assert_array_equal, to_numpy(batch), expected)
     assert_same(*trained(tmp_path, programs), whole)
 
 

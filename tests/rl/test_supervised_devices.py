@@ -30,7 +30,7 @@ from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.types import rng
-from grpo_jax.devices import Devices, place, to_devices, to_host
+from grpo_jax.devices import Devices, place, to_devices, to_numpy
 from grpo_jax.functional import dpo_loss, token_mean_weights
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.policy import decoder_policy
@@ -126,7 +126,7 @@ def gradients(name: str, devices: Devices) -> Any:
     trained, frozen = (place(part, devices) for part in split(case.start))
     state = place(programs.init_state(trained), devices)
     state, metrics = programs.train_step(state, to_devices(case.batch, devices), frozen)
-    return to_host((state.opt_state.gradients, metrics))
+    return to_numpy((state.opt_state.gradients, metrics))
 
 
 NAMES = ("prompts", "packed", "teacher", "dpo", "kto", "reward model")
@@ -183,7 +183,7 @@ def test_a_phase_on_a_mesh_is_resumed_to_the_bit_and_on_one_device_to_rounding(t
     assert again.lines() == run.lines()
     other, alone = fit_pairs(tmp_path / "one", 1)
     jax.tree.map(
-        partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), to_host(other.params), to_host(state.params)
+        partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), to_numpy(other.params), to_numpy(state.params)
     )
     assert [line["loss"] for line in alone.lines()] == pytest.approx([line["loss"] for line in run.lines()], rel=1e-4)
     counts = [line["compilations"] + line["cache_reads"] for line in run.lines("times.jsonl")]

@@ -25,7 +25,7 @@ SPOILT: dict[str, dict[str, float]] = {
 }
 METHODS: dict[str, Setting] = {
     "GRPO": grpo(graded=1.0),
-    "ranks": grpo(preset="seed_001_rank", graded=1.0),
+    "ranks": grpo(preset="introduction_post_rank", graded=1.0),
     "PPO": ppo(graded=1.0, value_clip=1e6),
 }
 
