@@ -15,7 +15,7 @@ from grpo_jax.data.text import Overlong
 from grpo_jax.errors import UsageError, shown
 from grpo_jax.functional.numerics import is_zero
 from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
-from grpo_jax.functional.presets import PRESETS, Objective, check, is_sequence_level
+from grpo_jax.functional.presets import PRESETS, Objective, check
 from grpo_jax.models.config import AttentionKind, Dtype, Router
 from grpo_jax.models.lora import TARGETS, Target
 from grpo_jax.models.params import Quantize
@@ -627,7 +627,7 @@ def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
         "to 1, or group_size to at least 2",
     )
     _require(
-        not is_sequence_level(run.loss.objective),
+        not run.loss.objective.per_completion,
         f"preset {run.loss.preset} has one ratio a completion, but a critic's advantages are of tokens: take lite_ppo, "
         "dapo or another with ratios of tokens",
     )
@@ -786,7 +786,7 @@ def _validate_advantages(config: GRPOConfig) -> None:
     for name, is_set in weighs_tokens.items():
         _require(
             # Every token's gradient passes through the one ratio, so that the weight of a token would not reach it.
-            not is_set or not is_sequence_level(loss.objective),
+            not is_set or not loss.objective.per_completion,
             f"preset {loss.preset} has one ratio a completion, but {name} gives each token a weight of its own: leave "
             "it out, or take grpo, dapo or another with ratios of tokens",
         )
@@ -841,7 +841,7 @@ def validate_distillation(config: GRPOConfig) -> None:
         "set distillation to reverse_kl, forward_kl or jsd",
     )
     _require(
-        kind != "k1" or not is_sequence_level(config.loss.objective),
+        kind != "k1" or not config.loss.objective.per_completion,
         f"preset {config.loss.preset} has one ratio a completion, but the advantages of distillation k1 are of tokens: "
         "take grpo, dapo or another with ratios of tokens, or set distillation to reverse_kl",
     )

@@ -104,7 +104,7 @@ from grpo_jax.functional.preference import (
     robust_dpo_loss,
     simpo_loss,
 )
-from grpo_jax.functional.presets import PRESETS, Objective, check, ignore_lengths, is_sequence_level
+from grpo_jax.functional.presets import PRESETS, Objective, check, ignore_lengths
 from grpo_jax.functional.returns import (
     generalized_advantages,
     reinforce_pp_advantages,
@@ -119,7 +119,6 @@ __all__ = [  # noqa: RUF022
     "Objective",
     "check",
     "ignore_lengths",
-    "is_sequence_level",
     "grpo_loss",
     "grpo_objective",
     "weighted_sum",

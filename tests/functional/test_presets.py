@@ -24,7 +24,6 @@ from grpo_jax.functional import (
     grpo_loss,
     gspo_log_ratio,
     ignore_lengths,
-    is_sequence_level,
     kl_cov_term,
     kl_full,
     kl_k1,
@@ -386,7 +385,7 @@ def test_presets_make_sense(name):
 
 @pytest.mark.parametrize("name", [*SEQUENCE_TERMS, "sequence_sapo"])
 def test_one_number_a_completion_is_not_weighed_by_tokens(name):
-    objective = Objective(GROUP, term=(SEQUENCE_TERMS | TERMS_WITHOUT_EPSILON)[name])
+    objective = Objective(GROUP, term=(SEQUENCE_TERMS | TERMS_WITHOUT_EPSILON)[name], per_completion=True)
     if name in TERMS_WITHOUT_EPSILON:
         objective = objective._replace(constants={})
     for aggregation in (token_mean_weights, constant_length_weights):
@@ -397,7 +396,9 @@ def test_one_number_a_completion_is_not_weighed_by_tokens(name):
 
 @pytest.mark.parametrize("name", [*TOKEN_TERMS, *TERMS_WITHOUT_EPSILON])
 def test_one_number_a_token_goes_with_any_weights(name):
-    objective = Objective(GROUP, term=(TOKEN_TERMS | TERMS_WITHOUT_EPSILON)[name])
+    objective = Objective(
+        GROUP, term=(TOKEN_TERMS | TERMS_WITHOUT_EPSILON)[name], per_completion=name == "sequence_sapo"
+    )
     if name in TERMS_WITHOUT_EPSILON:
         objective = objective._replace(constants={})
     aggregations = [sequence_mean_weights, sequence_sum_weights]
@@ -415,8 +416,19 @@ def test_constants_that_the_term_does_not_take_are_refused(name):
 
 
 def test_what_is_one_number_a_completion():
+    """Declared of each preset, and found by its gradient: at a ratio of 1 a token then depends on the other one."""
+
+    def is_shared(objective):
+        old_logprobs, mask = -jnp.ones((1, 2)), jnp.ones((1, 2), bool)
+
+        def first_token(logprobs):
+            return objective.term(logprobs, old_logprobs, jnp.ones(1), mask, **objective.constants)[0, 0]
+
+        return bool(jax.jit(jax.grad(first_token))(-jnp.ones((1, 2)))[0, 1] != 0)
+
+    assert all(is_shared(objective) == objective.per_completion for objective in PRESETS.values())
     of_completions = {"rloo", "companion_post", "introduction_post", "introduction_post_rank", "gmpo", "luspo"}
-    assert {name for name, objective in PRESETS.items() if is_sequence_level(objective)} == of_completions
+    assert {name for name, objective in PRESETS.items() if objective.per_completion} == of_completions
 
 
 def test_k1_in_the_loss_is_refused():
@@ -507,7 +519,7 @@ def test_a_reference_is_asked_for_and_refused_by_methods_that_read_it_elsewhere(
         ({"term": clipped_surrogate}, "ratio_term makes that of a surrogate"),
         ({"term": clip_cov_term}, "binds a key"),
         ({"divergence": kl_full}, "divergence must map"),
-        ({"divergence": lambda p, q: kl_k1(p, q)}, "kl_unbiased"),
+        ({"divergence": kl_k1}, "kl_unbiased"),
         ({"aggregation": "token_mean"}, "aggregation must map"),
         ({"kl_coef": -1.0}, "kl_coef is -1.0"),
         ({"entropy_coef": float("inf")}, "entropy_coef is inf"),
