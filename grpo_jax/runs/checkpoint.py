@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_jax import hosts
+from grpo_jax import __version__, hosts
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.seal import check_seal, write_seal
@@ -149,7 +149,12 @@ class Checkpoints:
         passed: dict[int, str] = {}
         for step in sorted(steps, reverse=True):
             seal, wrong = check_seal(self._folder / str(step), part)
-            if seal and seal.step not in (None, step):
+            if seal and not seal.is_readable:
+                raise UsageError(
+                    f"checkpoint {step} in {self._folder} was written by grpo_jax {seal.version}, and this is "
+                    f"{__version__}, which cannot read it: take that version, or start a new run"
+                )
+            if seal and seal.step != step:
                 wrong = f"it is of step {seal.step}"
             elif seal and seal.run != (run := self._run()) and None not in (seal.run, run):
                 wrong = "it is of another run, or of one that began with other options or rows"

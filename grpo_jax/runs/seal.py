@@ -6,6 +6,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_jax import __version__
 from grpo_jax.data import digests
 
 _FILE = "digests.json"  # within the folder of the checkpoint, so that both are deleted together
@@ -19,9 +20,14 @@ class Seal(NamedTuple):
 
     files: Mapping[str, str]  # path in its folder -> digest
     lines: Mapping[str, str]  # file of the run -> digest of the lines that led to the checkpoint
-    # Earlier versions wrote neither of these, so None is not compared.
     step: int | None = None
     run: str | None = None  # digest of what the run began with; None: it did not note that
+    version: str = "0.1.0"  # of this library, which did not note it before 0.2.0
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether this version reads the checkpoint."""
+        return self.version.rpartition(".")[0] == __version__.rpartition(".")[0]
 
 
 def write_seal(folder: Path, lines: Mapping[str, str], *, step: int, run: str | None = None) -> None:
@@ -32,7 +38,7 @@ def write_seal(folder: Path, lines: Mapping[str, str], *, step: int, run: str | 
       lines, step, run: as in `Seal`.
     """
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-    seal = Seal(_digests(folder, names - {_EMPTY_WORDS}), dict(lines), step, run)
+    seal = Seal(_digests(folder, names - {_EMPTY_WORDS}), dict(lines), step, run, __version__)
     temporary = folder / f"{_FILE}.tmp"
     text = json.dumps(seal._asdict() | {_OWN: digests.of_values(seal._asdict())}, indent=1) + "\n"
     temporary.write_text(text, encoding="utf-8")

@@ -17,11 +17,14 @@ import jax.numpy as jnp
 import pytest
 from bigrams import PARAMS, POLICY, V
 
+from grpo_jax import __version__
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component, pad_prompts, rng
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.grading import Grader
 from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.types import TrainState
+from grpo_jax.runs import seal
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.lock import hold
@@ -401,3 +404,15 @@ def test_the_optimizer_may_be_damaged_where_parameters_are_read_alone(finished, 
     flip(next(folder.glob("6/rest/d/*")), random.Random(0))
     with Checkpoints(folder, warn=pytest.fail) as checkpoints:
         assert checkpoints.restore_params(PARAMS)[1] == 6
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_both_versions(tmp_path, monkeypatch):
+    state = TrainState({"policy": {"w": jnp.ones(2)}}, (), jnp.int32(0), {})
+    monkeypatch.setattr(seal, "__version__", "0.1.0")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, 3)
+    monkeypatch.undo()
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(UsageError) as refusal:
+        checkpoints.restore(lambda: state)
+    assert "0.1.0" in str(refusal.value)
+    assert __version__ in str(refusal.value)

@@ -5,8 +5,9 @@ Source 001: "81.7%" for GRPO and "78.2%" for PPO, "35K samples" against "100K", 
 algorithm (introduction_post, ratios of whole responses), GRPO as it is used today (ratios of tokens), and PPO with a
 critic on the same groups (KL in the reward, at 0.02). They differ in more than a critic: in where the KL is and how
 large, in what is averaged over, in what advantages are divided by. So four arms beside them differ in the critic and
-the place of the KL alone: β is 0.01, losses are means over tokens, advantages are divided by their deviation over the batch, and
-the baseline is a critic's value or the group's mean. Expect no difference that matters in accuracy, or in samples.
+the place of the KL alone: β is 0.01, losses are means over tokens, advantages are divided by their deviation over the
+batch, and the baseline is a critic's value or the group's mean. Expect no difference that matters in accuracy, or in
+samples.
 
   python -m experiments.claims.questions.ppo_vs_grpo --preset cpu
 """
