@@ -12,9 +12,12 @@ from bigrams import PARAMS, POLICY, V
 from losses import loss_of
 
 from grpo_jax import functional as F
-from grpo_jax.config import GRPOConfig, PPOConfig, recipe, validate, validate_ppo, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe, validate, validate_ppo, with_options
 from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import load_pretrained, save_pretrained
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import join, split
 from grpo_jax.rl.distillation import distillation_method, make_distillation_programs
 from grpo_jax.rl.grpo import grpo_method, make_programs
@@ -22,7 +25,8 @@ from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
 from grpo_jax.rl.types import Batch, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import check_vocabulary
+from grpo_jax.runs.pretrained import check_vocabulary, load_teacher
+from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 
@@ -144,6 +148,40 @@ def test_advantages_of_k1_are_the_teachers_beside_those_of_rewards(reward_coef):
         np.testing.assert_allclose(found.advantages[mask], total[mask], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(logs["distillation"], -log_ratio[mask].mean(), rtol=1e-4)
     np.testing.assert_allclose(logged, (reward_coef > 0) * expected[..., 0] / (reward_coef or 1), rtol=1e-5)
+
+
+def test_top_entropy_masks_advantages_of_rewards_and_not_those_of_the_teacher():
+    entropy = np.random.default_rng(2).random(a_batch().completion_mask.shape)
+    batch, models = a_batch()._replace(old_entropy=jnp.asarray(entropy)), {"policy": PARAMS, "teacher": TEACHER}
+    rewards = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)
+    arrays = RewardArrays(jnp.asarray(rewards), jnp.ones((4, 3), bool))
+
+    def advantages(**options):
+        config = recipe("dapo", distillation="k1", distillation_coef=0.7, **options)
+        method = distillation_method(POLICY, POLICY, config)
+        taught = batch._replace(teacher=scores_of(method, models, batch)["teacher"])
+        by_token = method.advantage(arrays, taught, jnp.float32(0))[0].advantages
+        return np.broadcast_to(by_token, batch.completion_mask.shape)
+
+    whole, taught, masked = (advantages(**options) for options in ({}, {"reward_coef": 0.0}, {"top_entropy": 0.5}))
+    mask = np.asarray(batch.completion_mask)
+    from_rewards = np.abs(masked - taught)[mask] > 1e-6
+    np.testing.assert_allclose(masked[mask], np.where(from_rewards, whole[mask], taught[mask]), rtol=1e-5, atol=1e-6)
+    assert 0.4 < from_rewards.mean() < 0.7
+
+
+def test_a_teacher_without_all_tokens_of_the_tokenizer_is_refused(tmp_path):
+    size = arithmetic.TEXT.vocab_size
+    shape = ModelConfig(size, 8, 16, 1, 2, 1, 4)
+    for name, vocab_size in {"small": size - 1, "whole": size, "padded": size + 3}.items():
+        config = dataclasses.replace(shape, vocab_size=vocab_size)
+        save_pretrained(tmp_path / name, jax.jit(decoder_policy(config).init)(jax.random.key(0)), config)
+        arithmetic.TEXT.save_tokenizer(tmp_path / name)
+    whole, padded = (load_pretrained(tmp_path / name) for name in ("whole", "padded"))
+    with pytest.raises(UsageError, match=f"small lacks tokens from {size - 1} on: name one with {size}"):
+        load_teacher(tmp_path / "small", ModelOptions(), whole)
+    for teacher, student in (("whole", padded), ("padded", whole)):  # rows of padding are no tokens
+        load_teacher(tmp_path / teacher, ModelOptions(), student)
 
 
 # ---- runs

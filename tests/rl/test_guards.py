@@ -81,6 +81,15 @@ def open_run(path, config=CONFIG) -> RunFolder:
         ({"preset": "sapo", "delta": 4.0}, "delta is 4.0, but preset sapo has no such constant"),
         ({"top_entropy": 0.0}, "top_entropy"),
         ({"top_entropy": 1.1}, "top_entropy"),
+        *(
+            ({"preset": preset, **option}, f"{preset} has one ratio a completion, but {words}")
+            for preset in ("rloo", "gmpo", "luspo", "companion_post", "introduction_post", "introduction_post_rank")
+            for option, words in (
+                ({"top_entropy": 0.5}, "top_entropy 0.5"),
+                ({"correction": "token"}, "correction token"),
+                ({"correction": "icepop"}, "correction icepop"),
+            )
+        ),
         ({"off_policy_threshold": 0.0}, "off_policy_threshold"),
         ({"kl_bias_correction": True, "kl_coef": 0.0}, "kl_bias_correction"),
         ({"kl_bias_correction": True, "preset": "rloo"}, "kl_bias_correction"),
@@ -118,12 +127,18 @@ def test_infinite_rewards_print_no_warnings_of_numpy(tmp_path, programs):
         paired_difference(prompt_means(held), prompt_means(held))
 
 
+@pytest.mark.parametrize("preset", ["rloo", "gmpo", "luspo"])
+def test_weights_of_completions_go_with_ratios_of_completions(preset):
+    validate(with_options(CONFIG, preset=preset, correction="sequence", off_policy_threshold=0.1))
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         ("raise RuntimeError('no such thing')", "no such thing"),
         ("return [1.0]", "returned 1 rewards for"),
         ("return ['1'] * len(completions)", "a reward is of type str"),
+        ("return [[(0, 999, 1.0)] for _ in completions]", "from 0 to 999 is not one of a completion"),
     ],
 )
 def test_a_reward_that_fails_on_every_completion_ends_the_run(tmp_path, programs, body, said):

@@ -258,6 +258,25 @@ def test_the_reference_of_the_loss_is_the_one_that_moves():
 # ---- devices
 
 
+def test_the_constant_length_of_dr_grpo_does_not_count_tokens_of_an_environment():
+    """The gradient is that of a batch whose rows have no room for an environment."""
+    config, batch, rewards = recipe("dr_grpo", num_prompts=4, group_size=G, max_tokens=T), a_batch(4), some_rewards(4)
+    room = [(0, 0), (0, 0), (0, 5)]
+    unscored = {"ref_logprobs": None, "old_entropy": None, "old_values": None}
+    wide = batch._replace(
+        completion_ids=np.pad(batch.completion_ids, room),
+        completion_mask=np.pad(batch.completion_mask, room),
+        turn=np.pad(batch.completion_mask, room).astype(np.int32),
+        sampler_logprobs=np.pad(batch.sampler_logprobs, room),
+        old_logprobs=np.pad(batch.old_logprobs, room),
+        **unscored,
+    )
+    states = [learned(config, one, rewards)[0] for one in (batch._replace(**unscored), wide)]
+    expected, gradients = (jax.tree.map(lambda x: x[0], state.opt_state.gradients) for state in states)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), gradients, expected)
+    assert optax.global_norm(expected) > 0.01
+
+
 @pytest.mark.parametrize(
     ("config", "components"),
     [

@@ -161,7 +161,7 @@ def test_a_checkpoint_of_another_run_is_passed_over(finished, tmp_path, programs
     task = TASK._replace(prompts=lambda step: prompts(step + 1)) if other == "other rows" else TASK
     phase = "control" if other == "another phase" else "grpo"
     run = RunFolder(tmp_path / "other", dataclasses.asdict(config))
-    train(POLICY, PARAMS, task, config, run, programs=make_programs(POLICY, task, config), phase=phase)
+    train({"policy": PARAMS}, task, config, run, make_programs(POLICY, task, config), phase=phase)
 
     def harm(folder):
         shutil.rmtree(folder / "checkpoints/grpo/6")
@@ -174,7 +174,7 @@ def test_a_run_that_is_extended_takes_its_checkpoints_without_a_warning(finished
     longer = dataclasses.replace(CONFIG, steps=CONFIG.steps + 1)
     shutil.copytree(finished[0], tmp_path / "run")
     run = RunFolder(tmp_path / "run", dataclasses.asdict(longer))
-    train(POLICY, PARAMS, TASK, longer, run, programs=make_programs(POLICY, TASK, longer))
+    train({"policy": PARAMS}, TASK, longer, run, make_programs(POLICY, TASK, longer), phase="grpo")
     assert not run.lines("warnings.jsonl")
     assert [line["step"] for line in run.lines()][-1] == longer.steps
 
