@@ -142,8 +142,8 @@ class SamplingConfig:
     """The reward that dynamic sampling compares; empty: the weighted sum."""
     staleness: int = 0
     """Completions are sampled by the policy of this many steps before, so the next step is sampled while graders work
-    on this one. 0: by the current policy. The trained parameters of that many steps are kept. `correction` weighs the
-    difference; without one the loss takes the completions for the policy's own."""
+    on this one. 0: by the current policy. That many rollouts wait for their step. `correction` weighs the difference;
+    without one the loss takes the completions for the policy's own."""
 
     @property
     def row_tokens(self) -> int:

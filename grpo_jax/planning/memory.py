@@ -70,7 +70,7 @@ class Shape(NamedTuple):
     critic: Literal["none", "own", "shared"] = "none"
     teacher: ModelConfig | None = None  # of distillation; its parameters have the dtype of its activations
     distillation_top_k: int | None = None  # 0: hidden states of the whole rollout are kept; None: one number a token
-    copies: int = 1  # of what is trained: the start, a reference that moves, and the policies of earlier steps
+    copies: int = 1  # of what is trained: the start, and a reference that moves
     fsdp: int = 1
     tensor: int = 1
     traits: Traits = GPU  # of the backend

@@ -89,7 +89,7 @@ def shape_of(
         critic=config.critic.critic if isinstance(config, PPOConfig) else "none",
         teacher=teacher,
         distillation_top_k=None if by_token else run.distillation.distillation_top_k,
-        copies=1 + (run.reference.ref_sync_steps > 0) + run.sampling.staleness,
+        copies=1 + (run.reference.ref_sync_steps > 0),
         fsdp=run.mesh.fsdp,
         tensor=run.mesh.tensor,
         traits=traits_of_backend(),

@@ -30,7 +30,7 @@ from grpo_jax.devices import (
 )
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
-from grpo_jax.models.trainable import join, split
+from grpo_jax.models.trainable import FROZEN_ROLES, join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.planning.throughput import peak_flops, update_flops
 from grpo_jax.rl import source as sources
@@ -284,8 +284,8 @@ def read_line(
 
 
 def _computed(frozen: Any) -> Any:
-    """Returns the frozen parameters that an update computes with, which are all but a teacher's."""
-    return {role: part for role, part in frozen.items() if role != "teacher"}
+    """Returns the frozen parameters that an update computes with: not those of models that only score."""
+    return {role: part for role, part in frozen.items() if role not in FROZEN_ROLES}
 
 
 def check_programs(programs: Programs, config: GRPOConfig) -> None:

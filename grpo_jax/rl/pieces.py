@@ -70,8 +70,8 @@ def _packed_part(lengths: jax.Array, width: int, rows: int) -> Microbatches:
     def rows_of_group(lengths: jax.Array) -> jax.Array:
         """The row of each completion, `[G]`: first-fit decreasing."""
         before = numbers[:, None] < numbers
-        is_earlier = (lengths[:, None] > lengths) | ((lengths[:, None] == lengths) & before)
-        order = _places(jnp.sum(is_earlier, axis=0), group_size)  # the longest first
+        goes_first = (lengths[:, None] > lengths) | ((lengths[:, None] == lengths) & before)
+        order = _places(jnp.sum(goes_first, axis=0), group_size)  # the longest first
 
         def place(used: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
             row = jnp.argmax(used + length <= width)

@@ -20,7 +20,7 @@ from grpo_jax.errors import UsageError, lacking
 from grpo_jax.models.transformer import Params
 from grpo_jax.runs.seal import check_seal, write_seal
 
-State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `rl.state.TrainState`
+State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
 
 
 class Checkpoints:

@@ -76,8 +76,8 @@ class LoraDescription(NamedTuple):
         Raises:
           UsageError: they differ.
         """
-        earlier = LoraDescription.read(folder)
-        if earlier and earlier.fingerprint != self.fingerprint:
+        saved = LoraDescription.read(folder)
+        if saved and saved.fingerprint != self.fingerprint:
             raise UsageError(f"the weights in {self.base} have changed since this run began: start a new run")
 
 
