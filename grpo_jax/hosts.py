@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -189,6 +189,18 @@ def check_alone(what: str) -> None:
 
 
 # ---- what they tell each other
+
+
+def share_out(name: str, items: Sequence[Any], compute: Callable[[Any], Value]) -> list[Value]:
+    """Returns what is computed of each item, of which every host computes its share. All hosts call this.
+
+    Args:
+      name: of what is computed, for messages.
+      items: the same on all hosts.
+      compute: of one item.
+    """
+    shares = gather(name, [compute(item) for item in items[index() :: count()]])
+    return [shares[number % count()][number // count()] for number in range(len(items))]
 
 
 def gather(what: str, value: Value) -> list[Value]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from grpo_jax import hosts
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import (
     PairJudge,
@@ -21,6 +20,7 @@ from grpo_jax.data.preferences import (
 )
 from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
 from grpo_jax.errors import UsageError
+from grpo_jax.hosts import check_alone
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.trainable import join, split
@@ -240,7 +240,7 @@ def _rollouts(pairs: int, config: GRPOConfig) -> int:
 
 
 def _check(config: GRPOConfig, online: OnlineConfig, task: Task) -> None:
-    hosts.check_alone("rounds of preferences")
+    check_alone("rounds of preferences")
     if not online.labels or min(online.labels) < online.num_pairs:
         raise UsageError(
             f"labels is {online.labels}: each round needs at least the {online.num_pairs} pairs of a step of the "

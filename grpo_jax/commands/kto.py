@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
-from grpo_jax import hosts
 from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.dpo import encoding, given_constants, reference_logprobs, show
 from grpo_jax.config import ModelOptions, with_options
@@ -28,6 +27,7 @@ from grpo_jax.data.ratings import EncodedRatings, encode_ratings, read_ratings, 
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
+from grpo_jax.hosts import check_alone
 from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.kto import RatedLoss, evaluate_ratings, rated_batches, train_kto
@@ -104,7 +104,7 @@ def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, a page, and the checksum."""
     started = time.perf_counter()
     loss = loss_of(config)
-    hosts.check_alone("phases on ratings")
+    check_alone("phases on ratings")
     check_supervised(config.train, seed=config.seed, rows=config.num_completions, name="num_completions")
     if not config.data:
         raise UsageError("--data is needed: name a file of ratings")

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from grpo_jax import hosts
 from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions, validate_divergence
 from grpo_jax.data import digests
@@ -28,6 +27,7 @@ from grpo_jax.data.text import check_ids, encode_completions, prompt_limit, uses
 from grpo_jax.data.types import Prompts, pad_prompts
 from grpo_jax.devices import devices_of, load_shardings, place
 from grpo_jax.errors import UsageError
+from grpo_jax.hosts import check_alone
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.trainable import join, split
@@ -117,7 +117,7 @@ def main(config: Config) -> None:
     """Trains and evaluates; a table, curves, a page, and the checksum."""
     started = time.perf_counter()
     if config.teacher:
-        hosts.check_alone("phases with a teacher")
+        check_alone("phases with a teacher")
     check_supervised(config.train, seed=config.seed, rows=config.num_rows, name="num_rows")
     divergence, devices = divergence_of(config), devices_of(config.train)
     rows = read_completions(config)  # before a checkpoint is read

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from grpo_jax import hosts
 from grpo_jax.config import EngineOptions, GRPOConfig, SamplingConfig
 from grpo_jax.data.types import pad_completions
 from grpo_jax.devices import Devices, devices_of, to_devices, to_numpy
 from grpo_jax.engines.completions import Answer, Asked, Tokens
 from grpo_jax.engines.engine import Engine
 from grpo_jax.errors import UsageError
+from grpo_jax.hosts import check_alone
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted
@@ -130,5 +130,4 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
             "old_logprobs sampler with staleness runs the sampler's program again, and an engine has its own: leave "
             "out old_logprobs, staleness or engine"
         )
-    if hosts.count() > 1:
-        raise UsageError(f"an engine is asked by one host, and there are {hosts.count()}: leave out --distributed")
+    check_alone("engines")

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from grpo_jax import hosts
 from grpo_jax.data.types import Completion, Prompts
 from grpo_jax.devices import all_rows, place
 from grpo_jax.errors import UsageError
+from grpo_jax.hosts import share_out
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import Scores, score_completions
 from grpo_jax.rl.grade import decode_groups
@@ -240,7 +240,7 @@ def _if_graded(values: np.ndarray, evaluation: Evaluation) -> np.ndarray:
 def _scored(task: Task, texts: list[list[Completion]], size: int) -> Scores:
     """Rewards `[M, n + 1]`, by blocks of whole prompts, which hosts share out."""
     step = max(1, size // len(texts[0]))
-    starts, own = range(0, len(texts), step), slice(hosts.index(), None, hosts.count())
+    starts = range(0, len(texts), step)
 
     def block(start: int) -> Scores:
         groups = texts[start : start + step]
@@ -249,6 +249,4 @@ def _scored(task: Task, texts: list[list[Completion]], size: int) -> Scores:
         earned = score_completions(task.reward, [example for example, _ in flat], [text for _, text in flat])
         return jax.tree.map(lambda x: x.reshape(len(groups), -1), earned)
 
-    graded = hosts.gather("rewards of held-out prompts", [block(start) for start in starts[own]])
-    in_turn = [graded[number % hosts.count()][number // hosts.count()] for number in range(len(starts))]
-    return jax.tree.map(lambda *x: np.concatenate(x), *in_turn)
+    return jax.tree.map(lambda *x: np.concatenate(x), *share_out("rewards of held-out prompts", starts, block))

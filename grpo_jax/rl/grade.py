@@ -50,7 +50,7 @@ def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: D
             from grpo_jax.rl.episodes import turn_parts
 
             graded = graded._replace(parts=turn_parts(completions, counted=turns_count))
-        counts = _sum_over_hosts(reward, new_counts(before, ungraded_counts(reward)))
+        counts = _sum_everywhere(reward, new_counts(before, ungraded_counts(reward)))
         everywhere = gather_rows("rewards", graded, devices)
         return rollout._replace(graded=everywhere, metrics=counts, warnings=grader_warnings(reward))
 
@@ -86,21 +86,21 @@ def grader_warnings(reward: Reward | Rewards) -> dict[str, str]:
     if not graders(reward):
         return {}
     messages: dict[str, str] = {}
-    for of_host in gather("why completions were not graded", ungraded_messages(reward)):
-        messages |= of_host
+    for some in gather("why completions were not graded", ungraded_messages(reward)):
+        messages |= some
     return {
         name: f"{message}; metrics.jsonl counts them as {name}, and those of evaluations as not_graded_share"
         for name, message in messages.items()
     }
 
 
-def _sum_over_hosts(reward: Reward | Rewards, counts: dict[str, int]) -> dict[str, int]:
+def _sum_everywhere(reward: Reward | Rewards, counts: dict[str, int]) -> dict[str, int]:
     """Adds up what the graders of all hosts counted, by name."""
     if not graders(reward):
         return counts
     total: Counter[str] = Counter()
-    for of_host in gather("what was not graded", counts):
-        total.update(of_host)
+    for some in gather("what was not graded", counts):
+        total.update(some)
     return dict(total)
 
 
