@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import arithmetic as additions
-from experiments import multi_objective as words
+from experiments import arithmetic as additions, multi_objective as words
 from experiments.common import completions_batch, warm_start
 from experiments.whole_run import DeviceTask
 from grpo_jax.config import with_options

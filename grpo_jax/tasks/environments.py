@@ -4,16 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from grpo_jax.data.episodes import Environment
-from grpo_jax.data.episodes import episode_return as episode_return
+from grpo_jax.data.episodes import Environment, episode_return as episode_return
 from grpo_jax.data.turns import reply_encoder
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.rewards.environments import environment_in_processes
 from grpo_jax.rewards.worker import digest_of_source
 from grpo_jax.tasks.adapters import load_factory, trl_tools
 from grpo_jax.tasks.options import TaskOptions
-from grpo_jax.tasks.tools import count_calls, load_tools
-from grpo_jax.tasks.tools import schemas_of as schemas_of
+from grpo_jax.tasks.tools import count_calls, load_tools, schemas_of as schemas_of
 
 
 @contextmanager

@@ -23,8 +23,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from rich.console import Console
 
 from grpo_jax import hosts

@@ -19,8 +19,7 @@ from grpo_jax.models import huggingface
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.runs import export as exporting
-from grpo_jax.runs import flags
+from grpo_jax.runs import export as exporting, flags
 from grpo_jax.runs.report import write_report
 from grpo_jax.tasks import arithmetic
 

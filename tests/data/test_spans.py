@@ -3,8 +3,7 @@
 import pytest
 
 from grpo_jax.data.spans import BadSpans, checked, in_tokens, total
-from grpo_jax.data.types import MOST_SPANS as MOST
-from grpo_jax.data.types import Completion, Span
+from grpo_jax.data.types import MOST_SPANS as MOST, Completion, Span
 
 # Tokens 0 … 5; the first loses its space, and two of them make up one character.
 PIECES = [b" ab", b"c.\n", b"de", b"\xc3", b"\xa9", b"f"]

@@ -24,8 +24,7 @@ from grpo_jax.rewards import builtin
 from grpo_jax.rewards.grading import REASONS, Grader
 from grpo_jax.rewards.reward import Component, score_completions
 from grpo_jax.rewards.spec import open_rewards
-from grpo_jax.rewards.worker import KINDS as FUNCTIONS
-from grpo_jax.rewards.worker import load
+from grpo_jax.rewards.worker import KINDS as FUNCTIONS, load
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared/data"

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from bigrams import EOS, PAD, POLICY, prompts, train_grpo
-from bigrams import TASK as THREES
+from bigrams import EOS, PAD, POLICY, TASK as THREES, prompts, train_grpo
 
 from grpo_jax.config import recipe, validate, with_options
 from grpo_jax.data.types import Component, Span

@@ -35,8 +35,7 @@ from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
-from verl.trainer.ppo import core_algos as verl
-from verl.trainer.ppo import rollout_corr_helper
+from verl.trainer.ppo import core_algos as verl, rollout_corr_helper
 from verl.utils.torch_functional import masked_whiten
 from verl.workers.config.actor import ActorConfig, PolicyLossConfig
 
