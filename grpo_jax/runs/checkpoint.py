@@ -18,7 +18,7 @@ from rich.markup import escape
 from grpo_jax import hosts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs.seal import check_seal, write_seal
+from grpo_jax.runs.seal import check_seal, wait_for_description, write_seal
 
 State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `rl.state.TrainState`
 
@@ -88,7 +88,9 @@ class Checkpoints:
         if self._saving and hosts.is_first():
             folder, lines = self._saving
             unnamed = folder.with_name(folder.name + ocp.path.atomicity.TMP_DIR_SUFFIX)
-            write_seal(unnamed if unnamed.is_dir() else folder, lines)
+            complete = unnamed if unnamed.is_dir() else folder
+            wait_for_description(complete)
+            write_seal(complete, lines)
 
     def _check_room(self, state: State) -> None:
         """Refuses to go on where the disk has no room for a checkpoint, before a half of it is written."""

@@ -8,9 +8,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax.numpy as jnp
+import orbax.checkpoint
 import pytest
 from bigrams import PARAMS, POLICY, V
 
@@ -19,6 +22,7 @@ from grpo_jax.data.types import Component, pad_prompts, rng
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.grading import Grader
 from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.types import TrainState
 from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
 from grpo_jax.runs.lock import hold
@@ -104,6 +108,21 @@ def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(finished, tmp_path, prog
         assert wrong
         shutil.rmtree(tmp_path / "copy")
     assert check_seal(folder)[1] == ""
+
+
+def test_a_checkpoint_is_sealed_after_orbax_has_described_it(tmp_path, monkeypatch):
+    """A thread of orbax writes the description; here it is slow, as on a busy machine."""
+    store = orbax.checkpoint._src.metadata.checkpoint._MetadataStoreImpl
+    update = store.update
+
+    def slow_update(self, *args, **options):
+        time.sleep(0.5)
+        update(self, *args, **options)
+
+    monkeypatch.setattr(store, "update", slow_update)
+    with Checkpoints(tmp_path / "grpo") as checkpoints:
+        checkpoints.save(TrainState(PARAMS, (), jnp.int32(0), {}), 1)
+    assert check_seal(tmp_path / "grpo/1")[1] == ""
 
 
 def empty(folder: Path) -> None:
