@@ -25,7 +25,7 @@ from grpo_jax.rl.evaluate import heldout_calls
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.keys import EVALUATION, REWARD, SAMPLING, step_key
 from grpo_jax.rl.optimizer import init_state
-from grpo_jax.rl.sampler import completion_numbers, group_temperatures, sample, to_batch
+from grpo_jax.rl.sampler import completion_numbers, group_temperatures, sample_completions, to_batch
 from grpo_jax.rl.scorers import needs_replay, score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.types import Array, Method, RewardArrays, TrainState
 from grpo_jax.rl.update import learn, models_of
@@ -241,7 +241,7 @@ def _iterate(run: _Run, carry: _Carry, inputs: tuple[Array, Prompts]) -> tuple[_
     # ---- sample, and reward
     def draw(params: Params, forced_ids: Array = None) -> Completions:
         ids, key = (prompts.ids, prompts.mask), step_key(seed, SAMPLING, step)
-        return sample(policy, task, config.sampling, params, ids, numbers, temperature, key, forced_ids)
+        return sample_completions(policy, task, config.sampling, params, ids, numbers, temperature, key, forced_ids)
 
     completions = draw(join(oldest, frozen["policy"]))
     rewards = reward(prompts.targets, completions, step_key(seed, REWARD, step))
@@ -267,7 +267,7 @@ def _evaluate(run: _Run, heldout: Heldout, temperature: Array, state: TrainState
     actor, key = join(state.params, run.frozen)["policy"], step_key(run.seed, EVALUATION, 0)
 
     def call(heldout: Heldout) -> jax.Array:
-        completions = sample(
+        completions = sample_completions(
             run.policy,
             run.task,
             run.config.sampling,

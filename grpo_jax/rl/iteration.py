@@ -33,7 +33,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.trainable import FROZEN_ROLES, join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.planning.throughput import peak_flops, update_flops
-from grpo_jax.rl import source as sources
+from grpo_jax.rl import source as sources, update
 from grpo_jax.rl.grade import grading, read_completions, reporting, reward_arrays
 from grpo_jax.rl.guards import ratio_warning
 from grpo_jax.rl.optimizer import init_state
@@ -41,7 +41,7 @@ from grpo_jax.rl.readable import readable
 from grpo_jax.rl.sampler import Sampler, make_sampler
 from grpo_jax.rl.scorers import needs_replay, score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.types import REWARD_AXES, Array, Batch, Learned, Method, RewardArrays, Rollout, TrainState
-from grpo_jax.rl.update import learn, models_of
+from grpo_jax.rl.update import models_of
 from grpo_jax.tasks.task import Task
 
 # Options that only the host reads, so that programs do not depend on them. Devices are those of the sampler.
@@ -83,12 +83,12 @@ def compile_programs(
     )
     devices = sampler.devices
 
-    def scores(trained, extras, frozen, start, batch):
+    def score(trained, extras, frozen, start, batch):
         return score_rollout(method, config, models_of(trained, frozen, start, extras), batch, devices=devices)
 
-    score_program = compiled(scores, 0, devices=devices) if method.scorers else None
+    score_program = compiled(score, 0, devices=devices) if method.scorers else None
 
-    def score(trained, extras, frozen, start, batch):
+    def score_batch(trained, extras, frozen, start, batch):
         fields = score_program(trained, extras, frozen, start, batch) if score_program else {}
         if takes_sampler_logprobs(config):
             fields["old_logprobs"] = batch.sampler_logprobs
@@ -96,8 +96,8 @@ def compile_programs(
             fields["old_logprobs"] = sampler.replay(join(trained, frozen)["policy"], batch)
         return batch._replace(**fields)
 
-    def learn_program(state, frozen, start, batch, rewards, clock):
-        return learn(method, config, state, frozen, start, batch, rewards, (clock[0], clock[1]), devices=devices)
+    def learn(state, frozen, start, batch, rewards, clock):
+        return update.learn(method, config, state, frozen, start, batch, rewards, (clock[0], clock[1]), devices=devices)
 
     def initial_state(trained):
         state = init_state(jax.tree.map(jnp.copy, trained), method.optimizer)
@@ -107,8 +107,8 @@ def compile_programs(
     return Programs(
         method,
         sampler,
-        score,
-        compiled(learn_program, axes, devices=devices, donate_argnums=(0,)),
+        score_batch,
+        compiled(learn, axes, devices=devices, donate_argnums=(0,)),
         compiled(initial_state, devices=devices),
         config,
     )
@@ -253,7 +253,7 @@ def read_line(
     assert graded is not None
     with timed("update"):
         metrics = {name: value.item() for name, value in to_numpy(learned.metrics).items()}
-    update = metrics.pop("skipped_update")
+    first_skipped = metrics.pop("skipped_update")
     every, groups = config.logging.rollouts_every, []
     if every and (step % every == 0 or step + 1 == config.steps):
         logprobs, advantages = local_rows((batch.sampler_logprobs, learned.advantages))
@@ -269,9 +269,9 @@ def read_line(
 
     def skipped_arrays() -> dict[str, Any]:
         arrays = batch._replace(teacher=None)._asdict()  # a teacher's outputs can be computed again
-        return to_numpy(arrays | {"advantages": learned.advantages, "prompts": learned.order[update]})
+        return to_numpy(arrays | {"advantages": learned.advantages, "prompts": learned.order[first_skipped]})
 
-    name, most = f"{phase}_{step:06d}_{update + 1}", config.optimizer.max_skipped
+    name, most = f"{phase}_{step:06d}_{first_skipped + 1}", config.optimizer.max_skipped
     reward = rollout.metrics["reward"]
     return Line(
         metrics=rollout.metrics | metrics,

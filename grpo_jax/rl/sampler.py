@@ -87,16 +87,18 @@ def make_sampler(
 
         return Sampler(episode_sampler(policy, task, sampling, devices), devices)
 
-    def program(params, prompt_ids, prompt_mask, numbers, temperature, noise, *given) -> Completions:
+    def sample(params, prompt_ids, prompt_mask, numbers, temperature, noise, *given) -> Completions:
         def sample_rows(common, prompt_ids, prompt_mask, numbers, temperature, *given) -> Completions:
             params, noise = common
             prompts = prompt_ids, prompt_mask
-            return sample(policy, task, sampling, params, prompts, numbers, temperature, step_key(*noise), *given)
+            return sample_completions(
+                policy, task, sampling, params, prompts, numbers, temperature, step_key(*noise), *given
+            )
 
         rows = prompt_ids, prompt_mask, numbers, temperature, *given
         return map_rows(sample_rows, devices)((params, noise), *rows)
 
-    run_program = compiled(program, 0, devices=devices)
+    run_program = compiled(sample, 0, devices=devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
         nothing_given = [np.full((*numbers.shape, sampling.max_tokens), -1, np.int32)] if replays else []
@@ -115,7 +117,7 @@ def make_sampler(
     return Sampler(draw, devices, run_program, replay if replays else None)
 
 
-def sample(
+def sample_completions(
     policy: Policy,
     task: Task,
     sampling: SamplingConfig,

@@ -18,7 +18,7 @@ from rich.markup import escape
 from grpo_jax import __version__, hosts
 from grpo_jax.errors import UsageError, lacking
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs.seal import check_seal, write_seal
+from grpo_jax.runs.seal import check_seal, wait_for_description, write_seal
 
 State = TypeVar("State", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
 
@@ -90,7 +90,9 @@ class Checkpoints:
         if self._saving and hosts.is_first():
             step, lines = self._saving
             folder, unnamed = (self._folder / f"{step}{end}" for end in ("", ocp.path.atomicity.TMP_DIR_SUFFIX))
-            write_seal(unnamed if unnamed.is_dir() else folder, lines, step=step, run=self._run())
+            complete = unnamed if unnamed.is_dir() else folder
+            wait_for_description(complete)
+            write_seal(complete, lines, step=step, run=self._run())
 
     def _check_room(self, state: State) -> None:
         """Refuses to go on where the disk has no room for a checkpoint, before a half of it is written."""

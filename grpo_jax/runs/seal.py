@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,27 @@ class Seal(NamedTuple):
     def is_readable(self) -> bool:
         """Whether this version reads the checkpoint."""
         return self.version.rpartition(".")[0] == __version__.rpartition(".")[0]
+
+
+def wait_for_description(folder: Path, *, seconds: float = 60.0) -> None:
+    """Waits until orbax has written what a checkpoint holds, which it does in a thread of its own.
+
+    On a busy machine that thread may write after all else is complete, and the file would differ from its seal.
+
+    Args:
+      folder: of the checkpoint.
+      seconds: after which it is sealed as it is.
+    """
+    end = time.monotonic() + seconds
+    while not _is_described(folder / _DATED) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _is_described(file: Path) -> bool:
+    try:
+        return bool(_mapping(json.loads(file.read_text(encoding="utf-8")))["item_handlers"])
+    except (OSError, ValueError, TypeError, KeyError):  # half of it is written
+        return False
 
 
 def write_seal(folder: Path, lines: Mapping[str, str], *, step: int, run: str | None = None) -> None:

@@ -77,7 +77,7 @@ CONFIG = recipe(
     "grpo", steps=4, num_prompts=8, group_size=4, max_tokens=3, kl_coef=0.1, minibatches=2, epochs=2, checkpoint_every=2
 )
 # How often each function is compiled, by the names that `compile_programs` and `make_sampler` give them.
-PROGRAMS = {"program": 1, "scores": 1, "learn_program": 1, "initial_state": 1}  # `program` samples
+PROGRAMS = {"sample": 1, "score": 1, "learn": 1, "initial_state": 1}
 
 
 def prompts(step: int):

@@ -8,12 +8,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint
 import pytest
 from bigrams import PARAMS, POLICY, V
 
@@ -110,6 +112,21 @@ def test_one_bit_of_any_file_of_a_checkpoint_is_noticed(finished, tmp_path, prog
         assert wrong
         shutil.rmtree(tmp_path / "copy")
     assert check_seal(folder)[1] == ""
+
+
+def test_a_checkpoint_is_sealed_after_orbax_has_described_it(tmp_path, monkeypatch):
+    """A thread of orbax writes the description; here it is slow, as on a busy machine."""
+    store = orbax.checkpoint._src.metadata.checkpoint._MetadataStoreImpl
+    update = store.update
+
+    def slow_update(self, *args, **options):
+        time.sleep(0.5)
+        update(self, *args, **options)
+
+    monkeypatch.setattr(store, "update", slow_update)
+    with Checkpoints(tmp_path / "grpo") as checkpoints:
+        checkpoints.save(TrainState(PARAMS, (), jnp.int32(0), {}), 1)
+    assert check_seal(tmp_path / "grpo/1")[1] == ""
 
 
 def empty(folder: Path) -> None:
