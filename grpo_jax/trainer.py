@@ -223,7 +223,7 @@ class GRPOTrainer:
             keep_files(self.run, "teacher", self._teacher.pretrained.folder)
         state = train(start, task, config, self.run, programs, phase="grpo")
         curves = terminal.curves_of(self.run, [("length_mean", "tokens")])
-        terminal.save_results(self.run, {}, params_sha256(state.params), curves, ["grpo"])
+        terminal.save_results(self.run, {}, params_sha256(state.params["policy"]), curves, ["grpo"])
         terminal.say_end(self.run, started)
         trained = join(state.params["policy"], split(params)[1])
         if model.quantize != "none":

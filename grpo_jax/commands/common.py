@@ -115,7 +115,7 @@ def train_with_control(
 
     Returns:
       Rows "before", "after" and perhaps "control": summaries of held-out evaluations, the last two with the change of
-      avg over the same prompts; and the SHA-256 of the parameters after the first phase.
+      avg over the same prompts; and the SHA-256 of what is trained of the policy, after the first phase.
     """
 
     def row(held: HeldoutResult) -> dict[str, float]:
@@ -129,7 +129,7 @@ def train_with_control(
         state, end = learn(params, task, config, run, programs, phase=phase, reward=reward, start=start)
         change = paired_difference(*(prompt_means(held.evaluation) for held in (end, start)))
         rows[phase if phase == CONTROL else "after"] = row(end) | change.named("change")
-        checksum = checksum or params_sha256(state.params)
+        checksum = checksum or params_sha256(state.params["policy"])
     return rows, checksum
 
 
