@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from grpo_jax.rl.checks import check_task
+from grpo_jax.rl.guards import check_tokens
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
@@ -689,7 +689,7 @@ def test_a_tokenizer_may_know_more_than_the_model(folder):
     assert (loaded.eos_ids, loaded.notes) == ((2, 5), ())
     task = partial(text_task, loaded.tokenizer, loaded.eos_ids, vocab_size=24, num_prompts=1, seed=0)
     task = partial(task, reward=lambda rows, texts: [0.0] * len(texts), heldout_share=0.0)
-    check_task(task([{"prompt": "t3 t23"}]))
+    check_tokens(task([{"prompt": "t3 t23"}]))
     with pytest.raises(UsageError, match="token 24, but the model has the tokens 0 to 23"):
         task([{"prompt": "t3 t24"}])
     # Padding that the model does not know does not occur: another id takes its place.
@@ -705,7 +705,7 @@ def test_a_tokenizer_may_know_more_than_the_model(folder):
         (folder / file).write_text(json.dumps(read_json(folder / file) | {"eos_token_id": 28}))
     loaded = load_pretrained(folder)
     with pytest.raises(UsageError, match=r"no EOS among .*26, 28.*, so no completion could end"):
-        check_task(task([{"prompt": "t3"}])._replace(eos_ids=loaded.eos_ids))
+        check_tokens(task([{"prompt": "t3"}])._replace(eos_ids=loaded.eos_ids))
 
 
 def test_end_tokens_are_those_of_all_files(folder):
