@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from grpo_jax.rl.guards import check_tokens
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
@@ -39,6 +38,7 @@ from grpo_jax.models.huggingface import (
 from grpo_jax.models.lora import add_adapters, merge
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.rl.guards import check_tokens
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.tasks.dataset import text_task
 
