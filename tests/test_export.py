@@ -56,7 +56,7 @@ REWARDS = RewardArrays(shape(N, G), shape(N, G, dtype=jnp.bool_))
 NUMBER = shape(dtype=jnp.uint32)
 
 
-sample = partial(sampler.sample, POLICY, TASK, CONFIG.sampling)
+sample = partial(sampler.sample_completions, POLICY, TASK, CONFIG.sampling)
 score = partial(score_rollout, METHOD, CONFIG)
 update = partial(learn, METHOD, CONFIG)
 
