@@ -84,7 +84,9 @@ def _has_flash_attention(config: ModelConfig) -> bool:
     """Whether cuDNN's attention can compute this model here: heads of at most 128 features, on GPUs from Ampere on."""
     if config.attn_logit_softcapping is not None:
         return False
-    if jax.default_backend() != "gpu" or config.dtype != "bfloat16" or config.head_dim % 8 or config.head_dim > 128:
+    if config.dtype != "bfloat16" or config.head_dim % 8 or config.head_dim > 128:
+        return False
+    if jax.default_backend() != "gpu":  # asked last, since it starts JAX, whose options could then not be set
         return False
     major, _, _ = str(getattr(jax.local_devices()[0], "compute_capability", "")).partition(".")
     return major.isdigit() and int(major) >= 8  # of other vendors it is no number
