@@ -75,13 +75,13 @@ class Policy(NamedTuple):
 
 def _attention_of_backend(config: ModelConfig) -> ModelConfig:
     """Chooses the attention of "auto": cuDNN's, if the backend has it for heads of at most 128 features, or our own."""
-    traits = traits_of_backend()
-    if config.attention == "cudnn" and traits.backend != "gpu":
+    if config.attention == "cudnn" and traits_of_backend().backend != "gpu":
         raise UsageError('attention "cudnn" needs an NVIDIA GPU: set it to "auto", "shared" or "xla"')
     if config.attention != "auto":
         return config
     computes = config.dtype == "bfloat16" and config.head_dim % 8 == 0 and config.head_dim <= 128
-    is_fused = traits.has_flash_attention and computes and config.attn_logit_softcapping is None
+    # The backend is asked last: asking starts JAX, whose options could then not be set.
+    is_fused = computes and config.attn_logit_softcapping is None and traits_of_backend().has_flash_attention
     return replace(config, attention="cudnn" if is_fused else "shared")
 
 

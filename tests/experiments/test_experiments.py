@@ -191,7 +191,7 @@ def test_two_runs_that_start_at_once_do_not_share_a_folder(tmp_path):
     [
         ("", "cannot be read"),
         ('{"no_such_option": 1}', "of another experiment or version"),
-        ("{}", "it has none of its options"),
+        ("{}", "it has no options"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_refused(tmp_path, content, said, capsys):
