@@ -41,6 +41,8 @@ def launch(folder: Path, *args: str, number: int = 1, devices: int = 1, updates:
     """Starts the worker on so many hosts with so many devices each."""
     flags = re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"])
     flags += " --xla_cpu_multi_thread_eigen=false"
+    # XLA on a CPU runs independent collectives of a program side by side, and Gloo then takes one for another.
+    flags += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
     path = [str(WORKER.parent), str(WORKER.parents[1] / "planning"), *filter(None, sys.path)]
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
     address = f"127.0.0.1:{free_port()}"
