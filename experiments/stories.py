@@ -23,7 +23,7 @@ from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.devices import num_devices, place
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
-from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.pretrained import keep_description, load_model

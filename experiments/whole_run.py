@@ -23,11 +23,10 @@ from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.evaluate import heldout_calls
 from grpo_jax.rl.grpo import grpo_method
-from grpo_jax.rl.keys import EVALUATION, REWARD, SAMPLING, step_key
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, sample_completions, to_batch
 from grpo_jax.rl.scorers import needs_replay, score_rollout, takes_sampler_logprobs
-from grpo_jax.rl.types import Array, Method, RewardArrays, TrainState
+from grpo_jax.rl.types import EVALUATION, REWARD, SAMPLING, Array, Method, RewardArrays, TrainState, step_key
 from grpo_jax.rl.update import learn, models_of
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task

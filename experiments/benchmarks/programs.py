@@ -31,10 +31,9 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import split
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
-from grpo_jax.rl.keys import noise_of
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.scorers import score_rollout
-from grpo_jax.rl.types import RewardArrays
+from grpo_jax.rl.types import RewardArrays, noise_of
 from grpo_jax.rl.update import models_of
 from grpo_jax.tasks.task import Task
 

@@ -19,7 +19,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, fit
 from grpo_jax.offline.reward_model import PairBatch, in_pieces, pair_weights
-from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Array, Batch, Logs, TrainState
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import bootstrap

@@ -15,7 +15,7 @@ from grpo_jax.models.layout import rows_of_texts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, fit
-from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
+from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
 from grpo_jax.rl.types import Batch, Logs, TrainState
 from grpo_jax.runs.folder import RunFolder
 

@@ -16,9 +16,8 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import place_and_reason
-from grpo_jax.rl.keys import step_key
 from grpo_jax.rl.sampler import truncation_of
-from grpo_jax.rl.types import EpisodeRecord, Graded
+from grpo_jax.rl.types import EpisodeRecord, Graded, step_key
 from grpo_jax.sampling.sampler import Completions, Episodes, begin_episodes, continue_episodes
 from grpo_jax.tasks.task import Task
 

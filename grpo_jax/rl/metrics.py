@@ -1,10 +1,15 @@
-"""Metrics of a rollout, as pure functions of what it earned."""
+"""What is written of a rollout: metrics, and groups for people to read."""
 
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.rl.types import Graded
+from grpo_jax.data.pieces import pieces
+from grpo_jax.devices import Devices, local_numbers
+from grpo_jax.rl.grade import decode_groups
+from grpo_jax.rl.types import Graded, Rollout
+from grpo_jax.sampling.sampler import Completions
+from grpo_jax.tasks.task import Task
 
 
 @np.errstate(invalid="ignore", over="ignore")  # the run warns about an infinite reward
@@ -63,3 +68,105 @@ def has_spread(graded: Graded | None, metric: str = "") -> np.ndarray:
 
 def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if values.size else None
+
+
+GROUPS = 2  # of a rollout that are written
+
+
+def readable(
+    rollout: Rollout,
+    completions: Completions,
+    logprobs: np.ndarray,
+    advantages: np.ndarray,
+    task: Task,
+    devices: Devices,
+) -> list[dict[str, Any]]:
+    """Returns the first groups on the devices of this host, as JSON can hold them.
+
+    Args:
+      rollout: N groups, graded.
+      completions: those on the devices of this host.
+      logprobs: their log-probabilities `[n, G, T]` by the sampler.
+      advantages: theirs, `[n, G]`, or `[n, G, T]` of turns and spans: the first entry is the advantage by all that the
+        completion earned.
+      task: for texts.
+      devices: where groups lie.
+
+    Returns:
+      For each group the prompt, the example's other columns, and lists over its completions.
+    """
+    graded = rollout.graded
+    assert graded is not None
+    numbers = local_numbers(devices, len(graded.rewards))[:GROUPS]
+    count = len(numbers)
+    texts = decode_groups(_first(completions, count), task)
+    lengths = completions.attention_mask.sum(-1)
+    by_part = advantages.ndim == 3
+    has_spans = not graded.episodes and any(graded.parts.ravel())
+    if graded.episodes:
+        from grpo_jax.rl.episodes import turn_lines
+
+    def group(i: int) -> dict[str, Any]:
+        number = numbers[i]
+        example, parts = rollout.prompts.examples[number], graded.parts[number]
+        sampled = [ids[:length] for ids, length in zip(completions.completion_ids[i], lengths[i], strict=True)]
+        lines = {
+            "prompt": example["prompt"],
+            "columns": {name: _short(value) for name, value in example.items() if name != "prompt"},
+            "completions": texts[i],
+            "rewards": np.where(graded.applicable[number], graded.rewards[number], np.nan).tolist(),
+            "components": {name: _rounded(values[number]) for name, values in graded.components.items()},
+            "advantages": _rounded(advantages[i, :, 0] if by_part else advantages[i]),
+            "lengths": lengths[i].tolist(),
+            "truncated": completions.truncated[i].tolist(),
+            "tokens": [token_texts(ids.tolist(), text, task) for ids, text in zip(sampled, texts[i], strict=True)],
+            "logprobs": [_rounded(values[:length], 3) for values, length in zip(logprobs[i], lengths[i], strict=True)],
+        }
+        at_ends: list[list[float]] = []
+        if by_part:
+            rows = zip(advantages[i], parts, strict=True)
+            at_ends = [_rounded(row[[part.end - 1 for part in of_row]]) for row, of_row in rows]
+        if graded.episodes:
+            lines |= turn_lines(completions, i, texts[i]) | ({"turn_advantages": at_ends} if by_part else {})
+        if has_spans:
+            # The first token of each span and the one behind its last.
+            lines["spans"] = [[[span.start, span.end] for span in of_row] for of_row in parts]
+            lines["span_rewards"] = [[span.reward for span in of_row] for of_row in parts]
+            lines |= {"span_advantages": at_ends} if by_part else {}
+        return lines
+
+    return [group(i) for i in range(count)]
+
+
+def _first(completions: Completions, count: int) -> Completions:
+    return Completions(*(None if x is None else x[:count] for x in completions))  # type: ignore[arg-type]
+
+
+def _rounded(values: np.ndarray, digits: int = 4) -> list[float]:
+    return values.astype(float).round(digits).tolist()
+
+
+def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
+    """Returns the part of a completion's text that each token adds (`data.pieces`). EOS adds nothing.
+
+    Args:
+      ids: as sampled, with what ended it.
+      text: the completion.
+      task: for its decoder.
+
+    Returns:
+      One text for each id.
+    """
+    texts = [""] * len(ids)
+    content = [place for place, token in enumerate(ids) if token not in task.eos_ids]
+    for place, part in zip(content, pieces([ids[place] for place in content], text, task.decode), strict=True):
+        texts[place] = part
+    if texts and not content:
+        texts[0] = text
+    return texts
+
+
+def _short(value: Any) -> Any:
+    """A column's value as JSON can hold it, if it is not long; else its beginning."""
+    plain = value if isinstance(value, str | int | float | bool | None) else str(value)
+    return plain[:2000] if isinstance(plain, str) else plain

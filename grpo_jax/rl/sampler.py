@@ -13,8 +13,7 @@ from grpo_jax.devices import Devices, all_rows, compiled, map_rows, place, to_de
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.keys import step_key
-from grpo_jax.rl.types import Batch
+from grpo_jax.rl.types import Batch, step_key
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task

@@ -27,7 +27,7 @@ from grpo_jax.functional import (
 )
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.scoring import hidden_and_routing, hidden_states, score_completion_tokens
+from grpo_jax.rl.scorers import hidden_and_routing, hidden_states, score_completion_tokens
 from grpo_jax.rl.types import Batch, Forward, Logs, Term
 
 # What a correction compares, and what it makes of the ratio.

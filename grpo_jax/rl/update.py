@@ -22,10 +22,9 @@ from grpo_jax.models.sharding import batch_parts, laid_out
 from grpo_jax.models.trainable import join
 from grpo_jax.models.transformer import Params
 from grpo_jax.planning.pieces import choose_piece
-from grpo_jax.rl.keys import SHUFFLING, step_key
 from grpo_jax.rl.optimizer import steps_taken
 from grpo_jax.rl.pieces import Microbatches, by_prompts, lengths_of, packed, take
-from grpo_jax.rl.types import Array, Batch, Learned, Logs, Method, RewardArrays, TrainState
+from grpo_jax.rl.types import SHUFFLING, Array, Batch, Learned, Logs, Method, RewardArrays, TrainState, step_key
 
 # Metrics of optimizer steps, not of tokens.
 STEP_METRICS = frozenset({"loss", "grad_norm", "skipped", "ratio_deviation", "learning_rate"})

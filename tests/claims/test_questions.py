@@ -14,7 +14,7 @@ from grpo_jax.data.types import pad_prompts
 from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch
 from grpo_jax.sampling.sampler import Completions
 

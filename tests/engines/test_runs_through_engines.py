@@ -23,8 +23,8 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.keys import EVALUATION, SAMPLING, noise_of
 from grpo_jax.rl.sampler import completion_numbers, make_sampler
+from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task

@@ -25,7 +25,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import dequantise_params, quantise_params
 from grpo_jax.models.trainable import join, split
 from grpo_jax.planning.memory import num_params
-from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation

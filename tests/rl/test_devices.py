@@ -39,10 +39,9 @@ from grpo_jax.models.trainable import join, split
 from grpo_jax.planning import pieces
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.iteration import compile_programs
-from grpo_jax.rl.keys import noise_of
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.types import REWARD_AXES, Batch, Method, RewardArrays
+from grpo_jax.rl.types import REWARD_AXES, Batch, Method, RewardArrays, noise_of
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.tasks.task import Task

@@ -21,7 +21,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import join, split
 from grpo_jax.rl.distillation import distillation_method, make_distillation_programs
 from grpo_jax.rl.grpo import grpo_method, make_programs
-from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
+from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
 from grpo_jax.rl.types import Batch, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder

@@ -26,10 +26,9 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import join, split
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
-from grpo_jax.rl.keys import SAMPLING, noise_of
 from grpo_jax.rl.ppo import critic_policy, ppo_method
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
-from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays
+from grpo_jax.rl.types import REWARD_AXES, SAMPLING, Batch, RewardArrays, noise_of
 from grpo_jax.tasks.task import Task
 
 with np.load(Path(__file__).parents[1] / "golden" / "updates" / "updates.npz") as file:

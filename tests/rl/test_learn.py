@@ -20,8 +20,7 @@ from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.optimizer import has_weight_decay, make_optimizer
 from grpo_jax.rl.ppo import ppo_method
-from grpo_jax.rl.scorers import needs_old_logprobs
-from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.scorers import needs_old_logprobs, score_completion_tokens
 from grpo_jax.rl.types import REWARD_AXES, Batch, RewardArrays
 from grpo_jax.rl.update import minibatch_order
 from grpo_jax.tasks.task import Task

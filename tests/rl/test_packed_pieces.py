@@ -17,7 +17,7 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.pieces import computed_in_pieces, lengths_of, packed, take
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method, score
-from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch
 from grpo_jax.rl.update import accumulate_grads
 

@@ -29,7 +29,7 @@ from grpo_jax.rl.ppo import (
     ppo_method,
     token_advantages,
 )
-from grpo_jax.rl.scoring import score_completion_tokens
+from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch, RewardArrays, TrainState
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export

@@ -46,8 +46,8 @@ from grpo_jax.offline.reward_model import (
 )
 from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
 from grpo_jax.rl.grade import decode_groups, grade_completions
-from grpo_jax.rl.keys import SAMPLING, noise_of
 from grpo_jax.rl.sampler import completion_numbers, make_sampler
+from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.compilation import count_programs

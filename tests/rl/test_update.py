@@ -18,7 +18,7 @@ from grpo_jax.functional.presets import PRESETS
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.pieces import by_prompts
-from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
+from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
 from grpo_jax.rl.types import Batch
 from grpo_jax.rl.update import train_step
 

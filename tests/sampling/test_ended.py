@@ -17,8 +17,8 @@ from grpo_jax.models import geometry
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.keys import SAMPLING, noise_of
 from grpo_jax.rl.sampler import make_sampler
+from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.sampling import sampler
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.sampling.truncation import Truncation

@@ -16,7 +16,7 @@ import pytest
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.sampler import to_batch
-from grpo_jax.rl.scoring import hidden_states, score_completion_tokens
+from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
 from grpo_jax.sampling.sampler import begin_episodes, continue_episodes, sample_groups
 
 V, EOS, OWN, OTHERS = 9, (7, 8), 9, 44

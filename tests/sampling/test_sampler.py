@@ -16,8 +16,8 @@ from grpo_jax.data.types import Prompts
 from grpo_jax.functional import token_logprobs
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.rl.keys import SAMPLING, noise_of, step_key
 from grpo_jax.rl.sampler import make_sampler
+from grpo_jax.rl.types import SAMPLING, noise_of, step_key
 from grpo_jax.sampling.categorical import sample_categorical
 from grpo_jax.sampling.sampler import _noise
 from grpo_jax.sampling.truncation import Truncation, truncate
