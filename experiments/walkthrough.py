@@ -40,8 +40,8 @@ from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.grpo import grpo_method, make_programs
+from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.iteration import Programs
-from grpo_jax.rl.metrics import has_spread
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, to_batch
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import SAMPLING, Array, Batch, Graded, noise_of

@@ -9,7 +9,7 @@ from grpo_jax.data.types import pad_prompts
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grade import decode_groups, grade_completions
-from grpo_jax.rl.metrics import readable
+from grpo_jax.rl.readable import readable
 from grpo_jax.rl.sampler import to_batch
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Rollout

@@ -19,8 +19,7 @@ from grpo_jax.rewards.reward import (
     ungraded_counts,
     ungraded_messages,
 )
-from grpo_jax.rl.guards import check_first_rollout, rollout_warnings
-from grpo_jax.rl.metrics import rollout_metrics
+from grpo_jax.rl.guards import check_first_rollout, rollout_metrics, rollout_warnings
 from grpo_jax.rl.types import Graded, RewardArrays, Rollout
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task

@@ -36,8 +36,8 @@ from grpo_jax.planning.throughput import peak_flops, update_flops
 from grpo_jax.rl import source as sources, update
 from grpo_jax.rl.grade import grading, read_completions, reporting, reward_arrays
 from grpo_jax.rl.guards import ratio_warning
-from grpo_jax.rl.metrics import readable
 from grpo_jax.rl.optimizer import init_state
+from grpo_jax.rl.readable import readable
 from grpo_jax.rl.sampler import Sampler, make_sampler
 from grpo_jax.rl.scorers import needs_replay, score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.types import REWARD_AXES, Array, Batch, Learned, Method, RewardArrays, Rollout, TrainState

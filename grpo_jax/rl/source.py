@@ -16,7 +16,7 @@ from grpo_jax.config import GRPOConfig, SamplingConfig
 from grpo_jax.devices import Devices, size, spread_over, to_devices, to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.metrics import has_spread
+from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.sampler import Sampler, completion_numbers, group_temperatures, truncation_of
 from grpo_jax.rl.types import SAMPLING, Batch, EpisodeRecord, Rollout, noise_of
 from grpo_jax.tasks.task import Task
