@@ -112,7 +112,12 @@ def run_command(place: Path, *args: str, limits=(), **environment: str) -> subpr
 
     command = [sys.executable, "-c", "from grpo_jax.commands import main; main()", *args]
     return subprocess.run(
-        command, cwd=place, env=os.environ | environment, capture_output=True, preexec_fn=lower, timeout=240
+        command,
+        cwd=place,
+        env=os.environ | environment,
+        capture_output=True,
+        preexec_fn=lower if limits else None,
+        timeout=240,
     )
 
 
