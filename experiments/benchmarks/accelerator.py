@@ -1,0 +1,236 @@
+"""How fast are whole iterations of `grpo-jax train` on one accelerator?
+
+The script writes a model with random weights into a folder and trains it with the command's defaults in bfloat16:
+iterations sample, decode, reward, score and learn. Each shape runs twice, with completions of full length and with
+lengths that follow a geometric distribution. Unless the shape trains adapters, a third process times the three compiled
+programs one at a time, which gives the share of the device's speed and bandwidth. The result is a table and a file of
+JSON that name the device, the versions and the commit. A shape takes at most ten minutes on an H100.
+
+  python -m experiments.benchmarks.accelerator qwen2.5-0.5b
+"""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.benchmarks.shapes import SHAPES, Shape
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.huggingface import save_pretrained
+from grpo_jax.planning.memory import decoder_shapes
+from grpo_jax.planning.models import MODELS
+
+ShapeName = Literal["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen2.5-7b-lora", "tiny"]
+LORA = ("--lora-rank", "16", "--param-dtype", "bfloat16")
+# name -> decoder and rollout, options of the run
+RUNS: Mapping[str, tuple[Shape, tuple[str, ...]]] = {
+    **{name: (SHAPES[name], ()) for name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "tiny")},
+    "qwen2.5-7b-lora": (Shape(MODELS["Qwen2.5-7B"], 8, 64, 256), LORA),
+}
+LENGTHS = ("full", "geometric")
+REWARD = "def reward(rows, texts): return [len(text) % 97 / 97 for text in texts]\n"
+ROOT = Path(__file__).parents[2]
+VERSIONS = (
+    "import json, jax, jaxlib, flax; "
+    "print(json.dumps({'device': jax.devices()[0].device_kind, 'jax': jax.__version__, "
+    "'jaxlib': jaxlib.__version__, 'flax': flax.__version__}))"
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of the benchmark."""
+
+    shape: Annotated[ShapeName, tyro.conf.Positional] = "qwen2.5-0.5b"
+    """The decoder and its rollout. The last one is for a CPU."""
+    steps: int = 8
+    """Iterations of a run."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of activations and matrix products."""
+    out: Path = Path("runs/accelerator")
+    """Folder for the JSON of each shape."""
+
+
+class Measured(NamedTuple):
+    """One run, from its files."""
+
+    iteration_s: float  # the median without the first two iterations
+    tokens_per_s: float  # sampled tokens by whole iterations
+    mean_length: float
+    update_mfu: float | None  # as the run logs it; None where the device's speed is not known
+    first_step_s: float  # with compilation
+    compilation_s: float  # what the first iteration takes more than the median
+    peak_gb: float
+    planned_gb: float
+    mismatch: float  # mean probability ratio of trainer and sampler
+
+
+def main(config: Config) -> None:
+    """Measures one shape; prints a table and writes the JSON."""
+    jax.config.update("jax_platforms", "cpu")  # the accelerator is for the processes that this one starts
+    shape, options = RUNS[config.shape]
+    report: dict[str, Any] = {"shape": config.shape, "dtype": config.dtype, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    report |= {"commit": commit(), **json.loads(in_child("-c", VERSIONS).splitlines()[-1])}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_inputs(folder, shape)
+        for lengths in LENGTHS:
+            write_endings(folder / "model", shape.model.vocab_size, mean_length(shape, lengths))
+            report[lengths] = measure(folder, lengths, shape, config, options)._asdict()
+    if not options:
+        text = in_child("-m", "experiments.benchmarks.programs", "--shape", config.shape, "--dtype", config.dtype)
+        report["programs"] = json.loads(text.splitlines()[-1])
+    show(report)
+    config.out.mkdir(parents=True, exist_ok=True)
+    (config.out / f"{config.shape}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def mean_length(shape: Shape, lengths: str) -> int:
+    """Returns the mean length of completions if none were cut off: a quarter of the room, or so long that few end."""
+    return shape.completion // 4 if lengths == "geometric" else 100 * shape.completion
+
+
+def commit() -> str:
+    """Returns the commit of the working tree, or nothing outside of a repository."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def in_child(*args: str) -> str:
+    """Returns the output of a Python process. Only such a process takes the accelerator's memory.
+
+    Raises:
+      SystemExit: the process failed; with the end of its output.
+    """
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *args], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: a process ended with status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
+
+
+# ---- inputs
+
+
+def write_inputs(folder: Path, shape: Shape) -> None:
+    """Writes a model with random weights and a tokenizer of words, prompts, and a reward."""
+    import tokenizers
+
+    # Weights are so small that every token is about as likely as any other.
+    model = replace(shape.model, max_position_embeddings=shape.prompt + shape.completion)
+    save_pretrained(folder / "model", random_params(model), model)
+    words = ["<pad>", "</s>", *(f"t{number}" for number in range(2, model.vocab_size))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "model/tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "</s>"}
+    (folder / "model/tokenizer_config.json").write_text(json.dumps(names))
+    numbers = np.random.default_rng(0).integers(2, model.vocab_size, (4 * shape.num_prompts + 8, shape.prompt))
+    rows = [{"prompt": " ".join(f"t{number}" for number in row)} for row in numbers]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARD)
+
+
+def random_params(model: ModelConfig) -> Any:
+    """Returns parameters as arrays of the host: norms are 1, and all others small."""
+    generator = np.random.default_rng(0)
+
+    def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+        if getattr(path[-1], "key", "") == "scale":
+            return np.ones(shape.shape, np.float32)
+        return 0.001 * generator.standard_normal(shape.shape, np.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, decoder_shapes(model))
+
+
+def write_endings(folder: Path, vocab_size: int, length: int) -> None:
+    """Makes so many tokens end a completion that a uniform choice of tokens gives this mean length."""
+    count = max(1, vocab_size // length)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(1, count + 1))}))
+
+
+# ---- one run
+
+
+def measure(folder: Path, lengths: str, shape: Shape, config: Config, options: tuple[str, ...]) -> Measured:
+    """Trains by the command, and reads what the run's files say of its speed."""
+    run, sampling = folder / lengths, (shape.num_prompts, shape.group_size, shape.completion)
+    numbers = zip(("--num-prompts", "--group-size", "--max-tokens"), map(str, sampling), strict=True)
+    args = ["--model", f"{folder}/model", "--task", f"{folder}/rows.jsonl", "--reward", f"{folder}/rewards.py:reward"]
+    args += [word for pair in numbers for word in pair]
+    args += ["--steps", str(config.steps), "--dtype", config.dtype, "--run-dir", str(run), "--no-compilation-cache"]
+    args += ["--num-heldout", "1", "--eval-samples", "1", "--eval-every", "0", "--checkpoint-every", "0", *options]
+    began = time.perf_counter()
+    said = in_child("-c", "from grpo_jax.commands import main; main()", "train", *args)
+    print(f"{lengths}: {time.perf_counter() - began:.0f} s for {config.steps} iterations", flush=True)
+    times, metrics = (read(run / name) for name in ("times.jsonl", "metrics.jsonl"))
+    return summary(times, [line for line in metrics if line["step"]], said)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def summary(times: list[dict[str, Any]], metrics: list[dict[str, Any]], said: str) -> Measured:
+    """Returns the numbers of a run.
+
+    Args:
+      times, metrics: lines of the iterations.
+      said: the output of the run, which has its plan.
+    """
+    ends = [line["s"] for line in times]
+    seconds = [later - earlier for earlier, later in pairwise(ends)]
+    iteration = statistics.median(seconds[1:] or seconds)
+    tokens = statistics.median(line["tokens"] for line in metrics[2:] or metrics)
+    mfu = [line["mfu"] for line in times[2:] if "mfu" in line]
+    planned = re.search(r"about ([\d.]+) of", said)
+    return Measured(
+        iteration_s=iteration,
+        tokens_per_s=tokens / iteration,
+        mean_length=statistics.mean(line["length_mean"] for line in metrics),
+        update_mfu=statistics.median(mfu) if mfu else None,
+        first_step_s=ends[0],
+        compilation_s=ends[0] - iteration,
+        peak_gb=max(line["peak_memory_mb"] for line in times) * 2**20 / 1e9,
+        planned_gb=float(planned[1]) if planned else float("nan"),
+        mismatch=statistics.mean(line["first_sampler_mismatch"] for line in metrics),
+    )
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints a column for each kind of lengths, and a table of the programs."""
+    console, versions = Console(), ", ".join(f"{name} {report[name]}" for name in ("jax", "jaxlib", "flax"))
+    title = (
+        f"{report['shape']}, {report['dtype']}, {report['device']}, {versions}, {report['commit']}, {report['date']}"
+    )
+    table = Table("", *LENGTHS, title=title)
+    for name in Measured._fields:
+        table.add_row(name, *(f"{x:.4g}" if (x := report[lengths][name]) is not None else "" for lengths in LENGTHS))
+    console.print(table)
+    programs = Table("programs one at a time, completions of full length", "", box=None)
+    for name, value in report.get("programs", {}).items():
+        if isinstance(value, float):
+            programs.add_row(name, f"{value:.4g}")
+    console.print(programs)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, prog="python -m experiments.benchmarks.accelerator", description=__doc__))
