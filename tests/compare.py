@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxlib.version import __version_info__ as jaxlib_version
 
-COMMIT = "49fc6ea"  # the commit that the working tree is compared with by default
+COMMIT = "827b737"  # the commit that the working tree is compared with by default
 RENAMED_OPTIONS: Mapping[str, str] = {}  # option of COMMIT -> option of the working tree, such as "--old": "--new"
 RENAMED_FIELDS: Mapping[str, str] = {}  # metric or JSON field of COMMIT -> its name in the working tree
 
