@@ -20,6 +20,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.sampler import to_batch
 from grpo_jax.rl.types import REWARD, SAMPLING, RewardArrays, step_key
+from grpo_jax.rl.update import loss_of
 from grpo_jax.sampling.sampler import Completions, sample_groups
 from grpo_jax.tasks.arithmetic import EOS_ID, PAD_ID
 
@@ -51,12 +52,7 @@ def make_gradients(policy: Policy, config: GRPOConfig) -> Callable[..., GroupGra
         batch, advantages, _ = method.advantage(graded, batch, jnp.float32(0))
         batch = batch._replace(weights=method.aggregation(batch.completion_mask))
 
-        def loss(params: Params) -> jax.Array:
-            models = {"policy": params}
-            forward = method.forward(models, batch)
-            return sum((term(models, forward, batch)[0] for term in method.terms), jnp.zeros(()))
-
-        gradient = jax.grad(loss)(params)
+        gradient = jax.grad(lambda params: loss_of(method, {"policy": params}, batch)[0])(params)
         return advantages[0], ravel_pytree(gradient)[0]
 
     @jax.jit

@@ -89,15 +89,15 @@ def sample_heldout(
         _, completions = sampler.sample(params, call.prompts, call.numbers, temperatures, noise)
         return Samples(call.prompts, completions, temperatures, call.counted)
 
-    def on_host(started: Samples) -> Samples:
+    def fetch(started: Samples) -> Samples:
         return started._replace(completions=all_rows(started.completions, sampler.devices))
 
     calls = map(start, heldout_calls(task.heldout, num_prompts=num_prompts, group_size=group_size, samples=samples))
     started = next(calls)
     for following in calls:  # the devices work on it while the host reads the one before
-        yield on_host(started)
+        yield fetch(started)
         started = following
-    yield on_host(started)
+    yield fetch(started)
 
 
 class Call(NamedTuple):

@@ -151,11 +151,7 @@ def optimizer_step(
     """Takes one optimizer step of a method on a minibatch; the other arguments are those of `learn`."""
 
     def loss_fn(trained: Params, others: Any, piece: Batch) -> tuple[jax.Array, Logs]:
-        models = models_of(trained, *others)
-        forward = method.forward(models, piece)
-        losses, logs = zip(*(term(models, forward, piece) for term in method.terms), strict=True)
-        means = {name: pair for log in logs for name, pair in log.means.items()}
-        return sum(losses), Logs(means, {name: most for log in logs for name, most in log.maxima.items()})
+        return loss_of(method, models_of(trained, *others), piece)
 
     rate, weights_of = method.schedule(steps_taken(state)), method.aggregation
     if weights_of is constant_length_weights:
@@ -174,6 +170,20 @@ def optimizer_step(
     )
     tokens = jnp.sum(minibatch.completion_mask)
     return state, method.summarise(metrics) | {"learning_rate": jnp.asarray(rate), "_tokens": tokens}
+
+
+def loss_of(method: Method, models: Params, piece: Batch) -> tuple[jax.Array, Logs]:
+    """Returns the sum of a method's terms, and what they log.
+
+    Args:
+      method: of the run.
+      models: by role.
+      piece: of a batch, with weights.
+    """
+    forward = method.forward(models, piece)
+    losses, logs = zip(*(term(models, forward, piece) for term in method.terms), strict=True)
+    means = {name: pair for log in logs for name, pair in log.means.items()}
+    return sum(losses), Logs(means, {name: most for log in logs for name, most in log.maxima.items()})
 
 
 def train_step(

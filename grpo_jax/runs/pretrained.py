@@ -9,11 +9,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from grpo_jax import hosts
 from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, fits, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.text import uses_chat
 from grpo_jax.errors import UsageError
+from grpo_jax.hosts import gather
 from grpo_jax.models import huggingface
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
@@ -218,7 +218,7 @@ def planned(
       UsageError: nothing fits; the sentence names what would.
     """
     shape = shape_of(config, options.model, task.prompts(0).ids.shape[-1], parts=parts, teacher=teacher)
-    limits = hosts.gather("the memory of a device", memory_limit(min(devices, jax.local_device_count())))
+    limits = gather("the memory of a device", memory_limit(min(devices, jax.local_device_count())))
     plan = choose(loaded.pretrained.config, shape, min(limits), remat=options.model.remat)
     pretrained = loaded.pretrained._replace(config=plan.model)
     return (
