@@ -161,7 +161,7 @@ def main(config: Config) -> Walk:
     heading("3. Advantages: (reward − mean) / (standard deviation + ε)", "functional.group_advantages")
     show_advantages(graded.rewards, advantages)
 
-    heading("4. Log-probabilities of the sampled tokens", "rl.scoring.score_completion_tokens")
+    heading("4. Log-probabilities of the sampled tokens", "rl.scorers.score_completion_tokens")
     batch = to_batch(task.heldout.ids, task.heldout.mask, temperature, sampled)
     start = np.asarray(score(params, batch).logprobs)
     plain = np.asarray(score(params, batch._replace(temperature=np.ones_like(temperature))).logprobs)
@@ -178,7 +178,7 @@ def main(config: Config) -> Walk:
     heading("7. One optimizer step", "rl.update.optimizer_step")
     updated, metrics = updates(policy, programs, options, params, batch)
 
-    heading("8. The same completions after the update", "rl.scoring.score_completion_tokens")
+    heading("8. The same completions after the update", "rl.scorers.score_completion_tokens")
     after = terms(np.asarray(score(updated, batch).logprobs), batch, algorithm)
     show_terms(tokens, after, mask)
     say(f"loss of a second pass over this rollout: {after.loss:.4f}")

@@ -83,8 +83,8 @@ def train_online(
       online: of the rounds.
       run: where lines, checkpoints and preferences go.
       phase: names those of the policy; the reward model's have "_reward_" and the round's number behind.
-      programs: as in `grpo.train`.
-      evaluate: (parameters of the policy, step, reward model of the round) -> numbers to log, as in `grpo.train`.
+      programs: as in `train.train`.
+      evaluate: (parameters of the policy, step, reward model of the round) -> numbers to log, as in `train.train`.
 
     Returns:
       The policy's final state, and the last reward model.

@@ -1,4 +1,4 @@
-"""GRPO in five lines: a model, a reward and prompts. `rl.loop` is for everything else."""
+"""GRPO in five lines: a model, a reward and prompts. `train.train` is for everything else."""
 
 import contextlib
 import dataclasses

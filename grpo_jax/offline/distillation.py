@@ -2,7 +2,7 @@
 
 The teacher is a second policy, frozen, of any size that has the policy's tokens. At each token of a completion the
 policy moves towards the teacher's distribution over the whole vocabulary, and by a coefficient towards the token
-itself. On-policy distillation, where the policy writes the completions, is `training.distillation`; divergences are the
+itself. On-policy distillation, where the policy writes the completions, is `rl.distillation`; divergences are the
 same.
 
 The teacher is computed in the same piece of a batch as the policy, so nothing of it is kept longer.

@@ -24,8 +24,6 @@ from grpo_jax.rl.types import Graded, RewardArrays, Rollout
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
-Grade = Callable[[Rollout, int], Rollout]  # (rollout, step) -> with rewards, metrics and warnings
-
 
 def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: Devices) -> Callable[[Rollout], Rollout]:
     """Returns the function that grades a rollout: rewards, and the counts of what graders gave no number.

@@ -1,4 +1,4 @@
-"""Refusals, warnings and metrics: what a run says of a task and of its rollouts. All are pure functions."""
+"""Refusals, warnings and metrics: what a run says of a task and of its rollouts."""
 
 from collections.abc import Mapping
 from typing import Any

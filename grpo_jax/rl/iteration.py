@@ -148,11 +148,12 @@ def iterate(
     # ---- score: queued behind it; the devices work while the host grades
     batch = it.programs.score(state.params, state.extras, it.frozen, it.start, rollout.batch)
 
-    # ---- grade: texts to numbers, on the host
+    # ---- grade: texts to numbers, on the host; with dynamic sampling the source has graded already
     rollout = it.grade(rollout, step)
 
     # ---- learn: advantages, then every prompt once an epoch, in shuffled minibatches
     with it.timed("update"):
+        # `learn` donates its state, and the queue's rollouts are read later.
         before, rewards = state._replace(queue=()), it.put_rewards(rollout)
         state, learned = it.programs.learn(before, it.frozen, it.start, batch, rewards, it.clock(step))
     return state._replace(queue=queue), partial(it.line, step, rollout, batch, learned)

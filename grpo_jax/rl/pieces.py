@@ -1,6 +1,6 @@
 """How a batch is computed in pieces: whole prompts, or completions packed so that padding is not computed.
 
-Letters as in `state`; R rows of packed completions, S tokens of a row, C pieces of n prompts or rows each.
+Letters as in `types`; R rows of packed completions, S tokens of a row, C pieces of n prompts or rows each.
 """
 
 from collections.abc import Callable

@@ -71,7 +71,7 @@ def learn(
 
     # ---- what moves after the updates
     for hook in method.after:
-        state = hook(state, logs, clock[1])
+        state = hook(state, logs | metrics, clock[1])
     return state, Learned(logs | metrics, advantages, order)
 
 
