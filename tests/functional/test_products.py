@@ -1,0 +1,147 @@
+"""Products that are written for a backend give what the plain formulas give, whichever backend they are written for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from grpo_jax.functional import products
+from grpo_jax.functional.products import (
+    CPU,
+    GPU,
+    accumulator_of,
+    assume_traits,
+    contract,
+    delayed_on_mesh,
+    delayed_until,
+    product,
+    rms_norm,
+    sum_over_queries,
+    traits_of_backend,
+    write_slice,
+)
+
+both_backends = pytest.mark.parametrize("traits", [CPU, GPU], ids=["cpu", "gpu"])
+
+
+@pytest.fixture
+def normal():
+    rng = np.random.default_rng(0)
+    return lambda *shape: rng.normal(size=shape).astype(np.float32)
+
+
+# ---- traits
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "flash"),
+    [("cpu", "", False), ("tpu", "", False), ("gpu", "9.0", True), ("gpu", "7.5", False), ("gpu", "gfx90a", False)],
+)
+def test_traits_follow_the_backend(monkeypatch, backend, capability, flash):
+    class Device:
+        compute_capability = capability
+
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    found = traits_of_backend()
+    assert (found.backend, found.has_flash_attention) == (backend, flash)
+
+
+def test_traits_are_assumed_only_inside():
+    before = traits_of_backend()
+    with assume_traits(piece_tokens=5), assume_traits(rooms=7):
+        assert traits_of_backend() == before._replace(piece_tokens=5, rooms=7)
+    assert traits_of_backend() == before
+
+
+# ---- products
+
+
+@both_backends
+@pytest.mark.parametrize(("inputs", "outputs"), [((5,), (3,)), ((3,), (5,)), ((2, 4), (3,)), ((4,), (2, 3))])
+def test_a_product_and_its_gradients_are_those_of_einsum(traits, inputs, outputs, normal):
+    x, kernel, seen = normal(2, 6, *inputs), normal(*inputs, *outputs), normal(2, 6, *outputs)
+    plain = lambda x, kernel: jnp.tensordot(x, kernel, axes=len(inputs))  # noqa: E731
+    with assume_traits(**traits._asdict()):
+        written = jax.jit(lambda x, kernel: product(x, kernel, len(inputs)))
+        np.testing.assert_allclose(written(x, kernel), plain(x, kernel), rtol=1e-5, atol=1e-5)
+        found = jax.jit(jax.grad(lambda *args: jnp.sum(written(*args) * seen), (0, 1)))(x, kernel)
+    expected = jax.grad(lambda *args: jnp.sum(plain(*args) * seen), (0, 1))(x, kernel)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
+@both_backends
+def test_a_product_in_bfloat16_is_accumulated_in_float32(traits):
+    # 256 + 1 + ... + 1: bfloat16 has no 257, so a sum in bfloat16 would stay at 256.
+    x = jnp.ones((2, 257), jnp.bfloat16).at[:, 0].set(256)
+    kernel = jnp.ones((257, 1), jnp.bfloat16)
+    with assume_traits(**traits._asdict()):
+        found = product(x, kernel), contract(x, kernel.T, 1, 1, jnp.bfloat16)
+    for y in found:
+        assert y.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(y.astype(jnp.float32), [[512], [512]])
+
+
+@both_backends
+@pytest.mark.parametrize("num_keys", [3, 256])
+def test_a_sum_over_queries_is_a_loop_over_them(traits, num_keys, normal):
+    weights, queries = normal(2, 1, 2, 4, num_keys), normal(2, 1, 2, 4, 5)
+    expected = np.zeros((2, 1, 2, num_keys, 5))
+    for query in range(4):
+        expected += weights[..., query, :, None] * queries[..., query, None, :]
+    with assume_traits(**traits._asdict()):
+        np.testing.assert_allclose(jax.jit(sum_over_queries)(weights, queries), expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- norm
+
+
+def test_rms_norm_by_hand():
+    # The mean square of (3, 4, 0, 0) is 25 / 4, so that its root is 2.5.
+    found = rms_norm(jnp.array([3.0, 4.0, 0.0, 0.0]), jnp.array([1.0, 2.0, 1.0, 1.0]), 0.0)
+    np.testing.assert_allclose(found, [1.2, 3.2, 0, 0], rtol=1e-6)
+
+
+def test_gradients_of_rms_norm_are_finite_differences(normal):
+    normed = jax.jit(lambda x, scale: rms_norm(x, scale, 1e-5))
+    with jax.numpy_rank_promotion("allow"):
+        check_grads(normed, (normal(3, 4, 5), normal(5)), 1, modes=["rev"], atol=1e-2, rtol=1e-2)
+
+
+# ---- writes, and the order of computations
+
+
+@both_backends
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_a_slice_is_written_and_clipped(traits, dtype):
+    array, part = jnp.zeros((2, 5, 3), dtype), jnp.ones((2, 2, 3), dtype) * 7
+    expected = np.zeros((2, 5, 3))
+    expected[:, 3:] = 7  # a slice of 2 that would begin at 4 begins at 3
+    with assume_traits(**traits._asdict()):
+        found = jax.jit(lambda start: write_slice(array, part, {1: start}))(4)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found.astype(jnp.float32), expected)
+
+
+@pytest.mark.parametrize(("traits", "dtype"), [(CPU, jnp.float32), (GPU, jnp.bfloat16)], ids=["cpu", "gpu"])
+def test_slices_are_added_in_a_type_that_the_backend_writes_in_place(traits, dtype):
+    with assume_traits(**traits._asdict()):
+        total = accumulator_of(jnp.ones((2, 3), jnp.bfloat16))
+    assert total.dtype == dtype
+    assert not total.any()
+
+
+@pytest.mark.parametrize("x", [1.0, -np.inf, np.nan])
+def test_what_is_delayed_is_unchanged(x):
+    codes, x = jnp.arange(-3, 3, dtype=jnp.int8), jnp.full((2, 2), x)
+    np.testing.assert_array_equal(jax.jit(delayed_until)(codes, x), codes)
+    np.testing.assert_array_equal(jax.jit(delayed_on_mesh)({"codes": codes}, x)["codes"], codes)
+
+
+def test_rows_are_multiplied_by_columns_only_in_float32():
+    with assume_traits(**CPU._asdict()):
+        assert products.multiplies_by_columns(jnp.float32)
+        assert not products.multiplies_by_columns(jnp.bfloat16)
+    with assume_traits(**GPU._asdict()):
+        assert not products.multiplies_by_columns(jnp.float32)
