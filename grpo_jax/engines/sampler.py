@@ -53,8 +53,8 @@ def engine_sampler(engine: Engine, task: Task, sampling: SamplingConfig, *, devi
 
 def sampler_of(
     options: EngineOptions, pretrained: Pretrained, task: Task, config: GRPOConfig, *, note: Callable[[str], None]
-) -> Sampler | None:
-    """The sampler of the engine that the options name; None: they name none.
+) -> Sampler:
+    """Returns the sampler of the engine that the options name.
 
     Args:
       options: of the engine.
@@ -66,8 +66,6 @@ def sampler_of(
     Raises:
       UsageError: no engine answers, or the options ask for what it does not do.
     """
-    if not options.engine:
-        return None
     _check(pretrained, task, config)
 
     def save(folder, params: Params) -> None:
