@@ -25,7 +25,7 @@ from grpo_jax.rl.evaluate import heldout_calls
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, sample_completions, to_batch
-from grpo_jax.rl.scorers import needs_replay, score_rollout, takes_sampler_logprobs
+from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.types import EVALUATION, REWARD, SAMPLING, Array, Method, RewardArrays, TrainState, step_key
 from grpo_jax.rl.update import learn, models_of
 from grpo_jax.sampling.sampler import Completions
@@ -238,11 +238,8 @@ def _iterate(run: _Run, carry: _Carry, inputs: tuple[Array, Prompts]) -> tuple[_
     numbers = jnp.asarray(completion_numbers(config.sampling))
 
     # ---- sample, and reward
-    def draw(params: Params, forced_ids: Array = None) -> Completions:
-        ids, key = (prompts.ids, prompts.mask), step_key(seed, SAMPLING, step)
-        return sample_completions(policy, task, config.sampling, params, ids, numbers, temperature, key, forced_ids)
-
-    completions = draw(join(oldest, frozen["policy"]))
+    actor, ids, key = join(oldest, frozen["policy"]), (prompts.ids, prompts.mask), step_key(seed, SAMPLING, step)
+    completions = sample_completions(policy, task, config.sampling, actor, ids, numbers, temperature, key)
     rewards = reward(prompts.targets, completions, step_key(seed, REWARD, step))
     scores = gold(prompts.targets, completions, step_key(seed, REWARD, step))
 
@@ -252,8 +249,6 @@ def _iterate(run: _Run, carry: _Carry, inputs: tuple[Array, Prompts]) -> tuple[_
     batch = batch._replace(**score_rollout(method, config, models, batch))
     if takes_sampler_logprobs(config):
         batch = batch._replace(old_logprobs=completions.sampler_logprobs)
-    elif needs_replay(config):
-        batch = batch._replace(old_logprobs=draw(models["policy"], completions.completion_ids).sampler_logprobs)
 
     # ---- learn
     graded = RewardArrays(rewards, jnp.ones(rewards.shape, bool))

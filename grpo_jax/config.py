@@ -185,10 +185,8 @@ class LossConfig:
     episode, the reward from this turn on, standardised among the episodes of its group that have that turn. spans: the
     same for the parts of a completion, where a reward returns (start, end, reward) for each."""
     old_logprobs: OldLogprobs = "trainer"
-    """Whose numbers the ratio is taken against, both of the policy before the update. trainer: those of the pass that
-    is differentiated. sampler: those of the program that samples, so that what the two programs round differently is in
-    the ratio. They take no pass; with `staleness` the sampler's program is run again on the completions, which takes as
-    long as sampling."""
+    """The denominator of the ratio. trainer: the update's own pass, before the first step. sampler: the probabilities
+    reported when the completions were sampled, by an earlier policy with `staleness`."""
     correction: Correction = "none"
     """Importance weights that multiply advantages. w is the trainer's probability over the sampler's. token: min(w, 2)
     of tokens. sequence: min(w, 3) of completions. icepop: w of tokens where it is in [0.5, 5], else 0. geometric: 1 for
@@ -805,9 +803,9 @@ def _validate_advantages(config: GRPOConfig) -> None:
         f"preset {loss.preset} takes its ratio against the sampler already: leave old_logprobs out",
     )
     _require(
-        loss.old_logprobs == "trainer" or loss.correction == "none" or sampling.staleness > 0,
-        f"correction {loss.correction} weighs the sampler against old_logprobs, which are its own without staleness: "
-        "leave one of them out",
+        loss.old_logprobs == "trainer" or loss.correction == "none",
+        f"correction {loss.correction} weighs the sampler against old_logprobs, which are the sampler's own: leave one "
+        "of them out",
     )
     _require(
         loss.correction != "geometric" or (sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0),

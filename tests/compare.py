@@ -260,7 +260,7 @@ FAMILIES: Mapping[str, Case] = {
     "moving_reference": Case(f"{THREE} --ref-sync-steps 1 --ref-mixup-alpha 0.5"),
     "kl_target": Case(f"{THREE} --preset rloo --kl-coef 0.1 --kl-target 0.01 --kl-horizon 16"),
     "correction_token": Case(f"{THREE} --staleness 1 --correction token"),
-    "correction_sequence": Case(f"{THREE} --staleness 1 --correction sequence --old-logprobs sampler"),
+    "correction_sequence": Case(f"{THREE} --staleness 1 --correction sequence"),
     "correction_icepop": Case(f"{THREE} --staleness 1 --correction icepop"),
     "correction_geometric": Case(f"{THREE} --staleness 1 --correction geometric"),
     "off_policy_threshold": Case(f"{THREE} --staleness 1 --off-policy-threshold 0.0001 --mask-truncated"),

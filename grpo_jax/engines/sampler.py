@@ -18,7 +18,6 @@ from grpo_jax.models.lora import Adapted
 from grpo_jax.models.params import holds_quantised
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.sampler import Sampler
-from grpo_jax.rl.scorers import needs_replay
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
@@ -122,10 +121,5 @@ def _check(pretrained: Pretrained, task: Task, config: GRPOConfig) -> None:
         raise UsageError(
             "with top_k, top_p or min_p an engine says the probabilities after truncation alone, and not those of the "
             "policy: leave them out, or leave out engine"
-        )
-    if needs_replay(config):
-        raise UsageError(
-            "old_logprobs sampler with staleness runs the sampler's program again, and an engine has its own: leave "
-            "out old_logprobs, staleness or engine"
         )
     check_alone("engines")

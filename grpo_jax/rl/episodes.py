@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rewards.reward import place_and_reason
+from grpo_jax.rl.grade import read_text
 from grpo_jax.rl.sampler import truncation_of
-from grpo_jax.rl.types import EpisodeRecord, Graded, step_key
+from grpo_jax.rl.types import Batch, EpisodeRecord, Graded, Reader, step_key
 from grpo_jax.sampling.sampler import Completions, Episodes, begin_episodes, continue_episodes
 from grpo_jax.tasks.task import Task
 
@@ -221,23 +223,26 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
 # ---- what is graded, logged and checked of episodes
 
 
-def episode_text(
-    text: str, ids: Sequence[int], completions: Completions, place: tuple[int, int], task: Task
-) -> Completion:
-    """Returns the text of an episode, which knows its turns and why it ended.
+def episode_reader(task: Task) -> Reader:
+    """Returns the functions that read the episodes of a task."""
 
-    Args:
-      text: of all its tokens.
-      ids: without those that ended a turn.
-      completions: NumPy arrays.
-      place: of the episode among `[N, G]`.
-      task: for its decoder.
-    """
-    turns, ending = turns_of(completions, place, task), ENDINGS[completions.ending[place]]
-    return Completion(text, ids, bool(completions.truncated[place]), turns, ending)
+    def text(completions: Completions, place: tuple[int, int]) -> Completion:
+        whole, turns = read_text(task, completions, place), turns_of(completions, place, task)
+        return Completion(whole, whole.ids, whole.truncated, turns, ENDINGS[completions.ending[place]])
+
+    return Reader(
+        text,
+        numbers=partial(episode_numbers, task),
+        parts=turn_parts,
+        metrics=episode_metrics,
+        warnings=partial(episode_warnings, task),
+        check_first=partial(check_first_episodes, task),
+        columns=turn_columns,
+        empty=empty_episodes,
+    )
 
 
-def turn_parts(completions: Completions, *, counted: bool) -> np.ndarray:
+def turn_parts(completions: Completions, counted: bool) -> np.ndarray:
     """Returns the turns of each episode as parts: object `[N, G]`, tuples of `Span` in tokens.
 
     Args:
@@ -255,7 +260,7 @@ def turn_parts(completions: Completions, *, counted: bool) -> np.ndarray:
     return parts
 
 
-def episode_numbers(completions: Completions, texts: list[list[Completion]], task: Task) -> dict[str, np.ndarray]:
+def episode_numbers(task: Task, completions: Completions, texts: list[list[Completion]]) -> dict[str, np.ndarray]:
     """Returns numbers of episodes `[N, G]` by name: turns, tokens of the environment, and what it measures."""
     turn, mask = np.asarray(completions.turn), np.asarray(completions.completion_mask)
     numbers = {
@@ -273,8 +278,9 @@ def episode_numbers(completions: Completions, texts: list[list[Completion]], tas
     }
 
 
-def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, Any]:
+def episode_metrics(graded: Graded) -> dict[str, Any]:
     """Returns means of the numbers of episodes, and how many episodes ended in which way."""
+    episodes = graded.episodes
     means = {f"{name}_mean": float(episodes[name].mean()) for name in ("turns", "environment_tokens")}
     counts = np.bincount(episodes["ending"].ravel(), minlength=len(ENDINGS))
     endings = {f"ended_{name.replace(' ', '_')}": int(n) for name, n in zip(ENDINGS, counts, strict=True)}
@@ -287,7 +293,7 @@ def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, Any]:
     return means | shown | measured
 
 
-def check_first_episodes(graded: Graded, task: Task) -> None:
+def check_first_episodes(task: Task, graded: Graded) -> None:
     """Ends a run whose environment fails in every episode of the first rollout.
 
     Raises:
@@ -300,10 +306,9 @@ def check_first_episodes(graded: Graded, task: Task) -> None:
         )
 
 
-def episode_warnings(graded: Graded, task: Task) -> dict[str, str]:
+def episode_warnings(task: Task, graded: Graded) -> dict[str, str]:
     """Warns of what the environment failed at, once for each kind, and of episodes that had too few turns."""
-    if task.environment is None or not graded.episodes:
-        return {}
+    assert task.environment is not None
     warnings = {
         f"environment {failure}": f"{_environment_failed(failure, message)}; metrics.jsonl counts them as "
         f"ended_{failure.replace(' ', '_')}"
@@ -322,7 +327,7 @@ def _environment_failed(failure: str, message: str) -> str:
     return f"the environment failed ({failure}), which ends the episode: {place_and_reason(message)}"
 
 
-def turn_lines(completions: Completions, i: int, texts: Sequence[Completion]) -> dict[str, Any]:
+def turn_columns(completions: Completions, i: int, texts: Sequence[Completion]) -> dict[str, Any]:
     """Returns what `readable` writes of a group of episodes: the turn of each token, negative if the environment wrote
     it; what turns earned; and why episodes ended."""
     lengths = completions.attention_mask[i].sum(-1)
@@ -334,6 +339,8 @@ def turn_lines(completions: Completions, i: int, texts: Sequence[Completion]) ->
     }
 
 
-def empty_record(sampling: SamplingConfig, shape: tuple[int, int]) -> EpisodeRecord:
-    """Returns the record of N·G episodes with all numbers 0, for its shapes."""
-    return EpisodeRecord(jnp.zeros((*shape, sampling.max_turns)), jnp.zeros(shape, jnp.int8))
+def empty_episodes(batch: Batch, sampling: SamplingConfig) -> tuple[Batch, EpisodeRecord]:
+    """Returns a batch of zeros with the turns of tokens, and the record of its episodes."""
+    shape = batch.temperature.shape
+    record = EpisodeRecord(jnp.zeros((*shape, sampling.max_turns)), jnp.zeros(shape, jnp.int8))
+    return batch._replace(turn=jnp.zeros_like(batch.completion_ids)), record

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -19,8 +20,8 @@ from grpo_jax.rewards.reward import (
     ungraded_counts,
     ungraded_messages,
 )
-from grpo_jax.rl.guards import check_first_rollout, rollout_metrics, rollout_warnings
-from grpo_jax.rl.types import Graded, RewardArrays, Rollout
+from grpo_jax.rl.guards import check_first_rewards, rollout_metrics, rollout_warnings
+from grpo_jax.rl.types import Graded, Reader, RewardArrays, Rollout
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
@@ -35,18 +36,15 @@ def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: D
       devices: where rollouts lie.
     """
     reward = reward if config.distillation.reward_coef else no_reward
-    uses_turns = config.loss.advantages_of == "turns"
-    turns_count = uses_turns and shares_a_function(reward, task.reward)
+    compares_turns, parts_of = config.loss.advantages_of == "turns", reader_of(task).parts
 
     def grade(rollout: Rollout) -> Rollout:
         before = ungraded_counts(reward)
         completions = read_completions(rollout)
         prompts = take_prompts(rollout.prompts, local_numbers(devices, len(rollout.prompts.examples)))
         graded = grade_completions(prompts, completions, task, reward)
-        if uses_turns:
-            from grpo_jax.rl.episodes import turn_parts
-
-            graded = graded._replace(parts=turn_parts(completions, counted=turns_count))
+        if compares_turns and parts_of is not None:
+            graded = graded._replace(parts=parts_of(completions, shares_a_function(reward, task.reward)))
         counts = _sum_everywhere(reward, new_counts(before, ungraded_counts(reward)))
         everywhere = gather_rows("rewards", graded, devices)
         return rollout._replace(graded=everywhere, metrics=counts, warnings=grader_warnings(reward))
@@ -62,18 +60,21 @@ def reporting(task: Task, reward: Reward | Rewards, config: GRPOConfig) -> Calla
       reward: as in `grading`.
       config: the run.
     """
-    is_graded = config.distillation.reward_coef > 0
+    is_graded, reader = config.distillation.reward_coef > 0, reader_of(task)
     is_first = True
 
     def report(rollout: Rollout, step: int) -> Rollout:
         nonlocal is_first
-        check_first_rollout(rollout, task, reward, step=step, is_first_of_call=is_first)
+        graded = rollout.graded
+        assert graded is not None
+        if step == 0:  # a resumed run continues as the whole one did
+            check_first_rewards(graded, reward)
+        if is_first:
+            reader.check_first(graded)
         is_first = False
-        assert rollout.graded is not None
-        return rollout._replace(
-            metrics=rollout_metrics(rollout.graded) | rollout.metrics,
-            warnings=rollout_warnings(rollout.graded, task, step + 1, is_graded=is_graded) | rollout.warnings,
-        )
+        warnings = reader.warnings(graded) | rollout_warnings(graded, task, step + 1, is_graded=is_graded)
+        metrics = rollout_metrics(graded) | reader.metrics(graded)
+        return rollout._replace(metrics=metrics | rollout.metrics, warnings=warnings | rollout.warnings)
 
     return report
 
@@ -103,10 +104,9 @@ def _sum_everywhere(reward: Reward | Rewards, counts: dict[str, int]) -> dict[st
 
 def read_completions(rollout: Rollout) -> Completions:
     """Reads what the host needs of the completions on its devices: everything but log-probabilities."""
-    batch = rollout.batch
-    ids, mask, truncated, turn = local_rows((batch.completion_ids, batch.completion_mask, batch.truncated, batch.turn))
-    episodes = (None, None) if rollout.episodes is None else rollout.episodes
-    return Completions(ids, mask, None, None, truncated, turn, *episodes)  # type: ignore[arg-type]
+    fields = rollout.batch._replace(sampler_logprobs=None, truncated_logprobs=None)._asdict()
+    arrays = local_rows({name: fields[name] for name in Completions._fields if name in fields})
+    return Completions(**arrays, **({} if rollout.episodes is None else rollout.episodes._asdict()))
 
 
 def grade_completions(prompts: Prompts, completions: Completions, task: Task, reward: Reward | Rewards) -> Graded:
@@ -132,8 +132,6 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         for number, (parts, text) in enumerate(zip(scores.spans, flat, strict=True)):
             scores.spans[number] = in_tokens(parts, text, task.decode)
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
-    if completions.ending is not None:
-        from grpo_jax.rl.episodes import episode_numbers
     return Graded(
         scores.rewards,
         scores.applicable,
@@ -142,7 +140,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         truncated=np.asarray(completions.truncated),
         distinct=np.array([_distinct(group) for group in texts]),
         parts=scores.spans,
-        episodes={} if completions.ending is None else episode_numbers(completions, texts, task),
+        episodes=reader_of(task).numbers(completions, texts),
     )
 
 
@@ -153,18 +151,24 @@ def take_prompts(prompts: Prompts, rows: np.ndarray) -> Prompts:
 
 def decode_groups(completions: Completions, task: Task) -> list[list[Completion]]:
     """Decodes `[N][G]` texts without the token that ended them. The text of an episode includes the observations."""
-    if completions.ending is not None:
-        from grpo_jax.rl.episodes import episode_text
-    content = completions.attention_mask & ~np.isin(completions.completion_ids, task.eos_ids)
+    read, (num_prompts, group_size) = reader_of(task).text, completions.truncated.shape
+    return [[read(completions, (i, j)) for j in range(group_size)] for i in range(num_prompts)]
 
-    def decode(place: tuple[int, int]) -> Completion:
-        ids = completions.completion_ids[place][content[place]].tolist()
-        if completions.ending is None:
-            return Completion(task.decode(ids), ids, bool(completions.truncated[place]))
-        return episode_text(task.decode(ids), ids, completions, place, task)
 
-    num_prompts, group_size = completions.truncated.shape
-    return [[decode((i, j)) for j in range(group_size)] for i in range(num_prompts)]
+def reader_of(task: Task) -> Reader:
+    """Returns the functions that read completions of a task."""
+    if task.environment is None:
+        return Reader(partial(read_text, task))
+    from grpo_jax.rl.episodes import episode_reader  # a run without an environment does not load it
+
+    return episode_reader(task)
+
+
+def read_text(task: Task, completions: Completions, place: tuple[int, int]) -> Completion:
+    """Returns the text of a completion, of all its tokens but those that end a turn."""
+    tokens = completions.completion_ids[place][completions.attention_mask[place]]
+    ids = tokens[~np.isin(tokens, task.eos_ids)].tolist()
+    return Completion(task.decode(ids), ids, bool(completions.truncated[place]))
 
 
 def shares_a_function(reward: Reward | Rewards, of_task: Reward | Rewards) -> bool:

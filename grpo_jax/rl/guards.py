@@ -10,8 +10,7 @@ from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.devices import host_count
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.reward import ungraded_messages
-from grpo_jax.rl.scorers import needs_replay
-from grpo_jax.rl.types import Graded, Rollout
+from grpo_jax.rl.types import Graded
 from grpo_jax.tasks.task import Task
 
 # In float32 every token's ratio is 1 to about 1e-5. In bfloat16 one was seen off by 0.33, and their mean by 0.013.
@@ -37,11 +36,6 @@ def check_task(task: Task, config: GRPOConfig) -> None:
     if loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
-        )
-    if needs_replay(config) and task.environment is not None:
-        raise UsageError(
-            "old_logprobs sampler with staleness runs the sampler again on its completions, and not on episodes: leave "
-            "out old_logprobs, staleness or the environment"
         )
     if loss.advantages_of == "spans" and task.environment is not None:
         raise UsageError(
@@ -134,10 +128,6 @@ def rollout_warnings(graded: Graded, task: Task, step: int, *, is_graded: bool =
       is_graded: whether rewards are needed.
     """
     warnings = {}
-    if graded.episodes:
-        from grpo_jax.rl.episodes import episode_warnings
-
-        warnings = episode_warnings(graded, task)
     if not np.isfinite(graded.rewards).all():
         warnings["reward"] = "the reward function returned NaN or infinity: such a step is skipped"
     if graded.truncated.all() and not task.open_ended and not graded.episodes:
@@ -172,30 +162,19 @@ def _which(graded: Graded) -> str:
 _FAILED = ("_raised", "_died", "_wrong_length", "_not_numbers", "_bad_spans")
 
 
-def check_first_rollout(
-    rollout: Rollout, task: Task, reward: Reward | Rewards, *, step: int, is_first_of_call: bool
-) -> None:
-    """Ends a run whose rewards or whose environment fail on every completion: it would learn nothing until its end.
+def check_first_rewards(graded: Graded, reward: Reward | Rewards) -> None:
+    """Ends a run whose rewards fail on every completion of its first rollout: it would learn nothing until its end.
 
     Args:
-      rollout: graded.
-      task: of the run.
+      graded: the rollout.
       reward: that graded it.
-      step: its number, from 0. A resumed run continues as the whole one did.
-      is_first_of_call: whether the process has seen no other rollout.
 
     Raises:
-      UsageError: how they failed; of what was raised also where.
+      UsageError: how they failed, and where.
     """
-    graded = rollout.graded
-    assert graded is not None
-    failed = [message for name, message in ungraded_messages(reward).items() if name.endswith(_FAILED)]
-    if step == 0 and failed and not graded.applicable.any():
-        raise UsageError(f"no completion of the first rollout has a reward: {failed[0]}")
-    if is_first_of_call and graded.episodes:
-        from grpo_jax.rl.episodes import check_first_episodes
-
-        check_first_episodes(graded, task)
+    failures = [message for name, message in ungraded_messages(reward).items() if name.endswith(_FAILED)]
+    if failures and not graded.applicable.any():
+        raise UsageError(f"no completion of the first rollout has a reward: {failures[0]}")
 
 
 def ratio_warning(metrics: Mapping[str, float]) -> dict[str, str]:
@@ -227,8 +206,6 @@ def rollout_metrics(graded: Graded) -> dict[str, Any]:
     rewards are 0 and 1), `length_below` of those with less.
     """
     lengths, components = graded.lengths, graded.components
-    if graded.episodes:
-        from grpo_jax.rl.episodes import episode_metrics
     counts = np.maximum(graded.applicable.sum(-1, keepdims=True), 1)
     group_mean = np.where(graded.applicable, graded.rewards, 0).sum(-1, keepdims=True) / counts
     # The mean of equal rewards may be off by rounding.
@@ -252,7 +229,6 @@ def rollout_metrics(graded: Graded) -> dict[str, Any]:
         "truncated_share": float(graded.truncated.mean()),
         "tokens": int(lengths.sum()),
         **({"spans_mean": float(np.mean(num_parts))} if any(num_parts) and not graded.episodes else {}),
-        **(episode_metrics(graded.episodes) if graded.episodes else {}),
     }
 
 

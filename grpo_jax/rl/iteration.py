@@ -39,7 +39,7 @@ from grpo_jax.rl.guards import ratio_warning
 from grpo_jax.rl.optimizer import init_state
 from grpo_jax.rl.readable import readable
 from grpo_jax.rl.sampler import Sampler, make_sampler
-from grpo_jax.rl.scorers import needs_replay, score_rollout, takes_sampler_logprobs
+from grpo_jax.rl.scorers import score_rollout, takes_sampler_logprobs
 from grpo_jax.rl.types import REWARD_AXES, Array, Batch, Learned, Method, RewardArrays, Rollout, TrainState
 from grpo_jax.rl.update import models_of
 from grpo_jax.tasks.task import Task
@@ -78,9 +78,7 @@ def compile_programs(
       config: the run, checked.
       sampler: an engine's, on the run's devices; None: the policy's own.
     """
-    sampler = sampler or make_sampler(
-        policy, task, config.sampling, devices=devices_of(config), replays=needs_replay(config)
-    )
+    sampler = sampler or make_sampler(policy, task, config.sampling, devices=devices_of(config))
     devices = sampler.devices
 
     def score(trained, extras, frozen, start, batch):
@@ -92,8 +90,6 @@ def compile_programs(
         fields = score_program(trained, extras, frozen, start, batch) if score_program else {}
         if takes_sampler_logprobs(config):
             fields["old_logprobs"] = batch.sampler_logprobs
-        elif sampler.replay:
-            fields["old_logprobs"] = sampler.replay(join(trained, frozen)["policy"], batch)
         return batch._replace(**fields)
 
     def learn(state, frozen, start, batch, rewards, clock):

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.config import GRPOConfig
+from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
-from grpo_jax.rl.types import Array
+from grpo_jax.planning.pieces import choose_piece
+from grpo_jax.rl.types import Array, Batch, Method
 
 
 class Microbatches(NamedTuple):
@@ -20,6 +23,24 @@ class Microbatches(NamedTuple):
     members: Array  # bool [C, n, G or 1], the completions of the prompt that the piece computes
     num_used: int | jax.Array  # pieces to compute, at most C; the others are empty
     width: int | None  # S; None: completions are not packed
+
+
+def choose_pieces(method: Method, config: GRPOConfig, batch: Batch) -> Microbatches | None:
+    """Returns the pieces that a batch is computed in, of the rows that one device has; None: it is one piece."""
+    num_prompts, group_size, tokens = batch.completion_ids.shape
+    local, optimizer = num_prompts // batch_parts(), config.optimizer
+    piece = choose_piece(
+        local,
+        batch.prompt_ids.shape[-1],
+        group_size,
+        tokens,
+        microbatches=optimizer.microbatches,
+        piece_tokens=optimizer.piece_tokens or traits_of_backend().piece_tokens,
+        packs=method.packs,
+    )
+    if piece.is_packed:
+        return packed(lengths_of(batch.completion_mask), piece.width, piece.rows)
+    return by_prompts(num_prompts, local // piece.rows)
 
 
 def by_prompts(num_prompts: int, pieces: int) -> Microbatches | None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from grpo_jax.data.pieces import pieces
 from grpo_jax.devices import Devices, local_numbers
-from grpo_jax.rl.grade import decode_groups
+from grpo_jax.rl.grade import decode_groups, reader_of
 from grpo_jax.rl.types import Rollout
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
@@ -44,8 +44,7 @@ def readable(
     lengths = completions.attention_mask.sum(-1)
     by_part = advantages.ndim == 3
     has_spans = not graded.episodes and any(graded.parts.ravel())
-    if graded.episodes:
-        from grpo_jax.rl.episodes import turn_lines
+    columns = reader_of(task).columns
 
     def group(i: int) -> dict[str, Any]:
         number = numbers[i]
@@ -67,13 +66,13 @@ def readable(
         if by_part:
             rows = zip(advantages[i], parts, strict=True)
             at_ends = [_rounded(row[[part.end - 1 for part in of_row]]) for row, of_row in rows]
-        if graded.episodes:
-            lines |= turn_lines(completions, i, texts[i]) | ({"turn_advantages": at_ends} if by_part else {})
+        lines |= columns(completions, i, texts[i])
+        if by_part:
+            lines["turn_advantages" if graded.episodes else "span_advantages"] = at_ends
         if has_spans:
             # The first token of each span and the one behind its last.
             lines["spans"] = [[[span.start, span.end] for span in of_row] for of_row in parts]
             lines["span_rewards"] = [[span.reward for span in of_row] for of_row in parts]
-            lines |= {"span_advantages": at_ends} if by_part else {}
         return lines
 
     return [group(i) for i in range(count)]

@@ -27,12 +27,8 @@ class Sampler(NamedTuple):
     draw: Callable[..., Completions]
     devices: Devices
     # The policy's own program: (params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions, on the
-    # devices. If there is `replay`, `given` of `sample_groups` is the last argument. None: an engine samples, or
-    # several programs sample episodes
+    # devices. None: an engine samples, or several programs sample episodes
     program: Callable[..., Completions] | None = None
-    # (params, batch as sampled) -> the log-probabilities `[N, G, T]` that `program` gives to its completions; None if
-    # the sampler was not asked to
-    replay: Callable[[Params, Batch], jax.Array] | None = None
 
     def sample(
         self, params: Params, prompts: Prompts, numbers: np.ndarray, temperature: np.ndarray, noise: np.ndarray
@@ -66,9 +62,7 @@ class Sampler(NamedTuple):
         return all_rows(self.sample(place(params, self.devices), *args)[1], self.devices)
 
 
-def make_sampler(
-    policy: Policy, task: Task, sampling: SamplingConfig, *, devices: Devices = 1, replays: bool = False
-) -> Sampler:
+def make_sampler(policy: Policy, task: Task, sampling: SamplingConfig, *, devices: Devices = 1) -> Sampler:
     """Makes the sampler of a run, which is compiled at its first call.
 
     Args:
@@ -76,7 +70,6 @@ def make_sampler(
       task: its tokens, and perhaps an environment.
       sampling: options of the run.
       devices: where it runs.
-      replays: whether it needs `replay`. Episodes are not replayed.
 
     Raises:
       UsageError: the task has an environment, and the policy cannot continue after its replies.
@@ -86,34 +79,21 @@ def make_sampler(
 
         return Sampler(episode_sampler(policy, task, sampling, devices), devices)
 
-    def sample(params, prompt_ids, prompt_mask, numbers, temperature, noise, *given) -> Completions:
-        def sample_rows(common, prompt_ids, prompt_mask, numbers, temperature, *given) -> Completions:
-            params, noise = common
+    def sample(params, prompt_ids, prompt_mask, numbers, temperature, noise) -> Completions:
+        def sample_rows(shared, prompt_ids, prompt_mask, numbers, temperature) -> Completions:
+            params, noise = shared
             prompts = prompt_ids, prompt_mask
-            return sample_completions(
-                policy, task, sampling, params, prompts, numbers, temperature, step_key(*noise), *given
-            )
+            return sample_completions(policy, task, sampling, params, prompts, numbers, temperature, step_key(*noise))
 
-        rows = prompt_ids, prompt_mask, numbers, temperature, *given
-        return map_rows(sample_rows, devices)((params, noise), *rows)
+        return map_rows(sample_rows, devices)((params, noise), prompt_ids, prompt_mask, numbers, temperature)
 
     run_program = compiled(sample, 0, devices=devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        nothing_given = [np.full((*numbers.shape, sampling.max_tokens), -1, np.int32)] if replays else []
-        given = to_devices(nothing_given, devices)
         noise = to_devices(noise, devices, axes=None)
-        return run_program(params, prompts.ids, prompts.mask, numbers, temperature, noise, *given)
+        return run_program(params, prompts.ids, prompts.mask, numbers, temperature, noise)
 
-    def replay(params, batch: Batch) -> jax.Array:
-        """Runs the program that sampled, which is compiled already. It samples no token, so its noise has no effect."""
-        numbers, noise = np.zeros(batch.temperature.shape, np.int32), np.zeros(3, np.uint32)
-        numbers, noise = to_devices(numbers, devices), to_devices(noise, devices, axes=None)
-        prompts = batch.prompt_ids, batch.prompt_mask
-        replayed = run_program(params, *prompts, numbers, batch.temperature, noise, batch.completion_ids)
-        return replayed.sampler_logprobs
-
-    return Sampler(draw, devices, run_program, replay if replays else None)
+    return Sampler(draw, devices, run_program)
 
 
 def sample_completions(
@@ -125,7 +105,6 @@ def sample_completions(
     numbers: jax.Array,
     temperature: jax.Array,
     key: jax.Array,
-    given: jax.Array | None = None,
 ) -> Completions:
     """Samples completions of prompts with the options of a run.
 
@@ -136,7 +115,6 @@ def sample_completions(
       numbers: int32 `[N, G]`, numbers of the completions, which key the noise of each.
       temperature: `[N, G]`.
       key: consumed.
-      given: as in `sample_groups`.
     """
     return sample_groups(
         policy,
@@ -149,7 +127,6 @@ def sample_completions(
         temperature=temperature,
         truncation=truncation_of(sampling),
         pad_id=task.pad_id,
-        given=given,
     )
 
 
@@ -164,17 +141,8 @@ def truncation_of(sampling: SamplingConfig) -> Truncation:
 
 def to_batch(prompt_ids: Any, prompt_mask: Any, temperature: Any, completions: Completions) -> Batch:
     """Returns prompts and completions as the batch that is scored and learned from."""
-    return Batch(
-        prompt_ids,
-        prompt_mask,
-        completions.completion_ids,
-        completions.completion_mask,
-        temperature,
-        completions.sampler_logprobs,
-        completions.truncated_logprobs,
-        completions.truncated,
-        completions.turn,
-    )
+    fields = {name: x for name, x in completions._asdict().items() if name in Batch._fields}
+    return Batch(prompt_ids, prompt_mask, temperature=temperature, **fields)
 
 
 def group_temperatures(sampling: SamplingConfig) -> Any:

@@ -17,9 +17,8 @@ from grpo_jax.models.layout import Rows, rows_of_groups, rows_of_packed_groups
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.sharding import AXES, BATCH, mesh_sizes, spread
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.pieces import computed_in_pieces
+from grpo_jax.rl.pieces import choose_pieces, computed_in_pieces
 from grpo_jax.rl.types import Batch, Method, Scorer
-from grpo_jax.rl.update import choose_pieces
 
 if TYPE_CHECKING:
     from grpo_jax.models.experts import Routing
@@ -89,7 +88,7 @@ def reference_scorer(policy: Policy, config: GRPOConfig) -> tuple[Scorer, ...]:
     return (scorer,) if is_needed else ()
 
 
-# ---- whose numbers the old log-probabilities are: four cases
+# ---- whose numbers the old log-probabilities are: three cases
 
 
 def needs_old_logprobs(config: GRPOConfig) -> bool:
@@ -103,21 +102,16 @@ def needs_old_logprobs(config: GRPOConfig) -> bool:
     objective = config.loss.objective
     has_penalty = objective.has_reference and objective.kl_in_reward
     several_steps = config.optimizer.epochs * config.optimizer.minibatches > 1
-    return (several_steps or has_penalty) and not takes_sampler_logprobs(config) and not needs_replay(config)
+    return (several_steps or has_penalty) and not takes_sampler_logprobs(config)
 
 
 def takes_sampler_logprobs(config: GRPOConfig) -> bool:
-    """Returns whether the log-probabilities that the sampler reported are the old ones."""
-    from_sampler = config.loss.old_logprobs == "sampler" and not needs_replay(config)
-    return config.loss.objective.ratio_to_sampler or from_sampler
+    """Returns whether the log-probabilities that the sampler reported are the old ones.
 
-
-def needs_replay(config: GRPOConfig) -> bool:
-    """Returns whether the sampler's program runs again, to give its old log-probabilities.
-
-    Without staleness the policy before the update is the one that sampled, and the sampler has reported them already.
+    With staleness they are those of the earlier policy that sampled, so the ratio includes how far the policy has moved
+    since.
     """
-    return config.loss.old_logprobs == "sampler" and config.sampling.staleness > 0
+    return config.loss.objective.ratio_to_sampler or config.loss.old_logprobs == "sampler"
 
 
 def score_completion_tokens(

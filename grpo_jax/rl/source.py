@@ -16,9 +16,10 @@ from grpo_jax.config import GRPOConfig, SamplingConfig
 from grpo_jax.devices import Devices, size, spread_over, to_devices, to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.models.transformer import Params
+from grpo_jax.rl.grade import reader_of
 from grpo_jax.rl.guards import has_spread
 from grpo_jax.rl.sampler import Sampler, completion_numbers, group_temperatures, truncation_of
-from grpo_jax.rl.types import SAMPLING, Batch, EpisodeRecord, Rollout, noise_of
+from grpo_jax.rl.types import SAMPLING, Batch, EpisodeRecord, Rollout, noise_of, record_of
 from grpo_jax.tasks.task import Task
 
 Queue = tuple[Any, ...]
@@ -45,9 +46,7 @@ def sampling(sampler: Sampler, task: Task, config: GRPOConfig) -> Draw:
             )
         noise = noise_of(config.seed, SAMPLING, index)
         batch, completions = sampler.sample(policy, prompts, numbers, temperature, noise)
-        if completions.ending is None:
-            return Rollout(prompts, batch)
-        return Rollout(prompts, batch, EpisodeRecord(completions.turn_rewards, completions.ending))
+        return Rollout(prompts, batch, record_of(completions))
 
     return draw
 
@@ -99,7 +98,7 @@ def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
     if not sampling.staleness:
         return ()
     n, p = task.prompts(0).ids.shape
-    shape, has_turns = (n, sampling.group_size, sampling.row_tokens), task.environment is not None
+    shape = n, sampling.group_size, sampling.row_tokens
     is_truncated = truncation_of(sampling) != truncation_of(SamplingConfig())
     batch = Batch(
         prompt_ids=jnp.zeros((n, p), jnp.int32),
@@ -110,14 +109,8 @@ def empty_queue(task: Task, sampling: SamplingConfig) -> Queue:
         sampler_logprobs=jnp.zeros(shape),
         truncated_logprobs=jnp.zeros(shape) if is_truncated else None,
         truncated=jnp.zeros(shape[:2], bool),
-        turn=jnp.zeros(shape, jnp.int32) if has_turns else None,
     )
-    record = None
-    if has_turns:
-        from grpo_jax.rl.episodes import empty_record
-
-        record = empty_record(sampling, shape[:2])
-    return ((batch, record),) * sampling.staleness
+    return (reader_of(task).empty(batch, sampling),) * sampling.staleness
 
 
 # ---- dynamic sampling

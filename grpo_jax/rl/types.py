@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.data.types import Prompts
+from grpo_jax.data.types import Completion, Prompts
 from grpo_jax.functional import Metrics
 from grpo_jax.models.transformer import Params
+from grpo_jax.sampling.sampler import Completions
 
 _NOTHING: Any = MappingProxyType({})  # read-only, since it is shared
 
@@ -80,6 +81,11 @@ class EpisodeRecord(NamedTuple):
     ending: Array  # int8 [N, G], why the episode ended: a place in `data.episodes.ENDINGS`
 
 
+def record_of(completions: Completions) -> EpisodeRecord | None:
+    """Returns what the host knows of completions that are episodes; None if they are not."""
+    return None if completions.ending is None else EpisodeRecord(completions.turn_rewards, completions.ending)
+
+
 class Graded(NamedTuple):
     """What completions earned, the same on every host. All arrays are NumPy's."""
 
@@ -91,6 +97,26 @@ class Graded(NamedTuple):
     distinct: np.ndarray  # float [N], share of the completions of a group that differ
     parts: np.ndarray  # object [N, G], tuples of `Span` in tokens, ordered by their ends: turns or spans
     episodes: dict[str, np.ndarray]  # name -> [N, G], numbers of episodes; empty without an environment
+
+
+class Reader(NamedTuple):
+    """Functions that read completions on the host: each as one text, or as an episode (`rl.episodes`).
+
+    Completions hold NumPy arrays, and a place is that of a completion among `[N, G]`.
+    """
+
+    text: Callable[[Completions, tuple[int, int]], Completion]  # (completions, place) -> text, without what ended it
+    # (completions, texts [N][G]) -> numbers of episodes, name -> [N, G]
+    numbers: Callable[..., dict[str, np.ndarray]] = lambda completions, texts: {}
+    # (completions, whether rewards of turns count) -> turns, as `Graded.parts`
+    parts: Callable[..., np.ndarray] | None = None
+    metrics: Callable[[Graded], dict[str, Any]] = lambda graded: {}  # name -> number to log
+    warnings: Callable[[Graded], dict[str, str]] = lambda graded: {}  # key -> sentence
+    check_first: Callable[[Graded], None] = lambda graded: None  # raises if the first rollout cannot be learned from
+    # (completions, number of the group, its texts) -> columns of `readable`
+    columns: Callable[..., dict[str, Any]] = lambda completions, number, texts: {}
+    # (batch of zeros, options) -> the batch and the record of a rollout, with the shapes that they have in a checkpoint
+    empty: Callable[..., tuple[Batch, EpisodeRecord | None]] = lambda batch, sampling: (batch, None)
 
 
 class Rollout(NamedTuple):

@@ -17,13 +17,11 @@ import optax
 from grpo_jax.config import GRPOConfig
 from grpo_jax.devices import Devices, size, spread_over, sum_rows
 from grpo_jax.functional import constant_length_weights
-from grpo_jax.functional.products import traits_of_backend
-from grpo_jax.models.sharding import batch_parts, laid_out
+from grpo_jax.models.sharding import laid_out
 from grpo_jax.models.trainable import join
 from grpo_jax.models.transformer import Params
-from grpo_jax.planning.pieces import choose_piece
 from grpo_jax.rl.optimizer import steps_taken
-from grpo_jax.rl.pieces import Microbatches, by_prompts, lengths_of, packed, take
+from grpo_jax.rl.pieces import Microbatches, choose_pieces, take
 from grpo_jax.rl.types import SHUFFLING, Array, Batch, Learned, Logs, Method, RewardArrays, TrainState, step_key
 
 # Metrics of optimizer steps, not of tokens.
@@ -274,24 +272,6 @@ def _combine(total: Any, piece: Any) -> Any:
     (grads, loss, logs), (more_grads, more_loss, more_logs) = total, piece
     summed = jax.tree.map(jnp.add, (grads, loss, logs.means), (more_grads, more_loss, more_logs.means))
     return summed[0], summed[1], Logs(summed[2], jax.tree.map(jnp.maximum, logs.maxima, more_logs.maxima))
-
-
-def choose_pieces(method: Method, config: GRPOConfig, batch: Batch) -> Microbatches | None:
-    """Returns the pieces that a batch is computed in, of the rows that one device has; None: it is one piece."""
-    num_prompts, group_size, tokens = batch.completion_ids.shape
-    local, optimizer = num_prompts // batch_parts(), config.optimizer
-    piece = choose_piece(
-        local,
-        batch.prompt_ids.shape[-1],
-        group_size,
-        tokens,
-        microbatches=optimizer.microbatches,
-        piece_tokens=optimizer.piece_tokens or traits_of_backend().piece_tokens,
-        packs=method.packs,
-    )
-    if piece.is_packed:
-        return packed(lengths_of(batch.completion_mask), piece.width, piece.rows)
-    return by_prompts(num_prompts, local // piece.rows)
 
 
 def average_over_updates(metrics: Mapping[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
