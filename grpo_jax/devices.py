@@ -251,7 +251,7 @@ def to_numpy(tree: Any) -> Any:
 
 
 def all_rows(tree: Any, devices: Devices) -> Any:
-    """Of arrays `[N, ...]` that are spread over devices all rows, as NumPy arrays, on every host. All hosts call
+    """Returns all rows of arrays `[N, ...]` that are spread over devices, as NumPy arrays on every host. All hosts call
     this."""
     if hosts.count() == 1:
         return to_numpy(tree)
@@ -286,7 +286,7 @@ def rows_of_hosts(devices: Devices, num_prompts: int) -> list[np.ndarray]:
 
 
 def local_rows(tree: Any) -> Any:
-    """Of arrays `[N, ...]` that are spread over devices what lies on those of this host, as NumPy arrays, in the order
+    """Returns the rows of arrays `[N, ...]` that lie on the devices of this host, as NumPy arrays, in the order
     of `rows_of_hosts`."""
 
     def pieces(x: jax.Array) -> list[jax.Array]:
@@ -363,7 +363,7 @@ def _check_heads(params: Any, mesh: Mesh) -> None:
 
 
 def _shardings(tree: Any, devices: Devices, axes: Any) -> Any:
-    """Of arrays that are spread (0), or parameters or the same on all devices (None), or a tree of these."""
+    """Returns shardings of arrays that are spread (0), or of parameters and arrays that all devices have (None)."""
     if devices == 1:
         return jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), tree)
     mesh = _mesh(devices)

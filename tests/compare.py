@@ -363,6 +363,7 @@ def watch_optimizers() -> None:
             def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
                 paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(grads), strict=True)
                 names = [".".join(re.findall(r"\w+", jax.tree_util.keystr(path))) for path in paths]
+                names = [name.removeprefix("policy.") for name in names]  # not every version names the only role
                 count = optax.tree_utils.tree_get_all_with_path(state, "count")[0][1]
                 # Looked up when it is called: a program may outlive the case that compiled it.
                 jax.debug.callback(lambda count, *leaves: current[0].add(names, count, leaves), count, *leaves)

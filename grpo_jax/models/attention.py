@@ -75,9 +75,9 @@ def attend_rows(
             return attend_fused(*arrays, implementation=kind, scores=scores)
         return attend(*arrays, prefix=prefix, reach=reach, scores=scores)
 
-    def behind_prompt(prompt: jax.Array, own: jax.Array) -> jax.Array:
-        own = own.reshape(n, -1, size, k, e).transpose(0, 3, 1, 2, 4)
-        return jnp.concatenate([jnp.broadcast_to(prompt, (*own.shape[:3], width, e)), own], axis=3)
+    def behind_prompt(prompt: jax.Array, suffix: jax.Array) -> jax.Array:
+        suffix = suffix.reshape(n, -1, size, k, e).transpose(0, 3, 1, 2, 4)
+        return jnp.concatenate([jnp.broadcast_to(prompt, (*suffix.shape[:3], width, e)), suffix], axis=3)
 
     if width:
         prompt_queries = prompt_queries.transpose(0, 2, 3, 1, 4)[:, :, None]
@@ -204,12 +204,12 @@ def _attend_block_forward(queries, keys, values, mask, softcap):
     return attended, (queries, keys, values, mask, attended, maximum, total)
 
 
-def _attend_block_backward(softcap, kept, gradient):
+def _attend_block_backward(softcap, residuals, gradient):
     """∂L/∂scores = w (∂L/∂attended · v − ∂L/∂attended · attended), with the softmax's weights w.
 
     A cap s = c·tanh(x/c) has ∂s/∂x = 1 − (s/c)².
     """
-    queries, keys, values, mask, attended, maximum, total = kept
+    queries, keys, values, mask, attended, maximum, total = residuals
     scores = softcapped(einsum("nkgre,nkgce->nkgrc", queries, keys), softcap)
     weights = jnp.exp(scores + _bias(mask) - maximum) / total
     # A product with ones: see `rms_norm`.
@@ -312,13 +312,13 @@ def attend_past(
         masks = tuple(jnp.repeat(mask, q, axis=3).reshape(*mask.shape[:3], 1, q * w, -1) for mask in masks)
     bias, own_bias = (_bias(mask)[:, :, :, 0] for mask in masks)
     of_prompt = softcapped(score_prompt(queries, prompt), scores.softcap) + bias
-    own = softcapped(score_cache(queries, cache), scores.softcap) + split_blocks(own_bias, cache)
+    suffix = softcapped(score_cache(queries, cache), scores.softcap) + split_blocks(own_bias, cache)
 
-    maximum = jnp.maximum(jnp.max(of_prompt, axis=-1), jnp.max(own, axis=(-3, -1)))
-    of_prompt, own = jnp.exp(of_prompt - maximum[..., None]), jnp.exp(own - maximum[..., None, :, None])
-    total = jnp.sum(of_prompt, axis=-1) + jnp.sum(own, axis=(-3, -1))
-    of_prompt, own = (x.astype(queries.dtype) for x in (of_prompt, own))
-    attended = (sum_prompt(of_prompt, prompt) + sum_cache(own, cache)) / total[..., None]
+    maximum = jnp.maximum(jnp.max(of_prompt, axis=-1), jnp.max(suffix, axis=(-3, -1)))
+    of_prompt, suffix = jnp.exp(of_prompt - maximum[..., None]), jnp.exp(suffix - maximum[..., None, :, None])
+    total = jnp.sum(of_prompt, axis=-1) + jnp.sum(suffix, axis=(-3, -1))
+    of_prompt, suffix = (x.astype(queries.dtype) for x in (of_prompt, suffix))
+    attended = (sum_prompt(of_prompt, prompt) + sum_cache(suffix, cache)) / total[..., None]
     attended = attended.astype(values.dtype).reshape(n, k, g, q, w, e).transpose(0, 2, 4, 1, 3, 5)
     return attended.reshape(n, m, k, q, e), cache
 

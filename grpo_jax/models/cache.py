@@ -32,7 +32,7 @@ class KeyValues(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """What the completions of a prompt share."""
+    """The part of the cache that the completions of a prompt share."""
 
     layers: Any  # KeyValues with a leading L, or a tuple of L KeyValues
     mask: jax.Array  # bool [N, P], true on tokens of the prompt
@@ -119,9 +119,9 @@ def write_tokens(cache: KeyValues, keys: jax.Array, values: jax.Array, places: j
     """
     rows = cache.values.shape[:-2]
     keys, values = (x.reshape(*rows, *x.shape[-2:]) for x in (keys, values))
-    own = cache.keys.reshape(*rows, -1, *cache.keys.shape[-2:]) if _features_first() else cache.keys
+    key_rows = cache.keys.reshape(*rows, -1, *cache.keys.shape[-2:]) if _features_first() else cache.keys
     write = _write_slot if not places.ndim else _write_slots
-    keys, values = write(own, cache.values, keys, values, places)
+    keys, values = write(key_rows, cache.values, keys, values, places)
     return KeyValues(keys.reshape(cache.keys.shape), values)
 
 
@@ -140,14 +140,14 @@ def _write_slots(own_keys, own_values, keys, values, places):
     heads = math.prod(rows) * places.shape[-1] // places.size
     places = jnp.repeat(places[:, None], heads, axis=1).reshape(*rows, -1)
 
-    def put(own: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
-        return own.at[places].set(new, mode="drop")
+    def put(old: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
+        return old.at[places].set(new, mode="drop")
 
-    def put_keys(own: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
+    def put_keys(old: jax.Array, new: jax.Array, places: jax.Array) -> jax.Array:
         if not _features_first():
-            return put(own, new, places)
-        block, place = jnp.divmod(places, own.shape[-1])
-        return own.at[block, :, place].set(new, mode="drop")
+            return put(old, new, places)
+        block, place = jnp.divmod(places, old.shape[-1])
+        return old.at[block, :, place].set(new, mode="drop")
 
     for _ in rows:
         put, put_keys = jax.vmap(put), jax.vmap(put_keys)

@@ -34,7 +34,7 @@ except ModuleNotFoundError as error:
 
 
 class Routing(NamedTuple):
-    """Where tokens went, of one layer; of all layers with an axis L behind that of the tokens."""
+    """The experts that tokens went to in one layer, or in all layers with an axis L behind that of the tokens."""
 
     experts: jax.Array  # int32 [N, M, J] or [..., L, J]
     entropy: jax.Array  # float32 [N, M] or [..., L], of the router's probabilities, in nats
@@ -113,7 +113,7 @@ def _shared_out(
 
 
 class Routes(NamedTuple):
-    """Where tokens go."""
+    """The experts that tokens go to."""
 
     experts: jax.Array  # int32 [M, J], the largest probability first
     weights: jax.Array  # float32 [M, J]
@@ -255,8 +255,8 @@ def _by_blocks_forward(rows, kernels, sizes):
     return _by_blocks(rows, kernels, sizes), (rows, kernels, sizes)
 
 
-def _by_blocks_backward(kept, gradient):
-    rows, kernels, sizes = kept
+def _by_blocks_backward(residuals, gradient):
+    rows, kernels, sizes = residuals
     return _times_kernels(gradient, kernels, sizes, 2), _gradient_of_kernels(rows, gradient, kernels, sizes), None
 
 
@@ -269,9 +269,9 @@ def _times_kernels(rows: jax.Array, kernels: jax.Array, sizes: jax.Array, axis: 
     padded = jnp.pad(rows, [(0, blocks.size), (0, 0)])
 
     def put(number: jax.Array, products: jax.Array) -> jax.Array:
-        own = jax.lax.dynamic_slice_in_dim(padded, blocks.start[number], blocks.size)
+        block = jax.lax.dynamic_slice_in_dim(padded, blocks.start[number], blocks.size)
         kernel = jax.lax.dynamic_index_in_dim(kernels, blocks.group[number], keepdims=False)
-        made = jax.lax.dot_general(own, kernel, (((1,), (axis - 1,)), ((), ())), preferred_element_type=jnp.float32)
+        made = jax.lax.dot_general(block, kernel, (((1,), (axis - 1,)), ((), ())), preferred_element_type=jnp.float32)
         # What it writes behind its own rows, the next blocks write over.
         return jax.lax.dynamic_update_slice_in_dim(products, made, blocks.start[number], axis=0)
 
@@ -286,10 +286,10 @@ def _gradient_of_kernels(rows: jax.Array, gradient: jax.Array, kernels: jax.Arra
 
     def add(number: jax.Array, total: jax.Array) -> jax.Array:
         start, group = blocks.start[number], blocks.group[number]
-        own, of_own = (jax.lax.dynamic_slice_in_dim(x, start, blocks.size) for x in (rows, gradient))
+        block, block_gradient = (jax.lax.dynamic_slice_in_dim(x, start, blocks.size) for x in (rows, gradient))
         is_own = start + jnp.arange(blocks.size) < blocks.end[number]
-        own = transposed(jnp.where(is_own[:, None], own, 0))
-        more = jax.lax.dot_general(own, of_own, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        block = transposed(jnp.where(is_own[:, None], block, 0))
+        more = jax.lax.dot_general(block, block_gradient, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return total.at[group].add(more)
 
     begun = jnp.zeros_like(rows, jnp.float32, shape=kernels.shape)

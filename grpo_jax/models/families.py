@@ -28,7 +28,7 @@ Fields = dict[str, Any]  # of ModelConfig, by name
 
 
 class Family(NamedTuple):
-    """What a family's config.json says that those of others do not."""
+    """Fields of config.json that only this family has."""
 
     name: str  # in the names of classes: the Llama of LlamaForCausalLM
     fields: Callable[[File], Fields]  # what differs from `_common_fields`
@@ -226,16 +226,16 @@ def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
     if kind not in _SCALINGS:
         raise UsageError(f"rope scaling {shown(rope)} is not supported, only {tuple(_SCALINGS)}")
     scaling: Any = _SCALINGS[kind]
-    said = {name: value for name, value in rope.items() if value is not None}
-    said |= _implied(kind, said, file)
-    if missing := [x for x in scaling._fields if x not in said and x not in scaling._field_defaults]:
+    fields = {name: value for name, value in rope.items() if value is not None}
+    fields |= _implied(kind, fields, file)
+    if missing := [x for x in scaling._fields if x not in fields and x not in scaling._field_defaults]:
         raise UsageError(f"rope scaling {kind} in config.json lacks {', '.join(missing)}")
-    values = {name: said[name] for name in scaling._fields if name in said}
+    values = {name: fields[name] for name in scaling._fields if name in fields}
     return scaling(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _implied(kind: str, rope: dict[str, Any], file: File) -> dict[str, Any]:
-    """What transformers takes from elsewhere in the file, or makes of what the scaling says."""
+    """Fields that transformers takes from elsewhere in the file, or derives from the scaling."""
     longest, length = file.get("max_position_embeddings"), "original_max_position_embeddings"
     original = longest if kind == "dynamic" else _or(_or(file.get(length), rope.get(length)), longest)
     implied = {} if original is None else {length: original}
@@ -252,8 +252,8 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling := config.rope_scaling:
         kind = next(name for name, kind in _SCALINGS.items() if isinstance(scaling, kind))
-        said = {x: y for x, y in scaling._asdict().items() if y != scaling._field_defaults.get(x, ...)}
-        rope |= {"rope_type": kind, **{x: list(y) if isinstance(y, tuple) else y for x, y in said.items()}}
+        fields = {x: y for x, y in scaling._asdict().items() if y != scaling._field_defaults.get(x, ...)}
+        rope |= {"rope_type": kind, **{x: list(y) if isinstance(y, tuple) else y for x, y in fields.items()}}
     return rope
 
 
@@ -283,7 +283,7 @@ def _partial_rope(file: File) -> Fields:
 
 
 def _attention_bias(file: File) -> Fields:
-    """Of the four projections of attention alike."""
+    """Reads one flag for the biases of all four projections."""
     return dict.fromkeys(("qkv_bias", "o_bias"), bool(file.get("attention_bias")))
 
 
@@ -362,7 +362,7 @@ def _mixtral_experts(config: ModelConfig) -> File:
 
 
 def _qwen3_moe(file: File) -> Fields:
-    """Where there is a window, all layers have it."""
+    """Reads a mixture of experts. If there is a window, all layers have it."""
     if file.get("mlp_only_layers") or file.get("decoder_sparse_step", 1) != 1:
         raise UsageError("mlp_only_layers and decoder_sparse_step are not supported: every layer must have experts")
     experts = ExpertsConfig(
@@ -447,8 +447,8 @@ def _gemma2(file: File) -> Fields:
 
 def _gemma2_file(config: ModelConfig) -> File:
     names = "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"
-    own = {name: getattr(config, name) for name in names}
-    return own | {"hidden_activation": config.hidden_act, **_layer_types(config)}
+    values = {name: getattr(config, name) for name in names}
+    return values | {"hidden_activation": config.hidden_act, **_layer_types(config)}
 
 
 def _gemma3(file: File) -> Fields:

@@ -1,4 +1,4 @@
-"""Where tokens stand and what they look at: positions and masks. Letters as in `transformer`."""
+"""Positions of tokens, and the masks of what they attend to. Letters as in `transformer`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from grpo_jax.models.rotary import Angles, rotary_angles
 
 
 class Seen(NamedTuple):
-    """Where the tokens of a call stand in one layer, and what they look at there.
+    """The positions of the tokens of a call in one layer, and what they attend to.
 
     Masks are bool, true where a query may look, at least once for each query. They broadcast against scores
     `[N, K, G, Q, queries, keys]`, and there are two. Rows: of the prompt over itself, and of each part over the prompt
@@ -40,7 +40,7 @@ class Geometry:
     places: tuple[jax.Array, ...] | None = None  # one for each window; None: there is no cache
 
     def of_layer(self, kind: "LayerKind") -> Seen:
-        """What a layer of this kind sees."""
+        """Returns the geometry for a layer of this kind."""
         places = None if self.places is None else _chosen(self.places, kind.window)
         return Seen(_chosen(self.angles, kind.rotation), _chosen(self.masks, kind.window), self.reaches, places)
 
@@ -53,7 +53,7 @@ class LayerKind(NamedTuple):
 
 
 def layer_kinds(config: ModelConfig) -> list[LayerKind]:
-    """Of each layer."""
+    """Returns the kind of each layer."""
 
     def places(of_layers: Iterable[Any]) -> list[int | None]:
         of_layers = list(of_layers)
@@ -81,7 +81,7 @@ def _geometry(
     masks_of: Callable[[int | None], tuple[jax.Array, ...]],
     reach: int | None = None,
 ) -> Geometry:
-    """Of tokens at positions `[N, M]`, of texts of so many tokens at most, with the masks of a window.
+    """Makes the geometry of tokens at positions `[N, M]`, in texts of at most `longest` tokens.
 
     A query of the last mask sees at most `reach` tokens of its row.
     """
@@ -113,25 +113,25 @@ def geometry_of_rows(config: ModelConfig, rows: Rows) -> Geometry:
     (n, width), group_size = prompt_mask.shape, rows.ids.shape[1]
     of_prompt = prompt_positions(prompt_mask)
     place = jnp.arange(size)[None, None] if numbers is None else positions_in_texts(numbers)
-    own = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)[:, None, None] + place  # [N, G or 1, I]
+    number_in_prompt = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)[:, None, None] + place  # [N, G or 1, I]
     causal = jnp.tril(jnp.ones((size, size), bool))
     # Padding sees what completion 0 would see, itself included. Nobody reads what it computes.
     same = causal if numbers is None else causal & (numbers[..., :, None] == numbers[..., None, :])
 
     def by_part(x: jax.Array) -> jax.Array:
         """`[N, P]` -> `[N, G or 1, P]`."""
-        return jnp.broadcast_to(x[:, None], (*own.shape[:2], width))
+        return jnp.broadcast_to(x[:, None], (*number_in_prompt.shape[:2], width))
 
     def masks_of(window: int | None) -> tuple[jax.Array, ...]:
         within = (prompt_mask[:, :, None] == prompt_mask[:, None, :]) & jnp.tril(jnp.ones((width, width), bool))
         within &= _near(of_prompt[:, :, None], of_prompt[:, None, :], window)
-        seen = jnp.broadcast_to(by_part(prompt_mask)[:, :, None], (*own.shape, width))
-        seen = jnp.concatenate([seen, jnp.broadcast_to(same, (*own.shape, size))], axis=-1)
-        in_a_row = jnp.concatenate([by_part(of_prompt), own], axis=-1)
-        seen &= _near(own[..., :, None], in_a_row[..., None, :], window)
+        seen = jnp.broadcast_to(by_part(prompt_mask)[:, :, None], (*number_in_prompt.shape, width))
+        seen = jnp.concatenate([seen, jnp.broadcast_to(same, (*number_in_prompt.shape, size))], axis=-1)
+        in_a_row = jnp.concatenate([by_part(of_prompt), number_in_prompt], axis=-1)
+        seen &= _near(number_in_prompt[..., :, None], in_a_row[..., None, :], window)
         return within[:, None, None, None], seen[:, None, :, None]
 
-    of_parts = jnp.broadcast_to(own, (n, group_size, size)).reshape(n, -1)
+    of_parts = jnp.broadcast_to(number_in_prompt, (n, group_size, size)).reshape(n, -1)
     positions = jnp.concatenate([of_prompt, of_parts], axis=-1)
     return _geometry(config, positions, width + rows.longest, masks_of, rows.longest)
 
@@ -179,7 +179,7 @@ def _places(config: ModelConfig, slots: int, number: jax.Array, active: Any = No
 def geometry_of_step(
     config: ModelConfig, prefix: Prefix, group_size: int, slots: int, step: jax.Array, active: jax.Array | None = None
 ) -> Geometry:
-    """Of token number `step` of all completions.
+    """Returns the geometry of token number `step` of all completions.
 
     Args:
       config: for rotations and windows.
@@ -201,12 +201,12 @@ def geometry_of_step(
         return of_prompt[:, None, None, None, None], of_cache[:, None, None, None, None]
 
     positions = jnp.broadcast_to(position, (position.shape[0], group_size))
-    found = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
-    return replace(found, places=_places(config, slots, step, active))
+    geometry = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
+    return replace(geometry, places=_places(config, slots, step, active))
 
 
 def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, width: int, slots: int) -> Geometry:
-    """Of the next tokens of each completion, each behind its own.
+    """Returns the geometry of the next tokens of each completion, behind its earlier ones.
 
     Args:
       config: for rotations and windows.
@@ -231,8 +231,8 @@ def geometry_of_tokens(config: ModelConfig, prefix: Prefix, lengths: jax.Array, 
         return of_prompt[:, None, :, None], of_cache[:, None, :, None]
 
     positions = position.reshape(position.shape[0], -1)
-    found = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
-    return replace(found, places=_places(config, slots, number))
+    geometry = _geometry(config, positions, prefix.mask.shape[-1] + slots, masks_of)
+    return replace(geometry, places=_places(config, slots, number))
 
 
 def prompt_positions(mask: jax.Array) -> jax.Array:
@@ -241,5 +241,5 @@ def prompt_positions(mask: jax.Array) -> jax.Array:
 
 
 def _near(queries: jax.Array, keys: jax.Array, window: int | None) -> Any:
-    """Whether a key is within the window of a query, from positions that broadcast against each other."""
+    """Returns whether a key is within the window of a query, from positions that broadcast against each other."""
     return True if window is None else queries - keys < window

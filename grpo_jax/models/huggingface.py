@@ -49,7 +49,7 @@ _LARGEST = 1e6  # of a weight: those of models are below a thousand, and float16
 
 
 class Pretrained(NamedTuple):
-    """What a folder holds."""
+    """A model as its folder holds it."""
 
     config: ModelConfig
     params: Params  # or `Headed`
@@ -153,7 +153,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """What ends a text: the union of config.json, generation_config.json and tokenizer, which often disagree.
+    """Returns the tokens that end a text: the union of config.json, generation_config.json and tokenizer.
 
     Args:
       folder: of the model.
@@ -163,14 +163,14 @@ def eos_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[tuple[int, .
     Returns:
       The ids, and notes that name those left out.
     """
-    found = {tokenizer.eos_token_id}
+    candidates = {tokenizer.eos_token_id}
     for file in (folder / "config.json", folder / "generation_config.json"):
         ids = read_json(file).get("eos_token_id") if file.exists() else None
         ids = ids if isinstance(ids, list) else [ids]
         if not all(isinstance(x, int | None) and not isinstance(x, bool) and (x or 0) >= 0 for x in ids):
             raise UsageError(f"eos_token_id in {file} is {ids}: it must be a token's number, or a list of them")
-        found |= set(ids)
-    ids = tuple(sorted(found - {None}))
+        candidates |= set(ids)
+    ids = tuple(sorted(candidates - {None}))
     usable = tuple(eos_id for eos_id in ids if eos_id < vocab_size)
     if not usable or usable == ids:
         return ids, ()
@@ -192,7 +192,7 @@ class Tensor(NamedTuple):
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the folder's tensor."""
+        """The shape of the folder's tensor."""
         return self.shape if self.rows is None else (self.rows, *self.shape[1:])
 
     @property
@@ -201,7 +201,7 @@ class Tensor(NamedTuple):
         return self.name.count("{}")
 
     def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """As part of a leaf, with the shape that it has there, from the folder's tensor."""
+        """Makes the part of a leaf, in its shape there, from the folder's tensor."""
         if self.rows is not None:
             tensor = tensor[self.first : self.first + self.shape[0]]
         return (tensor.T if self.linear else tensor).reshape(shape)
@@ -212,7 +212,7 @@ class Tensor(NamedTuple):
 
 
 def headed_layout(config: ModelConfig) -> Headed:
-    """As `tensor_layout`, of a classifier with one label: …ForSequenceClassification in transformers."""
+    """Returns `tensor_layout` for a classifier with one label: …ForSequenceClassification in transformers."""
     return Headed(tensor_layout(config), Tensor("score.weight", (1, config.hidden_size), False))  # type: ignore[arg-type]
 
 
@@ -303,7 +303,7 @@ def _tensors_of(layout: Any) -> list[Tensor]:
 
 @cache
 def _shapes(config: ModelConfig) -> Any:
-    """Of the parameters: a tree of `jax.ShapeDtypeStruct`, not to be changed."""
+    """Returns the shapes of the parameters: a tree of `jax.ShapeDtypeStruct`, not to be changed."""
     return jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
 
 
@@ -331,11 +331,11 @@ def load_params(
     """
     shapes = _shapes(config)
     layout: Any = tensor_layout(config)
-    found = _one_by_one(find_tensors(folder), layout, config)
+    tensors = _one_by_one(find_tensors(folder), layout, config)
     if head:
         shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
         layout = headed_layout(config)
-    _check_tensors(found, layout, config)
+    _check_tensors(tensors, layout, config)
     structure = jax.tree.structure(shapes)
     if quantize != "none":
         shapes = jax.eval_shape(partial(quantise_params, format=quantize), shapes)
@@ -349,20 +349,20 @@ def load_params(
         if is_quantised(leaf):
 
             def kernel(place: tuple[int, ...]) -> np.ndarray:
-                x = read_tensor(found, tensor.name.format(*place))
+                x = read_tensor(tensors, tensor.name.format(*place))
                 x = x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype)
                 return tensor.to_leaf(x, leaf.shape[tensor.stacked :])
 
             return _quantised(kernel, leaf, target)
 
         def part(index: Any) -> np.ndarray:
-            """What one device holds, a tuple of slices: of each layer its part."""
+            """Reads what one device holds: a slice for each axis of the leaf."""
             places = [range(size)[part] for size, part in zip(leaf.shape, index, strict=True)]
-            stacked, piece = tensor.stacked, np.empty([len(own) for own in places], dtype)
+            stacked, piece = tensor.stacked, np.empty([len(indices) for indices in places], dtype)
             for place, numbers in zip(
                 np.ndindex(piece.shape[:stacked]), itertools.product(*places[:stacked]), strict=True
             ):
-                whole = tensor.to_leaf(read_tensor(found, tensor.name.format(*numbers)), leaf.shape[stacked:])
+                whole = tensor.to_leaf(read_tensor(tensors, tensor.name.format(*numbers)), leaf.shape[stacked:])
                 piece[place] = whole[index[stacked:]]
             return piece
 
@@ -398,14 +398,14 @@ def _quantised(kernel: Callable[[tuple[int, ...]], np.ndarray], leaf: Quantised,
 
 
 def _num_bytes(tree: Any, dtype: Any) -> int:
-    """Of parameters, from their shapes: of quantised ones as they are, of others in a dtype."""
+    """Returns the size of parameters from their shapes: quantised ones as they are, others in a dtype."""
     leaves = jax.tree.leaves(tree, is_leaf=is_quantised)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(list(filter(is_quantised, leaves))))
     return held + jnp.dtype(dtype).itemsize * sum(x.size for x in leaves if not is_quantised(x))
 
 
 class Found(NamedTuple):
-    """Where a tensor is, and what its file says of it."""
+    """The place of a tensor, with the shape and dtype in its file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -427,30 +427,30 @@ def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, 
             names = sorted(file.name for file in folder.glob("*.safetensors"))
     if not names:
         raise UsageError(f"{folder} holds no .safetensors file: convert the model to safetensors first")
-    found = {}
+    tensors = {}
     for file in (folder / name for name in names):
         if not file.exists():
             raise UsageError(f"{folder} lacks {file.name}: download it again")
         with _opened(file) as opened:
             for name in opened.keys():  # noqa: SIM118, it is no dictionary
                 header = opened.get_slice(name)
-                found[name] = Found(file, tuple(header.get_shape()), header.get_dtype())
-    return found
+                tensors[name] = Found(file, tuple(header.get_shape()), header.get_dtype())
+    return tensors
 
 
 def _is_weights_file(name: Any) -> bool:
-    """Whether this names a file of weights beside its index, and not one elsewhere."""
+    """Returns whether this names a file of weights in the folder of its index."""
     return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
 
 
-def _one_by_one(found: dict[str, Found], layout: Any, config: ModelConfig) -> dict[str, Found]:
+def _one_by_one(tensors: dict[str, Found], layout: Any, config: ModelConfig) -> dict[str, Found]:
     """Tensors by the names of the layout, also where a folder has one for all experts of a layer.
 
     transformers 5 holds them so, gate and up in one, and writes them so with save_original_format=False.
     """
     if config.experts is None:
-        return found
-    found, mlp, inner = dict(found), layout["layers"]["mlp"], config.experts.moe_intermediate_size
+        return tensors
+    tensors, mlp, inner = dict(tensors), layout["layers"]["mlp"], config.experts.moe_intermediate_size
     parts = {
         "gate_proj": ("gate_up_proj", slice(0, inner)),
         "up_proj": ("gate_up_proj", slice(inner, 2 * inner)),
@@ -458,21 +458,21 @@ def _one_by_one(found: dict[str, Found], layout: Any, config: ModelConfig) -> di
     }
     for layer in range(config.num_hidden_layers):
         stem = f"model.layers.{layer}.mlp"
-        whole = {name: found.pop(f"{stem}.experts.{name}", None) for name in ("gate_up_proj", "down_proj")}
+        whole = {name: tensors.pop(f"{stem}.experts.{name}", None) for name in ("gate_up_proj", "down_proj")}
         for name, (of, rows) in parts.items():
             if (tensor := whole[of]) is None:
                 continue
             for expert in range(tensor.shape[0] if len(tensor.shape) == 3 else 0):
                 shape = (len(range(tensor.shape[1])[rows]), tensor.shape[2])
                 part = f"{stem}.experts.{of}", (expert, rows)
-                found[mlp[name]["kernel"].name.format(layer, expert)] = Found(tensor.file, shape, tensor.dtype, part)
-        if any(whole.values()) and f"{stem}.gate.weight" in found:
-            router = found.pop(f"{stem}.gate.weight")._replace(part=(f"{stem}.gate.weight", ()))
-            found[mlp["router"]["kernel"].name.format(layer)] = router
-    return found
+                tensors[mlp[name]["kernel"].name.format(layer, expert)] = Found(tensor.file, shape, tensor.dtype, part)
+        if any(whole.values()) and f"{stem}.gate.weight" in tensors:
+            router = tensors.pop(f"{stem}.gate.weight")._replace(part=(f"{stem}.gate.weight", ()))
+            tensors[mlp["router"]["kernel"].name.format(layer)] = router
+    return tensors
 
 
-def _check_tensors(found: dict[str, Found], layout: Any, config: ModelConfig) -> None:
+def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) -> None:
     """Every tensor that is needed, in a shape and dtype that can be read, and none that nobody reads."""
     counts = config.num_hidden_layers, config.experts.num_experts if config.experts else 0
     needed = {
@@ -481,18 +481,18 @@ def _check_tensors(found: dict[str, Found], layout: Any, config: ModelConfig) ->
         for numbers in np.ndindex(counts[: tensor.stacked])
     }
     for name, shape in needed.items():
-        if name not in found:
+        if name not in tensors:
             raise UsageError(f"the model's safetensors files hold no tensor {name!r}")
-        if found[name].shape != shape:
-            raise UsageError(f"tensor {name!r} has shape {found[name].shape}, but config.json asks for {shape}")
-        if found[name].dtype not in FLOAT_DTYPES:
+        if tensors[name].shape != shape:
+            raise UsageError(f"tensor {name!r} has shape {tensors[name].shape}, but config.json asks for {shape}")
+        if tensors[name].dtype not in FLOAT_DTYPES:
             raise UsageError(
-                f"tensor {name!r} is of dtype {found[name].dtype}, but only {', '.join(FLOAT_DTYPES)} can be read: "
+                f"tensor {name!r} is of dtype {tensors[name].dtype}, but only {', '.join(FLOAT_DTYPES)} can be read: "
                 "convert the model first"
             )
     # Older files keep the rotary frequencies, which follow from the configuration; some repeat the tied matrix.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    unknown = {name for name in found.keys() - needed.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}
+    unknown = {name for name in tensors.keys() - needed.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}
     if unknown:
         raise UsageError(
             f"the model's safetensors files hold tensors that this decoder does not know: {sorted(unknown)[:5]}"
@@ -513,20 +513,20 @@ def _check_memory(folder: Path, shapes: Any, dtype: Any) -> None:
         )
 
 
-def read_tensor(found: dict[str, Found], name: str) -> np.ndarray:
+def read_tensor(tensors: dict[str, Found], name: str) -> np.ndarray:
     """A tensor.
 
     Raises:
       UsageError: a value is not finite, or larger than any of a model: the file is damaged.
     """
     # Opened for each tensor: while a file is open, all that was read of it counts as memory in use.
-    with _opened(found[name].file) as opened:
-        whole, index = found[name].part or (name, ())
+    with _opened(tensors[name].file) as opened:
+        whole, index = tensors[name].part or (name, ())
         tensor = opened.get_slice(whole)[index] if index else opened.get_tensor(whole)
     largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN, where there is one
     if not largest <= _LARGEST:
         raise UsageError(
-            f"tensor {name!r} in {found[name].file} holds {largest:.3g}, which no model has: it is damaged, or its "
+            f"tensor {name!r} in {tensors[name].file} holds {largest:.3g}, which no model has: it is damaged, or its "
             "training diverged"
         )
     return tensor
@@ -560,7 +560,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """As transformers lays it out."""
+    """Writes JSON in transformers' layout."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

@@ -113,12 +113,12 @@ def fingerprint(params: Params) -> str:
         return x[(0,) * (x.ndim - 1)].astype(jnp.float32)
 
     def on_all(x: jax.Array) -> Any:
-        """Of a mesh: whole on every device, for several hosts may share the mesh."""
+        """Returns the sharding of a row: whole on every device of a mesh, which several hosts may share."""
         sharding = getattr(x, "sharding", None)
         return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
-    wanted = jax.tree.map(on_all, params)
-    few = jax.jit(partial(jax.tree.map, row), out_shardings=wanted)(params)
+    shardings = jax.tree.map(on_all, params)
+    few = jax.jit(partial(jax.tree.map, row), out_shardings=shardings)(params)
     for (path, leaf), row in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(few), strict=True):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape}".encode() + np.asarray(row).tobytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""What a tree of parameters holds besides arrays: kernels in few bits, and a scalar head."""
+"""Nodes of a tree of parameters other than arrays: kernels in few bits, and a scalar head."""
 
 from dataclasses import dataclass
 from functools import partial

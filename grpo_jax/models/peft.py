@@ -166,28 +166,28 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
             f"init_lora_weights {config['init_lora_weights']!r} in {folder}/adapter_config.json changes the base: save "
             "the adapter with PEFT's path_initial_model_for_weight_conversion first"
         )
-    found = find_tensors(folder, ["adapter_model.safetensors"])
-    rank, alpha, left = config.get("r", 8), config.get("lora_alpha", 8), set(found)  # 8 and 8 are PEFT's defaults
+    by_name = find_tensors(folder, ["adapter_model.safetensors"])
+    rank, alpha, left = config.get("r", 8), config.get("lora_alpha", 8), set(by_name)  # 8 and 8 are PEFT's defaults
     if type(alpha) not in (int, float) or not abs(alpha) < 1e30:  # also NaN
         raise UsageError(f"lora_alpha in {folder}/adapter_config.json is {shown(alpha)}: it must be a finite number")
 
     def take(name: str, shape: tuple[int, int]) -> np.ndarray:
-        if name not in found or found[name].shape != shape or found[name].dtype not in FLOAT_DTYPES:
-            there = found[name]._asdict() if name in found else "missing"
+        if name not in by_name or by_name[name].shape != shape or by_name[name].dtype not in FLOAT_DTYPES:
+            there = by_name[name]._asdict() if name in by_name else "missing"
             raise UsageError(f"{folder}: {name} must be floats of shape {shape}, but is {there}")
         left.discard(name)
-        return read_tensor(found, name).astype(np.float32).T
+        return read_tensor(by_name, name).astype(np.float32).T
 
     layers: dict[str, Any] = {}
     for block, name in sites():
         kernels = params["layers"][block]
         kernel = kernels[name]["kernel"]
         stacked, inputs, outputs = split_shape(name, kernel.shape)
-        module = _fused(name) if f"{_peft_name(params, block, _fused(name), 0)}.lora_A.weight" in found else name
+        module = _fused(name) if f"{_peft_name(params, block, _fused(name), 0)}.lora_A.weight" in by_name else name
         sizes = {part: (first, size) for part, first, size in _parts(kernels, module)}
         first, size = sizes[name]
         stems = [_peft_name(params, block, module, *numbers) for numbers in np.ndindex(stacked)]
-        if f"{stems[0]}.lora_A.weight" in found:
+        if f"{stems[0]}.lora_A.weight" in by_name:
             shape = sum(size for _, size in sizes.values()), rank
             a = [take(f"{stem}.lora_A.weight", (rank, math.prod(inputs))) for stem in stems]
             b = [take(f"{stem}.lora_B.weight", shape)[:, first : first + size] for stem in stems]
@@ -202,7 +202,7 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
 
 
 def _peft_name(params: Params, block: str, name: str, layer: int, expert: int | None = None) -> str:
-    """Of a projection, in the files of PEFT; an expert's as in transformers 4, where each is a module of its own."""
+    """Returns the name of a projection in PEFT's files; an expert's as in transformers 4, with a module for each."""
     module = "self_attn" if block == "attention" else block
     if expert is not None:
         is_mixtral = "q_norm" not in params["layers"]["attention"]

@@ -1,4 +1,4 @@
-"""What sampling and training need of a model: four pure functions, and three that it can do without.
+"""The functions of a model that sampling and training call: four pure functions, and three optional ones.
 
 Anything that provides them can be trained: the decoder here, an nnx model through
 split and merge, a fake in a test. Letters as in `transformer`.
@@ -142,15 +142,15 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
     one_by_one = Transformer(config, scan_layers=False)
 
     def layout(params: Params) -> dict[str, Any]:
-        """As decode steps read parameters: laid out once in a program, and not in every turn of its loops."""
+        """Lays out parameters as decode steps read them: once in a program, and not in every turn of its loops."""
         return {name: laid_out(decoding_layout(tree, config), decoding) for name, tree in variables(params).items()}
 
     def slots_of_layers(room: int) -> list[int]:
         return [slots_of(config, window, room) for window in config.windows]
 
-    def room(own: tuple[KeyValues, ...]) -> int:
+    def room(completions: tuple[KeyValues, ...]) -> int:
         """Slots of a layer without a window; without any such layer the most that there are, which serve as well."""
-        return max(layer.values.shape[-2] for layer in own)
+        return max(layer.values.shape[-2] for layer in completions)
 
     def prefill(params: Params, prompt_ids: jax.Array, prompt_mask: jax.Array, group_size: int, max_tokens: int):
         seen = geometry_of_rows(config, rows_of_prompts(prompt_ids, prompt_mask))
@@ -169,10 +169,10 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
         cache = prefix, tuple(empty(slots) for slots in slots_of_layers(max_tokens))
 
         def decode(cache: Any, ids: jax.Array, step: jax.Array, active: jax.Array | None = None):
-            prefix, own = cache
-            seen = geometry_of_step(config, prefix, ids.shape[1], room(own), step, active)
-            hidden, own = one_by_one.apply(separate, ids, seen, past=(prefix, own))
-            return hidden, (prefix, own)
+            prefix, completions = cache
+            seen = geometry_of_step(config, prefix, ids.shape[1], room(completions), step, active)
+            hidden, completions = one_by_one.apply(separate, ids, seen, past=(prefix, completions))
+            return hidden, (prefix, completions)
 
         return hidden[:, -1], decode, cache
 
@@ -180,19 +180,19 @@ def _decoding(config: ModelConfig, model: Transformer) -> dict[str, Any]:
         separate = layout(params)
 
         def append(cache: Any, ids: jax.Array, lengths: jax.Array):
-            (prefix, own), (n, group_size, width) = cache, ids.shape
-            seen = geometry_of_tokens(config, prefix, lengths, width, room(own))
-            hidden, own = one_by_one.apply(separate, ids.reshape(n, -1), seen, past=(prefix, own))
-            return hidden.reshape(n, group_size, width, -1), (prefix, own)
+            (prefix, completions), (n, group_size, width) = cache, ids.shape
+            seen = geometry_of_tokens(config, prefix, lengths, width, room(completions))
+            hidden, completions = one_by_one.apply(separate, ids.reshape(n, -1), seen, past=(prefix, completions))
+            return hidden.reshape(n, group_size, width, -1), (prefix, completions)
 
         return append
 
     def select(cache: Any, chosen: jax.Array) -> Any:
-        prefix, own = cache
-        return select_completions(prefix, own, chosen, config.num_key_value_heads)
+        prefix, completions = cache
+        return select_completions(prefix, completions, chosen, config.num_key_value_heads)
 
     def wider(cache: Any, slots: int) -> Any:
-        prefix, own = cache
-        return prefix, widen(own, slots_of_layers(slots))
+        prefix, completions = cache
+        return prefix, widen(completions, slots_of_layers(slots))
 
     return {"prefill": prefill, "decoder": decoder, "select": select, "widen": wider}

@@ -179,5 +179,5 @@ _DECODE = {"int8": _from_int8, "nf4": _from_nf4}  # codes, scales, I -> float32 
 
 
 def _not_zero(x: jax.Array) -> jax.Array:
-    """Of a group of zeros the largest weight is 0, and its codes are those of 0 whatever it is divided by."""
+    """Replaces 0 by 1: the codes of a group of zeros are 0 whatever they are divided by."""
     return jnp.where(x > 0, x, 1)

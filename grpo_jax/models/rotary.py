@@ -67,8 +67,8 @@ def _llama3(frequencies: jax.Array, scaling: Llama3Scaling) -> jax.Array:
     """
     factor, low, high, original = scaling
     waves = original * frequencies / (2 * jnp.pi)  # that fit into the original context
-    kept = jnp.clip((waves - low) / (high - low), 0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / factor)
+    unscaled = jnp.clip((waves - low) / (high - low), 0.0, 1.0)
+    return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
 def _yarn(frequencies: jax.Array, scaling: YarnScaling, theta: float, features: int) -> tuple[jax.Array, float]:

@@ -61,12 +61,12 @@ def stored(axes: Axes) -> Axes:
 
 
 def gathered(axes: Axes) -> Axes:
-    """Those of one layer while it is computed for many tokens."""
+    """Returns the axes of one layer's parameters while it is computed for many tokens."""
     return None if axes == FSDP else axes
 
 
 def decoding(axes: Axes) -> Axes:
-    """Those of all layers while tokens are decoded."""
+    """Returns the axes of all layers' parameters while tokens are decoded."""
     return (TENSOR, FSDP) if axes == TENSOR else gathered(axes)
 
 
@@ -100,7 +100,7 @@ def _spec(shape: tuple[int, ...], sizes: Any, axes: tuple[Axes, ...]) -> Partiti
 
 
 def fitting(size: int, sizes: Any, axes: Axes) -> Axes:
-    """As many of the axes of a mesh, from the first on, as divide a size."""
+    """Returns as many of the axes of a mesh, from the first on, as divide a size."""
     names = () if axes is None else (axes,) if isinstance(axes, str) else axes
     while names and size % math.prod(sizes[name] for name in names):
         names = names[:-1]
@@ -155,13 +155,13 @@ def put_together(module: str, leaf: str, x: Any) -> Any:
 
 
 def unembedding_axes(vocab_size: int) -> tuple[Axes, Axes]:
-    """What an unembedding `[V, D]` is cut along in decoding: its tokens where the mesh divides them, else features."""
+    """Returns the axes of an unembedding `[V, D]` in decoding: of tokens if the mesh divides them, else of features."""
     sizes, cut = mesh_sizes(), (TENSOR, FSDP)
     divides = sizes is not None and fitting(vocab_size, sizes, cut) == cut
     return (cut, None) if divides else (None, MODEL)
 
 
 def decoding_axes(module: str) -> tuple[Axes, Axes]:
-    """What a projection's rows in decoding are cut along: those that go in, and those that come out."""
+    """Returns the axes of a projection's rows in decoding: of its inputs, and of its outputs."""
     inputs, outputs = _PROJECTIONS[module]
     return decoding(inputs[0]), decoding(outputs[0])

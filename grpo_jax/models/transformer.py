@@ -133,8 +133,8 @@ class Transformer(nn.Module):
             key_values = []
             for layer, kind in enumerate(kinds):
                 own_past = None if past is None else (past[0].layers[layer], past[1][layer])
-                x, own = Block(config, name=f"layer_{layer}")(x, geometry, kind, past=own_past)
-                key_values.append(own)
+                x, layer_keys = Block(config, name=f"layer_{layer}")(x, geometry, kind, past=own_past)
+                key_values.append(layer_keys)
             key_values = tuple(key_values)
         return spread(norm(config, "final_norm")(x), rows), key_values
 
@@ -159,11 +159,11 @@ def rematerialised(block: type[nn.Module], config: ModelConfig) -> type[nn.Modul
     Also without remat, norms, rotations and softmax are computed again: that takes less time than writing them down.
     Parameters of a layer that a mesh has put together are not kept either.
     """
-    kept = _KEPT if config.remat == "none" else ("routed",) if config.experts else ()
-    policy = jax.checkpoint_policies.save_only_these_names(*kept) if kept else None
+    saved = _KEPT if config.remat == "none" else ("routed",) if config.experts else ()
+    policy = jax.checkpoint_policies.save_only_these_names(*saved) if saved else None
     if config.remat == "offload":
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=kept,
+            names_which_can_be_saved=saved,
             names_which_can_be_offloaded=["input"],
             offload_src="device",
             offload_dst="pinned_host",
@@ -233,12 +233,12 @@ class Attention(nn.Module):
         scalar = config.query_pre_attn_scalar
         scores = Scores(None if scalar is None else scalar**-0.5, config.attn_logit_softcapping)
         if past is None:
-            attended, kept = attend_rows(queries, keys, values, seen.masks, seen.reaches, config.attention, scores)
+            attended, saved = attend_rows(queries, keys, values, seen.masks, seen.reaches, config.attention, scores)
         else:
-            attended, kept = attend_past(queries, keys, values, seen.masks, *past, seen.places, scores)
+            attended, saved = attend_past(queries, keys, values, seen.masks, *past, seen.places, scores)
         attended = spread(attended.reshape(*x.shape[:2], heads, features), BATCH, None, TENSOR)
         out = Linear((config.hidden_size,), config.o_bias, in_axes=2, name="o_proj")
-        return out(attended), kept
+        return out(attended), saved
 
 
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
@@ -327,7 +327,7 @@ class Linear(nn.Module):
         return y
 
     def _decodes(self) -> bool:
-        """Whether the parameters are those of `decoding_layout`."""
+        """Returns whether the parameters are those of `decoding_layout`."""
         return self.has_variable("params", "transposed") or self.has_variable("params", "quantised")
 
     def _whole(self, leaf: str, param: jax.Array, x: jax.Array) -> jax.Array:

@@ -41,7 +41,7 @@ from grpo_jax.tasks.task import Task
 
 
 class Head(NamedTuple):
-    """What makes logits of hidden states."""
+    """The last layer, which makes logits from hidden states."""
 
     unembedding: jax.Array  # [V, D]
     softcap: float | None  # of `Policy`

@@ -34,7 +34,7 @@ class EpisodePrograms(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What follows from a reply."""
+    """The consequence of a reply for its episode."""
 
     ending: str  # "" if the episode continues
     ids: Sequence[int]  # tokens of the reply, which the policy reads next
@@ -59,8 +59,8 @@ def episode_sampler(
     programs = episode_programs(policy, task, sampling, devices)
 
     def draw(params, prompts, numbers, temperature, noise) -> Completions:
-        given = prompts.ids, prompts.mask, numbers, temperature
-        return play(programs, params, given, noise, prompts.examples, task, sampling, devices)
+        inputs = prompts.ids, prompts.mask, numbers, temperature
+        return play(programs, params, inputs, noise, prompts.examples, task, sampling, devices)
 
     return draw
 
@@ -103,7 +103,7 @@ def episode_programs(policy: Policy, task: Task, sampling: SamplingConfig, devic
 def play(
     programs: EpisodePrograms,
     params: Params,
-    given: tuple[Any, ...],
+    inputs: tuple[Any, ...],
     noise: np.ndarray,
     examples: Sequence[Example],
     task: Task,
@@ -126,8 +126,8 @@ def play(
       The completions: rewards of turns and endings as NumPy arrays, all others on the devices.
     """
     assert task.environment
-    numbers = to_numpy(given[2])
-    episodes = programs.first_turn(params, *given, to_devices(noise, devices, axes=None))
+    numbers = to_numpy(inputs[2])
+    episodes = programs.first_turn(params, *inputs, to_devices(noise, devices, axes=None))
     rewards = np.full((*numbers.shape, sampling.max_turns), np.nan, np.float32)
     ending = np.full(numbers.shape, -1, np.int8)
     so_far: dict[tuple[int, int], tuple[Turn, ...]] = {}
@@ -139,17 +139,17 @@ def play(
         transcripts = [so_far[place] for place in places]
         keys = [(*map(int, noise), int(numbers[place]), number) for place in places]
         replies = task.environment.ask([examples[i] for i, _ in places], transcripts, keys)
-        said = np.full((*numbers.shape, max(sampling.environment_tokens, 1)), task.pad_id, np.int32)
+        reply_ids = np.full((*numbers.shape, max(sampling.environment_tokens, 1)), task.pad_id, np.int32)
         counts = np.zeros(numbers.shape, np.int32)
         for place, reply in zip(places, replies, strict=True):
             if reply.reward is not None:
                 rewards[(*place, number)] = reply.reward
             end, ids = _outcome(reply, sampled, place, number, task, sampling)
             ending[place] = ENDINGS.index(end) if end else -1
-            said[place][: len(ids)], counts[place] = ids, len(ids)
+            reply_ids[place][: len(ids)], counts[place] = ids, len(ids)
         if (ending >= 0).all():
             break
-        more = to_devices((said, counts, ending < 0), devices)
+        more = to_devices((reply_ids, counts, ending < 0), devices)
         episodes = programs.next_turn(params, episodes, *more)
     out = episodes.rows.out
     cut = to_numpy(out.truncated) | (ending != ENDINGS.index("done"))
@@ -166,16 +166,16 @@ def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
 def _outcome(
     reply: Reply, sampled: Completions, place: tuple[int, int], number: int, task: Task, sampling: SamplingConfig
 ) -> _Outcome:
-    """Whether an episode goes on after a reply, and with which tokens."""
-    own = sampled.completion_mask[place]
+    """Decides whether an episode continues after a reply, and with which tokens."""
+    is_policy = sampled.completion_mask[place]
     if reply.failure or reply.done:
         return _Outcome(reply.failure or "done", ())
-    if sampled.truncated[place] or own.sum() >= sampling.max_tokens:
+    if sampled.truncated[place] or is_policy.sum() >= sampling.max_tokens:
         return _Outcome("policy tokens", ())
     if number + 1 >= sampling.max_turns:
         return _Outcome("turns", ())
     assert task.environment
-    room = sampling.environment_tokens - int(((sampled.turn[place] > 0) & ~own).sum())
+    room = sampling.environment_tokens - int(((sampled.turn[place] > 0) & ~is_policy).sum())
     if len(reply.text) > MAX_CHARACTERS:
         return _Outcome("environment tokens", ())
     ids = task.environment.encode(reply.text) if reply.ids is None else reply.ids
@@ -201,23 +201,24 @@ def turns_of(sampled: Completions, place: tuple[int, int], task: Task, *, first:
     """
     assert sampled.turn is not None
     turn = sampled.turn[place]
-    here = slice(int(np.argmax(turn == first)), np.count_nonzero(turn))  # tokens are in order, and 0 is after the end
-    said: dict[int, list[int]] = defaultdict(list)
-    heard: dict[int, list[int]] = defaultdict(list)
-    ids, own = sampled.completion_ids[place], sampled.completion_mask[place]
-    for number, is_own, token in zip(turn[here].tolist(), own[here].tolist(), ids[here].tolist(), strict=True):
-        (said if is_own else heard)[number].append(token)
+    tokens = slice(int(np.argmax(turn == first)), np.count_nonzero(turn))  # tokens are in order, and 0 is after the end
+    actions: dict[int, list[int]] = defaultdict(list)
+    observations: dict[int, list[int]] = defaultdict(list)
+    ids, mask = sampled.completion_ids[place], sampled.completion_mask[place]
+    columns = (x[tokens].tolist() for x in (turn, mask, ids))
+    for number, is_action, token in zip(*columns, strict=True):
+        (actions if is_action else observations)[number].append(token)
 
     def one(number: int) -> Turn:
-        content = [token for token in said[number] if token not in task.eos_ids]
-        reply, reward = heard.get(number), float(sampled.turn_rewards[(*place, number - 1)])
+        content = [token for token in actions[number] if token not in task.eos_ids]
+        reply, reward = observations.get(number), float(sampled.turn_rewards[(*place, number - 1)])
         return Turn(
-            Completion(task.decode(content), content, truncated=said[number][-1] not in task.eos_ids),
+            Completion(task.decode(content), content, truncated=actions[number][-1] not in task.eos_ids),
             Completion(task.decode(reply), reply) if reply else None,
             None if math.isnan(reward) else reward,
         )
 
-    return tuple(one(number) for number in said)
+    return tuple(one(number) for number in actions)
 
 
 # ---- what is graded, logged and checked of episodes
@@ -289,8 +290,8 @@ def episode_metrics(graded: Graded) -> dict[str, Any]:
         for name, values in episodes.items()
         if name.startswith("measure_")
     }
-    shown = {name: count for name, count in endings.items() if count or name == "ended_done"}
-    return means | shown | measured
+    logged = {name: count for name, count in endings.items() if count or name == "ended_done"}
+    return means | logged | measured
 
 
 def check_first_episodes(task: Task, graded: Graded) -> None:

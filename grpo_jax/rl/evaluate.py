@@ -110,7 +110,7 @@ class Call(NamedTuple):
 
 
 def heldout_calls(heldout: Prompts, *, num_prompts: int, group_size: int, samples: int | None = None) -> Iterator[Call]:
-    """What `sample_heldout` samples, call by call; its arguments, and its errors."""
+    """Yields the calls of `sample_heldout`, with its arguments and errors."""
     samples, total = group_size - 1 if samples is None else samples, len(heldout.examples)
     if not 1 <= samples <= _MAX_SAMPLES:
         raise UsageError(f"{samples} samples of each held-out prompt are asked for: it must be 1 to {_MAX_SAMPLES}")

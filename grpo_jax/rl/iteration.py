@@ -265,7 +265,8 @@ def read_line(
     }
 
     def skipped_arrays() -> dict[str, Any]:
-        arrays = batch._replace(teacher=None)._asdict()  # a teacher's outputs can be computed again
+        # Only plain arrays: outputs of another model, which may be large, can be computed again.
+        arrays = {name: x for name, x in batch._asdict().items() if isinstance(x, jax.Array)}
         return to_numpy(arrays | {"advantages": learned.advantages, "prompts": learned.order[first_skipped]})
 
     name, most = f"{phase}_{step:06d}_{first_skipped + 1}", config.optimizer.max_skipped

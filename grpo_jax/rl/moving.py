@@ -1,4 +1,4 @@
-"""What moves after the updates of an iteration: the reference, and the coefficient of the KL. Both are hooks."""
+"""Hooks that run after the updates of an iteration: they move the reference and the coefficient of the KL."""
 
 from collections.abc import Callable
 from typing import Any

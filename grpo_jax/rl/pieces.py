@@ -71,8 +71,9 @@ def packed(lengths: jax.Array, width: int, rows: int) -> Microbatches:
     parts, num_prompts = batch_parts(), lengths.shape[0]
     if parts == 1:
         return _packed_part(lengths, width, rows)
-    own = lengths.reshape(parts, -1, lengths.shape[-1])
-    prompts, members, num_used, _ = jax.vmap(lambda lengths: _packed_part(lengths, width, rows)._replace(width=0))(own)
+    part_lengths = lengths.reshape(parts, -1, lengths.shape[-1])
+    pack = jax.vmap(lambda lengths: _packed_part(lengths, width, rows)._replace(width=0))
+    prompts, members, num_used, _ = pack(part_lengths)
     prompts += jnp.arange(0, num_prompts, num_prompts // parts, dtype=jnp.int32)[:, None, None]
     return Microbatches(_side_by_side(prompts), _side_by_side(members), jnp.max(num_used), width)
 

@@ -20,7 +20,7 @@ from grpo_jax.tasks.task import Task
 
 
 class Sampler(NamedTuple):
-    """What samples completions, for training and evaluation alike."""
+    """Functions that sample completions, for training and evaluation alike."""
 
     # (params, prompts, numbers int32 [N, G], temperature float32 [N, G], noise uint32 [3]) -> Completions. The noise is
     # on the host, all others on the devices

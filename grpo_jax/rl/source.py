@@ -144,20 +144,20 @@ def until_spread(
       metric: component whose spread counts; "": the weighted sum. With a length penalty in the sum, nearly every group
         has some spread.
     """
-    wanted, most = config.sampling.num_prompts, config.sampling.max_rollouts
+    num_groups, most = config.sampling.num_prompts, config.sampling.max_rollouts
 
     def spread_source(queue: Queue, policy: Params, step: int, meanwhile: Callable[[], None]) -> tuple[Queue, Rollout]:
         queue, first = source(queue, policy, step, meanwhile)
         rollouts = [grade(first)]
         spread = has_spread(rollouts[0].graded, metric)
-        while spread.sum() < wanted and len(rollouts) < most:
+        while spread.sum() < num_groups and len(rollouts) < most:
             # The first draw of each step is that of a run without further ones, so that every epoch has all its
             # prompts. The others are further on in the same order.
             index = config.steps + step * (most - 1) + len(rollouts) - 1
             rollouts.append(grade(draw(policy, index)))
             spread = np.concatenate([spread, has_spread(rollouts[-1].graded, metric)])
         everything = report(_concatenate(rollouts), step)
-        chosen = np.sort(np.argsort(~spread, stable=True)[:wanted]) if len(rollouts) > 1 else np.arange(wanted)
+        chosen = np.sort(np.argsort(~spread, stable=True)[:num_groups]) if len(rollouts) > 1 else np.arange(num_groups)
         rollout = _select(everything, [rollout.batch for rollout in rollouts], chosen, devices)
         share = float((~has_spread(rollout.graded)).mean())
         metrics = everything.metrics | {"rollouts": len(rollouts), "update_zero_spread_share": share}

@@ -38,7 +38,7 @@ class TrainState(NamedTuple):
 
 
 class TeacherOutputs(NamedTuple):
-    """What the loss needs of a teacher. A field is None if the kind of distillation does not need it."""
+    """Outputs of a teacher that the loss needs. A field is None if the kind of distillation does not need it."""
 
     logprobs: Array = None  # [N, G, T], of the sampled tokens
     hidden: Array = None  # [N, G, T, E], states of the teacher's decoder
@@ -75,7 +75,7 @@ class Batch(NamedTuple):
 
 
 class EpisodeRecord(NamedTuple):
-    """What the host knows of episodes, as NumPy arrays."""
+    """Rewards and endings of episodes, as NumPy arrays on the host."""
 
     turn_rewards: Array  # float32 [N, G, K], what the environment gave for each turn; NaN for nothing
     ending: Array  # int8 [N, G], why the episode ended: a place in `data.episodes.ENDINGS`
@@ -87,7 +87,7 @@ def record_of(completions: Completions) -> EpisodeRecord | None:
 
 
 class Graded(NamedTuple):
-    """What completions earned, the same on every host. All arrays are NumPy's."""
+    """Rewards of completions, the same on every host. All arrays are NumPy's."""
 
     rewards: np.ndarray  # float32 [N, G], the weighted sum
     applicable: np.ndarray  # bool [N, G], whether any reward applies
@@ -131,7 +131,7 @@ class Rollout(NamedTuple):
 
 
 class RewardArrays(NamedTuple):
-    """What completions earned, on the devices."""
+    """Rewards of completions, on the devices."""
 
     rewards: Array  # float32 [N, G], the weighted sum
     applicable: Array  # bool [N, G], whether any reward applies
@@ -153,7 +153,7 @@ class Forward(NamedTuple):
 
 
 class Logs(NamedTuple):
-    """What a loss reports besides its value. Logs of pieces of a batch can be combined."""
+    """Metrics that a loss reports. Logs of pieces of a batch can be combined."""
 
     means: Metrics  # name -> (weighted sum, weight)
     maxima: Mapping[str, jax.Array] = {}
@@ -186,7 +186,7 @@ class Method(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What an iteration's updates leave to log."""
+    """Metrics and advantages of an iteration's updates, to log."""
 
     metrics: dict[str, jax.Array]  # scalars
     advantages: jax.Array  # [N, G], or [N, G, T] of turns and spans
