@@ -35,8 +35,9 @@ from grpo_jax.functional.products import CPU
 from grpo_jax.models import sharding
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.huggingface import model_folder, read_json
+from grpo_jax.models.huggingface import model_folder
 from grpo_jax.models.params import Quantize
+from grpo_jax.models.weights import read_json
 from grpo_jax.planning.accelerators import DEVICES, Device
 from grpo_jax.planning.memory import Estimate, Shape, decoder_shapes, estimate, num_params, parts_of
 from grpo_jax.planning.models import MODELS

@@ -28,8 +28,9 @@ from grpo_jax.data import digests
 from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.errors import UsageError, shown, user_path
 from grpo_jax.models.config import Dtype
-from grpo_jax.models.huggingface import Pretrained, load_pretrained, read_json
+from grpo_jax.models.huggingface import Pretrained, load_pretrained
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.weights import read_json
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.rl.guards import check_tokens, check_turns

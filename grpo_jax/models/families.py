@@ -93,14 +93,13 @@ def config_to_huggingface(config: ModelConfig) -> File:
 # ---- what all files say
 
 
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SAME = ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range")
+
+
 def _common_fields(file: File) -> Fields:
     heads = file["num_attention_heads"]
-    return {
-        "vocab_size": file["vocab_size"],
-        "hidden_size": file["hidden_size"],
-        "intermediate_size": file["intermediate_size"],
-        "num_hidden_layers": file["num_hidden_layers"],
-        "num_attention_heads": heads,
+    return {name: file[name] for name in _SIZES} | {
         "num_key_value_heads": _or(file.get("num_key_value_heads"), heads),
         "head_dim": _or(file.get("head_dim"), file["hidden_size"] // heads),
         "hidden_act": file.get("hidden_act", "silu"),
@@ -112,23 +111,12 @@ def _common_fields(file: File) -> Fields:
 
 
 def _common_file(config: ModelConfig) -> File:
-    written = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": config.hidden_act,
+    written = {name: getattr(config, name) for name in (*_SIZES, *_SAME, "sliding_window")}
+    written |= {
         "rope_parameters": _rope_parameters(config),
         "rope_theta": config.rope_theta,  # for readers of before transformers 5
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": config.o_bias,
         "mlp_bias": config.mlp_bias,
-        "initializer_range": config.initializer_range,
-        "sliding_window": config.sliding_window,
     }
     if config.max_position_embeddings:
         written["max_position_embeddings"] = config.max_position_embeddings
@@ -148,10 +136,9 @@ def _check(file: File) -> None:
     for unsupported in ("quantization_config", "use_bidirectional_attention"):
         if file.get(unsupported):
             raise UsageError(f"{unsupported} {shown(file[unsupported])} is not supported")
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    if missing := [name for name in needed if name not in file]:
+    if missing := [name for name in _SIZES if name not in file]:
         raise UsageError(f"config.json lacks {', '.join(missing)}")
-    for name in needed:
+    for name in _SIZES:
         check_whole(name, file[name], MOST[name])
     for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
         if not isinstance(file.get(name), bool | None):

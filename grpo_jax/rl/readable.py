@@ -7,7 +7,7 @@ import numpy as np
 from grpo_jax.data.pieces import pieces
 from grpo_jax.devices import Devices, local_numbers
 from grpo_jax.rl.grade import decode_groups, reader_of
-from grpo_jax.rl.types import Rollout
+from grpo_jax.rl.types import Graded, Rollout
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
@@ -42,40 +42,54 @@ def readable(
     count = len(numbers)
     texts = decode_groups(_first(completions, count), task)
     lengths = completions.attention_mask.sum(-1)
-    by_part = advantages.ndim == 3
-    has_spans = not graded.episodes and any(graded.parts.ravel())
     columns = reader_of(task).columns
 
     def group(i: int) -> dict[str, Any]:
         number = numbers[i]
-        example, parts = rollout.prompts.examples[number], graded.parts[number]
-        sampled = [ids[:length] for ids, length in zip(completions.completion_ids[i], lengths[i], strict=True)]
-        lines = {
+        example, sampled = rollout.prompts.examples[number], completions.completion_ids[i]
+        by_completion = advantages[i] if advantages.ndim == 2 else advantages[i, :, 0]
+        parts = _part_columns(graded, number, advantages[i] if advantages.ndim == 3 else None)
+        return {
             "prompt": example["prompt"],
             "columns": {name: _short(value) for name, value in example.items() if name != "prompt"},
             "completions": texts[i],
             "rewards": np.where(graded.applicable[number], graded.rewards[number], np.nan).tolist(),
             "components": {name: _rounded(values[number]) for name, values in graded.components.items()},
-            "advantages": _rounded(advantages[i, :, 0] if by_part else advantages[i]),
+            "advantages": _rounded(by_completion),
             "lengths": lengths[i].tolist(),
             "truncated": completions.truncated[i].tolist(),
-            "tokens": [token_texts(ids.tolist(), text, task) for ids, text in zip(sampled, texts[i], strict=True)],
+            "tokens": [
+                token_texts(ids[:length].tolist(), text, task)
+                for ids, length, text in zip(sampled, lengths[i], texts[i], strict=True)
+            ],
             "logprobs": [_rounded(values[:length], 3) for values, length in zip(logprobs[i], lengths[i], strict=True)],
+            **columns(completions, i, texts[i]),
+            **parts,
         }
-        at_ends: list[list[float]] = []
-        if by_part:
-            rows = zip(advantages[i], parts, strict=True)
-            at_ends = [_rounded(row[[part.end - 1 for part in of_row]]) for row, of_row in rows]
-        lines |= columns(completions, i, texts[i])
-        if by_part:
-            lines["turn_advantages" if graded.episodes else "span_advantages"] = at_ends
-        if has_spans:
-            # The first token of each span and the one behind its last.
-            lines["spans"] = [[[span.start, span.end] for span in of_row] for of_row in parts]
-            lines["span_rewards"] = [[span.reward for span in of_row] for of_row in parts]
-        return lines
 
     return [group(i) for i in range(count)]
+
+
+def _part_columns(graded: Graded, number: int, advantages: np.ndarray | None) -> dict[str, Any]:
+    """Returns columns about the turns or spans of a group.
+
+    Args:
+      graded: of the rollout.
+      number: of the group.
+      advantages: `[G, T]`, if they are made for each part.
+    """
+    parts = graded.parts[number]
+    columns: dict[str, Any] = {}
+    if not graded.episodes and any(graded.parts.ravel()):
+        # The first token of each span and the one behind its last.
+        columns["spans"] = [[[part.start, part.end] for part in row] for row in parts]
+        columns["span_rewards"] = [[part.reward for part in row] for row in parts]
+    if advantages is not None and (graded.episodes or columns):
+        at_ends = [
+            _rounded(row[[part.end - 1 for part in of_row]]) for row, of_row in zip(advantages, parts, strict=True)
+        ]
+        columns["turn_advantages" if graded.episodes else "span_advantages"] = at_ends
+    return columns
 
 
 def _first(completions: Completions, count: int) -> Completions:

@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 
 from grpo_jax.errors import UsageError, reason_of, user_path
-from grpo_jax.models import huggingface, peft
+from grpo_jax.models import huggingface, peft, weights
 from grpo_jax.runs.card import model_card
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import write_text
@@ -70,7 +70,7 @@ def export(options: Options) -> int:
             base, is_fused = str(options.base or trained.lora.base), trained.config.fused_projections
             peft.save_adapter(partial, trained.params, base=base, fused_projections=is_fused)
         else:
-            raw = huggingface.read_json(source / "config.json")
+            raw = weights.read_json(source / "config.json")
             dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
             dtype = jnp.dtype(dtype if options.dtype == "model" else options.dtype)
             huggingface.save_pretrained(partial, trained.merged(), trained.config, source=source, dtype=dtype)

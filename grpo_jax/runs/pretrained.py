@@ -14,7 +14,7 @@ from grpo_jax.data import digests
 from grpo_jax.data.text import uses_chat
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import gather
-from grpo_jax.models import huggingface
+from grpo_jax.models import huggingface, weights
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description
@@ -396,7 +396,7 @@ def restore(
     lora = LoraDescription.read(description)
     if lora is None and (adapter or base):
         raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
-    config = config_from_huggingface(huggingface.read_json(description / "config.json"), **overrides)
+    config = config_from_huggingface(weights.read_json(description / "config.json"), **overrides)
     like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
     with Checkpoints(run / "checkpoints" / phase, run=partial(run_digest, run, phase)) as checkpoints:
         if lora is None:
@@ -410,7 +410,7 @@ def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -
     """The weights that the adapters were trained on, in the dtype that they had."""
     try:
         folder = huggingface.model_folder(moved or lora.base)
-        base = huggingface.load_params(folder, config, dtype=lora.param_dtype)
+        base = weights.load_params(folder, config, dtype=lora.param_dtype)
     except UsageError as error:
         raise UsageError(
             f"the base of the adapters cannot be loaded ({error}): say where it is with --base, or write the adapters "

@@ -15,7 +15,7 @@ from test_faults import without_override
 from grpo_jax import commands, hosts
 from grpo_jax.commands import evaluate, sft
 from grpo_jax.errors import Interruption, UsageError, lacking
-from grpo_jax.models import huggingface
+from grpo_jax.models import huggingface, weights
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
@@ -241,7 +241,7 @@ def test_an_export_that_is_killed_leaves_no_folder_that_looks_complete(place, mo
     """A killed process tidies nothing up; the next may have its number."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
-        target = (huggingface, "save_file") if moment == "weights" else (exporting, "write_text")
+        target = (weights, "save_file") if moment == "weights" else (exporting, "write_text")
         patch.setattr(*target, lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             export()

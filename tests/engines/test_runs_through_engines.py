@@ -16,12 +16,12 @@ from grpo_jax.config import EngineOptions, recipe, with_options
 from grpo_jax.data.types import Prompts, pad_prompts, rng
 from grpo_jax.engines.sampler import sampler_of, seed_of
 from grpo_jax.errors import Interruption, UsageError
-from grpo_jax.models import huggingface, peft
+from grpo_jax.models import huggingface, peft, weights
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import load_params
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
+from grpo_jax.models.weights import load_params
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.sampler import completion_numbers, make_sampler
 from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
@@ -154,7 +154,7 @@ def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path, i
     names = []
 
     def one_token(folder, body):
-        names.append(sorted(huggingface.find_tensors(Path(folder), ["adapter_model.safetensors"])))
+        names.append(sorted(weights.find_tensors(Path(folder), ["adapter_model.safetensors"])))
         return [EOS], [-0.5]
 
     server = Server(one_token, TASK.decode, (EOS,))
@@ -165,7 +165,7 @@ def test_the_server_gets_adapters_in_the_layout_of_an_export(params, tmp_path, i
     finally:
         server.stop()
     peft.save_adapter(tmp_path / "exported", adapted, base="", fused_projections=is_fused)
-    exported = sorted(huggingface.find_tensors(tmp_path / "exported", ["adapter_model.safetensors"]))
+    exported = sorted(weights.find_tensors(tmp_path / "exported", ["adapter_model.safetensors"]))
     assert names[0] == exported
     assert any("qkv_proj" in name for name in names[0]) == is_fused
 

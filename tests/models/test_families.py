@@ -18,12 +18,12 @@ from texts import states_of_texts
 from grpo_jax.devices import Mesh, compiled, place, to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.models.families import FAMILIES, config_from_huggingface
-from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters, merge, sites
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import dequantise_params, quantise_params
 from grpo_jax.models.trainable import join, split
+from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.planning.memory import num_params
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch

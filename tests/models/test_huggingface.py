@@ -24,20 +24,14 @@ from tokenizers.pre_tokenizers import Whitespace
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import token_logprobs
 from grpo_jax.functional.numerics import softcapped
-from grpo_jax.models import huggingface
+from grpo_jax.models import weights
 from grpo_jax.models.config import ExpertsConfig, Llama3Scaling, ModelConfig
 from grpo_jax.models.families import config_from_huggingface, config_to_huggingface
-from grpo_jax.models.huggingface import (
-    load_params,
-    load_pretrained,
-    load_tokenizer,
-    model_folder,
-    read_json,
-    save_pretrained,
-)
+from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, model_folder, save_pretrained
 from grpo_jax.models.lora import add_adapters, merge
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.rl.guards import check_tokens
 from grpo_jax.sampling.sampler import sample_groups
 from grpo_jax.tasks.dataset import text_task
@@ -644,7 +638,7 @@ def test_a_folder_appears_when_it_is_complete(tmp_path, monkeypatch):
         save_file(tensors, file, metadata)
 
     with monkeypatch.context() as patched:
-        patched.setattr(huggingface, "save_file", full_disk)
+        patched.setattr(weights, "save_file", full_disk)
         with pytest.raises(OSError, match="no space left"):
             save()
     assert len(written) == 2
@@ -967,7 +961,8 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.huggingface import load_params, read_json, save_pretrained
+from grpo_jax.models.huggingface import save_pretrained
+from grpo_jax.models.weights import load_params, read_json
 
 def memory(kind):
     lines = Path("/proc/self/status").read_text().splitlines()

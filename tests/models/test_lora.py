@@ -16,12 +16,13 @@ from safetensors.numpy import load_file, save_file
 
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import load_params, read_json, save_pretrained
+from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.lora import TARGETS, Adapted, add_adapters, fingerprint, merge, sites
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Linear
+from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.rl.optimizer import init_state
 
 GOLDEN = Path(__file__).parents[1] / "golden/llama"

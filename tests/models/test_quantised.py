@@ -20,13 +20,14 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models import quantised
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import config_to_huggingface
-from grpo_jax.models.huggingface import Tensor, load_params, save_pretrained, tensor_layout
+from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.lora import add_adapters, merge, sites
 from grpo_jax.models.params import is_quantised
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise, quantise_params
 from grpo_jax.models.trainable import join, split
+from grpo_jax.models.weights import Tensor, load_params, tensor_layout
 from grpo_jax.rl.optimizer import init_state
 
 GOLDEN = Path(__file__).parents[1] / "golden/llama"
@@ -378,7 +379,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.huggingface import load_params, read_json
+from grpo_jax.models.weights import load_params, read_json
 
 def memory(kind):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -31,11 +31,11 @@ from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.trainable import join, split
+from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.planning import pieces
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.iteration import compile_programs

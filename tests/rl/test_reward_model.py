@@ -30,10 +30,11 @@ from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.heads import add_head
-from grpo_jax.models.huggingface import load_params, load_pretrained, load_tokenizer, read_json, save_pretrained
+from grpo_jax.models.huggingface import load_pretrained, load_tokenizer, save_pretrained
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import join, split
+from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.reward_model import (
     evaluate_pairs,

@@ -43,9 +43,9 @@ from grpo_jax.training.run import RunFolder
 
 from grpo_jax.config import GRPOConfig, PPOConfig
 from grpo_jax.models.config import ModelConfig, config_from_huggingface
-from grpo_jax.models.huggingface import load_params, read_json
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.tasks.task import Component, Prompts, Task, pad_prompts, rng
 
 FILE = Path(__file__).with_name("updates.npz")

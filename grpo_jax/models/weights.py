@@ -1,0 +1,482 @@
+"""Weights of Hugging Face folders: the one table of names and shapes, read in both directions. No torch, no pickle.
+
+Tensors are read and written one at a time; what is held at once is the parameters and one of their leaves.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401, teaches NumPy bfloat16
+import numpy as np
+
+from grpo_jax.errors import UsageError, missing
+from grpo_jax.models.config import ExpertsConfig, ModelConfig
+from grpo_jax.models.heads import Headed, add_head
+from grpo_jax.models.params import Params, Quantised, Quantize, is_quantised
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.quantised import quantise, quantise_params
+
+try:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.numpy import save_file
+except ModuleNotFoundError as error:
+    raise missing(error.name) from None
+
+# By safetensors' names.
+FLOAT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_INDEX = "model.safetensors.index.json"
+# Of an expert's projections. The mixture is called block_sparse_moe there, in place of mlp.
+MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_LARGEST = 1e6  # of a weight: those of models are below a thousand, and float16 ends at 65504
+
+
+# ---- names and shapes
+
+
+class Tensor(NamedTuple):
+    """A tensor of a folder, or some rows of one, and how it is laid out there."""
+
+    name: str  # the first "{}" stands for the layer, the second for the expert
+    shape: tuple[int, ...]  # in the folder; a linear layer's is [out, in]
+    linear: bool  # here [*in, *out]: transposed, with axes for heads
+    first: int = 0  # row of the folder's tensor
+    rows: int | None = None  # that the folder's tensor has; None: those of the shape
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the folder's tensor."""
+        return self.shape if self.rows is None else (self.rows, *self.shape[1:])
+
+    @property
+    def stacked(self) -> int:
+        """Leading axes of its leaf that are tensors of their own in the folder: layers, and then experts."""
+        return self.name.count("{}")
+
+    def to_leaf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Makes the part of a leaf, in its shape there, from the folder's tensor."""
+        if self.rows is not None:
+            tensor = tensor[self.first : self.first + self.shape[0]]
+        return (tensor.T if self.linear else tensor).reshape(shape)
+
+    def from_leaf(self, leaf: np.ndarray) -> np.ndarray:
+        """The inverse of `to_leaf`, but for other rows."""
+        return np.ascontiguousarray(leaf.reshape(self.shape[::-1]).T if self.linear else leaf.reshape(self.shape))
+
+
+def headed_layout(config: ModelConfig) -> Headed:
+    """Returns `tensor_layout` for a classifier with one label: …ForSequenceClassification in transformers."""
+    return Headed(tensor_layout(config), Tensor("score.weight", (1, config.hidden_size), False))  # type: ignore[arg-type]
+
+
+# Names of norms here, and in folders. Of those with norms around, the second one has what is a name of others.
+_NORMS = {
+    "before": {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+    "after": {
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+    "around": {
+        "input_norm": "input_layernorm",
+        "attention_output_norm": "post_attention_layernorm",
+        "post_attention_norm": "pre_feedforward_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+}
+# Linear maps of one input that are one tensor in a folder with fused projections.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def tensor_layout(config: ModelConfig) -> dict[str, Any]:
+    """A `Tensor` for every leaf of the scanned decoder's parameters, in a tree like theirs."""
+    width, inner, features = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * features, config.num_key_value_heads * features
+    layer = "model.layers.{}"
+
+    def norm(name: str, size: int) -> dict[str, Tensor]:
+        return {"offset" if config.zero_centered_norms else "scale": Tensor(f"{name}.weight", (size,), False)}
+
+    out_sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    attention = _linears(f"{layer}.self_attn", width, out_sizes, config.qkv_bias, "qkv_proj", config)
+    attention |= _linears(f"{layer}.self_attn", queries, {"o_proj": width}, config.o_bias)
+    if config.qk_norm:
+        sizes = {"q": queries, "k": keys} if config.qk_norm_across_heads else {"q": features, "k": features}
+        attention |= {f"{x}_norm": norm(f"{layer}.self_attn.{x}_norm", size) for x, size in sizes.items()}
+    out_sizes = {"gate_proj": inner, "up_proj": inner}
+    mlp = _linears(f"{layer}.mlp", width, out_sizes, config.mlp_bias, "gate_up_proj", config)
+    mlp |= _linears(f"{layer}.mlp", inner, {"down_proj": width}, config.mlp_bias)
+    if config.experts:
+        mlp = _experts_layout(config, config.experts)
+    norms = {name: norm(f"{layer}.{in_folder}", width) for name, in_folder in _NORMS[config.norms].items()}
+    layout = {
+        "embedding": Tensor("model.embed_tokens.weight", (config.vocab_size, width), False),
+        "final_norm": norm("model.norm", width),
+        "layers": {"attention": attention, "mlp": mlp, **norms},
+    }
+    if not config.tie_word_embeddings:
+        layout["unembedding"] = Tensor("lm_head.weight", (config.vocab_size, width), False)
+    return layout
+
+
+def _experts_layout(config: ModelConfig, experts: ExpertsConfig) -> dict[str, Any]:
+    """The part of `tensor_layout` that stands in place of an MLP. Mixtral has names of its own."""
+    width, inner = config.hidden_size, experts.moe_intermediate_size
+    shapes = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+    names = {name: name for name in shapes} if config.qk_norm else MIXTRAL_NAMES
+    stem = f"model.layers.{{}}.{'mlp' if config.qk_norm else 'block_sparse_moe'}"
+    return {"router": {"kernel": Tensor(f"{stem}.gate.weight", (experts.num_experts, width), True)}} | {
+        name: {"kernel": Tensor(f"{stem}.experts.{{}}.{names[name]}.weight", shape, True)}
+        for name, shape in shapes.items()
+    }
+
+
+def _linears(
+    module: str, inputs: int, out_sizes: dict[str, int], bias: bool, fused: str = "", config: ModelConfig | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """Linear maps of one input, by name; rows of one tensor `fused` where the configuration says so."""
+    is_fused = config is not None and config.fused_projections
+    firsts = itertools.accumulate(out_sizes.values(), initial=0)
+    rows = sum(out_sizes.values()) if is_fused else None
+    layout = {}
+    for (name, outputs), first in zip(out_sizes.items(), firsts, strict=False):
+        stem, place = f"{module}.{fused if is_fused else name}", (first if is_fused else 0, rows)
+        layout[name] = {"kernel": Tensor(f"{stem}.weight", (outputs, inputs), True, *place)}
+        if bias:
+            layout[name]["bias"] = Tensor(f"{stem}.bias", (outputs,), False, *place)
+    return layout
+
+
+def _tensors_of(layout: Any) -> list[Tensor]:
+    """In the order of `jax.tree.leaves` of the parameters."""
+    return jax.tree.leaves(layout, is_leaf=lambda x: isinstance(x, Tensor))
+
+
+# ---- in
+
+
+@cache
+def _shapes(config: ModelConfig) -> Any:
+    """Returns the shapes of the parameters: a tree of `jax.ShapeDtypeStruct`, not to be changed."""
+    return jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
+
+
+def load_params(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    head: bool = False,
+    dtype: Any = jnp.float32,
+    quantize: Quantize = "none",
+    sharding: Any = None,
+) -> Params:
+    """The parameters in a folder's safetensors files, leaf by leaf in the dtype and on the devices asked for.
+
+    Args:
+      folder: with model.safetensors, or several files and their index.
+      config: the decoder's shape.
+      head, dtype, quantize, sharding: as in `load_pretrained`. What is quantised is rounded to the dtype first.
+
+    Returns:
+      Parameters, layers stacked.
+
+    Raises:
+      UsageError: names a tensor or file that is missing, not known, cut off, or of another shape or dtype.
+    """
+    shapes = _shapes(config)
+    layout: Any = tensor_layout(config)
+    tensors = _one_by_one(find_tensors(folder), layout, config)
+    if head:
+        shapes = jax.eval_shape(lambda decoder: add_head(config, decoder)[1], shapes)
+        layout = headed_layout(config)
+    _check_tensors(tensors, layout, config)
+    structure = jax.tree.structure(shapes)
+    if quantize != "none":
+        shapes = jax.eval_shape(partial(quantise_params, format=quantize), shapes)
+    if sharding is None:
+        _check_memory(folder, shapes, dtype)
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    sharding = sharding(shapes) if callable(sharding) else sharding
+    shardings = jax.tree.broadcast(default if sharding is None else sharding, shapes)
+
+    def load(tensor: Tensor, leaf: Any, target: Any) -> Any:
+        if is_quantised(leaf):
+
+            def kernel(place: tuple[int, ...]) -> np.ndarray:
+                x = read_tensor(tensors, tensor.name.format(*place))
+                x = x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype)
+                return tensor.to_leaf(x, leaf.shape[tensor.stacked :])
+
+            return _quantised(kernel, leaf, target)
+
+        def part(index: Any) -> np.ndarray:
+            """Reads what one device holds: a slice for each axis of the leaf."""
+            places = [range(size)[part] for size, part in zip(leaf.shape, index, strict=True)]
+            stacked, piece = tensor.stacked, np.empty([len(indices) for indices in places], dtype)
+            for place, numbers in zip(
+                np.ndindex(piece.shape[:stacked]), itertools.product(*places[:stacked]), strict=True
+            ):
+                whole = tensor.to_leaf(read_tensor(tensors, tensor.name.format(*numbers)), leaf.shape[stacked:])
+                piece[place] = whole[index[stacked:]]
+            return piece
+
+        return jax.block_until_ready(jax.make_array_from_callback(leaf.shape, target, part))
+
+    columns = _tensors_of(layout), *(jax.tree.leaves(tree, is_leaf=is_quantised) for tree in (shapes, shardings))
+    leaves = list(zip(*columns, strict=True))
+    # The largest first: while a leaf is put together it exists twice, which then is not on top of all others.
+    order = sorted(range(len(leaves)), key=lambda i: -_num_bytes(leaves[i][1], dtype))
+    loaded = {i: load(*leaves[i]) for i in order}
+    return jax.tree.unflatten(structure, [loaded[i] for i in range(len(leaves))])
+
+
+def _quantised(kernel: Callable[[tuple[int, ...]], np.ndarray], leaf: Quantised, target: Any) -> Quantised:
+    """The kernels of all layers, quantised one by one on the host, and then put where they belong.
+
+    Args:
+      kernel: (layer,) or (layer, expert) -> `[*in, *out]`, read then.
+      leaf: shapes of the result.
+      target: its shardings.
+    """
+    whole = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), leaf)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for place in np.ndindex(whole.codes.shape[:-2]):
+            one = quantise(kernel(place), leaf.in_shape, leaf.out_shape, leaf.format)
+            whole.codes[place], whole.scales[place] = one.codes, one.scales
+            del one  # before the next is read
+
+    def put(x: np.ndarray, target: jax.sharding.Sharding) -> jax.Array:
+        return jax.block_until_ready(jax.make_array_from_callback(x.shape, target, lambda index: x[index]))
+
+    return jax.tree.map(put, whole, target)
+
+
+def _num_bytes(tree: Any, dtype: Any) -> int:
+    """Returns the size of parameters from their shapes: quantised ones as they are, others in a dtype."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_quantised)
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(list(filter(is_quantised, leaves))))
+    return held + jnp.dtype(dtype).itemsize * sum(x.size for x in leaves if not is_quantised(x))
+
+
+class Found(NamedTuple):
+    """The place of a tensor, with the shape and dtype in its file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # by safetensors' names
+    part: tuple[str, tuple[int | slice, ...]] | None = None  # of another tensor; None: it is one itself
+
+
+def find_tensors(folder: Path, names: Sequence[str] | None = None) -> dict[str, Found]:
+    """All tensors of a folder by name. Reads headers only."""
+    if names is None:
+        if (folder / _INDEX).exists():
+            weight_map = read_json(folder / _INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(map(_is_weights_file, weight_map.values())):
+                raise UsageError(f"{folder / _INDEX} has no weight_map of names of files: download it again")
+            names = sorted(set(weight_map.values()))
+        elif (folder / "model.safetensors").exists():
+            names = ["model.safetensors"]
+        else:
+            names = sorted(file.name for file in folder.glob("*.safetensors"))
+    if not names:
+        raise UsageError(f"{folder} holds no .safetensors file: convert the model to safetensors first")
+    tensors = {}
+    for file in (folder / name for name in names):
+        if not file.exists():
+            raise UsageError(f"{folder} lacks {file.name}: download it again")
+        with _opened(file) as opened:
+            for name in opened.keys():  # noqa: SIM118, it is no dictionary
+                header = opened.get_slice(name)
+                tensors[name] = Found(file, tuple(header.get_shape()), header.get_dtype())
+    return tensors
+
+
+def _is_weights_file(name: Any) -> bool:
+    """Returns whether this names a file of weights in the folder of its index."""
+    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name
+
+
+def _one_by_one(tensors: dict[str, Found], layout: Any, config: ModelConfig) -> dict[str, Found]:
+    """Tensors by the names of the layout, also where a folder has one for all experts of a layer.
+
+    transformers 5 holds them so, gate and up in one, and writes them so with save_original_format=False.
+    """
+    if config.experts is None:
+        return tensors
+    tensors, mlp, inner = dict(tensors), layout["layers"]["mlp"], config.experts.moe_intermediate_size
+    parts = {
+        "gate_proj": ("gate_up_proj", slice(0, inner)),
+        "up_proj": ("gate_up_proj", slice(inner, 2 * inner)),
+        "down_proj": ("down_proj", slice(None)),
+    }
+    for layer in range(config.num_hidden_layers):
+        stem = f"model.layers.{layer}.mlp"
+        whole = {name: tensors.pop(f"{stem}.experts.{name}", None) for name in ("gate_up_proj", "down_proj")}
+        for name, (of, rows) in parts.items():
+            if (tensor := whole[of]) is None:
+                continue
+            for expert in range(tensor.shape[0] if len(tensor.shape) == 3 else 0):
+                shape = (len(range(tensor.shape[1])[rows]), tensor.shape[2])
+                part = f"{stem}.experts.{of}", (expert, rows)
+                tensors[mlp[name]["kernel"].name.format(layer, expert)] = Found(tensor.file, shape, tensor.dtype, part)
+        if any(whole.values()) and f"{stem}.gate.weight" in tensors:
+            router = tensors.pop(f"{stem}.gate.weight")._replace(part=(f"{stem}.gate.weight", ()))
+            tensors[mlp["router"]["kernel"].name.format(layer)] = router
+    return tensors
+
+
+def _check_tensors(tensors: dict[str, Found], layout: Any, config: ModelConfig) -> None:
+    """Every tensor that is needed, in a shape and dtype that can be read, and none that nobody reads."""
+    counts = config.num_hidden_layers, config.experts.num_experts if config.experts else 0
+    needed = {
+        tensor.name.format(*numbers): tensor.whole_shape
+        for tensor in _tensors_of(layout)
+        for numbers in np.ndindex(counts[: tensor.stacked])
+    }
+    for name, shape in needed.items():
+        if name not in tensors:
+            raise UsageError(f"the model's safetensors files hold no tensor {name!r}")
+        if tensors[name].shape != shape:
+            raise UsageError(f"tensor {name!r} has shape {tensors[name].shape}, but config.json asks for {shape}")
+        if tensors[name].dtype not in FLOAT_DTYPES:
+            raise UsageError(
+                f"tensor {name!r} is of dtype {tensors[name].dtype}, but only {', '.join(FLOAT_DTYPES)} can be read: "
+                "convert the model first"
+            )
+    # Older files keep the rotary frequencies, which follow from the configuration; some repeat the tied matrix.
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    unknown = {name for name in tensors.keys() - needed.keys() - ignored if not name.endswith("rotary_emb.inv_freq")}
+    if unknown:
+        raise UsageError(
+            f"the model's safetensors files hold tensors that this decoder does not know: {sorted(unknown)[:5]}"
+        )
+
+
+def _check_memory(folder: Path, shapes: Any, dtype: Any) -> None:
+    """Refuses parameters that are more than all the memory of a device, before any is taken."""
+    device = jax.local_devices()[0]
+    there = (device.memory_stats() or {}).get("bytes_limit")
+    if there is None and device.platform == "cpu" and hasattr(os, "sysconf"):
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = _num_bytes(shapes, dtype)
+    if there and needed > there:
+        raise UsageError(
+            f"the parameters in {folder} take {needed / 2**30:.1f} GiB in {jnp.dtype(dtype).name}, and a device has "
+            f"{there / 2**30:.1f} GiB: take a smaller model, param_dtype bfloat16, quantize, or a larger device"
+        )
+
+
+def read_tensor(tensors: dict[str, Found], name: str) -> np.ndarray:
+    """A tensor.
+
+    Raises:
+      UsageError: a value is not finite, or larger than any of a model: the file is damaged.
+    """
+    # Opened for each tensor: while a file is open, all that was read of it counts as memory in use.
+    with _opened(tensors[name].file) as opened:
+        whole, index = tensors[name].part or (name, ())
+        tensor = opened.get_slice(whole)[index] if index else opened.get_tensor(whole)
+    largest = max(float(tensor.max()), -float(tensor.min())) if tensor.size else 0.0  # NaN, where there is one
+    if not largest <= _LARGEST:
+        raise UsageError(
+            f"tensor {name!r} in {tensors[name].file} holds {largest:.3g}, which no model has: it is damaged, or its "
+            "training diverged"
+        )
+    return tensor
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="np")
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{file} is no complete safetensors file ({error}): download it again") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON file of a folder.
+
+    Raises:
+      UsageError: it is missing or broken.
+    """
+    if not file.is_file():
+        raise UsageError(f"{file.parent} holds no {file.name}: name a folder of a Hugging Face model")
+    try:
+        contents = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is not valid JSON ({error}): download it again") from error
+    if not isinstance(contents, dict):
+        raise UsageError(f"{file} holds no JSON object: download it again")
+    return contents
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """Writes JSON in transformers' layout."""
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+# ---- out
+
+
+def save_params(folder: Path, params: Params, config: ModelConfig, *, dtype: np.dtype, max_shard_bytes: int) -> None:
+    """Writes parameters as model.safetensors, or as several files and their index.
+
+    Args:
+      folder: exists.
+      params: of the decoder, layers stacked; or `heads.Headed`.
+      config: the decoder's shape.
+      dtype: of the tensors.
+      max_shard_bytes: more weights than this become several files.
+    """
+    files: list[list[str]] = []
+    total = 0
+    for number, shard in enumerate(_shards(params, config, dtype, max_shard_bytes)):
+        save_file(shard, folder / f"{number}.safetensors", {"format": "pt"})
+        files.append(list(shard))
+        total += sum(tensor.nbytes for tensor in shard.values())
+        shard.clear()
+    if len(files) == 1:
+        (folder / "0.safetensors").rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, tensors in enumerate(files):
+        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and tensors as the folder has them, one fetched at a time."""
+    layout = headed_layout(config) if isinstance(params, Headed) else tensor_layout(config)
+    parts: dict[str, list[tuple[Tensor, jax.Array]]] = {}
+    for tensor, leaf in zip(_tensors_of(layout), jax.tree.leaves(params), strict=True):
+        parts.setdefault(tensor.name, []).append((tensor, leaf))
+    for name, leaves in parts.items():
+        leaves.sort(key=lambda part: part[0].first)
+        # From many devices to one; on CPU nothing is copied.
+        wholes = [(tensor, np.asarray(jax.device_put(leaf, jax.devices("cpu")[0]))) for tensor, leaf in leaves]
+        for numbers in np.ndindex(wholes[0][1].shape[: wholes[0][0].stacked]):
+            rows = [tensor.from_leaf(whole[numbers]) for tensor, whole in wholes]
+            yield name.format(*numbers), rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+
+def _shards(
+    params: Params, config: ModelConfig, dtype: np.dtype, max_shard_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Tensors in groups of at most max_shard_bytes, or of one tensor that is larger."""
+    shard: dict[str, np.ndarray] = {}
+    size = 0
+    for name, tensor in _tensors(params, config):
+        tensor = tensor.astype(dtype, copy=False)
+        if shard and size + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
