@@ -247,7 +247,7 @@ def task_of(config: Config, pretrained: Pretrained) -> Task:
     """The prompts as a task, all of them at every step."""
     tokenizer, eos_ids = pretrained.tokenizer, pretrained.eos_ids
     encoded = encode_prompts(tokenizer, config.prompts, eos_ids=eos_ids)
-    examples = [{"prompt": config.prompts[i], "answer": config.answers[i]} for i in encoded.kept]
+    examples = [{"prompt": config.prompts[i], "answer": config.answers[i]} for i in encoded.numbers]
     prompts = pad_prompts(encoded.token_ids, examples, width=max(map(len, encoded.token_ids)), pad_id=0)
     vocab_size = pretrained.config.vocab_size
     check_ids(encoded.token_ids, vocab_size)

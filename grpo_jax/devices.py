@@ -210,8 +210,8 @@ def rows_program(fn: Callable[[Any, Any], Any], *, devices: Devices = 1) -> Call
     program = compiled(fn, 0, devices=devices)
 
     def call(params: Any, batch: Any) -> Any:
-        given = to_devices(batch, devices) if isinstance(devices, Mesh) else batch
-        return all_rows(program(params, given), devices)
+        arrays = to_devices(batch, devices) if isinstance(devices, Mesh) else batch
+        return all_rows(program(params, arrays), devices)
 
     return call
 
@@ -282,7 +282,7 @@ def rows_of_hosts(devices: Devices, num_prompts: int) -> list[np.ndarray]:
     placed: Mapping[Any, Any] = spread.devices_indices_map((num_prompts,))
     for device, (part,) in placed.items():
         rows[device.process_index].update(range(num_prompts)[part])
-    return [np.array(sorted(own), np.int64) for own in rows]
+    return [np.array(sorted(rows_of_host), np.int64) for rows_of_host in rows]
 
 
 def local_rows(tree: Any) -> Any:
@@ -292,8 +292,8 @@ def local_rows(tree: Any) -> Any:
     def pieces(x: jax.Array) -> list[jax.Array]:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return [x]
-        found = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}  # copies have one place
-        return [found[start] for start in sorted(found)]
+        shards = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}  # copies have one place
+        return [shards[start] for start in sorted(shards)]
 
     leaves, structure = jax.tree.flatten(tree)
     read = to_numpy([pieces(x) for x in leaves])

@@ -71,16 +71,16 @@ def majority(scores: np.ndarray, answers: Sequence[Sequence[Hashable | None]]) -
       UsageError: there is not one answer for each score, or one cannot be counted.
     """
     scores = np.asarray(scores, np.float64)
-    if [len(given) for given in answers] != [scores.shape[1]] * scores.shape[0]:
+    if [len(sample) for sample in answers] != [scores.shape[1]] * scores.shape[0]:
         raise UsageError(f"the vote needs {scores.shape[1]} answers of each of {scores.shape[0]} prompts")
 
-    def elected(given: Sequence[Hashable | None]) -> list[bool]:
-        votes = Counter(answer for answer in given if answer is not None)
+    def elected(sample: Sequence[Hashable | None]) -> list[bool]:
+        votes = Counter(answer for answer in sample if answer is not None)
         most = max(votes.values(), default=0)
-        return [not votes or (answer is not None and votes[answer] == most) for answer in given]
+        return [not votes or (answer is not None and votes[answer] == most) for answer in sample]
 
     try:
-        chosen = np.array([elected(given) for given in answers])
+        chosen = np.array([elected(sample) for sample in answers])
     except TypeError as error:
         raise UsageError(f"what is voted on must be hashable, such as text or a number: {error}") from None
     # Answers that tie have equally many completions, so that the mean over both is the mean over answers.
@@ -192,11 +192,11 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     Returns:
       Them, by the first score, each once.
     """
-    kept: list[tuple[float, float]] = []
+    front: list[tuple[float, float]] = []
     for point in sorted(set(points), reverse=True):
-        if not kept or point[1] > kept[-1][1]:
-            kept.append(point)
-    return kept[::-1]
+        if not front or point[1] > front[-1][1]:
+            front.append(point)
+    return front[::-1]
 
 
 def hypervolume(points: Sequence[tuple[float, float]]) -> float:

@@ -300,7 +300,7 @@ def with_completions(
         max_tokens=pretrained.config.max_position_embeddings if config.max_tokens is None else config.max_tokens,
         overlong=config.model.overlong,
     )
-    return [rows.token_ids[i] for i in found.kept], found.token_ids, found.summary
+    return [rows.token_ids[i] for i in found.numbers], found.token_ids, found.summary
 
 
 def compare(before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray]) -> dict[str, dict[str, float]]:

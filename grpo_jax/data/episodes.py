@@ -22,7 +22,7 @@ Key = tuple[int, ...]  # (seed, stream, step, number of the completion, number o
 
 
 class Reply(NamedTuple):
-    """What an environment says after a turn of the policy."""
+    """The answer of an environment to a turn of the policy."""
 
     text: str = ""  # what the policy reads next; not read where the episode ends
     done: bool = False  # the episode ends here
@@ -47,7 +47,7 @@ MAX_CHARACTERS = 2**18
 
 
 class Environment(NamedTuple):
-    """What answers the policy. `environment` makes one of a function."""
+    """The side of an episode that answers the policy. `environment` makes one of a function."""
 
     ask: Ask
     # text of a reply -> ids as the policy reads them, with what delimits turns. Text never becomes a control token
@@ -77,7 +77,7 @@ def environment(reply: ReplyFn, encode: Callable[[str], Sequence[int]]) -> Envir
 
 
 def messages_of(replies: Sequence[Reply]) -> dict[str, str]:
-    """What is known about each kind of failure."""
+    """A sentence for each kind of failure."""
     return {reply.failure: reply.message for reply in replies if reply.failure}
 
 
@@ -86,7 +86,7 @@ def asked(
     episodes: Sequence[tuple[Example, Transcript, Key]],
     run: Callable[[Any], Any] = run_to_end,
 ) -> list[Reply]:
-    """What a function replies to each episode, checked. `run` runs a coroutine to its end."""
+    """Calls a function for each episode and checks its replies. `run` runs a coroutine to its end."""
     answers: list[Any] = [_called(reply, *episode) for episode in episodes]
     if any(inspect.isawaitable(answer) for answer in answers):
         answers = run(_gathered(answers))
@@ -111,12 +111,12 @@ async def _gathered(answers: Sequence[Any]) -> list[Any]:
 
 
 def _raised() -> Reply:
-    """Of the exception that is handled."""
+    """Describes the exception that is handled."""
     return Reply(failure="raised", message=traceback.format_exc(limit=-20)[-MESSAGE_CHARACTERS:])
 
 
 def checked_reply(value: Any) -> Reply:
-    """What an environment returned, with plain numbers and text; or a failure that says why it is no reply."""
+    """Makes a reply of the value that an environment returned; a failure if it is none."""
     wrong = _wrong(value)
     if wrong:
         return Reply(failure="not a reply", message=f"the environment returned {wrong}")
@@ -127,7 +127,7 @@ def checked_reply(value: Any) -> Reply:
 
 
 def _wrong(value: Any) -> str:
-    """What keeps a value from being a reply, "" for nothing."""
+    """Returns why a value is no reply, "" if it is one."""
     if not isinstance(value, Reply):
         return f"{type(value).__name__}, not data.episodes.Reply"
     if value.failure and value.failure not in FAILURES:

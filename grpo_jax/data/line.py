@@ -1,4 +1,4 @@
-"""What a step of training leaves to write. Loops make lines, and the runner writes them."""
+"""Lines that steps of training make and the runner writes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ class Skipped(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What a step leaves to write."""
+    """Metrics, warnings and groups of a step, to be written."""
 
     metrics: Mapping[str, Any]  # plain numbers, the same in a rerun; empty: nothing is written
     words: str  # for the progress bar; empty: it stays as it is

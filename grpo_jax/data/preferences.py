@@ -26,7 +26,7 @@ NO_PROMPT = "with an empty prompt"  # why a row is dropped
 
 
 class HasPrompt(Protocol):
-    """What is held out by its prompt."""
+    """A record that is held out by its prompt."""
 
     @property
     def prompt(self) -> str | list[Message]: ...
@@ -72,16 +72,16 @@ def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Pr
     Raises:
       UsageError: it cannot be read, a column is missing, or nothing is left.
     """
-    kept, dropped = [], Counter[str]()
+    preferences, dropped = [], Counter[str]()
     for row in read_rows(source):
         parsed = preference_of(row, chat=chat)
         if isinstance(parsed, str):
             dropped[parsed] += 1
         else:
-            kept.append(parsed)
-    if not kept:
+            preferences.append(parsed)
+    if not preferences:
         raise UsageError(f"no pair of {source} is left ({dict(dropped)}): look at its rows")
-    return kept, dict(dropped)
+    return preferences, dict(dropped)
 
 
 def preference_of(row: Mapping[str, Any], *, chat: bool = False) -> Preference | str:
@@ -170,7 +170,7 @@ def _checked(pair: Preference) -> Preference | str:
 
 
 def split_preferences(preferences: Sequence[Kind], heldout_share: float = 0.2) -> tuple[list[Kind], list[Kind]]:
-    """Those to train on, and those held out, by a hash of the prompt: equal prompts are on one side.
+    """Splits preferences into training and held-out ones by a hash of the prompt: equal prompts are on one side.
 
     Args:
       preferences: all; or completions that were rated.
@@ -201,7 +201,7 @@ def opening(prompt: str | list[Message]) -> str | list[Message]:
 
 
 def question(prompt: str | list[Message]) -> str:
-    """What the user said last."""
+    """Returns the last message of the user."""
     if isinstance(prompt, str):
         return _TURN.split(prompt.removesuffix(ASSISTANT))[-1].strip()
     return prompt[-1]["content"]
@@ -245,9 +245,11 @@ def encode_preferences(tokenizer: Any, preferences: Sequence[Preference], **opti
       UsageError: as `encode_answers`.
     """
     answers = [(pair.chosen, pair.rejected) for pair in preferences]
-    found = encode_answers(tokenizer, [pair.prompt for pair in preferences], answers, **options)
-    margins = [preferences[number].margin for number in found.kept]
-    return EncodedPairs(found.prompts, [(chosen, rejected) for chosen, rejected in found.answers], margins, found.notes)
+    encoded = encode_answers(tokenizer, [pair.prompt for pair in preferences], answers, **options)
+    margins = [preferences[number].margin for number in encoded.numbers]
+    return EncodedPairs(
+        encoded.prompts, [(chosen, rejected) for chosen, rejected in encoded.answers], margins, encoded.notes
+    )
 
 
 def pack_chosen(pairs: EncodedPairs, eos_id: int, max_tokens: int) -> Packed:

@@ -50,20 +50,20 @@ def read_ratings(source: str | Path, *, chat: bool = False) -> tuple[list[Rating
     Raises:
       UsageError: it cannot be read, a column is missing, or nothing is left.
     """
-    kept, dropped = list[Rating](), Counter[str]()
+    ratings, dropped = list[Rating](), Counter[str]()
     for row in read_rows(source):
-        found = _ratings_of(row, chat=chat)
-        if isinstance(found, str):
-            dropped[found] += 1
+        parsed = _ratings_of(row, chat=chat)
+        if isinstance(parsed, str):
+            dropped[parsed] += 1
         else:
-            kept += found
-    if not kept:
+            ratings += parsed
+    if not ratings:
         raise UsageError(f"no completion of {source} is left ({dict(dropped)}): look at its rows")
-    return kept, dict(dropped)
+    return ratings, dict(dropped)
 
 
 def _ratings_of(row: Mapping[str, Any], *, chat: bool) -> list[Rating] | str:
-    """Those of a row, or why there is none."""
+    """Returns the ratings of a row, or why there is none."""
     where = getattr(row, "where", "a row")
     if "label" not in row:
         if "completion" in row and "chosen" not in row:
@@ -93,20 +93,20 @@ def encode_ratings(tokenizer: Any, ratings: Sequence[Rating], **options: Any) ->
     Raises:
       UsageError: as `encode_answers`.
     """
-    found = encode_answers(
+    encoded = encode_answers(
         tokenizer,
         [rating.prompt for rating in ratings],
         [(rating.completion,) for rating in ratings],
         rows="completions",
         **options,
     )
-    desirable = [ratings[number].desirable for number in found.kept]
-    return EncodedRatings(found.prompts, [ids for (ids,) in found.answers], desirable, found.notes)
+    desirable = [ratings[number].desirable for number in encoded.numbers]
+    return EncodedRatings(encoded.prompts, [ids for (ids,) in encoded.answers], desirable, encoded.notes)
 
 
 def with_none(ratings: EncodedRatings) -> EncodedPairs:
     """Each completion, and beside it an empty one: for a loss without an estimate of the KL."""
-    return EncodedPairs(ratings.prompts, [(own, []) for own in ratings.completions], [0.0] * len(ratings.prompts))
+    return EncodedPairs(ratings.prompts, [(ids, []) for ids in ratings.completions], [0.0] * len(ratings.prompts))
 
 
 def with_mismatched(ratings: EncodedRatings, seed: int) -> EncodedPairs:
@@ -136,5 +136,5 @@ def with_mismatched(ratings: EncodedRatings, seed: int) -> EncodedPairs:
         if ratings.prompts[following] != ratings.prompts[number]:
             other = following
         others[number], following = other, number
-    answers = [(own, ratings.completions[others[number]]) for number, own in enumerate(ratings.completions)]
+    answers = [(ids, ratings.completions[others[number]]) for number, ids in enumerate(ratings.completions)]
     return EncodedPairs(ratings.prompts, answers, [0.0] * len(answers), ratings.notes)

@@ -60,7 +60,7 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
 
 
 def column(row: Mapping[str, Any], name: str, where: str = "a row") -> Any:
-    """What a row has in a column.
+    """Returns the value of a column in a row.
 
     Args:
       row: its columns.
@@ -80,7 +80,7 @@ def column(row: Mapping[str, Any], name: str, where: str = "a row") -> Any:
 
 
 def text_column(row: Mapping[str, Any], name: str, where: str = "a row") -> str:
-    """As `column`, of text.
+    """Returns the text of a column in a row, as `column`.
 
     Raises:
       UsageError: there is no such column, or it holds something else.
@@ -171,12 +171,12 @@ def _file(path: Path, split: str | None, subset: str | None) -> Path:
         raise UsageError(f"{path} is no data set of the hub, and has no subset: leave it out")
     if path.is_dir():
         names = [f"{split or 'train'}{suffix}" for suffix in SUFFIXES]
-        found = [path / name for name in names if (path / name).is_file()]
-        if not found:
+        candidates = [path / name for name in names if (path / name).is_file()]
+        if not candidates:
             there = ", ".join(sorted(file.name for file in path.iterdir() if file.name.endswith(SUFFIXES)))
-            said = f"name one of its files: {there}" if there else "it has no files of rows"
-            raise UsageError(f"{path} has no {names[0]}: {said}")
-        return found[0]
+            advice = f"name one of its files: {there}" if there else "it has no files of rows"
+            raise UsageError(f"{path} has no {names[0]}: {advice}")
+        return candidates[0]
     if not path.exists():
         raise UsageError(f"there is no {path}: name a file, a folder, or a data set of the hub as owner/name")
     if not path.name.endswith(SUFFIXES):
@@ -246,6 +246,6 @@ def _hub_rows(source: str, split: str, subset: str | None) -> list[Row]:
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls a value."""
+    """Returns JSON's name for the type of a value."""
     kinds = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return "nothing (null)" if value is None else kinds.get(type(value), type(value).__name__)

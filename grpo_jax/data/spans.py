@@ -17,7 +17,7 @@ class BadSpans(ValueError):
 
 
 def are_spans(value: Any) -> bool:
-    """Whether a reward says of a completion how good its parts are, in place of a number."""
+    """Returns whether a reward is a list of rewards for parts of a completion, instead of a number."""
     return isinstance(value, list | tuple) and all(isinstance(part, list | tuple) for part in value)
 
 
@@ -60,7 +60,7 @@ def _span(part: Any) -> Span:
 
 
 def total(spans: Sequence[Span]) -> float:
-    """What a completion earned."""
+    """Returns the sum of the parts' rewards."""
     return math.fsum(span.reward for span in spans) if spans else 0.0
 
 

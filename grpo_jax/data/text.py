@@ -15,22 +15,22 @@ class Encoded(NamedTuple):
 
     token_ids: list[list[int]]
     texts: list[str]  # what was encoded: of messages, the chat template filled in
-    kept: list[int]  # numbers of these prompts among those given
+    numbers: list[int]  # numbers of these prompts among those given
     dropped: dict[str, int]  # reason -> how many
     truncated: int  # how many lost their beginning
 
     def summary(self) -> str:
-        """What happened to prompts, in words; empty if nothing did."""
-        return _left_out("prompts", "beginning", len(self.kept), self.dropped, self.truncated)
+        """Says how many prompts were dropped or cut; empty if none."""
+        return _left_out("prompts", "beginning", len(self.numbers), self.dropped, self.truncated)
 
 
-def _left_out(texts: str, lost: str, kept: int, dropped: Mapping[str, int], truncated: int) -> str:
+def _left_out(texts: str, lost: str, num_left: int, dropped: Mapping[str, int], truncated: int) -> str:
     """How many texts were dropped, by reason, and how many lost their beginning or end; empty if none."""
     parts = [f"{count} {reason}" for reason, count in dropped.items()]
-    total = kept + sum(dropped.values())
-    said = [f"dropped of {total} {texts}: {', '.join(parts)}"] if parts else []
-    said += [f"{truncated} of {total} {texts} lost their {lost}"] if truncated else []
-    return "; ".join(said)
+    total = num_left + sum(dropped.values())
+    sentences = [f"dropped of {total} {texts}: {', '.join(parts)}"] if parts else []
+    sentences += [f"{truncated} of {total} {texts} lost their {lost}"] if truncated else []
+    return "; ".join(sentences)
 
 
 def uses_chat(chat: bool | None, tokenizer: Any) -> bool:
@@ -88,7 +88,7 @@ def encode_prompts(
     if max_prompt_tokens is not None and max_prompt_tokens < 1:
         raise UsageError(f"max_prompt_tokens is {max_prompt_tokens}: it must be at least 1")
     dropped: Counter[str] = Counter()
-    token_ids, texts, kept, truncated = [], [], [], 0
+    token_ids, texts, numbers, truncated = [], [], [], 0
     for number, prompt in enumerate(prompts):
         text = prompt if isinstance(prompt, str) else _fill_template(tokenizer, prompt, number, tools)
         # A template writes the special tokens itself.
@@ -107,11 +107,11 @@ def encode_prompts(
             ids, truncated = ids[-max_prompt_tokens:], truncated + 1
         token_ids.append(ids)
         texts.append(text)
-        kept.append(number)
-    encoded = Encoded(token_ids, texts, kept, dict(dropped), truncated)
-    if not kept:
+        numbers.append(number)
+    encoded = Encoded(token_ids, texts, numbers, dict(dropped), truncated)
+    if not numbers:
         advice = "raise max_prompt_tokens" if set(dropped) - {"empty"} else "give prompts with text"
-        raise UsageError(f"no prompt is left ({encoded.summary() or 'none was given'}): {advice}")
+        raise UsageError(f"no prompt is left ({encoded.summary() or 'none was options'}): {advice}")
     return encoded
 
 
@@ -194,7 +194,7 @@ class EncodedCompletions(NamedTuple):
     """Completions that can be learned."""
 
     token_ids: list[list[int]]  # each with EOS at its end, unless it was cut
-    kept: list[int]  # numbers of these completions among those given
+    numbers: list[int]  # numbers of these completions among those given
     summary: str  # what happened to the others, in words; empty if nothing did
 
 
@@ -225,7 +225,7 @@ def encode_completions(
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(f"max_tokens is {max_tokens}: it must be at least 1")
     dropped, truncated = Counter[str](), 0
-    token_ids, kept = [], []
+    token_ids, numbers = [], []
     for number, text in enumerate(texts):
         ids = encode_completion(tokenizer, text, eos_ids=eos_ids)
         if not ids:
@@ -238,8 +238,8 @@ def encode_completions(
                 continue
             ids, truncated = ids[:max_tokens], truncated + 1
         token_ids.append(ids)
-        kept.append(number)
-    return EncodedCompletions(token_ids, kept, _left_out("completions", "end", len(kept), dropped, truncated))
+        numbers.append(number)
+    return EncodedCompletions(token_ids, numbers, _left_out("completions", "end", len(numbers), dropped, truncated))
 
 
 class EncodedAnswers(NamedTuple):
@@ -247,7 +247,7 @@ class EncodedAnswers(NamedTuple):
 
     prompts: list[list[int]]  # [M]
     answers: list[tuple[list[int], ...]]  # [M]
-    kept: list[int]  # [M], numbers of these prompts among those given
+    numbers: list[int]  # [M], numbers of these prompts among those given
     notes: tuple[str, ...]  # what was dropped or cut, in words
 
 
@@ -289,26 +289,26 @@ def encode_answers(
     encoded = encode_prompts(
         tokenizer, messages, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong
     )
-    kept: list[tuple[list[int], tuple[list[int], ...], int]] = []
+    fitted_rows: list[tuple[list[int], tuple[list[int], ...], int]] = []
     dropped, cut = Counter[str](), 0
-    for prompt, number in zip(encoded.token_ids, encoded.kept, strict=True):
+    for prompt, number in zip(encoded.token_ids, encoded.numbers, strict=True):
         ids = [encode_completion(tokenizer, text, eos_ids=eos_ids) for text in answers[number]]
         fitted = _fitted(ids, max_tokens=max_tokens, overlong=overlong, end_id=end_id)
         if isinstance(fitted, str):
             dropped[fitted] += 1
             continue
         cut += sum(map(len, fitted)) < sum(map(len, ids)) + (end_id is not None) * len(ids)
-        kept.append((prompt, fitted, number))
-    if not kept:
+        fitted_rows.append((prompt, fitted, number))
+    if not fitted_rows:
         raise UsageError(f"no {rows.rstrip('s')} is left of {len(prompts)} ({dict(dropped)}): raise max_tokens")
     notes = (
         encoded.summary(),
         "; ".join(f"dropped {count} {rows} {reason}" for reason, count in dropped.items()),
-        f"{cut} of {len(encoded.kept)} {rows} have an answer that lost its end" if cut else "",
+        f"{cut} of {len(encoded.numbers)} {rows} have an answer that lost its end" if cut else "",
     )
     if vocab_size is not None:
-        check_ids([ids for prompt, several, _ in kept for ids in (prompt, *several)], vocab_size)
-    token_ids, fitting, numbers = (list(part) for part in zip(*kept, strict=True))
+        check_ids([ids for prompt, several, _ in fitted_rows for ids in (prompt, *several)], vocab_size)
+    token_ids, fitting, numbers = (list(part) for part in zip(*fitted_rows, strict=True))
     return EncodedAnswers(token_ids, fitting, numbers, tuple(filter(None, notes)))
 
 
@@ -353,8 +353,8 @@ def _fill_template(
             "chat_template.jinja into the model's folder"
         )
     try:
-        given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **given)
+        options: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
     except Exception as error:  # whatever the template raises, such as that roles must alternate
         raise UsageError(f"the chat template refuses prompt {number}: {reason_of(error)}") from error
     if tools and not all(tool["function"]["name"] in text for tool in tools):

@@ -9,7 +9,7 @@ _SAID, _HEARD = "said-by-the-policy", "heard-by-the-policy"
 
 
 class Delimiters(NamedTuple):
-    """What stands around a reply."""
+    """Text that a chat template puts around a reply."""
 
     before: list[int]  # after the token that ended the policy's turn
     after: list[int]  # up to where the policy's next turn begins
@@ -41,7 +41,7 @@ def reply_encoder(
 
 
 def delimiters(tokenizer: Any, eos_ids: tuple[int, ...], roles: Sequence[str]) -> Delimiters:
-    """What a chat template writes around a reply, taken once.
+    """Asks a chat template once what it writes around a reply.
 
     Templates render earlier turns anew, and some leave out parts of them. So it is filled in for one short
     conversation, and what was sampled is never rendered.
@@ -63,8 +63,8 @@ def delimiters(tokenizer: Any, eos_ids: tuple[int, ...], roles: Sequence[str]) -
         except Exception:  # whatever the template raises of a role that it does not know
             continue
         behind = text.rpartition(_SAID)[2]
-        before, found, after = behind.partition(_HEARD)
-        if found:
+        before, marker, after = behind.partition(_HEARD)
+        if marker:
             ids, rest = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
             # The policy has written the end of its turn.
             ends = next((place for place, token in enumerate(ids) if token in eos_ids), -1)

@@ -1,4 +1,4 @@
-"""What data are made of: examples, prompts, completions, rewards."""
+"""Types of data: examples, prompts, completions, rewards."""
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What the policy said, and what an environment answered."""
+    """An action of the policy, and the observation that an environment answered with."""
 
     said: "Completion"  # of the policy
     heard: "Completion | None" = None  # of the environment; None at the end of the episode

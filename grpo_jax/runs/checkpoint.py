@@ -105,7 +105,7 @@ class Checkpoints:
             )
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after a step."""
+        """Returns whether to save after a step."""
         if self._every and step % self._every == 0:
             return True
         minutes = (time.monotonic() - self._last_save) / 60
@@ -128,8 +128,8 @@ class Checkpoints:
         """
         shapes = jax.eval_shape(like)
         self._check_room(shapes)
-        found = self._where_to_go_on() if hosts.is_first() else (0, {})
-        step, self.lines = hosts.first_says("where the run goes on", found)
+        newest = self._where_to_go_on() if hosts.is_first() else (0, {})
+        step, self.lines = hosts.first_says("where the run goes on", newest)
         if not step:
             return like(), 0
         restored = self._restore(step, _items(shapes), None if shardings is None else _items(shardings(shapes)))
@@ -222,7 +222,7 @@ class Checkpoints:
             ) from error
 
     def _names(self, step: int) -> set[str]:
-        """What the parameters of a checkpoint are called, at the top of their tree."""
+        """Returns the names at the top of a checkpoint's tree of parameters."""
         stored = self._folder / str(step) / "params"
         return set(ocp.PyTreeCheckpointHandler().metadata(stored).tree)
 
@@ -258,7 +258,7 @@ def _placed(tree: Any, shardings: Any = None) -> Any:
 
 
 def _items(state: Any) -> dict[str, Any]:
-    """What is stored apart, so that parameters can be read alone."""
+    """Splits a state into parameters and the rest, which are stored separately."""
     rest = state._asdict()
     return {"params": rest.pop("params"), "rest": rest}
 

@@ -25,7 +25,7 @@ from grpo_jax.runs.pretrained import phase_of, restore
 
 @dataclass(frozen=True)
 class Options:
-    """What to write, and where."""
+    """Options of an export."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of a run."""
@@ -36,9 +36,9 @@ class Options:
     step: int | None = None
     """Step of the checkpoint; None: the newest. A run keeps the newest few (--keep-checkpoints)."""
     dtype: Literal["model", "float32", "bfloat16", "float16"] = "model"
-    """Of the tensors written; model: that of the model which was trained. float32 loses nothing."""
+    """Dtype of the tensors; model: that of the trained model. float32 loses nothing."""
     base: Path | None = None
-    """Where the base of a LoRA run is now, if it has moved."""
+    """Folder of the base of a LoRA run, if it has moved."""
     adapter: bool = False
     """Write the adapters of a LoRA run alone."""
     push_to_hub: str = ""
@@ -111,10 +111,12 @@ def push(folder: Path, repo: str) -> None:
 
 def command() -> None:
     """The command line."""
-    given = read_flags(Options, prog=program(), description=__doc__)
+    options = read_flags(Options, prog=program(), description=__doc__)
     with refusing():
-        done = export(given)
-    Console().print(f"step {done} of {given.run} is now in {given.out}", markup=False, highlight=False, soft_wrap=True)
+        done = export(options)
+    Console().print(
+        f"step {done} of {options.run} is now in {options.out}", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ SIDE_PHASES = ("warm", "control")
 
 
 def is_coin(phase: str) -> bool:
-    """Whether a phase is a control that earns a coin toss, perhaps with a seed in its name: no measure of anything."""
+    """Returns whether a phase is a control that is rewarded by a coin toss, perhaps with a seed in its name."""
     return re.fullmatch(r"(control|coin)(_\d+)?", phase) is not None
 
 
@@ -122,7 +122,7 @@ class RunFolder:
         hosts.first_says("the run folder is open", None)
 
     def _open(self, config: dict[str, Any]) -> None:
-        """As `__init__`."""
+        """Opens the folder on the host that writes."""
         path = self.path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -162,8 +162,8 @@ class RunFolder:
             write_text(file, json.dumps(config, indent=2) + "\n")
         if noted is None or differing:  # after config.json, so that a crash in between leaves more steps there
             began |= {name: now[name] for name in differing}
-            kept = began.keys() - (_FREE_OPTIONS - _DEVICES.keys())
-            as_text = {name: json.dumps(began[name]) for name in sorted(kept)}
+            remaining = began.keys() - (_FREE_OPTIONS - _DEVICES.keys())
+            as_text = {name: json.dumps(began[name]) for name in sorted(remaining)}
             write_json(self.path / _INPUTS, read_inputs(self.path) | {_OPTIONS: as_text})
         self._warn_of_devices(_DEVICES | began, _DEVICES | now)
 
@@ -258,14 +258,14 @@ class RunFolder:
             self._digests.pop((name, phase), None)
             if not file.exists():
                 continue
-            kept = ""
+            remaining = ""
             for line, record in _complete_lines(file, fields):
                 if record["phase"] == phase and (record["step"] > step or step == 0):
                     continue
-                kept += line + "\n"
+                remaining += line + "\n"
                 if record["phase"] == phase:
                     self._count_line(name, phase, line)
-            write_text(file, kept)
+            write_text(file, remaining)
         if changed := [name for name, digest in (lines or {}).items() if self._line_digests(phase).get(name) != digest]:
             self.warn_once(
                 f"lines {phase}",
@@ -390,12 +390,12 @@ def check_inputs(folder: Path, before: Mapping[str, str], now: Mapping[str, str]
 
 def numbered_runs(folder: Path) -> dict[int, Path]:
     """Runs in folder (number 1), folder-2, folder-3 …"""
-    found = {1: folder} if (folder / "config.json").exists() else {}
+    runs = {1: folder} if (folder / "config.json").exists() else {}
     for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/config.json"):
         number = path.parent.name.removeprefix(f"{folder.name}-")
         if number.isdecimal():
-            found[int(number)] = path.parent
-    return found
+            runs[int(number)] = path.parent
+    return runs
 
 
 def fresh_folder(folder: Path) -> Path:
@@ -412,8 +412,8 @@ def fresh_folder(folder: Path) -> Path:
 
 def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Options that change what a run computes and are not the same in both."""
-    saved, given = _shaping(flattened(saved)), _shaping(flattened(json.loads(json.dumps(config))))  # as in the file
-    return sorted(name for name in saved.keys() | given.keys() if saved.get(name) != given.get(name))
+    saved, present = _shaping(flattened(saved)), _shaping(flattened(json.loads(json.dumps(config))))  # as in the file
+    return sorted(name for name in saved.keys() | present.keys() if saved.get(name) != present.get(name))
 
 
 def _shaping(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -514,7 +514,7 @@ def _complete_lines(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def parse_line(line: str | bytes, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line of a .jsonl file of a run says.
+    """Parses a line of a .jsonl file of a run.
 
     Args:
       line: its text.

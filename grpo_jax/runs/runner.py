@@ -64,10 +64,10 @@ def run_steps(
     """
     end = pace.steps if until is None else until
     evaluate = evaluate if pace.eval_every else None
-    kept = run.checkpoints(
+    phase_checkpoints = run.checkpoints(
         phase, keep=pace.keep_checkpoints, every=pace.checkpoint_every, minutes=pace.save_every_minutes
     )
-    with between_steps() as asked_to_stop, kept as checkpoints:
+    with between_steps() as asked_to_stop, phase_checkpoints as checkpoints:
         state, done = checkpoints.restore(initial_state, shardings)
         state = place(state)
         run.rewind(phase, done, checkpoints.lines)

@@ -11,13 +11,13 @@ from grpo_jax import __version__
 from grpo_jax.data import digests
 
 _FILE = "digests.json"  # within the folder of the checkpoint, so that both are deleted together
-_OWN = "digest"  # of the seal itself
+_DIGEST = "digest"  # of the seal itself
 # What orbax writes after a checkpoint is sealed: a time into the first, and the second, which nobody reads.
 _DATED, _TIME, _EMPTY_WORDS = "_CHECKPOINT_METADATA", "commit_timestamp_nsecs", "commit_success.txt"
 
 
 class Seal(NamedTuple):
-    """What a checkpoint says of itself."""
+    """The contents of a checkpoint's seal."""
 
     files: Mapping[str, str]  # path in its folder -> digest
     lines: Mapping[str, str]  # file of the run -> digest of the lines that led to the checkpoint
@@ -27,7 +27,7 @@ class Seal(NamedTuple):
 
     @property
     def is_readable(self) -> bool:
-        """Whether this version reads the checkpoint."""
+        """Returns whether this version reads the checkpoint."""
         return self.version.rpartition(".")[0] == __version__.rpartition(".")[0]
 
 
@@ -62,7 +62,7 @@ def write_seal(folder: Path, lines: Mapping[str, str], *, step: int, run: str | 
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     seal = Seal(_digests(folder, names - {_EMPTY_WORDS}), dict(lines), step, run, __version__)
     temporary = folder / f"{_FILE}.tmp"
-    text = json.dumps(seal._asdict() | {_OWN: digests.of_values(seal._asdict())}, indent=1) + "\n"
+    text = json.dumps(seal._asdict() | {_DIGEST: digests.of_values(seal._asdict())}, indent=1) + "\n"
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, folder / _FILE)
 
@@ -82,34 +82,34 @@ def check_seal(folder: Path, part: str = "") -> tuple[Seal | None, str]:
     if not (folder / _FILE).exists():
         return None, "it was never completed" if any(folder.iterdir()) else "it is empty"
     try:
-        said = dict(_mapping(json.loads((folder / _FILE).read_text(encoding="utf-8"))))
-        own = said.pop(_OWN, None)
-        seal = Seal(**said)
+        fields = dict(_mapping(json.loads((folder / _FILE).read_text(encoding="utf-8"))))
+        noted = fields.pop(_DIGEST, None)
+        seal = Seal(**fields)
         files, _ = _mapping(seal.files), _mapping(seal.lines)
-        if own != digests.of_values(said):
+        if noted != digests.of_values(fields):
             return None, f"its {_FILE} is damaged"
     except (OSError, ValueError, TypeError, RecursionError):
         return None, f"its {_FILE} cannot be read"
     try:
         if missing := [name for name in files if not (folder / name).is_file()]:
             return None, f"it lacks {missing[0]}"
-        found = _digests(folder, {name for name in files if name.startswith((part, _DATED))})
+        current = _digests(folder, {name for name in files if name.startswith((part, _DATED))})
     except OSError as error:
         return None, f"it cannot be read ({error.strerror})"
     except (ValueError, TypeError):
         return None, f"{_DATED} is damaged"
-    if changed := [name for name, digest in found.items() if digest != files[name]]:
+    if changed := [name for name, digest in current.items() if digest != files[name]]:
         return None, f"{changed[0]} is damaged"
     return seal, ""
 
 
 def _digests(folder: Path, names: Set[str]) -> dict[str, str]:
     """Digests of the files of a checkpoint, without the time at which it was renamed."""
-    found = digests.of_files(folder, names - {_DATED})
+    current = digests.of_files(folder, names - {_DATED})
     if _DATED in names:
-        said = _mapping(json.loads((folder / _DATED).read_text(encoding="utf-8")))
-        found[_DATED] = digests.of_values({name: value for name, value in said.items() if name != _TIME})
-    return found
+        metadata = _mapping(json.loads((folder / _DATED).read_text(encoding="utf-8")))
+        current[_DATED] = digests.of_values({name: value for name, value in metadata.items() if name != _TIME})
+    return current
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

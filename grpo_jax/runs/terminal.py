@@ -1,4 +1,4 @@
-"""What a run shows at its end: in the terminal a table and a few groups; curves.png, results.json, report.html."""
+"""The end of a run: a table and a few groups in the terminal, curves.png, results.json, report.html."""
 
 import math
 import time
@@ -105,8 +105,8 @@ def curves_of(run: RunFolder, further: Sequence[tuple[str, str]] = ()) -> list[t
     panels = [(metrics, titles.get(metrics[0], title)) for metrics, title in THREE_CURVES]
     heldout = {name: f"heldout_{name}" for name in rewards}
     several = [((name, heldout[name]), titles.get(name, name.replace("_", " ", 1))) for name in rewards]
-    shown = {metric for metrics, _ in (*panels, *several) for metric in metrics}
-    others = [((metric,), title) for metric, title in further if metric not in shown]
+    titled = {metric for metrics, _ in (*panels, *several) for metric in metrics}
+    others = [((metric,), title) for metric, title in further if metric not in titled]
     return [panels[0], *several, *panels[1:], *others]
 
 
@@ -185,7 +185,7 @@ def _steps(lines: Sequence[Mapping[str, Any]], phases: Sequence[str], metric: st
 
 
 def _moves(steps: Steps) -> bool:
-    """Whether some value is another than the first, by more than rounding; what is alone cannot move."""
+    """Returns whether values differ by more than rounding."""
     values = np.array(list(steps.values()))
     return len(values) == 1 or bool(np.ptp(values) > 1e-6 * max(1e-6, np.abs(values).max()))
 
@@ -212,11 +212,11 @@ def save_front(
     figure, axis = plt.subplots(figsize=(6, 6.5), layout="constrained")
     # From the largest marker to the smallest, with the words on other sides, so that points in one place stay apart.
     styles = (("s", "white", "-", 11, (0, 14)), ("o", "0.7", "--", 8, (0, -17)), ("^", "black", ":", 5, (10, 0)))
-    for (method, found), (marker, fill, line, size, offset) in zip(points.items(), styles, strict=False):
-        front = pareto_front(list(found.values()))
+    for (method, by_label), (marker, fill, line, size, offset) in zip(points.items(), styles, strict=False):
+        front = pareto_front(list(by_label.values()))
         axis.plot(*zip(*front, strict=True), color="black", linestyle=line, linewidth=1)
         axis.plot(
-            *zip(*found.values(), strict=True),
+            *zip(*by_label.values(), strict=True),
             marker,
             color="black",
             markerfacecolor=fill,
@@ -224,7 +224,7 @@ def save_front(
             label=f"{method}: {hypervolume(front):.2f} of the square",
         )
         places: dict[tuple[float, float], list[str]] = {}
-        for label, point in found.items():
+        for label, point in by_label.items():
             near = (place for place in places if math.dist(place, point) < 0.04)
             places.setdefault(next(near, point), []).append(label)
         for place, labels in places.items():

@@ -1,4 +1,4 @@
-"""Where the lines of a run go besides its files: TensorBoard, Weights & Biases.
+"""Trackers of a run's lines besides its files: TensorBoard, Weights & Biases.
 
 They are views of metrics.jsonl and times.jsonl. What a resumed run writes again replaces what was there in TensorBoard;
 Weights & Biases cannot take back a line, and is sent it again, under the same step.
@@ -91,7 +91,7 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
     run_id = _known_id(id_file) if id_file.exists() else uuid.uuid4().hex
     id_file.write_text(json.dumps({"id": run_id}) + "\n", encoding="utf-8")
     try:
-        theirs = wandb.init(
+        wandb_run = wandb.init(
             project=project, id=run_id, resume="allow", name=folder.name, dir=str(folder), config=config
         )
     except Exception as error:  # the package's own and the network's
@@ -101,9 +101,9 @@ def weights_and_biases(project: str, folder: Path, config: dict[str, Any]) -> Tr
     def log(line: Line) -> None:
         phase = line["phase"]
         if phase not in phases:  # its own step, for theirs may not go back when a run is resumed
-            theirs.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
+            wandb_run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
             phases.add(phase)
-        theirs.log({f"{phase}/{name}": value for name, value in ({"step": line["step"]} | _numbers(line)).items()})
+        wandb_run.log({f"{phase}/{name}": value for name, value in ({"step": line["step"]} | _numbers(line)).items()})
 
     return Tracker(log, lambda phase, lines: None)
 
@@ -118,5 +118,5 @@ def _known_id(file: Path) -> str:
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    given = {name: value for name, value in line.items() if name not in ("phase", "step")}
-    return {name: value for name, value in given.items() if isinstance(value, int | float) and math.isfinite(value)}
+    fields = {name: value for name, value in line.items() if name not in ("phase", "step")}
+    return {name: value for name, value in fields.items() if isinstance(value, int | float) and math.isfinite(value)}

@@ -70,7 +70,7 @@ def gymnasium_rows(make: Factory, seeds: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _first(returned: Any) -> str:
-    """What `reset` shows."""
+    """Adds the text that `reset` returned to a prompt."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise UsageError(
             f"reset of the environment returned {type(returned).__name__}, and in Gymnasium it returns an observation "
@@ -108,21 +108,21 @@ def trl_rows(factory: Factory, rows: Sequence[Mapping[str, Any]]) -> list[Mappin
     def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
         try:
             with _drawing(_draws_of(row)):
-                shown = factory().reset(**row)
+                start_text = factory().reset(**row)
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {error}"
             raise UsageError(
                 f"reset of the environment, called with the columns of row {number}, raised {reason}"
             ) from error
-        if inspect.isawaitable(shown):
-            if inspect.iscoroutine(shown):
-                shown.close()  # else Python warns that nobody waited for it
+        if inspect.isawaitable(start_text):
+            if inspect.iscoroutine(start_text):
+                start_text.close()  # else Python warns that nobody waited for it
             raise UsageError("reset of the environment is async, and TRL does not wait for it: make it a plain method")
         try:
-            return {**row, "prompt": _behind(row.get("prompt", ""), shown or ""), "row": dict(row)}
+            return {**row, "prompt": _behind(row.get("prompt", ""), start_text or ""), "row": dict(row)}
         except (KeyError, TypeError, ValueError):
             raise UsageError(
-                f"row {number}: reset returned {type(shown).__name__}, to stand behind a prompt of type "
+                f"row {number}: reset returned {type(start_text).__name__}, to stand behind a prompt of type "
                 f"{type(row.get('prompt')).__name__}: let it return a text or None, and give a text or messages"
             ) from None
 
@@ -146,12 +146,12 @@ def trl_tools(factory: Factory) -> dict[str, Callable[..., Any]]:
         environment = factory() if callable(factory) else None
     except (Exception, SystemExit) as error:
         raise UsageError(f"environment_factory cannot be called: {type(error).__name__}: {error}") from error
-    found = _methods(environment)
-    if not found or not callable(getattr(environment, "reset", None)):
+    methods = _methods(environment)
+    if not methods or not callable(getattr(environment, "reset", None)):
         raise UsageError(
             "environment_factory must be a class, or make an instance of one, with reset(**row) and a method to call"
         )
-    return found
+    return methods
 
 
 def _methods(environment: Any) -> dict[str, Callable[..., Any]]:
@@ -181,7 +181,7 @@ def trl_environment(factory: Factory) -> ReplyFn:
 
 
 def trl_reward(factory: Factory, reward: Callable[..., Any] | None = None) -> Reward:
-    """What an episode earned, of an environment that has played it.
+    """Makes a reward of an environment's own reward after it has played an episode.
 
     Args:
       factory: of the environment.
@@ -197,8 +197,8 @@ def trl_reward(factory: Factory, reward: Callable[..., Any] | None = None) -> Re
         played = [(await _played(factory, example, text.turns))[0] for example, text in pairs]
         if reward is None:
             return [await _waited(environment.get_reward()) for environment in played]
-        given = [_row(example) for example in examples]
-        columns = {name: [row.get(name) for row in given] for name in given[0] if name != "prompt"}
+        rows = [_row(example) for example in examples]
+        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
         messages = [_messages(text.turns) for text in completions]
         prompts = [example["prompt"] for example in examples]
         return list(await _waited(reward(environments=played, prompts=prompts, completions=messages, **columns)))
@@ -240,14 +240,14 @@ def reward_of_factory(*, factory: str) -> Reward:
     Raises:
       UsageError: the class has no `get_reward`, or cannot be called.
     """
-    found = load_factory(factory)
+    methods = load_factory(factory)
     try:
-        has_reward = callable(getattr(found(), "get_reward", None))
+        has_reward = callable(getattr(methods(), "get_reward", None))
     except Exception as error:
         raise UsageError(f"{factory} cannot be called: {type(error).__name__}: {error}") from error
     if not has_reward:
         raise UsageError(f"{factory} has no get_reward: give --reward")
-    return trl_reward(found)
+    return trl_reward(methods)
 
 
 def _row(example: Example) -> Mapping[str, Any]:
@@ -296,7 +296,7 @@ def verifiers_rows(environment: Any) -> list[dict[str, Any]]:
 
 
 def verifiers_environment(environment: Any) -> ReplyFn:
-    """What an environment of verifiers replies: the messages that its rollout adds behind a turn of the policy.
+    """Makes an environment of one of verifiers: it replies with the messages that a rollout adds after a turn.
 
     Its own code plays the rollout, with the turns of the transcript in place of a model. An episode ends where one of
     its stop conditions says so.
@@ -318,7 +318,7 @@ def verifiers_environment(environment: Any) -> ReplyFn:
 
 
 def verifiers_reward(environment: Any) -> Reward:
-    """What the rubric of an environment says of an episode, which is played once more: its weighted sum.
+    """Makes a reward of the rubric of an environment, which plays the episode once more: its weighted sum.
 
     Rewards that compare the episodes of a group are not for this.
     """
@@ -363,13 +363,13 @@ class _Sayings:
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._left = iter(turns)
 
-    async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **told: Any) -> Any:
+    async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **options: Any) -> Any:
         """The next turn, as verifiers' `Client` answers."""
         from verifiers.types import Response, ResponseMessage
 
         turn = next(self._left, None)
         if turn is None:
-            raise _NothingLeft(prompt, told["state"])
+            raise _NothingLeft(prompt, options["state"])
         message = ResponseMessage(content=str(turn.said), finish_reason="stop", is_truncated=False)
         return Response(id="", created=0, model=model, message=message)
 

@@ -73,7 +73,7 @@ def text_task(
     """
     if num_prompts < 1:
         raise UsageError(f"num_prompts is {num_prompts}: it must be at least 1")
-    found = encode_rows(
+    encoded = encode_rows(
         tokenizer,
         eos_ids,
         rows,
@@ -89,9 +89,9 @@ def text_task(
         overlong=overlong,
         tools=tools,
     )
-    size = len(found.training.examples)
+    size = len(encoded.training.examples)
     check_num_prompts(num_prompts, size)
-    batch, width = batches(size, num_prompts, seed), found.width
+    batch, width = batches(size, num_prompts, seed), encoded.width
     pad_id = padding_id(tokenizer, vocab_size)
 
     def padded(rows: EncodedRows, numbers: Iterable[int]) -> Prompts:
@@ -103,17 +103,17 @@ def text_task(
         return tokenizer.decode(ids, skip_special_tokens=True)
 
     return Task(
-        prompts=lambda step: padded(found.training, batch(step)),
+        prompts=lambda step: padded(encoded.training, batch(step)),
         reward=reward,
-        heldout=padded(found.heldout, range(len(found.heldout.examples))),
+        heldout=padded(encoded.heldout, range(len(encoded.heldout.examples))),
         decode=decode,
         eos_ids=eos_ids,
         pad_id=pad_id,
         vocab_size=vocab_size,
         open_ended=open_ended,
-        notes=found.notes,
+        notes=encoded.notes,
         answer=answer,
-        rows=digests.of_values(found.training.token_ids, found.training.examples),
+        rows=digests.of_values(encoded.training.token_ids, encoded.training.examples),
     )
 
 
@@ -125,7 +125,7 @@ class EncodedRows(NamedTuple):
 
 
 class RowsOfTask(NamedTuple):
-    """What a task trains on, and what it holds out."""
+    """Training rows and held-out rows of a task."""
 
     training: EncodedRows
     heldout: EncodedRows
@@ -158,9 +158,9 @@ def encode_rows(
     if num_heldout is not None and num_heldout < 1:
         raise UsageError(f"num_heldout is {num_heldout}: it must be at least 1")
 
-    def items(given: Sequence[Mapping[str, Any]], name: str) -> list[_Item]:
-        wheres = (getattr(row, "where", f"{name} {number}") for number, row in enumerate(given))
-        return [_item(row, where, prompt_column, template) for row, where in zip(given, wheres, strict=True)]
+    def items(rows: Sequence[Mapping[str, Any]], name: str) -> list[_Item]:
+        wheres = (getattr(row, "where", f"{name} {number}") for number, row in enumerate(rows))
+        return [_item(row, where, prompt_column, template) for row, where in zip(rows, wheres, strict=True)]
 
     def encode(chosen: Sequence[_Item]) -> Encoded:
         prompts = [in_chat(item.prompt, tokenizer, chat, system) for item in chosen]
@@ -170,13 +170,13 @@ def encode_rows(
 
     def with_columns(encoded: Encoded, chosen: Sequence[_Item], numbers: Iterable[int]) -> EncodedRows:
         numbers = list(numbers)
-        examples = [{**chosen[encoded.kept[i]].row, "prompt": encoded.texts[i]} for i in numbers]
+        examples = [{**chosen[encoded.numbers[i]].row, "prompt": encoded.texts[i]} for i in numbers]
         return EncodedRows([encoded.token_ids[i] for i in numbers], examples)
 
     nothing_held_out = heldout_rows is None and num_heldout is None and heldout_share == 0
-    given = items(rows, "row")
+    train_items = items(rows, "row")
     apart = None if heldout_rows is None else items(heldout_rows, "held-out row")
-    training, heldout, lost = _sides(given, apart, heldout_share, num_heldout)
+    training, heldout, lost = _sides(train_items, apart, heldout_share, num_heldout)
     if not training or not heldout:
         which = "training" if heldout else "held out"
         raise UsageError(
@@ -188,7 +188,7 @@ def encode_rows(
     known = set() if nothing_held_out else {tuple(ids) for ids in out.token_ids}
     order = [i for i, ids in enumerate(train.token_ids) if tuple(ids) not in known]
     check_ids(train.token_ids + out.token_ids, vocab_size)
-    lost += len(train.kept) - len(order)
+    lost += len(train.numbers) - len(order)
     notes = (
         f"training: {train.summary()}" if train.summary() else "",
         f"held out: {out.summary()}" if out.summary() and not nothing_held_out else "",
@@ -197,7 +197,7 @@ def encode_rows(
     )
     return RowsOfTask(
         with_columns(train, training, order),
-        with_columns(out, heldout, range(len(out.kept))),
+        with_columns(out, heldout, range(len(out.numbers))),
         tuple(filter(None, notes)),
     )
 
@@ -262,7 +262,7 @@ def _sides(
 
 
 def _split(items: Sequence[_Item], share: float, number: int | None) -> tuple[list[_Item], list[_Item]]:
-    """Those to train on, and those held out: the `number` different prompts of the smallest hash, or a share."""
+    """Splits rows into training and held-out ones: the `number` different prompts of the smallest hash, or a share."""
     if number is not None:
         places = sorted({item.place for item in items})
         share = places[number] if number < len(places) else 1.0

@@ -157,18 +157,20 @@ def check_task_options(options: TaskOptions) -> tuple[str, ...]:
     Raises:
       UsageError: one sentence that says what to change.
     """
-    own = options.task not in _REWARDS
+    has_rows = options.task not in _REWARDS
     if not options.task:
         raise UsageError("--task is needed: gsm8k, math, countdown, or a file with rows of your own")
     if options.data and options.task not in ("gsm8k", "math"):
         raise UsageError("--data belongs to the tasks gsm8k and math: give your own rows as --task")
     if options.task == "math" and not options.data:
         raise UsageError("--data is needed for math: a file or folder with its problems, or an id on the hub")
-    if options.prompt_column != "prompt" and not own:
+    if options.prompt_column != "prompt" and not has_rows:
         raise UsageError(f"--prompt-column is for rows of your own, not for {options.task}: leave it out")
     if bool(options.environment) + bool(options.tools) + bool(options.environment_factory) > 1:
         raise UsageError("--environment, --tools and --environment-factory all answer the policy: give one of them")
-    if options.environment_factory and (not own or options.template is not None or options.prompt_column != "prompt"):
+    if options.environment_factory and (
+        not has_rows or options.template is not None or options.prompt_column != "prompt"
+    ):
         raise UsageError(
             "--environment-factory gives the columns of your own rows to reset, and adds to their prompt: give rows as "
             "--task, and leave out --template and --prompt-column"

@@ -57,7 +57,7 @@ def stories_task(
         return encode_prompts(tokenizer, texts, eos_ids=eos_ids, max_prompt_tokens=max_prompt_tokens, overlong=overlong)
 
     openings, heldout = encoded(_openings(ANIMALS, NAMES)), encoded(_openings(HELDOUT_ANIMALS, HELDOUT_NAMES))
-    check_num_prompts(num_prompts, len(openings.kept))
+    check_num_prompts(num_prompts, len(openings.numbers))
     width = max(len(ids) for ids in openings.token_ids + heldout.token_ids)
     check_ids(openings.token_ids + heldout.token_ids, vocab_size)
     pad_id = padding_id(tokenizer, vocab_size)
@@ -67,7 +67,7 @@ def stories_task(
         return pad_prompts([chosen.token_ids[i] for i in numbers], examples, width=width, pad_id=pad_id)
 
     def prompts(step: int) -> Prompts:
-        return padded(openings, rng(seed, 0, step).choice(len(openings.kept), num_prompts, replace=False))
+        return padded(openings, rng(seed, 0, step).choice(len(openings.numbers), num_prompts, replace=False))
 
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
@@ -75,7 +75,7 @@ def stories_task(
     return Task(
         prompts=prompts,
         reward=happy_sentences,
-        heldout=padded(heldout, range(len(heldout.kept))),
+        heldout=padded(heldout, range(len(heldout.numbers))),
         decode=decode,
         eos_ids=eos_ids,
         pad_id=pad_id,

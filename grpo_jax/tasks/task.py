@@ -1,4 +1,4 @@
-"""What a task is: prompts as a function of the step, and a reward on text."""
+"""Tasks: prompts as a function of the step, and a reward on text."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Task(NamedTuple):
 
 
 def inputs_of(task: Task) -> dict[str, str]:
-    """What a run of the task depends on, in words, and its digests."""
+    """Returns what a run of the task depends on, in words, with digests."""
     named = {
         "held-out prompts": digests.of_prompts(task.heldout),
         "prompts of the first step": digests.of_prompts(task.prompts(0)),
@@ -44,8 +44,8 @@ def inputs_of(task: Task) -> dict[str, str]:
 
 def padding_id(tokenizer: Any, vocab_size: int) -> int:
     """The tokenizer's padding, or 0 where the model has no such token. Masks decide what is padding, so any id does."""
-    own = tokenizer.pad_token_id
-    return own if own is not None and own < vocab_size else 0
+    padding = tokenizer.pad_token_id
+    return padding if padding is not None and padding < vocab_size else 0
 
 
 def random_reward(seed: int) -> Reward:

@@ -59,7 +59,7 @@ def calls_of(text: str) -> list[Call]:
     with a name is an answer.
     """
     if "<tool_call>" in text:
-        return [_call(found, "arguments") for found in _HERMES.findall(text)]
+        return [_call(parts, "arguments") for parts in _HERMES.findall(text)]
     stripped = text.strip().removeprefix("<|python_tag|>").strip()
     if not _LLAMA.match(stripped):
         return []
@@ -68,27 +68,27 @@ def calls_of(text: str) -> list[Call]:
 
 def _objects(text: str) -> list[str]:
     """The JSON objects of a text with ";" between them; what is none is the last."""
-    found: list[str] = []
+    parts: list[str] = []
     decoder = json.JSONDecoder()
     while text:
         try:
             _, end = decoder.raw_decode(text)
         except (ValueError, RecursionError):
-            return [*found, text]
-        found.append(text[:end])
+            return [*parts, text]
+        parts.append(text[:end])
         text = text[end:].lstrip("; \n")
-    return found
+    return parts
 
 
 def _call(text: str, key: str) -> Call:
     try:
-        found = json.loads(text)
+        parts = json.loads(text)
     except (ValueError, RecursionError):
         return Call("", {}, f"the call is no JSON: {text.strip()[:100]}")
-    arguments = found.get(key, found.get("arguments", {})) if isinstance(found, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
+    arguments = parts.get(key, parts.get("arguments", {})) if isinstance(parts, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(parts.get("name"), str):
         return Call("", {}, f'a call needs a "name" and "{key}" that are an object')
-    return Call(found["name"], arguments)
+    return Call(parts["name"], arguments)
 
 
 def reply_with(tools: Tools) -> ReplyFn:
@@ -163,10 +163,10 @@ def parse_tools(text: str) -> tuple[str, list[str]]:
       UsageError: the text is not of this form.
     """
     place, _, names = text.rpartition(":")
-    found = [name.strip() for name in names.split(",")]
-    if not place or not all(name.isidentifier() for name in found):
+    parts = [name.strip() for name in names.split(",")]
+    if not place or not all(name.isidentifier() for name in parts):
         raise UsageError(f"the tools {text!r} must be path/to/file.py:function,function or package.module:function")
-    return place, found
+    return place, parts
 
 
 def load_tools(text: str) -> dict[str, Callable[..., Any]]:

@@ -48,7 +48,7 @@ def test_the_tokenizer_of_arithmetic_is_its_encode_and_decode(digits):
 def test_empty_prompts_are_dropped_and_counted(digits):
     encoded = encode(digits, ["", "1+2=", "  \n", "3+4="])
     assert encoded.token_ids == [arithmetic.TEXT.encode("1+2="), arithmetic.TEXT.encode("3+4=")]
-    assert encoded.kept == [1, 3]
+    assert encoded.numbers == [1, 3]
     assert encoded.dropped == {"empty": 2}
     assert encoded.summary() == "dropped of 4 prompts: 2 empty"
 
@@ -64,7 +64,7 @@ def test_a_completion_with_half_of_a_surrogate_pair_is_refused_and_quoted(digits
 
 def test_long_prompts_are_dropped_and_counted(digits):
     encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4)
-    assert encoded.kept == [0, 2]
+    assert encoded.numbers == [0, 2]
     assert encoded.dropped == {"longer than 4 tokens": 1}
     assert encoded.truncated == 0
 
@@ -72,7 +72,7 @@ def test_long_prompts_are_dropped_and_counted(digits):
 def test_long_prompts_are_cut_at_their_beginning_and_counted(digits):
     encoded = encode(digits, ["1+2=", "12345+1=", "3+4="], max_prompt_tokens=4, overlong="truncate")
     assert encoded.token_ids[1] == arithmetic.TEXT.encode("5+1=")
-    assert (encoded.kept, encoded.dropped, encoded.truncated) == ([0, 1, 2], {}, 1)
+    assert (encoded.numbers, encoded.dropped, encoded.truncated) == ([0, 1, 2], {}, 1)
     assert encoded.summary() == "1 of 3 prompts lost their beginning"
 
 
@@ -191,9 +191,9 @@ def test_completions_end_with_one_eos_and_are_dropped_or_cut_and_counted(digits)
     texts = ["12", "", f"3{ended}", "12345"]
     whole = encode_completions(digits, texts, eos_ids=(eos,))
     assert whole.token_ids == [[*arithmetic.TEXT.encode(text), eos] for text in ("12", "3", "12345")]
-    assert (whole.kept, whole.summary) == ([0, 2, 3], "dropped of 4 completions: 1 empty")
+    assert (whole.numbers, whole.summary) == ([0, 2, 3], "dropped of 4 completions: 1 empty")
     short = encode_completions(digits, texts, eos_ids=(eos,), max_tokens=3)
-    assert (short.kept, short.summary) == ([0, 2], "dropped of 4 completions: 1 empty, 1 longer than 3 tokens")
+    assert (short.numbers, short.summary) == ([0, 2], "dropped of 4 completions: 1 empty, 1 longer than 3 tokens")
     cut = encode_completions(digits, texts, eos_ids=(eos,), max_tokens=3, overlong="truncate")
     assert cut.token_ids[-1] == arithmetic.TEXT.encode("123")  # nothing says that it ended there
     assert cut.summary.endswith("1 of 4 completions lost their end")
