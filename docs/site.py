@@ -3,12 +3,12 @@
 import re
 from pathlib import Path
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"index.md": "README.md"}
 OUTSIDE |= {name: name for name in ("RESULTS.md", "BUILD_NOTES.md", "CONTRIBUTING.md", "CHANGELOG.md")}
-COPIED = ["examples/quickstart.ipynb"]  # linked, not rendered
+COPIED = ["examples/grpo.py", "examples/quickstart.ipynb"]  # linked, not rendered
 
 
 def modules() -> dict[str, list[str]]:
@@ -35,7 +35,8 @@ def on_files(files, config):
         text = (ROOT / source).read_text().replace("](docs/", "](")
         files.append(File.generated(config, page, content=text))
     for name in COPIED:
-        files.append(File.generated(config, name, content=(ROOT / name).read_bytes()))
+        content, included = (ROOT / name).read_bytes(), InclusionLevel.INCLUDED  # although exclude_docs names *.py
+        files.append(File.generated(config, name, content=content, inclusion=included))
     for package, names in modules().items():
         text = f"# {package}\n\n" + "".join(f"::: {name}\n\n" for name in names)
         files.append(File.generated(config, f"api/{package}.md", content=text))
@@ -44,4 +45,4 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, **_):
     """Links out of docs/ lead to the pages made from there."""
-    return re.sub(r"\]\(\.\./(\w+\.md)", r"](\1", markdown)
+    return re.sub(r"\]\(\.\./(\w+\.md|examples/)", r"](\1", markdown)
