@@ -147,7 +147,7 @@ def constants_of(cell):
 
 
 METHODS = [row for row in table("method") if row[2]]
-NOT_METHODS = {"CombinedRewards", "Metrics", "Objective", "PRESETS", "Term", "TokenLogprobs"}  # types and tables
+NOT_METHODS = {"Metrics", "Objective", "PRESETS", "Term", "TokenLogprobs"}  # types and tables
 HELPERS = [row[0].strip("`") for row in table("helper")]
 
 

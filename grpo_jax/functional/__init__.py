@@ -15,7 +15,6 @@ from grpo_jax.functional.advantages import (
     group_advantages as group_advantages,
     group_ranks as group_ranks,
     leave_one_out_advantages as leave_one_out_advantages,
-    linear_rank_advantages as linear_rank_advantages,
     max_rl_advantages as max_rl_advantages,
     opo_advantages as opo_advantages,
     pass_at_k_advantages as pass_at_k_advantages,
@@ -55,7 +54,6 @@ from grpo_jax.functional.divergence import (
 from grpo_jax.functional.logprobs import (
     TokenLogprobs as TokenLogprobs,
     bucket_logits as bucket_logits,
-    check_logprobs as check_logprobs,
     token_jsd as token_jsd,
     token_kl as token_kl,
     token_logprobs as token_logprobs,
@@ -112,13 +110,9 @@ from grpo_jax.functional.presets import (
 )
 from grpo_jax.functional.returns import (
     generalized_advantages as generalized_advantages,
+    kl_penalized_rewards as kl_penalized_rewards,
+    overlong_penalty as overlong_penalty,
     reinforce_pp_advantages as reinforce_pp_advantages,
     reinforce_pp_baseline_advantages as reinforce_pp_baseline_advantages,
     rewards_at_end as rewards_at_end,
-)
-from grpo_jax.functional.shaping import (
-    CombinedRewards as CombinedRewards,
-    combine_rewards as combine_rewards,
-    kl_penalized_rewards as kl_penalized_rewards,
-    overlong_penalty as overlong_penalty,
 )

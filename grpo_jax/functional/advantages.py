@@ -11,28 +11,35 @@ None: all count.
 
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import AxisName, check_shapes, maybe_pmax, maybe_psum, takes, upcast
 
+# bool, which completions count; None: all. Inside of `_of_rewards` it is an array.
+Where = Any
 
-def _in_float32(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Computes in at least float32 and returns the rewards' dtype: in 16 bits a mean falls on the rewards' grid."""
+
+def _of_rewards(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Wraps a function of (float rewards, *, where), both arrays: it may then be called with other rewards, and None.
+
+    It computes in at least float32 and returns the rewards' dtype: in 16 bits a mean falls on the rewards' grid.
+    """
 
     @wraps(advantages)
-    def upcasted(rewards: jax.Array, *arguments, **options) -> jax.Array:
-        check_shapes(advantages.__name__, {"rewards": "... G", "where": "... G"}, {"rewards": rewards} | options)
-        return advantages(upcast(rewards), *arguments, **options).astype(_float(rewards))
+    def of_rewards(rewards: jax.Array, *arguments, where: Where = None, **options) -> jax.Array:
+        shapes = {"rewards": "... G", "where": "... G"}
+        check_shapes(advantages.__name__, shapes, {"rewards": rewards, "where": where})
+        where = jnp.ones(rewards.shape, bool) if where is None else where
+        return advantages(upcast(rewards), *arguments, where=where, **options).astype(_float(rewards))
 
-    return upcasted
+    return of_rewards
 
 
-@_in_float32
-def group_advantages(
-    rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: jax.Array | None = None
-) -> jax.Array:
+@_of_rewards
+def group_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: Where = None) -> jax.Array:
     """Standardised rewards: Aᵢ = (rᵢ − μ) / (s + ε).
 
     DeepSeekMath (2402.03300), section 4.1.2. μ and s are the mean and standard deviation of the group.
@@ -57,15 +64,14 @@ def group_advantages(
     has_spread = _has_spread(rewards, where)
     # Divided by the largest first: squares of large rewards overflow, and all advantages would be 0.
     scale = jax.lax.stop_gradient(jnp.max(jnp.abs(jnp.where(has_spread, centered, 1)), axis=-1, keepdims=True))
-    variance = jnp.sum(jnp.square(centered / scale), axis=-1, keepdims=True) / _at_least_1(
-        _count(rewards, where) - ddof
-    )
+    squares = jnp.sum(jnp.square(centered / scale), axis=-1, keepdims=True)
+    variance = squares / jnp.maximum(_count(rewards, where) - ddof, 1)
     deviation = scale * jnp.sqrt(jnp.where(has_spread, variance, 1))
     return jnp.where(_differs(rewards, where), centered / (deviation + eps), 0)
 
 
-@_in_float32
-def centered_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
+@_of_rewards
+def centered_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
     """Centred rewards: Aᵢ = rᵢ − μ. Dr.GRPO (2503.20783).
 
     Args:
@@ -82,8 +88,8 @@ def centered_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -
     return _against(rewards, _mean(rewards, where), where)
 
 
-@_in_float32
-def leave_one_out_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
+@_of_rewards
+def leave_one_out_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
     """Reward against the mean of the others: Aᵢ = rᵢ − Σ_{j≠i} rⱼ / (G − 1) = G/(G − 1) · (rᵢ − μ).
 
     RLOO (2402.14740).
@@ -100,7 +106,7 @@ def leave_one_out_advantages(rewards: jax.Array, *, where: jax.Array | None = No
       [ 3.  -1.5 -1.5]
     """
     count = _count(rewards, where)
-    return centered_advantages(rewards, where=where) * (count / _at_least_1(count - 1))
+    return centered_advantages(rewards, where=where) * (count / jnp.maximum(count - 1, 1))
 
 
 @takes(rewards="... G")
@@ -120,13 +126,11 @@ def group_ranks(rewards: jax.Array) -> jax.Array:
       [3 1 1 4]
     """
     rewards = jnp.where(jnp.isnan(rewards), -jnp.inf, rewards)
-    return 1 + jnp.sum(_larger(rewards, None), axis=-1, dtype=jnp.int32)
+    return 1 + jnp.sum(_larger(rewards), axis=-1, dtype=jnp.int32)
 
 
-@takes(rewards="... G", where="... G")
-def rank_advantages(
-    rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: jax.Array | None = None
-) -> jax.Array:
+@_of_rewards
+def rank_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: Where = None) -> jax.Array:
     """Standardised ranks: A = standardise(−rank̄), rank̄ᵢ = ½ (#{j : rⱼ > rᵢ} + #{j : rⱼ ≥ rᵢ} + 1).
 
     rank̄ gives equal rewards the mean of the ranks they occupy. Only the order of the rewards counts. For 0/1 rewards
@@ -146,36 +150,20 @@ def rank_advantages(
       >>> print(rank_advantages(jnp.array([0.1, 5.0, 1e6])))
       [-1.  0.  1.]
     """
-    return group_advantages(-_mean_ranks(rewards, where), ddof=ddof, eps=eps, where=where)
+    larger = _larger(rewards) & where[..., None, :] & where[..., :, None]
+    better, worse = (jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (larger, jnp.swapaxes(larger, -1, -2)))
+    ranks = (better - worse).astype(rewards.dtype) / 2  # rank̄ minus the mean rank
+    ranks = jnp.where(jnp.isnan(rewards), jnp.nan, ranks)  # no comparison holds for NaN: its rank would be the middle
+    return group_advantages(-ranks, ddof=ddof, eps=eps, where=where)
 
 
-@_in_float32
-def linear_rank_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
-    """Ranks on a line from 1 (best) to −1 (worst): Aᵢ = 2 (G − rank̄ᵢ)/(G − 1) − 1.
-
-    Args:
-      rewards: `[..., G]`.
-      where: bool `[..., G]`, which completions count; others are in no baseline and get 0. None: all.
-
-    Returns:
-      `[..., G]`; a group of one gets 0.
-
-    Examples:
-      >>> print(linear_rank_advantages(jnp.array([0.1, 5.0, 1e6])))
-      [-1.  0.  1.]
-    """
-    count = _count(rewards, where)
-    advantages = (count + 1 - 2 * _mean_ranks(rewards, where)) / _at_least_1(count - 1)
-    return advantages if where is None else jnp.where(where, advantages, 0)
-
-
-@_in_float32
+@_of_rewards
 def batch_std_advantages(
     rewards: jax.Array,
     *,
     ddof: int = 1,
     eps: float = 1e-6,
-    where: jax.Array | None = None,
+    where: Where = None,
     axis_name: AxisName = None,
 ) -> jax.Array:
     """Centred in the group, scaled by the batch: Aᵢ = (rᵢ − μ_group) / (s_batch + ε). Lite PPO (2508.08221).
@@ -195,15 +183,15 @@ def batch_std_advantages(
       [[ 0.522 -0.522]
        [ 0.     0.   ]]
     """
-    deviation = _batch_moments(rewards, where, ddof, axis_name)[1]
+    _, deviation = _batch_moments(jnp.where(where, rewards, 0), where, ddof, axis_name)
     centered = centered_advantages(rewards, where=where)
     return jnp.where(_differs(rewards, where), centered / (deviation + eps), 0)
 
 
 @takes(rewards="... G", lengths="... G")
-@_in_float32
+@_of_rewards
 def opo_advantages(
-    rewards: jax.Array, lengths: jax.Array, *, where: jax.Array | None = None, axis_name: AxisName = None
+    rewards: jax.Array, lengths: jax.Array, *, where: Where = None, axis_name: AxisName = None
 ) -> jax.Array:
     """Reward against the mean weighted by length: Aᵢ = rᵢ − Σⱼ |oⱼ| rⱼ / Σⱼ |oⱼ|. OPO (2505.23585).
 
@@ -223,15 +211,13 @@ def opo_advantages(
       [ 0.25 -0.75]
     """
     del axis_name
-    kept, lengths = _fill(rewards, where), lengths.astype(rewards.dtype)
-    weights = lengths if where is None else jnp.where(where, lengths, 0)
+    weights = jnp.where(where, lengths.astype(rewards.dtype), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    baseline = jnp.sum(weights * kept, axis=-1, keepdims=True) / jnp.maximum(total, 1)
+    baseline = jnp.sum(weights * _fill(rewards, where), axis=-1, keepdims=True) / jnp.maximum(total, 1)
     return _against(rewards, baseline, where)
 
 
 @takes(rewards="... G", greedy_rewards="...")
-@_in_float32
 def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array:
     """Reward against that of the greedy completion of the prompt: Aᵢ = rᵢ − r(greedy). ReMax (2310.10505).
 
@@ -246,11 +232,11 @@ def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array
       >>> print(remax_advantages(jnp.array([[1.0, 0.0]]), jnp.array([0.25])))
       [[ 0.75 -0.25]]
     """
-    return rewards - upcast(greedy_rewards)[..., None]
+    return (upcast(rewards) - upcast(greedy_rewards)[..., None]).astype(_float(rewards))
 
 
-@_in_float32
-def gpg_advantages(rewards: jax.Array, *, where: jax.Array | None = None, axis_name: AxisName = None) -> jax.Array:
+@_of_rewards
+def gpg_advantages(rewards: jax.Array, *, where: Where = None, axis_name: AxisName = None) -> jax.Array:
     """Aᵢ = α (rᵢ − μ), α = B / #{completions of groups whose rewards differ}. GPG (2504.02546).
 
     Groups of equal rewards have no gradient; α makes up for the scale that they take from the mean. Goes with
@@ -270,14 +256,13 @@ def gpg_advantages(rewards: jax.Array, *, where: jax.Array | None = None, axis_n
       [[ 1. -1.]
        [ 0.  0.]]
     """
-    counted = jnp.ones_like(rewards, bool) if where is None else where
-    with_signal = counted & _has_spread(rewards, where)
-    total, signals = (maybe_psum(jnp.sum(x, dtype=jnp.float32), axis_name) for x in (counted, with_signal))
+    with_signal = _differs(rewards, where)
+    total, signals = (maybe_psum(jnp.sum(x, dtype=jnp.float32), axis_name) for x in (where, with_signal))
     return centered_advantages(rewards, where=where) * (total / jnp.maximum(signals, 1))
 
 
-@_in_float32
-def max_rl_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
+@_of_rewards
+def max_rl_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
     """Aᵢ = (rᵢ − μ) / μ, and 0 where μ ≤ 0. MaxRL (2602.02710).
 
     Args:
@@ -297,8 +282,8 @@ def max_rl_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> 
     return jnp.where(informative, centered_advantages(rewards, where=where) / jnp.where(mean <= 0, 1, mean), 0)
 
 
-@_in_float32
-def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = None) -> jax.Array:
+@_of_rewards
+def best_of_group_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
     """The best gets its lead over the second, A₍₁₎ = r₍₁₎ − r₍₂₎, and all others 0. 2503.19595.
 
     The lead is what the group's maximum would lose without its best completion.
@@ -314,7 +299,7 @@ def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = No
       >>> print(best_of_group_advantages(jnp.array([0.2, 0.9, 0.5])))
       [0.  0.4 0. ]
     """
-    eligible = rewards if where is None else jnp.where(where, rewards, -jnp.inf)
+    eligible = jnp.where(where, rewards, -jnp.inf)
     position = jax.lax.broadcasted_iota(jnp.int32, rewards.shape, rewards.ndim - 1)
     is_best = position == jnp.argmax(eligible, axis=-1, keepdims=True)
     best = jnp.max(eligible, axis=-1, keepdims=True)
@@ -324,8 +309,8 @@ def best_of_group_advantages(rewards: jax.Array, *, where: jax.Array | None = No
     return jnp.where(is_best & informative, best - jnp.where(has_second, second, 0), 0)
 
 
-@_in_float32
-def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: jax.Array | None = None) -> jax.Array:
+@_of_rewards
+def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: Where = None) -> jax.Array:
     """A⁺ = (1 − R̄)/σ, A⁻ = (1 − R̄ − C(q−1, k−1)/C(n−1, k−1))/σ, R̄ = 1 − C(q, k)/C(n, k), σ = √(R̄ (1 − R̄)).
 
     2508.10751: the standardised reward of a subset of k completions, 1 if one of them is right, averaged over the
@@ -348,16 +333,15 @@ def pass_at_k_advantages(rewards: jax.Array, *, k: int, where: jax.Array | None 
     """
     if not 1 <= k <= rewards.shape[-1]:
         raise ValueError(f"k is {k}: it must be between 1 and the group's size, {rewards.shape[-1]}")
-    counted = jnp.ones_like(rewards, bool) if where is None else where
-    right = counted & (rewards > 0)
-    n, wrong = (jnp.sum(x, axis=-1, keepdims=True, dtype=jnp.float32) for x in (counted, counted & ~right))
+    right = where & (rewards > 0)
+    n, wrong = (jnp.sum(x, axis=-1, keepdims=True, dtype=jnp.float32) for x in (where, where & ~right))
     all_wrong = _choose_ratio(wrong, n, k)
     others_wrong = _choose_ratio(wrong - 1, n - 1, k - 1)  # of the subsets that hold a given wrong one
     variance = all_wrong * (1 - all_wrong)
     above = jnp.where(right, all_wrong, all_wrong - others_wrong)
-    informative = (variance > 0) & counted & (n >= k)
+    informative = (variance > 0) & where & (n >= k)
     advantages = jnp.where(informative, above / jnp.sqrt(jnp.where(variance > 0, variance, 1)), 0)
-    return jnp.where(counted & jnp.isnan(rewards), jnp.nan, advantages)
+    return jnp.where(where & jnp.isnan(rewards), jnp.nan, advantages)
 
 
 @takes(rewards="K ... G", weights="K")
@@ -399,9 +383,7 @@ def gdpo_advantages(
 
 
 @takes(rewards="... G K", where="... G K")
-def turn_advantages(
-    rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: jax.Array | None = None
-) -> jax.Array:
+def turn_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: Where = None) -> jax.Array:
     """Standardised returns to go: Aᵢₖ = (Rᵢₖ − μₖ) / (sₖ + ε), Rᵢₖ = Σ_{j≥k} rᵢⱼ, of the turns of episodes.
 
     μₖ and sₖ are the mean and standard deviation of the returns to go of the group at turn k. Where fewer than two of
@@ -425,9 +407,7 @@ def turn_advantages(
        [ 1.     0.   ]]
     """
     where = jnp.ones(rewards.shape, bool) if where is None else where
-    kept = jnp.where(where, rewards, 0)
-    returns = jnp.flip(jnp.cumsum(jnp.flip(kept, -1), -1), -1)
-
+    returns = jnp.flip(jnp.cumsum(jnp.flip(jnp.where(where, rewards, 0), -1), -1), -1)
     largest = jnp.max(jnp.where(where, jnp.abs(returns), 0), axis=(-2, -1))
 
     def standardised(returns: jax.Array, where: jax.Array) -> jax.Array:
@@ -466,7 +446,7 @@ def teacher_advantages(logprobs: jax.Array, teacher_logprobs: jax.Array) -> jax.
 
 @takes(rewards="... G T", ends="... G T", where="... G")
 def span_advantages(
-    rewards: jax.Array, ends: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: jax.Array | None = None
+    rewards: jax.Array, ends: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: Where = None
 ) -> jax.Array:
     """Standardised returns to go of spans: Aᵢₜ is `turn_advantages` of span k(i, t) = min(1 + Σ_{u<t} endsᵢᵤ, Kᵢ).
 
@@ -529,76 +509,58 @@ def whiten(
        [ 1.  0.]]
     """
     mask = jnp.ones_like(values, bool) if mask is None else mask
-    kept = jnp.where(mask, upcast(values), 0)
-    mean, deviation = _batch_moments(values, mask, ddof, axis_name)
+    masked = jnp.where(mask, upcast(values), 0)
+    mean, deviation = _batch_moments(masked, mask, ddof, axis_name)
     # The deviation of equal values is rounding noise; see group_advantages.
-    constant = jax.lax.stop_gradient(kept)
+    constant = jax.lax.stop_gradient(masked)
     highest = maybe_pmax(jnp.max(jnp.where(mask, constant, -jnp.inf)), axis_name)
     lowest = -maybe_pmax(jnp.max(jnp.where(mask, -constant, -jnp.inf)), axis_name)
-    whitened = jnp.where(mask & (lowest != highest), (kept - mean) / (deviation + eps), 0)
+    whitened = jnp.where(mask & (lowest != highest), (masked - mean) / (deviation + eps), 0)
     return whitened.astype(_float(values))
 
 
-def _mean_ranks(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
-    """Ranks with the mean on ties, floats `[..., G]`."""
-    larger = _larger(rewards, where)
-    better, worse = (jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (larger, jnp.swapaxes(larger, -1, -2)))
-    ranks = ((better - worse).astype(_float(rewards)) + _count(rewards, where) + 1) / 2
-    return jnp.where(jnp.isnan(rewards), jnp.nan, ranks)  # no comparison holds for NaN: its rank would be the middle
+def _larger(rewards: jax.Array) -> jax.Array:
+    """Compares all pairs of a group: bool `[..., G, G]`, at [i, j] true if j has a larger reward than i."""
+    return rewards[..., None, :] > rewards[..., :, None]
 
 
-def _larger(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
-    """bool `[..., G, G]`: at [i, j], whether j has a larger reward than i, and both count."""
-    larger = rewards[..., None, :] > rewards[..., :, None]
-    return larger if where is None else larger & where[..., None, :] & where[..., :, None]
+def _count(rewards: jax.Array, where: jax.Array) -> jax.Array:
+    """Returns how many of a group count, `[..., 1]`."""
+    return jnp.sum(where, axis=-1, keepdims=True, dtype=rewards.dtype)
 
 
-def _count(rewards: jax.Array, where: jax.Array | None):
-    """How many of a group count: a number, or `[..., 1]`."""
-    return rewards.shape[-1] if where is None else jnp.sum(where, axis=-1, keepdims=True, dtype=_float(rewards))
-
-
-def _at_least_1(count):
-    return max(count, 1) if isinstance(count, int) else jnp.maximum(count, 1)
-
-
-def _fill(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
-    """Rewards that do not count become the group's largest that does, or 0: so they add nothing to its spread."""
-    if where is None:
-        return rewards
+def _fill(rewards: jax.Array, where: jax.Array) -> jax.Array:
+    """Replaces rewards that do not count by the group's largest that does, or 0: so they add nothing to its spread."""
     largest = jnp.max(jnp.where(where, rewards, -jnp.inf), axis=-1, keepdims=True)
     return jnp.where(where, rewards, jnp.where(jnp.any(where, axis=-1, keepdims=True), largest, 0))
 
 
-def _mean(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
-    if where is None:
-        return jnp.mean(rewards, axis=-1, keepdims=True)
-    return jnp.sum(jnp.where(where, rewards, 0), axis=-1, keepdims=True) / _at_least_1(_count(rewards, where))
+def _mean(rewards: jax.Array, where: jax.Array) -> jax.Array:
+    total = jnp.sum(jnp.where(where, rewards, 0), axis=-1, keepdims=True)
+    return total / jnp.maximum(_count(rewards, where), 1)
 
 
-def _against(rewards: jax.Array, baseline: jax.Array, where: jax.Array | None) -> jax.Array:
-    """Reward minus baseline; exactly 0 for what does not count, and where all rewards are equal."""
+def _against(rewards: jax.Array, baseline: jax.Array, where: jax.Array) -> jax.Array:
+    """Subtracts a baseline. What does not count gets exactly 0, and so does a group whose rewards are all equal."""
     return jnp.where(_differs(rewards, where), _fill(rewards, where) - baseline, 0)
 
 
-def _differs(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
-    """bool `[..., G]`: what counts, in groups whose rewards are not all equal. Everything else gets exactly 0."""
-    return _has_spread(rewards, where) if where is None else _has_spread(rewards, where) & where
+def _differs(rewards: jax.Array, where: jax.Array) -> jax.Array:
+    """Marks what counts in groups whose rewards are not all equal, bool `[..., G]`. Everything else gets exactly 0."""
+    return _has_spread(rewards, where) & where
 
 
-def _has_spread(rewards: jax.Array, where: jax.Array | None) -> jax.Array:
+def _has_spread(rewards: jax.Array, where: jax.Array) -> jax.Array:
     rewards = _fill(rewards, where)
     # "!=" rather than ">": a NaN must stay visible, and not pass for "all equal".
     return jnp.max(rewards, axis=-1, keepdims=True) != jnp.min(rewards, axis=-1, keepdims=True)
 
 
-def _batch_moments(values: jax.Array, mask: jax.Array | None, ddof: int, axis_name: AxisName):
-    """Mean and standard deviation over all axes and `axis_name`, of what the mask keeps."""
-    mask = jnp.ones_like(values, bool) if mask is None else mask
-    kept = jnp.where(mask, upcast(values), 0)
-    count, total = (maybe_psum(jnp.sum(x, dtype=kept.dtype), axis_name) for x in (mask, kept))
+def _batch_moments(values: jax.Array, mask: jax.Array, ddof: int, axis_name: AxisName):
+    """Returns mean and standard deviation over all axes and `axis_name`; values are 0 where masked."""
+    count, total = (maybe_psum(jnp.sum(x, dtype=values.dtype), axis_name) for x in (mask, values))
     mean = total / jnp.maximum(count, 1)
-    centered = jnp.where(mask, kept - mean, 0)
+    centered = jnp.where(mask, values - mean, 0)
     # Divided by the largest before squaring, as in group_advantages.
     largest = maybe_pmax(jnp.max(jnp.abs(jax.lax.stop_gradient(centered)), initial=0), axis_name)
     scale = jnp.where(largest > 0, largest, 1)

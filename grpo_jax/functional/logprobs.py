@@ -1,50 +1,19 @@
 """Log-probabilities of given tokens, entropies and divergences, from hidden states.
 
 Logits over a vocabulary of 150 thousand are by far the largest array of a training step. Here they exist one slice of
-the vocabulary at a time, in the forward and in the backward pass. Only where all of them are small are they kept from
-the one for the other. Letters: T tokens (with any leading axes), D
-features, V vocabulary, R tokens of all leading axes in one, C width of a slice of the vocabulary, K slices.
+the vocabulary at a time, in the forward and in the backward pass. Only small logits are stored for the backward pass.
+
+Letters: T tokens (with any leading axes), D features, V vocabulary, R tokens of all leading axes in one, C width of a
+slice of the vocabulary, K slices.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import checkify
 
-from grpo_jax.functional.numerics import check_beta, check_shapes, softcapped, takes, upcast
+from grpo_jax.functional.numerics import check_beta, softcapped, takes
 from grpo_jax.functional.products import Traits, accumulator_of, einsum, traits_of_backend, transposed
-
-
-def check_logprobs(mask: jax.Array, *, tolerance: float = 1e-3, **logprobs: jax.Array) -> None:
-    """Refuses what cannot be log-probabilities: values above 0, such as probabilities or negated ones, and NaN.
-
-    No function here calls it, so it costs nothing unless you do. Under jit it works where checks are collected: wrap
-    the compiled function in `chex.chexify`, or the function in `jax.experimental.checkify.checkify`.
-
-    Args:
-      mask: bool `[..., T]`; what is masked may be anything.
-      tolerance: how far above 0 rounding may get, in nats.
-      **logprobs: `[..., T]` in nats, by the names that the error says.
-
-    Raises:
-      JaxRuntimeError: one is above 0; at once, or where the wrapper says it.
-
-    Examples:
-      >>> import chex
-      >>> loss = jax.jit(lambda x, mask: (check_logprobs(mask, logprobs=x), jnp.sum(x))[1])
-      >>> checked = chex.chexify(loss, async_check=False)
-      >>> print(checked(jnp.array([-1.0, 9.0]), jnp.array([True, False])))
-      8.0
-    """
-    for name, values in logprobs.items():
-        check_shapes("check_logprobs", {"mask": "... T", name: "... T"}, {"mask": mask, name: values})
-        largest = jnp.max(jnp.where(mask, upcast(values), -jnp.inf), initial=-jnp.inf)
-        checkify.check(
-            largest <= tolerance,
-            f"{name} must be log-probabilities, at most 0, but the largest is {{largest}}: give log π, not π or −log π",
-            largest=largest,
-        )
 
 
 class TokenLogprobs(NamedTuple):
@@ -321,23 +290,21 @@ def _logprobs_forward(logits, ids):
     def reduce_slice(index):
         products, part = _slice_products(logits, index)
         z = _of_products(products, logits.scale, logits.softcap)
-        place = ids - part.start
-        here = (place >= part.num_seen) & (place < z.shape[1])
-        chosen = jnp.take_along_axis(z, jnp.clip(place, 0, z.shape[1] - 1)[:, None], axis=1)[:, 0]
+        chosen, is_new = _at_ids(z, ids[:, None], part)
         others = jnp.where(_is_chosen(ids, z, part), jnp.finfo(z.dtype).min, z)  # finite, should no other be there
-        return jnp.where(here, chosen, 0), _moments(others, others, part), products if keeps else None
+        return jnp.where(is_new, chosen, 0)[:, 0], _moments(others, others, part), products if keeps else None
 
     # [K, R], three of [K, R], [K, R, C]
-    chosen, moments, kept = jax.lax.map(reduce_slice, jnp.arange(_num_slices(logits)))
+    chosen, moments, products = jax.lax.map(reduce_slice, jnp.arange(_num_slices(logits)))
     chosen, (log_others, mean_others) = jnp.sum(chosen, axis=0), _combine(*moments)
     logprobs, log_rest = -jax.nn.softplus(log_others - chosen), -jax.nn.softplus(chosen - log_others)
     entropy = jnp.exp(log_rest) * (log_others - mean_others - log_rest) - jnp.exp(logprobs) * logprobs
-    return (logprobs, entropy), (logits, ids, chosen - logprobs, logprobs, entropy, kept)
+    return (logprobs, entropy), (logits, ids, chosen - logprobs, logprobs, entropy, products)
 
 
 def _logprobs_backward(residuals, cotangents):
     """∂L/∂z[v] = g_logp (1[v = id] − π(v)) − g_H π(v) (log π(v) + H)."""
-    logits, ids, log_normalizer, logprobs, entropy, kept = residuals
+    logits, ids, log_normalizer, logprobs, entropy, products = residuals
     d_logprobs, d_entropy = cotangents
     d_chosen = -d_logprobs * jnp.expm1(logprobs) - d_entropy * jnp.exp(logprobs) * (logprobs + entropy)
 
@@ -346,7 +313,7 @@ def _logprobs_backward(residuals, cotangents):
         slope = d_logprobs[:, None] + d_entropy[:, None] * (log_p + entropy[:, None])
         return jnp.where(_is_chosen(ids, z, part), d_chosen[:, None], -jnp.exp(log_p) * slope)
 
-    return _gradients(logits, d_logits, kept), None
+    return _gradients(logits, d_logits, products), None
 
 
 _token_logprobs.defvjp(_logprobs_forward, _logprobs_backward)
@@ -383,24 +350,36 @@ def _kl_forward(first, second):
 
 
 def _kl_backward(residuals, d_kl):
-    """∂KL/∂z_P[v] = P(v) (log P(v) − log Q(v) − KL), ∂KL/∂z_Q[v] = Q(v) − P(v).
-
-    One pass for each: mostly one is asked for, and XLA drops the other.
-    """
+    """∂KL/∂z_P[v] = P(v) (log P(v) − log Q(v) − KL), ∂KL/∂z_Q[v] = Q(v) − P(v)."""
     first, second, log_normalizer, other_normalizer, kl = residuals
 
-    def d_first(z, part):
-        log_p, log_q = z - log_normalizer[:, None], _slice_logits(second, part.number)[0] - other_normalizer[:, None]
+    def d_first(log_p, log_q):
         return d_kl[:, None] * jnp.exp(log_p) * (log_p - log_q - kl[:, None])
 
-    def d_second(z, part):
-        log_p, log_q = _slice_logits(first, part.number)[0] - log_normalizer[:, None], z - other_normalizer[:, None]
+    def d_second(log_p, log_q):
         return d_kl[:, None] * (jnp.exp(log_q) - jnp.exp(log_p))
 
-    return _gradients(first, d_first), _gradients(second, d_second)
+    return _gradients_of_two(first, second, log_normalizer, other_normalizer, d_first, d_second)
 
 
 _kl.defvjp(_kl_forward, _kl_backward)
+
+
+def _gradients_of_two(first, second, first_normalizer, second_normalizer, d_first, d_second):
+    """Computes gradients of what the logits of P and Q are made of, from (log P, log Q) -> ∂L/∂z_P, and -> ∂L/∂z_Q.
+
+    One pass for each: mostly one is asked for, and XLA drops the other.
+    """
+
+    def of_first(z, part):
+        other, _ = _slice_logits(second, part.number)
+        return d_first(z - first_normalizer[:, None], other - second_normalizer[:, None])
+
+    def of_second(z, part):
+        other, _ = _slice_logits(first, part.number)
+        return d_second(other - first_normalizer[:, None], z - second_normalizer[:, None])
+
+    return _gradients(first, of_first), _gradients(second, of_second)
 
 
 @jax.custom_vjp
@@ -443,21 +422,20 @@ def _jsd_forward(student, teacher, beta):
 def _jsd_backward(residuals, d_jsd):
     """∂JSD/∂z_Q[v] = (1 − β) Q(v) (log Q(v)/M(v) − KL(Q ‖ M)), ∂JSD/∂z_P[v] = β P(v) (log P(v)/M(v) − KL(P ‖ M)).
 
-    ∂JSD/∂β = KL(P ‖ M) − KL(Q ‖ M). XLA drops what is not asked for.
+    ∂JSD/∂β = KL(P ‖ M) − KL(Q ‖ M).
     """
     student, teacher, beta, normalizer, other_normalizer, kl_q, kl_p = residuals
 
-    def d_student(z, part):
-        log_q, log_p = z - normalizer[:, None], _slice_logits(teacher, part.number)[0] - other_normalizer[:, None]
+    def d_student(log_q, log_p):
         of_q, _ = _to_mixture(log_q, log_p, beta)
         return (d_jsd * (1 - beta))[:, None] * jnp.exp(log_q) * (of_q - kl_q[:, None])
 
-    def d_teacher(z, part):
-        log_q, log_p = _slice_logits(student, part.number)[0] - normalizer[:, None], z - other_normalizer[:, None]
+    def d_teacher(log_q, log_p):
         _, of_p = _to_mixture(log_q, log_p, beta)
         return (d_jsd * beta)[:, None] * jnp.exp(log_p) * (of_p - kl_p[:, None])
 
-    return _gradients(student, d_student), _gradients(teacher, d_teacher), d_jsd * (kl_p - kl_q)
+    gradients = _gradients_of_two(student, teacher, normalizer, other_normalizer, d_student, d_teacher)
+    return *gradients, d_jsd * (kl_p - kl_q)
 
 
 _jsd.defvjp(_jsd_forward, _jsd_backward)
@@ -482,12 +460,10 @@ def _at_columns(values, ids, part, width):
 def _bucket_forward(logits, ids):
     def reduce_slice(chosen, index):
         z, part = _slice_logits(logits, index)
-        place = ids - part.start
-        here = (place >= part.num_seen) & (place < z.shape[1])
-        found = jnp.take_along_axis(z, jnp.clip(place, 0, z.shape[1] - 1), axis=1)
+        at_ids, is_new = _at_ids(z, ids, part)
         is_chosen = _at_columns(jnp.ones_like(chosen), ids, part, z.shape[1]) > 0
         others = jnp.where(is_chosen, -jnp.inf, _only_new(z, part, -jnp.inf))
-        return jnp.where(here, found, chosen), jax.nn.logsumexp(others, axis=1)
+        return jnp.where(is_new, at_ids, chosen), jax.nn.logsumexp(others, axis=1)
 
     zeros = jnp.zeros_like(logits.scale, shape=ids.shape)
     chosen, others = jax.lax.scan(reduce_slice, zeros, jnp.arange(_num_slices(logits)))  # [R, K], and of slices [R]
@@ -529,8 +505,15 @@ def _only_new(x, part, other):
     return jnp.where(jnp.arange(x.shape[1]) >= part.num_seen, x, other)
 
 
+def _at_ids(z, ids, part):
+    """Returns z `[R, C]` at some columns of the vocabulary, `[R, K]`, and which of them no earlier slice had."""
+    place = ids - part.start
+    is_new = (place >= part.num_seen) & (place < z.shape[1])
+    return jnp.take_along_axis(z, jnp.clip(place, 0, z.shape[1] - 1), axis=1), is_new
+
+
 def _moments(z, values, part):
-    """Of a slice the maximum m of z, Σ exp(z − m) and Σ x exp(z − m), each `[R]`."""
+    """Returns the maximum m of z in a slice, Σ exp(z − m) and Σ x exp(z − m), each `[R]`."""
     z = _only_new(z, part, -jnp.inf)
     maximum = jnp.max(z, axis=-1)
     weight = jnp.exp(z - maximum[:, None])
@@ -545,25 +528,25 @@ def _combine(maximum, total, moment):
     return overall + jnp.log(total), jnp.sum(moment * rescale, axis=0) / total
 
 
-def _gradients(logits: _Logits, d_logits, kept: jax.Array | None = None) -> _Logits:
-    """Those of what logits are made of, from d_logits(z, slice) -> ∂L/∂z, `[R, C]`.
+def _gradients(logits: _Logits, d_logits, products: jax.Array | None = None) -> _Logits:
+    """Computes ∂L/∂h, ∂L/∂W, ∂L/∂scale and ∂L/∂c from d_logits(z, slice) -> ∂L/∂z, `[R, C]`.
 
-    W h is taken from `kept`, `[K, R, C]`, or else computed again.
+    W h `[K, R, C]` is computed again unless it is passed as `products`.
     """
     hidden, unembedding, scale, softcap = logits
 
-    def accumulate(carry, this):
-        (d_hidden, d_unembedding, d_rest), (index, products) = carry, this
+    def accumulate(carry, slice_):
+        (d_hidden, d_unembedding, d_rest), (index, products_of_slice) = carry, slice_
         weight, part = _slice_weight(logits, index)
-        if products is None:
-            products = _of_weight(hidden, weight)
-        z, pull = jax.vjp(_of_products, products, scale, softcap)
+        if products_of_slice is None:
+            products_of_slice = _of_weight(hidden, weight)
+        z, pull = jax.vjp(_of_products, products_of_slice, scale, softcap)
         slope = _only_new(d_logits(z, part), part, 0)
         if softcap is None:
             slope = slope * scale[:, None]
         else:
-            slope, *own = pull(slope)
-            d_rest = jax.tree.map(jnp.add, d_rest, tuple(own))
+            slope, *d_slice = pull(slope)
+            d_rest = jax.tree.map(jnp.add, d_rest, tuple(d_slice))
         slope = slope.astype(hidden.dtype)
         d_hidden += einsum("rc,cd->rd", slope, weight)
         d_weight = einsum("cr,rd->cd", transposed(slope), hidden).astype(d_unembedding.dtype)
@@ -573,7 +556,7 @@ def _gradients(logits: _Logits, d_logits, kept: jax.Array | None = None) -> _Log
 
     zeros = jnp.zeros_like(hidden, dtype=jnp.float32), accumulator_of(unembedding)
     of_rest: tuple[Any, ...] = () if softcap is None else (jnp.zeros_like(scale), jnp.zeros_like(softcap))
-    carry, _ = jax.lax.scan(accumulate, (*zeros, of_rest), (jnp.arange(_num_slices(logits)), kept))
+    carry, _ = jax.lax.scan(accumulate, (*zeros, of_rest), (jnp.arange(_num_slices(logits)), products))
     d_hidden, d_unembedding, d_rest = carry
     if softcap is None:
         # Σ_v ∂L/∂z[v] · (W h)[v] = h · ∂L/∂h / scale, which saves a pass over the logits.

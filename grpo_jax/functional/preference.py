@@ -14,6 +14,11 @@ import jax.numpy as jnp
 
 from grpo_jax.functional.numerics import AxisName, maybe_psum, takes, upcast
 
+# Shapes that losses of pairs take, as in `takes`.
+_PAIR = {"chosen": "...", "rejected": "..."}
+_REFERENCE = {"ref_chosen": "...", "ref_rejected": "..."}
+_LENGTHS = {"chosen_length": "...", "rejected_length": "..."}
+
 
 @takes(chosen="number | ...", rejected="number | ...")
 def bradley_terry_loss(
@@ -37,7 +42,7 @@ def bradley_terry_loss(
     return jax.nn.softplus(margin - (chosen - rejected)) + center_coef * jnp.square(chosen + rejected)
 
 
-@takes(chosen="...", rejected="...", ref_chosen="...", ref_rejected="...")
+@takes(**_PAIR, **_REFERENCE)
 def dpo_loss(
     chosen: jax.Array,
     rejected: jax.Array,
@@ -67,10 +72,11 @@ def dpo_loss(
       >>> print(dpo_loss(*log_ratios, jnp.zeros(1), jnp.zeros(1)))  # log(1 + e⁻¹)
       [0.3133]
     """
-    return _smoothed_logistic(beta * _difference(chosen, rejected, ref_chosen, ref_rejected), label_smoothing)
+    z = beta * _difference(chosen, rejected, ref_chosen, ref_rejected)
+    return jax.nn.softplus(-z) + label_smoothing * z  # −log σ(−z) = −log σ(z) + z
 
 
-@takes(chosen="...", rejected="...", ref_chosen="...", ref_rejected="...")
+@takes(**_PAIR, **_REFERENCE)
 def robust_dpo_loss(
     chosen: jax.Array,
     rejected: jax.Array,
@@ -106,14 +112,7 @@ def robust_dpo_loss(
     return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
 
 
-@takes(
-    chosen="...",
-    rejected="...",
-    ref_chosen="...",
-    ref_rejected="...",
-    chosen_length="...",
-    rejected_length="...",
-)
+@takes(**_PAIR, **_REFERENCE, **_LENGTHS)
 def length_normalized_dpo_loss(
     chosen: jax.Array,
     rejected: jax.Array,
@@ -145,20 +144,12 @@ def length_normalized_dpo_loss(
       >>> print(length_normalized_dpo_loss(*log_ratios, jnp.zeros(1), jnp.zeros(1), *lengths))  # log(1 + e⁻¹)
       [0.3133]
     """
-    of_chosen = _per_token(chosen, chosen_length), _per_token(ref_chosen, chosen_length)
-    of_rejected = _per_token(rejected, rejected_length), _per_token(ref_rejected, rejected_length)
-    z = beta * _difference(of_chosen[0], of_rejected[0], of_chosen[1], of_rejected[1])
-    return _smoothed_logistic(z, label_smoothing)
+    chosen, ref_chosen = (_per_token(x, chosen_length) for x in (chosen, ref_chosen))
+    rejected, ref_rejected = (_per_token(x, rejected_length) for x in (rejected, ref_rejected))
+    return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta=beta, label_smoothing=label_smoothing)
 
 
-@takes(
-    chosen="...",
-    rejected="...",
-    ref_chosen="...",
-    ref_rejected="...",
-    chosen_length="...",
-    rejected_length="...",
-)
+@takes(**_PAIR, **_REFERENCE, **_LENGTHS)
 def ipo_loss(
     chosen: jax.Array,
     rejected: jax.Array,
@@ -191,12 +182,12 @@ def ipo_loss(
     """
     _refuse_one(chosen_length=chosen_length, rejected_length=rejected_length)
     if chosen_length is not None and rejected_length is not None:
-        chosen, ref_chosen = _per_token(chosen, chosen_length), _per_token(ref_chosen, chosen_length)
-        rejected, ref_rejected = _per_token(rejected, rejected_length), _per_token(ref_rejected, rejected_length)
+        chosen, ref_chosen = (_per_token(x, chosen_length) for x in (chosen, ref_chosen))
+        rejected, ref_rejected = (_per_token(x, rejected_length) for x in (rejected, ref_rejected))
     return jnp.square(_difference(chosen, rejected, ref_chosen, ref_rejected) - 1 / (2 * tau))
 
 
-@takes(chosen="...", rejected="...", ref_chosen="...", ref_rejected="...")
+@takes(**_PAIR, **_REFERENCE)
 def hinge_loss(
     chosen: jax.Array,
     rejected: jax.Array,
@@ -230,7 +221,7 @@ def hinge_loss(
     return jax.nn.relu(1 - beta * _difference(chosen, rejected, ref_chosen, ref_rejected))
 
 
-@takes(chosen="...", rejected="...", chosen_length="...", rejected_length="...")
+@takes(**_PAIR, **_LENGTHS)
 def simpo_loss(
     chosen: jax.Array,
     rejected: jax.Array,
@@ -262,7 +253,7 @@ def simpo_loss(
     return jax.nn.softplus(gamma - beta * margin)
 
 
-@takes(chosen="...", rejected="...", chosen_length="...", rejected_length="...")
+@takes(**_PAIR, **_LENGTHS)
 def orpo_loss(
     chosen: jax.Array,
     rejected: jax.Array,
@@ -361,8 +352,7 @@ def kto_loss(
       [0.2689 0.7311]
     """
     z = beta * (_log_ratio(logprobs, ref_logprobs) - jax.lax.stop_gradient(kl))
-    one = jnp.ones_like(z)
-    weight = jnp.where(desirable, desirable_weight * one, undesirable_weight * one)
+    weight = jnp.where(desirable, desirable_weight, undesirable_weight).astype(z.dtype)
     return weight * jax.nn.sigmoid(jnp.where(desirable, -z, z))
 
 
@@ -405,22 +395,17 @@ def _difference(chosen: jax.Array, rejected: jax.Array, ref_chosen: jax.Array, r
     return _log_ratio(chosen, ref_chosen) - _log_ratio(rejected, ref_rejected)
 
 
-def _refuse_one(**given: jax.Array | None) -> None:
-    """Refuses one of two that belong together."""
-    names = [name for name, value in given.items() if value is not None]
+def _refuse_one(**arrays: jax.Array | None) -> None:
+    """Refuses one of two arrays that belong together."""
+    names = [name for name, value in arrays.items() if value is not None]
     if len(names) == 1:
-        raise TypeError(f"{names[0]} is given alone: give both of {' and '.join(given)}, or neither")
+        raise TypeError(f"{names[0]} is given alone: give both of {' and '.join(arrays)}, or neither")
 
 
 def _per_token(logprobs: jax.Array, length: jax.Array) -> jax.Array:
     """log π(y)/|y|. An empty completion has 0, so that rows that fill up a batch give no NaN."""
     logprobs = upcast(logprobs)
     return logprobs / jnp.maximum(length, 1).astype(logprobs.dtype)
-
-
-def _smoothed_logistic(z: jax.Array, label_smoothing: float) -> jax.Array:
-    """−(1 − ε) log σ(z) − ε log σ(−z) = softplus(−z) + ε z."""
-    return jax.nn.softplus(-z) + label_smoothing * z
 
 
 def _log_odds(logprobs: jax.Array) -> jax.Array:

@@ -45,8 +45,7 @@ def score_completions(
     answers = [component.reward(examples, completions) for component in named.values()]
     if any(inspect.isawaitable(answer) for answer in answers):
         answers = run_to_end(_gather(answers))
-    # Not functional.combine_rewards: these are numbers of the host. And a NaN that a function returned has to be seen,
-    # where there a NaN says that a reward does not apply.
+    # Here NaN does not mean "not applicable": one that a function returned has to be seen.
     total, applicable = np.zeros(len(completions), np.float32), np.zeros(len(completions), bool)
     components, parts = {}, np.empty(len(completions), object)
     parts[:] = [()] * len(completions)

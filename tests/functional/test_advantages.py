@@ -19,7 +19,6 @@ from grpo_jax.functional import (
     group_advantages,
     group_ranks,
     leave_one_out_advantages,
-    linear_rank_advantages,
     max_rl_advantages,
     opo_advantages,
     pass_at_k_advantages,
@@ -31,8 +30,7 @@ from grpo_jax.functional import (
 )
 
 DIFFERENTIABLE = [group_advantages, centered_advantages, leave_one_out_advantages]
-OF_RANKS = [rank_advantages, linear_rank_advantages]
-ADVANTAGES = DIFFERENTIABLE + OF_RANKS
+ADVANTAGES = [*DIFFERENTIABLE, rank_advantages]
 
 G = 8
 few = settings(max_examples=25, deadline=None, derandomize=True)
@@ -67,7 +65,6 @@ BY_HAND = {
     centered_advantages: [-1, 0, 2, -1],
     leave_one_out_advantages: [-4 / 3, 0, 8 / 3, -4 / 3],  # G/(G − 1) = 4/3; first: 1 − (2 + 4 + 1)/3
     rank_advantages: np.array([-1, 0.5, 1.5, -1]) / np.sqrt(1.5),
-    linear_rank_advantages: [-2 / 3, 1 / 3, 1, -2 / 3],  # 2 (4 − rank̄)/3 − 1
     group_ranks: [3, 2, 1, 3],  # nobody beats the 4; two beat each 1
 }
 
@@ -123,10 +120,6 @@ LOOPS = {
     centered_advantages: lambda group: [r - sum(group) / len(group) for r in group],
     leave_one_out_advantages: loop_leave_one_out,
     rank_advantages: lambda group: loop_standardised([-loop_mean_rank(group, i) for i in range(len(group))]),
-    linear_rank_advantages: lambda group: [
-        2 * (len(group) - loop_mean_rank(group, i)) / (len(group) - 1) - 1 if len(group) > 1 else 0.0
-        for i in range(len(group))
-    ],
     group_ranks: lambda group: [1 + sum(other > r for other in group) for r in group],
 }
 
@@ -268,7 +261,7 @@ def test_shifting_the_rewards_changes_nothing(rewards, shift):
 @given(groups, scales)
 def test_scaling_the_rewards_changes_nothing_after_standardising(rewards, scale):
     # Unequal quarters have s ≥ ¼/√8 = 0.088, times a scale of at least 1/8: ε/s is below 1e-4.
-    for function in (group_advantages, rank_advantages, linear_rank_advantages):
+    for function in (group_advantages, rank_advantages):
         assert_allclose(jitted[function](rewards * scale), jitted[function](rewards), rtol=2e-4, atol=1e-6)
 
 
@@ -285,7 +278,7 @@ def test_scaling_the_rewards_scales_what_is_only_centred(rewards, scale):
 @few
 @given(groups)
 def test_ranks_are_invariant_under_increasing_maps(increasing, rewards):
-    for function in (*OF_RANKS, group_ranks):
+    for function in (rank_advantages, group_ranks):
         assert_array_equal(jitted[function](increasing(rewards)), jitted[function](rewards))
 
 
@@ -323,7 +316,6 @@ population_rank = jax.jit(partial(rank_advantages, ddof=0))
 def test_the_rank_of_two_is_a_sign(rewards):
     sign = np.sign(rewards - rewards[:, ::-1])
     assert_allclose(population_rank(rewards), sign, atol=1e-5)
-    assert_array_equal(jitted[linear_rank_advantages](rewards), sign)
 
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, bool])
@@ -596,7 +588,7 @@ def test_where_under_jit_equals_eager():
         assert_allclose(advantages, eager, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-SMOOTH = tuple(name_of(function) for function in BATCH_LOOPS if function not in (*OF_RANKS, pass_at_2))
+SMOOTH = tuple(name_of(function) for function in BATCH_LOOPS if function not in (rank_advantages, pass_at_2))
 
 
 def stacked(rewards):

@@ -191,8 +191,8 @@ def on_tokens(values):
 
 
 def of_missing(advantages, **options):
-    rewards, applicable = F.combine_rewards(D["missing"], weights=D["reward_weights"])
-    return advantages(rewards, where=applicable, **options)
+    rewards = jnp.nansum(D["missing"] * D["reward_weights"][:, None, None], axis=0)
+    return advantages(rewards, where=~jnp.all(jnp.isnan(D["missing"]), axis=0), **options)
 
 
 def rloo_with_kl():

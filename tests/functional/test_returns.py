@@ -13,6 +13,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from grpo_jax.functional import (
     centered_advantages,
     generalized_advantages,
+    kl_penalized_rewards,
+    overlong_penalty,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     rewards_at_end,
@@ -474,3 +476,74 @@ def test_moments_are_global_when_the_batch_is_spread(spread):
     spread_out = spread(partial(of_the_batch, axis_name="data"))(rewards, penalty, mask)
     for name, advantages in spread_out.items():
         assert_allclose(advantages, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+# --- the penalty of long completions ---
+
+# L_max = 100, L_c = 20: nothing up to 80, then −1/20 a token, −1 from 100 on.
+LENGTHS = np.array([0, 79, 80, 81, 85, 90, 99, 100, 101, 5000], np.int32)
+PENALTIES = np.array([0, 0, 0, -0.05, -0.25, -0.5, -0.95, -1, -1, -1], np.float32)
+
+
+def test_overlong_penalty_by_hand():
+    penalty = overlong_penalty(jnp.asarray(LENGTHS), max_length=100, buffer=20)
+    assert penalty.dtype == jnp.float32
+    assert_allclose(penalty, PENALTIES, rtol=1e-6)
+
+
+def test_overlong_penalty_of_a_buffer_of_all_or_one():
+    lengths = jnp.array([0, 1, 2, 3, 4, 5])
+    assert_allclose(overlong_penalty(lengths, max_length=4, buffer=4), [0, -0.25, -0.5, -0.75, -1, -1])
+    assert_allclose(overlong_penalty(lengths, max_length=4, buffer=1), [0, 0, 0, 0, -1, -1])
+
+
+def test_overlong_penalty_of_dapo():
+    # 20480 and 4096: half of the buffer is at 16384 + 2048.
+    assert_allclose(overlong_penalty(jnp.array([16384, 18432, 20480]), max_length=20480, buffer=4096), [0, -0.5, -1])
+
+
+@few
+@given(st.integers(0, 300), st.integers(1, 200), st.integers(1, 200))
+def test_overlong_penalty_equals_a_plain_formula(length, max_length, buffer):
+    buffer = min(buffer, max_length)
+    start = max_length - buffer
+    expected = 0 if length <= start else -1 if length >= max_length else -(length - start) / buffer
+    penalty = overlong_penalty(jnp.asarray([length]), max_length=max_length, buffer=buffer)
+    assert_allclose(penalty, [expected], rtol=1e-6)
+
+
+def test_overlong_penalty_under_jit_and_vmap():
+    penalty = jax.jit(lambda lengths: overlong_penalty(lengths, max_length=100, buffer=20))
+    assert_allclose(penalty(LENGTHS), PENALTIES, rtol=1e-6)
+    assert_allclose(jax.vmap(penalty)(jnp.asarray(LENGTHS)), PENALTIES, rtol=1e-6)
+    assert_allclose(penalty(LENGTHS.reshape(2, 5)), PENALTIES.reshape(2, 5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("buffer", [0, -1, 101])
+def test_overlong_penalty_refuses_a_buffer_outside_of_the_length(buffer):
+    with pytest.raises(ValueError, match=f"buffer is {buffer}"):
+        overlong_penalty(jnp.array([1]), max_length=100, buffer=buffer)
+
+
+# --- KL in the reward ---
+
+
+def test_kl_penalized_rewards_equal_a_plain_loop():
+    rng = np.random.default_rng(0)
+    rewards, (logprobs, ref_logprobs) = rng.normal(size=3).astype(np.float32), rng.normal(size=(2, 3, 4))
+    mask = np.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], bool)
+    expected = [
+        rewards[i] - 0.1 * sum(logprobs[i, t] - ref_logprobs[i, t] for t in range(4) if mask[i, t]) for i in range(3)
+    ]
+    arrays = (np.where(mask, x, np.nan).astype(np.float32) for x in (logprobs, ref_logprobs))
+    penalized = jax.jit(partial(kl_penalized_rewards, kl_coef=0.1))(rewards, *arrays, mask)
+    assert_allclose(penalized, expected, rtol=1e-5)
+
+
+def test_kl_penalized_rewards_have_no_gradient():
+    def total(logprobs):
+        return jnp.sum(
+            kl_penalized_rewards(jnp.ones(1), logprobs, jnp.zeros((1, 2)), jnp.ones((1, 2), bool), kl_coef=1.0)
+        )
+
+    assert_array_equal(jax.grad(total)(jnp.ones((1, 2))), np.zeros((1, 2)))

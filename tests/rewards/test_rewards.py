@@ -19,7 +19,7 @@ import pytest
 
 from grpo_jax.data.types import Completion, Span, Turn
 from grpo_jax.errors import UsageError
-from grpo_jax.functional.shaping import overlong_penalty
+from grpo_jax.functional import overlong_penalty
 from grpo_jax.rewards import builtin
 from grpo_jax.rewards.grading import REASONS, Grader
 from grpo_jax.rewards.reward import Component, score_completions
