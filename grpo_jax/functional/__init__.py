@@ -2,10 +2,11 @@
 
 Arrays keep any leading axes: per-token arrays are `[..., T]`, rewards and advantages of groups `[..., G]`, masks bool.
 Everything works under jit, grad, vmap, `jax.pmap` and `shard_map`. Hyperparameters are keyword-only; floats may be
-traced, but for `share`. What looks at the whole batch takes `axis_name`, the mapped axes over which the batch is
-spread; all else may be computed in pieces.
+traced, except `share`. Functions of the whole batch take `axis_name`, the mapped axes over which the batch is spread.
+All others may be computed in pieces.
 """
 
+# Advantages of completions in groups
 from grpo_jax.functional.advantages import (
     batch_std_advantages as batch_std_advantages,
     best_of_group_advantages as best_of_group_advantages,
@@ -25,12 +26,16 @@ from grpo_jax.functional.advantages import (
     turn_advantages as turn_advantages,
     whiten as whiten,
 )
+
+# Weights of tokens
 from grpo_jax.functional.aggregation import (
     constant_length_weights as constant_length_weights,
     sequence_mean_weights as sequence_mean_weights,
     sequence_sum_weights as sequence_sum_weights,
     token_mean_weights as token_mean_weights,
 )
+
+# Corrections of the policy term, and masks
 from grpo_jax.functional.correction import (
     keep_completions as keep_completions,
     masked_weights as masked_weights,
@@ -39,6 +44,8 @@ from grpo_jax.functional.correction import (
     top_entropy_tokens as top_entropy_tokens,
     truncated_weights as truncated_weights,
 )
+
+# Divergence from the reference or a teacher, and entropy
 from grpo_jax.functional.divergence import (
     adaptive_entropy_coef as adaptive_entropy_coef,
     adaptive_kl_coef as adaptive_kl_coef,
@@ -51,6 +58,8 @@ from grpo_jax.functional.divergence import (
     kl_k3 as kl_k3,
     kl_unbiased as kl_unbiased,
 )
+
+# From hidden states, without an array of tokens by vocabulary
 from grpo_jax.functional.logprobs import (
     TokenLogprobs as TokenLogprobs,
     bucket_logits as bucket_logits,
@@ -59,6 +68,8 @@ from grpo_jax.functional.logprobs import (
     token_logprobs as token_logprobs,
     top_tokens as top_tokens,
 )
+
+# Whole losses and their metrics
 from grpo_jax.functional.losses import (
     Metrics as Metrics,
     clipped_term as clipped_term,
@@ -68,6 +79,8 @@ from grpo_jax.functional.losses import (
     policy_metrics as policy_metrics,
     weighted_sum as weighted_sum,
 )
+
+# Log-ratios, surrogates and terms
 from grpo_jax.functional.policy_gradient import (
     Term as Term,
     cispo_surrogate as cispo_surrogate,
@@ -88,6 +101,8 @@ from grpo_jax.functional.policy_gradient import (
     unclipped_surrogate as unclipped_surrogate,
     vespo_term as vespo_term,
 )
+
+# Losses of pairs and single completions, of reward models and critics
 from grpo_jax.functional.preference import (
     bradley_terry_loss as bradley_terry_loss,
     cpo_loss as cpo_loss,
@@ -102,12 +117,16 @@ from grpo_jax.functional.preference import (
     robust_dpo_loss as robust_dpo_loss,
     simpo_loss as simpo_loss,
 )
+
+# Published methods
 from grpo_jax.functional.presets import (
     PRESETS as PRESETS,
     Objective as Objective,
     check as check,
     ignore_lengths as ignore_lengths,
 )
+
+# Rewards, and advantages of tokens
 from grpo_jax.functional.returns import (
     generalized_advantages as generalized_advantages,
     kl_penalized_rewards as kl_penalized_rewards,

@@ -1,9 +1,9 @@
 """Advantages of completions that answer the same prompt.
 
 Rewards are `[..., G]`: the last axis is the group, the G completions of one prompt. Leading axes are independent
-groups, and advantages have the shape of the rewards. What looks at the whole batch takes `axis_name`, the mapped axes
+groups, and advantages have the shape of the rewards. Functions of the whole batch take `axis_name`, the mapped axes
 (of `jax.pmap`, `shard_map`, `vmap`) over which the batch is spread, for statistics of all devices. A group is on one
-device, so that functions of groups alone need none.
+device, so functions that look only at groups need no axis.
 
 `where`, bool `[..., G]`, leaves completions out: they are in no baseline and get exactly 0, whatever their reward.
 None: all count.
@@ -40,7 +40,7 @@ def _of_rewards(advantages: Callable[..., jax.Array]) -> Callable[..., jax.Array
 
 @_of_rewards
 def group_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: Where = None) -> jax.Array:
-    """Standardised rewards: Aᵢ = (rᵢ − μ) / (s + ε).
+    """Aᵢ = (rᵢ − μ) / (s + ε), standardised rewards.
 
     DeepSeekMath (2402.03300), section 4.1.2. μ and s are the mean and standard deviation of the group.
 
@@ -72,7 +72,7 @@ def group_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, wh
 
 @_of_rewards
 def centered_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
-    """Centred rewards: Aᵢ = rᵢ − μ. Dr.GRPO (2503.20783).
+    """Aᵢ = rᵢ − μ, centred rewards. Dr.GRPO (2503.20783).
 
     Args:
       rewards: `[..., G]`.
@@ -90,7 +90,7 @@ def centered_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array
 
 @_of_rewards
 def leave_one_out_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
-    """Reward against the mean of the others: Aᵢ = rᵢ − Σ_{j≠i} rⱼ / (G − 1) = G/(G − 1) · (rᵢ − μ).
+    """Aᵢ = rᵢ − Σ_{j≠i} rⱼ / (G − 1) = G/(G − 1) · (rᵢ − μ), the lead over the mean of the others.
 
     RLOO (2402.14740).
 
@@ -111,7 +111,7 @@ def leave_one_out_advantages(rewards: jax.Array, *, where: Where = None) -> jax.
 
 @takes(rewards="... G")
 def group_ranks(rewards: jax.Array) -> jax.Array:
-    """Competition rank: rankᵢ = 1 + #{j : rⱼ > rᵢ}.
+    """rankᵢ = 1 + #{j : rⱼ > rᵢ}, the competition rank.
 
     The best reward has rank 1; equal rewards share the better rank; NaN comes last.
 
@@ -131,7 +131,7 @@ def group_ranks(rewards: jax.Array) -> jax.Array:
 
 @_of_rewards
 def rank_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: Where = None) -> jax.Array:
-    """Standardised ranks: A = standardise(−rank̄), rank̄ᵢ = ½ (#{j : rⱼ > rᵢ} + #{j : rⱼ ≥ rᵢ} + 1).
+    """A = standardise(−rank̄), rank̄ᵢ = ½ (#{j : rⱼ > rᵢ} + #{j : rⱼ ≥ rᵢ} + 1).
 
     rank̄ gives equal rewards the mean of the ranks they occupy. Only the order of the rewards counts. For 0/1 rewards
     this equals `group_advantages`. The post that announced GRPO proposes ranks; how ties and scale are treated is this
@@ -166,7 +166,7 @@ def batch_std_advantages(
     where: Where = None,
     axis_name: AxisName = None,
 ) -> jax.Array:
-    """Centred in the group, scaled by the batch: Aᵢ = (rᵢ − μ_group) / (s_batch + ε). Lite PPO (2508.08221).
+    """Aᵢ = (rᵢ − μ_group) / (s_batch + ε), centred in the group and scaled by the batch. Lite PPO (2508.08221).
 
     Args:
       rewards: `[..., G]`; all axes together are the batch.
@@ -193,7 +193,7 @@ def batch_std_advantages(
 def opo_advantages(
     rewards: jax.Array, lengths: jax.Array, *, where: Where = None, axis_name: AxisName = None
 ) -> jax.Array:
-    """Reward against the mean weighted by length: Aᵢ = rᵢ − Σⱼ |oⱼ| rⱼ / Σⱼ |oⱼ|. OPO (2505.23585).
+    """Aᵢ = rᵢ − Σⱼ |oⱼ| rⱼ / Σⱼ |oⱼ|, the lead over the mean weighted by length. OPO (2505.23585).
 
     The baseline of least variance if the gradients of tokens are independent and equally distributed.
 
@@ -219,7 +219,7 @@ def opo_advantages(
 
 @takes(rewards="... G", greedy_rewards="...")
 def remax_advantages(rewards: jax.Array, greedy_rewards: jax.Array) -> jax.Array:
-    """Reward against that of the greedy completion of the prompt: Aᵢ = rᵢ − r(greedy). ReMax (2310.10505).
+    """Aᵢ = rᵢ − r(greedy), the lead over the greedy completion of the prompt. ReMax (2310.10505).
 
     Args:
       rewards: `[..., G]`, of sampled completions; G may be 1.
@@ -284,7 +284,7 @@ def max_rl_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
 
 @_of_rewards
 def best_of_group_advantages(rewards: jax.Array, *, where: Where = None) -> jax.Array:
-    """The best gets its lead over the second, A₍₁₎ = r₍₁₎ − r₍₂₎, and all others 0. 2503.19595.
+    """A₍₁₎ = r₍₁₎ − r₍₂₎, the lead of the best over the second; all others get 0. 2503.19595.
 
     The lead is what the group's maximum would lose without its best completion.
 
@@ -384,7 +384,7 @@ def gdpo_advantages(
 
 @takes(rewards="... G K", where="... G K")
 def turn_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: Where = None) -> jax.Array:
-    """Standardised returns to go: Aᵢₖ = (Rᵢₖ − μₖ) / (sₖ + ε), Rᵢₖ = Σ_{j≥k} rᵢⱼ, of the turns of episodes.
+    """Aᵢₖ = (Rᵢₖ − μₖ) / (sₖ + ε), Rᵢₖ = Σ_{j≥k} rᵢⱼ, standardised returns to go of the turns of episodes.
 
     μₖ and sₖ are the mean and standard deviation of the returns to go of the group at turn k. Where fewer than two of
     its episodes have that turn, they are those of all turns of the group. This library's choice: of one turn it is
@@ -427,7 +427,7 @@ def turn_advantages(rewards: jax.Array, *, ddof: int = 1, eps: float = 1e-6, whe
 def teacher_advantages(logprobs: jax.Array, teacher_logprobs: jax.Array) -> jax.Array:
     """A = log π_T − log π_old of each sampled token, −k1. On-policy distillation (Thinking Machines 2025).
 
-    Of a token alone: later ones are not credited to it (a discount of 0). Its expectation over samples of π_old is
+    A token gets only its own credit, not that of later ones (a discount of 0). Its expectation over samples of π_old is
     −KL(π_old ‖ π_T) at each token, and the on-policy policy gradient is that of the reverse KL of tokens.
 
     Args:
@@ -448,10 +448,10 @@ def teacher_advantages(logprobs: jax.Array, teacher_logprobs: jax.Array) -> jax.
 def span_advantages(
     rewards: jax.Array, ends: jax.Array, *, ddof: int = 1, eps: float = 1e-6, where: Where = None
 ) -> jax.Array:
-    """Standardised returns to go of spans: Aᵢₜ is `turn_advantages` of span k(i, t) = min(1 + Σ_{u<t} endsᵢᵤ, Kᵢ).
+    """Aᵢₜ = `turn_advantages` of span k(i, t) = min(1 + Σ_{u<t} endsᵢᵤ, Kᵢ), standardised returns to go of spans.
 
-    A span is what lies behind the end of the one before, up to its own end; what lies behind the last of Kᵢ spans
-    belongs to it. So a token is compared by what comes after it, with the k-th spans of its group. This library's
+    A span begins after the end of the span before it, and ends at its own end. Tokens after the last of Kᵢ spans
+    belong to the last. So a token is compared by what comes after it, with the k-th spans of its group. This library's
     choice, as for turns.
 
     Args:

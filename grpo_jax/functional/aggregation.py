@@ -5,9 +5,9 @@ microbatches or over devices, the pieces of the weighted sum add up to the same 
 does not.)
 
 Masks are bool `[..., T]`: true on every sampled token, including the one that ended the completion. Leading axes are
-completions. B is the number of completions in the optimizer batch. By default it counts those that have a token. Give
-`num_completions` where completions were masked out, such as truncated ones, and are still to count in the mean: TRL
-always counts them, and it is what Dr.GRPO's constant divisor means.
+completions. B is the number of completions in the optimizer batch. By default it counts those that have a token. Pass
+`num_completions` if masked completions, such as truncated ones, should still count in the mean. TRL always counts them,
+and Dr.GRPO's constant divisor means the same.
 
 `axis_name` names the mapped axes (of `jax.pmap`, `shard_map`, `vmap`) over which the optimizer batch is spread; totals
 are then global. `num_completions` is global already.
@@ -21,7 +21,7 @@ from grpo_jax.functional.numerics import AxisName, maybe_psum, takes
 
 @takes(mask="... T")
 def token_mean_weights(mask: jax.Array, *, num_completions: int | None = None, axis_name: AxisName = None) -> jax.Array:
-    """Every token the same: w = m / Σ m. DAPO (2503.14476).
+    """w = m / Σ m, the same for every token. DAPO (2503.14476).
 
     Args:
       mask: bool `[..., T]`.
@@ -46,7 +46,7 @@ def token_mean_weights(mask: jax.Array, *, num_completions: int | None = None, a
 def sequence_mean_weights(
     mask: jax.Array, *, num_completions: int | None = None, axis_name: AxisName = None
 ) -> jax.Array:
-    """Every completion the same, shared by its tokens: w = m / (|oᵢ| · B). DeepSeekMath (2402.03300).
+    """w = m / (|oᵢ| · B), the same for every completion, shared by its tokens. DeepSeekMath (2402.03300).
 
     Args:
       mask: bool `[..., T]`.
@@ -76,7 +76,7 @@ def sequence_mean_weights(
 def sequence_sum_weights(
     mask: jax.Array, *, num_completions: int | None = None, axis_name: AxisName = None
 ) -> jax.Array:
-    """The mean over completions of sums over their tokens: w = m / B. LUSPO (2602.05261).
+    """w = m / B, the mean over completions of sums over their tokens. LUSPO (2602.05261).
 
     Args:
       mask: bool `[..., T]`.
@@ -102,12 +102,12 @@ def constant_length_weights(
     num_completions: int | None = None,
     axis_name: AxisName = None,
 ) -> jax.Array:
-    """Sums over tokens by a constant: w = m / (B · L_max). Dr.GRPO (2503.20783).
+    """w = m / (B · L_max), sums over tokens divided by a constant. Dr.GRPO (2503.20783).
 
     Args:
       mask: bool `[..., T]`.
-      max_length: L_max in tokens, the sampler's limit. None: the width T of the mask, which
-        is right only where the mask is as wide as that limit.
+      max_length: L_max in tokens, the sampler's limit. None: the width T of the mask, which is right only if the
+        mask is as wide as that limit.
       num_completions: B of the whole optimizer batch. None: the completions that have a token.
       axis_name: mapped axes over which the optimizer batch is spread.
 
@@ -124,9 +124,7 @@ def constant_length_weights(
 
 
 def _count(mask: jax.Array, num_completions: int | None, axis_name: AxisName) -> jax.Array:
-    """B, at least 1: as given, or the completions that have a token."""
-    if num_completions is None:
-        given = maybe_psum(jnp.sum(jnp.any(mask, axis=-1), dtype=jnp.float32), axis_name)
-    else:
-        given = jnp.asarray(num_completions, jnp.float32)
-    return jnp.maximum(given, 1)
+    """Returns B, at least 1: `num_completions`, or else the number of completions that have a token."""
+    if num_completions is not None:
+        return jnp.maximum(jnp.asarray(num_completions, jnp.float32), 1)
+    return jnp.maximum(maybe_psum(jnp.sum(jnp.any(mask, axis=-1), dtype=jnp.float32), axis_name), 1)

@@ -1,13 +1,13 @@
 """Corrections for a sampler that rounds differently or a policy that has moved on, and masks for what to leave out.
 
 Weights multiply the advantages, `per_token(advantages, mask) * weights`, and so do the masks `on_policy_completions`
-and `top_entropy_tokens`, `jnp.where(kept, per_token(advantages, kept), 0)`. That weighs the policy term alone, as in
-TRL: KL, entropy bonus, sequence ratios and the loss's weights stay the same. `keep_completions` takes the place of the
-completion mask: what it drops has no loss at all. All are constants, without gradient.
+and `top_entropy_tokens`, `jnp.where(keep, per_token(advantages, keep), 0)`. So only the policy term is weighted, as in
+TRL: KL, entropy bonus, sequence ratios and the loss's weights stay the same. `keep_completions` replaces the completion
+mask: completions that it drops have no loss at all. All are constants, without gradient.
 
-Weights are of a log-ratio log w = log π_old − log π_s, π_s the sampler's own numbers, which the functions of
-`policy_gradient` make: `token_log_ratio(old_logprobs, sampler_logprobs, mask)` of tokens, `sequence_log_ratio` of
-completions, `sequence_mean_log_ratio` of completions by length.
+Weights are functions of a log-ratio log w = log π_old − log π_s, where π_s is the sampler's distribution. Functions of
+`policy_gradient` compute it: `token_log_ratio(old_logprobs, sampler_logprobs, mask)` of tokens, `sequence_log_ratio` of
+completions, and `sequence_mean_log_ratio` of completions by length.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, entropies and divergences, from hidden states.
+"""Log-probabilities of tokens, entropies and divergences, from hidden states.
 
 Logits over a vocabulary of 150 thousand are by far the largest array of a training step. Here they exist one slice of
 the vocabulary at a time, in the forward and in the backward pass. Only small logits are stored for the backward pass.
@@ -17,7 +17,7 @@ from grpo_jax.functional.products import Traits, accumulator_of, einsum, traits_
 
 
 class TokenLogprobs(NamedTuple):
-    """Both `[..., T]`, float32, in nats."""
+    """Log-probabilities and entropies, both float32 `[..., T]`, in nats."""
 
     logprobs: jax.Array
     entropy: jax.Array
@@ -40,16 +40,16 @@ def token_logprobs(
     keep their digits: 25 nats above each of 1,000 other tokens log π is −1.4e-8 and not 0. The relative error of such
     a log π is the error of z in nats.
 
-    Holds no `[..., T, V]` above 128 MiB: each slice of the vocabulary is reduced at once, and the
-    backward pass computes it again. Smaller ones are kept for it. Both results are differentiable in `hidden`,
+    It holds no `[..., T, V]` above 128 MiB: each slice of the vocabulary is reduced at once, and the backward pass
+    computes it again. Smaller arrays are stored for the backward pass. Both results are differentiable in `hidden`,
     `unembedding`, `temperature` and `softcap`. Products are taken in the dtype of the inputs and
     accumulated in float32.
 
     Args:
       hidden: `[..., T, D]`, the decoder's output after its last norm.
       unembedding: `[V, D]`.
-      ids: int `[..., T]`, in [0, V). What an id outside gives is unspecified; mask it.
-      temperature: τ > 0, broadcasts against `[..., T]`; that of the sampler. Default 1.
+      ids: int `[..., T]`, in [0, V). The result for other ids is unspecified: mask them.
+      temperature: τ > 0 of the sampler, broadcasts against `[..., T]`. Default 1.
       softcap: c > 0, a scalar; None, the default: logits are not capped.
 
     Returns:
@@ -93,7 +93,7 @@ def token_kl(
       unembedding: `[V, D]`.
       ref_hidden: `[..., T, D']`, of the reference's decoder, which may have another width.
       ref_unembedding: `[V, D']`.
-      temperature: τ > 0 of both, broadcasts against `[..., T]`; that of the sampler. Default 1.
+      temperature: τ > 0 of the sampler, for both models, broadcasts against `[..., T]`. Default 1.
       reverse: take the expectation under the reference instead.
       softcap: c > 0 of the policy, as in `token_logprobs`; None, the default: its logits are not capped.
       ref_softcap: that of the reference.
@@ -139,7 +139,7 @@ def token_jsd(
       teacher_unembedding: `[V, D']`.
       beta: β, between 0 and 1. Near 0 the divergence is β times the forward KL, near 1 it is (1 − β) times the reverse
         one. 0.5 as in the paper's symmetric divergence and in TRL.
-      temperature: τ > 0 of both, broadcasts against `[..., T]`; that of the sampler. Default 1.
+      temperature: τ > 0 of the sampler, for both models, broadcasts against `[..., T]`. Default 1.
       softcap: c > 0 of the student, as in `token_logprobs`; None, the default: its logits are not capped.
       teacher_softcap: that of the teacher.
 
@@ -166,7 +166,7 @@ def token_jsd(
 
 @takes(hidden="... D", unembedding="V D")
 def top_tokens(hidden: jax.Array, unembedding: jax.Array, k: int) -> jax.Array:
-    """The k likeliest tokens, argtop_k W h, without holding `[..., T, V]`.
+    """argtop_k W h, the k likeliest tokens, without holding `[..., T, V]`.
 
     Args:
       hidden: `[..., T, D]`, of the decoder after its last norm.
@@ -212,7 +212,7 @@ def bucket_logits(
     temperature: jax.Array | float = 1.0,
     softcap: jax.Array | float | None = None,
 ) -> jax.Array:
-    """Logits of K chosen tokens and of all others in one: z[ids], and log Σ exp z[v] over v ∉ ids; z = W h / τ.
+    """z[ids], and log Σ exp z[v] over v ∉ ids: logits of K chosen tokens and of all others in one; z = W h / τ.
 
     Their softmax is π with all tokens but the chosen ones put into one bucket. A divergence of two such distributions,
     `kl_full` or `jsd_full` of the logits, is at most that of the whole vocabulary, and is equal to it where K is V − 1.
@@ -222,7 +222,7 @@ def bucket_logits(
       hidden: `[..., T, D]`, of the decoder after its last norm.
       unembedding: `[V, D]`.
       ids: int `[..., T, K]`, different ones in [0, V), such as the teacher's `top_tokens`.
-      temperature: τ > 0, broadcasts against `[..., T]`; that of the sampler. Default 1.
+      temperature: τ > 0 of the sampler, broadcasts against `[..., T]`. Default 1.
       softcap: c > 0, as in `token_logprobs`; None, the default: logits are not capped.
 
     Returns:
@@ -250,7 +250,7 @@ class _Logits(NamedTuple):
 
 
 def _logits_of(*models: tuple[jax.Array, jax.Array, Any], temperature: jax.Array | float) -> list[_Logits]:
-    """One `_Logits` for each (hidden, unembedding, softcap).
+    """Makes one `_Logits` for each (hidden, unembedding, softcap).
 
     Under shard_map hidden states vary over devices, while a replicated matrix does not, and a custom gradient must have
     the type of its input. Adding a zero that varies gives all arrays one type, and JAX sums the gradient of the matrix
@@ -279,7 +279,7 @@ def _token_logprobs(logits: _Logits, ids: jax.Array):
 
 
 def _logprobs_forward(logits, ids):
-    """z[id], and of all other tokens log Σ exp z and the mean of z.
+    """Reduces the logits to z[id], and log Σ exp z and the mean of z over all other tokens.
 
     With x = log Σ_others exp z − z[id], log π(id) is −log(1 + exp x), and log(1 − π(id)) is −log(1 + exp(−x)). A
     probability near 1 then loses no digits, as it does where the sum over all tokens is subtracted from z[id].
@@ -334,7 +334,7 @@ def _kl(first: _Logits, second: _Logits):
 
 
 def _kl_forward(first, second):
-    """The mean of z_P − z_Q under P, − log Σ exp z_P + log Σ exp z_Q."""
+    """KL = the mean of z_P − z_Q under P, − log Σ exp z_P + log Σ exp z_Q."""
 
     def reduce_slice(index):
         z, part = _slice_logits(first, index)
@@ -384,7 +384,7 @@ def _gradients_of_two(first, second, first_normalizer, second_normalizer, d_firs
 
 @jax.custom_vjp
 def _jsd(student: _Logits, teacher: _Logits, beta: jax.Array):
-    """JSD_β of the teacher P and the student Q, `[R]`; β `[R]`."""
+    """JSD_β of the teacher P and the student Q, `[R]`, with β `[R]`."""
     return _jsd_forward(student, teacher, beta)[0]
 
 
@@ -396,7 +396,7 @@ def _to_mixture(log_q, log_p, beta):
 
 
 def _jsd_forward(student, teacher, beta):
-    """A pass for the normalisers, and one for KL(Q ‖ M) and KL(P ‖ M)."""
+    """Takes one pass for the normalisers, and one for KL(Q ‖ M) and KL(P ‖ M)."""
     slices = jnp.arange(_num_slices(student))
 
     def normalizers(index):
@@ -450,7 +450,7 @@ def _bucket_logits(logits: _Logits, ids: jax.Array):
 
 
 def _at_columns(values, ids, part, width):
-    """`values` `[R, K]` at their columns of a slice, 0 elsewhere: `[R, C]`."""
+    """Puts `values` `[R, K]` at their columns of a slice, 0 elsewhere: `[R, C]`."""
     place = ids - part.start
     place = jnp.where(place < 0, width, place)  # a negative one would count from the end
     row = jnp.arange(ids.shape[0])[:, None]
@@ -499,7 +499,7 @@ class _Slice(NamedTuple):
 
 
 def _only_new(x, part, other):
-    """`x` `[R, C]` with `other` in columns that an earlier slice had."""
+    """Replaces `x` `[R, C]` by `other` in columns that an earlier slice had."""
     if isinstance(part.num_seen, int):
         return x
     return jnp.where(jnp.arange(x.shape[1]) >= part.num_seen, x, other)
@@ -521,7 +521,7 @@ def _moments(z, values, part):
 
 
 def _combine(maximum, total, moment):
-    """log Σ exp z and the mean of x, from the moments `[K, R]` of all slices."""
+    """Returns log Σ exp z and the mean of x, from the moments `[K, R]` of all slices."""
     overall = jnp.max(maximum, axis=0)
     rescale = jnp.exp(maximum - overall[None, :])
     total = jnp.sum(total * rescale, axis=0)
@@ -586,7 +586,7 @@ def slices_of_vocabulary(rows: int, size: int, traits: Traits) -> int:
 
 
 def keeps_logits(rows: int, size: int, traits: Traits) -> bool:
-    """Tells whether all logits of a piece are kept for its backward pass, instead of being computed again.
+    """Tells whether all logits of a piece are stored for its backward pass, instead of being computed again.
 
     Args:
       rows: R.
@@ -597,9 +597,9 @@ def keeps_logits(rows: int, size: int, traits: Traits) -> bool:
 
 
 def _slice_weight(logits: _Logits, index):
-    """The part of the matrix for slice `index`, `[C, D]`, and which columns of the vocabulary it has.
+    """Returns the part of the matrix for slice `index`, `[C, D]`, and its columns of the vocabulary.
 
-    All slices are equally wide. Where V is no multiple of C, the last one starts early and overlaps the one before it:
+    All slices are equally wide. If V is no multiple of C, the last one starts early and overlaps the one before it:
     padding would copy the whole matrix.
     """
     size, slices = logits.unembedding.shape[0], _num_slices(logits)
@@ -610,7 +610,7 @@ def _slice_weight(logits: _Logits, index):
 
 
 def _slice_products(logits: _Logits, index):
-    """W h `[R, C]` of slice `index`, and the slice."""
+    """Returns W h `[R, C]` of slice `index`, and the slice."""
     weight, part = _slice_weight(logits, index)
     return _of_weight(logits.hidden, weight), part
 
@@ -626,6 +626,6 @@ def _of_products(products, scale, softcap):
 
 
 def _slice_logits(logits: _Logits, index):
-    """z `[R, C]` of slice `index`, and the slice."""
+    """Returns z `[R, C]` of slice `index`, and the slice."""
     products, part = _slice_products(logits, index)
     return _of_products(products, logits.scale, logits.softcap), part

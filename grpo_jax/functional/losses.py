@@ -67,24 +67,24 @@ def grpo_loss(
       term: (logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`. Default: PPO's clip of token ratios.
         `ratio_term` makes others, and functions named `*_term` are others.
       ref_logprobs: `[..., T]` in nats, under the reference. None: no KL term.
-      kl_coef: β, read where there is a reference. 0.04 from DeepSeekMath.
+      kl_coef: β, read if there is a reference. 0.04 from DeepSeekMath.
       divergence: (logprobs, ref_logprobs) -> `[..., T]`.
-      kl_bias_correction: ρ D in place of D, ρ the ratio of the token and with gradient. With k3 it is unbiased in value
-        and gradient for samples of the old policy. DeepSeek-V3.2 (2512.02556); off in DeepSeekMath.
+      kl_bias_correction: ρ D instead of D, where ρ is the ratio of the token, with gradient. With k3 it is unbiased in
+        value and gradient for samples of the old policy. DeepSeek-V3.2 (2512.02556); off in DeepSeekMath.
       entropy: `[..., T]` in nats, with gradient. None: no bonus.
-      entropy_coef: c, read where there is an entropy. Default 0: GRPO has no bonus.
+      entropy_coef: c, read if there is an entropy. Default 0: GRPO has no bonus.
       weights: `[..., T]`, of one of the functions `*_weights`, computed on the whole optimizer batch.
-        None: `sequence_mean_weights` of the mask given here, DeepSeekMath's mean.
+        None: `sequence_mean_weights` of this mask, DeepSeekMath's mean.
       **constants: of the term, by name, such as epsilon_low and epsilon_high (0.2 each) of the default.
 
     Returns:
       The loss, a scalar, and metrics, each a pair (sum over tokens, number of tokens): add pairs up over
       microbatches and devices, and divide at the end. `ratio`: ρ; `clip_low` and `clip_high`: whether a token has an
-      advantage below (above) 0 but no gradient from it; `kl`, where there is a reference: D, or ρ D.
+      advantage below (above) 0 but no gradient from it; `kl`, if there is a reference: D, or ρ D.
 
     Raises:
       AssertionError: shapes disagree (at trace time).
-      TypeError: the term has no such constant, or a list or a number is given in place of an array.
+      TypeError: the term has no such constant, or an argument is a list or a number instead of an array.
 
     Examples:
       >>> logprobs, mask = jnp.log(jnp.array([[0.6, 0.5]])), jnp.array([[True, True]])
@@ -142,10 +142,10 @@ def policy_metrics(
     *,
     term: Term = clipped_term,
 ) -> Metrics:
-    """Ratio of tokens, and how many tokens have A ≠ 0, and yet no gradient from A.
+    """Returns the mean ratio of tokens, and the shares of tokens that have A ≠ 0, and yet no gradient from A.
 
-    The same for every term, whether it bounds ratios, probabilities or completions. A gradient that is there without
-    advantages too, as that of DPPO's square, does not count.
+    They mean the same for every term, whether it bounds ratios, probabilities or completions. A gradient that does not
+    come from advantages, such as that of DPPO's square, does not count.
 
     Args:
       logprobs: `[..., T]` in nats.

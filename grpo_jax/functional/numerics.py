@@ -1,4 +1,4 @@
-"""What several modules share: at least 32 bits, and totals over devices."""
+"""Helpers that several modules share: at least 32 bits, totals over devices, shapes of arguments."""
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
@@ -9,64 +9,69 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-# Of mapped axes (`jax.pmap`, `shard_map`, `vmap`) over which a batch is spread; None: it is not.
+# Names of mapped axes (`jax.pmap`, `shard_map`, `vmap`) over which a batch is spread; None: it is not spread.
 AxisName = Hashable | None
 
 
 def upcast(values: jax.Array) -> jax.Array:
-    """The values in at least float32: 16 bits hold neither small differences, nor counts, nor the sums of a batch."""
+    """Converts to at least float32: 16 bits hold neither small differences, nor counts, nor the sums of a batch."""
     # Not jnp.promote_types, which refuses 16 bits under strict promotion.
     return values if values.dtype == jnp.float64 else values.astype(jnp.float32)
 
 
+def is_known(constant: Any) -> bool:
+    """Tells whether a constant is a number now, rather than traced."""
+    return isinstance(constant, Real)
+
+
 def is_zero(coefficient: Any) -> bool:
-    """Whether a term is switched off: 0 times a divergence that overflows would be NaN. A traced number never is."""
-    return isinstance(coefficient, Real) and coefficient == 0
+    """Tells whether a term is switched off: 0 times a divergence that overflows would be NaN. A traced one never is."""
+    return is_known(coefficient) and coefficient == 0
 
 
 def check_beta(beta: Any) -> None:
     """Refuses a β outside of (0, 1), where a divergence is 0 whatever its arguments. A traced number is not checked.
 
     Raises:
-      ValueError: it is.
+      ValueError: β is outside.
     """
-    if isinstance(beta, float | int) and not 0 < beta < 1:
+    if is_known(beta) and not 0 < beta < 1:
         raise ValueError(f"beta is {beta}: it must be between 0 and 1; for the ends take the forward or the reverse KL")
 
 
 def maybe_psum(value: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The sum over the mapped axes; the value itself if there are none."""
+    """Returns the sum over the mapped axes; the value itself if there are none."""
     return value if axis_name is None else jax.lax.psum(value, axis_name)
 
 
 def maybe_pmax(value: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The maximum over the mapped axes; the value itself if there are none."""
+    """Returns the maximum over the mapped axes; the value itself if there are none."""
     return value if axis_name is None else jax.lax.pmax(value, axis_name)
 
 
 def maybe_all_gather(values: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The values `[n]` of all devices, one after another; the values themselves if there are no mapped axes."""
+    """Joins the values `[n]` of all devices, one after another; without mapped axes returns the values themselves."""
     return values if axis_name is None else jax.lax.all_gather(values, axis_name, tiled=True)
 
 
 def device_index_and_count(axis_name: AxisName) -> tuple[jax.Array | int, int]:
-    """Which device of the mapped axes this is, and how many there are; (0, 1) if there are no mapped axes."""
+    """Returns the index of this device in the mapped axes, and how many there are; (0, 1) without mapped axes."""
     return (0, 1) if axis_name is None else (jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name))
 
 
 # ---- shapes of arguments
 
 F = TypeVar("F", bound=Callable)
-_Sizes = Mapping[str, tuple[int, ...]]  # of each axis that is known
+_Sizes = Mapping[str, tuple[int, ...]]  # axis -> its size, or the sizes of ...
 
 
 def takes(**forms: str) -> Callable[[F], F]:
-    """A function that refuses other shapes, lists and numbers in a sentence, at trace time.
+    """Makes a function refuse other shapes, lists and numbers in a sentence, at trace time.
 
     Args:
-      **forms: argument -> its axes, such as "... T"; an axis has one size in all arguments of a call, and ... are the
-        same axes. " | " is between alternatives. One of them is "number": a number, or an array of shape `[]`. An
-        argument that is None is not looked at.
+      **forms: argument -> its axes, such as "... T". An axis has one size in all arguments of a call, and ... stands
+        for the same axes. " | " separates alternatives. The alternative "number" is a number, or an array of shape
+        `[]`. An argument that is None is not checked.
     """
 
     def decorate(function: F) -> F:
@@ -75,10 +80,10 @@ def takes(**forms: str) -> Callable[[F], F]:
         @wraps(function)
         def checked(*args, **kwargs):
             try:
-                given = signature.bind(*args, **kwargs).arguments
-            except TypeError:  # which the call says better
+                arguments = signature.bind(*args, **kwargs).arguments
+            except TypeError:  # let the call raise its own error
                 return function(*args, **kwargs)
-            check_shapes(function.__name__, forms, given)
+            check_shapes(function.__name__, forms, arguments)
             return function(*args, **kwargs)
 
         return cast(F, checked)
@@ -86,17 +91,17 @@ def takes(**forms: str) -> Callable[[F], F]:
     return decorate
 
 
-def check_shapes(function: str, forms: Mapping[str, str], given: Mapping[str, Any]) -> None:
-    """Refuses arguments of the function that have not the axes of their forms; see `takes`.
+def check_shapes(function: str, forms: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments of a function that do not have the axes of their forms; see `takes`.
 
     Raises:
-      TypeError: one is no array.
-      AssertionError: the shape of one is another.
+      TypeError: an argument is not an array.
+      AssertionError: an argument has another shape.
     """
     known: _Sizes = {}
     before = ""
     for name, form in forms.items():
-        value, options = given.get(name), form.split(" | ")
+        value, options = arguments.get(name), form.split(" | ")
         if value is None or ("number" in options and _is_number(value)):
             continue
         options = [option for option in options if option != "number"]
@@ -121,7 +126,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _sizes(form: str, shape: tuple[int, ...], known: _Sizes) -> _Sizes | None:
-    """The sizes of a form's axes; None: it is not the form of this shape."""
+    """Returns the sizes of a form's axes; None: the shape does not have this form."""
     before, others, after = (part.split() for part in form.partition("..."))
     end = len(shape) - len(after)
     if end < len(before) or (end > len(before) and not others):
@@ -133,7 +138,7 @@ def _sizes(form: str, shape: tuple[int, ...], known: _Sizes) -> _Sizes | None:
 
 
 def _expected(form: str, known: _Sizes) -> str:
-    """A form with sizes in place of the axes that are known."""
+    """Writes a form with sizes in place of the axes that are known."""
     return _brackets([size for axis in form.split() for size in known.get(axis, (axis,))])
 
 

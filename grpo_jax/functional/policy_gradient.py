@@ -1,4 +1,4 @@
-"""Policy-gradient terms: log-ratios, surrogates of them, and what a loss takes, a loss per token.
+"""Policy-gradient terms: log-ratios, surrogates, and the terms that a loss takes.
 
 A *log-ratio* is `[..., T]`: d = log π − log π_old, of each token, or of the completion and repeated on its tokens.
 A *surrogate* maps (log_ratio, advantages) to a loss per token, elementwise.
@@ -10,12 +10,19 @@ T tokens; advantages are `[...]`, one a completion, or `[..., T]`, one a token.
 """
 
 from collections.abc import Callable, Container
-from numbers import Real
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.functional.numerics import AxisName, device_index_and_count, maybe_all_gather, maybe_psum, takes, upcast
+from grpo_jax.functional.numerics import (
+    AxisName,
+    device_index_and_count,
+    is_known,
+    maybe_all_gather,
+    maybe_psum,
+    takes,
+    upcast,
+)
 
 # (logprobs, old_logprobs, advantages, mask, **constants) -> loss per token
 Term = Callable[..., jax.Array]
@@ -23,7 +30,7 @@ Term = Callable[..., jax.Array]
 # Keeps exp and its square finite in float32, since 0 · inf is NaN. Every clip acts long before e⁴⁰.
 MAX_LOG_RATIO = 40.0
 
-# Shapes that log-ratios, surrogates and terms take, as in `takes`.
+# Forms of the arguments of log-ratios, surrogates and terms, for `takes`.
 _ADVANTAGES = "number | ... | ... T"
 _TOKENS = {"logprobs": "... T", "old_logprobs": "... T", "mask": "... T"}
 _SURROGATE = {"log_ratio": "number | ... T", "advantages": _ADVANTAGES}
@@ -159,7 +166,7 @@ def clipped_surrogate(
       >>> print(clipped_surrogate(log_ratio, jnp.array(-1.0), delta=4.0))
       [1.5 0.8 4. ]
     """
-    if _known(delta) and not delta > 1:
+    if is_known(delta) and not delta > 1:
         raise ValueError(f"delta is {delta}: it must be above 1, or it would bound a policy that has not moved")
     # Comparisons rather than minimum and clip: their gradients are halved at ties, so that a ratio at exactly its bound
     # would lose gradient, and take several arrays more.
@@ -168,7 +175,7 @@ def clipped_surrogate(
     bound = jnp.where(good, 1 + epsilon_high, 1 - epsilon_low)
     beyond = jnp.where(good, ratio > bound, ratio < bound)
     bounded = jnp.where(beyond, bound, ratio)
-    if not (_known(delta) and delta == float("inf")):  # one comparison less for the common case
+    if not (is_known(delta) and delta == float("inf")):  # one comparison less for the common case
         bounded = jnp.where((ratio > delta) & ~good, delta, bounded)
     return -advantages * bounded
 
@@ -216,7 +223,7 @@ def cispo_surrogate(
       >>> print(cispo_surrogate(jnp.log(jnp.array([10.0])), jnp.array(1.0)))  # −5 log 10
       [-11.513]
     """
-    if _known(epsilon_high) and epsilon_high < 0:
+    if is_known(epsilon_high) and epsilon_high < 0:
         raise ValueError(f"epsilon_high is {epsilon_high}: CISPO's cap 1 + epsilon_high must be at least 1")
     weight = jnp.clip(jnp.exp(log_ratio), 1 - epsilon_low, 1 + epsilon_high)
     return -jax.lax.stop_gradient(weight) * per_token(advantages, log_ratio) * log_ratio
@@ -246,16 +253,16 @@ def sapo_surrogate(
       >>> print(sapo_surrogate(jnp.zeros(1), jnp.array(1.0)))  # 4 σ(0)
       [-2.]
     """
-    for name, given in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
-        if _known(given) and not given > 0:
-            raise ValueError(f"{name} is {given}: it must be above 0")
+    for name, constant in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
+        if is_known(constant) and not constant > 0:
+            raise ValueError(f"{name} is {constant}: it must be above 0")
     advantages = per_token(advantages, log_ratio)
     tau = jnp.where(advantages > 0, tau_positive, tau_negative)
     return -advantages * (4 / tau) * jax.nn.sigmoid(tau * (jnp.exp(log_ratio) - 1))
 
 
 def ratio_term(log_ratio: Callable[..., jax.Array], surrogate: Callable[..., jax.Array]) -> Term:
-    """The term surrogate(log_ratio(logprobs, old_logprobs, mask), advantages).
+    """Makes the term surrogate(log_ratio(logprobs, old_logprobs, mask), advantages).
 
     Args:
       log_ratio: `token_log_ratio`, `sequence_log_ratio`, `sequence_mean_log_ratio` or `gspo_log_ratio`.
@@ -558,37 +565,32 @@ def kl_cov_term(
 
 
 def refuse_epsilon(constants: Container[str]) -> None:
-    """Says what to give in place of one ε, the name that many have for it."""
+    """Refuses a single ε, which many libraries have, and names the two that replace it."""
     if "epsilon" in constants:
         raise TypeError("there is no epsilon: a term that clips has epsilon_low and epsilon_high, which may be equal")
 
 
 @takes(like="number | ... T", advantages=_ADVANTAGES)
 def per_token(advantages: jax.Array, like: jax.Array) -> jax.Array:
-    """Advantages of completions `[...]` or of tokens `[..., T]`, with the rank of `like` `[..., T]`."""
+    """Gives advantages of completions `[...]` or of tokens `[..., T]` the rank of `like` `[..., T]`."""
     advantages = jnp.asarray(advantages)  # a plain number has no shape
     return advantages[..., None] if advantages.ndim == like.ndim - 1 else advantages
 
 
 def _completion_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
-    """Mean over the tokens of a completion, `[..., 1]`; values are 0 where masked."""
+    """Averages over the tokens of a completion, `[..., 1]`; values are 0 where masked."""
     return jnp.sum(values, axis=-1, keepdims=True) / jnp.maximum(
         jnp.sum(mask, axis=-1, keepdims=True, dtype=values.dtype), 1
     )
 
 
 def _largest(scores: jax.Array, candidates: jax.Array, mask: jax.Array, share: float, axis_name: AxisName) -> jax.Array:
-    """bool, which candidates have the largest scores; as many as `share` of the tokens, at least one."""
+    """Chooses the candidates of largest scores, bool; as many as `share` of the tokens, at least one."""
     scores = maybe_all_gather(jnp.where(candidates, scores, -jnp.inf).ravel(), axis_name)
     most = max(int(share * scores.size), 1)  # static: no mask has more tokens than places
     num_tokens = maybe_psum(jnp.sum(mask, dtype=jnp.float32), axis_name)
-    wanted = jnp.maximum((share * num_tokens).astype(jnp.int32), 1)
+    num_chosen = jnp.maximum((share * num_tokens).astype(jnp.int32), 1)
     values, places = jax.lax.top_k(scores, most)
-    chosen = (jnp.arange(most) < wanted) & (values > -jnp.inf)
+    chosen = (jnp.arange(most) < num_chosen) & (values > -jnp.inf)
     of_all_devices = jnp.zeros(scores.size, bool).at[places].set(chosen)
     return of_all_devices.reshape(-1, *mask.shape)[device_index_and_count(axis_name)[0]]
-
-
-def _known(constant) -> bool:
-    """Whether it is a number now, rather than traced."""
-    return isinstance(constant, Real)

@@ -29,7 +29,7 @@ def bradley_terry_loss(
     Args:
       chosen: `[...]`, reward of the preferred completion.
       rejected: `[...]`, reward of the other.
-      margin: by how much better the preferred one was said to be; broadcasts. Default 0.
+      margin: by how much better the preferred completion was rated; broadcasts. Default 0.
       center_coef: c, holds rewards near 0 (2312.09244 uses 0.01). Default 0.
 
     Returns:
@@ -167,8 +167,8 @@ def ipo_loss(
       rejected: `[...]` in nats, log π(r), with gradient.
       ref_chosen: `[...]` in nats, log π_ref(c).
       ref_rejected: `[...]` in nats, log π_ref(r).
-      chosen_length: `[...]`, |c|, 0 counts as 1: log-probabilities are taken per token. So does TRL, whose authors were
-        told by those of the paper that its results are of such. None: the equation as it stands, of sums.
+      chosen_length: `[...]`, |c|, 0 counts as 1: log-probabilities are taken per token. So does TRL, because the
+        paper's authors said that they did so. None: the equation as it stands, with sums.
       rejected_length: `[...]`, |r|, or None: as `chosen_length`.
       tau: τ, the weight of the KL. 0.1 from TRL; the paper has several.
 
@@ -264,7 +264,7 @@ def orpo_loss(
 ) -> jax.Array:
     """−log p(c) − λ log σ(log odds(c) − log odds(r)), odds = p/(1 − p), p(y) = exp(log π(y)/|y|). ORPO (2403.07691).
 
-    There is no reference: the first term is that of supervised fine-tuning, here of the completion alone.
+    There is no reference: the first term is that of supervised fine-tuning, on the completion only.
 
     Args:
       chosen: `[...]` in nats, log π(c), with gradient.
@@ -362,8 +362,8 @@ def kto_kl(
 ) -> jax.Array:
     """max(0, mean log π(y′)/π_ref(y′)): z₀ of `kto_loss`, which stops its gradient. KTO (2402.01306).
 
-    y′ are completions of other prompts of the batch: that of prompt i + 1 is given to prompt i. They are no samples of
-    π, so this is biased; it is what the paper does, since samples cost more.
+    y′ are completions of other prompts of the batch: prompt i gets the completion of prompt i + 1. They are no samples
+    of π, so the estimate is biased. The paper uses them because samples cost more.
 
     Args:
       logprobs: `[...]` in nats, log π(y′) of mismatched completions.
@@ -391,12 +391,12 @@ def _log_ratio(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 
 
 def _difference(chosen: jax.Array, rejected: jax.Array, ref_chosen: jax.Array, ref_rejected: jax.Array) -> jax.Array:
-    """h."""
+    """h = log π(c)/π_ref(c) − log π(r)/π_ref(r)."""
     return _log_ratio(chosen, ref_chosen) - _log_ratio(rejected, ref_rejected)
 
 
 def _refuse_one(**arrays: jax.Array | None) -> None:
-    """Refuses one of two arrays that belong together."""
+    """Refuses one of two arrays without the other."""
     names = [name for name, value in arrays.items() if value is not None]
     if len(names) == 1:
         raise TypeError(f"{names[0]} is given alone: give both of {' and '.join(arrays)}, or neither")

@@ -54,11 +54,11 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 
 
 def ignore_lengths(advantages: Callable[..., jax.Array], **constants) -> Callable[..., jax.Array]:
-    """An advantage function of rewards alone, with the arguments of `Objective.advantages`.
+    """Gives a function of rewards only the arguments of `Objective.advantages`.
 
     Args:
       advantages: (rewards `[..., G]`, *, where, **constants) -> `[..., G]`. One that looks at the whole batch takes
-        `axis_name` too, and is then given it.
+        `axis_name` too, and then gets it.
       **constants: of the function, by name.
 
     Returns:
@@ -85,7 +85,7 @@ class Objective(NamedTuple):
     term: Term = clipped_term
     """(logprobs, old_logprobs, advantages, mask, **constants) -> `[..., T]`."""
     constants: Mapping[str, float] = _CLIP
-    """Of the term, by name; those of the clip by default."""
+    """Constants of the term, by name. Default: those of the clip."""
     aggregation: Callable[..., jax.Array] = sequence_mean_weights
     """(mask, *, num_completions, axis_name) -> weights `[..., T]`."""
     divergence: Callable[[jax.Array, jax.Array], jax.Array] = kl_k3
@@ -109,11 +109,11 @@ class Objective(NamedTuple):
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a KL term. One whose coefficient is traced is there."""
+        """True if there is a KL term; also true if its coefficient is traced."""
         return not is_zero(self.kl_coef)
 
     def with_constants(self, **constants: float) -> "Objective":
-        """The same method with these constants of the term in place of its own.
+        """Returns the same method with these constants of the term in place of its own.
 
         Args:
           **constants: by name, such as epsilon_high.
@@ -135,7 +135,7 @@ class Objective(NamedTuple):
         entropy: jax.Array | None = None,
         weights: jax.Array | None = None,
     ) -> tuple[jax.Array, Metrics]:
-        """`grpo_loss` of this method, with its functions and constants.
+        """Computes `grpo_loss` with the functions and constants of this method.
 
         Args:
           logprobs: `[..., T]` in nats, with gradient.
@@ -144,10 +144,10 @@ class Objective(NamedTuple):
           completion_mask: bool `[..., T]`.
           ref_logprobs: `[..., T]` in nats; needed where the method has a KL term.
           entropy: `[..., T]` in nats, read where there is an `entropy_coef`.
-          weights: `[..., T]`; None: the method's `aggregation` of the mask given here.
+          weights: `[..., T]`; None: the method's `aggregation` of this mask.
 
         Raises:
-          ValueError: ref_logprobs are missing, or given to a method that has its KL in the reward
+          ValueError: ref_logprobs are missing, or the method reads none because its KL is in the reward
             (`kl_penalized_rewards`, before the advantages).
 
         Examples:
@@ -216,7 +216,8 @@ PRESETS: dict[str, Objective] = {
     # The two posts that announced GRPO, with ratios of whole completions.
     "companion_post": _POST,
     "introduction_post": _POST.with_constants(epsilon_low=0.15, epsilon_high=0.15),
-    # The second post ranks the completions of a group, and then writes its advantage of rewards: here of the ranks.
+    # The second post ranks the completions of a group, and then writes its advantage of rewards. This preset takes the
+    # advantage of the ranks.
     "introduction_post_rank": _POST._replace(
         advantages=ignore_lengths(rank_advantages, ddof=0, eps=1e-8)
     ).with_constants(epsilon_low=0.15, epsilon_high=0.15),

@@ -1,8 +1,7 @@
-"""Arithmetic that depends on the backend: what is fastest there, and products written for it.
+"""Arithmetic that depends on the backend: its traits, and products written for them.
 
-`Traits` says what a backend is good at. Everything that reads it asks `traits_of_backend`, so that a test or a
-benchmark can assume others with `assume_traits`. Only this module and `models.cache` know why an order of sums is
-faster.
+`Traits` lists what a backend is good at. All readers ask `traits_of_backend`, so a test or a benchmark can assume other
+traits with `assume_traits`. Only this module and `models.cache` know why an order of sums is faster.
 """
 
 import math
@@ -21,7 +20,7 @@ _ALL_LAYERS = 10**9
 
 
 class Traits(NamedTuple):
-    """What is fastest on a backend. The defaults are those of accelerators."""
+    """The fastest ways to compute on a backend. The defaults are those of accelerators."""
 
     backend: str
     # cuDNN's attention in bfloat16 is available: on GPUs from Ampere on.
