@@ -43,7 +43,6 @@ epsilon_low, epsilon_high = 0.2, 0.2  # the loss rewards no probability ratio ou
 kl_coef = 0.04  # weight of the KL divergence from the reference
 reference_steps = 50  # every 50 steps the policy becomes the new reference
 updates_per_rollout = 2
-pmap = partial(partial, jax.pmap, axis_name="devices")  # decorates functions of one device's prompts
 
 
 # ==== model
@@ -73,7 +72,8 @@ class State(NamedTuple):
     ref_params: Any
 
 
-@pmap(out_axes=None)
+# Every jax.pmap has the same axis name. Otherwise each function would be compiled again for the other's sharding.
+@partial(jax.pmap, axis_name="devices", out_axes=None)
 def initial_state(seed):
     params = model.init(jax.random.key(seed), jnp.zeros((1, P + T), int))
     return State(params, optimizer.init(params), params)
@@ -91,13 +91,13 @@ def sample(params, prompt_ids, noise):
     prompts = jnp.repeat(prompt_ids[:, None], group_size, axis=1)  # [N, G, P]
 
     def step(tokens, t):
-        logits = model.apply(params, tokens)[:, :, P + t - 1]  # [N, G, V]
+        logits = model.apply(params, tokens)[:, :, P + t - 1]  # [N, G, V]; with Gumbel noise their argmax is a sample
         return tokens.at[:, :, P + t].set(jnp.argmax(logits + noise[:, :, t], axis=-1)), None
 
     return jax.lax.scan(step, jnp.pad(prompts, ((0, 0), (0, 0), (0, T))), jnp.arange(T))[0]
 
 
-@pmap(in_axes=(None, 0, 0))
+@partial(jax.pmap, axis_name="devices", in_axes=(None, 0, 0))
 def rollout(state, prompt_ids, noise):
     tokens = sample(state.params, prompt_ids, noise)
     completion_ids = tokens[:, :, P:]
@@ -144,7 +144,7 @@ def loss_fn(params, batch, weights):
     )
 
 
-@pmap(in_axes=(None, 0), out_axes=None)
+@partial(jax.pmap, axis_name="devices", in_axes=(None, 0), out_axes=None)
 def update(state, batch):
     # The weights add up to 1 over all devices, so the sum of the devices' gradients is that of the whole batch.
     weights = F.sequence_mean_weights(batch["completion_mask"], axis_name="devices")
