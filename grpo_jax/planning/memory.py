@@ -276,7 +276,8 @@ def _cache(model: ModelConfig, shape: Shape) -> int:
     of_prompts = model.num_hidden_layers * shape.num_prompts * shape.prompt_tokens
     slots = sum(slots_of(model, window, shape.max_tokens) for window in model.windows)
     tokens = of_prompts + shape.num_prompts * shape.group_size * slots
-    return round(_GROWING * 2 * _keys(model, shape) * tokens * BYTES[model.dtype])
+    growing = _GROWING if shape.max_tokens >= shape.traits.grows_from else 1
+    return round(growing * 2 * _keys(model, shape) * tokens * BYTES[model.dtype])
 
 
 def _activations(model: ModelConfig, shape: Shape) -> int:
@@ -294,7 +295,7 @@ def _activations(model: ModelConfig, shape: Shape) -> int:
     working += 4 * _keys(model, shape) * pairs
     scores = 4 * FLOAT32 * pairs * (model.num_attention_heads // shape.tensor) * min(_QUERIES, piece.width)
     whole_layers = (shape.fsdp > 1 or shape.quantize != "none") + (model.experts is not None)  # gradients of experts
-    layer = working * _bytes(model, shape) + scores + whole_layers * _whole_layer(model, shape)
+    layer = working * BYTES[model.dtype] + scores + whole_layers * _whole_layer(model, shape)
     return kept * _bytes(model, shape) + max(layer, _logits(model, shape))
 
 

@@ -14,8 +14,8 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch
+from grpo_jax.sampling.categorical import Truncation
 from grpo_jax.sampling.sampler import sample_groups
-from grpo_jax.sampling.truncation import Truncation
 
 PROMPTS = np.array([[9, 9, 0], [1, 2, 1], [9, 2, 0], [5, 1, 2]], np.int32)
 PROMPT_MASK = np.array([[False, False, True], [True, True, True], [False, True, True], [True, True, True]])
@@ -34,7 +34,7 @@ def test_a_replay_says_what_the_distribution_says():
     """Of a chain, for ids that were never drawn: log softmax(table / τ) of them, up to and with the end."""
     table, ids = random_table(10), np.random.default_rng(0).integers(0, 10, (4, 3, 5), np.int32)
     sample = partial(sample_groups, markov_policy(), max_tokens=5, eos_ids=(7,), temperature=0.5)
-    found = jax.jit(sample)(table, PROMPTS, PROMPT_MASK, row_numbers(4, 3), jax.random.key(0), given=ids)
+    found = jax.jit(sample)(table, PROMPTS, PROMPT_MASK, row_numbers(4, 3), jax.random.key(0), forced_ids=ids)
     for i, j in np.ndindex(4, 3):
         before, last = PROMPTS[i, 1] if PROMPT_MASK[i, 1] else 0, PROMPTS[i, 2]
         for t, token in enumerate(ids[i, j]):
@@ -69,11 +69,11 @@ def test_a_replay_of_a_draw_has_its_bits(dtype, num_tokens, group_size, truncati
     temperature = np.linspace(0.5, 1.5, 4 * group_size, dtype=np.float32).reshape(4, group_size)
 
     @jax.jit
-    def sampled(params, key, given):
+    def sampled(params, key, forced_ids):
         options = {"eos_ids": (3, 11), "temperature": temperature, "truncation": truncation, "pad_id": 1}
         rows = row_numbers(4, group_size)
         return sample_groups(
-            policy, params, PROMPTS, PROMPT_MASK, rows, key, max_tokens=num_tokens, given=given, **options
+            policy, params, PROMPTS, PROMPT_MASK, rows, key, max_tokens=num_tokens, forced_ids=forced_ids, **options
         )
 
     @jax.jit
@@ -93,12 +93,12 @@ def test_a_replay_of_a_draw_has_its_bits(dtype, num_tokens, group_size, truncati
         assert np.abs(scored(params) - drawn.sampler_logprobs).max() > 1e-3
 
 
-def test_given_tokens_leave_the_others_drawn():
-    """With some of a draw given and the same key, the rest is drawn as before."""
+def test_forced_tokens_leave_the_others_drawn():
+    """With some tokens of a draw forced and the same key, the rest is drawn as before."""
     sample = jax.jit(partial(sample_groups, markov_policy(), max_tokens=6, eos_ids=()))
     arguments = random_table(10), PROMPTS, PROMPT_MASK, row_numbers(4, 3), jax.random.key(0)
-    drawn = sample(*arguments, given=np.full((4, 3, 6), -1, np.int32))
+    drawn = sample(*arguments, forced_ids=np.full((4, 3, 6), -1, np.int32))
     jax.tree.map(np.testing.assert_array_equal, sample(*arguments), drawn)
     some = np.random.default_rng(0).random((4, 3, 6)) < 0.5
-    given = np.where(some, drawn.completion_ids, -1)
-    jax.tree.map(np.testing.assert_array_equal, sample(*arguments, given=given), drawn)
+    forced_ids = np.where(some, drawn.completion_ids, -1)
+    jax.tree.map(np.testing.assert_array_equal, sample(*arguments, forced_ids=forced_ids), drawn)
