@@ -12,7 +12,7 @@ peak = held + max(sampling, scoring, learning), in bytes:
 
 Parameters are counted from the trees that the model makes, cut over a mesh as `models.sharding` cuts them. The rest
 are round formulas. tests/planning/test_memory.py compares them with what XLA on a CPU plans for `sample` and `learn`:
-nowhere more than 10% too low, and at most 35% too high. Fragmentation is not included, nor what compilers of
+they are 10% too low to 19% too high. Fragmentation is not included, nor what compilers of
 accelerators do differently.
 
 Letters as in `models.transformer`: N prompts of P tokens, G completions of T tokens each.
@@ -45,7 +45,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 _STEP = 1.2
 # While a cache grows, a part of its last size exists beside it.
 _GROWING = 1.3
-_QUERIES = 128  # the scores of so many queries exist at a time, as in `models.attention.attend`
+_QUERIES = 128  # of a block, as in `models.attention.attend`
 
 
 class Shape(NamedTuple):
@@ -293,10 +293,18 @@ def _activations(model: ModelConfig, shape: Shape) -> int:
     # A prompt's keys and values are copied to each of its completions. Scores are in float32.
     pairs = piece.rows * piece.texts * (shape.prompt_tokens + piece.width)
     working += 4 * _keys(model, shape) * pairs
-    scores = 4 * FLOAT32 * pairs * (model.num_attention_heads // shape.tensor) * min(_QUERIES, piece.width)
+    scores = 4 * FLOAT32 * piece.rows * piece.texts * (model.num_attention_heads // shape.tensor) * _scores(shape)
     whole_layers = (shape.fsdp > 1 or shape.quantize != "none") + (model.experts is not None)  # gradients of experts
     layer = working * BYTES[model.dtype] + scores + whole_layers * _whole_layer(model, shape)
     return kept * _bytes(model, shape) + max(layer, _logits(model, shape))
+
+
+def _scores(shape: Shape) -> int:
+    """Counts the scores of a head and a text that exist at once: of a block of queries, on CPU of all blocks."""
+    prompt, width = shape.prompt_tokens, shape.piece.width
+    if shape.traits.backend == "cpu":
+        return min(width, 16 * _QUERIES) * (prompt + min(width, (width + _QUERIES) // 2))
+    return min(width, _QUERIES) * (prompt + width)
 
 
 def _logits(model: ModelConfig, shape: Shape) -> int:

@@ -15,7 +15,7 @@ from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.config import ModelConfig, Remat
 from grpo_jax.planning.memory import Estimate, Shape, estimate
 
-# A plan may take so much of a device: the estimate may be too low, by up to 10% in our measurements on a CPU.
+# A plan may take so much of a device, for the estimate may be too low: by up to 10% in our measurements on a CPU.
 _SHARE = 0.85
 GB = 1e9
 

@@ -41,8 +41,8 @@ GEMMA = replace(TINY, norms="around", zero_centered_norms=True, attn_logit_softc
 NARROW = {"num_prompts": 8, "group_size": 8, "max_tokens": 32}
 
 
-# The estimate may be lower than the compiler's plan by less than the planner's margin of 15%, and higher by a third.
-LEAST, MOST = 0.9, 1.33
+# The estimate may be lower than the compiler's plan, but by less than the planner's margin of 15%.
+LEAST, MOST = 0.9, 1.25
 
 
 def compare_with_compiler(model, config, prompt, shape, programs, *, lora_rank=0, quantize="none"):
@@ -74,6 +74,9 @@ def compare_with_compiler(model, config, prompt, shape, programs, *, lora_rank=0
         pytest.param("ppo", TINY, {"critic": "own"}, 16, ("learn",), marks=pytest.mark.slow),
         pytest.param("experts", MIXTURE, {}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param("long", TINY, {"max_tokens": 256}, 16, ("sample", "learn"), marks=pytest.mark.slow),
+        pytest.param(
+            "longer", TINY, {"max_tokens": 1024, "num_prompts": 4}, 16, ("sample", "learn"), marks=pytest.mark.slow
+        ),
         pytest.param(
             "mid", MID, {"max_tokens": 128, "num_prompts": 4}, 16, ("sample", "learn"), marks=pytest.mark.slow
         ),
