@@ -79,7 +79,6 @@ def sample_categorical(
     *,
     scale: jax.Array | float = 1.0,
     greedy: jax.Array | None = None,
-    forced_ids: jax.Array | None = None,
     by_columns: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Samples v with probability softmax(scale · logits)[v]: first a block of the vocabulary, then a token of it.
@@ -93,7 +92,6 @@ def sample_categorical(
       scale: 1/temperature, above 0, broadcasts against `[...]`. Default 1. Scaled logits would be one more array of
         this size to write and to read, which takes a GPU a twentieth of a decode step.
       greedy: bool `[...]`, take the largest logit instead.
-      forced_ids: int32 `[...]`, ids to take instead; −1 draws a token.
       by_columns: the vocabulary is the first axis in memory, as in products of `times_transposed` by columns. The
         tokens are the same.
 
@@ -121,8 +119,6 @@ def sample_categorical(
         # On CPU the arg max takes as long as everything else in this function, and is mostly not needed.
         likeliest = jax.lax.cond(jnp.any(greedy), lambda: jnp.argmax(logits, axis).astype(jnp.int32), lambda: ids)
         ids = jnp.where(greedy, likeliest, ids)
-    if forced_ids is not None:
-        ids = jnp.where(forced_ids < 0, ids, forced_ids)
     logit = jnp.take_along_axis(logits, jnp.expand_dims(ids, axis), axis).squeeze(axis)
     return ids, (logit - maximum) * scale - jnp.log(jnp.sum(sums, axis))
 

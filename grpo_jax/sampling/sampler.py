@@ -51,7 +51,6 @@ def sample_groups(
     temperature: jax.Array | float = 1.0,
     truncation: Truncation | None = None,
     pad_id: int = 0,
-    forced_ids: jax.Array | None = None,
 ) -> Completions:
     """Samples G completions of each of N prompts.
 
@@ -59,11 +58,6 @@ def sample_groups(
     of the batch or of the prompts, the number of devices, or the vocabulary.
 
     On a CPU, long completions are decoded in fewer and fewer rows as they end (`_widths`). The tokens stay the same.
-
-    **Replay.** A program of this with `forced_ids` can be called twice: with −1 it draws tokens, and with these tokens
-    it returns the log-probabilities that these or other parameters give to them. It is the same program, so for the
-    parameters that drew them it repeats the log-probabilities to the bit, in bfloat16 too. A pass over whole
-    completions sums in another order.
 
     Args:
       policy: the model's functions.
@@ -78,12 +72,11 @@ def sample_groups(
         log-probabilities are then those at temperature 1. Default 1.
       truncation: limits on the candidates, or None.
       pad_id: fills completion_ids after the end.
-      forced_ids: int32 `[N, G, T]`, tokens to take; −1 draws a token. None: all are drawn.
 
     Returns:
       `Completions`.
     """
-    running = initial_state(rows, key, max_tokens, temperature, truncation, pad_id, forced_ids)
+    running = initial_state(rows, key, max_tokens, temperature, truncation, pad_id)
     rooms = rooms_of(max_tokens) if policy.widen else (max_tokens,)
     # Nothing reads the cache of a completion that has ended, so it need not stay valid.
     policy = policy._replace(forgets=False)
@@ -106,7 +99,6 @@ class Running(NamedTuple):
     temperature: jax.Array
     limits: Truncation
     out: Completions  # so far
-    forced_ids: Any = None  # int32 [..., T], tokens to take; −1 draws a token. None: all are drawn
 
 
 def initial_state(
@@ -116,7 +108,6 @@ def initial_state(
     temperature: jax.Array | float,
     truncation: Truncation | None,
     pad_id: int,
-    forced_ids: jax.Array | None = None,
 ) -> Running:
     """Returns completions before the first token, with room for `size` tokens. Arguments as of `sample_groups`."""
     shape = rows.shape
@@ -134,7 +125,6 @@ def initial_state(
         temperature=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), shape),
         limits=jax.tree.map(lambda limit: jnp.broadcast_to(limit, shape), truncation or Truncation()),
         out=out,
-        forced_ids=forced_ids,
     )
     return spread(running, BATCH)
 
@@ -284,8 +274,6 @@ def add_token(
         truncated_logprobs=None if truncated_logprobs is None else put(out.truncated_logprobs, truncated_logprobs),
         truncated=out.truncated & ~(active & ends),
     )
-    if running.forced_ids is not None:  # padding behind the end, in a draw as in its replay: experts compute all rows
-        ids = out.completion_ids[:, :, step]
     return running._replace(last_ids=ids, out=out)
 
 
@@ -299,8 +287,7 @@ def _draw(
         uniforms = jnp.take_along_axis(running.uniforms, step[..., None, None], axis=2, mode="clip")[:, :, 0]
     else:
         uniforms = running.uniforms[:, :, step]
-    forced_ids = None if running.forced_ids is None else running.forced_ids[:, :, step]
-    draw = partial(sample_categorical, uniforms=uniforms, greedy=greedy, forced_ids=forced_ids, by_columns=by_columns)
+    draw = partial(sample_categorical, uniforms=uniforms, greedy=greedy, by_columns=by_columns)
     if running.out.truncated_logprobs is None:
         return *draw(logits, scale=scale), None
     logits = logits * scale[..., None]

@@ -109,11 +109,8 @@ def test_the_tokens_are_the_same_by_columns(vocab_size):
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(3, 5, vocab_size)).astype(np.float32)
     uniforms, scale = rng.random((3, 5, 2), np.float32), rng.uniform(0.5, 2, (3, 1)).astype(np.float32)
-    greedy, forced_ids = (
-        rng.random((3, 5)) < 0.3,
-        np.where(rng.random((3, 5)) < 0.3, vocab_size - 1, -1).astype(np.int32),
-    )
-    sample = partial(sample_categorical, logits, uniforms, scale=scale, greedy=greedy, forced_ids=forced_ids)
+    greedy = rng.random((3, 5)) < 0.3
+    sample = partial(sample_categorical, logits, uniforms, scale=scale, greedy=greedy)
     (ids, logprobs), by_columns = sample(), sample(by_columns=True)
     np.testing.assert_array_equal(by_columns[0], ids)
     np.testing.assert_allclose(by_columns[1], logprobs, atol=1e-6)
