@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.common import over_seeds
+from experiments.common import forward_flops, held_bytes, over_seeds
 from grpo_jax.commands.common import explain_control
 from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.hardware import update_flops
 from grpo_jax.offline.reward_model import evaluate_pairs
-from grpo_jax.planning.throughput import forward_flops, held_bytes, update_flops
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.scorers import needs_old_logprobs
 from grpo_jax.rl.types import TrainState

@@ -1,4 +1,4 @@
-"""A run on paper, before anything is compiled: its memory, its pieces, and what its devices exchange."""
+"""A run on paper, before anything is compiled: its memory, and the pieces and remat that fit."""
 
 from grpo_jax.errors import need
 

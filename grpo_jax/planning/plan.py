@@ -1,15 +1,13 @@
-"""Which pieces and which remat a run is computed with: the fastest that fit into the memory of its device.
+"""The choice of pieces and remat for a run: the fastest that fit into the memory of a device.
 
-The fastest is known: pieces of `Traits.piece_tokens`, and remat "none". Memory makes pieces smaller, down to
-one prompt with its completions, and only then turns remat on.
+The fastest are known: pieces of `Traits.piece_tokens`, and remat "none". If these do not fit, pieces are halved, down
+to one prompt with its completions, and only then remat is turned on. The choice depends only on the model, the shape
+and the limit. It becomes a part of the run's options, so that a resumed run computes as before.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
-
-import jax
 
 from grpo_jax.config import GRPOConfig, ModelOptions, PlannedRemat, PPOConfig, run_of
 from grpo_jax.errors import UsageError
@@ -17,14 +15,13 @@ from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.config import ModelConfig, Remat
 from grpo_jax.planning.memory import Estimate, Shape, estimate
 
-# The estimate is within 15% of what XLA plans.
+# A plan may take so much of a device, for the estimate may be too low: by up to 10% in our measurements on a CPU.
 _SHARE = 0.85
 GB = 1e9
-_NO_LIMIT = 2**60
 
 
 class Plan(NamedTuple):
-    """How a run is computed, and what it needs."""
+    """The way a run is computed, and its need of memory."""
 
     model: ModelConfig  # with its remat
     shape: Shape  # with its piece_tokens
@@ -33,12 +30,12 @@ class Plan(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the device has the memory, with a margin for the error of the estimate."""
+        """True if the device has the memory, with a margin for the error of the estimate."""
         return self.estimate.peak <= _SHARE * self.limit
 
     @property
     def options(self) -> dict[str, int | Remat]:
-        """What was planned, as options of a run."""
+        """The choice, as options of a run."""
         pieces = {} if self.shape.microbatches else {"piece_tokens": self.shape.piece_tokens}
         return {**pieces, "remat": self.model.remat}
 
@@ -50,7 +47,7 @@ class Plan(NamedTuple):
 
 
 def _in_gb(size: int) -> str:
-    """Bytes in GB, with two digits where these are few."""
+    """Returns bytes in GB, with two digits if they are few."""
     return f"{size / GB:.0f}" if size >= 10 * GB else f"{size / GB:.2g}"
 
 
@@ -62,13 +59,13 @@ def shape_of(
     parts: int,
     teacher: ModelConfig | None = None,
 ) -> Shape:
-    """What the memory of a run depends on, from its options.
+    """Returns what the memory of a run depends on.
 
     Args:
-      config: the run.
+      config: of the run.
       options: of the model.
       prompt_tokens: P.
-      parts: of the mesh that prompts are spread over.
+      parts: how many parts of the mesh prompts are spread over.
       teacher: of distillation.
     """
     run = run_of(config)
@@ -97,21 +94,21 @@ def shape_of(
 
 
 def _reads_ends(config: GRPOConfig | PPOConfig) -> bool:
-    """Whether PPO reads the values after completions, which are not packed."""
+    """Tells whether PPO reads the values after completions. These are not packed."""
     return isinstance(config, PPOConfig) and config.critic.bootstrap_truncated
 
 
 def choose(model: ModelConfig, shape: Shape, limit: int, *, remat: PlannedRemat = "auto") -> Plan:
-    """The fastest plan that fits.
+    """Chooses the fastest plan that fits.
 
     Args:
       model: the decoder.
-      shape: of the run; with microbatches or piece_tokens above 0 its pieces are given.
+      shape: of the run; microbatches or piece_tokens above 0 fix its pieces.
       limit: bytes that a device has.
-      remat: "auto", or the one that is given.
+      remat: "auto" to choose it.
 
     Returns:
-      The plan. Where pieces and remat are given, these, whether they fit or not.
+      The plan. If pieces and remat are both fixed, it may not fit.
 
     Raises:
       UsageError: nothing fits; the sentence names what would.
@@ -121,22 +118,20 @@ def choose(model: ModelConfig, shape: Shape, limit: int, *, remat: PlannedRemat 
         return plans[0]
     chosen = next((plan for plan in plans if plan.fits), None)
     if chosen is None:
-        raise UsageError(_what_would_fit(model, shape, limit, plans[-1]))
+        raise UsageError(_describe_what_fits(model, shape, limit, plans[-1]))
     return chosen
 
 
 def _plans(model: ModelConfig, shape: Shape, limit: int, remat: PlannedRemat) -> Iterator[Plan]:
-    """From the fastest to the smallest."""
+    """Yields the plans to choose from, from the fastest to the smallest."""
     remats: tuple[Remat, ...] = ("none", "layer") if remat == "auto" else (remat,)
-    for own in remats:
-        planned = replace(model, remat=own)
-        for piece_tokens in _sizes(shape):
-            sized = shape._replace(piece_tokens=piece_tokens)
-            yield Plan(planned, sized, estimate(planned, sized), limit)
+    for decoder in (replace(model, remat=choice) for choice in remats):
+        for sized in (shape._replace(piece_tokens=tokens) for tokens in _piece_sizes(shape)):
+            yield Plan(decoder, sized, estimate(decoder, sized), limit)
 
 
-def _sizes(shape: Shape) -> list[int]:
-    """Tokens of a piece: the fastest, and halves of it as long as a piece has more than one row."""
+def _piece_sizes(shape: Shape) -> list[int]:
+    """Returns tokens of a piece: the fastest, and halves of it while a piece has more than one row."""
     sizes = [shape.piece_tokens or shape.traits.piece_tokens]
     if shape.microbatches or shape.piece_tokens:
         return sizes
@@ -145,10 +140,10 @@ def _sizes(shape: Shape) -> list[int]:
     return sizes
 
 
-def _what_would_fit(model: ModelConfig, shape: Shape, limit: int, smallest: Plan) -> str:
-    """One sentence: what is needed, and what to set instead."""
+def _describe_what_fits(model: ModelConfig, shape: Shape, limit: int, smallest: Plan) -> str:
+    """Returns one sentence: how much is needed, and what to set instead."""
 
-    def fitting(words: str, model: ModelConfig, shape: Shape) -> list[str]:
+    def if_it_fits(words: str, model: ModelConfig, shape: Shape) -> list[str]:
         plan = list(_plans(model, shape, limit, "layer"))[-1]
         return [f"{words} (about {_in_gb(plan.estimate.peak)} GB)"] if plan.fits else []
 
@@ -156,58 +151,24 @@ def _what_would_fit(model: ModelConfig, shape: Shape, limit: int, smallest: Plan
     half = replace(model, dtype="bfloat16")
     ways = []
     if model.dtype != "bfloat16":
-        ways += fitting("dtype bfloat16", half, shape)
+        ways += if_it_fits("dtype bfloat16", half, shape)
     if shape.lora_rank and shape.quantize != "nf4":
-        ways += fitting("quantize nf4", model, shape._replace(quantize="nf4"))
+        ways += if_it_fits("quantize nf4", model, shape._replace(quantize="nf4"))
     if not shape.lora_rank:
-        ways += fitting("lora_rank 16, param_dtype bfloat16", model, lora)
-        ways = ways or fitting("lora_rank 16, param_dtype bfloat16, dtype bfloat16", half, lora)
+        ways += if_it_fits("lora_rank 16, param_dtype bfloat16", model, lora)
+        ways = ways or if_it_fits("lora_rank 16, param_dtype bfloat16, dtype bfloat16", half, lora)
     for devices in (2, 4, 8, 16, 32, 64):
-        cut = shape._replace(num_prompts=max(shape.num_prompts // devices, 1), fsdp=shape.fsdp * devices)
-        if more := fitting(f"fsdp {cut.fsdp} on {devices} times as many devices", model, cut):
+        cut = shape._replace(
+            num_prompts=max(shape.num_prompts // devices, shape.minibatches), fsdp=shape.fsdp * devices
+        )
+        if more := if_it_fits(f"fsdp {cut.fsdp} on {devices} times as many devices", model, cut):
             ways += more
             break
     if shape.num_prompts > 1:
-        ways += fitting("num_prompts 1", model, shape._replace(num_prompts=1, minibatches=1))
+        ways += if_it_fits("num_prompts 1", model, shape._replace(num_prompts=1, minibatches=1))
     instead = ", or ".join(ways) or "a smaller model, or fewer and shorter completions"
     return (
         f"the run needs about {_in_gb(smallest.estimate.peak)} GB of {_in_gb(limit)} on each device, even in the "
         f"smallest microbatches with remat layer: set {instead}; or set microbatches and remat, which are then not "
         "planned"
     )
-
-
-# ---- what a device has
-
-
-def memory_limit(devices: int = 1) -> int:
-    """Bytes that each device may use: as it says itself, or on a CPU its part of what the machine and its group have.
-
-    Args:
-      devices: that share the memory of a CPU.
-    """
-    statistics = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in statistics:
-        return int(statistics["bytes_limit"])
-    ours = sum(x.nbytes for x in jax.live_arrays())  # the model that is loaded counts in the plan
-    return min(_available() + ours, _cgroup_limit()) // devices
-
-
-def _available() -> int:
-    """Bytes that the machine has left; without /proc, more than any has."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return _NO_LIMIT
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), _NO_LIMIT)
-
-
-def _cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that the control group of this process may take, as a container sees it."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of the second version, and of the first
-        try:
-            most = (root / name).read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        return _NO_LIMIT if most == "max" else int(most)
-    return _NO_LIMIT

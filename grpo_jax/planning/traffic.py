@@ -17,10 +17,10 @@ from grpo_jax.planning.memory import (
     FLOAT32,
     Shape,
     decoder_shapes,
-    frozen,
+    frozen_shapes,
     size_on_device,
     tokens_of_piece,
-    weights,
+    trained_shapes,
 )
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
@@ -62,7 +62,7 @@ def learn_traffic(model: ModelConfig, shape: Shape, *, data: int = 1) -> list[Ex
       shape: of the run, on one device.
       data: devices of the mesh's axis "data", which have the same parameters.
     """
-    trained = weights(model, shape)[1]
+    trained = trained_shapes(model, shape)
     if shape.fsdp * shape.tensor == 1:
         whole = FLOAT32 * size_on_device(trained, shape.mesh) * shape.minibatches
         return _used([Exchange("gradients", "all-reduce", whole, data)])
@@ -137,7 +137,8 @@ def _of_pass(model: ModelConfig, shape: Shape, passes: int, *, layers: int) -> l
     """Layers that are put together, so many times a pass."""
     whole = BYTES[model.dtype] * _in_layers(decoder_shapes(model), shape)
     if shape.quantize != "none":  # codes travel
-        kernels = [x for x in jax.tree.leaves(frozen(model, shape)["layers"], is_leaf=is_quantised) if is_quantised(x)]
+        frozen = jax.tree.leaves(frozen_shapes(model, shape)["layers"], is_leaf=is_quantised)
+        kernels = [x for x in frozen if is_quantised(x)]
         whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kernels)) // shape.tensor
     return [Exchange("layers", "all-gather", layers * passes * whole, shape.fsdp)]
 

@@ -20,7 +20,8 @@ from grpo_jax.rewards.reward import place_and_reason
 from grpo_jax.rl.grade import read_text
 from grpo_jax.rl.sampler import truncation_of
 from grpo_jax.rl.types import Batch, EpisodeRecord, Graded, Reader, step_key
-from grpo_jax.sampling.sampler import Completions, Episodes, begin_episodes, continue_episodes
+from grpo_jax.sampling.episodes import Episodes, begin_episodes, continue_episodes
+from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 
 
@@ -151,14 +152,14 @@ def play(
             break
         more = to_devices((reply_ids, counts, ending < 0), devices)
         episodes = programs.next_turn(params, episodes, *more)
-    out = episodes.rows.out
+    out = episodes.running.out
     cut = to_numpy(out.truncated) | (ending != ENDINGS.index("done"))
     return out._replace(truncated=to_devices(cut, devices), turn_rewards=rewards, ending=ending)
 
 
 def _sampled(episodes: Episodes, rewards: np.ndarray) -> Completions:
     """The tokens of episodes on the host."""
-    out = episodes.rows.out
+    out = episodes.running.out
     ids, mask, turn, truncated = to_numpy((out.completion_ids, out.completion_mask, out.turn, out.truncated))
     return Completions(ids, mask, None, None, truncated, turn, rewards)  # type: ignore[arg-type]
 

@@ -29,10 +29,10 @@ from grpo_jax.devices import (
     to_numpy,
 )
 from grpo_jax.errors import UsageError
+from grpo_jax.hardware import peak_flops, update_flops
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.trainable import FROZEN_ROLES, join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.planning.throughput import peak_flops, update_flops
 from grpo_jax.rl import source as sources, update
 from grpo_jax.rl.grade import grading, read_completions, reporting, reward_arrays
 from grpo_jax.rl.guards import ratio_warning

@@ -1,4 +1,4 @@
-"""How a batch is computed in pieces: whole prompts, or completions packed so that padding is not computed.
+"""The pieces that a batch is computed in: whole prompts, or completions packed so that padding is not computed.
 
 Letters as in `types`; R rows of packed completions, S tokens of a row, C pieces of n prompts or rows each.
 """
@@ -12,8 +12,22 @@ import jax.numpy as jnp
 from grpo_jax.config import GRPOConfig
 from grpo_jax.functional.products import traits_of_backend
 from grpo_jax.models.sharding import BATCH, batch_parts, spread
-from grpo_jax.planning.pieces import choose_piece
 from grpo_jax.rl.types import Array, Batch, Method
+
+# Packing computes a prompt again for each of its rows. If no completion is padded it may cost this much more.
+_MAX_OVERHEAD = 1.12
+# The most completions of full length in a row. A query is compared with as many keys before its own completion as
+# these may have: with 16 short completions in a row an update without any padding took 1.9 times as long.
+_MAX_TOGETHER = 2
+
+
+class Piece(NamedTuple):
+    """The shape of each piece of a batch, chosen before there is a batch."""
+
+    rows: int  # prompts, each with completions behind it
+    texts: int  # completions of a row that are padded to one width; 1 if they are packed
+    width: int  # tokens of each; if they are packed, of all in a row
+    is_packed: bool = False
 
 
 class Microbatches(NamedTuple):
@@ -41,6 +55,81 @@ def choose_pieces(method: Method, config: GRPOConfig, batch: Batch) -> Microbatc
     if piece.is_packed:
         return packed(lengths_of(batch.completion_mask), piece.width, piece.rows)
     return by_prompts(num_prompts, local // piece.rows)
+
+
+def choose_piece(
+    num_prompts: int, prompt: int, group_size: int, tokens: int, *, microbatches: int, piece_tokens: int, packs: bool
+) -> Piece:
+    """Chooses the pieces that a batch is computed in.
+
+    Args:
+      num_prompts: N, on one device.
+      prompt: P.
+      group_size: G.
+      tokens: T.
+      microbatches: the number of pieces of whole prompts; 0: `piece_tokens` decides, and packs if that saves work.
+      piece_tokens: as in `choose_microbatches`.
+      packs: completions may be packed.
+
+    Returns:
+      Their shape.
+    """
+    whole = prompt + group_size * tokens
+    rows = choose_rows(num_prompts, prompt, group_size, tokens, piece_tokens) if packs and not microbatches else None
+    if rows is not None:
+        return Piece(rows[1], 1, rows[0], is_packed=True)
+    microbatches = microbatches or choose_microbatches(num_prompts, whole, piece_tokens)
+    return Piece(-(-num_prompts // microbatches), group_size, tokens)
+
+
+def choose_microbatches(num_prompts: int, tokens: int, piece_tokens: int) -> int:
+    """Chooses the number of pieces of whole prompts that a batch is computed in.
+
+    A batch of up to two pieces stays whole: in two pieces 1,500 and 1,800 tokens took up to a quarter longer.
+
+    Args:
+      num_prompts: N, on one device.
+      tokens: of one prompt with its completions, padding included.
+      piece_tokens: the most tokens of one of several pieces; one prompt with its completions may have more.
+
+    Returns:
+      A divisor of num_prompts.
+    """
+    if num_prompts * tokens <= 2 * piece_tokens:
+        return 1
+    return num_prompts // _largest_divisor(num_prompts, tokens, piece_tokens)
+
+
+def choose_rows(
+    num_prompts: int, prompt: int, group_size: int, tokens: int, piece_tokens: int
+) -> tuple[int, int] | None:
+    """Chooses the shape of pieces of packed completions, if packing can save work.
+
+    Args:
+      num_prompts: N.
+      prompt: P.
+      group_size: G.
+      tokens: T.
+      piece_tokens: of a piece.
+
+    Returns:
+      Tokens of a row and rows of a piece; or None.
+    """
+    whole = prompt + group_size * tokens
+    if choose_microbatches(num_prompts, whole, piece_tokens) == 1:
+        return None
+    for together in range(1, min(_MAX_TOGETHER + 1, group_size)):
+        rows, width = -(-group_size // together), together * tokens
+        if rows * (prompt + width) <= _MAX_OVERHEAD * whole:
+            # A little above the size of other pieces: rows of full length should fill the last piece too.
+            limit = piece_tokens * 9 // 8
+            return width, _largest_divisor(num_prompts * rows, prompt + width, limit)
+    return None
+
+
+def _largest_divisor(number: int, tokens: int, limit: int) -> int:
+    """Returns the largest divisor d with d · tokens ≤ limit; 1 if there is none."""
+    return max((d for d in range(1, number + 1) if number % d == 0 and d * tokens <= limit), default=1)
 
 
 def by_prompts(num_prompts: int, pieces: int) -> Microbatches | None:

@@ -14,8 +14,8 @@ from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import Batch, step_key
+from grpo_jax.sampling.categorical import Truncation
 from grpo_jax.sampling.sampler import Completions, sample_groups
-from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task
 
 

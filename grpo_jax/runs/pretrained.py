@@ -13,6 +13,7 @@ from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, fits, with_opti
 from grpo_jax.data import digests
 from grpo_jax.data.text import uses_chat
 from grpo_jax.errors import UsageError
+from grpo_jax.hardware import memory_limit
 from grpo_jax.hosts import gather
 from grpo_jax.models import huggingface, weights
 from grpo_jax.models.config import Dtype, ModelConfig
@@ -24,7 +25,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
-from grpo_jax.planning.plan import Plan, choose, memory_limit, shape_of
+from grpo_jax.planning.plan import Plan, choose, shape_of
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, check_inputs, read_inputs, read_object, run_digest, write_json
 from grpo_jax.tasks.task import Task

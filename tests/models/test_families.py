@@ -27,8 +27,8 @@ from grpo_jax.models.weights import load_params, read_json
 from grpo_jax.planning.memory import num_params
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch
+from grpo_jax.sampling.categorical import Truncation
 from grpo_jax.sampling.sampler import sample_groups
-from grpo_jax.sampling.truncation import Truncation
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FULLEST = {

@@ -1,4 +1,4 @@
-"""The estimate of memory: parameters against real ones, programs against what the compiler plans, README's table."""
+"""The estimate of memory: parameters against real ones, programs against the compiler's plan, README's table."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
+from experiments.paper.memory_table import table
 from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
@@ -18,6 +19,7 @@ from grpo_jax.planning.models import MODELS
 
 README = Path(__file__).parents[2] / "README.md"
 MIXTURE = replace(TINY, experts=ExpertsConfig(8, 2, TINY.intermediate_size // 2, norm_topk_prob=True))
+NARROW_LAYERS = ModelConfig(512, 64, 172, 5, 8, 4, 8)
 SMALL = ModelConfig(vocab_size=31, hidden_size=8, intermediate_size=12, head_dim=4)
 
 
@@ -30,9 +32,9 @@ def size(tree) -> int:
 def test_trained_parameters_are_those_of_a_run(critic, lora_rank):
     model = replace(SMALL, tie_word_embeddings=False, qkv_bias=True)
     config = recipe() if critic == "none" else with_options(PPOConfig(), critic=critic)
-    found = memory.weights(model, Shape(critic=critic, lora_rank=lora_rank))[1]
+    shapes = memory.trained_shapes(model, Shape(critic=critic, lora_rank=lora_rank))
     params = params_of(model, config, lora_rank=lora_rank, param_dtype="float32")
-    assert size(found) == size(split(params)[0])
+    assert size(shapes) == size(split(params)[0])
 
 
 GEMMA = replace(TINY, norms="around", zero_centered_norms=True, attn_logit_softcapping=50, final_logit_softcapping=30)
@@ -40,13 +42,18 @@ GEMMA = replace(TINY, norms="around", zero_centered_norms=True, attn_logit_softc
 NARROW = {"num_prompts": 8, "group_size": 8, "max_tokens": 32}
 
 
-def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_rank=0, quantize="none"):
-    """The ratio of the estimate to what the compiler plans for one device, of each program."""
-    of = estimate(model, shape)
-    decoder = of.params if shape.critic == "none" else memory.FLOAT32 * memory.num_params(model)
-    ours = {"sample": decoder + of.sampling, "learn": of.params + of.optimizer + of.learning}
+# The estimate may be lower than the compiler's plan, but by less than the planner's margin of 15%.
+LEAST, MOST = 0.9, 1.45
+
+
+def compare_with_compiler(model, config, prompt, shape, programs, *, lora_rank=0, quantize="none"):
+    """The estimate as a share of what the compiler plans for one device, for each program."""
+    needs = estimate(model, shape)
+    decoder = needs.params if shape.critic == "none" else memory.FLOAT32 * memory.num_params(model)
+    estimates = {"sample": decoder + needs.sampling, "learn": needs.params + needs.optimizer + needs.learning}
     made = lowered(model, config, prompt, lora_rank=lora_rank, quantize=quantize, programs=programs)
-    return {name: ours[name] / sum(planned_bytes(program.compile()).values()) for name, program in made.items()}
+    planned = {name: sum(planned_bytes(program.compile()).values()) for name, program in made.items()}
+    return {name: estimates[name] / size for name, size in planned.items()}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +75,17 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
         pytest.param("ppo", TINY, {"critic": "own"}, 16, ("learn",), marks=pytest.mark.slow),
         pytest.param("experts", MIXTURE, {}, 16, ("sample", "learn"), marks=pytest.mark.slow),
         pytest.param("long", TINY, {"max_tokens": 256}, 16, ("sample", "learn"), marks=pytest.mark.slow),
+        pytest.param(
+            "long, one piece",
+            replace(NARROW_LAYERS, remat="layer"),
+            {"max_tokens": 512, "num_prompts": 1},
+            16,
+            ("learn",),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "longer", TINY, {"max_tokens": 1024, "num_prompts": 4}, 16, ("sample", "learn"), marks=pytest.mark.slow
+        ),
         pytest.param(
             "mid", MID, {"max_tokens": 128, "num_prompts": 4}, 16, ("sample", "learn"), marks=pytest.mark.slow
         ),
@@ -106,7 +124,7 @@ def held_against_the_compiler(model, config, prompt, shape, programs, *, lora_ra
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_programs_need_what_is_estimated_within_15_percent(name, model, options, prompt, programs):
+def test_estimates_of_programs_are_nearly_never_too_low(name, model, options, prompt, programs):
     of_run = NARROW | {key: value for key, value in options.items() if key in NARROW}
     lora_rank, critic = options.get("lora_rank", 0), options.get("critic", "none")
     quantize = options.get("quantize", "none")
@@ -121,37 +139,36 @@ def test_programs_need_what_is_estimated_within_15_percent(name, model, options,
         critic=critic,
         traits=CPU,
     )
-    ratios = held_against_the_compiler(model, config, prompt, shape, programs, lora_rank=lora_rank, quantize=quantize)
+    ratios = compare_with_compiler(model, config, prompt, shape, programs, lora_rank=lora_rank, quantize=quantize)
     print(name, {program: round(ratio, 3) for program, ratio in ratios.items()})
-    assert all(1 / 1.15 < ratio < 1.15 for ratio in ratios.values()), ratios
+    assert all(LEAST < ratio < MOST for ratio in ratios.values()), ratios
 
 
-def test_a_teacher_counts_with_its_parameters_and_what_it_says_of_a_rollout():
+def test_a_teacher_counts_with_its_parameters_and_outputs():
     """By hand: of 8 prompts, 4 completions of 16 tokens each."""
     teacher = replace(SMALL, hidden_size=16)
     shape = Shape(num_prompts=8, group_size=4, max_tokens=16)
     alone = estimate(SMALL, shape)
-    assert alone.teacher == alone.teacher_outputs == alone.teacher_pass == alone.scoring == 0
+    assert alone.teacher == alone.scoring == 0
     tokens = 8 * 4 * 16
     for top_k, of_token in ((0, 4 * 16), (5, 4 * 5 + 4 * 6), (None, 4)):  # hidden states; ids and logits; one number
-        found = estimate(SMALL, shape._replace(teacher=teacher, distillation_top_k=top_k))
-        assert found.teacher == 4 * memory.num_params(teacher)
-        assert found.held == alone.held + found.teacher
-        assert found.teacher_outputs == of_token * tokens
-        assert found.learning == alone.learning + found.teacher_outputs
-        assert found.scoring > found.teacher_outputs
+        needs = estimate(SMALL, shape._replace(teacher=teacher, distillation_top_k=top_k))
+        assert needs.teacher == 4 * memory.num_params(teacher) + of_token * tokens
+        assert needs.held == alone.held + needs.teacher
+        assert needs.scoring > 0
+        assert needs._replace(scoring=10**9).peak == needs.held + 10**9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_an_update_on_a_mesh_needs_what_is_estimated_within_15_percent(tensor):
+def test_the_estimate_of_an_update_on_a_mesh_is_nearly_never_too_low(tensor):
     model = replace(MID, num_hidden_layers=4, remat="layer")
     config = recipe(num_prompts=8, group_size=4, max_tokens=65, microbatches=1, devices=8)
     config = with_options(config, fsdp=8 // tensor, tensor=tensor)
     shape = Shape(tensor, 4, 64, 65, microbatches=1, fsdp=8 // tensor, tensor=tensor, traits=CPU)
-    ratios = held_against_the_compiler(model, config, 64, shape, ("learn",))
+    ratios = compare_with_compiler(model, config, 64, shape, ("learn",))
     print(tensor, ratios)
-    assert 1 / 1.15 < ratios["learn"] < 1.15
+    assert LEAST < ratios["learn"] < MOST
 
 
 def test_a_mesh_divides_parameters_and_leaves_the_rest_to_the_prompts():
@@ -160,12 +177,12 @@ def test_a_mesh_divides_parameters_and_leaves_the_rest_to_the_prompts():
     one, cut = (estimate(model, Shape(fsdp=fsdp, tensor=tensor)) for fsdp, tensor in ((1, 1), (4, 2)))
     norms = 4 * (2 * 4 + 1) * 128
     assert cut.params == (one.params - norms) // 8 + norms
-    assert cut.cache == one.cache // 2
+    assert cut.cache == pytest.approx(one.cache / 2, abs=1)
     assert cut.optimizer == 2 * cut.params
 
 
 def test_readme_has_the_table():
-    assert memory.table() in README.read_text()
+    assert table() in README.read_text()
 
 
 @pytest.mark.parametrize(
@@ -183,23 +200,20 @@ def test_published_models_have_their_published_size(name, billions):
     assert memory.num_params(MODELS[name]) / 1e9 == pytest.approx(billions, abs=5e-4)
 
 
-def test_the_peak_is_of_sampling_or_of_learning():
-    of = Estimate(
+def test_the_peak_is_that_of_sampling_or_learning_or_scoring():
+    needs = Estimate(
         params=1,
-        optimizer=2,
+        optimizer=10,
         start=4,
         teacher=0,
-        teacher_outputs=0,
-        teacher_pass=0,
         decoding=100,
         cache=0,
         choosing=0,
+        scoring=0,
         gradients=10,
-        kept=10,
-        working=5,
-        logits=7,
-        updating=0,
+        activations=17,
     )
-    assert (of.held, of.sampling, of.learning, of.peak) == (7, 100, 27, 107)
-    assert of._replace(decoding=0).peak == 34
-    assert of._replace(decoding=0, updating=50).learning == 51
+    assert (needs.held, needs.sampling, needs.learning, needs.peak) == (15, 100, 27, 115)
+    assert needs._replace(decoding=0).peak == 42
+    assert needs._replace(decoding=0, activations=0).learning == 12  # the step of the optimizer
+    assert needs._replace(decoding=0, scoring=50).peak == 65

@@ -2,16 +2,14 @@
 
 from dataclasses import replace
 
-import jax
 import pytest
 
 from experiments.benchmarks.shapes import MID
 from grpo_jax.config import ModelOptions, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import CPU
-from grpo_jax.planning import plan as planning
 from grpo_jax.planning.memory import Shape, estimate
-from grpo_jax.planning.plan import choose, memory_limit, shape_of
+from grpo_jax.planning.plan import choose, shape_of
 
 # Four prompts of 1,040 tokens; on an accelerator pieces of 16,384 tokens, so that all are one.
 SHAPE = Shape(4, 8, 16, 128, piece_tokens=0)
@@ -61,6 +59,11 @@ def test_where_nothing_fits_the_sentence_names_what_would():
         choose(MID, SHAPE, 2**20)
 
 
+def test_no_way_out_has_fewer_prompts_than_minibatches():
+    with pytest.raises(UsageError, match="a smaller model, or fewer"):
+        choose(MID, SHAPE._replace(minibatches=4), 2**20)
+
+
 def test_the_shape_of_a_run_is_that_of_its_options():
     run = recipe("grpo", num_prompts=8, minibatches=2, divergence="full", ref_sync_steps=5, fsdp=2)
     shape = shape_of(run, ModelOptions(lora_rank=4, param_dtype="bfloat16"), 7, parts=4)
@@ -72,31 +75,6 @@ def test_the_shape_of_a_run_is_that_of_its_options():
     for kind, packs, top_k in (("k1", True, None), ("jsd", False, 0)):
         taught = shape_of(recipe(distillation=kind), ModelOptions(), 7, parts=1, teacher=MID)
         assert (taught.teacher, taught.packs, taught.distillation_top_k) == (MID, packs, top_k)
-
-
-def test_a_cpu_has_what_is_left_of_the_machine_and_no_more_than_its_group(monkeypatch):
-    ours = sum(x.nbytes for x in jax.live_arrays())
-    monkeypatch.setattr(planning, "_available", lambda: 10**9)
-    monkeypatch.setattr(planning, "_cgroup_limit", lambda: 4 * 10**8)
-    assert memory_limit() == 4 * 10**8
-    assert memory_limit(4) == 10**8
-    monkeypatch.setattr(planning, "_cgroup_limit", lambda: 2**60)
-    assert memory_limit() == 10**9 + ours
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "limit"),
-    [
-        ("memory.max", "max\n", 2**60),
-        ("memory.max", "1024\n", 1024),
-        ("memory/memory.limit_in_bytes", "2048", 2048),
-        ("other", "1", 2**60),
-    ],
-)
-def test_the_limit_of_a_group_is_read_from_its_file(tmp_path, file, text, limit):
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text(text)
-    assert planning._cgroup_limit(tmp_path) == limit
 
 
 def test_a_plan_is_one_line():

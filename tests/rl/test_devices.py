@@ -36,7 +36,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.trainable import join, split
 from grpo_jax.models.weights import load_params, read_json
-from grpo_jax.planning import pieces
+from grpo_jax.rl import pieces
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method

@@ -20,8 +20,8 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.sampler import make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of
 from grpo_jax.sampling import sampler
+from grpo_jax.sampling.categorical import Truncation
 from grpo_jax.sampling.sampler import sample_groups
-from grpo_jax.sampling.truncation import Truncation
 from grpo_jax.tasks.task import Task
 
 V, TOKENS, NUM_PROMPTS, GROUP = 30, 64, 16, 8

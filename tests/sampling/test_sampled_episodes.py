@@ -17,7 +17,8 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.sampler import to_batch
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
-from grpo_jax.sampling.sampler import begin_episodes, continue_episodes, sample_groups
+from grpo_jax.sampling.episodes import begin_episodes, continue_episodes
+from grpo_jax.sampling.sampler import sample_groups
 
 V, EOS, OWN, OTHERS = 9, (7, 8), 9, 44
 N, G = 2, 3
@@ -65,7 +66,7 @@ def played(config=PLAIN, counts=COUNTS, waits=()):
         for place in waits:
             goes_on[place], count = False, np.where(NUMBERS[place] == NUMBERS, 0, count)
         episodes = go_on(episodes, replies(turn), count.astype(np.int32), goes_on)
-    return jax.device_get(episodes.rows.out)
+    return jax.device_get(episodes.running.out)
 
 
 @pytest.fixture(
@@ -80,7 +81,7 @@ def test_the_first_turn_is_a_completion_without_an_environment(config):
     options = {"max_tokens": OWN, "eos_ids": EOS, "temperature": 1.3, "pad_id": 0}
     given = (*PROMPTS, NUMBERS, jax.random.key(1))
     alone = jax.jit(lambda params: sample_groups(policy, params, *given, **options))(params)
-    first = programs_of(config)[0](NUMBERS).rows.out
+    first = programs_of(config)[0](NUMBERS).running.out
     np.testing.assert_array_equal(first.completion_ids[..., :OWN], alone.completion_ids)
     np.testing.assert_array_equal(first.completion_mask[..., :OWN], alone.completion_mask)
     np.testing.assert_allclose(first.sampler_logprobs[..., :OWN], alone.sampler_logprobs, atol=1e-6)
@@ -124,8 +125,8 @@ def test_completions_that_wait_for_a_long_first_turn_keep_what_a_window_still_se
         # One token, so that the first one of the second turn depends on two of the first turn in a window of 3.
         replies, counts = jnp.full((*numbers.shape, 1), 5, jnp.int32), jnp.ones(numbers.shape, jnp.int32)
         second = continue_episodes(policy, params, first, replies, counts, jnp.ones(numbers.shape, bool), **options)
-        batch = to_batch(*PROMPTS, np.full(numbers.shape, 1.3, np.float32), second.rows.out)
-        return first.lengths, second.rows.out, score_completion_tokens(policy, params, batch).logprobs
+        batch = to_batch(*PROMPTS, np.full(numbers.shape, 1.3, np.float32), second.running.out)
+        return first.lengths, second.running.out, score_completion_tokens(policy, params, batch).logprobs
 
     lengths, out, logprobs = jax.device_get(two_turns(params))
     assert lengths.min() < 8

@@ -18,9 +18,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.sampler import make_sampler
 from grpo_jax.rl.types import SAMPLING, noise_of, step_key
-from grpo_jax.sampling.categorical import sample_categorical
-from grpo_jax.sampling.sampler import _noise
-from grpo_jax.sampling.truncation import Truncation, truncate
+from grpo_jax.sampling.categorical import Truncation, draw_noise, sample_categorical, truncate
 from grpo_jax.tasks.task import Task
 
 # ---- one token
@@ -111,8 +109,8 @@ def test_the_tokens_are_the_same_by_columns(vocab_size):
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(3, 5, vocab_size)).astype(np.float32)
     uniforms, scale = rng.random((3, 5, 2), np.float32), rng.uniform(0.5, 2, (3, 1)).astype(np.float32)
-    greedy, given = rng.random((3, 5)) < 0.3, np.where(rng.random((3, 5)) < 0.3, vocab_size - 1, -1).astype(np.int32)
-    sample = partial(sample_categorical, logits, uniforms, scale=scale, greedy=greedy, given=given)
+    greedy = rng.random((3, 5)) < 0.3
+    sample = partial(sample_categorical, logits, uniforms, scale=scale, greedy=greedy)
     (ids, logprobs), by_columns = sample(), sample(by_columns=True)
     np.testing.assert_array_equal(by_columns[0], ids)
     np.testing.assert_allclose(by_columns[1], logprobs, atol=1e-6)
@@ -323,7 +321,7 @@ def markov_sample():
 
 def test_noise_is_that_of_a_key_folded_with_row_and_position():
     rows, key = np.array([[3, 0], [7, 2**31 - 1]], np.int32), jax.random.key(3)
-    noise = _noise(key, jnp.asarray(rows), 4)
+    noise = draw_noise(key, jnp.asarray(rows), 4)
     for *row, position in np.ndindex(noise.shape[:-1]):
         own = jax.random.fold_in(jax.random.fold_in(key, rows[tuple(row)]), position)
         np.testing.assert_array_equal(noise[(*row, position)], jax.random.uniform(own, (2,)))

@@ -1,7 +1,7 @@
 """Which pieces a batch is cut into."""
 
 from grpo_jax.functional.products import CPU
-from grpo_jax.planning.pieces import Piece, choose_microbatches, choose_piece, choose_rows
+from grpo_jax.rl.pieces import Piece, choose_microbatches, choose_piece, choose_rows
 
 
 def test_pieces_divide_a_minibatch_and_are_no_larger_than_they_should_be():
