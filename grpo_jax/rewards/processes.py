@@ -155,7 +155,7 @@ class Processes:
         first = self._free.get()
         if isinstance(first.loaded, Unanswered):
             self.close()
-            why = "" if first.loaded.reason == "refused" else f"the {self._name} cannot be loaded: "
+            why = "" if first.loaded.reason == "raised" else f"the {self._name} cannot be loaded: "
             raise UsageError(" ".join(f"{why}{first.loaded.message}".split()))
         (self.source,) = first.loaded
         self._free.put(first)
@@ -311,10 +311,9 @@ def _read_reward(value: Any) -> Earned | Unanswered:
 
 
 def _read_failure(answer: Mapping[str, Any]) -> Unanswered:
-    reason, message = answer["reason"], answer["message"]
-    if reason not in (*REASONS, "refused"):
-        raise ValueError(reason)
-    return Unanswered(reason, message[-MESSAGE_CHARACTERS:])
+    if answer["reason"] not in REASONS:
+        raise ValueError("there is no such reason")
+    return Unanswered(answer["reason"], str(answer["message"])[-MESSAGE_CHARACTERS:])
 
 
 # ---- processes

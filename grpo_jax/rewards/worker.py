@@ -257,7 +257,7 @@ def main() -> None:
         function = load(kind, spec, setup["arguments"])
         answer: dict[str, Any] = {"values": [digest_of_source(spec)]}
     except UsageError as error:
-        answer = {"reason": "refused", "message": str(error)}
+        answer = {"reason": "raised", "message": str(error)}
     if setup["memory_mb"] is not None:
         _limit_memory(setup["memory_mb"])
     while True:
