@@ -81,15 +81,11 @@ def messages_of(replies: Sequence[Reply]) -> dict[str, str]:
     return {reply.failure: reply.message for reply in replies if reply.failure}
 
 
-def asked(
-    reply: ReplyFn,
-    episodes: Sequence[tuple[Example, Transcript, Key]],
-    run: Callable[[Any], Any] = run_to_end,
-) -> list[Reply]:
-    """Calls a function for each episode and checks its replies. `run` runs a coroutine to its end."""
+def asked(reply: ReplyFn, episodes: Sequence[tuple[Example, Transcript, Key]]) -> list[Reply]:
+    """Calls a function for each episode and checks its replies."""
     answers: list[Any] = [_called(reply, *episode) for episode in episodes]
     if any(inspect.isawaitable(answer) for answer in answers):
-        answers = run(_gathered(answers))
+        answers = run_to_end(_gathered(answers))
     return [checked_reply(answer) for answer in answers]
 
 

@@ -15,24 +15,18 @@ from grpo_jax.data.episodes import (
     messages_of,
 )
 from grpo_jax.data.types import Example
-from grpo_jax.rewards.processes import Answers, Processes, ProcessOptions, Unanswered
+from grpo_jax.rewards.processes import Processes, ProcessOptions, Unanswered
 
-
-def _understood(value: Any) -> Reply:
-    return checked_reply(Reply(**value))
-
-
-# JSON writes some characters as two of six each.
-_REPLIES = Answers("environment", _understood, 12 * MAX_CHARACTERS)
+_MOST_BYTES = 12 * MAX_CHARACTERS  # of a reply: JSON writes some characters as two of six each
 
 
 @contextmanager
 def environment_in_processes(
     spec: str, encode: Callable[[str], Sequence[int]], **options: Any
 ) -> Iterator[Environment]:
-    """An environment whose function runs in child processes, which end with the block.
+    """Opens an environment whose function runs in child processes, which end with the block.
 
-    One that hangs, raises, dies or returns something else than a reply ends that episode, and no other.
+    A call that hangs, raises, dies or returns anything other than a reply ends its episode, and no other episode.
 
     Args:
       spec: "package.module:function" or "path/to/file.py:function", (example, transcript, key) -> `Reply`; async too.
@@ -46,7 +40,7 @@ def environment_in_processes(
     Raises:
       UsageError: an impossible option, or the function cannot be loaded.
     """
-    processes = Processes(_REPLIES, spec, ProcessOptions(chunk=1, **options))
+    processes = Processes("environment", spec, ProcessOptions(chunk=1, **options), _read_reply, _MOST_BYTES)
     messages: dict[str, str] = {}
 
     def ask(examples: Sequence[Example], transcripts: Sequence[Transcript], keys: Sequence[Key]) -> list[Reply]:
@@ -59,6 +53,10 @@ def environment_in_processes(
         yield Environment(ask, encode, messages, source=processes.source)
     finally:
         processes.close()
+
+
+def _read_reply(value: Any) -> Reply:
+    return checked_reply(Reply(**value))
 
 
 def _reply(answer: Reply | Unanswered) -> Reply:

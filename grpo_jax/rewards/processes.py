@@ -1,11 +1,16 @@
-"""Functions of a user in processes of their own, which are killed when they hang: rewards and environments."""
+"""Functions of a user in processes of their own, which are killed when they hang: rewards and environments.
 
-import contextlib
+    with Grader("my_rewards.py:solved", deadline=5.0, chunk=1) as grader:
+        task = Task(reward=grader, ...)
+
+Each call has a thread here, and a process. Requests are pickled. Answers are JSON of limited length: nothing that a
+function returns is unpickled here.
+"""
+
 import json
-import math
 import os
 import pickle
-import selectors
+import queue
 import signal
 import socket
 import subprocess
@@ -13,55 +18,55 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from grpo_jax.data.types import Example
+from grpo_jax.data.types import (
+    LARGEST_REWARD,
+    MESSAGE_CHARACTERS,
+    MOST_SPANS,
+    Completion,
+    Earned,
+    Example,
+    Span,
+)
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.worker import HEADER, KINDS, MESSAGE_CHARACTERS
 
-_ROOT = Path(__file__).resolve().parents[2]  # where the package lies
-_READ_BYTES = 2**16
-_LONGEST_WAIT = 1e6  # seconds; the operating system waits for no more than 2³¹ milliseconds at once
+# Why completions have no reward.
+REASONS = ("timeout", "raised", "died", "nan", "not numbers", "bad spans", "wrong length", "budget")
+_ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
+_CHILD = "from grpo_jax.rewards.worker import main; main()"
 
 
 class Unanswered(NamedTuple):
-    """In place of an answer: why there is none."""
+    """The reason why a question has no answer."""
 
-    reason: str  # "timeout", "raised", "died", "budget", or what the worker says of an answer that is none
+    reason: str  # "timeout", "raised", "died", "budget", or what is wrong with the answer
     message: str  # the end of a traceback or of the function's stderr
-
-
-class Answers(NamedTuple):
-    """What functions of a kind answer."""
-
-    loads: str  # of `worker.KINDS`
-    # an answer to one question, as it came from JSON -> the answer, or `Unanswered`. It may raise ValueError,
-    # TypeError or KeyError
-    understood: Callable[[Any], Any]
-    most_bytes: int  # of one answer
 
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """How a function runs in processes: keywords of `grading.Grader` and `environments.environment_in_processes`.
+    """The way in which a function runs in processes: keywords of `Grader` and `environments.environment_in_processes`.
 
     Attributes:
-      arguments: keywords for the function. Where it also takes what it is asked about, as (examples, completions, *, x)
+      arguments: keywords for the function. If it also takes what it is asked about, as (examples, completions, *, x)
         does, it gets them at each call. Otherwise it is called once with them, and returns the function that is asked.
         None: it is taken as it is.
       deadline: seconds for one call of the function.
-      budget: seconds for all questions of a batch; what has no answer by then gets none.
+      budget: seconds for all questions of a batch. A question that has no answer by then gets none.
       chunk: questions in one call of the function; "prompt": those of one prompt, which stand side by side and share
         their example; None: all of them, for a function that compares prompts.
       group_size: with "prompt", the number of questions that the deadline is meant for. More of them, as in an
         evaluation, have more time in proportion.
       workers: processes; None: up to four, one for each CPU; always one if `chunk` is None.
-      memory_mb: what the function may allocate beyond what loading it took; None: no limit.
+      memory_mb: the memory that the function may allocate beyond what loading it took; None: no limit.
       start_deadline: seconds for loading the function.
 
     Raises:
@@ -88,12 +93,21 @@ class ProcessOptions:
 
     @property
     def num_workers(self) -> int:
-        """Processes."""
+        """The number of processes."""
         return 1 if self.chunk is None else self.workers or min(4, os.cpu_count() or 1)
 
-    def deadline_of(self, questions: int) -> float:
-        """Seconds for one call with so many questions."""
-        return self.deadline * (max(1.0, questions / self.group_size) if self.chunk == "prompt" else 1.0)
+    def call_seconds(self, num_questions: int) -> float:
+        """Returns the seconds that one call with so many questions may take."""
+        return self.deadline * (max(1.0, num_questions / self.group_size) if self.chunk == "prompt" else 1.0)
+
+    def chunks(self, examples: Sequence[Example]) -> list[slice]:
+        """Returns the questions of each call."""
+        count = len(examples)
+        if self.chunk == "prompt":
+            starts = [i for i in range(count) if i == 0 or examples[i] is not examples[i - 1]]
+        else:
+            starts = list(range(0, count, self.chunk or max(1, count)))
+        return [slice(*ends) for ends in pairwise([*starts, count])]
 
 
 class Processes:
@@ -103,348 +117,311 @@ class Processes:
       source: digest of the file that the function is in; empty for one of this package.
     """
 
-    def __init__(self, expected: Answers, spec: str, options: ProcessOptions) -> None:
+    def __init__(
+        self, kind: str, spec: str, options: ProcessOptions, read: Callable[[Any], Any], most_bytes: int
+    ) -> None:
         """Starts the processes and loads the function.
 
-        It sees no accelerator through JAX, and its output goes nowhere. A process that it starts ends with it,
-        unless it gives itself a session of its own.
+        The function sees no accelerator through JAX, and its output is discarded. A process that it starts ends with
+        it, unless that process gives itself a session of its own.
 
         Args:
-          expected: what the function answers.
+          kind: "reward" or "environment".
           spec: "package.module:function" or "path/to/file.py:function"; async functions too.
           options: how it runs.
+          read: turns one answer, as it came from JSON, into the answer or `Unanswered`. If it raises, all answers of
+            the call are discarded, and the process is killed.
+          most_bytes: the largest length of one answer.
 
         Raises:
           UsageError: the function cannot be loaded, or its arguments cannot be sent.
         """
-        self._lock = threading.Lock()
-        self.source = ""
-        self._expected, self._name = expected, f"{KINDS[expected.loads].name} {spec!r}"
-        self._options = options
+        self._options, self._name, self._read, self._most_bytes = options, f"{kind} {spec!r}", read, most_bytes
         setup = {
-            "kind": expected.loads,
+            "kind": kind,
             "spec": spec,
             "arguments": None if options.arguments is None else dict(options.arguments),
             "path": sys.path,
             "folder": os.getcwd(),
             "memory_mb": options.memory_mb,
         }
-        self._setup = _packed(setup, f"the arguments of the {self._name}")
-        self._selector = selectors.DefaultSelector()
-        self._workers: list[_Worker] = []
-        self._close = weakref.finalize(self, _close, self._workers, self._selector, os.getpid())
-        try:
-            for _ in range(options.num_workers):
-                self._start()
-            self._wait_for_the_first()
-        except BaseException:
+        self._setup = _pickled(setup, f"the arguments of the {self._name}")
+        self._threads = ThreadPoolExecutor(options.num_workers)
+        self._free: queue.LifoQueue[_Worker] = queue.LifoQueue()  # workers that have tried to load the function
+        self._workers: set[_Worker] = set()
+        self._close = weakref.finalize(self, _close, self._workers, self._free, os.getpid())
+        for _ in range(options.num_workers):
+            self._start()
+        first = self._free.get()
+        if isinstance(first.loaded, Unanswered):
             self.close()
-            raise
+            why = "" if first.loaded.reason == "raised" else f"the {self._name} cannot be loaded: "
+            raise UsageError(" ".join(f"{why}{first.loaded.message}".split()))
+        (self.source,) = first.loaded
+        self._free.put(first)
 
     def ask(self, examples: Sequence[Example], questions: Sequence[Any]) -> list[Any]:
-        """Answers to B questions, one an example, or `Unanswered`.
+        """Returns answers to B questions, or `Unanswered`. Each question has an example.
 
         Raises:
           UsageError: examples or questions cannot be sent to another process, or the processes are closed.
         """
         if not self._close.alive:
             raise UsageError(f"the {self._name} is closed")
-        if len(examples) != len(questions):
-            asked = KINDS[self._expected.loads].asked
-            raise UsageError(f"{len(examples)} examples and {len(questions)} {asked}: give one for each")
-        with self._lock:
-            return self._answers(examples, questions)
+        ends = time.monotonic() + self._options.budget
+
+        def answer(chunk: slice) -> list[Any]:
+            return self._answer(examples[chunk], questions[chunk], ends)
+
+        return list(chain.from_iterable(self._threads.map(answer, self._options.chunks(examples))))
 
     def close(self) -> None:
         """Kills the processes."""
         self._close()
 
-    # ---- answers
-
-    def _answers(self, examples: Sequence[Example], questions: Sequence[Any]) -> list[Any]:
-        answers: list[Any] = [None] * len(questions)
-        waiting = deque(self._chunks(examples))
-        ends = time.monotonic() + self._options.budget
-        self._replace_the_dead()
+    def _answer(self, examples: Sequence[Example], questions: Sequence[Any], ends: float) -> list[Any]:
+        """Returns the answers to the questions of one call, which must be over at the time `ends`."""
+        count = len(questions)
+        worker = self._next_free(ends)
+        if worker is None:
+            return [Unanswered("budget", f"{self._options.budget} s were over before it was its turn")] * count
         try:
-            while (waiting or any(worker.chunk for worker in self._workers)) and time.monotonic() < ends:
-                for worker in self._workers:
-                    if waiting and worker.ready and worker.chunk is None:
-                        chunk = waiting.popleft()
-                        worker.ask(chunk, examples, questions, self._options.deadline_of(len(chunk)), self._selector)
-                for worker, answer in self._listen(ends):
-                    self._take(worker, answer, answers, waiting)
-        finally:  # also when it is interrupted: no answer may be taken for that of a later question
-            for worker in list(self._workers):
-                if worker.chunk is not None:
-                    words = worker.last_words()
-                    _fill(answers, worker.chunk, Unanswered("budget", f"{self._options.budget} s were over: {words}"))
-                    self._replace(worker)
-        for chunk in waiting:
-            _fill(answers, chunk, Unanswered("budget", f"{self._options.budget} s were over before it was its turn"))
-        return answers
+            if isinstance(worker.loaded, Unanswered):  # a call pays for it, so that this cannot go on for ever
+                return [worker.loaded._replace(reason="died")] * count
+            left, deadline = ends - time.monotonic(), self._options.call_seconds(count)
+            what = f"examples, for the {self._name} in another process,"
+            request = _pickled((examples, questions, min(left, deadline)), what)
+            answers = worker.call(request, min(left, deadline), count, self._read, self._most_bytes)
+            if not isinstance(answers, Unanswered):
+                return answers
+            if answers.reason == "timeout" and left < deadline:
+                answers = Unanswered("budget", f"{self._options.budget} s were over: {answers.message}")
+            return [answers] * count
+        finally:
+            if worker.has_ended or isinstance(worker.loaded, Unanswered):
+                self._replace(worker)
+            else:
+                self._free.put(worker)
 
-    def _chunks(self, examples: Sequence[Example]) -> list[range]:
-        """What is asked at once."""
-        count = len(examples)
-        if self._options.chunk == "prompt":
-            starts = [i for i in range(count) if i == 0 or examples[i] is not examples[i - 1]]
-        else:
-            starts = list(range(0, count, self._options.chunk or max(1, count)))
-        return [range(start, end) for start, end in pairwise([*starts, count])] if count else []
-
-    def _take(self, worker: "_Worker", answer: dict[str, Any], answers: list[Any], waiting: deque[range]) -> None:
-        """Writes what a worker said into `answers`, or counts why it did not."""
-        if answer.get("ready"):
-            worker.ready, worker.until = True, math.inf
-            return
-        chunk = range(0) if worker.chunk is None else worker.chunk  # it may have died with nothing to do
-        worker.chunk, worker.until = None, math.inf
-        if not worker.ready:  # it did not start again: a chunk pays for it, so that this cannot go on for ever
-            chunk = waiting.popleft() if waiting else range(0)
-            answer = {"reason": "died", "message": answer.get("error") or answer.get("message", ""), "kill": True}
-        if "values" in answer:
-            answers[chunk.start : chunk.stop] = answer["values"]
-        else:
-            _fill(answers, chunk, Unanswered(answer["reason"], answer["message"]))
-        if answer.get("kill"):
-            self._replace(worker)
-
-    # ---- processes
+    def _next_free(self, ends: float) -> "_Worker | None":
+        """Waits for a worker, until the time `ends`."""
+        while (left := ends - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                worker = self._free.get(timeout=left)
+                if isinstance(worker.loaded, Unanswered) or not worker.connection.poll():
+                    return worker
+                self._replace(worker)  # it ended while it had nothing to do, which no call pays for
+        return None
 
     def _start(self) -> None:
-        parent, child = socket.socketpair()
-        command = [sys.executable, "-m", "grpo_jax.rewards.worker", str(child.fileno()), str(os.getpid())]
+        worker = _Worker()
+        self._workers.add(worker)
+        if not self._close.alive:  # closed by another thread, which may not have seen this worker
+            worker.kill()
+
+        def load() -> None:
+            worker.loaded = worker.call(self._setup, self._options.start_deadline, 1, str, 2**16)
+            self._free.put(worker)
+
+        threading.Thread(target=load, daemon=True).start()
+
+    def _replace(self, worker: "_Worker") -> None:
+        worker.end()
+        self._workers.discard(worker)
+        if self._close.alive:
+            self._start()
+
+
+def _close(workers: "set[_Worker]", free: "queue.LifoQueue[_Worker]", owner: int) -> None:
+    if os.getpid() != owner:  # a fork's copy
+        return
+    for worker in list(workers):
+        worker.kill()  # a thread that waits for it then ends it
+    with suppress(queue.Empty):
+        while True:
+            free.get_nowait().end()
+
+
+class Grader:
+    """A reward function that runs in child processes; itself a reward, which always answers.
+
+    If its function has nothing to say about a completion, the reward is None, and the reason is counted.
+
+    Attributes:
+      counts: reason -> how many completions got None for it since the start; every one of REASONS is there.
+      messages: reason -> the last thing known about it, the end of a traceback or of the function's stderr.
+      source: digest of the file that the function is in; empty for one of this package.
+    """
+
+    def __init__(self, reward: str, **options: Any) -> None:
+        """Starts the processes and loads the function, as `Processes` does.
+
+        Args:
+          reward: "package.module:function" or "path/to/file.py:function"; async functions too.
+          **options: fields of `ProcessOptions`, with their defaults: deadline 10 (seconds for one call of the
+            function), budget 60 (seconds for one call of the grader), chunk None (all completions in one call) …
+
+        Raises:
+          UsageError: an impossible option, or the function cannot be loaded.
+        """
+        self.counts = dict.fromkeys(REASONS, 0)
+        self.messages: dict[str, str] = {}
+        self._processes = Processes("reward", reward, ProcessOptions(**options), _read_reward, 128 * MOST_SPANS)
+        self.source = self._processes.source
+
+    def __call__(self, examples: Sequence[Example], completions: Sequence[Completion]) -> list[Earned]:
+        """Returns the rewards of B completions, each finite or None.
+
+        Raises:
+          UsageError: the examples cannot be sent to another process, or the grader is closed.
+        """
+        if len(examples) != len(completions):
+            raise UsageError(f"{len(examples)} examples and {len(completions)} completions: give one for each")
+        return [self._counted(answer) for answer in self._processes.ask(examples, completions)]
+
+    def _counted(self, answer: Any) -> Earned:
+        if not isinstance(answer, Unanswered):
+            return answer
+        self.counts[answer.reason] += 1
+        self.messages[answer.reason] = answer.message
+        return None
+
+    def close(self) -> None:
+        """Kills the processes."""
+        self._processes.close()
+
+    def __enter__(self) -> "Grader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _read_reward(value: Any) -> Earned | Unanswered:
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return _read_failure(value)
+    spans = tuple(Span(*part) for part in value) if isinstance(value, list) else ()
+    numbers = [float(span.reward) for span in spans] if isinstance(value, list) else [float(value)]
+    for number in (*numbers, sum(numbers)):
+        if not abs(number) <= LARGEST_REWARD:
+            return Unanswered("nan", f"the function returned {number}")
+    return spans if isinstance(value, list) else numbers[0]
+
+
+def _read_failure(answer: Mapping[str, Any]) -> Unanswered:
+    if answer["reason"] not in REASONS:
+        raise ValueError("there is no such reason")
+    return Unanswered(answer["reason"], str(answer["message"])[-MESSAGE_CHARACTERS:])
+
+
+# ---- processes
+
+_living: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
+
+
+class _Worker:
+    """A child process, and the files that lead to it."""
+
+    def __init__(self) -> None:
+        self.connection, child = Pipe()
         with child:
-            process = subprocess.Popen(
-                command,
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, str(child.fileno())],
                 cwd=_ROOT,
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},  # the accelerator is the trainer's
                 stdin=subprocess.PIPE,  # it closes when this process ends
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=(child.fileno(),),
-                start_new_session=True,  # with all its children one group, to be killed at once
+                start_new_session=True,  # one group with all its children, to be killed at once
             )
-            worker = _Worker(process, parent, self._expected, until=time.monotonic() + self._options.start_deadline)
-        self._workers.append(worker)
-        _living.add(worker)
-        parent.setblocking(False)
-        os.set_blocking(worker.stderr_fd, False)
-        self._selector.register(parent, selectors.EVENT_READ, (worker, worker.receive))
-        self._selector.register(worker.stderr_fd, selectors.EVENT_READ, (worker, worker.drain))
-        worker.send(self._setup, self._selector)
+        _living.add(self._process)
+        self._stderr = b""  # its end
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        self._lock = threading.RLock()
+        self.loaded: list[Any] | Unanswered = []  # the digest of the function's file, or why it could not be loaded
+        self.has_ended = False
 
-    def _wait_for_the_first(self) -> None:
-        while not any(worker.ready for worker in self._workers):
-            for worker, answer in self._listen(math.inf):
-                if not answer.get("ready"):
-                    said = answer.get("error") or f"the {self._name} cannot be loaded: {answer['message']}"
-                    raise UsageError(" ".join(said.split()))
-                worker.ready, worker.until, self.source = True, math.inf, str(answer.get("source", ""))
-
-    def _listen(self, ends: float) -> list[tuple["_Worker", dict[str, Any]]]:
-        """What the workers say until `ends`, the next deadline, or the first word; silence is an answer too."""
-        until = min([ends, *(worker.until for worker in self._workers)])
-        events = self._selector.select(min(max(0.0, until - time.monotonic()), _LONGEST_WAIT))
-        answers = []
-        for key, mask in events:
-            worker, read = key.data
-            if mask & selectors.EVENT_WRITE:
-                worker.write(self._selector)
-            if mask & selectors.EVENT_READ and (answer := read(self._selector)) is not None:
-                answers.append((worker, answer))
-        answered = {id(worker) for worker, _ in answers}
-        for worker in self._workers:
-            if worker.until <= time.monotonic() and id(worker) not in answered:
-                doing = "no answer" if worker.ready else "not loaded"
-                message = f"{doing} within its deadline; {worker.last_words()}"
-                answers.append((worker, {"reason": "timeout", "message": message, "kill": True}))
-        return answers
-
-    def _replace(self, worker: "_Worker") -> None:
-        worker.kill(self._selector)
-        self._workers.remove(worker)
-        self._start()
-
-    def _replace_the_dead(self) -> None:
-        """Starts workers again that ended since the last call, such as for want of memory."""
-        for worker in list(self._workers):
-            if not worker.ready:  # nobody listened to it since it was started
-                worker.until = time.monotonic() + self._options.start_deadline
-            elif worker.receive(self._selector) is not None:
-                self._replace(worker)
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class _Worker:
-    """A child process, what it is doing, and what is on its way to and from it."""
-
-    process: subprocess.Popen
-    connection: socket.socket
-    expected: Answers
-    until: float  # when it is killed if it has not answered
-    ready: bool = False  # the function is loaded
-    chunk: range | None = None  # of the questions that it was asked
-    outgoing: memoryview = field(default_factory=lambda: memoryview(b""))
-    incoming: bytearray = field(default_factory=bytearray)
-    stderr: bytes = b""  # its end
-
-    @property
-    def stderr_fd(self) -> int:
-        assert self.process.stderr is not None
-        return self.process.stderr.fileno()
-
-    def ask(self, chunk: range, examples: Sequence, questions: Sequence, deadline: float, selector: Any) -> None:
-        """Sends a chunk."""
-        part = slice(chunk.start, chunk.stop)
-        arguments = list(examples[part]), list(questions[part]), deadline
-        request = _packed(arguments, f"examples, for the {KINDS[self.expected.loads].name} in another process,")
-        self.chunk, self.until = chunk, time.monotonic() + deadline
-        self.send(request, selector)
-
-    def send(self, message: bytes, selector: Any) -> None:
-        self.outgoing = memoryview(message)
-        self.write(selector)
-
-    def write(self, selector: Any) -> None:
-        """Sends as much as it takes now, and the rest when it takes more."""
+    def call(
+        self, request: bytes, seconds: float, count: int, read: Callable[[Any], Any], most_bytes: int
+    ) -> list[Any] | Unanswered:
+        """Sends a request, and returns `count` answers, or why there are none. Without an answer the process ends."""
+        until = time.monotonic() + seconds
+        # A thread kills the process, since both reading and writing may block.
+        timer = threading.Timer(max(0.0, seconds), self.kill)
+        timer.daemon = True
+        timer.start()
         try:
-            while self.outgoing:
-                self.outgoing = self.outgoing[self.connection.send(self.outgoing) :]
-        except BlockingIOError:
-            pass
-        except OSError:  # it ended: reading will tell
-            self.outgoing = memoryview(b"")
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.outgoing else 0)
-        selector.modify(self.connection, events, selector.get_key(self.connection).data)
+            self.connection.send_bytes(request)
+            answer = json.loads(self.connection.recv_bytes(2**16 + count * most_bytes))
+            if "values" not in answer:
+                return _read_failure(answer)
+            if len(answer["values"]) != count:
+                raise ValueError("an answer is missing")
+            return [read(value) for value in answer["values"]]
+        except Exception:  # it has ended, or what it sent is no answer
+            is_late = time.monotonic() >= until
+            how = self.end(patience=0.0 if is_late else 1.0)
+            text = self._stderr.decode(errors="replace")[-MESSAGE_CHARACTERS:]
+            last_words = f"the end of its stderr: {text}" if text else "it wrote nothing to stderr"
+            if is_late:
+                return Unanswered("timeout", f"no answer within its deadline; {last_words}")
+            return Unanswered("died", f"the process {how}; {last_words}")
+        finally:
+            timer.cancel()
 
-    def receive(self, selector: Any) -> dict[str, Any] | None:
-        """An answer, if it is complete; its death is one."""
-        limit = 2**16 + self.expected.most_bytes * len(self.chunk or ())
-        try:
-            data = self.connection.recv(_READ_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError:
-            data = b""
-        if not data:
-            return {"reason": "died", "message": self._epitaph(selector), "kill": True}
-        self.incoming += data
-        if len(self.incoming) < HEADER.size:
-            return None
-        (length,) = HEADER.unpack_from(self.incoming)
-        if length > limit:
-            return {"reason": "died", "message": "the worker sent nonsense", "kill": True}
-        if len(self.incoming) < HEADER.size + length:
-            return None
-        answer, self.incoming = bytes(self.incoming[HEADER.size :]), bytearray()
-        try:
-            return _understood(json.loads(answer), len(self.chunk or ()), self.expected)
-        except (ValueError, TypeError, KeyError):
-            return {"reason": "died", "message": "the worker sent nonsense", "kill": True}
+    def kill(self) -> None:
+        """Kills the process and its children. Any thread may call this, at any time."""
+        with self._lock:
+            if self.has_ended:  # the number of its group may be another's
+                return
+            with suppress(ProcessLookupError, PermissionError):  # macOS refuses if only dead processes are left
+                os.killpg(self._process.pid, signal.SIGKILL)
+            # A child in a session of its own may keep the other end open, and a thread here would wait for it.
+            with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as channel:
+                channel.shutdown(socket.SHUT_RDWR)
 
-    def drain(self, selector: Any) -> None:
-        """Reads stderr and forgets all but the end."""
-        try:
-            data = os.read(self.stderr_fd, _READ_BYTES)
-        except BlockingIOError:
-            return
-        self.stderr = (self.stderr + data)[-4 * MESSAGE_CHARACTERS :]
-        if not data and self.stderr_fd in selector.get_map():  # it closed it
-            selector.unregister(self.stderr_fd)
+    def end(self, patience: float = 0.0) -> str:
+        """Kills the process and its children after `patience` seconds, closes the files, and returns how it ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        code = self._process.returncode
+        with self._lock:
+            self.kill()
+            self.has_ended = True
+            self._process.wait()
+            self.connection.close()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        self._listener.join(1.0)  # it reads what is left
+        if code is None:
+            return "sent nonsense"
+        return f"ended by a signal ({signal.strsignal(-code)})" if code < 0 else f"ended with exit status {code}"
 
-    def last_words(self) -> str:
-        """The end of its stderr."""
-        text = self.stderr.decode(errors="replace")[-MESSAGE_CHARACTERS:]
-        return f"the end of its stderr: {text}" if text else "it wrote nothing to stderr"
-
-    def _epitaph(self, selector: Any) -> str:
-        """How it ended, for it has."""
-        self._reap(patience=1.0)
-        self.drain(selector)
-        code = self.process.returncode
-        how = f"by a signal ({signal.strsignal(-code)})" if code < 0 else f"with exit status {code}"
-        return f"the process ended {how}; {self.last_words()}"
-
-    def _reap(self, patience: float = 0.0) -> None:
-        """Kills the group, after `patience` seconds to end by itself."""
-        if self.process.returncode is not None:
-            return
-        ends = time.monotonic() + patience
-        # Not by poll(), after which the number of its group may be another's.
-        while not _has_ended(self.process.pid) and time.monotonic() < ends:
-            time.sleep(0.001)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses where only the dead are left
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def kill(self, selector: Any) -> None:
-        """Ends the process and its children, and closes all that led to it."""
-        self._reap()
-        for file in (self.connection, self.stderr_fd):
-            if file in selector.get_map():
-                selector.unregister(file)
-        self.connection.close()
-        for pipe in (self.process.stdin, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
+    def _listen(self) -> None:
+        """Reads stderr and forgets all but its end."""
+        assert self._process.stderr is not None
+        with self._process.stderr as pipe:
+            while block := os.read(pipe.fileno(), 2**16):
+                self._stderr = (self._stderr + block)[-4 * MESSAGE_CHARACTERS :]
 
 
-def _close(workers: list[_Worker], selector: Any, owner: int) -> None:
-    if os.getpid() != owner:  # a fork's copy of a grader
-        return
-    for worker in workers:
-        worker.kill(selector)
-    workers.clear()
-    selector.close()
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a child has ended, without taking note of it."""
+def _pickled(value: Any, what: str) -> bytes:
+    """Returns a message to a worker."""
     try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except (AttributeError, ChildProcessError):  # macOS has no waitid; or somebody else took note
-        return True
-
-
-def _packed(value: Any, what: str) -> bytes:
-    """A message to a worker."""
-    try:
-        data = pickle.dumps(value)
-    except Exception as error:  # whatever an object's own pickling raises
+        return pickle.dumps(value)
+    except Exception as error:  # anything that an object's own pickling raises
         raise UsageError(f"{what} must be picklable: {type(error).__name__}: {error}") from error
-    return HEADER.pack(len(data)) + data
-
-
-def _fill(answers: list[Any], chunk: range, answer: Any) -> None:
-    """The same answer for all questions of a chunk."""
-    answers[chunk.start : chunk.stop] = [answer] * len(chunk)
-
-
-def _understood(answer: Any, count: int, expected: Answers) -> dict[str, Any]:
-    """An answer in the form that it must have.
-
-    Raises:
-      ValueError, TypeError or KeyError: it has not.
-    """
-    if "values" not in answer:
-        return (
-            answer if "ready" in answer or "error" in answer else {name: answer[name] for name in ("reason", "message")}
-        )
-    if len(answer["values"]) != count:
-        raise ValueError("an answer is missing")
-    return {"values": [expected.understood(value) for value in answer["values"]]}
-
-
-_living: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
 
 def _let_go() -> None:
     """Closes a fork's copies of the pipes that must close when this process ends."""
-    for worker in _living:
-        assert worker.process.stdin is not None
-        worker.process.stdin.close()
+    for process in _living:
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 os.register_at_fork(after_in_child=_let_go)

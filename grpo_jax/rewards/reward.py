@@ -1,22 +1,37 @@
-"""Rewards put together: several functions, weights, and what does not apply."""
+"""Rewards of a run: added up, with weights and what does not apply, and written as text for command lines.
 
+A text is name = weight * function(arguments), of which only the function must be there:
+
+    gsm8k_answer
+    0.1*my_rewards.py:brevity
+    0.1*my_rewards.py:brevity(scale=20)
+    format=0.5*matches(pattern="<think>.*</think>.*")
+
+A bare name is a function of `grpo_jax.rewards.builtin`. Others are named as module:function or file.py:function. The
+function's signature decides what the keywords in parentheses are for, as `processes.ProcessOptions` says.
+"""
+
+import ast
 import asyncio
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.data.coroutines import run_to_end
-from grpo_jax.data.types import Completion, Component, Example, Reward, Rewards, Span
+from grpo_jax.data import coroutines
+from grpo_jax.data.types import Completion, Component, Example, Number, Reward, Rewards, Span
 from grpo_jax.errors import UsageError
+from grpo_jax.rewards.processes import Grader
+from grpo_jax.rewards.worker import BadReward, checked_rewards
 
 
-class Scores(NamedTuple):
-    """What B completions earned."""
+class RewardScores(NamedTuple):
+    """The rewards of B completions."""
 
     rewards: np.ndarray  # float32 [B], Σ weight · component over those that apply; 0 where none does
     applicable: np.ndarray  # bool [B], whether any does
@@ -27,8 +42,8 @@ class Scores(NamedTuple):
 @np.errstate(invalid="ignore", over="ignore")  # an infinite reward is told by the run, once
 def score_completions(
     rewards: Reward | Rewards, examples: Sequence[Example], completions: Sequence[Completion]
-) -> Scores:
-    """Rewards of completions. Async functions run together.
+) -> RewardScores:
+    """Returns the rewards of completions. Async functions run together.
 
     Args:
       rewards: one function, or several with weights.
@@ -41,59 +56,62 @@ def score_completions(
     Raises:
       UsageError: a function returned another number of rewards than there are completions, no numbers, or bad spans.
     """
-    named = named_components(rewards)
+    named, count = named_components(rewards), len(completions)
     answers = [component.reward(examples, completions) for component in named.values()]
     if any(inspect.isawaitable(answer) for answer in answers):
-        answers = run_to_end(_gather(answers))
-    # Here NaN does not mean "not applicable": one that a function returned has to be seen.
-    total, applicable = np.zeros(len(completions), np.float32), np.zeros(len(completions), bool)
-    components, parts = {}, np.empty(len(completions), object)
-    parts[:] = [()] * len(completions)
+        answers = coroutines.run_to_end(_gather(answers))
+    # Not functional.combine_rewards, in which NaN means that a reward does not apply: here it must stay visible.
+    total, applicable = np.zeros(count, np.float32), np.zeros(count, bool)
+    components: dict[str, np.ndarray] = {}
+    parts = np.empty(count, object)
+    parts[:] = [()] * count
     for (name, component), answer in zip(named.items(), answers, strict=True):
-        values, applies, own = _checked(name, answer, completions)
+        earned = _checked(name, answer, completions)
+        applies = np.array([value is not None for value in earned], bool)
+        components[name] = np.array([_total(value) for value in earned], np.float32)
         if component.weight:  # a weight of 0 is for rewards that are only watched, whatever they are
-            total += np.where(applies, np.float32(component.weight) * values, 0)
+            total += np.where(applies, np.float32(component.weight) * components[name], 0)
             applicable |= applies
-            for place, found in own.items():
-                parts[place] += tuple(span._replace(reward=component.weight * span.reward) for span in found)
-        components[name] = np.where(applies, values, np.nan)
-    return Scores(total, applicable, components, parts)
+            for place, value in enumerate(earned):
+                if isinstance(value, tuple):
+                    parts[place] += tuple(span._replace(reward=component.weight * span.reward) for span in value)
+    return RewardScores(total, applicable, components, parts)
 
 
 def named_components(rewards: Reward | Rewards) -> Rewards:
-    """Several rewards as they are, and one alone as the component "reward"."""
+    """Returns rewards by name; a single function is the component "reward"."""
     return rewards if isinstance(rewards, Mapping) else {"reward": Component(rewards)}
 
 
 def no_reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[None]:
-    """A reward that applies to nothing, where nothing is learned from rewards."""
+    """Rewards nothing: for runs that do not learn from rewards."""
     return [None] * len(completions)
 
 
 def graders(rewards: Reward | Rewards) -> dict[str, Any]:
-    """The rewards that count what they could not grade, as `grading.Grader` does, by name."""
+    """Returns the rewards that count what they could not grade, as `processes.Grader` does, by name."""
     named = named_components(rewards)
     return {name: component.reward for name, component in named.items() if hasattr(component.reward, "counts")}
 
 
 def sources(rewards: Reward | Rewards) -> dict[str, str]:
-    """Digests of the files that rewards were loaded from, by name, where graders know them."""
+    """Returns the digests of the files that graders were loaded from, by the name of the reward."""
     return {name: grader.source for name, grader in graders(rewards).items() if getattr(grader, "source", "")}
 
 
 def ungraded_counts(rewards: Reward | Rewards) -> dict[str, int]:
-    """Completions that graders had nothing to say about since their start, by "ungraded_" name and reason."""
+    """Returns how many completions graders gave no reward since their start, by "ungraded_" name and reason."""
     return {
-        f"ungraded_{name}_{reason.replace(' ', '_')}": count
+        _ungraded(name, reason): count
         for name, grader in graders(rewards).items()
         for reason, count in grader.counts.items()
     }
 
 
 def ungraded_messages(rewards: Reward | Rewards) -> dict[str, str]:
-    """A sentence about each reason why graders had nothing to say, by the names of `ungraded_counts`."""
+    """Returns a sentence about each reason why graders gave no reward, by the names of `ungraded_counts`."""
     return {
-        f"ungraded_{name}_{reason.replace(' ', '_')}": (
+        _ungraded(name, reason): (
             f"the reward {name} gave {grader.counts[reason]} completions no number ({reason}), so it is left out of "
             f"theirs: {place_and_reason(message)}"
         )
@@ -102,18 +120,22 @@ def ungraded_messages(rewards: Reward | Rewards) -> dict[str, str]:
     }
 
 
+def _ungraded(name: str, reason: str) -> str:
+    return f"ungraded_{name}_{reason.replace(' ', '_')}"
+
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)')
 _ERROR = re.compile(r"[\s|]*[A-Za-z_][\w.]*(Error|Exception|Failure|Timeout|Interrupt|Exit)\b")
-_OURS = str(Path(__file__).parent)
+_OURS = (str(Path(__file__).parent), coroutines.__file__, "<frozen")
 
 
 def place_and_reason(message: str) -> str:
-    """Of a traceback, or of the stack of a process that hung, the user's own line and the last words."""
-    frames = [found for found in _FRAME.finditer(message) if not found["file"].startswith((_OURS, "<frozen"))]
+    """Returns the user's own line and the last words of a traceback, or of the stack of a process that hung."""
+    frames = [frame for frame in _FRAME.finditer(message) if not frame["file"].startswith(_OURS)]
     # A traceback ends with the innermost frame, a stack of faulthandler begins with it.
     stack = "most recent call first" in message
-    own = [frame for frame in frames if "site-packages" not in frame["file"] and "/lib/python" not in frame["file"]]
-    place = (own or frames)[0 if stack else -1] if frames else None
+    users = [frame for frame in frames if "site-packages" not in frame["file"] and "/lib/python" not in frame["file"]]
+    place = (users or frames)[0 if stack else -1] if frames else None
     lines = message.strip().splitlines() or [""]
     errors = [line.strip(" |+") for line in lines if _ERROR.match(line)]  # its message may have more lines
     words = lines[0] if stack else (errors or lines)[-1]
@@ -122,7 +144,7 @@ def place_and_reason(message: str) -> str:
 
 
 def new_counts(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """What came to counts, where something came."""
+    """Returns the increases of counts, without those that did not increase."""
     return {name: count - before[name] for name, count in after.items() if count > before[name]}
 
 
@@ -133,42 +155,124 @@ async def _gather(answers):
     return await asyncio.gather(*map(wait, answers))
 
 
-def _checked(
-    name: str, answer: Any, completions: Sequence[Completion]
-) -> tuple[np.ndarray, np.ndarray, dict[int, tuple[Span, ...]]]:
-    """Values float32 `[B]`, 0 where it does not apply; where it applies; and spans, by the completion's place."""
-    wrong = UsageError(f"reward {name} must return one number (or None, or spans) for each completion")
-    if isinstance(answer, str | bytes | Mapping | Set):  # keys, letters, and what has no order
-        raise wrong
+def _checked(name: str, answer: Any, completions: Sequence[Completion]) -> list[Number | tuple[Span, ...]]:
+    """Returns what each completion earned, or refuses the function."""
     try:
-        answer = list(answer)
-    except TypeError:
-        raise wrong from None
-    count = len(completions)
-    if len(answer) != count:
-        raise UsageError(f"the reward function {name} returned {len(answer)} rewards for {count} completions")
-    parts = _spans_of(name, answer, completions)
-    try:
-        numbers = [
-            math.fsum(span.reward for span in parts[i]) if i in parts else value for i, value in enumerate(answer)
-        ]
-        if any(isinstance(number, str | bytes) for number in numbers):  # float() would read them
-            raise wrong
-        applies = np.array([number is not None for number in numbers], bool)
-        values = np.array([0.0 if number is None else float(number) for number in numbers], np.float32)
-    except (TypeError, ValueError, OverflowError):
-        raise wrong from None
-    return values, applies, parts
+        earned = []
+        for value in checked_rewards(answer, completions):
+            if isinstance(value, BadReward):
+                raise value
+            earned.append(value)
+        return earned
+    except BadReward as error:
+        raise UsageError(
+            f"the reward {name} must return one number (or None, or spans) for each completion: {error}"
+        ) from None
 
 
-def _spans_of(name: str, answer: list[Any], completions: Sequence[Completion]) -> dict[int, tuple[Span, ...]]:
-    """Returns the spans that a reward gave in place of numbers, by the completion's place."""
-    places = [place for place, value in enumerate(answer) if isinstance(value, list | tuple)]
-    if not places:
-        return {}
-    from grpo_jax.data import spans  # a run without spans does not load it
+def _total(earned: Number | tuple[Span, ...]) -> float:
+    """Returns a reward as one number, NaN if it does not apply."""
+    if earned is None:
+        return math.nan
+    return sum(span.reward for span in earned) if isinstance(earned, tuple) else earned
 
+
+# ---- as a command line writes them
+
+_SPEC = re.compile(
+    r"(?:(?P<name>[A-Za-z_]\w*)\s*=)?\s*(?:(?P<weight>[-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*\*)?\s*"
+    r"(?P<function>[^()*=]+?)\s*(?:\((?P<arguments>.*)\))?",
+    re.DOTALL,
+)
+_BUILTIN = ("exact_answer", "gsm8k_answer", "math_answer", "matches", "length", "overlong_penalty", "repetition")
+
+
+class Spec(NamedTuple):
+    """A reward as a text names it."""
+
+    name: str
+    weight: float
+    function: str  # as `Grader` takes it
+    arguments: Mapping[str, Any] | None
+
+
+def parse_reward(text: str) -> Spec:
+    """Reads a reward. Its name is that of the function and its weight is 1 unless the text has others.
+
+    Args:
+      text: name = weight * function(arguments).
+
+    Raises:
+      UsageError: it cannot be read, or there is no such built-in reward.
+    """
+    match = _SPEC.fullmatch(text.strip())
+    if not match:
+        raise UsageError(f"the reward {text!r} cannot be read: write name=weight*function(argument=value)")
+    function, written = match["function"], match["arguments"]
+    arguments = None if written is None else _arguments(text, written)
+    name = match["name"] or function.rpartition(":")[2]
+    if ":" not in function:
+        if function not in _BUILTIN:
+            raise UsageError(
+                f"there is no built-in reward {function!r}: take one of {', '.join(_BUILTIN)}, or name your own as "
+                "file.py:function"
+            )
+        function, arguments = f"grpo_jax.rewards.builtin:{function}", arguments or {}
     try:
-        return {i: spans.checked(answer[i], completions[i]) for i in places if spans.are_spans(answer[i])}
-    except spans.BadSpans as error:
-        raise UsageError(f"reward {name} returned spans that cannot be: {error}") from None
+        weight = float(match["weight"] or 1)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UsageError(f"the weight of the reward {text!r} is no number: {match['weight']}")
+    return Spec(name, weight, function, arguments)
+
+
+@contextmanager
+def open_rewards(
+    texts: Sequence[str], *, group_size: int, deadline: float = 10.0, budget: float = 60.0, memory_mb: int | None = None
+) -> Iterator[Rewards]:
+    """Opens the rewards that texts name, each in processes of its own, which end with the block.
+
+    Args:
+      texts: at least one, as for `parse_reward`.
+      group_size: completions of a prompt in training. A call has all completions of one prompt, so that a function can
+        compare them.
+      deadline: seconds for a call of that many completions, in proportion for more.
+      budget: seconds for all the completions of a rollout.
+      memory_mb: megabytes that a process may allocate beyond what loading took; None: no limit.
+
+    Yields:
+      The rewards by name.
+
+    Raises:
+      UsageError: one cannot be read or loaded, two have one name, or all weights are 0.
+    """
+    specs = [parse_reward(text) for text in texts]
+    names = [spec.name for spec in specs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"two rewards are called {twice[0]}: give them names, as in other={twice[0]}")
+    if not any(spec.weight for spec in specs):
+        raise UsageError("every reward has the weight 0: there is nothing to learn from")
+    options = {"deadline": deadline, "budget": budget, "group_size": group_size, "memory_mb": memory_mb}
+    with ExitStack() as stack:
+        rewards = {}
+        for spec in specs:
+            grader = Grader(spec.function, arguments=spec.arguments, chunk="prompt", **options)
+            rewards[spec.name] = Component(stack.enter_context(grader), spec.weight)
+        yield rewards
+
+
+def _arguments(text: str, written: str) -> dict[str, Any]:
+    """Returns keywords with plain values; nothing is evaluated."""
+    try:
+        call = ast.parse(f"f({written})", mode="eval").body
+        # One call of f, by names, each once.
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError
+        arguments = {str(keyword.arg or ""): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if "" in arguments or len(arguments) < len(call.keywords):
+            raise ValueError
+        return arguments
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise UsageError(f"the arguments of the reward {text!r} must be name=value with plain values") from None

@@ -1,78 +1,65 @@
-"""The child process of processes.py: loads a function, then answers requests until it is killed.
+"""Functions of a user: loading, calling, and what they return. `main` is the child process of processes.py.
 
-Requests come as a length and a pickle, answers go back as a length and JSON: what the function returns is
-never unpickled by the parent.
+Requests come pickled, answers go back as JSON: nothing that a function returns is unpickled by the parent.
 """
 
-import asyncio
 import contextlib
 import faulthandler
-import fcntl
 import importlib
 import importlib.util
 import inspect
 import itertools
 import json
-import math
 import os
 import pickle
 import resource
-import signal
-import socket
-import struct
+import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_jax.data import digests
-from grpo_jax.data.types import LARGEST_REWARD, MESSAGE_CHARACTERS, Completion, Reward
+from grpo_jax.data.coroutines import run_to_end
+from grpo_jax.data.types import MESSAGE_CHARACTERS, Completion, Number, Span
 from grpo_jax.errors import UsageError
 
-HEADER = struct.Struct(">Q")  # the length of what follows
-STDERR = 2
-WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and what it allocates
-
-
-class Kind(NamedTuple):
-    """A kind of functions that are called in child processes."""
-
-    name: str
-    asked: str  # what it is asked about, beside examples
-    takes: tuple[str, ...]  # what a function takes by place
-
-
-KINDS = {
-    "reward": Kind("reward", "completions", ("examples", "completions")),
-    "tool": Kind("tool", "calls", ()),
-    "factory": Kind("environment factory", "calls", ()),
-    "environment": Kind("environment", "transcripts", ("example", "transcript", "key")),
+_STDERR = 2
+_WATCHDOG_BYTES = 16 * 2**20  # a thread's stack, 8 MiB by default, and what it allocates
+# Kinds of functions, and what a function of the kind takes by place.
+_PARAMETERS = {
+    "reward": ("examples", "completions"),
+    "environment": ("example", "transcript", "key"),
+    "environment factory": (),
+    "tool": (),
 }
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 _is_worker = False
 
 
 def is_worker() -> bool:
-    """Whether this process grades, under a deadline."""
+    """Returns whether this process runs one function, under a deadline."""
     return _is_worker
 
 
-def load(kind: Kind, spec: str, arguments: Mapping[str, Any] | None = None, module: Any = None) -> Callable[..., Any]:
-    """The function that a text names.
+# ---- loading
+
+
+def load(kind: str, spec: str, arguments: Mapping[str, Any] | None = None, module: Any = None) -> Callable[..., Any]:
+    """Returns the function that a text names.
 
     Args:
-      kind: of the function; below the words are those of a reward.
+      kind: "reward", "environment", "environment factory" or "tool".
       spec: "package.module:function" or "path/to/file.py:function".
-      arguments: keywords for the function. Where it also takes what it is asked about, as (examples, completions, *, x)
+      arguments: keywords for the function. If it also takes what it is asked about, as (examples, completions, *, x)
         does, it gets them at each call. Otherwise it is called once with them, and returns the function that is asked.
         None: it is taken as it is.
-      module: what `import_place` returned for the text before ":"; None: it is imported here.
-
-    Returns:
-      The function.
+      module: the module that `import_place` returned for the text before ":"; None: it is imported here.
 
     Raises:
       UsageError: there is no such module or function, it cannot be imported, it is no function, or it does not take
@@ -80,45 +67,61 @@ def load(kind: Kind, spec: str, arguments: Mapping[str, Any] | None = None, modu
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        raise UsageError(f"the {kind.name} {spec!r} must be module:function or path/to/file.py:function")
+        raise UsageError(f"the {kind} {spec!r} must be module:function or path/to/file.py:function")
     try:
-        found = getattr(module or import_place(kind, place, spec), name)
+        function = getattr(module or import_place(kind, place, spec), name)
     except AttributeError:
-        raise UsageError(f"the {kind.name} {spec!r} cannot be loaded: {place} has no {name!r}") from None
-    if not callable(found):
-        raise UsageError(f"the {kind.name} {spec!r} is no function but of type {type(found).__name__}")
-    if arguments is None or _is_itself(kind, found, arguments):
-        if kind.name == "reward":
-            check_takes_examples_first(f"the reward {spec!r}", found)
-        return found if arguments is None else partial(found, **arguments)
-    taken = ", ".join(kind.takes)
+        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {place} has no {name!r}") from None
+    if not callable(function):
+        raise UsageError(f"the {kind} {spec!r} is no function but of type {type(function).__name__}")
+    if arguments is None or _takes_questions(function, _PARAMETERS[kind], arguments):
+        if kind == "reward":
+            check_takes_examples_first(f"the reward {spec!r}", function)
+        return function if arguments is None else partial(function, **arguments)
+    return _call_maker(kind, spec, function, arguments)
+
+
+def _takes_questions(function: Any, parameters: Sequence[str], arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a function takes what it is asked about, such as examples and completions, and these keywords."""
     try:
-        made = found(**arguments)
+        signature = inspect.signature(function)
+        signature.bind(*parameters, **arguments)
+    except (TypeError, ValueError):  # some functions in C have no signature
+        return False
+    first = list(signature.parameters.values())[: len(parameters)]
+    return len(first) == len(parameters) and all(x.kind in _BY_PLACE and x.default is x.empty for x in first)
+
+
+def _call_maker(kind: str, spec: str, maker: Any, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns the function that another function makes of its keywords."""
+    parameters = ", ".join(_PARAMETERS[kind])
+    try:
+        function = maker(**arguments)
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(
-            f"the {kind.name} {spec!r} refuses its arguments ({', '.join(arguments) or 'none'}): expected a function "
-            f"of ({taken}, *, further keywords), or one of these keywords that returns a function of ({taken}); "
+            f"the {kind} {spec!r} refuses its arguments ({', '.join(arguments) or 'none'}): expected a function of "
+            f"({parameters}, *, further keywords), or one of these keywords that returns a function of ({parameters}); "
             f"{_one_line(error)}"
         ) from error
-    if not callable(made):
+    if not callable(function):
         raise UsageError(
-            f"{spec!r} must return the {kind.name}, but returned {type(made).__name__}: called with keywords "
-            f"alone, it has to return a function of ({taken})"
+            f"{spec!r} must return the {kind}, but returned {type(function).__name__}: called with nothing but "
+            f"keywords, it must return a function of ({parameters})"
         )
-    return made
+    return function
 
 
 def check_takes_examples_first(named: str, reward: Callable[..., Any]) -> None:
-    """Refuses a function whose first parameter is called as another thing than examples: it would read the rows as it.
+    """Refuses a reward whose first parameter is named as something other than examples: it would read the rows as that.
 
     Args:
-      named: how the error calls it.
+      named: its name in the error.
       reward: the function.
 
     Raises:
-      UsageError: how a reward is called here.
+      UsageError: the first parameter is "completions" or "prompts".
     """
     try:
         first = next(iter(inspect.signature(reward).parameters), None)
@@ -131,30 +134,13 @@ def check_takes_examples_first(named: str, reward: Callable[..., Any]) -> None:
         )
 
 
-def _is_itself(kind: Kind, function: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether it needs beside these keywords what a function of its kind takes, such as examples and completions."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions in C have none
-        return False
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    first = list(signature.parameters.values())[: len(kind.takes)]
-    if len(first) < len(kind.takes) or any(x.kind not in by_place or x.default is not x.empty for x in first):
-        return False
-    try:
-        signature.bind(*kind.takes, **arguments)
-    except TypeError:
-        return False
-    return True
-
-
-def import_place(kind: Kind, place: str, spec: str) -> Any:
+def import_place(kind: str, place: str, spec: str) -> Any:
     """Imports a module by its name, or runs a file of Python.
 
     Args:
-      kind: of the functions in it.
+      kind: the kind of the functions in it, as for `load`.
       place: "package.module" or "path/to/file.py".
-      spec: how an error calls it.
+      spec: its name in errors.
 
     Raises:
       UsageError: there is no such module or file, or it cannot be imported.
@@ -164,19 +150,18 @@ def import_place(kind: Kind, place: str, spec: str) -> Any:
             return importlib.import_module(place)
         path = Path(place).resolve()
         if not path.is_file():
-            raise UsageError(f"the {kind.name} {spec!r} cannot be loaded: there is no file {path}")
-        sys.path.insert(0, str(path.parent))  # for what lies beside it
-        name = _name_of_file(place)
-        loader = importlib.util.spec_from_file_location(name, path)
+            raise UsageError(f"the {kind} {spec!r} cannot be loaded: there is no file {path}")
+        sys.path.insert(0, str(path.parent))  # for modules that lie beside it
+        loader = importlib.util.spec_from_file_location(_module_name(place), path)
         assert loader is not None
         assert loader.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(loader)
+        module = sys.modules[loader.name] = importlib.util.module_from_spec(loader)
         loader.loader.exec_module(module)
         return module
     except UsageError:
         raise
     except (Exception, SystemExit) as error:  # whatever the module's own lines raise
-        raise UsageError(f"the {kind.name} {spec!r} cannot be loaded: {_one_line(error)}") from error
+        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {_one_line(error)}") from error
 
 
 def digest_of_source(spec: str) -> str:
@@ -184,52 +169,111 @@ def digest_of_source(spec: str) -> str:
     place = spec.rpartition(":")[0]
     if place.partition(".")[0] == __name__.partition(".")[0]:
         return ""
-    module = sys.modules.get(_name_of_file(place) if place.endswith(".py") else place)
-    file = Path(getattr(module, "__file__", None) or "")
+    file = Path(getattr(sys.modules.get(_module_name(place)), "__file__", None) or "")
     return digests.of_file(file) if file.is_file() else ""
 
 
-def _name_of_file(place: str) -> str:
-    """What the module of a file is called."""
-    return f"reward_file_{Path(place).stem}"
+def _module_name(place: str) -> str:
+    return f"reward_file_{Path(place).stem}" if place.endswith(".py") else place
 
 
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MESSAGE_CHARACTERS]
 
 
+# ---- results
+
+
+class BadReward(ValueError):
+    """A reason why a reward function gave no reward; `reason` is among `processes.REASONS`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def checked_rewards(answer: Any, completions: Sequence[Completion]) -> list[Number | tuple[Span, ...] | BadReward]:
+    """Returns what each completion earned: None, a float that may be infinite or NaN, spans, or why there is none.
+
+    Args:
+      answer: whatever a reward function returned for the completions.
+      completions: B.
+
+    Raises:
+      BadReward: it is not B numbers or spans.
+    """
+    count = len(completions)
+    if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | Mapping | Set):
+        raise BadReward("not numbers", f"the function returned {type(answer).__name__}, not a list")
+    # Never more than one too many: it may be a million, or have no end.
+    values = list(itertools.islice(answer, count + 1))
+    if len(values) != count:
+        number = f"{len(answer)}" if isinstance(answer, Sized) else "more" if len(values) > count else f"{len(values)}"
+        raise BadReward("wrong length", f"the function returned {number} rewards for {count} completions")
+    return [_checked_reward(*pair) for pair in zip(values, completions, strict=True)]
+
+
+def _checked_reward(value: Any, completion: Completion) -> Number | tuple[Span, ...] | BadReward:
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        from grpo_jax.data import spans  # a run without spans does not load it
+
+        try:
+            if spans.are_spans(value):
+                return spans.checked(value, completion)
+        except spans.BadSpans as error:
+            return BadReward("bad spans", str(error))
+    if isinstance(value, str | bytes):  # float() would read them
+        raise BadReward("not numbers", f"the function returned a reward of type {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        return BadReward("nan", "the function returned an integer that is larger than any float")
+    except (TypeError, ValueError) as error:
+        raise BadReward("not numbers", _one_line(error)) from None
+
+
+# ---- the child process
+
+
 def main() -> None:
-    """Serves the socket whose number is the first argument; the second is the parent's process id."""
+    """Serves the connection whose file descriptor is the first argument, until the process is killed."""
     global _is_worker
     _is_worker = True
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)
-    _die_with_the_parent(int(sys.argv[2]))
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
+    # Nothing is written to standard input: it closes when the parent ends, however that ends. Then a shell kills this
+    # process and its children. A thread could not while a function holds the interpreter's lock.
+    subprocess.run(["sh", "-c", "exec 3<&0; (read line <&3; kill -KILL 0) >&- 2>&- &"], check=True)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for functions that read their input
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
-    faulthandler.enable(file=STDERR)
-    setup = pickle.loads(_receive(connection))
+    faulthandler.enable(file=_STDERR)
+    setup = pickle.loads(connection.recv_bytes())
     os.chdir(setup["folder"])
     sys.path[:] = setup["path"]
+    kind, spec = setup["kind"], setup["spec"]
     try:
-        function = load(KINDS[setup["kind"]], setup["spec"], setup["arguments"])
+        function = load(kind, spec, setup["arguments"])
+        answer: dict[str, Any] = {"values": [digest_of_source(spec)]}
     except UsageError as error:
-        _send(connection, {"error": str(error)})
-        return
+        answer = {"reason": "raised", "message": str(error)}
     if setup["memory_mb"] is not None:
         _limit_memory(setup["memory_mb"])
-    _send(connection, {"ready": True, "source": digest_of_source(setup["spec"])})
-    with asyncio.Runner() as runner:  # one loop for all calls: clients of a service belong to theirs
-        while True:
-            _send(connection, _answer(_ANSWERS[setup["kind"]], function, _receive(connection), runner))
+    while True:
+        connection.send_bytes(json.dumps(answer).encode())
+        answer = _answer(_rewards if kind == "reward" else _replies, function, connection.recv_bytes())
 
 
-def _answer(call: Callable[..., Any], function: Any, request: bytes, runner: asyncio.Runner) -> dict[str, Any]:
-    """What the function makes of a request: {"values": ...}, or {"reason": ..., "message": ...}."""
+def _answer(call: Callable[..., list[Any]], function: Any, request: bytes) -> dict[str, Any]:
+    """Returns what the function makes of a request: {"values": ...}, or {"reason": ..., "message": ...}."""
     try:
-        examples, questions, deadline = pickle.loads(request)
+        examples, questions, seconds = pickle.loads(request)
         # Shortly before it is killed, a function that hangs says on stderr where it is.
-        faulthandler.dump_traceback_later(min(0.9 * deadline, threading.TIMEOUT_MAX), file=STDERR)
-        return call(function, examples, questions, runner)
+        faulthandler.dump_traceback_later(min(0.9 * seconds, threading.TIMEOUT_MAX), file=_STDERR)
+        return {"values": call(function, examples, questions)}
+    except BadReward as error:
+        return _failure(error)
     except SystemExit as error:
         return {"reason": "died", "message": f"the function called sys.exit({error.code!r})"[:MESSAGE_CHARACTERS]}
     except BaseException:
@@ -238,93 +282,26 @@ def _answer(call: Callable[..., Any], function: Any, request: bytes, runner: asy
         faulthandler.cancel_dump_traceback_later()
 
 
-def _rewards(reward: Reward, examples: Any, completions: Any, runner: asyncio.Runner) -> dict[str, Any]:
+def _rewards(reward: Any, examples: Any, completions: Any) -> list[Any]:
     answer = reward(examples, completions)
-    if inspect.isawaitable(answer):
-        answer = runner.run(_wait(answer))
-    return _checked(answer, completions)
+    answer = run_to_end(_wait(answer)) if inspect.isawaitable(answer) else answer
+    earned = checked_rewards(answer, completions)
+    return [_failure(value) if isinstance(value, BadReward) else value for value in earned]
 
 
-def _replies(reply: Any, examples: Any, questions: Any, runner: asyncio.Runner) -> dict[str, Any]:
+def _replies(reply: Any, examples: Any, questions: Any) -> list[Any]:
     from grpo_jax.data.episodes import asked  # the worker of a reward does not load it
 
     episodes = [(example, *question) for example, question in zip(examples, questions, strict=True)]
-    return {"values": [found._asdict() for found in asked(reply, episodes, runner.run)]}
+    return [answer._asdict() for answer in asked(reply, episodes)]
 
 
-_ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {"reward": _rewards, "environment": _replies}
+def _failure(error: BadReward) -> dict[str, str]:
+    return {"reason": error.reason, "message": str(error)}
 
 
-async def _wait(answer):
+async def _wait(answer: Any) -> Any:
     return await answer
-
-
-def _checked(answer: Any, completions: Sequence[Completion]) -> dict[str, Any]:
-    count = len(completions)
-    if not isinstance(answer, Iterable) or isinstance(answer, str | bytes | Mapping | Set):
-        return {"reason": "not numbers", "message": f"the function returned {type(answer).__name__}, not a list"}
-    # Never more than one too many: it may be a million, or have no end.
-    values = list(itertools.islice(answer, count + 1))
-    if len(values) != count:
-        got = f"{len(answer)}" if isinstance(answer, Sized) else "more" if len(values) > count else f"{len(values)}"
-        return {"reason": "wrong length", "message": f"the function returned {got} rewards for {count} completions"}
-    try:
-        return {"values": [_earned(*pair) for pair in zip(values, completions, strict=True)]}
-    except (TypeError, ValueError) as error:
-        return {"reason": "not numbers", "message": _one_line(error)}
-
-
-def _earned(value: Any, completion: Completion) -> Any:
-    """What a completion earned, as JSON has it; in place of bad spans why they are bad."""
-    if not isinstance(value, list | tuple):
-        return None if value is None else _number(value)
-    from grpo_jax.data import spans  # a run without spans does not load it
-
-    if not spans.are_spans(value):
-        return _number(value)
-    try:
-        return [span._replace(reward=_number(span.reward)) for span in spans.checked(value, completion)]
-    except spans.BadSpans as error:
-        return {"reason": "bad spans", "message": _one_line(error)}
-
-
-def _number(value: Any) -> float:
-    """The value as a float; NaN for what is not finite in float32."""
-    if isinstance(value, str | bytes):
-        raise TypeError(f"a reward is of type {type(value).__name__}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer of a thousand digits
-        return math.nan
-    return number if abs(number) <= LARGEST_REWARD else math.nan
-
-
-# ---- the process
-
-
-def _die_with_the_parent(parent: int) -> None:
-    """Kills this process and its children when the parent ends, however it ends, and whatever runs here.
-
-    Standard input is a pipe on which nothing is written: it closes when the parent ends. A thread waits for
-    that. A function that holds the interpreter's lock stops the thread, so the kernel is asked too, where it is
-    Linux. PR_SET_PDEATHSIG would kill this process alone, leave its children, and also act when no more than
-    the thread that started it ends.
-    """
-    lifeline = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
-    with open(os.devnull, encoding="utf-8") as nothing:
-        os.dup2(nothing.fileno(), 0)  # for functions that read their input
-    threading.Thread(target=_kill_group_at_end, args=(lifeline,), daemon=True).start()
-    if sys.platform == "linux":
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgid(0))
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if os.getppid() != parent:  # it ended before this was set up
-        os.killpg(0, signal.SIGKILL)
-
-
-def _kill_group_at_end(lifeline: int) -> None:
-    os.read(lifeline, 1)
-    os.killpg(0, signal.SIGKILL)
 
 
 def _limit_memory(megabytes: int) -> None:
@@ -332,33 +309,6 @@ def _limit_memory(megabytes: int) -> None:
     taken = 0
     with contextlib.suppress(OSError):  # only Linux tells
         taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
-    limit = taken + WATCHDOG_BYTES + megabytes * 2**20
+    limit = taken + _WATCHDOG_BYTES + megabytes * 2**20
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-
-
-def _receive(connection: socket.socket) -> bytes:
-    (length,) = HEADER.unpack(_read(connection, HEADER.size))
-    return _read(connection, length)
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    parts = []
-    while length:
-        part = connection.recv(min(length, 2**20))
-        if not part:
-            os._exit(0)  # the parent closed it
-        parts.append(part)
-        length -= len(part)
-    return b"".join(parts)
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
-    connection.sendall(HEADER.pack(len(data)) + data)
-
-
-if __name__ == "__main__":
-    from grpo_jax.rewards import worker  # the module that others import is not this one
-
-    worker.main()

@@ -11,7 +11,7 @@ from grpo_jax.devices import all_rows, place
 from grpo_jax.errors import UsageError
 from grpo_jax.hosts import share_out
 from grpo_jax.models.transformer import Params
-from grpo_jax.rewards.reward import Scores, score_completions
+from grpo_jax.rewards.reward import RewardScores, score_completions
 from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.sampler import Sampler
 from grpo_jax.rl.types import EVALUATION, noise_of
@@ -237,12 +237,12 @@ def _if_graded(values: np.ndarray, evaluation: Evaluation) -> np.ndarray:
     return values if evaluation.graded.any() else np.full_like(values, np.nan)
 
 
-def _scored(task: Task, texts: list[list[Completion]], size: int) -> Scores:
+def _scored(task: Task, texts: list[list[Completion]], size: int) -> RewardScores:
     """Rewards `[M, n + 1]`, by blocks of whole prompts, which hosts share out."""
     step = max(1, size // len(texts[0]))
     starts = range(0, len(texts), step)
 
-    def block(start: int) -> Scores:
+    def block(start: int) -> RewardScores:
         groups = texts[start : start + step]
         examples = task.heldout.examples[start : start + step]
         flat = [(example, text) for example, group in zip(examples, groups, strict=True) for text in group]

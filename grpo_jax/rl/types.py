@@ -1,7 +1,7 @@
 """The data of an iteration. Letters: N prompts of P tokens, G completions of T tokens, K rewards, U optimizer steps.
 
-A reward passes four containers: the list that a function returns becomes `rewards.reward.Scores`, then `Graded` on the
-host, then `RewardArrays` on the devices, and at last the advantages of a `Batch`.
+A reward passes four containers: the list that a function returns becomes `rewards.reward.RewardScores`, then `Graded`
+on the host, then `RewardArrays` on the devices, and at last the advantages of a `Batch`.
 """
 
 from collections.abc import Callable, Mapping

@@ -322,7 +322,7 @@ class RunFolder:
     def timed(self, part: str) -> Iterator[None]:
         """Adds the seconds inside to `part`."""
         start = time.perf_counter()
-        with hosts.doing(part), jax.profiler.TraceAnnotation(part):
+        with jax.profiler.TraceAnnotation(part):
             yield
         self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start
 

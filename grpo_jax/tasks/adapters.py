@@ -21,7 +21,7 @@ from grpo_jax.data.coroutines import run_to_end
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example, Number, Reward, Turn
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.worker import KINDS, load
+from grpo_jax.rewards.worker import load
 from grpo_jax.tasks.tools import reply_with
 
 Factory = Callable[[], Any]  # makes a fresh environment; a class is one
@@ -226,7 +226,7 @@ def load_factory(text: str) -> Factory:
     Raises:
       UsageError: it names none that can be loaded.
     """
-    return load(KINDS["factory"], text)
+    return load("environment factory", text)
 
 
 def environment_of_factory(*, factory: str) -> ReplyFn:
@@ -235,7 +235,7 @@ def environment_of_factory(*, factory: str) -> ReplyFn:
 
 
 def reward_of_factory(*, factory: str) -> Reward:
-    """`trl_reward` of the class that a text names: `rewards.grading` calls this in its processes.
+    """`trl_reward` of the class that a text names: `rewards.processes` calls this in its processes.
 
     Raises:
       UsageError: the class has no `get_reward`, or cannot be called.

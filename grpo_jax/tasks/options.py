@@ -13,7 +13,7 @@ from grpo_jax.data.text import Overlong, uses_chat
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.rewards.spec import open_rewards, parse_reward
+from grpo_jax.rewards.reward import open_rewards, parse_reward
 from grpo_jax.tasks.countdown import countdown_task
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.gsm8k import gsm8k_task

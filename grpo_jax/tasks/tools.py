@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from grpo_jax.data.episodes import Key, Reply, ReplyFn, Transcript
 from grpo_jax.data.types import Completion, Example
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.worker import KINDS, import_place, load
+from grpo_jax.rewards.worker import import_place, load
 
 Tools = Mapping[str, Callable[..., Any]]  # by name
 
@@ -176,8 +176,8 @@ def load_tools(text: str) -> dict[str, Callable[..., Any]]:
       UsageError: it names none that can be loaded.
     """
     place, names = parse_tools(text)
-    module = import_place(KINDS["tool"], place, text)  # once, so that tools of one file share its state
-    return {name: load(KINDS["tool"], f"{place}:{name}", module=module) for name in names}
+    module = import_place("tool", place, text)  # once, so that tools of one file share its state
+    return {name: load("tool", f"{place}:{name}", module=module) for name in names}
 
 
 def environment_of_tools(*, tools: str) -> ReplyFn:

@@ -116,8 +116,9 @@ def test_what_gives_no_reply_is_told_and_harms_no_other(actor, word, failure, me
     assert actor.messages[failure] == bad.message
 
 
-def test_long_texts_are_cut_where_no_budget_has_room_for_them(actor):
-    long, odd, tokens = ask(actor, "within memory", "other unicode", "a million tokens")
+def test_long_texts_are_cut_where_no_budget_has_room_for_them(file):
+    with environment_in_processes(f"{file}:act", encode, workers=1, memory_mb=600) as environment:
+        long, odd, tokens = ask(environment, "within memory", "other unicode", "a million tokens")
     assert len(long.text) == MAX_CHARACTERS + 1
     assert odd.text == "\U0001f600\x00\u202e" * 80000
     assert not tokens.failure

@@ -21,10 +21,9 @@ from grpo_jax.data.types import Completion, Span, Turn
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import overlong_penalty
 from grpo_jax.rewards import builtin
-from grpo_jax.rewards.grading import REASONS, Grader
-from grpo_jax.rewards.reward import Component, score_completions
-from grpo_jax.rewards.spec import open_rewards
-from grpo_jax.rewards.worker import KINDS as FUNCTIONS, load
+from grpo_jax.rewards.processes import REASONS, Grader
+from grpo_jax.rewards.reward import Component, open_rewards, score_completions
+from grpo_jax.rewards.worker import load
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared/data"
@@ -61,6 +60,14 @@ def endless():
         yield 1.0
 
 
+def let_go():
+    # Starts a child that is not killed with this process, and has all of its files.
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(10)
+        os._exit(0)
+
+
 ACTIONS = {
     "fine": lambda count: [1.0] * count,
     "none": lambda count: [None] * count,
@@ -95,6 +102,11 @@ ACTIONS = {
     "has jax": lambda count: [float("jax" in sys.modules)] * count,
     "its number": lambda count: [float(os.getpid())] * count,
     "naps, its number": lambda count: [time.sleep(0.1) or float(os.getpid())] * count,
+    "a child that is let go": lambda count: let_go() or time.sleep(1000),
+    "an answer that is too long": lambda count: os.write(int(sys.argv[1]), b"\x7f\xff\xff\xff") and time.sleep(1000),
+    "half of an answer": lambda count: os.write(int(sys.argv[1]), b"\x00\x00\x00\x40[") and time.sleep(1000),
+    "a pickle": lambda count: os.write(int(sys.argv[1]), b"\x00\x00\x00\x04\x80\x04N."),
+    "another shape": lambda count: os.write(int(sys.argv[1]), b"\x00\x00\x00\x02[]"),
     "a child's number": lambda count: [float(subprocess.Popen(["sleep", "1000"]).pid)] * count,
 }
 
@@ -234,7 +246,7 @@ def test_spans_are_added_up_by_weight_beside_numbers():
 
 
 def test_bad_spans_are_refused_in_a_sentence():
-    with pytest.raises(UsageError, match="mine returned spans that cannot be: the span from 0 to 9"):
+    with pytest.raises(UsageError, match=r"mine must return .* spans\) for each completion: the span from 0 to 9"):
         score_completions({"mine": Component(lambda *_: [[(0, 9, 1.0)]])}, [{}], texts("abc"))
 
 
@@ -266,6 +278,11 @@ def test_spans_pass_through_another_process_and_bad_ones_cost_no_others(tmp_path
         ("aborts", "died"),
         ("kills its group", "died"),
         ("closes everything", "died"),
+        ("a child that is let go", "timeout"),
+        ("half of an answer", "timeout"),
+        ("an answer that is too long", "died"),
+        ("a pickle", "died"),
+        ("another shape", "died"),
         ("nan", "nan"),
         ("inf", "nan"),
         ("more than float32", "nan"),
@@ -411,14 +428,14 @@ def test_a_path_is_relative_to_where_the_grader_was_made(file, monkeypatch):
 )
 def test_what_cannot_be_loaded_is_told_in_one_sentence(spec, said):
     with pytest.raises(UsageError, match=said) as caught:
-        load(FUNCTIONS["reward"], spec)
+        load("reward", spec)
     assert "\n" not in str(caught.value)
 
 
 def test_what_makes_a_reward_may_call_its_keywords_as_it_likes(tmp_path):
     body = "def f(prompts):\n    return lambda examples, completions: [prompts] * len(completions)\n"
     (tmp_path / "made.py").write_text(body)
-    assert load(FUNCTIONS["reward"], f"{tmp_path}/made.py:f", {"prompts": 3.0})([{}], texts("a")) == [3.0]
+    assert load("reward", f"{tmp_path}/made.py:f", {"prompts": 3.0})([{}], texts("a")) == [3.0]
 
 
 @pytest.mark.parametrize(
@@ -428,7 +445,7 @@ def test_what_makes_a_reward_may_call_its_keywords_as_it_likes(tmp_path):
         ("def f(:", "SyntaxError"),
         ("raise SystemExit(1)", "SystemExit"),
         ("import os; os._exit(7)", "exit status 7"),
-        ("import time; time.sleep(1000)", "not loaded within its deadline"),
+        ("import time; time.sleep(1000)", "cannot be loaded: no answer within its deadline"),
         (
             "def f(completions, word, **columns): pass",
             r"takes completions first, .* make it f\(examples, completions\)",
@@ -452,7 +469,7 @@ def test_a_grader_says_at_its_start_that_it_cannot_load_a_file(tmp_path, body, s
 )
 def test_wrong_arguments_of_a_reward_are_told(spec, arguments, said):
     with pytest.raises(UsageError, match=said):
-        load(FUNCTIONS["reward"], spec, arguments)
+        load("reward", spec, arguments)
 
 
 KINDS = """
@@ -485,10 +502,10 @@ def test_keywords_are_for_the_reward_or_for_what_makes_it(tmp_path, text):
 def test_other_keywords_are_refused_with_what_was_expected(tmp_path, name):
     (tmp_path / "kinds.py").write_text(KINDS)
     with pytest.raises(UsageError, match=r"\(other\): expected a function of \(examples, completions, \*") as caught:
-        load(FUNCTIONS["reward"], f"{tmp_path}/kinds.py:{name}", {"other": 1})
+        load("reward", f"{tmp_path}/kinds.py:{name}", {"other": 1})
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="expected a function of"):
-        load(FUNCTIONS["reward"], f"{tmp_path}/kinds.py:makes_of_two", {"power": 2})
+        load("reward", f"{tmp_path}/kinds.py:makes_of_two", {"power": 2})
 
 
 def test_arguments_that_cannot_be_sent_are_told():
@@ -558,7 +575,7 @@ def test_no_process_is_left_when_it_is_closed(file):
 def test_no_process_is_left_when_the_parent_ends(file, ending):
     program = f"""
 import os, sys, time
-from grpo_jax.rewards.grading import Grader
+from grpo_jax.rewards.processes import Grader
 from grpo_jax.data.types import Completion
 grader = Grader({f"{file}:act"!r}, chunk=1, workers=1, deadline=100.0, budget=100.0)
 print(*map(int, grader([{{}}] * 2, [Completion("its number"), Completion("a child's number")])), flush=True)

@@ -64,8 +64,6 @@ class Threes:
             time.sleep(0.3)
         if self.mode == "raise" and hosts.index() == 1 and self.calls == 8:
             raise ZeroDivisionError("of host 1")
-        if self.mode == "hang" and hosts.index() == 1 and self.calls == 8:
-            time.sleep(135)
         if self.mode == "nan" and hosts.index() == 1 and self.calls >= 8:
             return [float("nan")] * len(completions)
         rewards = [text.count("3") / 3 if set(text) & set("012") else None for text in completions]

@@ -11,7 +11,7 @@ from bigrams import PARAMS, POLICY, TASK, V, prompts, says_three, train_grpo
 
 from grpo_jax.config import recipe, validate, with_options
 from grpo_jax.errors import UsageError
-from grpo_jax.rewards.grading import Grader
+from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl import guards
 from grpo_jax.rl.evaluate import evaluate, prompt_means, sample_heldout, summary
 from grpo_jax.rl.grpo import grpo_method, make_programs

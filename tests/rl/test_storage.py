@@ -23,7 +23,7 @@ from grpo_jax import __version__
 from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component, pad_prompts, rng
 from grpo_jax.errors import UsageError, lacking
-from grpo_jax.rewards.grading import Grader
+from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import seal

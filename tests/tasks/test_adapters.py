@@ -12,7 +12,7 @@ from grpo_jax.data.episodes import Reply, asked
 from grpo_jax.data.types import Completion, Turn
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.environments import environment_in_processes
-from grpo_jax.rewards.grading import Grader
+from grpo_jax.rewards.processes import Grader
 from grpo_jax.tasks.adapters import (
     gymnasium_environment,
     gymnasium_rows,
