@@ -93,9 +93,7 @@ def test_the_first_screen_shows_what_decides(show, dark):
     page = show(**rl_run(), dark=dark)
     assert titles(page) == ["Reward", "Held-out score", "KL to the start", "Entropy", "Length", "Groups that teach"]
     assert page.texts(".results th[scope=col]") == ["before", "after", "control"]
-    bottom = page.run(
-        "return [...document.querySelectorAll('#curves > .charts')].at(-1).getBoundingClientRect().bottom"
-    )
+    bottom = page.run("return document.querySelector('#curves > .charts').getBoundingClientRect().bottom")
     assert bottom < 900
     (reward,) = drawn(page, "reward")  # without the coin toss
     assert len(reward) == 30
@@ -166,7 +164,7 @@ def test_a_step_is_read_in_all_charts_and_opens_its_completions(show):
     assert page.texts("figure[data-metric=reward] b") == ["0.725"]
     press(page, "figure[data-metric=kl] svg", "Home")
     assert page.texts("figure[data-metric=heldout_avg] b") == ["\u2013", "\u2013"]  # not yet evaluated
-    assert attributes(page, "figure[data-metric=kl] svg", "aria-valuetext") == ["step 1: 0.01, 0.01"]
+    assert attributes(page, "figure[data-metric=kl] svg.chart", "aria-valuetext") == ["step 1: 0.01, 0.01"]
     press(page, "figure[data-metric=kl] svg", "Enter")
     assert page.texts(".tools output") == ["1 (1 of 3)"]
     assert page.texts(".card .text") == ["grpo 1"] * 2
@@ -175,10 +173,7 @@ def test_a_step_is_read_in_all_charts_and_opens_its_completions(show):
         "return [Math.round(r.right - 13), Math.round(r.top + 60)]"
     )
     pointer = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}}
-    moves = [
-        {"type": "pointerMove", "x": x - 100, "y": y, "duration": 0},
-        {"type": "pointerMove", "x": x, "y": y, "duration": 0},
-    ]
+    moves = [{"type": "pointerMove", "x": place, "y": y, "duration": 0} for place in (x - 100, x)]
     clicks = [{"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
     page.ask("/actions", actions=[{**pointer, "actions": moves + clicks}])
     assert page.texts("figure[data-metric=heldout_avg] b") == ["0.6", "0.6"]
@@ -202,7 +197,7 @@ def test_a_slider_goes_over_the_steps_of_a_phase(show):
 def test_cards_say_what_a_completion_earned(show):
     page = show(metrics(1), [group(1, text="Tom sat.")])
     assert page.texts(".group > dl dd") == ["72", "3"]
-    assert page.texts(".card dd") == ["1", "+0.5", "3", "\u2013", "-0.5", "3", "\u2013"]
+    assert page.texts(".card dd") == ["1", "+0.5", "3", "\u2013", "-0.5", "3"]  # the component is the reward
     assert attributes(page, ".card", "class") == ["card up", "card down"]
     assert page.texts(".card .cut") == ["cut off"]
     assert "all rewards are 1: nothing to learn from" in page.texts(".group summary")[0]
@@ -217,14 +212,12 @@ def test_cards_say_what_a_completion_earned(show):
 
 
 def test_tokens_are_shaded_by_probability_or_advantage(show):
-    page = show(metrics(1), [group(1, text="Tom had\na cat.", logprobs=[[-0.1, -0.5, -1.0, -2.0, -4.0, None], [-1]])])
+    probabilities = [[-0.1, -0.5, -1.0, -2.0, -4.0, None], [-1]]
+    page = show(metrics(1), [group(1, text="Tom had\na cat sat.", logprobs=probabilities)])
     assert page.texts(".text i") == []
     choose(page, "colour", "probability")
-    shaded = ["p0", "p1", "p2", "p3", "p4", "p0"]
-    assert attributes(page, ".card:first-child i", "class") == shaded
-    assert (
-        page.texts(".card:first-child i") == ["Tom", " had", "\u21b5\n", "a", " cat.", "\u27e8end\u27e9"][: len(shaded)]
-    )
+    assert page.texts(".card:first-child i") == ["Tom", " had", "\u21b5\na", " cat", " sat.", "\u27e8end\u27e9"]
+    assert attributes(page, ".card:first-child i", "class") == ["p0", "p1", "p2", "p3", "p4", "p0"]
     assert page.texts(".card:last-child i")[-1] == "\u25e6"  # it was cut off
     assert attributes(page, ".card i", "title")[0] == "probability 0.9, advantage +0.5"
     press(page, ".text", "ArrowRight")
@@ -290,7 +283,8 @@ def test_nothing_of_a_run_becomes_an_element(show):
     assert page.run(shape) == harmless
     for selector in (".card .text", ".prompt", ".warnings li", ".phases bdi", ".results th[scope=col]"):
         assert {text.removesuffix(", step 2") for text in page.texts(selector)} == {VISIBLE}
-    assert page.texts("dt").count(VISIBLE) == 3  # option, column, result
+    assert page.texts("dt").count(VISIBLE) == 2  # option, column
+    assert VISIBLE in page.texts(".results dd")
     assert VISIBLE in titles(page, False)
     choose(page, "colour", "probability")
     assert "".join(page.texts(".card:first-child i")) == VISIBLE + "\u27e8end\u27e9"
@@ -325,19 +319,15 @@ def test_a_constant_curve_is_level_and_within_the_axes(show, value):
 @pytest.mark.parametrize(
     ("values", "labels"),
     [
-        ([2, 2.0001], ["1.8", "1.9", "2.0", "2.1", "2.2"]),
+        ([2, 2.0001], ["1.8", "2.0", "2.2"]),
         ([0.85, 0.87], ["0.85", "0.86", "0.87"]),  # which is not constant
-        ([0, 1e-7], ["0.00e+0"]),
+        ([0, 2e-7], ["0", "1e-7", "2e-7"]),
         ([1e6, 3e6], ["1000000", "2000000", "3000000"]),
     ],
 )
 def test_ticks_are_round_numbers(show, values, labels):
     page = show([{"phase": "grpo", "step": step, "kl": value} for step, value in enumerate(values)])
-    shown = page.texts("figure[data-metric=kl] text.y")
-    if labels != ["0.00e+0"]:
-        assert shown == labels
-    assert 2 <= len(shown) <= 5
-    assert all(float(label) == pytest.approx(float(label)) for label in shown)
+    assert page.texts("figure[data-metric=kl] text.y") == labels
 
 
 @pytest.mark.parametrize(
@@ -369,7 +359,7 @@ def test_supervised_runs_show_their_loss_first(show):
 def test_results_that_are_no_table_an_empty_run_and_one_step(show):
     page = show(metrics(1), results={"before": {"a": 1, "b": None}, "after": {"c": 2.5}, "sha": "f0"})
     assert page.texts(".results th[scope=row]") == ["a", "b", "c"]
-    assert page.texts(".results td")[2:] == ["\u2013"] * 0 + page.texts(".results td")[2:]
+    assert page.texts(".results td")[1:] == ["1", "\u2013", "\u2013", "\u2013", "\u2013", "2.5"]
     assert "f0" in page.texts(".results dd")
     nested = show(metrics(1), results={"runs": [{"reward": 1}]})
     assert json.loads(nested.texts(".results .text")[0]) == {"runs": [{"reward": 1}]}
