@@ -143,7 +143,7 @@ def test_other_metrics_are_folded_and_flat_ones_apart(show):
 def test_a_deciding_curve_that_is_flat_is_named(show):
     page = show(metrics(1, 2, kl=0.5, length_mean=3.0))
     assert titles(page) == ["Reward"]
-    assert "KL to the start 0.5; Length 3" in page.texts("#curves > p.soft")[0]
+    assert page.texts("#curves summary")[0] == "Flat curvesKL to the start 0.5; Length 3"
 
 
 def test_phases_can_be_shown_and_hidden(show):
