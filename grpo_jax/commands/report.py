@@ -1,3 +1,35 @@
-"""`grpo-jax report`: a run as a page that opens from disk."""
+"""Writes a run as a page that people can read: report.html, which opens from disk and uses no network.
 
-from grpo_jax.runs.report import command as command
+It shows warnings, results, the curves that decide whether the run learned, all other metrics, and groups of completions
+with rewards, advantages and the probabilities of tokens. It can be written while the run continues.
+
+  grpo-jax report runs/stories
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from grpo_jax.runs.flags import program, read_flags, refusing
+from grpo_jax.runs.report import write_report
+
+
+@dataclass(frozen=True)
+class Options:
+    """The run to show."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of a run."""
+    phase: tuple[str, ...] = ()
+    """Phases to show. By default all of them."""
+
+
+def command() -> None:
+    """Runs the command."""
+    options = read_flags(Options, prog=program(), description=__doc__)
+    with refusing():
+        page = write_report(options.run, options.phase)
+    Console().print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)

@@ -292,7 +292,7 @@ class RunFolder:
     def _append(self, name: str, record: dict[str, Any]) -> None:
         if not self.writes:
             return
-        line = json.dumps(_finite(record), allow_nan=False)
+        line = json.dumps(finite(record), allow_nan=False)
         with (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         self._count_line(name, record["phase"], line)
@@ -361,12 +361,12 @@ class RunFolder:
             write_text(self.path / "warnings.jsonl", text)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The value with null for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -552,7 +552,7 @@ def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any
 
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON so that a reader sees the old file or the new one, never a part."""
-    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -3,6 +3,8 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,6 @@ from rich.table import Table
 from grpo_jax.runs import report
 from grpo_jax.runs.compilation import in_words, programs_so_far
 from grpo_jax.runs.folder import RunFolder, is_coin, write_json
-from grpo_jax.runs.turns import of_turn, parts_of
 from grpo_jax.statistics import hypervolume, pareto_front
 
 
@@ -45,12 +46,18 @@ def print_groups(run: RunFolder, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _episode(group: Mapping[str, Any], i: int) -> str:
-    """The turns of completion i: a line for what was said, one for the answer; "" where no environment answers."""
+    """Returns the turns of completion i, an action or an observation a line; "" where no environment answers.
+
+    The group's "turns" have the turn of each token, negative in observations. A damaged line may lack entries.
+    """
+    rows = [group.get(name) or [] for name in ("turns", "tokens", "turn_advantages")]
+    turns, tokens, advantages = (row[i] if i < len(row) else [] for row in rows)
     lines = []
-    for part in parts_of(group, i):
-        advantage = of_turn(group, "turn_advantages", i, part.number)
+    for turn, part in groupby(zip(turns, tokens, strict=False), key=itemgetter(0)):
+        text = "".join(token for _, token in part)
+        advantage = advantages[turn - 1] if 0 < turn <= len(advantages) else None
         compared = "" if advantage is None else f"  ({advantage:+.2f})"
-        lines.append(f"{part.number} {part.text!r}{compared}" if part.is_own else f"  > {part.text!r}")
+        lines.append(f"{turn} {text!r}{compared}" if turn > 0 else f"  > {text!r}")
     return "\n".join(lines)
 
 

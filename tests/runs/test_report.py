@@ -1,6 +1,5 @@
 """The page of a run: what it holds, what it leaves out, and that text of the run stays text."""
 
-import html.parser
 import json
 import math
 import re
@@ -9,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from pages import EPISODE, HOSTILE, data_of, everywhere, group, make_run, metrics, write_page
 from rich.console import Console
 
 import grpo_jax.runs.report
@@ -16,175 +16,53 @@ from grpo_jax.runs import terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.report import MAX_BYTES, write_report
 
-HOSTILE = "</script><img src=x onerror=alert(1)><!-- \u2028 \ud800 \0 \r &lt; \" ' <!--groups--> ]]> \u202e \U0001f600"
-VISIBLE = HOSTILE.translate({0xD800: 0xFFFD, 0: 0x2400, 13: 0x240D})  # as it can stand on a page
+TEMPLATE = Path(grpo_jax.runs.report.__file__).with_name("report_page.html").read_text("utf-8")
 
 
-class Page(html.parser.HTMLParser):
-    """The elements of a page, each with its attributes and the text directly in it."""
-
-    VOID = frozenset({"meta", "input", "br", "img", "link"})
-
-    def __init__(self, text):
-        super().__init__()
-        self.elements, self.open = [], []
-        self.comments = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs), []))
-        if tag not in self.VOID:
-            self.open.append(self.elements[-1])
-
-    def handle_endtag(self, tag):
-        while self.open and self.open.pop()[0] != tag:
-            pass
-
-    def handle_data(self, data):
-        if self.open:
-            self.open[-1][2].append(data)
-
-    def handle_comment(self, data):
-        self.comments.append(data)
-
-    def find(self, tag=None, kind=None, **attributes):
-        return [
-            (found, "".join(text))
-            for name, found, text in self.elements
-            if tag in (None, name)
-            and (kind is None or kind in (found.get("class") or "").split())
-            and all(found.get(key) == value for key, value in attributes.items())
-        ]
-
-    def texts(self, *args, **kwargs):
-        return [text for _, text in self.find(*args, **kwargs)]
-
-    def lines(self, metric):
-        """Points of a chart, by phase."""
-        names = [index for index, element in enumerate(self.elements) if element[0] == "figure"]
-        for start in names:
-            if "".join(self.elements[start + 2][2]) == metric:
-                return json.loads(self.elements[start][1]["data-lines"])
-        raise AssertionError(f"no chart of {metric}")
+def steps_of(data, phase="grpo"):
+    return [step for step, _ in data["rollouts"].get(phase, [])]
 
 
-def group(step, *, phase="grpo", text="Tom had a cat.", size=2, **more):
-    """A line of rollouts.jsonl, complete."""
-    tokens = [[*re.findall(r"\s?\S+|\s", text), ""] for _ in range(size)]
-    return {
-        "phase": phase,
-        "step": step,
-        "prompt": "Once",
-        "columns": {"answer": "72", "level": 3},
-        "completions": ["".join(row) for row in tokens],
-        "rewards": [1.0, *[None] * (size - 1)],
-        "components": {"answer": [1.0, *[None] * (size - 1)]},
-        "advantages": [0.5 - i for i in range(size)],
-        "lengths": [len(row) for row in tokens],
-        "truncated": [i % 2 == 1 for i in range(size)],
-        "tokens": tokens,
-        "logprobs": [[-0.1 * i for i in range(len(row))] for row in tokens],
-        **more,
-    }
+def curve(data, metric, phase="grpo"):
+    """Points of a curve."""
+    steps, values = data["curves"][metric][phase]
+    evenly = [steps[0] + i * steps[1] for i in range(len(values))] if len(steps) != len(values) else steps
+    return [[*point] for point in zip(evenly, values, strict=True)]
 
 
-def metrics(*steps, phase="grpo", **values):
-    return [{"phase": phase, "step": step, "reward": step / 10, **values} for step in steps]
+def test_groups_have_tokens_and_probabilities_once(tmp_path):
+    data = write_page(tmp_path / "run", metrics(1, 2), [group(1), group(2, text="Tom sat.")])
+    assert steps_of(data) == [1, 2]
+    ((_, [shown]),) = data["rollouts"]["grpo"][1:]
+    assert shown["completions"] == [None, None]  # the text is that of the tokens
+    assert shown["tokens"] == [["Tom", " sat.", ""]] * 2
+    assert shown["cents"] == [[0, 10, 20]] * 2
+    assert (shown["rewards"], shown["advantages"], shown["lengths"]) == ([1.0, None], [0.5, -0.5], [3, 3])
+    assert (shown["prompt"], shown["columns"]) == ("Once", {"answer": "72", "level": 3})
+    assert "logprobs" not in shown
+    assert data["about"] == ""
 
 
-def page_of(folder, lines=(), groups=(), *, config=None, results=None, phases=()):
-    """Writes a run and its report, and parses that."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"steps": 3, "model": "tiny"} if config is None else config))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if groups:
-        (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in groups))
-    if results is not None:
-        (folder / "results.json").write_text(json.dumps(results))
-    path = write_report(folder, phases)
-    assert path == folder / "report.html"
-    assert path.stat().st_size <= MAX_BYTES
-    return Page(path.read_text("utf-8"))
-
-
-def test_cards_say_what_a_completion_earned_and_hold_its_tokens(tmp_path):
-    page = page_of(tmp_path / "run", metrics(1, 2), [group(1), group(2, text="Tom sat.")])
-    opened = [attributes for attributes, _ in page.find("details", "step") if "open" in attributes]
-    assert [(step["data-phase"], step["data-step"]) for step in opened] == [("grpo", "2")]  # the last, without scripts
-    first, second = page.find("li", "card")[:2]
-    assert (first[0]["data-reward"], second[0]["data-reward"]) == ("1.0", "null")
-    assert ("up" in first[0]["class"], "down" in second[0]["class"]) == (True, True)
-    assert page.texts("dd")[-10:] == ["72", "3", "1", "+0.5", "3", "1", "–", "-0.5", "3", "–"]
-    assert page.texts("strong", "cut") == ["cut off"] * 2
-    (attributes, text) = page.find("div", "text")[-1]
-    assert text == "Tom sat."
-    assert json.loads(attributes["data-tokens"]) == {"lengths": [3, 5, 0], "cents": [0, 10, 20]}
-    assert "nothing to learn from" in page.texts("p", "soft")[-1]  # of the rewards that apply all are equal
-
-
-def test_spans_stand_below_their_completion(tmp_path):
-    spans = {"spans": [[[0, 2], [2, 3]], []], "span_rewards": [[0.5, -1.0], []]}
-    line = group(1, text="Tom <b> sat.", **spans, span_advantages=[[0.25, -0.75], []])
-    page = page_of(tmp_path / "run", metrics(1), [line])
-    assert page.texts("td")[-6:] == ["0.5", "0.25", "Tom <b>", "-1", "-0.75", " sat."]
-    assert "2 spans" in page.texts("summary")
-    del line["span_advantages"]  # where sums were compared
-    assert page_of(tmp_path / "summed", metrics(1), [line]).texts("td")[-3:] == ["-1", "–", " sat."]
-
-
-def test_older_files_have_no_tokens_components_or_columns(tmp_path):
+def test_groups_may_lack_tokens_components_and_columns(tmp_path):
     names = ("phase", "step", "prompt", "completions", "rewards", "advantages", "lengths")
-    page = page_of(tmp_path / "run", metrics(1), [{name: group(1)[name] for name in names}])
-    assert page.texts("div", "text") == ["Tom had a cat."] * 2
-    assert not any("data-tokens" in attributes for attributes, _ in page.find("div", "text"))
+    data = write_page(tmp_path / "run", metrics(1), [{name: group(1)[name] for name in names}])
+    shown = data["rollouts"]["grpo"][0][1][0]
+    assert (shown["completions"], shown["tokens"], shown["cents"]) == (["Tom had a cat."] * 2, [[], []], [])
 
 
 def test_tokens_whose_texts_are_not_the_completion_keep_their_own(tmp_path):
     odd = group(1, completions=["é", "é"], tokens=[["\ud83d", "\ufffd", ""]] * 2, logprobs=[[-1, None], []])
-    (first, text), (second, _) = page_of(tmp_path / "run", metrics(1), [odd]).find("div", "text")
-    assert text == "é"
-    assert json.loads(first["data-tokens"]) == {
-        "lengths": [1, 1, 0],
-        "cents": [100, None, None],
-        "text": "\ufffd\ufffd",
-    }
-    assert json.loads(second["data-tokens"])["cents"] == [None] * 3
-
-
-EPISODE = {
-    "completions": ["7>a", "<b>"],
-    "tokens": [["7", "", ">", "a", ""], ["<b", ">"]],
-    "logprobs": [[-0.1, -0.3, 0.0, -0.5, 0.0], [-1.0, -1.0]],
-    "turns": [[1, 1, -1, 2, 2], [1, 1]],
-    "turn_rewards": [[0.0, 0.5], [None]],
-    "turn_advantages": [[0.7, -0.2], [-0.7]],
-    "endings": ["done", "policy tokens"],
-    "rewards": [0.5, 0.0],
-}
-
-
-def test_turns_are_shown_one_by_one_and_the_environment_apart(tmp_path):
-    page = page_of(tmp_path / "run", metrics(1), [group(1, **EPISODE)])
-    texts = page.find("div", "text")
-    assert [text for _, text in texts] == ["7", ">", "a", "<b>"]
-    assert ["heard" in attributes["class"] for attributes, _ in texts] == [False, True, False, False]
-    assert "data-tokens" not in texts[1][0]
-    assert [json.loads(texts[i][0]["data-tokens"])["cents"] for i in (0, 2, 3)] == [[10, 30], [50, 0], [100, 100]]
-    assert ["data-cut" in attributes for attributes, _ in texts] == [False, False, False, True]
-    told = dict(zip(page.texts("dt"), page.texts("dd"), strict=True))  # the last of each name
-    assert (told["turn"], told["advantage"], told["ended by"]) == ("1", "-0.7", "policy tokens")
-    assert page.texts("dd").count("0.8187") == 1  # exp(-(0.1 + 0.3) / 2)
-    assert {"+0.7", "-0.2"} <= {*page.texts("dd")}
+    shown = write_page(tmp_path / "run", metrics(1), [odd])["rollouts"]["grpo"][0][1][0]
+    assert shown["completions"] == ["é", "é"]
+    assert shown["tokens"][0] == ["\ufffd", "\ufffd", ""]
+    assert shown["cents"] == [[100, None], []]
 
 
 def test_long_episodes_are_cut_as_completions_are():
-    line = group(1, **EPISODE)
-    html = grpo_jax.runs.report._group_html(line, 1, 2)
-    assert '">7</div>' in html
-    assert "&gt;</div>" in html
-    assert ">a</div>" not in html
-    assert "1 characters more" in html
+    shown = grpo_jax.runs.report._compact_group(group(1, **EPISODE), 2)
+    assert shown["tokens"] == [["7", "", ">"], ["<b"]]
+    assert shown["left_out"] == [1, 1]
+    assert shown["cents"] == [[10, 30, 0], [100]]
 
 
 def test_the_terminal_prints_an_episode_turn_by_turn(tmp_path):
@@ -194,52 +72,32 @@ def test_the_terminal_prints_an_episode_turn_by_turn(tmp_path):
     starts = ["1 '7'  (+0.70)", "> '>'", "2 'a'  (-0.20)", "1 '<b>'  (-0.70)", "'Tom had a cat.'"]
     places = [printed.index(start) for start in starts]
     assert places == sorted(places)
+    damaged = {"turns": [[1]], "turn_advantages": [[]], "completions": ["79", "8"]}
+    terminal.print_groups(run, [group(1, **EPISODE | damaged)])
+    assert re.search(r"1 '7' .*'8' ", run.console.export_text(), re.DOTALL)
 
 
-def everywhere(text):
-    """A run that says `text` wherever it can."""
-    lines = metrics(1, 2, phase=text, **{text: 1.0, "other": "ignored " + text})
-    hostile = group(1, phase=text, text=text, prompt=text, columns={text: text}, components={text: [1.0, None]})
-    results = {text: {text: 1, "word": text}, "text": text}
-    return {"lines": lines, "groups": [hostile], "results": results, "config": {"model": text, text: [text]}}
+def test_text_of_a_run_cannot_leave_its_element(tmp_path):
+    hostile = write_page(tmp_path / "h", **everywhere(HOSTILE))
+    page = (tmp_path / "h/report.html").read_text("utf-8")
+    assert page.count("<") == TEMPLATE.count("<") - 3  # the placeholders
+    assert hostile["ends"] == {HOSTILE.replace("\ud800", "\ufffd"): 2}
+    assert hostile["rollouts"].keys() == hostile["ends"].keys()
 
 
-def test_nothing_of_a_run_becomes_an_element(tmp_path):
-    hostile, harmless = (
-        page_of(tmp_path / name, **everywhere(text)) for name, text in (("h", HOSTILE), ("x", "x" * len(HOSTILE)))
-    )
-
-    def shape(page):
-        return [(tag, sorted(attributes)) for tag, attributes, _ in page.elements]
-
-    assert shape(hostile) == shape(harmless)
-    assert hostile.comments == harmless.comments == []
-    assert hostile.texts("script") == harmless.texts("script")
-    for text in ("div", "text"), ("div", "prompt"):
-        assert set(hostile.texts(*text)) == {VISIBLE}
-    assert hostile.texts("dt").count(VISIBLE) == 4  # option, column, and a component in two cards
-    assert hostile.find("details", "step")[0][0]["data-phase"] == VISIBLE
-    tokens = json.loads(hostile.find("div", "text")[0][0]["data-tokens"])
-    assert sum(tokens["lengths"]) == len(VISIBLE)
-    assert [round(cent / 10) for cent in tokens["cents"]] == list(range(len(tokens["lengths"])))
-    assert hostile.lines(VISIBLE) == [[[1, 1.0], [2, 1.0]]]
-
-
-def test_the_page_asks_nothing_of_the_network_and_can_be_read_aloud(tmp_path):
-    page = page_of(tmp_path / "run", metrics(1), [group(1)], results={"after": {"reward": 1}})
-    assert not [a for _, a, _ in page.elements if a.keys() & {"src", "href", "srcset", "action", "style", "onclick"}]
-    assert "url(" not in page.texts("style")[0]
-    assert "@import" not in page.texts("style")[0]
-    (policy,) = [a["content"] for a, _ in page.find("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+def test_the_page_asks_nothing_of_the_network(tmp_path):
+    write_page(tmp_path / "run", metrics(1), [group(1)], results={"after": {"reward": 1}})
+    page = (tmp_path / "run/report.html").read_text("utf-8")
+    assert not re.findall(r"<[^>]*\s(src|href|srcset|action|style|onclick)=", page)
+    style = re.findall("<style>(.*?)</style>", page, re.DOTALL)[0]
+    assert "url(" not in style
+    assert "@import" not in style
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
     assert "script-src 'sha256-" in policy
-    assert [a["lang"] for a, _ in page.find("html")] == ["en"]
-    assert any(a.get("name") == "viewport" for a, _ in page.find("meta"))
-    levels = [int(tag[1]) for tag, _, _ in page.elements if re.fullmatch("h[1-6]", tag)]
-    assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in pairwise(levels))
-    assert all("aria-label" in a for a, _ in page.find("svg", "chart"))
+    assert '<html lang="en">' in page
+    assert 'name="viewport"' in page
 
 
 def test_curves_have_gaps_and_metrics_of_some_steps(tmp_path):
@@ -247,153 +105,82 @@ def test_curves_have_gaps_and_metrics_of_some_steps(tmp_path):
     lines[1] |= {"kl": None, "heldout_sampled": 0.25}
     lines[2]["kl"] = math.nan
     lines[3]["heldout_sampled"] = 0.5
-    page = page_of(tmp_path / "run", lines + metrics(1, 2, phase="control", never=None), phases=())
-    assert page.lines("kl") == [[[1, 0.5], [2, None], [3, None], [4, 0.5]]]
-    assert page.lines("heldout_sampled") == [[[2, 0.25], [4, 0.5]]]
-    assert page.lines("reward") == [[[s, s / 10] for s in (1, 2, 3, 4)], [[s, s / 10] for s in (1, 2)]]
-    names = page.texts("strong")
-    assert names == ["reward", "kl", "heldout_sampled"]  # what to look at first, first; none without a value
-    (style_of_grpo, style_of_control) = [a["class"] for a, _ in page.find("path", "line")][:2]
-    assert style_of_grpo != style_of_control
-    drawn = [a["d"] for a, _ in page.find("path", "line")][4]
-    assert drawn.count("M") == 2  # two lone points
-    assert "L" not in drawn
+    data = write_page(tmp_path / "run", lines + metrics(1, 2, phase="control", never=None))
+    assert curve(data, "kl") == [[1, 0.5], [2, None], [3, None], [4, 0.5]]
+    assert data["curves"]["heldout_sampled"] == {"grpo": [[2, 4], [0.25, 0.5]]}
+    assert data["curves"]["reward"]["grpo"] == [[1, 1], [0.1, 0.2, 0.3, 0.4]]  # evenly spaced from 1
+    assert curve(data, "reward", "control") == [[s, s / 10] for s in (1, 2)]
+    assert "never" not in data["curves"]
+    assert (data["coins"], data["side"], data["parts"]) == (["control"], ["control"], 0)
 
 
-def test_an_interval_stands_beside_its_mean_and_is_a_band(tmp_path):
-    lines = metrics(1, 2, 3, clip_low=0.5)
-    lines[0] |= {"heldout_avg": 0.25, "heldout_avg_low": 0.125, "heldout_avg_high": 0.5}
-    lines[2] |= {"heldout_avg": 0.75, "heldout_avg_low": 0.5, "heldout_avg_high": 1.0}
-    results = {"after": {"avg": 0.5, "avg_low": 0.25, "avg_high": 0.75}}
-    page = page_of(tmp_path / "run", lines, results=results)
-    assert page.texts("strong") == ["reward", "heldout_avg", "clip_low"]
-    (band,) = page.find("path", "band")
-    assert len(re.findall(r"[\d.]+ [\d.]+", band[0]["d"])) == 4
-    assert {"0.750 [0.500, 1.000]", "0.500 [0.250, 0.750]"} <= set(page.texts("td"))
-    lines[2]["heldout_avg_low"] = lines[2]["heldout_avg_high"] = None  # as where there is no interval
-    assert "0.75" in page_of(tmp_path / "run", lines).texts("td")
-
-
-def test_the_reward_of_a_coin_has_an_axis_of_its_own(tmp_path):
-    lines = [{"phase": "grpo", "step": s, "reward": 10.0 * s, "kl": 10.0 * s} for s in (1, 2)]
-    lines += [{"phase": "control", "step": s, "reward": 0.4 + s / 10, "kl": 0.1 * s} for s in (1, 2)]
-    page = page_of(tmp_path / "run", lines)
-    heights = [[float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", a["d"])] for a, _ in page.find("path", "line")]
-    drawn = [heights[i] for i in (0, 1, 4, 5)]  # between them the keys
-    assert drawn[1][0] - drawn[1][1] > 100  # as high as the panel
-    assert drawn[3][0] - drawn[3][1] < 10  # kl: one axis for both
-    assert page.texts("small") == ["of a coin, axis at the right"]
+@pytest.mark.parametrize(
+    ("value", "number"), [(1 / 3, 0.33333), (2.0, 2), (123456, 123456), (1.5e-40, 1.5e-40), (math.inf, None), (-0.0, 0)]
+)
+def test_numbers_are_short(tmp_path, value, number):
+    data = write_page(tmp_path / "run", [*metrics(1, 2), {"phase": "grpo", "step": 3, "reward": value}])
+    assert curve(data, "reward")[-1] == [3, number]
 
 
 def test_long_curves_keep_their_extremes(tmp_path):
     lines = [line for step in range(10_000) for line in metrics(step, grad_norm=float(step == 7_777))]
-    page = page_of(tmp_path / "run", lines)
-    (points,) = page.lines("grad_norm")
-    assert len(points) < 300
-    assert [7_777, 1] in points
+    lines[5_000] |= {"grad_norm": None, "ungraded_answer": 2}
+    lines[9_000] |= {"ungraded_answer": 3}
+    data = write_page(tmp_path / "run", lines)
+    points = curve(data, "grad_norm")
+    assert len(points) <= 600
+    assert {(7_777, 1), (5_000, None)} <= {tuple(point) for point in points}
     assert (points[0][0], points[-1][0]) == (0, 9_999)
-    assert "Long curves" in page.texts("p", "soft")[0]
+    assert data["parts"] == 250
+    assert sum(value for _, value in curve(data, "ungraded_answer")) == 5  # these are added up on the page
+    many = [{f"metric{i}": step / 7 for i in range(700)} | {"phase": "grpo", "step": step} for step in range(400)]
+    data = write_page(tmp_path / "wide", many)
+    assert data["parts"] < 100
+    assert (tmp_path / "wide/report.html").stat().st_size < 3_000_000
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-9, -3.5, 1.0000001, 1e20, -1e-40, 123456.0])
-def test_a_constant_curve_is_level_and_within_the_axes(tmp_path, value):
-    page = page_of(tmp_path / "run", metrics(1, 2, kl=value))
-    ys = {float(y) for a, _ in page.find("path", "line")[2:3] for y in re.findall(r" ([\d.]+)", a["d"])}
-    assert len(ys) == 1
-    assert 8 <= ys.pop() <= 160
-
-
-@pytest.mark.parametrize(
-    ("values", "labels"),
-    [
-        ([1, 1], ["0.0", "0.5", "1.0"]),
-        ([0, 0], ["0.0", "0.5", "1.0"]),
-        ([2, 2.0001], ["1.8", "2.0", "2.2"]),
-        ([-3, -3], ["-3.2", "-3.0", "-2.8"]),
-        ([0.85, 0.87], ["0.85", "0.86", "0.87"]),  # which is not constant
-    ],
-)
-def test_the_axis_of_what_is_constant_is_wide(tmp_path, values, labels):
-    lines = [{"phase": "grpo", "step": step, "kl": value} for step, value in enumerate(values)]
-    assert page_of(tmp_path / "run", lines).texts("text", "y") == labels
+def test_ungraded_completions_are_0_where_none_is_logged(tmp_path):
+    lines = metrics(*range(1, 6))
+    lines[3]["ungraded_answer_timeout"] = 2
+    data = write_page(tmp_path / "run", lines)
+    assert curve(data, "ungraded_answer_timeout") == [[1, 0], [2, 0], [3, 0], [4, 2], [5, 0]]
 
 
 def test_a_run_of_one_step_an_empty_one_and_one_cut_off(tmp_path):
-    assert page_of(tmp_path / "one", metrics(0), [group(0)]).lines("reward") == [[[0, 0.0]]]
-    empty = page_of(tmp_path / "empty", config={})
-    assert "This run has no metrics yet." in empty.texts("p")
-    assert "This run has no rollouts." in empty.texts("p", "soft")
+    assert curve(write_page(tmp_path / "one", metrics(0), [group(0)]), "reward") == [[0, 0]]
+    empty = write_page(tmp_path / "empty", config={})
+    assert (empty["ends"], empty["rollouts"], empty["results"]) == ({}, {}, None)
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare/config.json").write_text("{}")
     write_report(tmp_path / "bare")
     with (tmp_path / "one/rollouts.jsonl").open("a") as file:
         file.write('{"phase": "grpo", "ste')
-    assert write_report(tmp_path / "one")
+    assert steps_of(data_of(write_report(tmp_path / "one"))) == [0]
 
 
-def test_results_are_a_table_if_they_are_one(tmp_path):
-    page = page_of(
-        tmp_path / "run", metrics(1), results={"before": {"a": 1, "b": None}, "after": {"c": 2.5}, "sha": "f0"}
-    )
-    assert page.texts("th", scope="col") == ["before", "after", "grpo"]  # what the run was for, first
-    assert page.texts("th", scope="row")[:3] == ["a", "b", "c"]
-    assert page.texts("td")[1:7] == ["1", "–", "–", "–", "–", "2.5"]
-    assert page.texts("dd")[-1] == "f0"
-    other = page_of(tmp_path / "run", metrics(1), results={"timing": {"a": 1}})
-    assert other.texts("th", scope="col") == ["grpo", "timing"]
-    nested = page_of(tmp_path / "run", metrics(1), results={"runs": [{"reward": 1}]})
-    assert json.loads(nested.texts("div", "text")[0]) == {"runs": [{"reward": 1}]}
+def test_results_are_passed_on(tmp_path):
+    results = {"before": {"a": 1, "b": math.nan}, "sha": "f0"}
+    assert write_page(tmp_path / "run", metrics(1), results=results)["results"] == results | {
+        "before": {"a": 1, "b": None}
+    }
+    long = write_page(tmp_path / "run", metrics(1), results=["x" * 200_000])["results"]
+    assert re.fullmatch(r'\["x+ … \(\d+ characters more\)', long)
+    (tmp_path / "run/results.json").write_text("rubbish")
+    with pytest.raises(ValueError, match=r"results\.json is not JSON"):
+        write_report(tmp_path / "run")
 
 
-def test_what_is_nothing_is_skipped(tmp_path):
-    lines = [{"phase": "grpo", "reward": 1}, {"step": 1}, None, 3, *metrics(2)]
-    page = page_of(tmp_path / "run", lines, [{"phase": "grpo", "step": 1}, [], group(2)])
-    (tmp_path / "run/results.json").write_text("null\n")
-    assert write_report(tmp_path / "run")
-    assert page.lines("reward") == [[[2, 0.2]]]
-    assert [a["data-step"] for a, _ in page.find("details", "step")] == ["2"]
-    alone = page_of(tmp_path / "other", metrics(1), [group(1, phase="warm")])  # a phase of rollouts alone
-    assert alone.texts("th", scope="col") == ["grpo"]
+def test_a_phase_may_have_rollouts_only(tmp_path):
+    data = write_page(tmp_path / "run", metrics(1), [group(1, phase="warm")])
+    assert (list(data["ends"]), list(data["rollouts"]), data["side"]) == (["grpo"], ["warm"], ["warm"])
 
 
-def test_how_it_ended_shows_a_few_numbers_and_when_they_were_logged(tmp_path):
-    lines = metrics(*range(1, 26), kl=0.5, grad_norm=2.0)
-    lines[19] |= {"heldout_avg": 0.5, "heldout_avg_low": 0.25, "heldout_avg_high": 0.75, "heldout_length": 7}
-    lines[3]["ungraded_answer_timeout"], lines[7]["ungraded_answer_timeout"] = 2, 3
-    page = page_of(tmp_path / "run", lines)
-    names = page.texts("th", scope="row")
-    assert names[:5] == ["step", "reward", "heldout_avg", "kl", "ungraded_answer_timeout (all steps)"]
-    assert names[5:] == ["heldout_length", "grad_norm"]  # folded
-    cells = ["25", "2.5", "0.500 [0.250, 0.750] (step 20)", "0.5", "5", "7 (step 20)", "2"]
-    assert page.texts("td")[1:6] + page.texts("td")[7:] == cells
-    assert page.lines("ungraded_answer_timeout")[0][2:8] == [[3, 0], [4, 2], [5, 0], [6, 0], [7, 0], [8, 3]]
-    ends = dict(zip(page.texts("strong"), page.texts("b"), strict=True))  # beside the curves
-    assert (ends["kl"], ends["heldout_avg"], ends["heldout_length"]) == ("0.5", "0.5 (step 20)", "7 (step 20)")
-
-
-def test_curves_come_in_the_order_in_which_to_look_at_them(tmp_path):
-    ordered = ["reward", "heldout_avg", "kl", "entropy", "zero_spread_share", "heldout_greedy", "length_mean"]
-    ordered += ["truncated_share", "ungraded_answer_timeout", "clip_low", "ratio", "sampler_mismatch", "grad_norm"]
-    lines = [{"phase": "grpo", "step": 1, "loss": 0.0} | dict.fromkeys(reversed(ordered), 0.5)]
-    assert page_of(tmp_path / "run", lines).texts("strong") == [*ordered, "loss"]
-
-
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [
-        ("rollout_tokens_per_s", "tokens a second"),
-        ("rollout_s", "seconds"),
-        ("heldout_length", "tokens"),
-        ("heldout_ended_share", "share"),
-        ("zero_spread_share", "share of groups"),
-        ("heldout_reward_share", "mean of held-out prompts"),
-        ("ungraded_answer_no_number", "completions"),
-        ("loss", "loss"),
-    ],
-)
-def test_axes_have_units(tmp_path, name, unit):
-    page = page_of(tmp_path / "run", [{"phase": "grpo", "step": 1, name: 0.5}])
-    assert page.texts("text")[-1] == unit
+def test_times_are_curves_of_their_own_group(tmp_path):
+    make_run(tmp_path / "run", metrics(1, 2))
+    (tmp_path / "run/times.jsonl").write_text('{"phase": "grpo", "step": 1, "rollout_s": 0.5}\n')
+    data = data_of(write_report(tmp_path / "run"))
+    assert "rollout_s" in data["times"]
+    assert curve(data, "rollout_s") == [[1, 0.5]]
 
 
 def test_warnings_are_kept_once_and_stand_on_the_page(tmp_path, capsys):
@@ -406,17 +193,14 @@ def test_warnings_are_kept_once_and_stand_on_the_page(tmp_path, capsys):
         assert "too long" in capsys.readouterr().out
     hostile = HOSTILE.replace("\ud800", "?")  # as a terminal can say it
     assert run.lines("warnings.jsonl") == [{"message": "too long"}, {"message": hostile}]
-    page = Page(write_report(folder).read_text("utf-8"))
-    assert page.texts("h2")[0] == "Warnings"
-    assert page.texts("li") == ["too long", VISIBLE.replace("\ufffd", "?")]
-    assert "Warnings" not in page_of(tmp_path / "calm", metrics(1)).texts("h2")
+    assert data_of(write_report(folder))["warnings"] == ["too long", hostile]
+    assert write_page(tmp_path / "calm", metrics(1))["warnings"] == []
 
 
 def test_phases_may_be_chosen(tmp_path):
     run = {"lines": metrics(1) + metrics(1, phase="control"), "groups": [group(1), group(1, phase="control")]}
-    page = page_of(tmp_path / "run", **run, phases=("control",))
-    assert {a["data-phase"] for a, _ in page.find("details", "step")} == {"control"}
-    assert len(page.lines("reward")) == 1
+    data = write_page(tmp_path / "run", **run, phases=("control",))
+    assert list(data["rollouts"]) == list(data["ends"]) == list(data["curves"]["reward"]) == ["control"]
     with pytest.raises(ValueError, match=r"no lines of a phase 'dpo': its phases are \['grpo', 'control'\]"):
         write_report(tmp_path / "run", ["dpo"])
 
@@ -424,33 +208,55 @@ def test_phases_may_be_chosen(tmp_path):
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name the folder of a run"):
         write_report(tmp_path)
-    page_of(tmp_path / "run", metrics(1))
+    write_page(tmp_path / "run", metrics(1))
     (tmp_path / "run/metrics.jsonl").write_text("rubbish\n")
     with pytest.raises(ValueError, match=r"line 1 of .*metrics\.jsonl is not JSON"):
         write_report(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("metrics", {"phase": "grpo", "reward": 1}, 'has no "step" as a run writes it'),
+        ("metrics", [], "holds no object"),
+        ("rollouts", {"phase": "grpo", "step": 1}, 'has no "prompt" as a run writes it'),
+        ("rollouts", group(1, tokens=[[1]]), 'has no "tokens" as a run writes it'),
+        ("rollouts", group(1, rewards=[1.0]), "has other numbers of rewards than of completions"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, file, line, message):
+    write_page(tmp_path / "run", metrics(1), [group(1)])
+    with (tmp_path / f"run/{file}.jsonl").open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=rf"line 2 of .*{file}\.jsonl {message}"):
+        write_report(tmp_path / "run")
+
+
 def test_a_large_run_is_thinned_evenly_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 300_000)
+    monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 200_000)
     groups = [group(step, text="a b " * 40, size=4) for step in range(1, 201) for _ in range(2)]
-    page = page_of(tmp_path / "run", metrics(*range(1, 201)), groups)
-    assert (tmp_path / "run/report.html").stat().st_size <= 300_000
-    steps = [int(a["data-step"]) for a, _ in page.find("details", "step")]
+    data = write_page(tmp_path / "run", metrics(*range(1, 201)), groups)
+    assert 170_000 < (tmp_path / "run/report.html").stat().st_size <= 200_000  # the room is used
+    steps = steps_of(data)
     gaps = {after - before for before, after in pairwise(steps)}
     assert (steps[0], steps[-1]) == (1, 200)
-    assert (tmp_path / "run/report.html").stat().st_size > 250_000  # the room is used
     assert max(gaps) <= min(gaps) + 1
-    assert f"shows {len(steps)} of 200 steps of grpo." in page.texts("p", "soft")[1]
+    assert all(len(groups) == 2 for _, groups in data["rollouts"]["grpo"])
+    assert f"shows {len(steps)} of 200 steps of grpo." in data["about"]
 
 
 def test_completions_that_are_too_long_even_alone_are_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 200_000)
-    page = page_of(tmp_path / "run", metrics(1, 2), [group(step, text="ab " * 9000, size=8) for step in (1, 2)])
+    groups = [group(step, text="ab " * 9000, size=8) for step in (1, 2)]
+    data = write_page(tmp_path / "run", metrics(1, 2), groups)
     assert (tmp_path / "run/report.html").stat().st_size <= 200_000
-    (attributes, text) = page.find("div", "text")[-1]
-    assert len(text) in (500, 1000, 2000, 4000)
-    assert sum(json.loads(attributes["data-tokens"])["lengths"]) == len(text)
-    assert f"the first {len(text)} characters" in page.texts("p", "soft")[1]
+    shown = data["rollouts"]["grpo"][-1][1][0]
+    text = "".join(shown["tokens"][0])
+    limit = next(limit for limit in (250, 1000, 4000) if limit <= len(text) < limit + 10)
+    assert text == ("ab " * 9000)[: len(text)]
+    assert len(shown["cents"][0]) == len(shown["tokens"][0])
+    assert shown["left_out"][0] == 27_000 - len(text)
+    assert f"the first {limit} characters" in data["about"]
 
 
 @pytest.mark.parametrize("long", ["prompt", "columns"])
@@ -458,24 +264,26 @@ def test_prompts_and_columns_that_are_too_long_are_cut(tmp_path, monkeypatch, lo
     monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 200_000)
     text = "é<" * 500_000
     changed = {"prompt": text} if long == "prompt" else {"columns": {"context": [text], "answer": 72}}
-    page = page_of(tmp_path / "run", metrics(1, 2), [group(step, **changed) for step in (1, 2)])
+    data = write_page(tmp_path / "run", metrics(1, 2), [group(step, **changed) for step in (1, 2)])
     assert (tmp_path / "run/report.html").stat().st_size <= 200_000
-    shown = page.texts("div", "prompt")[0] if long == "prompt" else max(page.texts("dd"), key=len)
+    group_shown = data["rollouts"]["grpo"][0][1][0]
+    shown = group_shown["prompt"] if long == "prompt" else group_shown["columns"]["context"]
     beginning, left_out = re.fullmatch(r"(.*) … \((\d+) characters more\)", shown).groups()
     assert beginning == (text if long == "prompt" else f'["{text}')[: len(beginning)]
     assert len(beginning) + int(left_out) == len(text) + (0 if long == "prompt" else len('[""]'))
-    assert f"the first {len(beginning)} characters of a prompt, completion or column" in page.texts("p", "soft")[1]
-    assert page.texts("div", "text")[0] == "Tom had a cat."  # which is short enough
+    assert f"the first {len(beginning)} characters of a prompt, completion or column" in data["about"]
+    assert "".join(group_shown["tokens"][0]) == "Tom had a cat."  # which is short enough
 
 
 def test_groups_that_cannot_be_cut_enough_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 60_000)
-    page = page_of(tmp_path / "run", metrics(1), [group(1, size=200)])
-    assert (tmp_path / "run/report.html").stat().st_size <= 60_000
-    assert not page.find("li", "card")
-    assert "too large" in page.texts("p", "soft")[1]
+    monkeypatch.setattr(grpo_jax.runs.report, "MAX_BYTES", 45_000)
+    data = write_page(tmp_path / "run", metrics(1), [group(1, size=400)])
+    assert (tmp_path / "run/report.html").stat().st_size <= 45_000
+    assert data["rollouts"] == {}
+    assert "too large" in data["about"]
 
 
 def test_the_page_is_packaged():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert "*.html" in project["tool"]["setuptools"]["package-data"]["grpo_jax.runs"]
+    assert MAX_BYTES == 5_000_000
