@@ -9,6 +9,12 @@ import numpy as np
 import optax
 import pytest
 from bigrams import PARAMS, POLICY, V
+from grpo_jax.offline.distillation import (
+    DistillationTarget,
+    distillation_loss,
+    mean_divergence,
+    train_distillation,
+)
 
 from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import pack, packed_batches, packed_pieces
@@ -16,12 +22,6 @@ from grpo_jax.data.types import pad_completions, pad_prompts
 from grpo_jax.devices import compiled, sum_rows
 from grpo_jax.functional import token_mean_weights
 from grpo_jax.models.trainable import split
-from grpo_jax.offline.distillation import (
-    DistillationTarget,
-    distillation_loss,
-    mean_divergence,
-    train_distillation,
-)
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rl.pieces import by_prompts
 from grpo_jax.rl.types import Batch

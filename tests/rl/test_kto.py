@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grpo_jax.offline.preference import score_preferences
 
 from grpo_jax.data.ratings import EncodedRatings, Rating, read_ratings, with_mismatched
 from grpo_jax.devices import compiled, map_rows, sum_rows
@@ -26,7 +27,6 @@ from grpo_jax.offline.kto import (
     train_kto,
 )
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.preference import score_preferences
 from grpo_jax.rl.pieces import by_prompts, computed_in_pieces
 from grpo_jax.rl.update import accumulate_grads
 from grpo_jax.runs.checkpoint import params_sha256

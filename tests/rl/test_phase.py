@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
-from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, fit
+from grpo_jax.offline.phase import Objective, SupervisedConfig
 from grpo_jax.rl.types import Logs
 from grpo_jax.runs.folder import RunFolder
 
@@ -28,7 +29,7 @@ def squares(params, batch):
     return jnp.sum(batch.weights * (batch.values - params["mean"]) ** 2), Logs({}, {})
 
 
-LOSS = SupervisedLoss(squares, token_mean_weights)
+OBJECTIVE = Objective(squares, token_mean_weights)
 
 
 def batches(*bad: int):
@@ -42,7 +43,7 @@ def batches(*bad: int):
 
 
 def trained(folder, batch):
-    return jax.device_get(fit(LOSS, START, batch, CONFIG, RunFolder(folder, {}), phase="phase").params["mean"])
+    return jax.device_get(fit(OBJECTIVE, START, batch, CONFIG, RunFolder(folder, {}), phase="phase").params["mean"])
 
 
 @pytest.mark.parametrize("bad", [(3,), (5,), (3, 4), (7, 8, 9)])

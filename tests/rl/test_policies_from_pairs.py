@@ -7,16 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import special
-
-from grpo_jax.data.preferences import EncodedPairs
-from grpo_jax.errors import UsageError
-from grpo_jax.functional import dpo_loss, ipo_loss, orpo_loss, simpo_loss, token_logprobs
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.lora import add_adapters
-from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.trainable import split
-from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.preference import (
     PairScores,
     evaluate_preferences,
@@ -29,6 +19,16 @@ from grpo_jax.offline.preference import (
     train_preference,
     with_intervals,
 )
+from scipy import special
+
+from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.errors import UsageError
+from grpo_jax.functional import dpo_loss, ipo_loss, orpo_loss, simpo_loss, token_logprobs
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.models.trainable import split
+from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.reward_model import pad_pairs, pair_batches, pair_weights
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, kept_arrays

@@ -7,6 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+from grpo_jax.offline.distillation import DistillationTarget, distillation_loss, mean_divergence
+from grpo_jax.offline.preference import (
+    preference_loss,
+    score_preferences,
+    train_preference,
+)
 from test_devices import (
     ALL,
     DECODER,
@@ -36,14 +42,8 @@ from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import split
 from grpo_jax.offline import phase
-from grpo_jax.offline.distillation import DistillationTarget, distillation_loss, mean_divergence
 from grpo_jax.offline.kto import RatedBatch, kto_objective
 from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, make_fit_programs
-from grpo_jax.offline.preference import (
-    preference_loss,
-    score_preferences,
-    train_preference,
-)
 from grpo_jax.offline.reward_model import (
     pad_pairs,
     pair_batches,
