@@ -217,8 +217,8 @@ def with_intervals(values: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 # ---- DPO and its relatives
 
-# Such as `functional.dpo_loss`. It gets those of chosen, rejected, ref_chosen, ref_rejected (log-probabilities [N], sums
-# over tokens in nats), chosen_length and rejected_length (tokens [N]) that it has arguments for, and returns [N]
+# Such as `functional.dpo_loss`. It gets those of chosen, rejected, ref_chosen, ref_rejected (log-probabilities [N], in
+# nats), chosen_length and rejected_length (tokens [N]) that it has arguments for, and returns the losses [N]
 PairLoss = Callable[..., jax.Array]
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from grpo_jax import hosts
 from grpo_jax.commands import evaluate, kto, sft, train
+from grpo_jax.commands.offline import RANGES
+from grpo_jax.data.preferences import read_preferences
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
@@ -408,7 +410,7 @@ def test_completions_of_pairs_end_with_eos_and_count_it(folder):
     dpo = train.module_of("dpo")
     args = ["--model", str(folder / "model"), "--data", str(folder / "rows.jsonl"), "--max-tokens", "2"]
     pretrained = load_pretrained(folder / "model")
-    preferences, _ = dpo.read_preferences(folder / "rows.jsonl")
+    preferences, _ = read_preferences(folder / "rows.jsonl")
     kept = dpo.encode(flags.parse(dpo.Config, None, args), preferences, pretrained)
     eos_id = arithmetic.TEXT.eos_id
     assert {(len(ids), ids[-1]) for pair in kept.answers for ids in pair} == {(2, eos_id)}
@@ -422,7 +424,7 @@ def test_completions_of_pairs_end_with_eos_and_count_it(folder):
 def test_every_loss_has_constants_of_its_own_and_the_sources_defaults(name):
     dpo = train.module_of("dpo")
     assert dpo.loss_of(dpo.Config(preference_loss=name)).keywords == {}
-    own = set(inspect.signature(dpo.LOSSES[name]).parameters) & set(dpo.CONSTANTS)
+    own = set(inspect.signature(dpo.LOSSES[name]).parameters) & RANGES.keys()
     keyword_only = {p.name for p in inspect.signature(dpo.LOSSES[name]).parameters.values() if p.kind == p.KEYWORD_ONLY}
     assert own == keyword_only
     config = dpo.Config(preference_loss=name, **dict.fromkeys(own, 0.25))
