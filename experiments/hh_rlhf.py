@@ -52,12 +52,14 @@ from experiments.judging import (
 )
 from grpo_jax import hosts
 from grpo_jax.commands.common import evaluate_heldout, learn
-from grpo_jax.commands.reward_model import answer_lengths, encode_pairs
+from grpo_jax.commands.offline import encoding
+from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import ModelOptions, PPOConfig, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
 from grpo_jax.data.preferences import (
     EncodedPairs,
     Preference,
+    encode_preferences,
     pack_chosen,
     read_preferences,
     split_by_dialogue,
@@ -220,7 +222,8 @@ def check(config: Config) -> None:
 def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: Config) -> Thirds:
     """The thirds as text and as tokens. For SFT an answer that is not cut at T ends with EOS."""
     loaded, parts, max_tokens = model.pretrained, split_by_dialogue(preferences, 3), config.ppo.run.sampling.max_tokens
-    pairs = [encode_pairs(loaded, part, config.model, max_tokens) for part in parts]
+    options = encoding(loaded, config.model, max_tokens, has_end=False)
+    pairs = [encode_preferences(loaded.tokenizer, part, **options) for part in parts]
     return Thirds(parts, pairs, [pack_chosen(part, loaded.eos_ids[-1], max_tokens) for part in pairs])
 
 

@@ -141,4 +141,5 @@ def encode(config: Config, preferences: Sequence[Preference], pretrained: Pretra
     Raises:
       UsageError: one sentence that says what to change.
     """
-    return encode_preferences(pretrained.tokenizer, preferences, **encoding(config, pretrained))
+    options = encoding(pretrained, config.model, config.max_tokens, chat=bool(config.chat))
+    return encode_preferences(pretrained.tokenizer, preferences, **options)

@@ -126,7 +126,8 @@ def encode(config: Config, ratings: Sequence[Rating], pretrained: Pretrained) ->
     Raises:
       UsageError: one sentence that says what to change.
     """
-    encoded = encode_ratings(pretrained.tokenizer, ratings, **encoding(config, pretrained))
+    options = encoding(pretrained, config.model, config.max_tokens, chat=bool(config.chat))
+    encoded = encode_ratings(pretrained.tokenizer, ratings, **options)
     good = sum(encoded.desirable)
     words = f"completions to train on: {good} good, {len(encoded.desirable) - good} bad"
     pairs = with_mismatched(encoded, config.seed) if config.reference_point == "kl" else with_none(encoded)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_jax.config import with_options
+from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
 from grpo_jax.data.text import ending_id, prompt_limit
@@ -269,21 +269,30 @@ def pair_job(
     return job._replace(reference=lambda params: {name: score(params, side) for name, side in sides.items()})
 
 
-def encoding(config: Any, pretrained: Pretrained) -> dict[str, Any]:
-    """Returns how prompts and completions become tokens of a policy, each with its EOS: options of `encode_answers`.
+def encoding(
+    pretrained: Pretrained, options: ModelOptions, max_tokens: int | None, *, chat: bool = False, has_end: bool = True
+) -> dict[str, Any]:
+    """Returns how prompts and completions become tokens of a model: options of `encode_answers`.
+
+    Args:
+      pretrained: the model.
+      options: of the model; they limit prompts.
+      max_tokens: longest completion; None: as long as the model was trained on.
+      chat: as in `encode_answers`.
+      has_end: whether a completion ends with EOS, as for a policy; a reward model scores the last token.
 
     Raises:
       UsageError: completions leave no room for a prompt, or the tokenizer has no EOS.
     """
-    longest, model, max_tokens = pretrained.config.max_position_embeddings, config.model, config.max_tokens
+    longest = pretrained.config.max_position_embeddings
     return {
         "eos_ids": pretrained.eos_ids,
-        "max_prompt_tokens": prompt_limit(model.max_prompt_tokens, longest, max_tokens or 1),
+        "max_prompt_tokens": prompt_limit(options.max_prompt_tokens, longest, max_tokens or 1),
         "max_tokens": longest if max_tokens is None else max_tokens,
-        "overlong": model.overlong,
+        "overlong": options.overlong,
         "vocab_size": pretrained.config.vocab_size,
-        "chat": bool(config.chat),
-        "end_id": ending_id(pretrained.tokenizer, pretrained.eos_ids),
+        "chat": chat,
+        "end_id": ending_id(pretrained.tokenizer, pretrained.eos_ids) if has_end else None,
     }
 
 

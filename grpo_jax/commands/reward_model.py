@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method
-from grpo_jax.commands.offline import Job, Rows, constants_of, load_data, pair_job, run_method
+from grpo_jax.commands.offline import Job, Rows, constants_of, encoding, load_data, pair_job, run_method
 from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences
@@ -120,24 +120,13 @@ main = partial(run_method, prepare)
 
 
 def encode(config: Config, preferences: Sequence[Preference], pretrained: Pretrained) -> EncodedPairs:
-    """Returns preferences as the tokens of a model."""
-    return encode_pairs(pretrained, preferences, config.model, config.max_tokens, bool(config.chat))
+    """Returns preferences as the tokens of a model.
 
-
-def encode_pairs(
-    loaded: Pretrained, pairs: Sequence[Preference], options: ModelOptions, max_tokens: int | None, chat: bool = False
-) -> EncodedPairs:
-    """Preferences as the tokens of a model, with prompts as long as its options allow."""
-    return encode_preferences(
-        loaded.tokenizer,
-        pairs,
-        eos_ids=loaded.eos_ids,
-        max_prompt_tokens=options.max_prompt_tokens,
-        max_tokens=max_tokens,
-        overlong=options.overlong,
-        vocab_size=loaded.config.vocab_size,
-        chat=chat,
-    )
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    options = encoding(pretrained, config.model, config.max_tokens, chat=bool(config.chat), has_end=False)
+    return encode_preferences(pretrained.tokenizer, preferences, **options)
 
 
 def answer_lengths(pairs: EncodedPairs) -> np.ndarray:
