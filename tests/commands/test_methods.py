@@ -20,6 +20,7 @@ from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.peft import load_adapter
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.offline.sft import text_nll
 from grpo_jax.rewards.learned import load_reward_model
 from grpo_jax.runs import flags
 from grpo_jax.runs.export import Options, export
@@ -210,6 +211,16 @@ def test_sft_learns_completions_and_is_exported_and_evaluated(folder, tmp_path, 
     assert "no longer those of the run" not in capsys.readouterr().out
     asked = [json.loads(line)["prompt"] for line in (tmp_path / "numbers/completions.jsonl").read_text().splitlines()]
     assert len(asked) == 6
+
+
+def test_no_parameters_are_evaluated_twice(folder, tmp_path, monkeypatch):
+    evaluated = []
+    monkeypatch.setattr(sft, "text_nll", lambda *args, **options: evaluated.append(1) or text_nll(*args, **options))
+    options = (*SFT, "--steps", 4, "--eval-every", 2)
+    run(folder, tmp_path / "run", "sft", *options)
+    assert len(evaluated) == 3  # steps 0, 2 and 4
+    run(folder, tmp_path / "uneven", "sft", *options, "--eval-every", 3)
+    assert len(evaluated) == 3 + 3  # steps 0, 3 and 4
 
 
 def test_prompts_are_not_learned_and_completions_end_with_eos(folder):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.data.ratings import EncodedRatings, Rating, read_ratings, with_mismatched
+from grpo_jax.data.ratings import EncodedRatings, Rating, read_ratings, with_mismatched, with_none
 from grpo_jax.devices import compiled, map_rows, sum_rows
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
@@ -226,6 +226,8 @@ def test_a_mismatched_completion_is_of_another_prompt_and_nearly_all_serve():
     ratings = EncodedRatings(prompts, [[number, EOS] for number in range(40)], [True, False] * 20)
     pairs = with_mismatched(ratings, seed=3)
     assert [own for own, _ in pairs.answers] == ratings.completions
+    assert pairs.desirable == with_none(ratings).desirable == ratings.desirable
+    assert {len(other) for _, other in with_none(ratings).answers} == {0}
     others = [other[0] for _, other in pairs.answers]
     assert all(other // 2 != number // 2 for number, other in enumerate(others))
     assert len(set(others)) > 35
