@@ -13,12 +13,13 @@ from grpo_jax import hosts
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.types import Prompts
 from grpo_jax.errors import UsageError
+from grpo_jax.fit import fit
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_description
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.sft import train_sft
+from grpo_jax.offline.sft import sft_objective
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs import terminal
 from grpo_jax.runs.folder import RunFolder
@@ -56,9 +57,9 @@ def warm_start(
     seed: int,
     phase: str,
 ) -> Params:
-    """The parameters of a new model after supervised training; arguments as for `train_sft`."""
+    """The parameters of a new model after supervised training; the arguments are those of `fit`."""
     hosts.check_alone("experiments with a warm start")
-    return train_sft(policy, new_params(policy, seed), batches, config, run, phase=phase).params
+    return fit(sft_objective(policy), new_params(policy, seed), batches, config, run, phase=phase).params
 
 
 def new_params(policy: Policy, seed: int) -> Params:

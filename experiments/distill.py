@@ -29,10 +29,11 @@ from grpo_jax import hosts
 from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, learn
 from grpo_jax.config import Distillation, GRPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
+from grpo_jax.fit import fit
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.sft import train_sft
+from grpo_jax.offline.sft import sft_objective
 from grpo_jax.rl.distillation import make_distillation_programs
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.grpo import make_programs
@@ -194,7 +195,7 @@ def train_on_samples(config: Config, models: Models, world: World, phase: str) -
     """Supervised steps on the teacher's samples of the same prompts, as many as the student samples of itself."""
     train, grpo = world.config, models.programs["grpo"]
 
-    def evaluate(params: Params) -> dict[str, float]:
+    def evaluate(params: Params, step: int) -> dict[str, float]:
         settings = of_grpo(config, train)  # whose sampler's shape is quicker here; completions do not depend on it
         found = evaluate_heldout(grpo, params, world.task, settings, world.run)
         return {f"heldout_{name}": value for name, value in summary(found.evaluation).items()}
@@ -207,7 +208,7 @@ def train_on_samples(config: Config, models: Models, world: World, phase: str) -
         checkpoint_every=train.logging.checkpoint_every,
     )
     batches = samples_of_teacher(models.teacher, world)
-    train_sft(models.policy, world.start, batches, supervised, world.run, phase=phase, evaluate=evaluate)
+    fit(sft_objective(models.policy), world.start, batches, supervised, world.run, phase=phase, evaluate=evaluate)
 
 
 def samples_of_teacher(teacher: Policy, world: World) -> Callable[[int], Batch]:

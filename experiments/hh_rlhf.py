@@ -52,12 +52,14 @@ from experiments.judging import (
 )
 from grpo_jax import hosts
 from grpo_jax.commands.common import evaluate_heldout, learn
-from grpo_jax.commands.reward_model import answer_lengths, encode_pairs
+from grpo_jax.commands.offline import encoding
+from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import ModelOptions, PPOConfig, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
 from grpo_jax.data.preferences import (
     EncodedPairs,
     Preference,
+    encode_preferences,
     pack_chosen,
     read_preferences,
     split_by_dialogue,
@@ -65,13 +67,14 @@ from grpo_jax.data.preferences import (
 from grpo_jax.data.types import Component, Reward
 from grpo_jax.devices import num_devices, place
 from grpo_jax.errors import UsageError
+from grpo_jax.fit import fit
 from grpo_jax.models.heads import add_head
-from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
+from grpo_jax.offline.pairs import pair_batches, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.reward_model import pair_batches, score_pairs, train_reward_model
-from grpo_jax.offline.sft import mean_nll, train_sft
+from grpo_jax.offline.reward_model import pair_rewards, reward_model_objective
+from grpo_jax.offline.sft import mean_nll, sft_objective
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs
@@ -219,7 +222,8 @@ def check(config: Config) -> None:
 def split_and_encode(preferences: Sequence[Preference], model: Loaded, config: Config) -> Thirds:
     """The thirds as text and as tokens. For SFT an answer that is not cut at T ends with EOS."""
     loaded, parts, max_tokens = model.pretrained, split_by_dialogue(preferences, 3), config.ppo.run.sampling.max_tokens
-    pairs = [encode_pairs(loaded, part, config.model, max_tokens) for part in parts]
+    options = encoding(loaded, config.model, max_tokens, has_end=False)
+    pairs = [encode_preferences(loaded.tokenizer, part, **options) for part in parts]
     return Thirds(parts, pairs, [pack_chosen(part, loaded.eos_ids[-1], max_tokens) for part in pairs])
 
 
@@ -299,7 +303,7 @@ def fit_sft(
         microbatches=config.ppo.run.optimizer.microbatches or 1,
         devices=config.ppo.run.devices,
     )
-    state = train_sft(model.policy, start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
+    state = fit(sft_objective(model.policy), start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
     frozen = split(start)[1]
     tokens = sum(int((batches(step).texts > 0).sum()) for step in range(config.sft_steps))
     return join(state.params, frozen), supervised_cost(state, frozen, tokens)
@@ -321,7 +325,7 @@ def fit_reward_model(
         microbatches=config.ppo.run.optimizer.microbatches or 1,
         devices=config.ppo.run.devices,
     )
-    state = train_reward_model(decoder_policy(shape), params, batches, options, run, phase=phase)
+    state = fit(reward_model_objective(shape), params, batches, options, run, phase=phase)
     frozen = split(params)[1]
     masks = [mask for step in range(options.steps) for mask in batches(step)[1:4:2]]
     cost = supervised_cost(state, frozen, sum(int(mask.sum()) for mask in masks))
@@ -357,7 +361,7 @@ def summarised(found: Sequence[Seed], shared: Shared) -> dict[str, Any]:
     thirds, pairs = shared.thirds, shared.thirds.pairs[2]
 
     def scores(model: RewardModel):
-        return score_pairs(model.config, model.params, pairs)
+        return score_pairs(pair_rewards, model.config, model.params, pairs, num_pairs=32)
 
     of_judge, of_learned = scores(shared.judge), [scores(one.reward_model) for one in found]
     models = {f"reward model {i + 1}": values for i, values in enumerate(of_learned)} | {

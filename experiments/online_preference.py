@@ -137,7 +137,7 @@ def run_seed(
     found, models = {"start": before.evaluation}, {}
     for method, rounds in zip(LEARNED, (1, config.rounds), strict=True):
 
-        def heldout(params: Params, step: int, model: RewardModel) -> dict[str, float]:
+        def heldout(model: RewardModel, params: Params, step: int) -> dict[str, float]:
             now = held(params) if step else found["start"]
             scores, at_start = (opinion(model, evaluation, task) for evaluation in (now, found["start"]))
             return {

@@ -34,18 +34,14 @@ from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.ratings import EncodedRatings, with_mismatched
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
+from grpo_jax.fit import fit
 from grpo_jax.functional import dpo_loss, kto_loss
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.kto import rated_batches, train_kto
+from grpo_jax.offline.kto import kto_objective
+from grpo_jax.offline.pairs import PairBatch, pair_batches, pair_logprobs, preference_objective, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
-from grpo_jax.offline.preference import (
-    pair_logprobs,
-    score_preferences,
-    train_preference,
-)
-from grpo_jax.offline.reward_model import PairBatch, pair_batches
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
@@ -146,31 +142,31 @@ def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, f
 def train_dpo(
     config: Config, params: Params, pairs: EncodedPairs, seed: int, run: RunFolder, **phase: Any
 ) -> TrainState:
-    """DPO on pairs; `phase` are further arguments of `train_preference`."""
-    ref_logprobs = score_preferences(POLICY, params, pairs, num_pairs=512)
+    """DPO on pairs; `phase` are further arguments of `fit`."""
+    ref_logprobs = score_pairs(pair_logprobs, POLICY, params, pairs, num_pairs=512)
     batches = pair_batches(pairs, config.num_pairs, seed, ref_logprobs=ref_logprobs)
-    return train_preference(
-        POLICY, params, batches, config.train, run, loss=partial(dpo_loss, beta=config.beta), **phase
-    )
+    objective = preference_objective(POLICY, partial(dpo_loss, beta=config.beta))
+    return fit(objective, params, batches, config.train, run, **phase)
 
 
 def train_on_ratings(
     config: Config, params: Params, pairs: EncodedPairs, seed: int, run: RunFolder, **phase: Any
 ) -> TrainState:
-    """KTO on the completions of pairs, twice as many in a step; `phase` are further arguments of `train_kto`."""
+    """KTO on the completions of pairs, twice as many in a step; `phase` are further arguments of `fit`."""
     prompts = [prompt for prompt in pairs.prompts for _ in range(2)]
     ratings = EncodedRatings(
         prompts, [ids for pair in pairs.answers for ids in pair], [True, False] * len(pairs.prompts)
     )
     mismatched = with_mismatched(ratings, seed)
-    ref_logprobs = score_preferences(POLICY, params, mismatched, num_pairs=512)
-    batches = rated_batches(mismatched, np.array(ratings.desirable), ref_logprobs, 2 * config.num_pairs, seed)
-    return train_kto(POLICY, params, batches, config.train, run, loss=partial(kto_loss, beta=config.beta), **phase)
+    ref_logprobs = score_pairs(pair_logprobs, POLICY, params, mismatched, num_pairs=512)
+    batches = pair_batches(mismatched, 2 * config.num_pairs, seed, ref_logprobs=ref_logprobs)
+    objective = kto_objective(POLICY, partial(kto_loss, beta=config.beta))
+    return fit(objective, params, batches, config.train, run, **phase)
 
 
-def heldout(numbers: Callable[[np.ndarray], dict[str, float]]) -> Callable[[Params], dict[str, float]]:
+def heldout(numbers: Callable[[np.ndarray], dict[str, float]]) -> Callable[[Params, int], dict[str, float]]:
     """What is logged of parameters while they are trained."""
-    return lambda params: {f"heldout_{name}": value for name, value in numbers(log_probabilities(params)).items()}
+    return lambda params, step: {f"heldout_{name}": value for name, value in numbers(log_probabilities(params)).items()}
 
 
 def judge(

@@ -6,7 +6,7 @@ judge sees pairs of what it writes by then (iterated RLHF, 2204.05862; iterative
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import partial
 from typing import NamedTuple
 
 from grpo_jax.config import GRPOConfig
@@ -20,13 +20,14 @@ from grpo_jax.data.preferences import (
 )
 from grpo_jax.data.types import Completion, Component, Example, Rewards, rng
 from grpo_jax.errors import UsageError
+from grpo_jax.fit import fit
 from grpo_jax.hosts import check_alone
-from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.policy import Policy
 from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.phase import FitPrograms, SupervisedConfig
-from grpo_jax.offline.reward_model import make_reward_model_programs, pair_batches, train_reward_model
+from grpo_jax.offline.pairs import pair_batches
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.offline.reward_model import reward_model_objective
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.grade import decode_groups
 from grpo_jax.rl.grpo import make_programs
@@ -63,7 +64,7 @@ def train_online(
     *,
     phase: str = "online",
     programs: Programs | None = None,
-    evaluate: Callable[[Params, int, RewardModel], dict[str, float]] | None = None,
+    evaluate: Callable[[RewardModel, Params, int], dict[str, float]] | None = None,
 ) -> tuple[TrainState, RewardModel]:
     """Trains a policy on a reward model that is trained along, continuing where the run was left.
 
@@ -84,7 +85,7 @@ def train_online(
       run: where lines, checkpoints and preferences go.
       phase: names those of the policy; the reward model's have "_reward_" and the round's number behind.
       programs: as in `train.train`.
-      evaluate: (parameters of the policy, step, reward model of the round) -> numbers to log, as in `train.train`.
+      evaluate: (reward model of the round, parameters of the policy, step) -> numbers to log, as in `train.train`.
 
     Returns:
       The policy's final state, and the last reward model.
@@ -96,36 +97,24 @@ def train_online(
     _check(config, online, task)
     params = {"policy": params}
     programs = programs or make_programs(policy, task, config)
-    old: list[Preference] = []
-    state, rounds = None, len(online.labels)
     trained, frozen = split(params)
+    old: list[Preference] = []
     for number, labels in enumerate(online.labels):
         name = f"{phase}_reward_{number}"
         file = run.path / "preferences" / f"{name}.jsonl"
         if not file.exists():
-            current = join(state.params if state else trained, frozen)["policy"]
-            first = config.steps * config.sampling.max_rollouts + sum(
-                _rollouts(n, config) for n in online.labels[:number]
-            )
-            pairs = sample_pairs(programs, current, task, config, labels, first=first)
+            # These rollouts come after those of the policy's steps and of earlier rounds.
+            first = config.steps * config.sampling.max_rollouts
+            first += sum(_most_rollouts(count, config) for count in online.labels[:number])
+            pairs = sample_pairs(programs, join(trained, frozen)["policy"], task, config, labels, first=first)
             if not (answers := ask_judge(*pairs, judge)):  # nothing is written, so that a resumed run asks again
                 raise UsageError(f"{name}: the judge preferred neither completion of any of {labels} pairs")
             write_preferences(file, answers)
         new, _ = read_preferences(file)
-        again = draw_replay(old, online.replay_share, seed=config.seed)
-        fit = SupervisedConfig(
-            steps=online.epochs * labels // online.num_pairs,
-            learning_rate=online.learning_rate,
-            warmup_steps=online.warmup_steps,
-            decay="linear",
-            devices=config.devices,
-        )
-        reward_model = _fitted(reward_model, [*new, *again], fit, online, task, config, run, name)
+        replayed = draw_replay(old, online.replay_share, seed=config.seed)
+        steps = online.epochs * labels // online.num_pairs
+        reward_model = _train_reward_model(reward_model, [*new, *replayed], steps, online, task, config, run, name)
         old += new
-
-        def evaluated(params: Params, step: int, model: RewardModel = reward_model) -> dict[str, float]:
-            return evaluate(params, step, model) if evaluate else {}
-
         state = train(
             params,
             task,
@@ -134,10 +123,10 @@ def train_online(
             programs,
             phase=phase,
             reward=with_reward_model(task, reward_model, config),
-            evaluate=evaluated if evaluate else None,
-            until=config.steps * (number + 1) // rounds,
+            evaluate=partial(evaluate, reward_model) if evaluate else None,
+            until=config.steps * (number + 1) // len(online.labels),
         )
-    assert state
+        trained = state.params
     return state, reward_model
 
 
@@ -172,7 +161,7 @@ def sample_pairs(
     """
     numbers, temperature = completion_numbers(config.sampling), group_temperatures(config.sampling)
     found: list[tuple[Example, Completion, Completion]] = []
-    for index in range(first, first + _rollouts(number, config)):
+    for index in range(first, first + _most_rollouts(number, config)):
         prompts, noise = task.prompts(index), noise_of(config.seed, LABELLING, index)
         completions = programs.sampler.complete(params, prompts, numbers, temperature, noise)
         for example, group in zip(prompts.examples, decode_groups(completions, task), strict=True):
@@ -197,44 +186,36 @@ def draw_replay(preferences: Sequence[Preference], share: float, *, seed: int) -
     return [preferences[i] for i in chosen]
 
 
-def _fitted(
+def _train_reward_model(
     model: RewardModel,
     preferences: Sequence[Preference],
-    fit: SupervisedConfig,
+    steps: int,
     online: OnlineConfig,
     task: Task,
     config: GRPOConfig,
     run: RunFolder,
     phase: str,
 ) -> RewardModel:
-    """The reward model, trained on with these pairs."""
-    widths = task.heldout.ids.shape[1], config.sampling.max_tokens
+    """Returns the reward model after a phase on these preferences."""
+    max_prompt_tokens, max_tokens = widths = task.heldout.ids.shape[1], config.sampling.max_tokens
     pairs = encode_preferences(
         model.tokenizer,
         preferences,
         eos_ids=model.eos_ids,
-        max_prompt_tokens=widths[0],
-        max_tokens=widths[1],
+        max_prompt_tokens=max_prompt_tokens,
+        max_tokens=max_tokens,
         vocab_size=model.config.vocab_size,
     )
-    for note in pairs.notes:
-        run.warn_once(f"{phase} {note}", f"{phase}: {note}")
+    run.warn({f"{phase} {note}": f"{phase}: {note}" for note in pairs.notes})
     # A judge may abstain, so that there are fewer pairs than a step has room for.
     batches = pair_batches(pairs, online.num_pairs, config.seed, widths=widths, fills_up=True)
-    programs = _reward_model_programs(model.config, fit)
-    policy = decoder_policy(model.config)
-    state = train_reward_model(policy, model.params, batches, fit, run, phase=phase, programs=programs)
+    options = SupervisedConfig(steps, online.learning_rate, online.warmup_steps, decay="linear", devices=config.devices)
+    state = fit(reward_model_objective(model.config), model.params, batches, options, run, phase=phase)
     return model._replace(params=join(state.params, split(model.params)[1]))
 
 
-@cache
-def _reward_model_programs(shape: ModelConfig, fit: SupervisedConfig) -> FitPrograms:
-    """Shared by all rounds, and by runs with other seeds."""
-    return make_reward_model_programs(decoder_policy(shape), fit)
-
-
-def _rollouts(pairs: int, config: GRPOConfig) -> int:
-    """That are sampled for so many pairs, at most."""
+def _most_rollouts(pairs: int, config: GRPOConfig) -> int:
+    """Returns the maximum number of rollouts for `pairs` pairs."""
     return _PATIENCE * -(-pairs // (config.sampling.num_prompts * (config.sampling.group_size // 2)))
 
 

@@ -9,51 +9,35 @@ completions of other prompts, in each step. Start from a model that was trained 
   grpo-jax train --method kto --model DIR --data FILE.jsonl --undesirable-weight 0.5
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method
-from grpo_jax.commands.dpo import encoding, given_constants, reference_logprobs, show
-from grpo_jax.config import ModelOptions, with_options
+from grpo_jax.commands.offline import Job, constants_of, encoding, load_data, pair_job, run_method
+from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
-from grpo_jax.data.preferences import EncodedPairs, split_preferences
-from grpo_jax.data.ratings import EncodedRatings, encode_ratings, read_ratings, with_mismatched, with_none
-from grpo_jax.devices import devices_of, load_shardings, place
+from grpo_jax.data.preferences import EncodedPairs
+from grpo_jax.data.ratings import Rating, encode_ratings, read_ratings, with_mismatched, with_none
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import kto_loss
 from grpo_jax.hosts import check_alone
-from grpo_jax.models.trainable import join, split
-from grpo_jax.models.transformer import Params
-from grpo_jax.offline.kto import RatedLoss, evaluate_ratings, rated_batches, train_kto
-from grpo_jax.offline.phase import SupervisedConfig, check_supervised
-from grpo_jax.offline.preference import score_preferences, with_intervals
-from grpo_jax.offline.reward_model import pair_widths
-from grpo_jax.rl.guards import length_warning
-from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded, decide_chat, keep_description, load_model
-from grpo_jax.statistics import paired_difference
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.offline.kto import RatedLoss, kto_objective, rated_terms, with_reference_point
+from grpo_jax.offline.pairs import PairBatch, evaluate_terms, pair_logprobs, score_pairs, with_intervals
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.runs import flags
 
-PHASE = "kto"
 CURVES = (
     (("loss", "heldout_loss"), "loss (dots: held out)"),
     (("log_ratio_desirable", "heldout_log_ratio_desirable"), "log π/π_ref of good ones, nats"),
     (("log_ratio_undesirable", "heldout_log_ratio_undesirable"), "log π/π_ref of bad ones, nats"),
     (("kl", "heldout_kl"), "z₀, nats"),
 )
-# constant of the loss -> what it must be, and in words
-CONSTANTS = {
-    "beta": (lambda x: x > 0, "above 0"),
-    "desirable_weight": (lambda x: x >= 0, "at least 0"),
-    "undesirable_weight": (lambda x: x >= 0, "at least 0"),
-}
 
 
 @dataclass(frozen=True)
@@ -93,116 +77,79 @@ class Config:
     """Of the order of completions, of which are mismatched, and of new adapters."""
 
 
-class Part(NamedTuple):
-    """Rated completions, each beside one of another prompt where the KL is estimated."""
+def prepare(config: Config) -> Job:
+    """Reads the ratings and loads the model.
 
-    pairs: EncodedPairs
-    desirable: np.ndarray  # bool [M]
-
-
-def main(config: Config) -> None:
-    """Trains and evaluates; a table, curves, a page, and the checksum."""
-    started = time.perf_counter()
-    loss = loss_of(config)
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    loss, estimates_kl = loss_of(config), config.reference_point == "kl"
     check_alone("phases on ratings")
-    check_supervised(config.train, seed=config.seed, rows=config.num_completions, name="num_completions")
-    if not config.data:
-        raise UsageError("--data is needed: name a file of ratings")
-    config = with_options(config, chat=decide_chat(config.chat, config.model))
-    ratings, dropped = read_ratings(config.data, chat=bool(config.chat))
-    sides = split_preferences(ratings, config.heldout_share)
-    devices = devices_of(config.train)
-    model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
-    options = encoding(config, model.pretrained)
-    encoded = [encode_ratings(model.pretrained.tokenizer, side, **options) for side in sides]
-    beside = partial(with_mismatched, seed=config.seed) if config.reference_point == "kl" else with_none
-    training, heldout = (Part(beside(side), np.array(side.desirable)) for side in encoded)
-    if config.num_completions > len(training.desirable):
-        raise UsageError(
-            f"num_completions is {config.num_completions}, but there are {len(training.desirable)} completions: set it "
-            "to at most that"
-        )
-    weights = {True: config.desirable_weight, False: config.undesirable_weight}
-    if not any(weights[label] for label in set(training.desirable.tolist())):
-        word = only_word(encoded[0].desirable)
-        raise UsageError(f"all completions are {word}, and the weight of {word} ones is 0: set it above 0")
-    run = flags.open_run(config)
-    keep_description(run, model, config.model, config.chat)
-    for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *notes(encoded[0])):
-        run.console.print(note, markup=False, highlight=False)
-    if word := only_word(encoded[0].desirable):
-        run.warn_once("ratings", f"all completions to train on are {word}: the method tells good ones from bad ones")
-    run.warn(length_warning(sum(pair_widths(training.pairs)), model.pretrained.config.max_position_embeddings))
-    inputs = {"training rows": encoded[0], "held-out completions": encoded[1]}
-    run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in inputs.items()})
-    model = model._replace(params=place(model.params, devices))
-    train_and_evaluate(run, config, model, training, heldout, loss)
-    terminal.say_end(run, started)
+    data = load_data(config, "num_completions", "ratings", read_ratings, encode)
+
+    def evaluate(logprobs: np.ndarray, batch: PairBatch) -> dict[str, np.ndarray]:
+        batch = with_reference_point(batch, logprobs[:, 1] if estimates_kl else None)
+        return evaluate_terms(partial(rated_terms, loss), logprobs, batch)
+
+    return pair_job(
+        data,
+        "kto",
+        objective=kto_objective(data.model.policy, loss, estimates_kl=estimates_kl),
+        score=partial(score_pairs, pair_logprobs, data.model.policy),
+        evaluate=evaluate,
+        digest=lambda pairs: digests.of_values(pairs.prompts, [own for own, _ in pairs.answers], pairs.desirable),
+        has_reference=True,
+        summary=summary,
+        curves=CURVES,
+        warnings=rating_warnings(config, data.training),
+    )
+
+
+main = partial(run_method, prepare)
 
 
 def loss_of(config: Config) -> RatedLoss:
-    """The loss with its constants.
+    """Returns the loss with its constants.
 
     Raises:
       UsageError: a constant is impossible.
     """
-    given, loss = given_constants(config, CONSTANTS), cast(RatedLoss, kto_loss)
-    if not given["desirable_weight"] and not given["undesirable_weight"]:
+    constants, loss = constants_of(config), cast(RatedLoss, kto_loss)
+    if not constants["desirable_weight"] and not constants["undesirable_weight"]:
         raise UsageError("desirable_weight and undesirable_weight are 0, so nothing is learned: set one above 0")
-    return partial(loss, **given)
+    return partial(loss, **constants)
 
 
-def train_and_evaluate(
-    run: RunFolder, config: Config, model: Loaded, training: Part, heldout: Part, loss: RatedLoss
-) -> None:
-    """Trains on the one part, evaluates on the other before, during and after; leaves table, curves and results."""
-    estimates_kl, devices = config.reference_point == "kl", devices_of(config.train)
-    parts = {"training": training.pairs, "heldout": heldout.pairs}
-    ref_logprobs = reference_logprobs(run, model, parts, config.num_completions, devices)
-    batches = rated_batches(
-        training.pairs, training.desirable, ref_logprobs["training"], config.num_completions, config.seed
-    )
+def encode(config: Config, ratings: Sequence[Rating], pretrained: Pretrained) -> EncodedPairs:
+    """Returns ratings as the tokens of a model, each completion with its EOS and beside one of another prompt.
 
-    def evaluated(params: Params) -> dict[str, np.ndarray]:
-        size = config.num_completions
-        logprobs = score_preferences(model.policy, params, heldout.pairs, num_pairs=size, devices=devices)
-        log_ratios = logprobs - ref_logprobs["heldout"]
-        return evaluate_ratings(loss, log_ratios, heldout.desirable, estimates_kl=estimates_kl)
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    options = encoding(pretrained, config.model, config.max_tokens, chat=bool(config.chat))
+    encoded = encode_ratings(pretrained.tokenizer, ratings, **options)
+    good = sum(encoded.desirable)
+    words = f"completions to train on: {good} good, {len(encoded.desirable) - good} bad"
+    pairs = with_mismatched(encoded, config.seed) if config.reference_point == "kl" else with_none(encoded)
+    return pairs._replace(notes=(*pairs.notes, words))
 
-    def heldout_numbers(params: Params) -> dict[str, float]:
-        return {f"heldout_{name}": value for name, value in summary(evaluated(params)).items()}
 
-    with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
-        before = evaluated(model.params)
-    state = train_kto(
-        model.policy,
-        model.params,
-        batches,
-        config.train,
-        run,
-        loss=loss,
-        estimates_kl=estimates_kl,
-        phase=PHASE,
-        evaluate=heldout_numbers,
-    )
-    after = evaluated(join(state.params, split(model.params)[1]))
-    change = paired_difference(after["loss"], before["loss"]).named("change")
-    rows = {"before": summary(before), "after": summary(after) | change}
-    show(run, rows, params_sha256(state.params), title="held-out completions", curves=CURVES, phase=PHASE)
+def rating_warnings(config: Config, ratings: EncodedPairs) -> dict[str, str]:
+    """Returns a warning if all completions to train on are good, or all are bad.
+
+    Raises:
+      UsageError: their weight is 0.
+    """
+    labels = set(ratings.desirable or ())
+    if len(labels) > 1:
+        return {}
+    word, weight = ("good", config.desirable_weight) if True in labels else ("bad", config.undesirable_weight)
+    if not weight:
+        raise UsageError(f"all completions are {word}, and the weight of {word} ones is 0: set it above 0")
+    return {"ratings": f"all completions to train on are {word}: the method tells good ones from bad ones"}
 
 
 def summary(values: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Means of what `evaluate_ratings` gives, with intervals from resampling completions; z₀ has none."""
-    several = {name: x for name, x in values.items() if name != "kl" and len(x)}
-    return with_intervals(several) | {"kl": float(values["kl"][0])}
-
-
-def only_word(desirable: Sequence[bool]) -> str:
-    """What all are, good or bad; empty where there are both."""
-    return "" if len(set(desirable)) > 1 else "good" if desirable[0] else "bad"
-
-
-def notes(ratings: EncodedRatings) -> tuple[str, ...]:
-    """What was dropped, and how many completions are good and bad, in words."""
-    good = sum(ratings.desirable)
-    return (*ratings.notes, f"completions to train on: {good} good, {len(ratings.desirable) - good} bad")
+    """Returns the means of an evaluation with intervals from resampling completions; z₀ has none."""
+    of_completions = {name: x for name, x in values.items() if name != "kl"}
+    return with_intervals(of_completions) | {"kl": float(values["kl"][0])}

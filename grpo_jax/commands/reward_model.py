@@ -12,43 +12,29 @@ Left out of the papers: pretraining on preferences, and ensembles.
 """
 
 import shutil
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_jax.commands.common import RUN_DIR, Method
-from grpo_jax.commands.dpo import given_constants
-from grpo_jax.config import ModelOptions, with_options
+from grpo_jax.commands.offline import Job, Rows, constants_of, encoding, load_data, pair_job, run_method
+from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
-from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
-from grpo_jax.devices import devices_of, load_shardings, place, to_numpy
-from grpo_jax.errors import UsageError
+from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences
+from grpo_jax.devices import devices_of, to_numpy
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.policy import decoder_policy
-from grpo_jax.models.trainable import join, split
-from grpo_jax.offline.phase import SupervisedConfig, check_supervised
-from grpo_jax.offline.reward_model import (
-    PairEvaluation,
-    evaluate_pairs,
-    pair_batches,
-    score_pairs,
-    train_reward_model,
-)
+from grpo_jax.offline.pairs import score_pairs
+from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.offline.reward_model import PairEvaluation, evaluate_pairs, pair_rewards, reward_model_objective
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
-from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.runs.pretrained import decide_chat, keep_description, load_model
-from grpo_jax.statistics import cell
+from grpo_jax.runs import flags
+from grpo_jax.runs.folder import RunFolder
 
-PHASE = "reward_model"
-# option -> what it must be, and in words
-RANGES = {"center_coef": (lambda x: x >= 0, "at least 0, and finite"), "bins": (lambda x: x >= 1, "at least 1")}
 CURVES = (("loss", "loss of a batch"), ("heldout_nll", "held-out NLL"), ("heldout_accuracy", "held-out accuracy"))
 
 
@@ -90,91 +76,57 @@ class Config:
     """Of the order of pairs."""
 
 
-def encode_pairs(
-    loaded: Pretrained, pairs: Sequence[Preference], options: ModelOptions, max_tokens: int | None, chat: bool = False
-) -> EncodedPairs:
-    """Preferences as the tokens of a model, with prompts as long as its options allow."""
-    return encode_preferences(
-        loaded.tokenizer,
-        pairs,
-        eos_ids=loaded.eos_ids,
-        max_prompt_tokens=options.max_prompt_tokens,
-        max_tokens=max_tokens,
-        overlong=options.overlong,
-        vocab_size=loaded.config.vocab_size,
-        chat=chat,
-    )
+def prepare(config: Config) -> Job:
+    """Reads the pairs, loads the model and gives it a head.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    constants_of(config)
+    data = load_data(config, "num_pairs", "preferences", read_preferences, encode)
+    loaded = data.model.pretrained
+    shape, params = add_head(loaded.config, data.model.params)
+    score = partial(score_pairs, pair_rewards, shape)
+
+    def rows(before: PairEvaluation, after: PairEvaluation, params: Headed) -> Rows:
+        rewards = score(params, data.training, num_pairs=config.num_pairs, devices=devices_of(config.train))
+        shorter = evaluate_pairs(-answer_lengths(data.heldout)).accuracy.named("accuracy")
+        trained_on = evaluate_pairs(rewards, bins=config.bins).numbers()
+        return {"held out": after.numbers(), "trained on": trained_on, "the shorter one": shorter}
+
+    def leave(run: RunFolder, after: PairEvaluation, params: Headed) -> dict[str, Any]:
+        whole = to_numpy(params)  # on all hosts
+        if run.writes:
+            keep_model(run, RewardModel(shape, whole, loaded.tokenizer, loaded.eos_ids, loaded.folder))
+            save_calibration(run, after)
+        curve = after.calibration._asdict()
+        return {"calibration": {name: np.asarray(value).tolist() for name, value in curve.items()}}
+
+    return pair_job(
+        data,
+        "reward_model",
+        objective=reward_model_objective(shape, center_coef=config.center_coef),
+        score=score,
+        evaluate=lambda rewards, pairs: evaluate_pairs(rewards, bins=config.bins),
+        digest=lambda pairs: digests.of_values(*pairs[:3]),
+        summary=PairEvaluation.numbers,
+        rows=rows,
+        leave=leave,
+        curves=CURVES,
+    )._replace(params=params)
 
 
-def main(config: Config) -> None:
-    """Trains and evaluates; a table, curves, the calibration picture, the model's folder, and a checksum."""
-    started = time.perf_counter()
-    given_constants(config, RANGES)
-    check_supervised(config.train, seed=config.seed, rows=config.num_pairs, name="num_pairs")
-    if not config.data:
-        raise UsageError("--data is needed: name a file of preferences")
-    config = with_options(config, chat=decide_chat(config.chat, config.model))
-    preferences, dropped = read_preferences(config.data, chat=bool(config.chat))
-    training, heldout = split_preferences(preferences, config.heldout_share)
-    devices = devices_of(config.train)
-    model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices))
-    loaded = model.pretrained
-    shape, params = add_head(loaded.config, model.params)
-    params = place(params, devices)
-    train_pairs, heldout_pairs = (
-        encode_pairs(loaded, part, config.model, config.max_tokens, bool(config.chat)) for part in (training, heldout)
-    )
-    batches = pair_batches(train_pairs, config.num_pairs, config.seed)
-
-    def evaluated(params: Headed, pairs: EncodedPairs) -> PairEvaluation:
-        found = score_pairs(shape, params, pairs, num_pairs=config.num_pairs, devices=devices)
-        return evaluate_pairs(found, bins=config.bins)
-
-    def heldout_numbers(params: Headed) -> dict[str, Any]:
-        numbers = evaluated(params, heldout_pairs).numbers()
-        return {f"heldout_{name}": value for name, value in numbers.items()}
-
-    run = flags.open_run(config)
-    keep_description(run, model, config.model, config.chat)
-    pairs = {"training rows": train_pairs, "held-out pairs": heldout_pairs}
-    run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in pairs.items()})
-    for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *train_pairs.notes):
-        run.console.print(note, markup=False, highlight=False)
-    state = train_reward_model(
-        decoder_policy(shape),
-        params,
-        batches,
-        config.train,
-        run,
-        center_coef=config.center_coef,
-        evaluate=heldout_numbers,
-    )
-    trained = join(state.params, split(params)[1])
-
-    after, shorter = evaluated(trained, heldout_pairs), evaluate_pairs(-answer_lengths(heldout_pairs))
-    rows = {"held out": after.numbers(), "trained on": evaluated(trained, train_pairs).numbers()}
-    rows["the shorter one"] = shorter.accuracy.named("accuracy")
-    checksum, whole = params_sha256(state.params), to_numpy(trained)
-    if run.writes:
-        title = f"{len(heldout_pairs.prompts)} held-out pairs of {len(preferences)}, with 95% intervals"
-        show(run, title, rows, after, checksum)
-        keep_model(run, RewardModel(shape, whole, loaded.tokenizer, loaded.eos_ids, loaded.folder))
-        terminal.say_end(run, started)
-        run.console.print(f"SHA-256 of the trained parameters: {checksum}", soft_wrap=True)
+main = partial(run_method, prepare)
 
 
-def show(
-    run: RunFolder, title: str, rows: Mapping[str, Mapping[str, Any]], evaluation: PairEvaluation, checksum: str
-) -> None:
-    """The table, curves.png, the calibration picture and results.json."""
-    table = {
-        name: [cell(row, "accuracy"), cell(row, "nll"), cell(row, "calibration_error")] for name, row in rows.items()
-    }
-    terminal.print_table(run, title, ("accuracy", "NLL", "calibration error"), table)
-    curve = {name: np.asarray(value).tolist() for name, value in evaluation.calibration._asdict().items()}
-    write_json(run.path / "results.json", {**rows, "calibration": curve, "params_sha256": checksum})
-    terminal.save_curves(run, CURVES, (PHASE,))
-    save_calibration(run, evaluation)
+def encode(config: Config, preferences: Sequence[Preference], pretrained: Pretrained) -> EncodedPairs:
+    """Returns preferences as the tokens of a model.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    options = encoding(pretrained, config.model, config.max_tokens, chat=bool(config.chat), has_end=False)
+    return encode_preferences(pretrained.tokenizer, preferences, **options)
 
 
 def answer_lengths(pairs: EncodedPairs) -> np.ndarray:

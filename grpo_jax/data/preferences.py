@@ -49,13 +49,14 @@ PairJudge = Callable[[Sequence[Example], Sequence[Completion], Sequence[Completi
 
 
 class EncodedPairs(NamedTuple):
-    """M preferences as token ids. For a reward model nothing stands behind an answer: a score is read at its last
-    token. A policy learns the EOS behind it."""
+    """M prompts with two answers as token ids. For a reward model nothing stands behind an answer: a score is read at
+    its last token. A policy learns the EOS behind it."""
 
     prompts: list[list[int]]  # [M], each of at least one token
-    answers: list[tuple[list[int], list[int]]]  # [M], chosen and rejected, of at least one token each
+    answers: list[tuple[list[int], list[int]]]  # [M], chosen and rejected; of ratings the rated and a mismatched one
     margins: list[float]  # [M]
     notes: tuple[str, ...] = ()  # what was dropped or cut, in words
+    desirable: list[bool] | None = None  # [M], of ratings
 
 
 def read_preferences(source: str | Path, *, chat: bool = False) -> tuple[list[Preference], dict[str, int]]:

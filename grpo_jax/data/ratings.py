@@ -106,7 +106,7 @@ def encode_ratings(tokenizer: Any, ratings: Sequence[Rating], **options: Any) ->
 
 def with_none(ratings: EncodedRatings) -> EncodedPairs:
     """Each completion, and beside it an empty one: for a loss without an estimate of the KL."""
-    return EncodedPairs(ratings.prompts, [(ids, []) for ids in ratings.completions], [0.0] * len(ratings.prompts))
+    return _pairs(ratings, [[] for _ in ratings.completions])
 
 
 def with_mismatched(ratings: EncodedRatings, seed: int) -> EncodedPairs:
@@ -136,5 +136,9 @@ def with_mismatched(ratings: EncodedRatings, seed: int) -> EncodedPairs:
         if ratings.prompts[following] != ratings.prompts[number]:
             other = following
         others[number], following = other, number
-    answers = [(ids, ratings.completions[others[number]]) for number, ids in enumerate(ratings.completions)]
-    return EncodedPairs(ratings.prompts, answers, [0.0] * len(answers), ratings.notes)
+    return _pairs(ratings, [ratings.completions[others[number]] for number in range(len(order))])
+
+
+def _pairs(ratings: EncodedRatings, mismatched: Sequence[list[int]]) -> EncodedPairs:
+    answers = list(zip(ratings.completions, mismatched, strict=True))
+    return EncodedPairs(ratings.prompts, answers, [0.0] * len(answers), ratings.notes, ratings.desirable)

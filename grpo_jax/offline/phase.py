@@ -1,35 +1,34 @@
-"""The training loop on given data, of every supervised phase."""
+"""The steps of every phase on a data set: `fit.fit` runs an `Objective` of this folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.config import Decay, MeshConfig, validate_mesh, validate_minutes, validate_seed, validate_sizes
 from grpo_jax.data.line import Line, Skipped
 from grpo_jax.devices import (
+    Devices,
     Mesh,
     compiled,
     devices_of,
     map_rows,
     parts,
-    place,
-    shardings,
+    rows_program,
     to_devices,
     to_numpy,
 )
 from grpo_jax.errors import UsageError
-from grpo_jax.models.trainable import join, split
+from grpo_jax.models.trainable import join
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.optimizer import init_state, learning_rate_schedule, make_optimizer, steps_taken
 from grpo_jax.rl.pieces import Microbatches, by_prompts, computed_in_pieces
 from grpo_jax.rl.types import Logs, TrainState
 from grpo_jax.rl.update import train_step
-from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.runner import Pace, run_steps
 
 _MAX_SKIPPED = 5  # steps in a row without finite gradients
 
@@ -65,8 +64,8 @@ class SupervisedConfig:
     """Steps between held-out evaluations, the first before training; 0: none in between."""
 
 
-class SupervisedLoss(NamedTuple):
-    """What a phase minimises."""
+class Objective(NamedTuple):
+    """What a phase minimises. Each method of this folder makes one."""
 
     # (parameters, batch with weights) -> Σ weights · loss, logs
     loss_fn: Callable[[Any, Any], tuple[jax.Array, Logs]]
@@ -86,15 +85,18 @@ class FitPrograms(NamedTuple):
     init_state: Callable[[Params], TrainState]
 
 
-def make_fit_programs(loss: SupervisedLoss, config: SupervisedConfig) -> FitPrograms:
-    """Checks the configuration, and compiles nothing yet.
+@lru_cache(maxsize=8)
+def make_fit_programs(objective: Objective, config: SupervisedConfig) -> FitPrograms:
+    """Checks the configuration, and makes the programs of a phase, which are compiled at their first call.
+
+    Phases with the same objective and configuration share them, such as the rounds of a reward model.
 
     Args:
-      loss: of the phase.
+      objective: of the phase.
       config: of the phase.
 
     Returns:
-      The functions of every phase with this loss and this configuration.
+      The programs of every phase with this objective and this configuration.
 
     Raises:
       UsageError: the configuration cannot work.
@@ -117,14 +119,14 @@ def make_fit_programs(loss: SupervisedLoss, config: SupervisedConfig) -> FitProg
 
     def step(state: TrainState, batch: Any, frozen: Any):
         rate = learning_rate(steps_taken(state))
-        if loss.prepare is not None:
-            batch = loss.prepare(join(state.params, frozen), batch, map_pieces)
+        if objective.prepare is not None:
+            batch = objective.prepare(join(state.params, frozen), batch, map_pieces)
         state, metrics = train_step(
             state,
             frozen,
             batch,
-            loss_fn=lambda trained, frozen, batch: loss.loss_fn(join(trained, frozen), batch),
-            weights_of=loss.aggregation,
+            loss_fn=lambda trained, frozen, batch: objective.loss_fn(join(trained, frozen), batch),
+            weights_of=objective.aggregation,
             optimizer=optimizer,
             pieces=pieces,
             devices=devices,
@@ -137,63 +139,39 @@ def make_fit_programs(loss: SupervisedLoss, config: SupervisedConfig) -> FitProg
     return FitPrograms(compiled(step, devices=devices, donate_argnums=(0,)), compiled(initial_state, devices=devices))
 
 
-def fit(
-    loss: SupervisedLoss,
-    params: Any,
-    batches: Callable[[int], Any],
+def take_step(
+    programs: FitPrograms,
     config: SupervisedConfig,
-    run: RunFolder,
-    *,
     phase: str,
-    evaluate: Callable[[Any], dict[str, Any]] | None = None,
-    programs: FitPrograms | None = None,
-) -> TrainState:
-    """Minimises a loss over batches, continuing from the newest checkpoint of this phase.
+    frozen: Any,
+    batches: Callable[[int], Any],
+    state: TrainState,
+    number: int,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> tuple[TrainState, Callable[[], Line]]:
+    """Hands one optimizer step to the devices.
 
     Args:
-      loss: of the phase.
-      params: where training starts; `trainable.split` says which of them are trained.
-      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x the `devices.parts` of
-        the devices. Every host makes the whole batch.
-      config: the phase.
-      run: where lines and checkpoints go.
-      phase: names lines and checkpoints.
-      evaluate: (all parameters) -> numbers to log, every `config.eval_every` steps.
-      programs: of `make_fit_programs`, to share them between phases with one configuration; made here, if None.
+      programs: of the phase.
+      config: of the phase.
+      phase: names what is skipped.
+      frozen: parameters that are not trained.
+      batches: step -> batch.
+      state: before the step; donated.
+      number: of the step, from 0.
+      meanwhile: called once, when the devices compute.
 
     Returns:
-      The final state, of the parameters that are trained.
+      The state after the step, and a function that waits for its numbers.
 
     Raises:
-      UsageError: the configuration cannot work.
-      FloatingPointError: gradients were not finite too many times in a row.
+      UsageError: pieces and devices cannot share the batch.
     """
-    devices, programs = devices_of(config), programs or make_fit_programs(loss, config)
-    trained, frozen = (place(part, devices) for part in split(params))
-
-    def step(state: TrainState, number: int, meanwhile: Callable[[], None]) -> tuple[TrainState, Callable[[], Line]]:
-        batch = batches(number)
-        check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
-        state, metrics = programs.train_step(state, to_devices(batch, devices), frozen)
-        meanwhile()
-        return state, partial(_read_line, phase, config, number + 1, metrics, batch)
-
-    return run_steps(
-        run,
-        phase,
-        Pace(
-            config.steps,
-            config.eval_every,
-            config.checkpoint_every,
-            config.save_every_minutes,
-            evaluates_end=False,
-        ),
-        initial_state=lambda: programs.init_state(trained),
-        step=step,
-        place=partial(place, devices=devices),
-        shardings=partial(shardings, devices=devices),
-        evaluate=(lambda state, _: evaluate(join(state.params, frozen))) if evaluate else None,
-    )
+    batch = batches(number)
+    check_rows(config, rows=len(jax.tree.leaves(batch)[0]), name="the number of rows of a batch")
+    state, metrics = programs.train_step(state, to_devices(batch, devices_of(config)), frozen)
+    meanwhile()
+    return state, partial(_read_line, phase, config, number + 1, metrics, batch)
 
 
 def _read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[str, Any], batch: Any) -> Line:
@@ -214,6 +192,23 @@ def _read_line(phase: str, config: SupervisedConfig, number: int, metrics: dict[
         times={} if is_due else None,
         skipped=Skipped(name, skipped, _MAX_SKIPPED, batch._asdict) if skipped else None,
     )
+
+
+@cache
+def row_scorer(
+    score: Callable[..., jax.Array], *constants: Hashable, devices: Devices = 1
+) -> Callable[[Any, Any], np.ndarray]:
+    """Returns the compiled scores of rows, one program for all calls with the same arguments.
+
+    Args:
+      score: (*constants, parameters, batch `[N, ...]`) -> numbers `[N, ...]`, such as `pairs.pair_logprobs`.
+      constants: what the scores depend on besides parameters, such as the policy.
+      devices: where the parameters are; on a mesh N is a multiple of its `parts`.
+
+    Returns:
+      (parameters, batch of NumPy arrays) -> NumPy arrays of all rows.
+    """
+    return rows_program(partial(score, *constants), devices=devices)
 
 
 def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: str) -> None:

@@ -1,67 +1,87 @@
-"""Supervised training on given completions, with the step of everything else."""
+"""Supervised fine-tuning on completions, without a teacher or with one.
+
+Without a teacher the policy maximises the likelihood of the completions. A teacher is a second policy, frozen, of any
+size that has the policy's tokens. At each token of a completion the policy then moves towards the teacher's
+distribution over the whole vocabulary, and by a coefficient towards the token itself. The teacher is computed in the
+same piece of a batch as the policy, so none of its states outlives the piece. On-policy distillation, where the policy
+writes the completions, is `rl.distillation`; the divergences are the same.
+"""
 
 from collections.abc import Callable, Iterable
-from functools import cache
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import Packed
-from grpo_jax.devices import Devices, rows_program
-from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token_mean_weights
+from grpo_jax.devices import Devices
+from grpo_jax.functional import TokenLogprobs, masked_sum, token_logprobs, token_mean_weights, weighted_sum
 from grpo_jax.models.layout import rows_of_texts
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, fit
+from grpo_jax.offline.phase import Objective, row_scorer
+from grpo_jax.rl.distillation import Head, outputs_of_states, token_divergence
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
-from grpo_jax.rl.types import Batch, Logs, TrainState
-from grpo_jax.runs.folder import RunFolder
+from grpo_jax.rl.types import Batch, Logs
 
 
-def train_sft(
-    policy: Policy,
-    params: Params,
-    batches: Callable[[int], Batch | Packed],
-    config: SupervisedConfig,
-    run: RunFolder,
-    *,
-    phase: str,
-    evaluate: Callable[[Params], dict[str, float]] | None = None,
-) -> TrainState:
-    """Maximises the likelihood of completions, continuing from the newest checkpoint of this phase.
+class DistillationTarget(NamedTuple):
+    """A teacher, and what the policy learns from it."""
+
+    teacher: Policy
+    divergence: DistillationConfig  # its kind, other than k1, and its constants
+    nll_coef: float = 0.0  # λ, weight of the NLL of the tokens beside the divergence
+
+
+def sft_objective(policy: Policy) -> Objective:
+    """Returns the NLL of completions.
+
+    Its parameters are the policy's; of `lora.Adapted` only the adapters are trained. A batch has completions of
+    prompts, where G is 1, or packed rows.
 
     Args:
       policy: the model's functions.
-      params: where training starts; of `lora.Adapted` only the adapters are trained.
-      batches: step -> batch, a pure function: completions of prompts, where G is 1, or packed rows.
-      config: the phase.
-      run: where lines and checkpoints go.
-      phase: names them.
-      evaluate: (all parameters) -> numbers to log, every `config.eval_every` steps.
-
-    Returns:
-      The final state, of what `trainable.split` calls trained.
-
-    Raises:
-      UsageError: the configuration cannot work.
-      FloatingPointError: gradients were not finite too many times in a row.
     """
-    loss = SupervisedLoss(sft_loss_fn(policy), token_mean_weights)
-    return fit(loss, params, batches, config, run, phase=phase, evaluate=evaluate)
+    return Objective(partial(text_loss, policy), token_mean_weights)
 
 
-def sft_loss_fn(policy: Policy) -> Callable[[Params, Any], tuple[jax.Array, Logs]]:
+def distillation_objective(policy: Policy, target: DistillationTarget) -> Objective:
+    """Returns the divergence from a teacher on completions, with λ of their NLL.
+
+    Its parameters are {"policy": ..., "teacher": ...}, of which only the policy's are trained. Batches are those of
+    `sft_objective`.
+
+    Args:
+      policy: the model's functions.
+      target: the teacher, and what is learned.
+    """
+    return Objective(partial(distillation_loss, policy, target=target), token_mean_weights)
+
+
+def text_loss(policy: Policy, params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:
     """L = −Σ w log π(oₜ): next-token loss on the completion, none on the prompt."""
+    scores = score_tokens(policy, params, batch)
+    # Packed rows also score the first token of a text by the end of another; the mask leaves those out.
+    loss = weighted_sum(-scores.logprobs, batch.weights, batch.completion_mask)
+    return loss, Logs({"entropy": masked_sum(scores.entropy, batch.completion_mask)})
 
-    def loss_fn(params: Params, batch: Batch | Packed) -> tuple[jax.Array, Logs]:
-        scores = score_tokens(policy, params, predicting_states(policy, params, batch), batch)
-        # Where nothing is learned, packed rows have scores of one text's token after another's.
-        loss = -jnp.sum(jnp.where(batch.completion_mask, batch.weights * scores.logprobs, 0))
-        return loss, Logs({"entropy": masked_sum(scores.entropy, batch.completion_mask)}, {})
 
-    return loss_fn
+def distillation_loss(
+    policy: Policy, params: Params, batch: Batch | Packed, *, target: DistillationTarget
+) -> tuple[jax.Array, Logs]:
+    """L = Σ w [D_T − λ log π(oₜ)]; logs the means of divergence, NLL and entropy over tokens."""
+    hidden = predicting_states(policy, params["policy"], batch)
+    scores = score_tokens(policy, params["policy"], batch, hidden)
+    divergence = teacher_divergence(policy, target, params, batch, hidden)
+    loss = weighted_sum(divergence - target.nll_coef * scores.logprobs, batch.weights, batch.completion_mask)
+    means = {"distillation": divergence, "nll": -scores.logprobs, "entropy": scores.entropy}
+    return loss, Logs({name: masked_sum(x, batch.completion_mask) for name, x in means.items()})
+
+
+# ---- scores of tokens, at a temperature of 1 or that of a batch that was sampled
 
 
 def predicting_states(policy: Policy, params: Params, batch: Batch | Packed) -> jax.Array:
@@ -71,18 +91,62 @@ def predicting_states(policy: Policy, params: Params, batch: Batch | Packed) -> 
     return policy.states(params, rows_of_texts(batch.ids, batch.texts))[0][:, 0]
 
 
-def score_tokens(policy: Policy, params: Params, hidden: jax.Array, batch: Batch | Packed) -> TokenLogprobs:
-    """Log-probabilities and entropies of tokens, from the states that predict them: `[N, G, T]` or `[B, S]`.
+def score_tokens(
+    policy: Policy, params: Params, batch: Batch | Packed, hidden: jax.Array | None = None
+) -> TokenLogprobs:
+    """Returns log-probabilities and entropies of tokens, `[N, G, T]` or `[B, S]`.
 
-    At a temperature of 1, or that of a batch that was sampled.
+    Args:
+      policy: the model's functions.
+      params: its parameters.
+      batch: completions.
+      hidden: of `predicting_states`, if they are computed already.
     """
+    hidden = predicting_states(policy, params, batch) if hidden is None else hidden
     if not isinstance(batch, Packed):
         return score_completion_tokens(policy, params, batch, hidden=hidden)
     return token_logprobs(hidden, policy.unembedding(params), jnp.asarray(batch.ids), softcap=policy.softcap)
 
 
-def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1) -> float:
-    """−mean log π over all learned tokens of some batches, in nats.
+def token_nll(policy: Policy, params: Params, batch: Batch | Packed) -> jax.Array:
+    """−log π(oₜ), `[N, G, T]` or `[B, S]`."""
+    return -score_tokens(policy, params, batch).logprobs
+
+
+def teacher_divergence(
+    policy: Policy,
+    target: DistillationTarget,
+    params: Params,
+    batch: Batch | Packed,
+    hidden: jax.Array | None = None,
+) -> jax.Array:
+    """Returns the divergence of the policy from its teacher at each token, in nats, `[N, G, T]` or `[B, S]`.
+
+    Args:
+      policy: the model's functions.
+      target: the teacher, and what is learned.
+      params: parameters of both, by role.
+      batch: completions.
+      hidden: the policy's `predicting_states`, if they are computed already.
+    """
+    hidden = predicting_states(policy, params["policy"], batch) if hidden is None else hidden
+    ours, theirs = (
+        Head(model.unembedding(params[role]), model.softcap)
+        for role, model in (("policy", policy), ("teacher", target.teacher))
+    )
+    temperature = 1.0 if isinstance(batch, Packed) else batch.temperature[..., None]
+    states = jax.lax.stop_gradient(predicting_states(target.teacher, params["teacher"], batch))
+    outputs = outputs_of_states(target.divergence, states, theirs, temperature, vocab_size=len(ours.unembedding))
+    return token_divergence(target.divergence, hidden, ours, theirs, outputs, temperature)
+
+
+# ---- evaluation
+
+
+def text_nll(
+    policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns −Σ log π over the learned tokens of each text, in nats, and how many these tokens are.
 
     Args:
       policy: the model's functions.
@@ -91,38 +155,45 @@ def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed], *, devic
       devices: where the parameters are; the rows of a batch are a multiple of the `parts` of a mesh.
 
     Returns:
-      The mean.
+      float64 and int `[M]`: row by row, and in a row in the order of its texts.
     """
-    totals, tokens = text_nll(policy, params, batches, devices=devices)
+    return _sum_texts(row_scorer(token_nll, policy, devices=devices), params, batches)
+
+
+def mean_nll(policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1) -> float:
+    """−mean log π over all learned tokens of some batches, in nats; the arguments are those of `text_nll`."""
+    return _mean(*text_nll(policy, params, batches, devices=devices))
+
+
+def mean_divergence(
+    policy: Policy, params: Params, batches: Iterable[Packed], *, target: DistillationTarget, devices: Devices = 1
+) -> float:
+    """Returns the mean divergence from the teacher over all learned tokens of some batches, in nats.
+
+    Args:
+      policy: the model's functions.
+      params: the policy's and the teacher's, by role.
+      target: as in `distillation_objective`.
+      batches, devices: as for `text_nll`.
+    """
+    score = row_scorer(teacher_divergence, policy, target, devices=devices)
+    return _mean(*_sum_texts(score, params, batches))
+
+
+def _mean(totals: np.ndarray, tokens: np.ndarray) -> float:
     return float(totals.sum() / max(tokens.sum(), 1))
 
 
-def text_nll(
-    policy: Policy, params: Params, batches: Iterable[Packed], *, devices: Devices = 1
+def _sum_texts(
+    score: Callable[[Params, Packed], np.ndarray], params: Params, batches: Iterable[Packed]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """−Σ log π over the learned tokens of each text, in nats, and how many these tokens are.
-
-    Args:
-      policy, params, batches, devices: as for `mean_nll`.
-
-    Returns:
-      float64 and int `[M]`: row by row, and in a row in the order of its texts.
-    """
+    """Returns sums over the learned tokens of each text, float64 `[M]`, and how many these tokens are, int `[M]`."""
     totals, tokens = [], []
     for batch in batches:
-        nll = np.asarray(_token_nll(policy, devices)(params, batch), np.float64)
+        values = np.where(batch.completion_mask, score(params, batch), 0).astype(np.float64)
         shape = len(batch.texts), int(np.max(batch.texts)) + 1
         place = np.ravel_multi_index((np.arange(shape[0])[:, None], batch.texts), shape).ravel()
         count = np.bincount(place, np.ravel(batch.completion_mask), minlength=shape[0] * shape[1])
-        totals.append(np.bincount(place, nll.ravel(), minlength=count.size)[count > 0])
+        totals.append(np.bincount(place, values.ravel(), minlength=count.size)[count > 0])
         tokens.append(count[count > 0].astype(int))
     return np.concatenate(totals), np.concatenate(tokens)
-
-
-@cache
-def _token_nll(policy: Policy, devices: Devices) -> Callable[[Params, Packed], np.ndarray]:
-    def token_nll(params: Params, batch: Packed) -> jax.Array:
-        scores = score_tokens(policy, params, predicting_states(policy, params, batch), batch)
-        return -jnp.where(batch.completion_mask, scores.logprobs, 0)
-
-    return rows_program(token_nll, devices=devices)

@@ -12,12 +12,15 @@ import pytest
 
 from grpo_jax import hosts
 from grpo_jax.commands import evaluate, kto, sft, train
+from grpo_jax.commands.offline import RANGES
+from grpo_jax.data.preferences import read_preferences
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.peft import load_adapter
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.offline.sft import text_nll
 from grpo_jax.rewards.learned import load_reward_model
 from grpo_jax.runs import flags
 from grpo_jax.runs.export import Options, export
@@ -208,6 +211,16 @@ def test_sft_learns_completions_and_is_exported_and_evaluated(folder, tmp_path, 
     assert "no longer those of the run" not in capsys.readouterr().out
     asked = [json.loads(line)["prompt"] for line in (tmp_path / "numbers/completions.jsonl").read_text().splitlines()]
     assert len(asked) == 6
+
+
+def test_no_parameters_are_evaluated_twice(folder, tmp_path, monkeypatch):
+    evaluated = []
+    monkeypatch.setattr(sft, "text_nll", lambda *args, **options: evaluated.append(1) or text_nll(*args, **options))
+    options = (*SFT, "--steps", 4, "--eval-every", 2)
+    run(folder, tmp_path / "run", "sft", *options)
+    assert len(evaluated) == 3  # steps 0, 2 and 4
+    run(folder, tmp_path / "uneven", "sft", *options, "--eval-every", 3)
+    assert len(evaluated) == 3 + 3  # steps 0, 3 and 4
 
 
 def test_prompts_are_not_learned_and_completions_end_with_eos(folder):
@@ -408,7 +421,7 @@ def test_completions_of_pairs_end_with_eos_and_count_it(folder):
     dpo = train.module_of("dpo")
     args = ["--model", str(folder / "model"), "--data", str(folder / "rows.jsonl"), "--max-tokens", "2"]
     pretrained = load_pretrained(folder / "model")
-    preferences, _ = dpo.read_preferences(folder / "rows.jsonl")
+    preferences, _ = read_preferences(folder / "rows.jsonl")
     kept = dpo.encode(flags.parse(dpo.Config, None, args), preferences, pretrained)
     eos_id = arithmetic.TEXT.eos_id
     assert {(len(ids), ids[-1]) for pair in kept.answers for ids in pair} == {(2, eos_id)}
@@ -422,7 +435,7 @@ def test_completions_of_pairs_end_with_eos_and_count_it(folder):
 def test_every_loss_has_constants_of_its_own_and_the_sources_defaults(name):
     dpo = train.module_of("dpo")
     assert dpo.loss_of(dpo.Config(preference_loss=name)).keywords == {}
-    own = set(inspect.signature(dpo.LOSSES[name]).parameters) & set(dpo.CONSTANTS)
+    own = set(inspect.signature(dpo.LOSSES[name]).parameters) & RANGES.keys()
     keyword_only = {p.name for p in inspect.signature(dpo.LOSSES[name]).parameters.values() if p.kind == p.KEYWORD_ONLY}
     assert own == keyword_only
     config = dpo.Config(preference_loss=name, **dict.fromkeys(own, 0.25))

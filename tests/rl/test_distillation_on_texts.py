@@ -14,15 +14,11 @@ from grpo_jax.config import DistillationConfig
 from grpo_jax.data.packing import pack, packed_batches, packed_pieces
 from grpo_jax.data.types import pad_completions, pad_prompts
 from grpo_jax.devices import compiled, sum_rows
+from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
 from grpo_jax.models.trainable import split
-from grpo_jax.offline.distillation import (
-    DistillationTarget,
-    distillation_loss,
-    mean_divergence,
-    train_distillation,
-)
 from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.offline.sft import DistillationTarget, distillation_loss, distillation_objective, mean_divergence
 from grpo_jax.rl.pieces import by_prompts
 from grpo_jax.rl.types import Batch
 from grpo_jax.rl.update import accumulate_grads
@@ -144,14 +140,15 @@ def test_the_student_nears_its_teacher_and_resumes_to_the_bit(tmp_path):
                 raise KeyboardInterrupt
             return packed_batches(ROWS, 16, 0)(step)
 
-        def evaluate(params):
+        def evaluate(params, step):
             assert params.keys() == {"policy", "teacher"}
             divergence = mean_divergence(POLICY, params, packed_pieces(heldout, 8), target=target)
             return {"heldout_distillation": divergence}
 
         folder = RunFolder(tmp_path / name, {})
         params = {"policy": PARAMS, "teacher": teacher}
-        state = train_distillation(POLICY, params, batch, config, folder, target=target, phase="sft", evaluate=evaluate)
+        objective = distillation_objective(POLICY, target)
+        state = fit(objective, params, batch, config, folder, phase="sft", evaluate=evaluate)
         return params_sha256(state.params), folder.lines()
 
     whole, lines = run("whole")

@@ -10,23 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_jax.data.ratings import EncodedRatings, Rating, read_ratings, with_mismatched
+from grpo_jax.data.ratings import EncodedRatings, Rating, read_ratings, with_mismatched, with_none
 from grpo_jax.devices import compiled, map_rows, sum_rows
 from grpo_jax.errors import UsageError
+from grpo_jax.fit import fit
 from grpo_jax.functional import kto_loss
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.trainable import split
-from grpo_jax.offline.kto import (
-    RatedBatch,
-    evaluate_ratings,
-    kto_objective,
-    rated_batches,
-    train_kto,
-)
+from grpo_jax.offline.kto import kto_objective, rated_terms, with_reference_point
+from grpo_jax.offline.pairs import PairBatch, evaluate_terms, pair_batches, pair_logprobs, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.preference import score_preferences
 from grpo_jax.rl.pieces import by_prompts, computed_in_pieces
 from grpo_jax.rl.update import accumulate_grads
 from grpo_jax.runs.checkpoint import params_sha256
@@ -60,7 +55,8 @@ def table_batch():
     prompts = np.arange(size, dtype=np.int32)[:, None]
     ids = np.broadcast_to(np.array([0, 1], np.int32)[:, None], (size, 2, width))
     ref_logprobs = np.sum(REF * MASK, axis=-1)
-    return RatedBatch(prompts, np.ones_like(prompts, bool), ids, MASK, DESIRABLE, ref_logprobs)
+    extra = {"margin": np.zeros(size, np.float32), "ref_logprobs": ref_logprobs, "desirable": DESIRABLE}
+    return PairBatch(prompts, np.ones_like(prompts, bool), ids, MASK, **extra)
 
 
 def loss_and_gradient(name, devices, pieces):
@@ -115,12 +111,14 @@ def test_loss_and_gradient_are_trls_whatever_the_batch_is_cut_into(name, devices
 
 def test_z0_of_parts_of_a_batch_would_be_another_loss():
     """What a batch cut into pieces must not compute: the mean over halves that have a z₀ each."""
-    log_ratios = np.sum((TOKENS - REF) * MASK, axis=-1)
-    whole = evaluate_ratings(CASES["kto_rated"][0], log_ratios, DESIRABLE)["loss"].mean()
-    halves = [
-        evaluate_ratings(CASES["kto_rated"][0], log_ratios[part], DESIRABLE[part])["loss"].mean()
-        for part in (slice(8), slice(8, None))
-    ]
+    logprobs, batch = np.sum(TOKENS * MASK, axis=-1), table_batch()
+
+    def mean_loss(part):
+        rated = jax.tree.map(lambda x: x[part], batch)
+        rated = with_reference_point(rated, logprobs[part, 1])
+        return evaluate_terms(partial(rated_terms, CASES["kto_rated"][0]), logprobs[part], rated)["loss"].mean()
+
+    whole, *halves = (mean_loss(part) for part in (slice(None), slice(8), slice(8, None)))
     assert whole == pytest.approx(GOLDEN["kto_rated.loss"], rel=1e-6)
     assert abs(np.mean(halves) - whole) > 1e-3
 
@@ -147,11 +145,11 @@ def tidy_ratings(number, seed=0):
 RATINGS = tidy_ratings(40)
 PAIRS = with_mismatched(RATINGS, 0)
 # Mismatched completions are a nat less likely under the reference, so that z₀ begins at 1 and not at 0.
-REFERENCE = score_preferences(POLICY, PARAMS, PAIRS, num_pairs=8) - np.array([0, 1], np.float32)
+REFERENCE = score_pairs(pair_logprobs, POLICY, PARAMS, PAIRS, num_pairs=8) - np.array([0, 1], np.float32)
 
 
 def fit_ratings(path, config=PHASE, params=PARAMS, stop=None, **options):
-    batches = rated_batches(PAIRS, np.array(RATINGS.desirable), REFERENCE, 16, seed=0)
+    batches = pair_batches(PAIRS, 16, 0, ref_logprobs=REFERENCE)
 
     def batch(step):
         if step == stop:
@@ -159,7 +157,7 @@ def fit_ratings(path, config=PHASE, params=PARAMS, stop=None, **options):
         return batches(step)
 
     run = RunFolder(path, {})
-    return train_kto(POLICY, params, batch, config, run, **options), run
+    return fit(kto_objective(POLICY, **options), params, batch, config, run, phase="kto"), run
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +214,8 @@ def test_adapters_alone_are_trained(tmp_path):
 def test_a_batch_that_pieces_cannot_share_is_refused(tmp_path):
     with pytest.raises(UsageError, match="rows of a batch is 16: it must be a multiple of microbatches x devices, 3"):
         fit_ratings(tmp_path, replace(PHASE, microbatches=3))
-    with pytest.raises(UsageError, match="num_completions is 41, but there are 40"):
-        rated_batches(PAIRS, np.array(RATINGS.desirable), REFERENCE, 41, seed=0)
+    with pytest.raises(UsageError, match="num_pairs is 41, but there are 40"):
+        pair_batches(PAIRS, 41, 0, ref_logprobs=REFERENCE)
 
 
 # ---- ratings
@@ -228,6 +226,8 @@ def test_a_mismatched_completion_is_of_another_prompt_and_nearly_all_serve():
     ratings = EncodedRatings(prompts, [[number, EOS] for number in range(40)], [True, False] * 20)
     pairs = with_mismatched(ratings, seed=3)
     assert [own for own, _ in pairs.answers] == ratings.completions
+    assert pairs.desirable == with_none(ratings).desirable == ratings.desirable
+    assert {len(other) for _, other in with_none(ratings).answers} == {0}
     others = [other[0] for _, other in pairs.answers]
     assert all(other // 2 != number // 2 for number, other in enumerate(others))
     assert len(set(others)) > 35

@@ -1,5 +1,6 @@
 """The loop of supervised phases: what it writes of steps whose gradients are not finite, and where it resumes."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -7,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
-from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, fit
+from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
 from grpo_jax.rl.types import Logs
+from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.folder import RunFolder
 
 CONFIG = SupervisedConfig(10, 1e-2, log_every=5, checkpoint_every=4)
@@ -28,7 +31,7 @@ def squares(params, batch):
     return jnp.sum(batch.weights * (batch.values - params["mean"]) ** 2), Logs({}, {})
 
 
-LOSS = SupervisedLoss(squares, token_mean_weights)
+OBJECTIVE = Objective(squares, token_mean_weights)
 
 
 def batches(*bad: int):
@@ -42,7 +45,16 @@ def batches(*bad: int):
 
 
 def trained(folder, batch):
-    return jax.device_get(fit(LOSS, START, batch, CONFIG, RunFolder(folder, {}), phase="phase").params["mean"])
+    return jax.device_get(fit(OBJECTIVE, START, batch, CONFIG, RunFolder(folder, {}), phase="phase").params["mean"])
+
+
+def test_phases_with_one_objective_and_configuration_share_programs(tmp_path):
+    assert make_fit_programs(OBJECTIVE, CONFIG) is make_fit_programs(OBJECTIVE, CONFIG)
+    assert make_fit_programs(OBJECTIVE, CONFIG) is not make_fit_programs(OBJECTIVE, replace(CONFIG, steps=11))
+    trained(tmp_path / "first", batches())
+    programs = count_programs()
+    trained(tmp_path / "second", batches())
+    assert sum(programs()) == 0
 
 
 @pytest.mark.parametrize("bad", [(3,), (5,), (3, 4), (7, 8, 9)])

@@ -11,25 +11,26 @@ from scipy import special
 
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.errors import UsageError
+from grpo_jax.fit import fit
 from grpo_jax.functional import dpo_loss, ipo_loss, orpo_loss, simpo_loss, token_logprobs
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import split
-from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.preference import (
-    PairScores,
-    evaluate_preferences,
+from grpo_jax.offline.pairs import (
+    evaluate_terms,
     needs_reference,
+    pad_pairs,
+    pair_batches,
     pair_logprobs,
-    pair_losses,
-    pair_metrics,
-    preference_loss,
-    score_preferences,
-    train_preference,
+    pair_weights,
+    preference_objective,
+    preference_terms,
+    score_pairs,
+    whole_batch,
     with_intervals,
 )
-from grpo_jax.offline.reward_model import pad_pairs, pair_batches, pair_weights
+from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, kept_arrays
 
@@ -51,7 +52,7 @@ def tidy_pairs(number, seed=0):
 
 
 PAIRS = tidy_pairs(24)
-REFERENCE = score_preferences(POLICY, PARAMS, PAIRS, num_pairs=8)
+REFERENCE = score_pairs(pair_logprobs, POLICY, PARAMS, PAIRS, num_pairs=8)
 
 
 def test_a_pair_has_the_log_probabilities_of_its_texts_alone():
@@ -75,7 +76,7 @@ def test_the_gradient_is_dpos():
     np.testing.assert_allclose(batch.weights, [1 / 3] * 3 + [0])
     loss = partial(dpo_loss, beta=0.5)
     (value, logs), gradient = jax.jit(
-        jax.value_and_grad(lambda params: preference_loss(POLICY, params, batch, loss=loss), has_aux=True)
+        jax.value_and_grad(lambda params: preference_objective(POLICY, loss).loss_fn(params, batch), has_aux=True)
     )(PARAMS)
     jacobian = jax.jit(jax.jacrev(lambda params: pair_logprobs(POLICY, params, batch)))(PARAMS)
     # Under the policy the log-probabilities are REFERENCE, so that h = −1 − 2 for each pair.
@@ -90,7 +91,10 @@ def test_the_gradient_is_dpos():
     assert means["logprob_rejected"] == pytest.approx(REFERENCE[:3, 1].mean(), rel=1e-4)
 
 
-SCORES = PairScores(*map(jnp.array, ([-4.0, -9.0], [-6.0, -3.0], [-5.0, -3.0], [-6.0, -3.0], [2, 3], [3, 1])))
+LOGPROBS = jnp.array([[-4.0, -6.0], [-9.0, -3.0]])
+# Two and three tokens, three and one.
+BATCH = whole_batch(EncodedPairs([[1], [1]], [([2] * 2, [3] * 3), ([2] * 3, [3])], [0.0, 0.0]))
+BATCH = BATCH._replace(ref_logprobs=jnp.array([[-5.0, -6.0], [-3.0, -3.0]]))
 
 
 @pytest.mark.parametrize(
@@ -102,12 +106,14 @@ SCORES = PairScores(*map(jnp.array, ([-4.0, -9.0], [-6.0, -3.0], [-5.0, -3.0], [
     ],
 )
 def test_margins_are_what_the_loss_compares(loss, margin, accuracy):
-    metrics = pair_metrics(loss, SCORES)
-    np.testing.assert_allclose(metrics["margin"], margin)
-    np.testing.assert_allclose(metrics["accuracy"], accuracy)
+    _, metrics = preference_terms(loss, LOGPROBS, BATCH)
+    for name, expected in (("margin", margin), ("accuracy", accuracy)):
+        values, counts = metrics[name]
+        np.testing.assert_allclose(values, expected)
+        assert counts.all()
     assert ("log_ratio_chosen" in metrics) == needs_reference(loss) == needs_reference(partial(loss))
     # An optional length is given: what IPO squares is the margin less 1/(2τ).
-    np.testing.assert_allclose(pair_losses(partial(ipo_loss, tau=0.5), SCORES), [0.25, 9.0])
+    np.testing.assert_allclose(preference_terms(partial(ipo_loss, tau=0.5), LOGPROBS, BATCH)[0], [0.25, 9.0])
 
 
 def fit_pairs(path, config=PHASE, params=PARAMS, stop=None, loss=dpo_loss, reference=REFERENCE):
@@ -119,7 +125,7 @@ def fit_pairs(path, config=PHASE, params=PARAMS, stop=None, loss=dpo_loss, refer
         return batches(step)
 
     run = RunFolder(path, {})
-    return train_preference(POLICY, params, batch, config, run, loss=loss), run
+    return fit(preference_objective(POLICY, loss), params, batch, config, run, phase="dpo"), run
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +160,7 @@ def test_neither_pieces_nor_devices_count(tmp_path, whole):
 @pytest.mark.slow
 def test_adapters_alone_are_trained_and_start_at_the_reference(tmp_path):
     params = add_adapters(PARAMS, jax.random.key(0), rank=2, alpha=4.0)
-    np.testing.assert_allclose(score_preferences(POLICY, params, PAIRS, num_pairs=8), REFERENCE, rtol=1e-5)
+    np.testing.assert_allclose(score_pairs(pair_logprobs, POLICY, params, PAIRS, num_pairs=8), REFERENCE, rtol=1e-5)
     state, run = fit_pairs(tmp_path, params=params)
     trained, _ = split(params)
     assert jax.tree.structure(state.params) == jax.tree.structure(trained)
@@ -172,8 +178,7 @@ def test_a_loss_without_reference_needs_none_and_learns(tmp_path):
 
 
 def test_evaluation_is_the_mean_over_pairs_with_intervals():
-    scores = PairScores(*(np.asarray(x) for x in SCORES))
-    values = evaluate_preferences(dpo_loss, scores)
+    values = evaluate_terms(partial(preference_terms, dpo_loss), np.asarray(LOGPROBS), BATCH)
     np.testing.assert_allclose(values["loss"], np.log1p(np.exp([-0.1, 0.6])), rtol=1e-5)
     many = {name: np.tile(x, 8) for name, x in values.items()}
     numbers = with_intervals(many)

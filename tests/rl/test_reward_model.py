@@ -25,6 +25,7 @@ from grpo_jax.data.preferences import (
 )
 from grpo_jax.data.types import Completion, Component, rng
 from grpo_jax.errors import UsageError
+from grpo_jax.fit import fit
 from grpo_jax.functional import bradley_terry_loss
 from grpo_jax.models import heads
 from grpo_jax.models.config import ModelConfig
@@ -35,16 +36,9 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import join, split
 from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.offline.pairs import pad_pairs, pair_batches, pair_weights, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.reward_model import (
-    evaluate_pairs,
-    pad_pairs,
-    pair_batches,
-    pair_loss,
-    pair_weights,
-    score_pairs,
-    train_reward_model,
-)
+from grpo_jax.offline.reward_model import evaluate_pairs, pair_rewards, reward_model_objective
 from grpo_jax.rewards.learned import RewardModel, load_reward_model, reward_function, save_reward_model
 from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.sampler import completion_numbers, make_sampler
@@ -243,7 +237,7 @@ def test_the_gradient_of_a_pair_is_bradley_and_terrys():
     batch = batch._replace(weights=pair_weights(batch.completion_mask))
     np.testing.assert_allclose(batch.weights, [0.2] * 5 + [0])
     (loss, logs), grads = jax.jit(
-        jax.value_and_grad(partial(pair_loss, POLICY, batch=batch, center_coef=0.01), has_aux=True)
+        jax.value_and_grad(partial(reward_model_objective(CONFIG, center_coef=0.01).loss_fn, batch=batch), has_aux=True)
     )(LOOKING)
     rewards, jacobian = jax.jit(
         lambda params: (
@@ -276,7 +270,8 @@ def fit_pairs(path, config=PHASE, params=PARAMS, pairs=PAIRS, stop=None):
         return batches(step)
 
     run = RunFolder(path, {})
-    return train_reward_model(POLICY, params, batch, config, run, center_coef=0.01), run
+    objective = reward_model_objective(CONFIG, center_coef=0.01)
+    return fit(objective, params, batch, config, run, phase="reward_model"), run
 
 
 @pytest.fixture(scope="module")
@@ -326,8 +321,8 @@ def test_a_known_utility_is_learned_to_within_two_points_of_the_bayes_rate(tmp_p
     config, params = add_head(config, jax.jit(decoder_policy(config).init)(jax.random.key(0)))
     phase = SupervisedConfig(2000, 4e-3, warmup_steps=20, decay="linear", log_every=100)
     run = RunFolder(tmp_path, {})
-    state = train_reward_model(decoder_policy(config), params, pair_batches(train, 64, 0), phase, run)
-    scores = score_pairs(config, state.params, heldout)
+    state = fit(reward_model_objective(config), params, pair_batches(train, 64, 0), phase, run, phase="reward_model")
+    scores = score_pairs(pair_rewards, config, state.params, heldout)
     found, change = evaluate_pairs(scores), paired_difference(scores[:, 0] > scores[:, 1], probabilities > 0.5)
     print(found.accuracy, found.nll, found.calibration.error, change, -np.log(probabilities).mean())
     assert change.low > -0.02
@@ -541,8 +536,10 @@ def test_stories_become_happier_by_a_reward_that_was_learned_from_pairs(tmp_path
     encoded = [encode_preferences(start.tokenizer, part, eos_ids=start.eos_ids) for part in (training, heldout)]
     phase = SupervisedConfig(120, 1e-3, decay="linear", warmup_steps=10)
     run = RunFolder(tmp_path / "reward", {})
-    state = train_reward_model(decoder_policy(shape), params, pair_batches(encoded[0], 16, 0), phase, run)
-    accuracy = evaluate_pairs(score_pairs(shape, state.params, encoded[1])).accuracy
+    state = fit(
+        reward_model_objective(shape), params, pair_batches(encoded[0], 16, 0), phase, run, phase="reward_model"
+    )
+    accuracy = evaluate_pairs(score_pairs(pair_rewards, shape, state.params, encoded[1])).accuracy
     model = RewardModel(shape, state.params, start.tokenizer, start.eos_ids, start.folder)
     loaded = load_reward_model(save_reward_model(tmp_path / "model", model))
 

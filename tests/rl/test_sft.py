@@ -8,11 +8,12 @@ import pytest
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.types import pad_completions, pad_prompts
 from grpo_jax.errors import UsageError
+from grpo_jax.fit import fit
 from grpo_jax.functional import token_mean_weights
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.offline.sft import mean_nll, sft_loss_fn, text_nll, train_sft
+from grpo_jax.offline.sft import mean_nll, sft_objective, text_nll
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
@@ -74,7 +75,7 @@ def test_packed_rows_have_the_loss_and_gradients_of_texts_alone():
     ids, mask = pad_completions([[completion] for completion in completions], 5)
     padded = pad_prompts(prompts, [{} for _ in prompts], width=4, pad_id=0)
     alone = Batch(padded.ids, padded.mask, ids, mask, np.ones((len(prompts), 1), np.float32))
-    loss_fn = sft_loss_fn(POLICY)
+    loss_fn = sft_objective(POLICY).loss_fn
 
     def loss(params, batch):
         batch = batch._replace(weights=token_mean_weights(jnp.asarray(batch.completion_mask)))
@@ -91,13 +92,12 @@ def test_training_lowers_the_held_out_nll_and_resumes_to_the_same_bits(tmp_path)
     rows, heldout = pack(*texts(400), width=16), pack(*texts(40, seed=1), width=16)
     config = SupervisedConfig(steps=60, learning_rate=1e-2, checkpoint_every=20, eval_every=30, log_every=10)
 
-    def evaluate(params):
+    def evaluate(params, step):
         return {"heldout_nll": mean_nll(POLICY, params, [heldout])}
 
     def run(name, batches):
-        return train_sft(
-            POLICY, PARAMS, batches, config, RunFolder(tmp_path / name, {}), phase="sft", evaluate=evaluate
-        )
+        folder = RunFolder(tmp_path / name, {})
+        return fit(sft_objective(POLICY), PARAMS, batches, config, folder, phase="sft", evaluate=evaluate)
 
     batches = packed_batches(rows, 8, seed=0)
     whole = run("whole", batches)
@@ -123,8 +123,8 @@ def test_training_lowers_the_held_out_nll_and_resumes_to_the_same_bits(tmp_path)
 def test_a_phase_that_skips_every_step_says_so_at_its_end_at_the_latest(tmp_path):
     broken = jax.tree.map(lambda x: x * jnp.nan, PARAMS)
     with pytest.raises(FloatingPointError, match="not finite"):
-        train_sft(
-            POLICY,
+        fit(
+            sft_objective(POLICY),
             broken,
             packed_batches(pack(*texts(50), width=16), 8, seed=0),
             SupervisedConfig(6, 1e-2),

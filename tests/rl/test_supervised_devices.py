@@ -31,27 +31,17 @@ from grpo_jax.data.packing import Packed
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.types import rng
 from grpo_jax.devices import Devices, place, to_devices, to_numpy
-from grpo_jax.functional import dpo_loss, token_mean_weights
+from grpo_jax.fit import fit
+from grpo_jax.functional import dpo_loss
 from grpo_jax.models.heads import Headed, add_head
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import split
 from grpo_jax.offline import phase
-from grpo_jax.offline.distillation import DistillationTarget, distillation_loss, mean_divergence
-from grpo_jax.offline.kto import RatedBatch, kto_objective
-from grpo_jax.offline.phase import SupervisedConfig, SupervisedLoss, make_fit_programs
-from grpo_jax.offline.preference import (
-    preference_loss,
-    score_preferences,
-    train_preference,
-)
-from grpo_jax.offline.reward_model import (
-    pad_pairs,
-    pair_batches,
-    pair_weights,
-    reward_model_loss,
-    score_pairs,
-)
-from grpo_jax.offline.sft import sft_loss_fn, text_nll
+from grpo_jax.offline.kto import kto_objective
+from grpo_jax.offline.pairs import pad_pairs, pair_batches, pair_logprobs, preference_objective, score_pairs
+from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs
+from grpo_jax.offline.reward_model import pair_rewards, reward_model_objective
+from grpo_jax.offline.sft import DistillationTarget, distillation_objective, mean_divergence, sft_objective, text_nll
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 
@@ -94,7 +84,7 @@ LESSON = DistillationTarget(TEACHER, DistillationConfig("forward_kl"), nll_coef=
 class Case(NamedTuple):
     """What a phase minimises, and where it starts."""
 
-    loss: SupervisedLoss
+    objective: Objective
     batch: Any
     start: Any
 
@@ -102,18 +92,18 @@ class Case(NamedTuple):
 def case_named(name: str) -> Case:
     pairs = pad_pairs(PAIRS, np.arange(N), WIDTH, WIDTH)
     if name == "reward model":
-        return Case(reward_model_loss(decoder_policy(SHAPE), 0.01), pairs, HEADED)
+        return Case(reward_model_objective(SHAPE, center_coef=0.01), pairs, HEADED)
     if name == "dpo":
-        loss = SupervisedLoss(partial(preference_loss, DECODER, loss=partial(dpo_loss, beta=0.5)), pair_weights)
-        return Case(loss, pairs._replace(ref_logprobs=REFERENCE), start_of("lora"))
+        objective = preference_objective(DECODER, partial(dpo_loss, beta=0.5))
+        return Case(objective, pairs._replace(ref_logprobs=REFERENCE), start_of("lora"))
     if name == "kto":  # z₀ is above 0, and pieces and devices have different parts of it
-        rated = RatedBatch(*pairs[:4], np.arange(N) % 3 > 0, REFERENCE - np.array([0, 8], np.float32))
+        reference = REFERENCE - np.array([0, 8], np.float32)
+        rated = pairs._replace(desirable=np.arange(N) % 3 > 0, ref_logprobs=reference)
         return Case(kto_objective(DECODER), rated, start_of("lora"))
     if name == "teacher":
-        loss = partial(distillation_loss, DECODER, target=LESSON)
-        return Case(SupervisedLoss(loss, token_mean_weights), ROWS, TAUGHT)
+        return Case(distillation_objective(DECODER, LESSON), ROWS, TAUGHT)
     batch = ROWS if name == "packed" else a_batch(MODEL.vocab_size)
-    return Case(SupervisedLoss(sft_loss_fn(DECODER), token_mean_weights), batch, start_of("decoder"))
+    return Case(sft_objective(DECODER), batch, start_of("decoder"))
 
 
 @cache
@@ -122,7 +112,7 @@ def gradients(name: str, devices: Devices) -> Any:
     case, config = case_named(name), on(devices, CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phase, "make_optimizer", lambda *_, **__: recorder(1))
-        programs = make_fit_programs(case.loss, config)
+        programs = make_fit_programs(case.objective, config)
     trained, frozen = (place(part, devices) for part in split(case.start))
     state = place(programs.init_state(trained), devices)
     state, metrics = programs.train_step(state, to_devices(case.batch, devices), frozen)
@@ -160,8 +150,8 @@ def test_evaluations_have_the_numbers_of_one_device(devices):
     for score in (
         lambda devices: text_nll(DECODER, place(start, devices), [ROWS], devices=devices),
         lambda devices: mean_divergence(DECODER, place(TAUGHT, devices), [ROWS], target=LESSON, devices=devices),
-        lambda devices: score_preferences(DECODER, place(start, devices), PAIRS, num_pairs=N, devices=devices),
-        lambda devices: score_pairs(SHAPE, place(headed, devices), PAIRS, num_pairs=N, devices=devices),
+        lambda devices: score_pairs(pair_logprobs, DECODER, place(start, devices), PAIRS, num_pairs=N, devices=devices),
+        lambda devices: score_pairs(pair_rewards, SHAPE, place(headed, devices), PAIRS, num_pairs=N, devices=devices),
     ):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), score(devices), score(1))
 
@@ -169,8 +159,9 @@ def test_evaluations_have_the_numbers_of_one_device(devices):
 def fit_pairs(path: Any, devices: Devices, **options: Any) -> tuple[Any, RunFolder]:
     """A run of DPO, or of its first steps."""
     config, run = dataclasses.replace(on(devices, CONFIG), **options), RunFolder(path, {})
-    batches, loss = pair_batches(PAIRS, N, 0, ref_logprobs=REFERENCE), partial(dpo_loss, beta=0.5)
-    return train_preference(DECODER, start_of("lora"), batches, config, run, loss=loss), run
+    batches = pair_batches(PAIRS, N, 0, ref_logprobs=REFERENCE)
+    objective = preference_objective(DECODER, partial(dpo_loss, beta=0.5))
+    return fit(objective, start_of("lora"), batches, config, run, phase="dpo"), run
 
 
 @pytest.mark.slow
@@ -197,11 +188,9 @@ def test_a_step_takes_its_share_and_gathers_a_layer_at_a_time(name, assume):
     assume(slice_elements=N * WIDTH * 128)  # several slices of the vocabulary
     policy, batch = decoder_policy(WIDE), case_named(name).batch
     start = jax.tree.map(lambda x: jax.numpy.full(x.shape, 0.01), shapes_of(WIDE))
-    loss = SupervisedLoss(partial(preference_loss, policy, loss=dpo_loss), pair_weights)
-    if name == "packed":
-        loss = SupervisedLoss(sft_loss_fn(policy), token_mean_weights)
+    objective = sft_objective(policy) if name == "packed" else preference_objective(policy, dpo_loss)
     config = on(ALL, dataclasses.replace(CONFIG, microbatches=1))
-    programs: Any = make_fit_programs(loss, config)
+    programs: Any = make_fit_programs(objective, config)
     state = place(programs.init_state(place(start, ALL)), ALL)
     compiled = programs.train_step.lower(state, to_devices(batch, ALL), None).compile()
     check_program(compiled, state, ALL, PASSES["learn"])

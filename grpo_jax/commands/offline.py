@@ -1,0 +1,310 @@
+"""A run of SFT, DPO, KTO or a reward model, from its options to its results.
+
+A method is a function that makes a `Job` of the options. It reads the data, loads the model and refuses what cannot
+work, before the run has a folder. `run_method` does the rest: it evaluates, trains, evaluates again and leaves a table,
+curves, results and a page.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_jax.config import ModelOptions, with_options
+from grpo_jax.data import digests
+from grpo_jax.data.preferences import EncodedPairs, split_preferences
+from grpo_jax.data.text import ending_id, prompt_limit
+from grpo_jax.devices import devices_of, load_shardings, place
+from grpo_jax.errors import UsageError
+from grpo_jax.fit import fit
+from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.models.trainable import join, split
+from grpo_jax.offline.pairs import PairBatch, pair_batches, pair_widths, whole_batch, with_intervals
+from grpo_jax.offline.phase import Objective, check_supervised
+from grpo_jax.rl.guards import length_warning
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.checkpoint import params_sha256
+from grpo_jax.runs.folder import RunFolder, kept_arrays
+from grpo_jax.runs.pretrained import Loaded, decide_chat, keep_description, keep_files, load_model
+from grpo_jax.statistics import cell, paired_difference
+
+AT_LEAST_0 = lambda x: x >= 0, "at least 0, and finite"
+ABOVE_0 = lambda x: x > 0, "above 0"
+# option -> what it must be, and in words
+RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "beta": ABOVE_0,
+    "tau": ABOVE_0,
+    "gamma": AT_LEAST_0,
+    "label_smoothing": (lambda x: 0 <= x < 0.5, "at least 0 and below 0.5"),
+    "odds_coef": AT_LEAST_0,
+    "nll_coef": AT_LEAST_0,
+    "desirable_weight": AT_LEAST_0,
+    "undesirable_weight": AT_LEAST_0,
+    "center_coef": AT_LEAST_0,
+    "bins": (lambda x: x >= 1, "at least 1"),
+}
+
+Values = Mapping[str, np.ndarray]  # numbers of each held-out pair or text, by name; the first is what is minimised
+Rows = dict[str, dict[str, Any]]  # of the final table, by name
+Reference = Mapping[str, np.ndarray]  # "training" and "heldout": what the start says of the data; or nothing
+
+
+class Job(NamedTuple):
+    """What a method makes of its options: data, and functions of them."""
+
+    config: Any  # the options, with what was decided on the way
+    phase: str
+    model: Loaded  # that is trained
+    params: Any  # where training starts, as the objective takes them
+    objective: Objective
+    batches: Callable[[Reference], Callable[[int], Any]]  # -> (step -> batch)
+    evaluate: Callable[[Any, Reference], Any]  # (parameters, reference) -> `Values`, or another evaluation
+    inputs: Mapping[str, str]  # digests of the data, which a resumed run must find again
+    title: str  # of the table
+    curves: Sequence[Any]  # as for `terminal.save_results`
+    notes: Sequence[str]  # what was dropped, cut and packed, in words
+    warnings: Mapping[str, str]
+    teacher: Loaded | None = None
+    reference: Callable[[Any], Reference] | None = None  # start's parameters -> what is computed once
+    summary: Callable[[Any], dict[str, float]] = with_intervals  # of an evaluation
+    # (parameters, evaluation) -> held-out metrics; None: the summary
+    log: Callable[[Any, Any], Mapping[str, float]] | None = None
+    # (evaluation before, evaluation after, parameters after) -> table; None: `compare`
+    rows: Callable[[Any, Any, Any], Rows] | None = None
+    # (run, evaluation after, parameters after) -> further results; leaves further files
+    leave: Callable[[RunFolder, Any, Any], Mapping[str, Any]] = lambda run, evaluation, params: {}
+
+
+def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
+    """Trains and evaluates; leaves a table, curves, a page, and the checksum.
+
+    Args:
+      prepare: the method.
+      config: its options.
+    """
+    started = time.perf_counter()
+    job = prepare(config)
+    config, run = job.config, open_run(job)
+    params = place(job.params, devices_of(config.train))
+    reference = reference_arrays(run, job, params) if job.reference else {}
+    latest: dict[int, Any] = {}  # steps taken -> evaluation, so that no parameters are evaluated twice
+
+    def evaluate(params: Any, step: int) -> Any:
+        if step not in latest:
+            latest.clear()
+            latest[step] = job.evaluate(params, reference)
+        return latest[step]
+
+    def log(params: Any, step: int) -> dict[str, float]:
+        evaluation = evaluate(params, step)
+        numbers = job.log(params, evaluation) if job.log else job.summary(evaluation)
+        return {f"heldout_{name}": value for name, value in numbers.items()}
+
+    with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
+        before = evaluate(params, 0)
+    batches = job.batches(reference)
+    state = fit(job.objective, params, batches, config.train, run, phase=job.phase, evaluate=log)
+    trained = join(state.params, split(params)[1])
+    after = evaluate(trained, config.train.steps)
+    rows = job.rows(before, after, trained) if job.rows else compare(before, after, job.summary)
+    more = job.leave(run, after, trained)
+    checksum = params_sha256(state.params)
+    if run.writes:
+        names = dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(("_low", "_high")))
+        table = {name: [cell(row, name) for row in rows.values()] for name in names}
+        terminal.print_table(run, job.title, tuple(rows), table)
+        terminal.save_results(run, {**rows, **more}, checksum, job.curves, (job.phase,))
+        terminal.say_end(run, started)
+
+
+def open_run(job: Job) -> RunFolder:
+    """Opens the folder of a run, with the model's description, notes and digests of all that it is made of."""
+    run = flags.open_run(job.config)
+    keep_description(run, job.model, job.config.model, job.config.chat)
+    if job.teacher:
+        keep_files(run, "teacher", job.teacher.pretrained.folder)
+    for note in job.notes:
+        run.console.print(note, markup=False, highlight=False)
+    run.warn(job.warnings)
+    run.keep_inputs(job.phase, job.inputs)
+    return run
+
+
+def reference_arrays(run: RunFolder, job: Job, params: Any) -> Reference:
+    """Returns what the start says of the data, which a resumed run reads from its reference.npz.
+
+    Raises:
+      UsageError: the file is damaged or another one.
+    """
+    compute = job.reference
+    assert compute
+
+    def make() -> Reference:
+        with run.waiting("scoring all completions by the reference (may take minutes)"):
+            return compute(params)
+
+    arrays = kept_arrays(run.path / "reference.npz", make)
+    names = sorted(arrays)
+    run.keep_inputs("reference", {"reference.npz": digests.of_values(names, *(arrays[name] for name in names))})
+    return arrays
+
+
+def compare(before: Values, after: Values, summary: Callable[[Values], dict[str, float]]) -> Rows:
+    """Returns rows "before" and "after", the latter with the change of what is minimised.
+
+    Args:
+      before, after: of the same pairs or texts.
+      summary: of these numbers.
+    """
+    first = next(iter(after))
+    change = paired_difference(after[first], before[first])
+    return {"before": summary(before), "after": summary(after) | change.named("change")}
+
+
+# ---- pairs and ratings
+
+
+class Data(NamedTuple):
+    """Pairs or ratings as tokens, and the model that they are for."""
+
+    config: Any  # the options, with `chat` decided
+    model: Loaded
+    training: EncodedPairs
+    heldout: EncodedPairs
+    number: str  # the option that says how many a step has, such as num_pairs
+    size: int  # rows before any was held out or dropped
+    notes: Sequence[str]  # what was dropped and cut, in words
+
+
+def load_data(
+    config: Any,
+    number: str,
+    kind: str,
+    read: Callable[..., tuple[Sequence[Any], Mapping[str, int]]],
+    encode: Callable[[Any, Sequence[Any], Pretrained], EncodedPairs],
+) -> Data:
+    """Reads --data, holds a share out by a hash of the prompt, and loads the model.
+
+    Args:
+      config: the options.
+      number: the option that says how many pairs or completions a step has.
+      kind: what the rows are called.
+      read: (source, chat=...) -> rows, and how many were dropped, by reason.
+      encode: (options, rows, model) -> rows as tokens.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    asked = getattr(config, number)
+    check_supervised(config.train, seed=config.seed, rows=asked, name=number)
+    if not config.data:
+        raise UsageError(f"--data is needed: name a file of {kind}")
+    config = with_options(config, chat=decide_chat(config.chat, config.model))
+    rows, dropped = read(config.data, chat=bool(config.chat))
+    parts = split_preferences(rows, config.heldout_share)
+    model = load_model(config.model, seed=config.seed, sharding=load_shardings(devices_of(config.train)))
+    training, heldout = (encode(config, part, model.pretrained) for part in parts)
+    count, noun = len(training.prompts), number.removeprefix("num_")
+    if asked > count:
+        raise UsageError(f"{number} is {asked}, but there are {count} {noun}: set it to at most that")
+    notes = [*(f"dropped {many} rows {why}" for why, many in dropped.items()), *training.notes]
+    return Data(config, model, training, heldout, number, len(rows), notes)
+
+
+def pair_job(
+    data: Data,
+    phase: str,
+    *,
+    score: Callable[..., np.ndarray],
+    evaluate: Callable[[np.ndarray, PairBatch], Any],
+    digest: Callable[[EncodedPairs], str],
+    has_reference: bool = False,
+    warnings: Mapping[str, str] = {},
+    **more: Any,
+) -> Job:
+    """Makes the job of a method that learns from two completions of each prompt.
+
+    Args:
+      data: of the method.
+      phase: its name.
+      score: `score_pairs` of the method's scores and its model.
+      evaluate: (scores of the held-out pairs `[M, 2]`, these pairs) -> evaluation.
+      digest: of what is learned from.
+      has_reference: whether the scores of the start are part of the loss.
+      warnings: besides that of the length.
+      more: other fields of the job.
+    """
+    config, pretrained = data.config, data.model.pretrained
+    sides, noun = {"training": data.training, "heldout": data.heldout}, data.number.removeprefix("num_")
+    size, devices = getattr(config, data.number), devices_of(config.train)
+    score = partial(score, num_pairs=size, devices=devices)
+
+    def evaluated(params: Any, reference: Reference) -> Any:
+        batch = whole_batch(data.heldout)._replace(ref_logprobs=reference.get("heldout"))
+        return evaluate(score(params, data.heldout), batch)
+
+    job = Job(
+        config=config,
+        phase=phase,
+        model=data.model,
+        params=data.model.params,
+        batches=lambda reference: pair_batches(
+            data.training, size, config.seed, ref_logprobs=reference.get("training")
+        ),
+        evaluate=evaluated,
+        inputs={"training rows": digest(data.training), f"held-out {noun}": digest(data.heldout)},
+        title=f"{len(data.heldout.prompts)} held-out {noun} of {data.size}, with 95% intervals",
+        notes=data.notes,
+        warnings={
+            **warnings,
+            **length_warning(sum(pair_widths(data.training)), pretrained.config.max_position_embeddings),
+        },
+        **more,
+    )
+    if not has_reference:
+        return job
+    return job._replace(reference=lambda params: {name: score(params, side) for name, side in sides.items()})
+
+
+def encoding(
+    pretrained: Pretrained, options: ModelOptions, max_tokens: int | None, *, chat: bool = False, has_end: bool = True
+) -> dict[str, Any]:
+    """Returns how prompts and completions become tokens of a model: options of `encode_answers`.
+
+    Args:
+      pretrained: the model.
+      options: of the model; they limit prompts.
+      max_tokens: longest completion; None: as long as the model was trained on.
+      chat: as in `encode_answers`.
+      has_end: whether a completion ends with EOS, as for a policy; a reward model scores the last token.
+
+    Raises:
+      UsageError: completions leave no room for a prompt, or the tokenizer has no EOS.
+    """
+    longest = pretrained.config.max_position_embeddings
+    return {
+        "eos_ids": pretrained.eos_ids,
+        "max_prompt_tokens": prompt_limit(options.max_prompt_tokens, longest, max_tokens or 1),
+        "max_tokens": longest if max_tokens is None else max_tokens,
+        "overlong": options.overlong,
+        "vocab_size": pretrained.config.vocab_size,
+        "chat": chat,
+        "end_id": ending_id(pretrained.tokenizer, pretrained.eos_ids) if has_end else None,
+    }
+
+
+def constants_of(config: Any) -> dict[str, Any]:
+    """Returns the options of `RANGES` that a config sets, by name.
+
+    Raises:
+      UsageError: one is impossible.
+    """
+    values = {name: getattr(config, name) for name in RANGES if getattr(config, name, None) is not None}
+    for name, value in values.items():
+        is_possible, words = RANGES[name]
+        if not (math.isfinite(value) and is_possible(value)):
+            raise UsageError(f"{name} is {value}: it must be {words}")
+    return values

@@ -1,0 +1,56 @@
+"""Trains on a data set: an objective of `offline` under the runner of `runs`."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from grpo_jax.devices import devices_of, place, shardings
+from grpo_jax.models.trainable import join, split
+from grpo_jax.offline.phase import Objective, SupervisedConfig, make_fit_programs, take_step
+from grpo_jax.rl.types import TrainState
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.runner import Pace, run_steps
+
+
+def fit(
+    objective: Objective,
+    params: Any,
+    batches: Callable[[int], Any],
+    config: SupervisedConfig,
+    run: RunFolder,
+    *,
+    phase: str,
+    evaluate: Callable[[Any, int], dict[str, float]] | None = None,
+) -> TrainState:
+    """Minimises an objective over batches, continuing from the newest checkpoint of this phase in the run.
+
+    Args:
+      objective: such as `sft_objective`, `distillation_objective`, `preference_objective`, `kto_objective` or
+        `reward_model_objective`.
+      params: where training starts, as the objective takes them; `trainable.split` says which of them are trained.
+      batches: step -> batch, a pure function; its leading axis is a multiple of microbatches x the `devices.parts` of
+        the devices. Every host makes the whole batch.
+      config: the phase.
+      run: where lines and checkpoints go.
+      phase: names lines and checkpoints.
+      evaluate: (all parameters, steps taken) -> numbers to log, called at step 0 and every `config.eval_every` steps.
+
+    Returns:
+      The final state. The model is `trainable.join(state.params, trainable.split(params)[1])`.
+
+    Raises:
+      UsageError: the configuration cannot work.
+      FloatingPointError: gradients were not finite too many times in a row.
+    """
+    devices, programs = devices_of(config), make_fit_programs(objective, config)
+    trained, frozen = (place(part, devices) for part in split(params))
+    return run_steps(
+        run,
+        phase,
+        Pace(config.steps, config.eval_every, config.checkpoint_every, config.save_every_minutes, evaluates_end=False),
+        initial_state=lambda: programs.init_state(trained),
+        step=partial(take_step, programs, config, phase, frozen, batches),
+        place=partial(place, devices=devices),
+        shardings=partial(shardings, devices=devices),
+        evaluate=(lambda state, step: evaluate(join(state.params, frozen), step)) if evaluate else None,
+    )
