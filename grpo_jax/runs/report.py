@@ -22,8 +22,8 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 from rich.console import Console
 
-from grpo_jax.config import fits, flattened
 from grpo_jax.errors import UsageError, reason_of, user_path
+from grpo_jax.options import fits, flattened
 from grpo_jax.runs.flags import program, read_flags, refusing
 from grpo_jax.runs.folder import SIDE_PHASES, check_fields, is_coin, read_object, write_text
 from grpo_jax.runs.turns import Part, of_turn, parts_of

@@ -220,7 +220,7 @@ def test_numbers_of_runs_go_on_after_a_gap(tmp_path):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_help_explains_every_option(config, capsys):
     with pytest.raises(SystemExit):
-        parse("--help", config=config)
+        parse("--help-all", config=config)
     lines = capsys.readouterr().out.splitlines()
     options = [i for i, line in enumerate(lines) if re.match(r"--[a-z]", line.lstrip("│ "))]
     assert len(options) >= 20
