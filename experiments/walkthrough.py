@@ -28,7 +28,7 @@ from rich.table import Table
 from experiments import chapter
 from experiments.chapter import shown
 from grpo_jax import functional as F
-from grpo_jax.config import GRPOConfig, ModelOptions, options_of, recipe, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.text import check_ids, encode_prompts
 from grpo_jax.data.types import Completion, Example, pad_prompts
 from grpo_jax.errors import UsageError
@@ -38,6 +38,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
+from grpo_jax.options import options_of
 from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.guards import has_spread

@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, PPOConfig, options_of, run_of, validate, with_options
+from grpo_jax.checks import validate
+from grpo_jax.config import GRPOConfig, PPOConfig, run_of, with_options
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
+from grpo_jax.options import options_of
 from grpo_jax.rl.evaluate import heldout_calls
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.optimizer import init_state

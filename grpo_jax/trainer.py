@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from grpo_jax.config import GRPOConfig, ModelOptions, option_types, suggestion, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, with_options
 from grpo_jax.data import episodes
 from grpo_jax.data.episodes import ReplyFn
 from grpo_jax.data.rows import SUFFIXES, read_rows
@@ -22,6 +22,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, merge
 from grpo_jax.models.params import format_of
 from grpo_jax.models.trainable import join, split
+from grpo_jax.options import option_types, suggestion
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.rl.grpo import check_teacher
 from grpo_jax.rl.guards import length_warning

@@ -12,6 +12,7 @@ from typing import get_args
 import jax
 import pytest
 
+from grpo_jax.checks import validate, validate_ppo
 from grpo_jax.config import (
     RECIPES,
     CriticConfig,
@@ -19,17 +20,13 @@ from grpo_jax.config import (
     ModelOptions,
     PPOConfig,
     Preset,
-    from_json,
-    option_types,
-    options_of,
     recipe,
     run_of,
-    validate,
-    validate_ppo,
     with_options,
 )
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
+from grpo_jax.options import from_json, option_types, options_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import differing_options
 from grpo_jax.tasks.options import TaskOptions
@@ -218,7 +215,7 @@ def test_a_preset_reaches_the_groups_of_ppo(tmp_path):
 def test_help_shows_the_numbers_of_a_preset(capsys):
     def default(*args):
         with pytest.raises(SystemExit):
-            parse("--help", *args)
+            parse("--help-all", *args)
         page = " ".join(word for word in capsys.readouterr().out.split() if word != "│")
         return page.split("--epsilon-high")[1].split("(default: ")[1].split(")")[0]
 

@@ -17,7 +17,8 @@ import pytest
 
 from grpo_jax import functional as F
 from grpo_jax.commands import dpo, kto, sft
-from grpo_jax.config import CriticConfig, EngineOptions, GRPOConfig, ModelOptions, PPOConfig, options_of
+from grpo_jax.config import CriticConfig, EngineOptions, GRPOConfig, ModelOptions, PPOConfig
+from grpo_jax.options import options_of
 
 ROOT = Path(__file__).parents[1]
 EXPORTS = {name for name, value in vars(F).items() if not name.startswith("_") and not inspect.ismodule(value)}

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = [
     "errors",
     "functional",
+    "options",
     "models",
     "sampling",
     "statistics",
@@ -17,6 +18,7 @@ ORDER = [
     "rewards",
     "tasks",
     "config",
+    "checks",
     "hosts",
     "devices",
     "hardware",

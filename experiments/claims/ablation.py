@@ -37,11 +37,13 @@ from experiments.whole_run import (
     stacked,
     whole_run,
 )
-from grpo_jax.config import GRPOConfig, PPOConfig, options_of, recipe, run_of, validate, with_options
+from grpo_jax.checks import validate
+from grpo_jax.config import GRPOConfig, PPOConfig, recipe, run_of, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.options import options_of
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.ppo import add_critic, critic_policy, ppo_method
 from grpo_jax.rl.types import Method

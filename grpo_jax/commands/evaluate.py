@@ -23,7 +23,8 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from grpo_jax.config import GRPOConfig, fits, flattened, from_json, option_types, recipe, validate, validate_seed
+from grpo_jax.checks import validate
+from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data import digests
 from grpo_jax.data.text import Overlong, prompt_limit
 from grpo_jax.errors import UsageError, shown, user_path
@@ -31,6 +32,7 @@ from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import read_json
+from grpo_jax.options import Seed, check_number, fits, flattened, from_json, option_types
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.rl.guards import check_tokens, check_turns
@@ -139,7 +141,7 @@ def main(options: Options) -> None:
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
     if not 0 < options.samples < 2**31:
         raise UsageError(f"samples is {options.samples}: it must be at least 1, and below 2^31")
-    validate_seed(options.seed)
+    check_number("seed", options.seed, Seed)
     sampling = sampling_of(options)
     validate(sampling)
     check_task_options(options)

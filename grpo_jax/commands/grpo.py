@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_jax.checks import validate
 from grpo_jax.commands.common import CONTROL, RUN_DIR, Method, finish, train_with_control
-from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, recipe, validate
+from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, recipe
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.devices import devices_of, load_shardings, parts, place, size
 from grpo_jax.errors import UsageError

@@ -13,9 +13,10 @@ the run take the policy and leave the critic.
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_jax.checks import validate_ppo
 from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.grpo import CURVES, opened, run_method
-from grpo_jax.config import EngineOptions, ModelOptions, PPOConfig, validate_ppo, with_options
+from grpo_jax.config import EngineOptions, ModelOptions, PPOConfig, with_options
 from grpo_jax.devices import devices_of, parts, size
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
 from grpo_jax.runs import flags

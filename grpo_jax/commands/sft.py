@@ -18,9 +18,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from grpo_jax.checks import validate_divergence
 from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.offline import Job, Reference, Values, constants_of, run_method
-from grpo_jax.config import DistillationConfig, ModelOptions, validate_divergence
+from grpo_jax.config import DistillationConfig, ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
 from grpo_jax.data.rows import read_rows, text_column

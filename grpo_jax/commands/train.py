@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import get_args
 
 from grpo_jax.commands.common import RUN_DIR, Method
-from grpo_jax.config import option_types, suggestion
 from grpo_jax.errors import UsageError, user_path
+from grpo_jax.options import option_types, suggestion
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import numbered_runs, read_object
 

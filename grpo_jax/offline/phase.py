@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import Decay, MeshConfig, validate_mesh, validate_minutes, validate_seed, validate_sizes
+from grpo_jax.checks import validate_mesh
+from grpo_jax.config import AdamWConfig, CheckpointConfig, PhaseConfig
 from grpo_jax.data.line import Line, Skipped
 from grpo_jax.devices import (
     Devices,
@@ -25,6 +26,7 @@ from grpo_jax.devices import (
 from grpo_jax.errors import UsageError
 from grpo_jax.models.trainable import join
 from grpo_jax.models.transformer import Params
+from grpo_jax.options import Seed, Size, check_number, check_ranges
 from grpo_jax.rl.optimizer import init_state, learning_rate_schedule, make_optimizer, steps_taken
 from grpo_jax.rl.pieces import Microbatches, by_prompts, computed_in_pieces
 from grpo_jax.rl.types import Logs, TrainState
@@ -34,34 +36,13 @@ _MAX_SKIPPED = 5  # steps in a row without finite gradients
 
 
 @dataclass(frozen=True)
-class SupervisedConfig:
+class SupervisedConfig(CheckpointConfig, AdamWConfig, PhaseConfig):
     """A phase on given data."""
 
-    steps: int
-    """Optimizer steps."""
-    learning_rate: float
-    """Peak learning rate of AdamW. A tiny model takes 1e-4 to 1e-3, a large one 1e-5."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up."""
-    decay: Decay = "none"
-    """How the learning rate falls to 0 between warm-up and end."""
-    weight_decay: float = 0.0
-    """Of AdamW: of matrices; norms and biases have none."""
-    max_grad_norm: float = 1.0
-    """Gradients with a larger norm are scaled down to this one."""
-    microbatches: int = 1
-    """Pieces that a step is computed in, to save memory. Results differ by rounding alone."""
-    devices: int = 1
-    """Devices to spread a step over; 0 for all."""
-    mesh: MeshConfig = MeshConfig()
-    checkpoint_every: int = 250
-    """Steps between checkpoints."""
-    save_every_minutes: float = 0.0
-    """A checkpoint also after a step that ends so many minutes after the last one; 0: none."""
-    log_every: int = 50
+    microbatches: Size = 1
+    """Pieces that a step is computed in, to save memory. Results differ only by rounding."""
+    log_every: Size = 50
     """Steps between lines of the log."""
-    eval_every: int = 0
-    """Steps between held-out evaluations, the first before training; 0: none in between."""
 
 
 class Objective(NamedTuple):
@@ -224,7 +205,7 @@ def check_supervised(config: SupervisedConfig, *, seed: int, rows: int, name: st
       UsageError: one sentence that says what to change.
     """
     _check(config)
-    validate_seed(seed)
+    check_number("seed", seed, Seed)
     check_rows(config, rows=rows, name=name)
 
 
@@ -245,21 +226,5 @@ def check_rows(config: SupervisedConfig, *, rows: int, name: str) -> None:
 
 
 def _check(config: SupervisedConfig) -> None:
+    check_ranges(config)
     validate_mesh(config.mesh)
-    validate_minutes(config.save_every_minutes)
-    validate_sizes(config)
-    for least, names in (
-        (1, ("steps", "microbatches", "checkpoint_every", "log_every")),
-        (0, ("eval_every", "warmup_steps", "weight_decay")),
-    ):
-        for name in names:
-            if getattr(config, name) < least:
-                raise UsageError(
-                    f"{name} of supervised training is {getattr(config, name)}: it must be at least {least}"
-                )
-    if not config.weight_decay < float("inf"):
-        raise UsageError(f"weight_decay is {config.weight_decay}: it must be finite")
-    if not config.max_grad_norm > 0:
-        raise UsageError(f"max_grad_norm is {config.max_grad_norm}: it must be above 0")
-    if not 0 < config.learning_rate < float("inf"):
-        raise UsageError(f"learning_rate is {config.learning_rate}: it must be above 0")

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import DistillationConfig, GRPOConfig, validate
+from grpo_jax.checks import validate
+from grpo_jax.config import DistillationConfig, GRPOConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.config import GRPOConfig, LossConfig, validate
+from grpo_jax.checks import validate
+from grpo_jax.config import GRPOConfig, LossConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.policy import Policy

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig, options_of
+from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig
 from grpo_jax.data.line import Line, Skipped
 from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.devices import (
@@ -33,6 +33,7 @@ from grpo_jax.hardware import peak_flops, update_flops
 from grpo_jax.models.policy import Policy
 from grpo_jax.models.trainable import FROZEN_ROLES, join, split
 from grpo_jax.models.transformer import Params
+from grpo_jax.options import options_of
 from grpo_jax.rl import source as sources, update
 from grpo_jax.rl.grade import grading, read_completions, reporting, reward_arrays
 from grpo_jax.rl.guards import ratio_warning

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from grpo_jax.config import PPOConfig, validate_ppo
+from grpo_jax.checks import validate_ppo
+from grpo_jax.config import PPOConfig
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import (

@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 
 import grpo_jax
-from grpo_jax.config import fits, flattened
 from grpo_jax.errors import UsageError
+from grpo_jax.options import fits, flattened
 from grpo_jax.runs.folder import read_object
 from grpo_jax.statistics import cell
 

@@ -1,6 +1,8 @@
 """Command line of an experiment, from its dataclass."""
 
+import ast
 import dataclasses
+import inspect
 import io
 import json
 import logging
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, Protocol, TypeVar, get_type_hints
 
 import tyro
 import yaml
@@ -24,10 +26,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
-from grpo_jax.config import flattened, from_json, options_of, with_options
+from grpo_jax.config import with_options
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
 from grpo_jax.functional.presets import PRESETS
 from grpo_jax.hosts import HostOptions
+from grpo_jax.options import between, check_ranges, flattened, from_json, option_types, options_of
 from grpo_jax.runs import compilation, stopping
 from grpo_jax.runs.card import COMMAND
 from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs, read_object
@@ -48,9 +51,9 @@ class RunConfig:
     """Project of Weights & Biases to log to; needs the package wandb. TensorBoard's files are always written."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
-    stop_code: int = 75
-    """Exit status after SIGTERM, when the run was saved for --resume. With 75 (EX_TEMPFAIL) schedulers start the job
-    again; 0 would tell them that it is done."""
+    stop_code: Annotated[int, between(0, 255)] = 75
+    """Exit status after SIGTERM, when the run was saved for --resume. 75 (EX_TEMPFAIL) makes schedulers start the job
+    again, 0 does not."""
     hosts: HostOptions = HostOptions()
 
 
@@ -64,6 +67,12 @@ class HasOutput(Protocol):
         """Where it is kept."""
 
 
+# Options that --help shows, in this order, if a command has them; and those that belong to no group of the command.
+FIRST_OPTIONS = (
+    *("model", "task", "data", "reward", "method", "preset", "critic", "steps", "num_prompts", "group_size"),
+    *("max_tokens", "temperature", "learning_rate", "kl_coef", "lora_rank", "dtype", "eval_every", "devices"),
+    *("run_dir", "resume", "config"),
+)
 _NARROWEST = 40  # columns that help needs; with one its layout never ends
 Config = TypeVar("Config", bound=HasOutput)
 Options = TypeVar("Options")
@@ -115,29 +124,67 @@ def program() -> str:
 
 
 def _read(config_class: type[Config], default: Config, args: list[str], prog: str, description: str | None) -> Config:
-    """The command line, over these defaults."""
+    """Reads the command line over these defaults. --help shows the first options, --help-all every option."""
+    settings: dict[str, Any] = {"prog": prog, "description": description}
+    if {"-h", "--help"} & {*args}:
+        end = f"--help-all shows all {len(options_of(default))} options."
+        read_flags(_first_options(config_class, default), end=end, args=["--help"], **settings)
+    args = ["--help" if arg == "--help-all" else arg for arg in args]
     flat = (tyro.conf.OmitArgPrefixes,)
-    return read_flags(config_class, prog=prog, args=args, description=description, default=default, config=flat)
+    return read_flags(config_class, args=args, default=default, config=flat, **settings)
 
 
-def read_flags(config_class: type[Options], **given: Any) -> Options:
+def _first_options(config_class: type, default: Any) -> type:
+    """Returns a dataclass of the options that --help shows, with these defaults."""
+    values, types, texts = options_of(default), option_types(config_class), option_texts(config_class)
+    own = (name for name, value in vars(default).items() if not dataclasses.is_dataclass(value))
+    return dataclasses.make_dataclass(
+        "Options",
+        [
+            (name, Annotated[types[name], tyro.conf.arg(help=texts[name])], dataclasses.field(default=values[name]))
+            for name in dict.fromkeys((*FIRST_OPTIONS, *own))
+            if name in types
+        ],
+    )
+
+
+def option_texts(config_class: Any) -> dict[str, str]:
+    """Returns the texts of a config's options, by name: the docstrings of their fields, each as one line."""
+    texts: dict[str, str] = {}
+    for parent in filter(dataclasses.is_dataclass, reversed(config_class.__mro__)):
+        definition: Any = ast.parse(inspect.getsource(parent)).body[0]  # type: ignore[arg-type]
+        for field, text in pairwise(definition.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    for hint in filter(dataclasses.is_dataclass, get_type_hints(config_class).values()):
+        texts |= option_texts(hint)
+    return texts
+
+
+def read_flags(config_class: type[Options], *, end: str = "", **settings: Any) -> Options:
     """Calls `tyro.cli`. Its help may be read in part, as by `head`; the program then ends without a traceback.
 
     Args:
       config_class: as in `parse`.
-      given: as for `tyro.cli`.
+      end: a line below the help. Default none.
+      settings: as for `tyro.cli`.
+
+    Raises:
+      UsageError: a number is not in the range of its option.
     """
     prepare_terminal()
     try:
         try:
-            return tyro.cli(config_class, **given)
+            options = tyro.cli(config_class, **settings)
         finally:
-            sys.stdout.flush()
+            print(end, end="\n" if end else "", flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more as it ends
         if isinstance(error, BrokenPipeError):
             raise SystemExit(128 + signal.SIGPIPE) from None
         refuse(f"the help cannot be written ({error.strerror}): mend stdout")
+    check_ranges(options)
+    return options
 
 
 def prepare_terminal() -> None:
@@ -317,8 +364,6 @@ def open_run(config: HasOutput) -> RunFolder:
       UsageError: the folder holds a run with other options.
     """
     output, values = config.output, dataclasses.asdict(config)
-    if not 0 <= output.stop_code <= 255:
-        raise UsageError(f"stop_code is {output.stop_code}: an exit status is between 0 and 255")
     for name in ("run_dir", "resume", "config", "hosts"):
         del values["output"][name]
     hosts.check_same(flattened(values))

@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
-from grpo_jax.config import fits, flattened
 from grpo_jax.data import digests
 from grpo_jax.errors import UsageError, reason_of, shown
 from grpo_jax.hardware import peak_memory_mb
+from grpo_jax.options import fits, flattened
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.lock import hold

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, fits, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.text import uses_chat
 from grpo_jax.errors import UsageError
@@ -25,6 +25,7 @@ from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
+from grpo_jax.options import fits
 from grpo_jax.planning.plan import Plan, choose, shape_of
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, check_inputs, read_inputs, read_object, run_digest, write_json

@@ -14,8 +14,8 @@ from itertools import accumulate, chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grpo_jax.config import flattened
 from grpo_jax.errors import UsageError, reason_of, user_path
+from grpo_jax.options import flattened
 from grpo_jax.runs.folder import SIDE_PHASES, finite, is_coin, parse_line, read_lines, read_object, write_text
 
 MAX_BYTES = 5_000_000  # of the page; rollouts are left out to keep to it

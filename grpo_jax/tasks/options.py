@@ -13,6 +13,7 @@ from grpo_jax.data.text import Overlong, uses_chat
 from grpo_jax.data.types import rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
+from grpo_jax.options import Bound, Size
 from grpo_jax.rewards.reward import open_rewards, parse_reward
 from grpo_jax.tasks.countdown import countdown_task
 from grpo_jax.tasks.dataset import text_task
@@ -37,19 +38,17 @@ class TaskOptions:
     data: str = ""
     """Where the rows of gsm8k or math are: a folder, a file, or an id on the hub; needed for math."""
     reward: tuple[str, ...] = ()
-    """Rewards, each as name=weight*function(argument=value); the function alone is enough. It is file.py:function of
-    your own, or exact_answer, gsm8k_answer, math_answer, matches, length, overlong_penalty or repetition. A reward of
-    weight 0 is logged and not learned from. Needed for your own rows."""
+    """Rewards, each as name=weight*function(argument=value), where only the function is needed: file.py:function or a
+    built-in one, such as exact_answer or length. Weight 0 only logs."""
     environment: str = ""
-    """file.py:make, a function without arguments that returns the environment: a function of (example, transcript, key)
-    that answers each turn of the policy. Without --reward the sum of its rewards is learned from. It needs --max-turns
-    and --environment-tokens."""
+    """file.py:make, a function that returns the environment, which answers each turn of the policy. Needs --max-turns
+    and --environment-tokens. Without --reward its rewards count."""
     tools: str = ""
-    """Functions that the policy may call: file.py:function,function, with type hints and docstrings. They need a model
-    with a chat template, --max-turns and --environment-tokens."""
+    """Functions that the policy may call: file.py:function,function, with type hints and docstrings. Needs a chat
+    template, --max-turns and --environment-tokens."""
     environment_factory: str = ""
-    """file.py:Class, written for environment_factory of TRL: its methods are tools, and what its reset returns is added
-    to the prompt of your own rows. Without --reward its get_reward is learned from. It needs what --tools needs."""
+    """file.py:Class, written for environment_factory of TRL. Its methods are tools, and its reset adds to prompts.
+    Without --reward its get_reward counts."""
     prompt_column: str = "prompt"
     """Column of your own rows with the prompt: text, or a list of chat messages."""
     template: str | None = None
@@ -59,22 +58,22 @@ class TaskOptions:
     """Whether a prompt that is text becomes a user's message of the chat template; None: if the tokenizer has one."""
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
-    num_heldout: int | None = None
-    """Held-out prompts at most. None: 200 when training, and at most a tenth of your own rows; all when evaluating
-    (200 of countdown)."""
-    reward_deadline: float = 10.0
-    """Seconds that one call of a reward may take, on the completions of one prompt (in proportion more where an
-    evaluation has more of them). Then it is killed, and these completions have no number from it."""
-    reward_budget: float = 60.0
-    """Seconds that each reward may take for a whole rollout. Completions left over have no number from it."""
-    reward_memory_mb: int | None = None
+    num_heldout: Size | None = None
+    """Largest number of held-out prompts. None: 200 in training, at most a tenth of your own rows; all in evaluations
+    (countdown: 200)."""
+    reward_deadline: Bound = 10.0
+    """Seconds that a reward may take for the completions of one prompt. Then the call is killed, and these completions
+    get no number."""
+    reward_budget: Bound = 60.0
+    """Seconds that each reward may take for a whole rollout. The remaining completions get no number from it."""
+    reward_memory_mb: Size | None = None
     """Megabytes that a reward's process may allocate beyond what loading it took; None: no limit."""
-    reply_deadline: float = 10.0
+    reply_deadline: Bound = 10.0
     """Seconds that one reply of the environment, or the calls of one turn, may take. Then the process is killed, and
     the episode ends."""
-    reply_budget: float = 60.0
+    reply_budget: Bound = 60.0
     """Seconds that the replies to one turn of all episodes of a rollout may take. Episodes without a reply end."""
-    reply_memory_mb: int | None = None
+    reply_memory_mb: Size | None = None
     """Megabytes that a process of the environment may allocate beyond what loading it took; None: no limit."""
 
 

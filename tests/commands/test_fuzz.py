@@ -28,7 +28,6 @@ from rich.console import Console
 
 from grpo_jax import hosts
 from grpo_jax.commands import evaluate, train
-from grpo_jax.config import option_types
 from grpo_jax.data.episodes import Reply, environment
 from grpo_jax.data.preferences import read_preferences
 from grpo_jax.data.rows import read_rows
@@ -37,6 +36,7 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.options import option_types
 from grpo_jax.runs import flags
 from grpo_jax.runs.card import model_card
 from grpo_jax.runs.folder import RunFolder

@@ -292,7 +292,7 @@ def test_every_method_trains_adapters_on_a_quantised_base(folder, tmp_path, meth
         (["--task", ""], "--task is needed"),
         (["--max-tokens", 1], "no completion is left"),
         (["--num-rows", 99], "a step of 99 rows is asked for"),
-        (["--steps", 0], "steps of supervised training is 0"),
+        (["--steps", 0], "steps is 0: it must be at least 1"),
         (["--seed", -1], "seed is -1: it must be between 0 and 2^32 - 1"),
         (["--teacher", "DIR"], "there is a teacher, but distillation is none"),
         (["--distillation", "jsd"], "distillation jsd needs a teacher"),
@@ -456,7 +456,7 @@ def test_every_loss_has_constants_of_its_own_and_the_sources_defaults(name):
         (["--max-tokens", 1], "no pair is left"),
         (["--max-tokens", 0], "max_tokens is 0: it must be at least 1"),
         (["--heldout-share", 0], "0 are held out"),
-        (["--steps", 0], "steps of supervised training is 0"),
+        (["--steps", 0], "steps is 0: it must be at least 1"),
         (["--seed", -1], "seed is -1: it must be between 0 and 2^32 - 1"),
     ],
 )
@@ -551,7 +551,7 @@ def test_completions_that_are_all_good_are_told_and_without_weight_refused(folde
         (["--max-tokens", 1], "no completion is left"),
         (["--max-tokens", 0], "max_tokens is 0: it must be at least 1"),
         (["--heldout-share", 0], "0 are held out"),
-        (["--steps", 0], "steps of supervised training is 0"),
+        (["--steps", 0], "steps is 0: it must be at least 1"),
         (["--seed", -1], "seed is -1: it must be between 0 and 2^32 - 1"),
     ],
 )
@@ -673,7 +673,7 @@ def test_options_of_another_method_are_refused(capsys, args, sentence):
 )
 def test_help_lists_the_options_of_a_method_alone(capsys, method, has, lacks):
     with pytest.raises(SystemExit):
-        train.command(["--method", method, "--help"])
+        train.command(["--method", method, "--help-all"])
     page = capsys.readouterr().out
     assert "--method {grpo,ppo,sft,reward-model,dpo,kto}" in page
     assert all(flag in page for flag in has)

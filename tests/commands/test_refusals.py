@@ -2,14 +2,15 @@
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
 
-from grpo_jax.commands import evaluate, grpo
-from grpo_jax.config import PPOConfig, option_types, validate_ppo, with_options
+from grpo_jax.checks import validate_ppo
+from grpo_jax.commands import evaluate, grpo, train
+from grpo_jax.config import PPOConfig, with_options
 from grpo_jax.errors import UsageError
+from grpo_jax.options import option_types
 from grpo_jax.runs import flags
 
 MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
@@ -87,15 +88,20 @@ def test_a_prompt_of_a_million_characters_is_bounded_by_the_model_and_counted(tm
         (["--group-size", 10**9], "a rollout has less than 2^31 tokens"),
         (["--lora-rank", 10**30], f"lora_rank is {10**30}: it must be at most 64, the width of the model"),
         (["--reward-memory-mb", 0], "memory_mb is 0: it must be at least 1"),
-        (["--save-every-minutes", "nan"], "save_every_minutes is nan"),
+        (["--save-every-minutes", "nan"], "save_every_minutes is nan: it must be at least 0"),
+        (["--stop-code", 256], "stop_code is 256: it must be between 0 and 255"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_compiled(tmp_path, more, sentence):
+def test_what_cannot_work_is_refused_before_anything_is_compiled(tmp_path, capsys, more, sentence):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     given = ["--model", MODEL, "--task", tmp_path / "rows.jsonl", "--reward", "length(maximum=3)", *more]
-    config = flags.parse(grpo.Config, None, [str(arg) for arg in [*given, "--run-dir", tmp_path / "run"]])
-    with pytest.raises(UsageError, match=re.escape(sentence)):
-        grpo.main(config)
+    with pytest.raises(SystemExit) as ended:
+        train.command([str(arg) for arg in [*given, "--run-dir", tmp_path / "run", "--no-compilation-cache"]])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert sentence in said
     assert not (tmp_path / "run").exists()
 
 

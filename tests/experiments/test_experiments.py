@@ -34,6 +34,7 @@ from experiments import (
     preferences,
     stories,
 )
+from grpo_jax.config import ModelOptions
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained
@@ -161,6 +162,8 @@ def test_a_second_run_gets_a_folder_of_its_own_and_resume_takes_the_newest(tmp_p
         (["--resume"], "there is no run to resume"),
         (["--no-such-option", "1"], "no-such-option"),
         (["--preset", "nonsense"], "nonsense"),
+        (["--steps", "0"], "steps is 0: it must be at least 1"),
+        (["--learning-rate", "nan"], "learning_rate is nan: it must be above 0"),
     ],
 )
 def test_bad_options_are_refused(tmp_path, capsys, args, message):
@@ -220,7 +223,7 @@ def test_numbers_of_runs_go_on_after_a_gap(tmp_path):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_help_explains_every_option(config, capsys):
     with pytest.raises(SystemExit):
-        parse("--help", config=config)
+        parse("--help-all", config=config)
     lines = capsys.readouterr().out.splitlines()
     options = [i for i, line in enumerate(lines) if re.match(r"--[a-z]", line.lstrip("│ "))]
     assert len(options) >= 20
@@ -369,17 +372,16 @@ def test_adapters_are_exported_merged_or_alone_also_when_their_base_has_moved(lo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lora-rank", "-1"], "lora_rank is -1"),
-        (["--param-dtype", "bfloat16"], "param_dtype bfloat16 would lose"),
-        (["--attention", "cudnn"], "bfloat16"),
-        (["--attention", "cudnn", "--dtype", "bfloat16"], "NVIDIA GPU"),
-        (["--lora-rank", "2", "--lora-alpha", "0"], "alpha"),
+        ({"lora_rank": -1}, "lora_rank is -1"),
+        ({"param_dtype": "bfloat16"}, "param_dtype bfloat16 would lose"),
+        ({"attention": "cudnn"}, "bfloat16"),
+        ({"attention": "cudnn", "dtype": "bfloat16"}, "NVIDIA GPU"),
+        ({"lora_rank": 2, "lora_alpha": 0.0}, "alpha"),
     ],
 )
-def test_models_that_cannot_be_trained_as_asked(tmp_path, options, message):
-    config = parse("--model", STORIES_MODEL, *options, "--run-dir", tmp_path / "run", config=stories.Config)
+def test_models_that_cannot_be_trained_as_asked(options, message):
     with pytest.raises(ValueError, match=message):
-        load_model(config.model, seed=0)
+        load_model(ModelOptions(str(STORIES_MODEL), **options), seed=0)
 
 
 @needs_stories
@@ -532,10 +534,12 @@ def test_pairs_are_of_different_completions_and_chosen_as_often_as_they_should()
 
 
 @pytest.mark.parametrize("option", ["--num-pairs", "--steps", "--beta"])
-def test_pairs_refuse_impossible_options_before_anything_is_made(tmp_path, option):
-    config = parse(option, 0, "--run-dir", tmp_path / "run", config=preferences.Config)
-    with pytest.raises(UsageError, match=f"{option[2:].replace('-', '_')} .*is 0"):
-        preferences.main(config)
+def test_pairs_refuse_impossible_options_before_anything_is_made(tmp_path, capsys, option):
+    args = [option, "0", "--run-dir", str(tmp_path / "run"), "--no-compilation-cache"]
+    with pytest.raises(SystemExit) as ended:
+        flags.main(preferences.Config, preferences.main, None, args)
+    assert ended.value.code == 2
+    assert f"error: {option[2:].replace('-', '_')} is 0" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

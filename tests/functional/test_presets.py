@@ -25,9 +25,7 @@ from grpo_jax.functional import (
     gspo_log_ratio,
     ignore_lengths,
     kl_cov_term,
-    kl_full,
     kl_k1,
-    pass_at_k_advantages,
     ratio_term,
     reinforce_term,
     sapo_surrogate,
@@ -408,13 +406,6 @@ def test_one_number_a_token_goes_with_any_weights(name):
         check(objective._replace(aggregation=aggregation))
 
 
-@pytest.mark.parametrize("name", TERMS_WITHOUT_EPSILON)
-def test_constants_that_the_term_does_not_take_are_refused(name):
-    objective = Objective(GROUP, term=TERMS_WITHOUT_EPSILON[name], constants={})
-    check(objective)
-    refused(objective.with_constants(epsilon_low=0.2, epsilon_high=0.2), "constants are those of the term.*epsilon")
-
-
 def test_what_is_one_number_a_completion():
     """Declared of each preset, and found by its gradient: at a ratio of 1 a token then depends on the other one."""
 
@@ -438,11 +429,31 @@ def test_k1_in_the_loss_is_refused():
     check(PRESETS["grpo"]._replace(divergence=kl_k1, kl_coef=0.0))
 
 
-def test_pass_at_k_of_more_than_the_group_is_refused():
-    with pytest.raises(ValueError, match=r"k is 4.*3"):
-        check(PRESETS["pass_at_k"], group_size=3)
-    check(PRESETS["pass_at_k"], group_size=4)
-    refused(PRESETS["grpo"]._replace(advantages=ignore_lengths(pass_at_k_advantages, k=9)), "k is 9.*8")
+@every_preset
+def test_delta_is_declared(name):
+    objective = PRESETS[name]
+    arguments = -jnp.ones((1, 2)), -jnp.ones((1, 2)), jnp.ones(1), jnp.ones((1, 2), bool)
+    if objective.takes_delta:
+        objective.term(*arguments, **objective.constants, delta=4.0)
+    else:
+        with pytest.raises(TypeError, match="delta"):
+            objective.term(*arguments, **objective.constants, delta=4.0)
+
+
+@every_preset
+def test_the_smallest_group_is_declared(name):
+    objective = PRESETS[name]
+
+    def advantages(size):
+        return objective.advantages(jnp.array([1.0, 0.0, 0.0, 2.0])[:size], jnp.array([3, 1, 2, 5])[:size])
+
+    assert jnp.isfinite(advantages(objective.min_group_size)).all()
+    try:
+        assert not advantages(objective.min_group_size - 1).any()
+    except ValueError as error:
+        assert "must be between 1 and the group's size" in str(error)  # noqa: PT017
+    with pytest.raises(ValueError, match=r"group_size is .*at least"):
+        check(objective, group_size=objective.min_group_size - 1)
 
 
 @pytest.mark.parametrize(
@@ -450,7 +461,6 @@ def test_pass_at_k_of_more_than_the_group_is_refused():
     [
         ("cispo", "epsilon_high", -0.5, 0.5),
         ("grpo", "delta", 1.0, 1.3),
-        ("sapo", "tau_negative", 0.0, 1.0),
         ("gmpo", "epsilon_low", float("nan"), 0.0),
     ],
 )
@@ -514,20 +524,14 @@ def test_a_reference_is_asked_for_and_refused_by_methods_that_read_it_elsewhere(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"advantages": group_advantages}, "ignore_lengths"),
-        ({"advantages": lambda rewards, lengths, *, where, axis_name: jnp.sum(rewards)}, "rewards' shape"),
-        ({"term": clipped_surrogate}, "ratio_term makes that of a surrogate"),
-        ({"term": clip_cov_term}, "binds a key"),
-        ({"divergence": kl_full}, "divergence must map"),
         ({"divergence": kl_k1}, "kl_unbiased"),
-        ({"aggregation": "token_mean"}, "aggregation must map"),
         ({"kl_coef": -1.0}, "kl_coef is -1.0"),
         ({"entropy_coef": float("inf")}, "entropy_coef is inf"),
         ({"constants": {"epsilon_low": float("nan")}}, "epsilon_low is nan"),
         ({"kl_in_reward": True, "kl_bias_correction": True}, "kl_bias_correction is of a KL in the loss"),
     ],
 )
-def test_what_cannot_be_called_or_makes_no_sense_is_refused(changes, words):
+def test_what_makes_no_sense_is_refused(changes, words):
     refused(PRESETS["grpo"]._replace(**changes), words)
 
 

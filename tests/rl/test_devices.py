@@ -411,7 +411,7 @@ def test_a_run_goes_on_with_other_devices_to_rounding(tmp_path, run_of_four, dev
         ({"parallel": "pmap", "tensor": 2}, "set parallel to mesh"),
         ({"tensor": 0}, "it must be at least 1"),
         ({"fsdp": 8, "num_prompts": 4}, "must be a multiple of"),
-        ({"fsdp": 4, "tensor": 2, "num_prompts": 6}, "devices / tensor .4."),
+        ({"fsdp": 4, "tensor": 2, "num_prompts": 6}, "devices / tensor, 4"),
     ],
 )
 def test_devices_that_cannot_share_out_a_run_are_refused(options, words):

@@ -12,7 +12,8 @@ from bigrams import PARAMS, POLICY, V
 from losses import loss_of
 
 from grpo_jax import functional as F
-from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe, validate, validate_ppo, with_options
+from grpo_jax.checks import validate, validate_ppo
+from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe, with_options
 from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -257,7 +258,7 @@ def test_kinds_and_mixtures_over_devices_are_the_same_run(tmp_path, options):
         ({"distillation_coef": 0.0}, "distillation_coef is 0.0: it must be above 0"),
         ({"reward_coef": -1.0}, "reward_coef is -1.0"),
         ({"distillation_top_k": -1}, "distillation_top_k is -1"),
-        ({"distillation": "k1", "distillation_top_k": 3}, "k1 looks at the sampled token alone"),
+        ({"distillation": "k1", "distillation_top_k": 3}, "k1 looks only at the sampled token"),
         ({"distillation_beta": 0.3}, "reverse_kl has no mixture"),
         ({"distillation": "jsd", "distillation_beta": 1.0}, "distillation_beta is 1.0"),
         ({"distillation": "k1", "preset": "gmpo"}, "gmpo has one ratio a completion"),
@@ -280,7 +281,7 @@ def test_a_teacher_and_a_distillation_need_each_other():
         make_distillation_programs(POLICY, POLICY, TASK, GRPOConfig())
     with pytest.raises(UsageError, match=f"the model has {V} tokens"):
         make_distillation_programs(POLICY, POLICY, TASK, with_options(CONFIG, distillation_top_k=V))
-    with pytest.raises(UsageError, match="distillation jsd is of GRPO alone"):
+    with pytest.raises(UsageError, match="distillation jsd needs GRPO"):
         validate_ppo(with_options(PPOConfig(), distillation="jsd"))
 
 

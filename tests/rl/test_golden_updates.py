@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from grpo_jax.config import PPOConfig, options_of, recipe, run_of, with_options
+from grpo_jax.config import PPOConfig, recipe, run_of, with_options
 from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.devices import place, to_devices
 from grpo_jax.models.config import ModelConfig
@@ -24,6 +24,7 @@ from grpo_jax.models.lora import Adapted
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import join, split
 from grpo_jax.models.weights import load_params, read_json
+from grpo_jax.options import options_of
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
 from grpo_jax.rl.ppo import critic_policy, ppo_method

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, TASK, V, prompts, says_three, train_grpo
 
-from grpo_jax.config import recipe, validate, with_options
+from grpo_jax.checks import validate
+from grpo_jax.config import recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl import guards
@@ -58,7 +59,7 @@ def open_run(path, config=CONFIG) -> RunFolder:
         ({"correction": "geometric", "top_k": 3}, "geometric"),
         ({"preset": "gpg", "epochs": 2}, "gpg has no ratio"),
         ({"entropy_coef": float("nan")}, "entropy_coef"),
-        ({"preset": "pass_at_k", "group_size": 2}, "k is 4"),
+        ({"preset": "pass_at_k", "group_size": 2}, "group_size is 2: preset pass_at_k .* at least 4"),
         ({"advantages_of": "components", "max_rollouts": 2}, "dynamic sampling"),
         ({"advantages_of": "components", "preset": "rloo"}, "KL off the sum"),
         ({"learning_rate": 0.0}, "learning_rate"),
@@ -76,7 +77,7 @@ def open_run(path, config=CONFIG) -> RunFolder:
         ({"ref_mixup_alpha": 0.5}, "ref_mixup_alpha"),
         ({"ref_sync_steps": 1, "ref_mixup_alpha": 0.0}, "ref_mixup_alpha"),
         ({"microbatches": -1}, "microbatches is -1"),
-        ({"steps": 2, "profile_steps": 1}, "set steps to 3 or more"),
+        ({"steps": 2, "profile_steps": 1}, "set steps above 2"),
         ({"epsilon_high": None}, "epsilon_high is None, but preset grpo needs it: 0.2"),
         ({"preset": "sapo", "delta": 4.0}, "delta is 4.0, but preset sapo has no such constant"),
         ({"top_entropy": 0.0}, "top_entropy"),

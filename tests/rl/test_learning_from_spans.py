@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from bigrams import EOS, PAD, POLICY, TASK as THREES, prompts, train_grpo
 
-from grpo_jax.config import recipe, validate, with_options
+from grpo_jax.checks import validate
+from grpo_jax.config import recipe, with_options
 from grpo_jax.data.types import Component, Span
 from grpo_jax.errors import UsageError
 from grpo_jax.functional import group_advantages

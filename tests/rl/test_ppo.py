@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from losses import loss_of
 
-from grpo_jax.config import PPOConfig, recipe, validate_ppo, with_options
+from grpo_jax.checks import validate_ppo
+from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.data.types import pad_prompts, rng
 from grpo_jax.functional import centered_advantages, critic_loss, weighted_sum
 from grpo_jax.functional.presets import PRESETS

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from bigrams import PARAMS, POLICY, TASK, prompts, train_grpo
 
-from grpo_jax.config import recipe, validate, with_options
+from grpo_jax.checks import validate
+from grpo_jax.config import recipe, with_options
 from grpo_jax.devices import to_numpy
 from grpo_jax.errors import UsageError
 from grpo_jax.rl.grpo import grpo_method, make_programs
@@ -217,7 +218,7 @@ def test_a_staleness_of_all_steps_is_refused():
     ("changes", "named"),
     [
         ({"preset": "dppo", "correction": "none"}, "takes its ratio against the sampler already: leave old_logprobs"),
-        ({}, "correction token weighs the sampler against old_logprobs, which are the sampler's own"),
+        ({}, "correction token weighs the sampler, but old_logprobs are its own"),
     ],
 )
 def test_ratios_to_the_sampler_that_make_no_sense(changes, named):

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from grpo_jax import GRPOTrainer
-from grpo_jax.config import flattened
 from grpo_jax.data.episodes import Reply, episode_return
 from grpo_jax.data.types import Component
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.options import flattened
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.tasks import arithmetic

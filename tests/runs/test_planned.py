@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from grpo_jax.commands import grpo
-from grpo_jax.config import GRPOConfig, ModelOptions, from_json, recipe
+from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
+from grpo_jax.options import from_json
 from grpo_jax.runs import flags, pretrained
 from grpo_jax.runs.pretrained import Loaded, planned
 

@@ -1,0 +1,253 @@
+"""Refusals of options that do not go together. Ranges of single options are declared by their types.
+
+A check yields a sentence for everything that it refuses; a run is refused with the first.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from grpo_jax.config import CONSTANTS, DistillationConfig, GRPOConfig, LossConfig, MeshConfig, PPOConfig
+from grpo_jax.errors import UsageError
+from grpo_jax.functional.numerics import is_zero
+from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
+from grpo_jax.functional.presets import PRESETS
+from grpo_jax.options import check_ranges, options_of, suggestion
+
+Sentences = Iterator[str]
+
+
+def validate(config: GRPOConfig, *, num_devices: int = 1, compares_groups: bool = True) -> None:
+    """Refuses what cannot work, before anything is compiled.
+
+    Args:
+      config: the run.
+      num_devices: devices that prompts are spread over.
+      compares_groups: whether advantages compare the completions of a group, so that a group of one is refused.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    check_ranges(config)
+    compares_groups = compares_groups and not is_zero(config.distillation.reward_coef)
+    _refuse_first(
+        _preset(config.loss),
+        _mesh(config.mesh),
+        _distillation(config),
+        _steps(config),
+        _sampling(config, compares_groups),
+        _constants(config.loss),
+        _kl(config.loss),
+        _advantages(config),
+        _old_logprobs(config),
+        _reference(config),
+        _updates(config, num_devices),
+    )
+
+
+def validate_ppo(config: PPOConfig, *, num_devices: int = 1) -> None:
+    """Refuses what cannot work in PPO, as `validate` does.
+
+    Args:
+      config: the run.
+      num_devices: devices that prompts are spread over.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    check_ranges(config)
+    _refuse_first(_groups_in_ppo(config.run))
+    validate(config.run, num_devices=num_devices, compares_groups=False)
+    _refuse_first(_tokens_in_ppo(config.run))
+
+
+def validate_mesh(config: MeshConfig) -> None:
+    """Refuses a mesh that no number of devices can have, as `validate` does."""
+    check_ranges(config)
+    _refuse_first(_mesh(config))
+
+
+def validate_divergence(config: DistillationConfig) -> None:
+    """Refuses constants that the divergence from a teacher does not have, as `validate` does."""
+    check_ranges(config)
+    _refuse_first(_divergence(config))
+
+
+def _refuse_first(*checks: Iterable[str]) -> None:
+    for sentence in chain.from_iterable(checks):
+        raise UsageError(sentence)
+
+
+def _preset(loss: LossConfig) -> Sentences:
+    if loss.preset not in PRESETS:
+        yield f"there is no preset {loss.preset}: {suggestion(loss.preset, PRESETS)}"
+
+
+def _mesh(config: MeshConfig) -> Sentences:
+    if config.parallel == "pmap" and config.fsdp * config.tensor > 1:
+        yield f"fsdp is {config.fsdp} and tensor is {config.tensor}, but pmap divides nothing: set parallel to mesh"
+
+
+def _distillation(config: GRPOConfig) -> Sentences:
+    options, loss = config.distillation, config.loss
+    if options.distillation == "none":
+        for name, value in options_of(options).items():
+            if value != getattr(DistillationConfig, name):
+                yield f"{name} is {value}, but distillation is none: leave it out, or choose a distillation"
+        return
+    yield from _divergence(options)
+    has_advantages = options.distillation == "k1"
+    without_effect = {
+        "max_rollouts": config.sampling.max_rollouts > 1,
+        "advantages_of": loss.advantages_of != "sum",
+        "kl_in_reward": loss.kl_in_reward and loss.kl_coef > 0,
+        "top_entropy": loss.top_entropy < 1,
+        "correction": loss.correction != "none" and not has_advantages,
+        "off_policy_threshold": loss.off_policy_threshold is not None and not has_advantages,
+    }
+    for name, is_set in without_effect.items():
+        if is_set and is_zero(options.reward_coef):
+            yield f"reward_coef is 0, so {name} would change nothing: leave it out, or set reward_coef above 0"
+
+
+def _divergence(config: DistillationConfig) -> Sentences:
+    kind, beta, top_k = config.distillation, config.distillation_beta, config.distillation_top_k
+    if kind != "jsd" and beta != DistillationConfig.distillation_beta:
+        yield f"distillation_beta is {beta}, but {kind} has no mixture: leave it out, or set distillation to jsd"
+    if kind == "k1" and top_k > 0:
+        yield f"distillation_top_k is {top_k}, but k1 looks only at the sampled token: leave it out, or do not take k1"
+
+
+def _steps(config: GRPOConfig) -> Sentences:
+    steps, profiled, staleness = config.steps, config.logging.profile_steps, config.sampling.staleness
+    if profiled and steps <= 2:
+        yield f"profile_steps is {profiled}, but the first two of {steps} steps are not recorded: set steps above 2"
+    if staleness and staleness >= steps:
+        yield f"staleness is {staleness}, and steps is {steps}, so the start would sample all: set it below steps"
+
+
+def _sampling(config: GRPOConfig, compares_groups: bool) -> Sentences:
+    options, least = config.sampling, config.loss.objective.min_group_size
+    if compares_groups and options.group_size < least:
+        preset = config.loss.preset
+        yield f"group_size is {options.group_size}: preset {preset} compares completions, so set it to at least {least}"
+    tokens = options.num_prompts * options.group_size * options.max_tokens
+    if tokens >= 2**31:
+        yield f"num_prompts x group_size x max_tokens is {tokens}: a rollout has less than 2^31 tokens, so lower one"
+    if not 0 < options.temperature + options.temperature_spread < float("inf"):
+        yield f"temperature_spread is {options.temperature_spread}: temperature plus this must be above 0, and finite"
+    if options.filter_metric and options.max_rollouts == 1:
+        yield f'filter_metric "{options.filter_metric}" needs dynamic sampling: leave it out, or raise max_rollouts'
+
+
+def _constants(loss: LossConfig) -> Sentences:
+    published = PRESETS[loss.preset]
+    for name in CONSTANTS:
+        value, number = getattr(loss, name), published.constants.get(name)
+        if value is not None and number is None and not (name == "delta" and published.takes_delta):
+            yield f"{name} is {value}, but preset {loss.preset} has no such constant: leave it out"
+        if value is None and number is not None:
+            yield f"{name} is None, but preset {loss.preset} needs it: {number} is its own"
+    # GMPO clips the logarithm of a ratio, which has no least value.
+    if loss.epsilon_low is not None and loss.epsilon_low > 1 and published.term is not gmpo_term:
+        yield f"epsilon_low is {loss.epsilon_low}: a ratio is at least 0, so set it to at most 1, which is no bound"
+    if loss.delta is not None and loss.epsilon_high is not None and loss.delta <= 1 + loss.epsilon_high:
+        yield f"delta is {loss.delta}: it must be above 1 + epsilon_high ({loss.epsilon_high}), or it is the clip"
+
+
+def _kl(loss: LossConfig) -> Sentences:
+    in_loss = loss.kl_coef > 0 and not loss.kl_in_reward
+    in_reward = loss.kl_coef > 0 and loss.kl_in_reward
+    if loss.divergence != "preset" and not in_loss:
+        yield f"divergence {loss.divergence} is a term of the loss: set kl_coef above 0 and kl_in_reward to False"
+    if loss.kl_bias_correction and not (in_loss and loss.divergence == "preset"):
+        yield (
+            "kl_bias_correction weighs a KL in the loss that is of sampled tokens: set kl_coef above 0, kl_in_reward "
+            'to False and divergence to "preset"'
+        )
+    if loss.advantages_of != "sum" and in_reward:
+        yield (
+            f"preset {loss.preset} takes its KL off the sum of the rewards, but advantages_of is {loss.advantages_of}: "
+            "set kl_coef to 0, or kl_in_reward to False"
+        )
+
+
+def _advantages(config: GRPOConfig) -> Sentences:
+    loss, max_rollouts = config.loss, config.sampling.max_rollouts
+    weighs_tokens = {
+        f'advantages_of "{loss.advantages_of}"': loss.advantages_of in ("turns", "spans"),
+        f"top_entropy {loss.top_entropy}": loss.top_entropy < 1,
+        f"correction {loss.correction}": loss.correction in ("token", "icepop"),
+        "distillation k1": config.distillation.distillation == "k1",
+    }
+    for name, is_set in weighs_tokens.items():
+        # Every token's gradient passes through the one ratio, so that the weight of a token would not reach it.
+        if is_set and loss.objective.per_completion:
+            yield (
+                f"preset {loss.preset} has one ratio a completion, but {name} gives each token a weight of its own: "
+                "leave it out, or take grpo, dapo or another with ratios of tokens"
+            )
+    if loss.advantages_of == "components" and max_rollouts > 1:
+        yield (
+            f"max_rollouts is {max_rollouts}, but dynamic sampling looks at one reward, while advantages_of "
+            '"components" learns from each: set max_rollouts to 1, or advantages_of to "sum"'
+        )
+
+
+def _old_logprobs(config: GRPOConfig) -> Sentences:
+    loss, sampling = config.loss, config.sampling
+    already = f"preset {loss.preset} takes its ratio against the sampler already"
+    if loss.correction != "none" and loss.objective.ratio_to_sampler:
+        yield f"correction {loss.correction} compares the sampler with the trainer, but {already}: leave it out"
+    if loss.old_logprobs == "sampler" and loss.objective.ratio_to_sampler:
+        yield f"{already}: leave old_logprobs out"
+    if loss.old_logprobs == "sampler" and loss.correction != "none":
+        yield f"correction {loss.correction} weighs the sampler, but old_logprobs are its own: leave one of them out"
+    if loss.correction == "geometric" and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
+        yield (
+            "correction geometric drops all completions when top_k, top_p or min_p change their probabilities: leave "
+            "these out, or take another correction"
+        )
+
+
+def _reference(config: GRPOConfig) -> Sentences:
+    options, loss = config.reference, config.loss
+    completions = config.sampling.num_prompts * config.sampling.group_size
+    if options.kl_target is not None and not (loss.kl_in_reward and loss.kl_coef > 0):
+        yield f"kl_target is {options.kl_target}: it steers a KL in the reward: set kl_in_reward, and kl_coef above 0"
+    if options.kl_target is not None and options.kl_horizon < completions:
+        yield f"kl_horizon is {options.kl_horizon}: it must be at least the completions of a step ({completions})"
+    if options.ref_sync_steps > 0 and loss.kl_coef == 0:
+        yield f"ref_sync_steps is {options.ref_sync_steps}, but there is no reference: set kl_coef above 0"
+    if options.ref_sync_steps >= config.steps:
+        yield f"ref_sync_steps is {options.ref_sync_steps}: it must be below steps ({config.steps})"
+    if options.ref_mixup_alpha != 1 and options.ref_sync_steps == 0:
+        yield f"ref_mixup_alpha is {options.ref_mixup_alpha}, but the reference never moves: set ref_sync_steps above 0"
+
+
+def _updates(config: GRPOConfig, num_devices: int) -> Sentences:
+    options, num_prompts = config.optimizer, config.sampling.num_prompts
+    pieces = options.minibatches * (options.microbatches or 1) * num_devices
+    if num_prompts % pieces:
+        product = f"minibatches x microbatches x devices / tensor, {pieces}"
+        yield f"num_prompts is {num_prompts}: it must be a multiple of {product}"
+    if config.loss.objective.term is reinforce_term and options.epochs * options.minibatches > 1:
+        yield f"preset {config.loss.preset} has no ratio, so it can use a rollout once: set epochs and minibatches to 1"
+
+
+def _groups_in_ppo(run: GRPOConfig) -> Sentences:
+    of, kind = run.loss.advantages_of, run.distillation.distillation
+    if of != "sum":
+        yield f'advantages_of "{of}" is for groups, but PPO has a critic for the sum of the rewards: set it to "sum"'
+    if kind != "none":
+        yield f"distillation {kind} needs GRPO: leave it out, or take --method grpo"
+
+
+def _tokens_in_ppo(run: GRPOConfig) -> Sentences:
+    max_rollouts = run.sampling.max_rollouts
+    if max_rollouts > 1 and run.sampling.group_size == 1:
+        yield f"max_rollouts is {max_rollouts}, but there is nothing to compare: set it to 1, or group_size above 1"
+    if run.loss.objective.per_completion:
+        yield (
+            f"preset {run.loss.preset} has one ratio a completion, but a critic's advantages are of tokens: take "
+            "lite_ppo, dapo or another with ratios of tokens"
+        )

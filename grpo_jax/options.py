@@ -1,0 +1,215 @@
+"""Options as data: dataclasses whose fields are options or groups of options.
+
+Every option has a name of its own, in whichever group it is. Its type declares its ranges: `Annotated[int,
+at_least(1)]` is a whole number from 1. A type may have several ranges; a number must be in all of them.
+"""
+
+import dataclasses
+import difflib
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from grpo_jax.errors import UsageError, shown
+
+Config = TypeVar("Config", bound=Any)  # a dataclass whose fields are options or dataclasses of options
+
+
+# ---- ranges
+
+
+class Range(NamedTuple):
+    """Numbers that an option may be."""
+
+    contains: Callable[[float], bool]
+    """Number -> true if it is in the range; NaN is in none."""
+    words: str
+    """The end of the sentence "it must be …"."""
+
+
+def at_least(least: float) -> Range:
+    """Returns the numbers from `least` on."""
+    return Range(lambda number: number >= least, f"at least {least}")
+
+
+def above(least: float) -> Range:
+    """Returns the numbers larger than `least`."""
+    return Range(lambda number: number > least, f"above {least}")
+
+
+def between(least: float, most: float, words: str | None = None) -> Range:
+    """Returns the numbers from `least` to `most`, both included; `words` replace the usual ones."""
+    return Range(lambda number: least <= number <= most, words or f"between {least} and {most}")
+
+
+FINITE = Range(lambda number: number < math.inf, "finite")
+STORABLE = Range(lambda number: number < 2**31, "below 2^31")  # counters and array sizes hold no more
+
+Count = Annotated[int, at_least(0), STORABLE]
+Size = Annotated[int, at_least(1), STORABLE]
+Seed = Annotated[int, between(0, 2**32 - 1, "between 0 and 2^32 - 1")]  # keys of random numbers hold no more
+Weight = Annotated[float, at_least(0), FINITE]
+Positive = Annotated[float, above(0), FINITE]
+Bound = Annotated[float, above(0)]  # infinity is no bound
+Fraction = Annotated[float, between(0, 1)]
+Share = Annotated[float, above(0), Range(lambda number: number <= 1, "at most 1")]
+
+
+def check_ranges(options: Any) -> None:
+    """Refuses numbers that are not in the ranges of their types.
+
+    Args:
+      options: a dataclass whose fields are options or dataclasses of options.
+
+    Raises:
+      UsageError: one sentence that names the option and its range.
+    """
+    types = option_types(type(options), include_extras=True)
+    for name, value in options_of(options).items():
+        check_number(name, value, types[name])
+
+
+def check_number(name: str, value: Any, hint: Any) -> None:
+    """Refuses a number that is not in the ranges of its type.
+
+    Args:
+      name: of the option.
+      value: of the option; None is in every range.
+      hint: its type, such as `Size` or `Size | None`.
+
+    Raises:
+      UsageError: one sentence that names the option and its range.
+    """
+    for part in _ranges_of(hint) if value is not None else ():
+        if not part.contains(value):
+            raise UsageError(f"{name} is {value}: it must be {part.words}")
+
+
+def _ranges_of(hint: Any) -> list[Range]:
+    """Returns the ranges in a type hint, at any depth."""
+    return [hint] if isinstance(hint, Range) else [part for arg in get_args(hint) for part in _ranges_of(arg)]
+
+
+# ---- names, values and types
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """Returns the options of a config, of all its groups, by name."""
+    options: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        options |= options_of(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return options
+
+
+def option_types(config_class: type, *, include_extras: bool = False) -> dict[str, Any]:
+    """Returns the types of a config's options, by name.
+
+    Args:
+      config_class: a dataclass whose fields are options or dataclasses of options.
+      include_extras: as for `typing.get_type_hints`. True: types come with their ranges.
+    """
+    types: dict[str, Any] = {}
+    hints = get_type_hints(config_class, include_extras=include_extras)
+    for name in (field.name for field in dataclasses.fields(config_class)):
+        is_group = dataclasses.is_dataclass(hints[name])
+        types |= option_types(hints[name], include_extras=include_extras) if is_group else {name: hints[name]}
+    return types
+
+
+def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
+    """Returns the config that was written as JSON by `dataclasses.asdict`.
+
+    Args:
+      default: a config of the same class. Options that were not written are taken from it.
+      saved: what was read from the JSON.
+
+    Raises:
+      UsageError: it holds an option that the class does not have, or a value of another type.
+    """
+    options, types = flattened(saved), option_types(type(default))
+    check_known(options, types)
+    for name, value in options.items():
+        if not fits(value, types[name]):
+            raise UsageError(f"{name} is {shown(value)} in the file: that is not of its type")
+        options[name] = Path(value) if types[name] is Path else tuple(value) if isinstance(value, list) else value
+    return replace_options(default, options)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Returns true if a value of a JSON file is of a type, as type hints write it."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return value in args
+    if origin in (Union, UnionType):
+        return any(fits(value, arg) for arg in args)
+    if origin in (tuple, list) or hint is tuple:
+        return isinstance(value, list) and all(fits(x, args[0]) for x in value if args)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(x, args[1]) for x in value.values())
+    if hint is Path:
+        return isinstance(value, str)
+    if hint is float:
+        return isinstance(value, float) or (fits(value, int) and abs(value) <= sys.float_info.max)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else True
+
+
+def flattened(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of all groups of a config.json, by name.
+
+    Raises:
+      UsageError: an option is in two groups.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        part = flattened(value) if isinstance(value, Mapping) else {name: value}
+        for twice in flat.keys() & part.keys():
+            raise UsageError(f"{twice} is given twice: leave one of them out")
+        flat |= part
+    return flat
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Returns a hint for somebody who wrote an unknown name: the closest known names, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 3)
+    return f"is it {' or '.join(close)}?" if close else f"they are {', '.join(known)}"
+
+
+def check_known(options: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses names of options that there are not.
+
+    Args:
+      options: names.
+      known: names of the options that there are.
+
+    Raises:
+      UsageError: one sentence, with the closest known names.
+    """
+    for name in options:
+        if name not in known:
+            raise UsageError(f"there is no option {name}: {suggestion(name, known)}")
+
+
+def replace_options(config: Config, options: Mapping[str, Any]) -> Config:
+    """Returns a config with some of its options replaced, in whichever group they are.
+
+    Args:
+      config: a dataclass whose fields are options or dataclasses of options.
+      options: name -> value, which may be traced. Names that the config does not have are ignored.
+    """
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = replace_options(value, options)
+        elif field.name in options:
+            changes[field.name] = options[field.name]
+    return dataclasses.replace(config, **changes)

@@ -1,0 +1,79 @@
+"""Help of the commands: short pages first, every option on demand, and a text for each."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from grpo_jax.commands import evaluate, train
+from grpo_jax.options import option_types
+from grpo_jax.runs import flags
+
+COMMANDS = {method: train.module_of(method).Config for method in train.METHODS} | {"evaluate": evaluate.Options}
+# Options of the commands' own modules whose texts are still longer than 25 words.
+LONGER = {
+    "grpo": {"teacher"},
+    "sft": {"teacher", "max_tokens", "distillation"},
+    "reward-model": {"max_tokens"},
+    "dpo": {"max_tokens"},
+    "kto": {"max_tokens", "undesirable_weight", "reference_point"},
+}
+SOURCES = [file.read_text("utf-8") for file in Path(train.__file__).parents[1].rglob("*.py")]
+
+
+def page(capsys, monkeypatch, *args):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ended:
+        train.command([*args])
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def lines_in_80_columns(text):
+    return sum(max(1, -(-len(line) // 80)) for line in text.splitlines())
+
+
+def names_in(text):
+    """Options that have an entry of their own."""
+    return {name.replace("-", "_") for name in re.findall(r"^[│ ]*--([a-z][a-z-]*)", text, re.M)} - {"help_all"}
+
+
+@pytest.mark.parametrize("method", train.METHODS)
+def test_help_shows_the_first_options_and_says_how_to_see_all(capsys, monkeypatch, method):
+    types = option_types(COMMANDS[method])
+    first, everything = (page(capsys, monkeypatch, "--method", method, flag) for flag in ("--help", "--help-all"))
+    assert lines_in_80_columns(first) <= 140
+    assert 15 <= len(names_in(first)) <= 30
+    assert {"model", "steps", "learning_rate", "run_dir"} <= names_in(first) < names_in(everything) == types.keys()
+    assert first.rstrip().splitlines()[-1] == f"--help-all shows all {len(types)} options."
+
+
+def test_help_of_grpo_has_about_twenty_options_with_their_texts_and_defaults(capsys, monkeypatch):
+    text = page(capsys, monkeypatch, "-h", "--steps", "3", "--preset", "companion_post")
+    assert 20 <= len(names_in(text)) <= 25
+    words = " ".join(text.replace("│", " ").split())
+    assert "--num-prompts INT Prompts of a rollout. (default: 32)" in words
+    assert "after it. (default: 0.7)" in words  # of the preset
+    assert text.startswith("usage: ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_a_text(command):
+    texts = flags.option_texts(COMMANDS[command])
+    assert texts.keys() == option_types(COMMANDS[command]).keys()
+    for name, text in texts.items():
+        assert text.endswith("."), name
+        assert len(text.split()) >= 3, name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_text_of_an_option_is_long(command):
+    counts = {name: len(text.split()) for name, text in flags.option_texts(COMMANDS[command]).items()}
+    assert {name for name, count in counts.items() if count > 25} <= LONGER.get(command, set())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_option_is_never_read(command):
+    for name in option_types(COMMANDS[command]):
+        uses = sum(len(re.findall(rf"\.{name}\b|\"{name}\"", source)) for source in SOURCES)
+        assert uses, name

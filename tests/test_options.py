@@ -1,0 +1,119 @@
+"""Options as data: ranges in their types, and the groups that methods share."""
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, get_args, get_type_hints
+
+import pytest
+
+from grpo_jax.config import AdamWConfig, CheckpointConfig, GRPOConfig, PhaseConfig, PPOConfig, with_options
+from grpo_jax.errors import UsageError
+from grpo_jax.offline.phase import SupervisedConfig, check_supervised
+from grpo_jax.options import (
+    FINITE,
+    Bound,
+    Count,
+    Fraction,
+    Positive,
+    Range,
+    Seed,
+    Share,
+    Size,
+    Weight,
+    above,
+    at_least,
+    between,
+    check_number,
+    check_ranges,
+    option_types,
+)
+from grpo_jax.tasks.options import TaskOptions
+
+TYPES = {
+    "Count": (Count, [0, 3, 2**31 - 1], {-1: "at least 0", 2**31: r"below 2\^31", 10**30: r"below 2\^31"}),
+    "Size": (Size, [1, 2**31 - 1], {0: "at least 1", 2**31: r"below 2\^31"}),
+    "Seed": (Seed, [0, 2**32 - 1], {-1: r"between 0 and 2\^32 - 1", 2**32: "between 0 and"}),
+    "Weight": (Weight, [0.0, 1e30], {-0.1: "at least 0", math.inf: "finite", math.nan: "at least 0"}),
+    "Positive": (Positive, [1e-30, 10**400], {0.0: "above 0", math.inf: "finite", math.nan: "above 0"}),
+    "Bound": (Bound, [1e-30, math.inf], {0.0: "above 0", math.nan: "above 0"}),
+    "Fraction": (Fraction, [0, 0.5, 1.0], {-0.1: "between 0 and 1", 1.1: "between 0 and 1", math.nan: "between"}),
+    "Share": (Share, [0.1, 1], {0.0: "above 0", 1.1: "at most 1", math.nan: "above 0"}),
+    "optional": (Size | None, [None, 1], {0: "at least 1"}),
+    "several": (Annotated[float, at_least(-1), FINITE, Range(lambda x: x != 0, "not 0")], [-1.0, 1.0], {0.0: "not 0"}),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_number_is_in_all_ranges_of_its_type_or_refused_in_a_sentence(name):
+    hint, good, bad = TYPES[name]
+    for value in good:
+        check_number("some_option", value, hint)
+    for value, words in bad.items():
+        with pytest.raises(UsageError, match=f"^some_option is {re.escape(str(value))}: it must be {words}"):
+            check_number("some_option", value, hint)
+
+
+def test_a_range_says_what_it_holds():
+    assert [above(2).words, at_least(0.5).words, between(0, 1).words] == ["above 2", "at least 0.5", "between 0 and 1"]
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A group."""
+
+    share: Share | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A command's options."""
+
+    inner: Inner = Inner()
+    size: Size = 1
+    name: str = ""
+
+
+def test_options_of_all_groups_are_checked():
+    check_ranges(Outer())
+    check_ranges(Outer(Inner(0.5)))
+    with pytest.raises(UsageError, match="share is 2: it must be at most 1"):
+        check_ranges(Outer(Inner(2)))
+    with pytest.raises(UsageError, match="size is 0"):
+        check_ranges(Outer(size=0))
+
+
+@pytest.mark.parametrize("config", [PPOConfig, SupervisedConfig, TaskOptions])
+def test_every_number_declares_a_range(config):
+    """A spread of temperatures is checked together with the temperature."""
+    plain, annotated = option_types(config), option_types(config, include_extras=True)
+    numbers = {name for name, hint in plain.items() if {int, float} & {hint, *get_args(hint)}}
+    assert len(numbers) >= 5
+    assert {name for name in numbers if annotated[name] == plain[name]} <= {"temperature_spread"}
+
+
+def test_defaults_are_in_their_ranges():
+    for config in (GRPOConfig(), PPOConfig(), SupervisedConfig(), TaskOptions()):
+        check_ranges(config)
+
+
+def test_methods_share_their_groups():
+    shared = {
+        field.name for group in (AdamWConfig, CheckpointConfig, PhaseConfig) for field in dataclasses.fields(group)
+    }
+    ours, others = option_types(GRPOConfig, include_extras=True), option_types(SupervisedConfig, include_extras=True)
+    names = shared - {"mesh"} | get_type_hints(PhaseConfig)["mesh"].__dataclass_fields__.keys()
+    assert {name: ours[name] for name in names} == {name: others[name] for name in names}
+    assert (ours.keys() & others.keys()) - names == {"microbatches"}  # 0 is a rule of GRPO's
+
+
+def test_a_phase_on_data_is_checked_by_the_same_ranges():
+    config = SupervisedConfig(4, 1e-2, devices=1)
+    assert (config.steps, config.learning_rate) == (4, 1e-2)
+    check_supervised(config, seed=0, rows=8, name="num_rows")
+    for option, value in {"steps": 0, "weight_decay": -1.0, "save_every_minutes": math.nan, "log_every": 0}.items():
+        with pytest.raises(UsageError, match=f"^{option} is {value}: it must be at least"):
+            check_supervised(with_options(config, **{option: value}), seed=0, rows=8, name="num_rows")
+    with pytest.raises(UsageError, match="seed is -1"):
+        check_supervised(config, seed=-1, rows=8, name="num_rows")
