@@ -51,7 +51,6 @@ from experiments.judging import (
     supervised_cost,
 )
 from grpo_jax import hosts
-from grpo_jax.commands.common import evaluate_heldout, learn
 from grpo_jax.commands.reward_model import answer_lengths, encode_pairs
 from grpo_jax.config import ModelOptions, PPOConfig, with_options
 from grpo_jax.data.packing import Packed, packed_batches, packed_pieces
@@ -72,6 +71,7 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.reward_model import pair_batches, score_pairs, train_reward_model
 from grpo_jax.offline.sft import mean_nll, train_sft
+from grpo_jax.prepare import Loaded, load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs
@@ -79,10 +79,11 @@ from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json, write_text
-from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
+from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
 from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.train import evaluate_heldout, learn
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
 CURVES = (
@@ -180,7 +181,7 @@ def main(config: Config) -> None:
     # PPO samples as GRPO does: what is compiled for one serves both.
     programs = {"ppo": ppo._replace(sampler=grpo.sampler), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
-    keep_description(run, model, config.model, config.chat)
+    keep_description(run, model.pretrained, config.model, config.chat)
     start = place(model.params, num_devices(config.ppo.run.devices))
     judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, start, thirds, judge, programs, run)

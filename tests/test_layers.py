@@ -24,6 +24,7 @@ ORDER = [
     "engines",
     "runs",
     "offline",
+    "prepare",
     "train",
     "online",
     "trainer",

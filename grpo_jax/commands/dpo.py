@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from grpo_jax import functional
-from grpo_jax.commands.common import RUN_DIR, Method
+from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, encode_preferences, read_preferences, split_preferences
@@ -42,11 +42,12 @@ from grpo_jax.offline.preference import (
     with_intervals,
 )
 from grpo_jax.offline.reward_model import pad_pairs, pair_batches, pair_widths
+from grpo_jax.prepare import Loaded, decide_chat, load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, kept_arrays
-from grpo_jax.runs.pretrained import Loaded, decide_chat, keep_description, load_model
+from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.statistics import cell, paired_difference
 
 PHASE = "dpo"
@@ -144,7 +145,7 @@ def main(config: Config) -> None:
             f"num_pairs is {config.num_pairs}, but there are {len(training.prompts)} pairs: set it to at most that"
         )
     run = flags.open_run(config)
-    keep_description(run, model, config.model, config.chat)
+    keep_description(run, model.pretrained, config.model, config.chat)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *training.notes):
         run.console.print(note, markup=False, highlight=False)
     run.warn(length_warning(sum(pair_widths(training)), model.pretrained.config.max_position_embeddings))

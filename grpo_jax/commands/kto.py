@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple, cast
 
 import numpy as np
 
-from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.dpo import encoding, given_constants, reference_logprobs, show
+from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
@@ -34,11 +34,12 @@ from grpo_jax.offline.kto import RatedLoss, evaluate_ratings, rated_batches, tra
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.offline.preference import score_preferences, with_intervals
 from grpo_jax.offline.reward_model import pair_widths
+from grpo_jax.prepare import Loaded, decide_chat, load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded, decide_chat, keep_description, load_model
+from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.statistics import paired_difference
 
 PHASE = "kto"
@@ -127,7 +128,7 @@ def main(config: Config) -> None:
         word = only_word(encoded[0].desirable)
         raise UsageError(f"all completions are {word}, and the weight of {word} ones is 0: set it above 0")
     run = flags.open_run(config)
-    keep_description(run, model, config.model, config.chat)
+    keep_description(run, model.pretrained, config.model, config.chat)
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *notes(encoded[0])):
         run.console.print(note, markup=False, highlight=False)
     if word := only_word(encoded[0].desirable):

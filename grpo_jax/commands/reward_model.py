@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.dpo import given_constants
+from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences, split_preferences
@@ -39,11 +39,12 @@ from grpo_jax.offline.reward_model import (
     score_pairs,
     train_reward_model,
 )
+from grpo_jax.prepare import decide_chat, load_model
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, write_json
-from grpo_jax.runs.pretrained import decide_chat, keep_description, load_model
+from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.statistics import cell
 
 PHASE = "reward_model"
@@ -135,7 +136,7 @@ def main(config: Config) -> None:
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
     run = flags.open_run(config)
-    keep_description(run, model, config.model, config.chat)
+    keep_description(run, model.pretrained, config.model, config.chat)
     pairs = {"training rows": train_pairs, "held-out pairs": heldout_pairs}
     run.keep_inputs(PHASE, {name: digests.of_values(*part[:3]) for name, part in pairs.items()})
     for note in (*(f"dropped {count} rows {why}" for why, count in dropped.items()), *train_pairs.notes):

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from grpo_jax.commands.common import RUN_DIR, Method
+from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions, validate_divergence
 from grpo_jax.data import digests
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
@@ -35,13 +35,14 @@ from grpo_jax.models.transformer import Params
 from grpo_jax.offline.distillation import DistillationTarget, mean_divergence, train_distillation
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.offline.sft import mean_nll, text_nll, train_sft
+from grpo_jax.prepare import Loaded, load_model, load_teacher
 from grpo_jax.rl.distillation import check_top_k
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded, keep_description, keep_files, load_model, load_teacher
+from grpo_jax.runs.pretrained import keep_description, keep_files
 from grpo_jax.statistics import bootstrap, cell, paired_difference
 from grpo_jax.tasks.dataset import EncodedRows, encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
@@ -125,7 +126,7 @@ def main(config: Config) -> None:
     texts = encode_texts(config, rows, model.pretrained)
     batches = packed_batches(texts.training, config.num_rows, config.seed)
     run = flags.open_run(config)
-    keep_description(run, model, config.model, config.chat)
+    keep_description(run, model.pretrained, config.model, config.chat)
     if teacher:
         keep_files(run, "teacher", teacher.pretrained.folder)
     for note in texts.notes:

@@ -627,8 +627,8 @@ def test_a_run_of_another_method_starts_from_the_options_of_a_file(folder, tmp_p
     (tmp_path / "file.yaml").write_text(f"method: ppo\nmodel: {folder / 'model'}\ncritic: shared\nsteps: 2\n")
     args = ["--config", str(tmp_path / "file.yaml"), "--preset", "dapo", "--run-dir", str(tmp_path / "run")]
     config = flags.parse(train.module_of(train.method_of(args)).Config, None, args)
-    assert (config.method, config.ppo.critic.critic, config.ppo.run.steps) == ("ppo", "shared", 2)
-    assert config.ppo.run.loss.epsilon_high == 0.28
+    assert (config.method, config.train.critic.critic, config.train.run.steps) == ("ppo", "shared", 2)
+    assert config.train.run.loss.epsilon_high == 0.28
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,14 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.weights import load_params
+from grpo_jax.prepare import Loaded, open_engine
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.sampler import completion_numbers, make_sampler
 from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import open_engine, train
+from grpo_jax.train import train
 
 MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 V, EOS, PAD, P = 8, 6, 7, 3
