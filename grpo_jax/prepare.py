@@ -4,10 +4,10 @@ The command line and `GRPOTrainer` take the same steps: `load_models`, a task, `
 its folder. An `Algorithm` holds what differs between GRPO and PPO.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 
@@ -50,18 +50,12 @@ class Loaded(NamedTuple):
 Models = Mapping[str, Loaded]  # by role: "policy", and "teacher" if there is one
 
 
-class RunOptions(Protocol):
-    """A dataclass of a run's options, in groups."""
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run that learns from rewards, in groups."""
 
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-    @property
-    def train(self) -> GRPOConfig | PPOConfig:
-        """The options of the method."""
-
-    @property
-    def model(self) -> ModelOptions:
-        """The options of the model."""
+    train: GRPOConfig | PPOConfig
+    model: ModelOptions = ModelOptions()
 
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -267,8 +261,11 @@ def prepare(
       UsageError: one sentence that says what to change.
     """
     options, models, plan = apply_memory_plan(options, models, task)
-    config = run_of(options.train)
-    sampler = open_engine(engine, models["policy"], task, config, note=note)
+    config, sampler = run_of(options.train), None
+    if engine.engine:
+        from grpo_jax.engines.sampler import sampler_of  # a run without an engine does not load it
+
+        sampler = sampler_of(engine, models["policy"].pretrained, task, config, note=note)
     programs, params = algorithm.programs(models, task, options.train, sampler)
     return Prepared(options, models, task, programs, place(params, devices_of(config)), plan)
 
@@ -303,28 +300,6 @@ def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Opt
     pretrained = policy.pretrained._replace(config=plan.model)
     planned = policy._replace(policy=decoder_policy(plan.model), pretrained=pretrained)
     return with_options(options, **plan.options), {**models, "policy": planned}, plan
-
-
-def open_engine(
-    options: EngineOptions, model: Loaded, task: Task, config: GRPOConfig, *, note: Callable[[str], None]
-) -> Sampler | None:
-    """Returns the sampler of the engine that the options name, or None if they name none.
-
-    Args:
-      options: of the engine.
-      model: that is trained.
-      task: its tokens.
-      config: the run.
-      note: tells the user what takes long.
-
-    Raises:
-      UsageError: no engine answers, or the options ask for what it does not do.
-    """
-    if not options.engine:
-        return None
-    from grpo_jax.engines.sampler import sampler_of  # a run without an engine does not load it
-
-    return sampler_of(options, model.pretrained, task, config, note=note)
 
 
 def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) -> None:

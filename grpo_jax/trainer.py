@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import numpy as np
 
-from grpo_jax.config import GRPOConfig, ModelOptions, fits, option_types, suggestion, with_options
+from grpo_jax.config import GRPOConfig, ModelOptions, fits, option_types, run_of, suggestion, with_options
 from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message, prompt_limit
@@ -23,7 +23,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, merge
 from grpo_jax.models.params import format_of
 from grpo_jax.models.trainable import join, split
-from grpo_jax.prepare import GRPO, begin, load_models, prepare
+from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
@@ -34,14 +34,6 @@ from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
 from grpo_jax.train import train
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The options that a trainer takes."""
-
-    train: GRPOConfig = GRPOConfig()
-    model: ModelOptions = ModelOptions()
 
 
 class GRPOTrainer:
@@ -116,9 +108,9 @@ class GRPOTrainer:
             for name in settings.keys() & options.keys():
                 raise UsageError(f"the model is loaded already: give {name} to load_pretrained")
             options, model = options | settings, model.folder
-        self._options = with_options(_Options(), model=str(model), **options)
-        train, model_options = self._options.train, self._options.model
-        self._models = load_models(model_options, train, teacher=teacher or "", pretrained=pretrained)
+        self._options = with_options(RunOptions(GRPOConfig()), model=str(model), **options)
+        run, model_options = run_of(self._options.train), self._options.model
+        self._models = load_models(model_options, run, teacher=teacher or "", pretrained=pretrained)
 
     def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:
         """Trains from the model given, in a new run; a second call begins there again.
@@ -142,8 +134,8 @@ class GRPOTrainer:
         rows = rows if self._factory is None else trl_rows(self._factory, rows)
         if self._lower_num_prompts:
             num_left = len(self._task(rows, num_prompts=1).heldout.examples)  # without the empty and overlong ones
-            options = with_options(options, num_prompts=_fitting_num_prompts(options.train, num_left))
-        task = self._task(rows, num_prompts=options.train.sampling.num_prompts)
+            options = with_options(options, num_prompts=_fitting_num_prompts(run_of(options.train), num_left))
+        task = self._task(rows, num_prompts=run_of(options.train).sampling.num_prompts)
         prepared = prepare(GRPO, options, self._models, task)
         self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(prepared.options))
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
@@ -165,7 +157,8 @@ class GRPOTrainer:
 
     def _task(self, rows: Sequence[Mapping[str, Any]], *, num_prompts: int) -> Task:
         """Makes a task of rows, all of which are trained on."""
-        train, model, pretrained = self._options.train, self._options.model, self._models["policy"].pretrained
+        run, model = run_of(self._options.train), self._options.model
+        pretrained = self._models["policy"].pretrained
         if self._tools and not self._uses_chat:
             raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
         environment = self._reply and _environment(self._reply, self._tools, pretrained)
@@ -176,10 +169,10 @@ class GRPOTrainer:
             rows,
             vocab_size=pretrained.config.vocab_size,
             num_prompts=num_prompts,
-            seed=train.seed,
+            seed=run.seed,
             reward=self._reward,
             heldout_share=0.0,
-            max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, train.sampling.row_tokens),
+            max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, run.sampling.row_tokens),
             overlong=model.overlong,
             chat=self._uses_chat,
             tools=schemas_of(self._tools) if self._tools else None,
@@ -217,14 +210,15 @@ def _fitting_num_prompts(config: GRPOConfig, num_left: int) -> int:
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options whose names and types a trainer knows."""
-    hints = {name: hint for name, hint in option_types(_Options).items() if name not in _NO_OPTIONS}
+    hints = option_types(GRPOConfig) | option_types(ModelOptions)
+    for name in ("model", "eval_every", "eval_samples"):
+        del hints[name]
     for name in options.keys() - hints.keys():
         raise UsageError(f"there is no option {name}: {suggestion(name, hints)}")
     return {name: _checked(name, value, hints[name]) for name, value in options.items()}
 
 
-_NO_OPTIONS = ("model", "eval_every", "eval_samples")
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
@@ -232,11 +226,12 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     value = value.item() if isinstance(value, np.generic) else list(value) if isinstance(value, tuple) else value
     if fits(value, hint):
         return tuple(value) if isinstance(value, list) else value
-    kinds = get_args(hint) or (hint,)
-    if get_origin(hint) is Literal:
-        raise UsageError(f"{name} is {value!r}: choose among {', '.join(kinds)}")
-    words = "a list of texts" if get_origin(hint) is tuple else _WORDS[kinds[0]]
-    raise UsageError(f"{name} is {value!r}: it must be {words}")
+    origin, kinds = get_origin(hint), get_args(hint) or (hint,)
+    if origin is Literal:
+        instead = f"choose among {', '.join(kinds)}"
+    else:
+        instead = "give a list of texts" if origin is tuple else f"it must be {_NAMES[kinds[0]]}"
+    raise UsageError(f"{name} is {value!r}: {instead}")
 
 
 def _check_type(name: str, value: Any, kinds: tuple[Any, ...], instead: str) -> None:

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, recipe, run_of
+from grpo_jax.config import EngineOptions, GRPOConfig, recipe, run_of
 from grpo_jax.data.text import prompt_limit
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.prepare import GRPO, Algorithm, begin, load_models, prepare
+from grpo_jax.prepare import GRPO, Algorithm, RunOptions, begin, load_models, prepare
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
@@ -36,11 +36,9 @@ from grpo_jax.train import CONTROL, train_with_control
 
 
 @dataclass(frozen=True)
-class RewardOptions:
-    """Options of a run that learns from rewards."""
+class RewardOptions(RunOptions):
+    """Options of the command line that all methods with rewards have."""
 
-    train: GRPOConfig | PPOConfig
-    model: ModelOptions = ModelOptions()
     engine: EngineOptions = EngineOptions()
     task: TaskOptions = TaskOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))

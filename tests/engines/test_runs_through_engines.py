@@ -22,7 +22,6 @@ from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.weights import load_params
-from grpo_jax.prepare import Loaded, open_engine
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.sampler import completion_numbers, make_sampler
 from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
@@ -202,7 +201,6 @@ def test_what_an_engine_does_not_do_is_refused_before_it_is_asked(options, words
     pretrained = huggingface.Pretrained(SHAPE, {}, None, (EOS,), None)
     with pytest.raises(UsageError, match=words):
         sampler_of(NOWHERE, pretrained, TASK, with_options(CONFIG, **options), note=print)
-    assert open_engine(EngineOptions(), Loaded(POLICY, {}, pretrained), TASK, CONFIG, note=print) is None
 
 
 def test_an_engine_does_not_sample_for_a_quantised_base(params):
