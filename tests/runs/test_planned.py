@@ -1,7 +1,7 @@
 """A run's plan: chosen once from memory, then an option like others."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ import pytest
 
 from grpo_jax import prepare
 from grpo_jax.commands import grpo
-from grpo_jax.config import from_json, recipe
+from grpo_jax.config import GRPOConfig, from_json, recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
@@ -22,7 +22,11 @@ STORIES = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 MODEL = ModelConfig(64, 32, 128, 4, 4, 2, 8)
 
 
-OPTIONS = RunOptions(recipe(num_prompts=4, group_size=8, max_tokens=128))
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """Of a run."""
+
+    train: GRPOConfig = recipe(num_prompts=4, group_size=8, max_tokens=128)
 
 
 def plan_with(monkeypatch, options: RunOptions, limit: int):
@@ -34,13 +38,13 @@ def plan_with(monkeypatch, options: RunOptions, limit: int):
 
 
 def test_a_plan_is_kept_with_the_run_and_used_again_whatever_memory_there_is(monkeypatch):
-    begun, loaded, plan = plan_with(monkeypatch, OPTIONS, 10**9)
+    begun, loaded, plan = plan_with(monkeypatch, Options(), 10**9)
     assert (begun.train.optimizer.piece_tokens, begun.model.remat) == (768, "none")
-    smaller, loaded, plan = plan_with(monkeypatch, OPTIONS, int(0.7 * plan.estimate.peak))
+    smaller, loaded, plan = plan_with(monkeypatch, Options(), int(0.7 * plan.estimate.peak))
     assert plan.fits
     assert plan.options != {"piece_tokens": 768, "remat": "none"}
     assert loaded.pretrained.config.remat == smaller.model.remat
-    kept = from_json(OPTIONS, json.loads(json.dumps(asdict(smaller))))
+    kept = from_json(Options(), json.loads(json.dumps(asdict(smaller))))
     for limit in (10**9, 2**10):
         resumed, _, again = plan_with(monkeypatch, kept, limit)
         assert resumed == smaller
