@@ -17,7 +17,6 @@ from pathlib import Path
 
 from experiments import common
 from experiments.common import completions_batch
-from grpo_jax.commands.common import finish, train_with_control
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -28,8 +27,10 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.terminal import finish
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import arithmetic
+from grpo_jax.train import train_with_control
 
 MODEL = ModelConfig(vocab_size=arithmetic.VOCAB_SIZE, initializer_range=0.1)
 CURVES = (("reward", "accuracy (dots: held out)"),)

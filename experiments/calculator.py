@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 
 from experiments import common
-from grpo_jax.commands.common import finish, train_with_control
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -29,9 +28,11 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.terminal import finish
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import calculator
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import train_with_control
 
 MODEL = ModelConfig(vocab_size=calculator.VOCAB_SIZE, initializer_range=0.1)
 CURVES = (("turns_mean", "turns"),)

@@ -26,7 +26,6 @@ import numpy as np
 
 from experiments import common
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
-from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, explain_control, learn
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
 from grpo_jax.data.types import Completion, Component, Reward, Rewards, rng
@@ -41,10 +40,12 @@ from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.terminal import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
 
 TEXT = Characters(letters.LETTERS + ": ?")
 MODEL = ModelConfig(TEXT.vocab_size, initializer_range=0.1)

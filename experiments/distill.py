@@ -26,7 +26,6 @@ from experiments import common
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
 from grpo_jax import hosts
-from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, learn
 from grpo_jax.config import Distillation, GRPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.fit import fit
@@ -45,6 +44,7 @@ from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
 
 TEACHER = replace(MODEL, hidden_size=2 * MODEL.hidden_size, intermediate_size=2 * MODEL.intermediate_size)
 CURVES = (

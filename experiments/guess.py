@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 
 from experiments import common
-from grpo_jax.commands.common import finish, learn, train_with_control
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import Example
 from grpo_jax.errors import UsageError
@@ -37,9 +36,11 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.terminal import finish
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import guess
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import learn, train_with_control
 
 MODEL = ModelConfig(vocab_size=guess.VOCAB_SIZE, initializer_range=0.1)
 CURVES = (("reward", "games won (dots: held out)"), ("turns_mean", "turns"))

@@ -51,7 +51,6 @@ from experiments.judging import (
     supervised_cost,
 )
 from grpo_jax import hosts
-from grpo_jax.commands.common import evaluate_heldout, learn
 from grpo_jax.commands.offline import encoding
 from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import ModelOptions, PPOConfig, with_options
@@ -75,6 +74,7 @@ from grpo_jax.offline.pairs import pair_batches, score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.reward_model import pair_rewards, reward_model_objective
 from grpo_jax.offline.sft import mean_nll, sft_objective
+from grpo_jax.prepare import Loaded, load_model
 from grpo_jax.rewards.learned import RewardModel, reward_function
 from grpo_jax.rl.evaluate import Evaluation
 from grpo_jax.rl.grpo import make_programs
@@ -82,10 +82,11 @@ from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json, write_text
-from grpo_jax.runs.pretrained import Loaded, keep_description, load_model
+from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
 from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.train import evaluate_heldout, learn
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "control": "GRPO, coin toss"}  # phase -> row of the table
 CURVES = (
@@ -183,7 +184,7 @@ def main(config: Config) -> None:
     # PPO samples as GRPO does: what is compiled for one serves both.
     programs = {"ppo": ppo._replace(sampler=grpo.sampler), "grpo": grpo, "control": grpo}
     run = flags.open_run(config)
-    keep_description(run, model, config.model, config.chat)
+    keep_description(run, model.pretrained, config.model, config.chat)
     start = place(model.params, num_devices(config.ppo.run.devices))
     judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, start, thirds, judge, programs, run)

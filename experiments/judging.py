@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from experiments.common import forward_flops, held_bytes, over_seeds
-from grpo_jax.commands.common import explain_control
 from grpo_jax.commands.reward_model import answer_lengths
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.preferences import EncodedPairs
@@ -20,6 +19,7 @@ from grpo_jax.rl.scorers import needs_old_logprobs
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import terminal
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.terminal import explain_control
 from grpo_jax.statistics import bootstrap, cell
 
 Answers = dict[str, np.ndarray]  # number -> [M, n], of the sampled answers

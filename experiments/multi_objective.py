@@ -30,7 +30,6 @@ import numpy as np
 
 from experiments import common
 from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds, seeds_of
-from grpo_jax.commands.common import HeldoutResult, evaluate_heldout, explain_control, learn
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Rewards, pad_completions, rng
 from grpo_jax.errors import UsageError
@@ -45,9 +44,11 @@ from grpo_jax.rl.sampler import completion_numbers, group_temperatures
 from grpo_jax.rl.types import LABELLING, Batch, noise_of
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.terminal import explain_control
 from grpo_jax.statistics import cell, hypervolume
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, initializer_range=0.1)
 ENOUGH = 8  # letters of the prompt's

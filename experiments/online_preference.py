@@ -31,7 +31,6 @@ import numpy as np
 
 from experiments import common
 from experiments.common import Seeds, collect, completions_batch, over_seeds, print_over_seeds, seeds_of
-from grpo_jax.commands.common import evaluate_heldout, explain_control, learn
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.preferences import bradley_terry_judge
 from grpo_jax.data.types import Component, Example, pad_completions, rng
@@ -50,9 +49,11 @@ from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.terminal import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import letters
 from grpo_jax.tasks.task import Task, random_reward
+from grpo_jax.train import evaluate_heldout, learn
 
 MODEL = ModelConfig(vocab_size=letters.TEXT.vocab_size, initializer_range=0.1)
 LEARNED = ("frozen", "online")

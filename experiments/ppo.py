@@ -18,7 +18,6 @@ import numpy as np
 
 from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
-from grpo_jax.commands.common import evaluate_heldout, explain_control, learn
 from grpo_jax.config import GRPOConfig, PPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import summary
@@ -26,9 +25,11 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.terminal import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import random_reward
+from grpo_jax.train import evaluate_heldout, learn
 
 CURVES = (
     ("reward", "accuracy (dots: held out)"),

@@ -18,17 +18,19 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from grpo_jax.commands.common import finish, train_with_control
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.devices import num_devices, place
+from grpo_jax.prepare import load_model
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.pretrained import keep_description, load_model
+from grpo_jax.runs.pretrained import keep_description
+from grpo_jax.runs.terminal import finish
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.stories import repeated_share, stories_task
+from grpo_jax.train import train_with_control
 
 CURVES = (("length_mean", "tokens"),)
 
@@ -69,7 +71,7 @@ def main(config: Config) -> None:
     programs = make_programs(model.policy, task, config.train)  # refuses bad options before anything is compiled
     start = place(model.params, num_devices(config.train.devices))
     run = flags.open_run(config)
-    keep_description(run, model, config.model, chat=False)
+    keep_description(run, model.pretrained, config.model, chat=False)
     width = task.heldout.ids.shape[1] + config.train.sampling.max_tokens
     run.warn(length_warning(width, model.pretrained.config.max_position_embeddings))
     stories: list[str] = []

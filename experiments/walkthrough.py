@@ -39,6 +39,7 @@ from grpo_jax.models.policy import Policy
 from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
 from grpo_jax.options import options_of
+from grpo_jax.prepare import load_model
 from grpo_jax.rl.grade import decode_groups, grade_completions
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.guards import has_spread
@@ -48,7 +49,6 @@ from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import SAMPLING, Array, Batch, Graded, noise_of
 from grpo_jax.rl.update import optimizer_step
 from grpo_jax.runs import flags
-from grpo_jax.runs.pretrained import load_model
 from grpo_jax.sampling.sampler import Completions
 from grpo_jax.tasks.task import Task
 

@@ -1,24 +1,28 @@
-"""Trains a policy: an iteration of `rl` under the runner of `runs`."""
+"""Trains by rewards: an iteration of `rl` under the runner of `runs`, alone, with evaluations, or beside a control."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_jax import devices as where
-from grpo_jax.config import EngineOptions, GRPOConfig
+from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.models.trainable import join, split
 from grpo_jax.models.transformer import Params
-from grpo_jax.rl.grpo import make_programs
+from grpo_jax.rl.evaluate import Evaluation, Samples, evaluate, prompt_means, sample_heldout, summary
+from grpo_jax.rl.grade import grader_warnings
 from grpo_jax.rl.iteration import Programs, check_programs, iterate, make_iteration
 from grpo_jax.rl.sampler import Sampler
 from grpo_jax.rl.source import empty_queue
 from grpo_jax.rl.types import TrainState
+from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded
 from grpo_jax.runs.runner import Pace, run_steps
-from grpo_jax.tasks.task import Task, inputs_of
+from grpo_jax.statistics import paired_difference
+from grpo_jax.tasks.task import Task, inputs_of, random_reward
 
+CONTROL = "control"
+PHASES = ("grpo", CONTROL)
 STATE_AXES: Any = TrainState(None, None, None, None, 0)  # type: ignore[arg-type]  # rollouts are spread over devices
 
 
@@ -92,46 +96,117 @@ def train(
     )
 
 
-def grpo_programs(
-    model: Loaded, teacher: Loaded | None, task: Task, config: GRPOConfig, *, sampler: Sampler | None = None
-) -> tuple[Programs, Params]:
-    """Makes the programs of GRPO, with a teacher if there is one, and the models by role that they start from.
+# ---- with evaluations on held-out prompts
+
+
+class HeldoutResult(NamedTuple):
+    """A policy's evaluation on the held-out prompts."""
+
+    evaluation: Evaluation
+    calls: list[Samples]  # the evaluated completions
+
+
+def heldout_samples(sampler: Sampler, params: Params, task: Task, config: GRPOConfig) -> Iterator[Samples]:
+    """Samples completions of the held-out prompts, at the shapes of training."""
+    return sample_heldout(
+        sampler,
+        params,
+        task,
+        num_prompts=config.sampling.num_prompts,
+        group_size=config.sampling.group_size,
+        temperature=config.sampling.temperature,
+        seed=config.seed,
+        samples=config.logging.eval_samples,
+    )
+
+
+def evaluate_heldout(
+    programs: Programs, params: Params, task: Task, config: GRPOConfig, run: RunFolder
+) -> HeldoutResult:
+    """Samples completions of the held-out prompts, and scores them with the task's reward."""
+    calls = list(heldout_samples(programs.sampler, params, task, config))
+    evaluation = evaluate(calls, task, block=config.sampling.num_prompts * config.sampling.group_size)
+    run.warn(grader_warnings(task.reward))
+    return HeldoutResult(evaluation, calls)
+
+
+def learn(
+    params: Any,
+    task: Task,
+    config: GRPOConfig,
+    run: RunFolder,
+    programs: Programs,
+    *,
+    phase: str,
+    reward: Reward | Rewards | None = None,
+    start: HeldoutResult | None = None,
+) -> tuple[TrainState, HeldoutResult]:
+    """Trains, with held-out evaluations in the log. No parameters are evaluated twice.
 
     Args:
-      model: that is trained.
-      teacher: of it, or None.
-      task: its tokens.
-      config: the run.
-      sampler: as in `compile_programs`.
+      params: where training starts, as `programs` take it.
+      task: its reward judges held-out completions.
+      config: of the phase.
+      run: of the phase.
+      programs: of the method.
+      phase: names it.
+      reward: to train on in place of the task's.
+      start: of `params`, if it is known.
 
-    Raises:
-      UsageError: one sentence that says what to change.
+    Returns:
+      The final state, and what its policy does on the held-out prompts.
     """
-    if teacher is None:
-        return make_programs(model.policy, task, config, sampler=sampler), {"policy": model.params}
-    from grpo_jax.rl.distillation import make_distillation_programs  # a run without a teacher does not load it
+    latest = {0: start} if start else {}  # step -> evaluation
 
-    programs = make_distillation_programs(model.policy, teacher.policy, task, config, sampler=sampler)
-    return programs, {"policy": model.params, "teacher": teacher.params}
+    def heldout(params: Params, step: int) -> dict[str, float]:
+        if step not in latest:
+            latest.clear()
+            latest[step] = evaluate_heldout(programs, params, task, config, run)
+        return {f"heldout_{name}": value for name, value in summary(latest[step].evaluation).items()}
+
+    state = train(params, task, config, run, programs, phase=phase, reward=reward, evaluate=heldout)
+    final = join(state.params, split(params)[1])["policy"]
+    return state, latest.get(config.steps) or evaluate_heldout(programs, final, task, config, run)
 
 
-def open_engine(
-    options: EngineOptions, model: Loaded, task: Task, config: GRPOConfig, *, note: Callable[[str], None]
-) -> Sampler | None:
-    """Returns the sampler of the engine that the options name, or None if they name none.
+def train_with_control(
+    params: Params,
+    task: Task,
+    config: GRPOConfig,
+    run: RunFolder,
+    programs: Programs,
+    examine: Callable[[Evaluation, list[Samples]], dict[str, float]] = lambda evaluation, calls: {},
+    *,
+    phases: Sequence[str] = PHASES,
+) -> tuple[dict[str, dict[str, float]], str]:
+    """Trains on the task's reward, and again from the same start on a coin toss.
 
     Args:
-      options: of the engine.
-      model: that is trained.
-      task: its tokens.
-      config: the run.
-      note: tells the user what takes long.
+      params: the start of both.
+      task: with the reward.
+      config: of both.
+      run: of the phases.
+      programs: shared by both.
+      examine: (evaluation, the calls that it is of) -> further numbers of a row.
+      phases: the method, and "control" if there is to be one.
 
-    Raises:
-      UsageError: no engine answers, or the options ask for what it does not do.
+    Returns:
+      Rows "before", "after" and perhaps "control": summaries of held-out evaluations, the last two with the change of
+      avg over the same prompts; and the SHA-256 of the policy's trained parameters after the first phase.
     """
-    if not options.engine:
-        return None
-    from grpo_jax.engines.sampler import sampler_of  # a run without an engine does not load it
 
-    return sampler_of(options, model.pretrained, task, config, note=note)
+    def row(held: HeldoutResult) -> dict[str, float]:
+        return summary(held.evaluation) | examine(*held)
+
+    for phase in phases:  # before the start is evaluated, which takes long
+        run.keep_inputs(phase, inputs_of(task))
+    with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
+        start = evaluate_heldout(programs, params["policy"], task, config, run)
+    rows, checksum = {"before": row(start)}, ""
+    for phase in phases:
+        reward = random_reward(config.seed) if phase == CONTROL else task.reward
+        state, end = learn(params, task, config, run, programs, phase=phase, reward=reward, start=start)
+        change = paired_difference(*(prompt_means(held.evaluation) for held in (end, start)))
+        rows[phase if phase == CONTROL else "after"] = row(end) | change.named("change")
+        checksum = checksum or params_sha256(state.params["policy"])
+    return rows, checksum

@@ -5,61 +5,36 @@ import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral, Real
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from grpo_jax.config import GRPOConfig, ModelOptions, with_options
-from grpo_jax.data import episodes
-from grpo_jax.data.episodes import ReplyFn
+import numpy as np
+
+from grpo_jax.config import GRPOConfig, ModelOptions, run_of, with_options
+from grpo_jax.data.episodes import Environment, ReplyFn, environment as environment_of
 from grpo_jax.data.rows import SUFFIXES, read_rows
 from grpo_jax.data.text import Message, prompt_limit
 from grpo_jax.data.turns import reply_encoder
 from grpo_jax.data.types import Component, Reward, Rewards
-from grpo_jax.devices import devices_of, load_shardings, parts, size
+from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, merge
 from grpo_jax.models.params import format_of
 from grpo_jax.models.trainable import join, split
-from grpo_jax.options import option_types, suggestion
+from grpo_jax.options import fits, option_types, suggestion
+from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
 from grpo_jax.rewards.worker import check_takes_examples_first
-from grpo_jax.rl.grpo import check_teacher
-from grpo_jax.rl.guards import length_warning
-from grpo_jax.runs import terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, fresh_folder
-from grpo_jax.runs.pretrained import (
-    keep_description,
-    keep_files,
-    load_model,
-    load_teacher,
-    planned,
-    restore,
-    say_plan,
-)
+from grpo_jax.runs.pretrained import restore
+from grpo_jax.runs.terminal import METHOD_CURVES, finish
 from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task
 from grpo_jax.tasks.tools import count_calls, reply_with, schemas_of
-from grpo_jax.train import grpo_programs, train
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What a trainer may be told."""
-
-    train: GRPOConfig = GRPOConfig()
-    model: ModelOptions = ModelOptions()
-
-
-# Of options, by their types; True and False are no numbers.
-_KINDS: dict[Any, tuple[type, str]] = {
-    int: (Integral, "a whole number"),
-    float: (Real, "a number"),
-    str: (str, "a text"),
-    bool: (bool, "True or False"),
-}
+from grpo_jax.train import train
 
 
 class GRPOTrainer:
@@ -107,47 +82,36 @@ class GRPOTrainer:
         Raises:
           UsageError: one sentence that says what to change.
         """
-        options = _checked_options(options)
         if clip_epsilon is not None:
-            clip_epsilon = _checked("clip_epsilon", clip_epsilon, float)
             if {"epsilon_low", "epsilon_high"} & options.keys():
                 raise UsageError("clip_epsilon is epsilon_low and epsilon_high in one: give it or them")
+            clip_epsilon = _checked("clip_epsilon", clip_epsilon, float)
             options |= {"epsilon_low": clip_epsilon, "epsilon_high": clip_epsilon}
-        pretrained = model if isinstance(model, Pretrained) else None
-        if pretrained:
-            for name in {"dtype", "param_dtype", "quantize", "remat", "attention", "router"} & options.keys():
-                raise UsageError(f"the model is loaded already: give {name} to load_pretrained")
-            options |= {"model": str(pretrained.folder), "param_dtype": str(pretrained.params["embedding"].dtype)}
-            options |= {"remat": pretrained.config.remat, "router": pretrained.config.router}
-            options |= {"quantize": format_of(pretrained.params)}
-        elif isinstance(model, str | Path):
-            options |= {"model": str(model)}
-        else:
-            kind = type(model).__name__
-            raise UsageError(f"model is of type {kind}: give a folder, an id on the hub, or load_pretrained of either")
-        for name, path in {"run_dir": run_dir, "teacher": teacher or ""}.items():
-            if not isinstance(path, str | Path):
-                raise UsageError(f"{name} is of type {type(path).__name__}: give the path of a folder")
+        options = _checked_options(options)
+        instead = "give a folder, an id on the hub, or load_pretrained of either"
+        _check_type("model", model, (str, Path, Pretrained), instead)
+        _check_type("run_dir", run_dir, (str, Path), "give the path of a folder")
+        _check_type("teacher", teacher, (str, Path, NoneType), "give the path of a folder")
+        for name, function in {"environment": environment, "environment_factory": environment_factory}.items():
+            _check_type(name, function, (Callable, NoneType), "it must be a function or a class")
         if not isinstance(tools, Sequence) or not all(callable(tool) and hasattr(tool, "__name__") for tool in tools):
             raise UsageError("tools must be a list of functions, each with a name: write a def around a partial")
-        for name, function in {"environment": environment, "environment_factory": environment_factory}.items():
-            if not (function is None or callable(function)):
-                raise UsageError(f"{name} is of type {type(function).__name__}: it must be a function or a class")
-        self._options, self._lower_num_prompts = with_options(_Options(), **options), "num_prompts" not in options
         if (environment is not None) + bool(tools) + (environment_factory is not None) > 1:
             raise UsageError("environment, tools and environment_factory all answer the policy: give one of them")
+        self._reward, self._run_dir = _checked_reward(reward_model), user_path(run_dir)
         self._factory, self._tools = environment_factory, {tool.__name__: tool for tool in tools}
         self._reply = reply_with(self._tools) if tools else environment
         if environment_factory is not None:
             self._tools, self._reply = trl_tools(environment_factory), trl_environment(environment_factory)
-        self._reward, self._run_dir = _checked_reward(reward_model), user_path(run_dir)
-        train = self._options.train
-        check_teacher(train, has_teacher=teacher is not None)
-        sharding = load_shardings(devices_of(train))
-        self._loaded = load_model(self._options.model, seed=train.seed, pretrained=pretrained, sharding=sharding)
-        self._teacher = None
-        if teacher is not None:
-            self._teacher = load_teacher(teacher, self._options.model, self._loaded.pretrained, sharding=sharding)
+        pretrained, self._lower_num_prompts = None, "num_prompts" not in options
+        if isinstance(model, Pretrained):
+            pretrained, settings = model, _settings_of(model)
+            for name in settings.keys() & options.keys():
+                raise UsageError(f"the model is loaded already: give {name} to load_pretrained")
+            options, model = options | settings, model.folder
+        self._options = with_options(RunOptions(GRPOConfig()), model=str(model), **options)
+        run, model_options = run_of(self._options.train), self._options.model
+        self._models = load_models(model_options, run, teacher=teacher or "", pretrained=pretrained)
 
     def train(self, prompts: str | Path | Iterable[str | Sequence[Message] | Mapping[str, Any]]) -> Pretrained:
         """Trains from the model given, in a new run; a second call begins there again.
@@ -167,124 +131,132 @@ class GRPOTrainer:
           UsageError: one sentence that says what to change.
           FloatingPointError: gradients were not finite too many times in a row.
         """
-        started = time.perf_counter()
-        pretrained, options, rows = self._loaded.pretrained, self._options, _rows(prompts)
+        started, options, rows = time.perf_counter(), self._options, _rows(prompts)
         rows = rows if self._factory is None else trl_rows(self._factory, rows)
-        config, model, longest = options.train, options.model, pretrained.config.max_position_embeddings
-
-        chat = bool(self._reply and pretrained.tokenizer.chat_template)
-        if self._tools and not chat:
-            raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
-        roles = ("tool", "user") if self._tools else ("user",)
-        answers = self._reply and episodes.environment(
-            self._reply, reply_encoder(pretrained.tokenizer, pretrained.eos_ids, roles=roles)
-        )
-
-        def task_of(num_prompts: int) -> Task:
-            task = text_task(
-                pretrained.tokenizer,
-                pretrained.eos_ids,
-                rows,
-                vocab_size=pretrained.config.vocab_size,
-                num_prompts=num_prompts,
-                seed=config.seed,
-                reward=self._reward,
-                heldout_share=0.0,
-                max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, config.sampling.row_tokens),
-                overlong=model.overlong,
-                chat=chat,
-                tools=schemas_of(self._tools) if self._tools else None,
-            )
-            measure = count_calls if self._tools else None
-            return task._replace(environment=answers and answers._replace(measure=measure))
-
         if self._lower_num_prompts:
-            left = len(task_of(1).heldout.examples)  # without the empty and overlong ones
-            options = with_options(options, num_prompts=_fitting_num_prompts(config, left))
-            config = options.train
-        task = task_of(config.sampling.num_prompts)
-        devices = devices_of(config)
-        options, loaded, plan = planned(
-            options,
-            config,
-            self._loaded,
-            task,
-            devices=size(devices),
-            parts=parts(devices),
-            teacher=self._teacher.pretrained.config if self._teacher else None,
-        )
-        config, (_, params, pretrained) = options.train, loaded
-        programs, start = grpo_programs(loaded, self._teacher, task, config)
-        self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(options))
+            num_left = len(self._task(rows, num_prompts=1).heldout.examples)  # without the empty and overlong ones
+            options = with_options(options, num_prompts=_fitting_num_prompts(run_of(options.train), num_left))
+        task = self._task(rows, num_prompts=run_of(options.train).sampling.num_prompts)
+        prepared = prepare(GRPO, options, self._models, task)
+        self.run = RunFolder(fresh_folder(self._run_dir), dataclasses.asdict(prepared.options))
         self.run.console.print(f"run folder: {self.run.path}", markup=False, highlight=False, soft_wrap=True)
-        say_plan(self.run, plan)
-        self.run.warn(length_warning(task.heldout.ids.shape[1] + config.sampling.row_tokens, longest))
-        keep_description(self.run, loaded, model, chat)
-        if self._teacher:
-            keep_files(self.run, "teacher", self._teacher.pretrained.folder)
-        state = train(start, task, config, self.run, programs, phase="grpo")
-        curves = terminal.curves_of(self.run, [("length_mean", "tokens")])
-        terminal.save_results(self.run, {}, params_sha256(state.params["policy"]), curves, ["grpo"])
-        terminal.say_end(self.run, started)
-        trained = join(state.params["policy"], split(params)[1])
-        if model.quantize != "none":
-            trained = restore(self.run.path, "grpo", None).merged()
-        return pretrained._replace(params=merge(trained) if isinstance(trained, Adapted) else trained)
+        begin(self.run, prepared, chat=self._uses_chat)
+        programs, phase = prepared.programs, GRPO.phase
+        state = train(prepared.params, task, programs.config, self.run, programs, phase=phase)
+        finish(self.run, {}, params_sha256(state.params["policy"]), METHOD_CURVES, started, phases=[phase])
+        if options.model.quantize != "none":
+            params = restore(self.run.path, phase, None).merged()
+        else:
+            params = join(state.params, split(prepared.params)[1])["policy"]
+            params = merge(params) if isinstance(params, Adapted) else params
+        return prepared.models["policy"].pretrained._replace(params=params)
+
+    @property
+    def _uses_chat(self) -> bool:
+        """Whether a prompt that is a text becomes a user's message, which something answers."""
+        return bool(self._reply and self._models["policy"].pretrained.tokenizer.chat_template)
+
+    def _task(self, rows: Sequence[Mapping[str, Any]], *, num_prompts: int) -> Task:
+        """Makes a task of rows, all of which are trained on."""
+        run, model = run_of(self._options.train), self._options.model
+        pretrained = self._models["policy"].pretrained
+        if self._tools and not self._uses_chat:
+            raise UsageError("tools need a tokenizer with a chat template, which tells the model of them")
+        environment = self._reply and _environment(self._reply, self._tools, pretrained)
+        longest = pretrained.config.max_position_embeddings
+        task = text_task(
+            pretrained.tokenizer,
+            pretrained.eos_ids,
+            rows,
+            vocab_size=pretrained.config.vocab_size,
+            num_prompts=num_prompts,
+            seed=run.seed,
+            reward=self._reward,
+            heldout_share=0.0,
+            max_prompt_tokens=prompt_limit(model.max_prompt_tokens, longest, run.sampling.row_tokens),
+            overlong=model.overlong,
+            chat=self._uses_chat,
+            tools=schemas_of(self._tools) if self._tools else None,
+        )
+        return task._replace(environment=environment)
+
+
+def _environment(reply: ReplyFn, tools: Mapping[str, Any], pretrained: Pretrained) -> Environment:
+    """Returns the environment of a function, whose replies are those of tools if there are any."""
+    roles = ("tool", "user") if tools else ("user",)
+    environment = environment_of(reply, reply_encoder(pretrained.tokenizer, pretrained.eos_ids, roles=roles))
+    return environment._replace(measure=count_calls if tools else None)
+
+
+def _settings_of(pretrained: Pretrained) -> dict[str, Any]:
+    """Returns the options of `ModelOptions` that a loaded model has decided."""
+    settings = {name: getattr(pretrained.config, name) for name in ("dtype", "remat", "attention", "router")}
+    dtype = str(pretrained.params["embedding"].dtype)
+    return settings | {"param_dtype": dtype, "quantize": format_of(pretrained.params)}
+
+
+def _fitting_num_prompts(config: GRPOConfig, num_left: int) -> int:
+    """Returns the prompts of a step: the default or as many as there are, in pieces of one size."""
+    pieces = max(config.optimizer.minibatches * (config.optimizer.microbatches or 1) * parts(devices_of(config)), 1)
+    if num_left < pieces:
+        raise UsageError(
+            f"there are {num_left} prompts for {pieces} pieces of a step (minibatches x microbatches x devices / "
+            "tensor): lower these, or give more prompts"
+        )
+    return max(min(config.sampling.num_prompts, num_left) // pieces, 1) * pieces
+
+
+# ---- checks of arguments
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    hints = option_types(_Options)
-    known = [name for name in hints if name not in ("model", "eval_every", "eval_samples")]
-    for name in options:
-        if name not in known:
-            raise UsageError(f"there is no option {name}: {suggestion(name, known)}")
+    """Returns options whose names and types a trainer knows."""
+    hints = option_types(GRPOConfig) | option_types(ModelOptions)
+    for name in ("model", "eval_every", "eval_samples"):
+        del hints[name]
+    for name in options.keys() - hints.keys():
+        raise UsageError(f"there is no option {name}: {suggestion(name, hints)}")
     return {name: _checked(name, value, hints[name]) for name, value in options.items()}
 
 
+_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+
+
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """The value as its type, NumPy's numbers as Python's."""
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise UsageError(f"{name} is {value!r}: choose among {', '.join(get_args(hint))}")
-        return value
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple):
-            raise UsageError(f"{name} is {value!r}: give a list of texts")
-        return tuple(value)
-    kinds = get_args(hint) or (hint,)
-    if value is None and type(None) in kinds:
-        return None
-    kind, words = _KINDS[kinds[0]]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kinds[0] is not bool):
-        raise UsageError(f"{name} is {value!r}: it must be {words}")
-    return kinds[0](value)
+    """Returns a value as its type hint has it: NumPy's numbers become Python's, and lists tuples."""
+    value = value.item() if isinstance(value, np.generic) else list(value) if isinstance(value, tuple) else value
+    if fits(value, hint):
+        return tuple(value) if isinstance(value, list) else value
+    origin, kinds = get_origin(hint), get_args(hint) or (hint,)
+    if origin is Literal:
+        instead = f"choose among {', '.join(kinds)}"
+    else:
+        instead = "give a list of texts" if origin is tuple else f"it must be {_NAMES[kinds[0]]}"
+    raise UsageError(f"{name} is {value!r}: {instead}")
 
 
-def _fitting_num_prompts(config: GRPOConfig, left: int) -> int:
-    """As many prompts of a step as asked for by default, or as there are, in pieces of one size."""
-    pieces = max(config.optimizer.minibatches * (config.optimizer.microbatches or 1) * parts(devices_of(config)), 1)
-    if left < pieces:
-        raise UsageError(
-            f"there are {left} prompts for {pieces} pieces of a step (minibatches x microbatches x devices / "
-            "tensor): lower these, or give more prompts"
-        )
-    return max(min(config.sampling.num_prompts, left) // pieces, 1) * pieces
+def _check_type(name: str, value: Any, kinds: tuple[Any, ...], instead: str) -> None:
+    """Refuses an argument of another type than these."""
+    if not isinstance(value, kinds):
+        raise UsageError(f"{name} is of type {type(value).__name__}: {instead}")
 
 
 def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward | Rewards:
+    """Returns a reward that can be called, or several as components."""
     if not isinstance(reward, Mapping):
         _check_callable(reward)
         return reward
     if not reward:
         raise UsageError("reward_model is empty: give at least one reward")
-    parts = {name: part if isinstance(part, Component) else Component(part) for name, part in reward.items()}
-    for name, part in parts.items():
-        _check_callable(part.reward)
-        _checked(f"the weight of reward {name}", part.weight, float)
-    return parts
+    components = {name: part if isinstance(part, Component) else Component(part) for name, part in reward.items()}
+    for name, component in components.items():
+        _check_callable(component.reward)
+        _checked(f"the weight of reward {name}", component.weight, float)
+    return components
 
 
 def _check_callable(reward: Reward) -> None:
+    """Refuses what cannot be called with examples and completions."""
     try:
         with contextlib.suppress(ValueError):  # what is written in C may not say
             inspect.signature(reward).bind([], [])
@@ -296,6 +268,7 @@ def _check_callable(reward: Reward) -> None:
 
 
 def _rows(prompts: Any) -> list[Mapping[str, Any]]:
+    """Returns prompts of any kind as rows."""
     if isinstance(prompts, str) and not prompts.endswith(SUFFIXES):
         raise UsageError(f"prompts is one text: put it into brackets, or name a file that ends in {SUFFIXES[0]}")
     if isinstance(prompts, str | Path):

@@ -27,6 +27,7 @@ ORDER = [
     "offline",
     "engines",
     "runs",
+    "prepare",
     "train",
     "fit",
     "online",

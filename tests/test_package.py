@@ -70,6 +70,21 @@ def test_commands_are_listed_without_jax():
     assert ran.stderr == "error: there is no command 'trian': name one of train, evaluate, export, report\n"
 
 
+def test_a_command_loads_nothing_of_features_that_are_off():
+    features = (
+        "rl.ppo",
+        "rl.distillation",
+        "rl.episodes",
+        "engines",
+        "tasks.environments",
+        "tasks.adapters",
+        "offline",
+    )
+    ran = python("-c", "import sys, grpo_jax.commands.grpo; print(*sys.modules)")
+    assert not [name for name in ran.stdout.split() if name.startswith(tuple(f"grpo_jax.{part}" for part in features))]
+    assert "grpo_jax.prepare" in ran.stdout.split()
+
+
 def test_the_extra_is_asked_for_in_one_sentence():
     ran = python("-c", WITHOUT + "import grpo_jax.commands as c; c.main(['train'])")
     assert ran.returncode == 1

@@ -21,11 +21,11 @@ from experiments.claims.ablation import COIN, START, Bench, Config, cores
 from experiments.claims.figures import save_curves, save_rows
 from experiments.claims.primary import BY_ID, PRIMARY, Scale
 from experiments.claims.verdicts import interval
-from grpo_jax.commands.common import explain_control
 from grpo_jax.errors import UsageError
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.compilation import in_words, programs_so_far
 from grpo_jax.runs.folder import read_object, write_json
+from grpo_jax.runs.terminal import explain_control
 from grpo_jax.statistics import Interval, interval_over_runs
 
 SCORES = ("accuracy", "score", "gold")  # columns that rise where something is learned

@@ -9,12 +9,18 @@ from pathlib import Path
 
 from grpo_jax.errors import need
 
-# name -> what it does; each is a module of this folder with a function `command`.
+# name -> module with a function `command`, and what it does
 COMMANDS = {
-    "train": "GRPO, PPO, DPO, supervised fine-tuning or a reward model, on any model and your data",
-    "evaluate": "greedy, avg@n, pass@k and maj@n of a model or of a run, with 95% intervals",
-    "export": "a run's checkpoint as a folder in Hugging Face format, or on the hub",
-    "report": "a run as a page that opens from disk",
+    "train": (
+        "grpo_jax.commands.train",
+        "GRPO, PPO, DPO, supervised fine-tuning or a reward model, on any model and your data",
+    ),
+    "evaluate": (
+        "grpo_jax.commands.evaluate",
+        "greedy, avg@n, pass@k and maj@n of a model or of a run, with 95% intervals",
+    ),
+    "export": ("grpo_jax.runs.export", "a run's checkpoint as a folder in Hugging Face format, or on the hub"),
+    "report": ("grpo_jax.commands.report", "a run as a page that opens from disk"),
 }
 
 
@@ -38,7 +44,7 @@ def main(args: list[str] | None = None) -> None:
     sys.argv = [f"{program} {name}", *rest]
     try:
         need("tyro", "rich")
-        module = import_module(f"grpo_jax.commands.{name.replace('-', '_')}")
+        module = import_module(COMMANDS[name][0])
     except ImportError as error:
         sys.exit(f"error: {error}")
     module.command()
@@ -47,7 +53,7 @@ def main(args: list[str] | None = None) -> None:
 def _help(program: str) -> str:
     """The list of commands."""
     width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:{width}}  {what}" for name, what in COMMANDS.items())
+    lines = "\n".join(f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items())
     return (
         f"usage: {program} COMMAND [OPTIONS]\n\nGRPO post-training of language models in JAX.\n\n{lines}\n\n"
         f"`{program} COMMAND --help` lists the options of a command, and\n"

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from grpo_jax import functional
-from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.offline import Job, constants_of, encoding, load_data, pair_job, run_method
+from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences

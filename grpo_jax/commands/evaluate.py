@@ -12,7 +12,9 @@ sampled at once. pass@k is the unbiased estimate; of rewards other than 0 and 1 
 import dataclasses
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,9 +34,9 @@ from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.weights import read_json
-from grpo_jax.options import Seed, check_number, fits, flattened, from_json, option_types
+from grpo_jax.options import fits, flattened, from_json, option_types
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
-from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
+from grpo_jax.rl.evaluate import Evaluation, evaluate, summary
 from grpo_jax.rl.guards import check_tokens, check_turns
 from grpo_jax.rl.sampler import make_sampler
 from grpo_jax.runs import flags
@@ -43,9 +45,12 @@ from grpo_jax.runs.pretrained import load_run, phase_of
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import heldout_samples
 
 _MAX_GROUP = 16  # completions of a prompt sampled at once, to bound the memory
 _GROUP_SIZE = 8  # that deadlines of rewards are meant for, as in training
+# options of the sampler, in which an evaluation follows its run
+_SAMPLING = ("max_tokens", "max_turns", "environment_tokens", "temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True)
@@ -93,19 +98,16 @@ class Options(TaskOptions):
 
 
 def parse(args: list[str] | None = None) -> Options:
-    """The command line; of a run, what is not given is the run's."""
-    prog = flags.program()
-    given = flags.read_flags(Options, prog=prog, description=__doc__, args=args)
-    saved = saved_options(given.model)
-    if not saved:
-        return given
-    names = {"max_tokens", "max_turns", "environment_tokens", "temperature", "top_k", "top_p", "min_p"}
-    if given.task in ("", saved.get("task")):
+    """Reads the command line. The defaults are those of the run, if MODEL is one."""
+    read = partial(flags.read_flags, Options, prog=flags.program(), description=__doc__, args=args)
+    options = read()
+    saved, names = saved_options(options.model), {*_SAMPLING}
+    if options.task in ("", saved.get("task")):
         names |= {field.name for field in dataclasses.fields(TaskOptions)} | {"max_prompt_tokens", "overlong"}
     if saved.get("max_tokens", 0) is None:  # the run learned completions as long as they came
         names.remove("max_tokens")
-    default = from_json(Options(model=given.model), {name: saved[name] for name in names & saved.keys()})
-    return flags.read_flags(Options, prog=prog, description=__doc__, args=args, default=default)
+    default = from_json(Options(model=options.model), {name: saved[name] for name in names & saved.keys()})
+    return read(default=default) if saved else options
 
 
 def saved_options(model: str) -> dict[str, Any]:
@@ -139,28 +141,23 @@ def main(options: Options) -> None:
     of_run = bool(saved) and (options.task, options.data) == (saved.get("task"), saved.get("data", ""))
     if of_run and options.num_heldout != saved.get("num_heldout"):
         raise UsageError("of its own task a run has trained on all but its held-out prompts: leave out --num-heldout")
-    if not 0 < options.samples < 2**31:
-        raise UsageError(f"samples is {options.samples}: it must be at least 1, and below 2^31")
-    check_number("seed", options.seed, Seed)
-    sampling = sampling_of(options)
-    validate(sampling)
+    config = config_of(options)
+    validate(config)
     check_task_options(options)
     if out and out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file: name a folder with --out")
     if saved:
         options = dataclasses.replace(options, phase=phase_of(Path(options.model), options.phase))
     pretrained, step = load(options)
-    longest = pretrained.config.max_position_embeddings
-    usual = saved.get("group_size", _GROUP_SIZE)
+    limit, longest = options.max_prompt_tokens, pretrained.config.max_position_embeddings
+    group_size = saved.get("group_size", _GROUP_SIZE)
     task_of = open_task(
         options,
         pretrained,
         num_prompts=1,
-        group_size=usual,
+        group_size=group_size,
         seed=0,
-        max_prompt_tokens=prompt_limit(
-            options.max_prompt_tokens, longest, options.max_tokens + options.environment_tokens
-        ),
+        max_prompt_tokens=prompt_limit(limit, longest, config.sampling.row_tokens),
         overlong=options.overlong,
         training=of_run,
     )
@@ -170,15 +167,12 @@ def main(options: Options) -> None:
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")
-        for note in notes:
-            console.print(f"[yellow]warning:[/] {escape(note)}", soft_wrap=True)
-        block = saved.get("num_prompts", 32) * usual
-        evaluation = sample_and_score(options, pretrained, sampling, task, console, block)
-        for message in ungraded_messages(task.reward).values():
-            console.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
-        for failure, message in task.environment.messages.items() if task.environment else ():
-            said = f"the environment failed ({failure}): {place_and_reason(message)}"
-            console.print(f"[yellow]warning:[/] {escape(said)}", soft_wrap=True)
+        warn(console, notes)
+        block = saved.get("num_prompts", 32) * group_size
+        evaluation = sample_and_score(pretrained, task, config, console, metric=options.metric, block=block)
+        warn(console, ungraded_messages(task.reward).values())
+        failures = task.environment.messages if task.environment else {}
+        warn(console, [f"the environment failed ({name}): {place_and_reason(failures[name])}" for name in failures])
     numbers = summary(evaluation)
     show(console, numbers, f"{len(task.heldout.examples)} held-out prompts, {options.samples} samples each")
     console.print(f"{time.perf_counter() - started:.0f} s")
@@ -186,40 +180,41 @@ def main(options: Options) -> None:
         save(dataclasses.replace(options, step=step), out, numbers, evaluation, task)
 
 
-def sampling_of(options: Options) -> GRPOConfig:
-    """What the sampler reads: as few groups a prompt as memory should hold, of one size."""
+def config_of(options: Options) -> GRPOConfig:
+    """Returns what the sampler and its noise depend on: as few groups a prompt as memory should hold, of one size.
+
+    Raises:
+      UsageError: there are to be no samples, or more than there are numbers for.
+    """
+    if not 0 < options.samples < 2**31:
+        raise UsageError(f"samples is {options.samples}: it must be at least 1, and below 2^31")
     groups = -(-(options.samples + 1) // _MAX_GROUP)
     return recipe(
         num_prompts=options.num_prompts,
         group_size=max(2, -(-(options.samples + 1) // groups)),
-        max_tokens=options.max_tokens,
-        max_turns=options.max_turns,
-        environment_tokens=options.environment_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
+        eval_samples=options.samples,
+        seed=options.seed,
+        **{name: getattr(options, name) for name in _SAMPLING},
     )
+
+
+def warn(console: Console, messages: Iterable[str]) -> None:
+    """Prints warnings."""
+    for message in messages:
+        console.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
 
 
 def sample_and_score(
-    options: Options, pretrained: Pretrained, sampling: GRPOConfig, task: Task, console: Console, block: int
+    pretrained: Pretrained, task: Task, config: GRPOConfig, console: Console, *, metric: str, block: int
 ) -> Evaluation:
-    """The evaluation, with a progress bar; `block` as in `evaluate`."""
-    group_size, prompts = sampling.sampling.group_size, len(task.heldout.examples)
-    calls = sample_heldout(
-        make_sampler(decoder_policy(pretrained.config), task, sampling.sampling),
-        pretrained.params,
-        task,
-        num_prompts=sampling.sampling.num_prompts,
-        group_size=group_size,
-        temperature=sampling.sampling.temperature,
-        seed=options.seed,
-        samples=options.samples,
-    )
-    total = -(-(-(-(options.samples + 1) // group_size) * prompts) // sampling.sampling.num_prompts)
-    shown = track(calls, "sampling", total=total, console=console, transient=True)
-    return evaluate(shown, task, metric=options.metric, block=block)
+    """Evaluates a model, with a progress bar; `metric` and `block` are those of `evaluate`."""
+    sampling, samples = config.sampling, config.logging.eval_samples or 0
+    sampler = make_sampler(decoder_policy(pretrained.config), task, sampling)
+    groups = -(-(samples + 1) // sampling.group_size) * len(task.heldout.examples)
+    calls = heldout_samples(sampler, pretrained.params, task, config)
+    num_calls = -(-groups // sampling.num_prompts)
+    watched = track(calls, "sampling", total=num_calls, console=console, transient=True)
+    return evaluate(watched, task, metric=metric, block=block)
 
 
 def show(console: Console, numbers: dict[str, float], title: str) -> None:

@@ -24,11 +24,12 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.trainable import join, split
 from grpo_jax.offline.pairs import PairBatch, pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import Objective, check_supervised
+from grpo_jax.prepare import Loaded, decide_chat, load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder, kept_arrays
-from grpo_jax.runs.pretrained import Loaded, decide_chat, keep_description, keep_files, load_model
+from grpo_jax.runs.pretrained import keep_description, keep_files
 from grpo_jax.statistics import cell, paired_difference
 
 AT_LEAST_0 = lambda x: x >= 0, "at least 0, and finite"
@@ -123,7 +124,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
 def open_run(job: Job) -> RunFolder:
     """Opens the folder of a run, with the model's description, notes and digests of all that it is made of."""
     run = flags.open_run(job.config)
-    keep_description(run, job.model, job.config.model, job.config.chat)
+    keep_description(run, job.model.pretrained, job.config.model, job.config.chat)
     if job.teacher:
         keep_files(run, "teacher", job.teacher.pretrained.folder)
     for note in job.notes:

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.offline import Job, Rows, constants_of, encoding, load_data, pair_job, run_method
+from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences

@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from grpo_jax.checks import validate_divergence
-from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.commands.offline import Job, Reference, Values, constants_of, run_method
+from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.packing import Packed, pack, packed_batches, packed_pieces
@@ -39,10 +39,10 @@ from grpo_jax.offline.sft import (
     sft_objective,
     text_nll,
 )
+from grpo_jax.prepare import load_model, load_teacher
 from grpo_jax.rl.distillation import check_top_k
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags
-from grpo_jax.runs.pretrained import load_model, load_teacher
 from grpo_jax.tasks.dataset import encode_rows
 from grpo_jax.tasks.options import usual_num_heldout
 from grpo_jax.tasks.task import padding_id

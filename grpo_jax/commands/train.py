@@ -9,19 +9,21 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
+from typing import Literal, get_args
 
-from grpo_jax.commands.common import RUN_DIR, Method
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.options import option_types, suggestion
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import numbered_runs, read_object
 
+# Each is a module of this folder, with its options (`Config`) and what they start (`main`).
+Method = Literal["grpo", "ppo", "sft", "reward-model", "dpo", "kto"]
 METHODS: tuple[Method, ...] = get_args(Method)
+RUN_DIR = "runs/train"  # of all methods, so that --resume alone continues the newest run
 
 
 def module_of(method: str) -> ModuleType:
-    """The module of a method, with its options (`Config`) and what they start (`main`).
+    """Returns the module of a method.
 
     Raises:
       UsageError: there is no such method.

@@ -1,50 +1,31 @@
-"""Loads the model of a run: before training, and from its checkpoints."""
+"""Describes the model of a run in its folder, and loads it from its checkpoints."""
 
-import dataclasses
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, with_options
+from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.text import uses_chat
 from grpo_jax.errors import UsageError
-from grpo_jax.hardware import memory_limit
-from grpo_jax.hosts import gather
 from grpo_jax.models import huggingface, weights
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
-from grpo_jax.models.huggingface import Pretrained, load_pretrained, save_description
+from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, merge
 from grpo_jax.models.params import Quantize
-from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
-from grpo_jax.options import fits
-from grpo_jax.planning.plan import Plan, choose, shape_of
+from grpo_jax.runs import folder as folders
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.folder import SIDE_PHASES, RunFolder, check_inputs, read_inputs, read_object, run_digest, write_json
-from grpo_jax.tasks.task import Task
+from grpo_jax.runs.folder import RunFolder
 
 _LORA_FILE = "lora.json"
-
-
-class HasModel(Protocol):
-    """A dataclass of a run's options, in groups."""
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-    @property
-    def model(self) -> ModelOptions:
-        """Those of the model."""
-
-
-Options = TypeVar("Options", bound=HasModel)
 
 
 # ---- into a run
@@ -63,219 +44,59 @@ class LoraDescription(NamedTuple):
 
     @staticmethod
     def read(folder: Path) -> "LoraDescription | None":
-        """The description in a run's model/, if it has one."""
+        """Returns the description in a run's model/, if it has one.
+
+        Raises:
+          UsageError: it is not as a run writes it.
+        """
         file = folder / _LORA_FILE
         if not file.exists():
             return None
-        said = LoraDescription._field_defaults | read_object(file)  # of a run from before there was a field
-        if not all(fits(said.get(name), hint) for name, hint in get_type_hints(LoraDescription).items()):
-            raise UsageError(f"{file} is not as a run writes it: mend it, or start a new run")
-        return LoraDescription(**{name: said[name] for name in LoraDescription._fields})
-
-    def check(self, folder: Path) -> None:
-        """Refuses to go on with other weights than those that a run in this folder began with.
-
-        Raises:
-          UsageError: they differ.
-        """
-        saved = LoraDescription.read(folder)
-        if saved and saved.fingerprint != self.fingerprint:
-            raise UsageError(f"the weights in {self.base} have changed since this run began: start a new run")
+        saved, hints = folders.read_object(file), get_type_hints(LoraDescription)
+        folders.check_fields(saved, str(file), hints)
+        return LoraDescription(**{name: saved[name] for name in hints})
 
 
-def decide_chat(chat: bool | None, options: ModelOptions) -> bool:
-    """Returns `uses_chat` of a model whose weights are not read yet.
-
-    Raises:
-      UsageError: there is no model, or it has no tokenizer.
-    """
-    return uses_chat(chat, huggingface.load_tokenizer(huggingface.model_folder(options.model)))
-
-
-class Loaded(NamedTuple):
-    """A pretrained model, ready to be trained."""
-
-    policy: Policy
-    params: Params  # with adapters, if the options ask for them
-    pretrained: Pretrained
-
-
-def load_model(
-    options: ModelOptions, *, seed: int, pretrained: Pretrained | None = None, sharding: Any = None
-) -> Loaded:
-    """The model that the options name.
-
-    Args:
-      options: of the run.
-      seed: of new adapters.
-      pretrained: a model that is loaded already; of the options those of LoRA are then read.
-      sharding: as in `load_pretrained`.
-
-    Returns:
-      The model.
-
-    Raises:
-      UsageError: there is none, or it cannot be trained as asked.
-    """
-    if options.lora_rank < 0:
-        raise UsageError(f"lora_rank is {options.lora_rank}: it must be at least 0")
-    if options.param_dtype != "float32" and not options.lora_rank:
-        raise UsageError(
-            "param_dtype bfloat16 would lose small updates of parameters that are trained: set it to float32, or "
-            "lora_rank above 0"
-        )
-    if options.quantize != "none" and not options.lora_rank:
-        raise UsageError(
-            f"quantize {options.quantize} is of frozen parameters, and without LoRA all are trained: set lora_rank "
-            "above 0, or quantize to none"
-        )
-    if pretrained is None:
-        pretrained = load_pretrained(
-            options.model,
-            param_dtype=options.param_dtype,
-            quantize=options.quantize,
-            dtype=options.dtype,
-            remat="none" if options.remat == "auto" else options.remat,  # auto: until it is planned
-            attention=options.attention,
-            router=options.router,
-            sharding=sharding,
-        )
-    params, width = pretrained.params, pretrained.config.hidden_size
-    if options.lora_rank > width:
-        raise UsageError(f"lora_rank is {options.lora_rank}: it must be at most {width}, the width of the model")
-    if options.lora_rank:
-        key = jax.random.key(seed)
-        targets = options.lora_targets
-        params = add_adapters(params, key, rank=options.lora_rank, alpha=options.lora_alpha, targets=targets)
-    return Loaded(decoder_policy(pretrained.config), params, pretrained)
-
-
-def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *, sharding: Any = None) -> Loaded:
-    """A teacher, to be computed like the model that it teaches; its parameters have the dtype of activations.
-
-    Args:
-      name: a folder of a Hugging Face model, or its id on the hub.
-      options: of the model that it teaches.
-      student: that model.
-      sharding: as in `load_pretrained`.
-
-    Raises:
-      UsageError: there is none, or its tokens are others.
-    """
-    taught = load_pretrained(
-        name, param_dtype=options.dtype, dtype=options.dtype, attention=options.attention, sharding=sharding
-    )
-    check_vocabulary(taught.tokenizer.get_vocab(), student.tokenizer.get_vocab(), name)
-    needed = min(student.config.vocab_size, 1 + max(student.tokenizer.get_vocab().values()))
-    if taught.config.vocab_size < needed:
-        raise UsageError(f"the teacher {name} lacks tokens from {taught.config.vocab_size} on: name one with {needed}")
-    return Loaded(decoder_policy(taught.config), taught.params, taught)
-
-
-def check_vocabulary(theirs: Mapping[str, int], ours: Mapping[str, int], name: str | Path) -> None:
-    """Refuses a teacher whose tokens are not those of the model.
-
-    Args:
-      theirs: token -> id, of the teacher.
-      ours: token -> id, of the model.
-      name: of the teacher.
-
-    Raises:
-      UsageError: they differ; the sentence names a token.
-    """
-    differing = [token for token in sorted(theirs.keys() | ours.keys()) if theirs.get(token) != ours.get(token)]
-    if differing:
-        there, here = (vocabulary.get(differing[0], "no token") for vocabulary in (theirs, ours))
-        raise UsageError(
-            f"the teacher {name} has another tokenizer than the model: {differing[0]!r} is {there} there and {here} "
-            "here; name a teacher with the model's own tokenizer"
-        )
-
-
-def planned(
-    options: Options,
-    config: GRPOConfig | PPOConfig,
-    loaded: Loaded,
-    task: Task,
-    *,
-    devices: int,
-    parts: int,
-    teacher: ModelConfig | None = None,
-) -> tuple[Options, Loaded, Plan]:
-    """The options and the model of a run, with what its memory leaves to choose: pieces, and remat.
-
-    What was chosen is then an option like others, kept in the run's config.json. So a resumed run is computed as it
-    began, also on a machine with other memory.
-
-    Args:
-      options: all of the run, with those of the model in `model`.
-      config: the method's part of them.
-      loaded: the model.
-      task: its prompts.
-      devices: how many the run uses.
-      parts: that they spread prompts over.
-      teacher: its shape, if there is one.
-
-    Raises:
-      UsageError: nothing fits; the sentence names what would.
-    """
-    shape = shape_of(config, options.model, task.prompts(0).ids.shape[-1], parts=parts, teacher=teacher)
-    limits = gather("the memory of a device", memory_limit(min(devices, jax.local_device_count())))
-    plan = choose(loaded.pretrained.config, shape, min(limits), remat=options.model.remat)
-    pretrained = loaded.pretrained._replace(config=plan.model)
-    return (
-        with_options(options, **plan.options),
-        loaded._replace(policy=decoder_policy(plan.model), pretrained=pretrained),
-        plan,
-    )
-
-
-def say_plan(run: RunFolder, plan: Plan) -> None:
-    """One line, and a warning where what was asked for may not fit."""
-    run.console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
-    if not plan.fits:
-        run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
-
-
-def keep_description(run: RunFolder, loaded: Loaded, options: ModelOptions, chat: bool | None = None) -> None:
+def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptions, chat: bool | None = None) -> None:
     """Puts into the run what `grpo_jax.runs.export` needs besides a checkpoint: the model's folder without the weights.
 
     Prints the notes of the model, and as a line of the plan how prompts that are text are encoded.
 
     Args:
       run: new, or to be continued.
-      loaded: the model.
+      pretrained: the model.
       options: of the model.
       chat: whether such a prompt becomes a user's message; None: if the tokenizer has a chat template.
 
     Raises:
       UsageError: the run is resumed, and the model's files are no longer those that it started from.
     """
-    pretrained, lora = loaded.pretrained, None
     in_chat = uses_chat(chat, pretrained.tokenizer)
     how = "are user messages of the chat template" if in_chat else "are encoded without a chat template"
     run.console.print(f"plan: prompts that are text {how}", markup=False, highlight=False, soft_wrap=True)
     for note in pretrained.notes:
         run.warn_once(note, note)
     keep_files(run, "model", pretrained.folder)
-    if options.lora_rank:
-        # A hub id stays one, so that the adapter can be used elsewhere.
-        base = str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model
-        lora = LoraDescription(
-            base=base,
-            fingerprint=fingerprint(pretrained.params),
-            param_dtype=options.param_dtype,
-            rank=options.lora_rank,
-            alpha=options.lora_alpha,
-            targets=options.lora_targets,
-            quantize=options.quantize,
-        )
-        lora.check(run.path / "model")
+    lora = _describe_lora(pretrained, options) if options.lora_rank else None  # all hosts: the weights may be spread
     if not run.writes:
         return
-    save_description(run.path / "model", pretrained.config, source=pretrained.folder)
+    huggingface.save_description(run.path / "model", pretrained.config, source=pretrained.folder)
     if lora:
-        write_json(run.path / "model" / _LORA_FILE, lora._asdict())
+        folders.write_json(run.path / "model" / _LORA_FILE, lora._asdict())
+
+
+def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescription:
+    """Describes the adapters of a run, and the weights that they are trained on."""
+    return LoraDescription(
+        # A hub id stays one, so that the adapter can be used elsewhere.
+        base=str(Path(options.model).resolve()) if Path(options.model).is_dir() else options.model,
+        fingerprint=fingerprint(pretrained.params),
+        param_dtype=options.param_dtype,
+        rank=options.lora_rank,
+        alpha=options.lora_alpha,
+        targets=options.lora_targets,
+        quantize=options.quantize,
+    )
 
 
 def keep_files(run: RunFolder, part: str, folder: Path) -> None:
@@ -295,11 +116,11 @@ def keep_files(run: RunFolder, part: str, folder: Path) -> None:
 
 def _check_description(run: Path) -> None:
     """Refuses a run whose model/ has other files than the model that it began with."""
-    noted, folder = read_inputs(run).get("model"), run / "model"
+    noted, folder = folders.read_inputs(run).get("model"), run / "model"
     if noted is not None:  # a loop of your own may have noted nothing
         before = {name: noted[name] for name in noted if huggingface.is_copied(name.partition(" of ")[0])}
         now = digests.of_files(folder, filter(huggingface.is_copied, huggingface.files_of(folder)))
-        check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
+        folders.check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
 
 
 # ---- out of it
@@ -359,7 +180,7 @@ def phase_of(run: Path, phase: str | None = None) -> str:
     """
     phases = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
     if phase is None:
-        meant = [name for name in phases if name not in SIDE_PHASES]
+        meant = [name for name in phases if name not in folders.SIDE_PHASES]
         if len(meant) != 1:
             raise UsageError(f"{run} has checkpoints of the phases {phases}: choose one with --phase")
         (phase,) = meant
@@ -400,12 +221,15 @@ def restore(
         raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
     config = config_from_huggingface(weights.read_json(description / "config.json"), **overrides)
     like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
-    with Checkpoints(run / "checkpoints" / phase, run=partial(run_digest, run, phase)) as checkpoints:
+    with Checkpoints(run / "checkpoints" / phase, run=partial(folders.run_digest, run, phase)) as checkpoints:
         if lora is None:
-            params, found = checkpoints.restore_params(like, step)
+            params, step = checkpoints.restore_params(like, step)
         else:
-            params, found = _adapted(checkpoints, like if adapter else _load_base(lora, config, base), lora, step)
-    return Trained(config, params, lora, found)
+            base_params = like if adapter else _load_base(lora, config, base)
+            add = partial(add_adapters, key=jax.random.key(0), rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+            adapters, step = checkpoints.restore_params(split(jax.eval_shape(add, base_params))[0], step)
+            params = Adapted(base_params, adapters, jnp.float32(lora.alpha / lora.rank))
+    return Trained(config, params, lora, step)
 
 
 def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -> Params:
@@ -424,13 +248,3 @@ def _load_base(lora: LoraDescription, config: ModelConfig, moved: Path | None) -
             f"the weights in {folder} are not those that the adapters were trained on: name theirs (--base)"
         )
     return base
-
-
-def _adapted(checkpoints: Checkpoints, base: Params, lora: LoraDescription, step: int | None) -> tuple[Adapted, int]:
-    """Base, or its shapes, with trained adapters; and their step."""
-
-    def start(base: Params) -> Adapted:
-        return add_adapters(base, jax.random.key(0), rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
-
-    adapters, step = checkpoints.restore_params(split(jax.eval_shape(start, base))[0], step)
-    return Adapted(base, adapters, jnp.float32(lora.alpha / lora.rank)), step

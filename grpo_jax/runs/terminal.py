@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -89,6 +89,41 @@ def say_end(run: RunFolder, started: float) -> None:
     run.console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
 
 
+def explain_control(run: RunFolder, names: Iterable[str], *, control: str = "control") -> None:
+    """Prints what the control's line of a table is, if it has one."""
+    if control in names:
+        run.console.print(
+            f"{control}: same start, prompts and steps, but the reward is a coin toss. Its changes are not learning.",
+            soft_wrap=True,
+        )
+
+
+def finish(
+    run: RunFolder,
+    rows: Mapping[str, Mapping[str, float]],
+    checksum: str,
+    curves: Sequence[tuple[str, str]],
+    started: float,
+    *,
+    phases: Sequence[str] = ("grpo", "control"),
+) -> None:
+    """Leaves curves.png, results.json and report.html of a run with rewards; of several hosts the first does.
+
+    Args:
+      run: of the experiment.
+      rows: of `train_with_control`; may be empty.
+      checksum: of the parameters after training.
+      curves: (metric, title) besides the three curves to watch, as for `curves_of`.
+      started: by `time.perf_counter`.
+      phases: a line of curves.png for each.
+    """
+    if not run.writes:
+        return
+    explain_control(run, rows)
+    save_results(run, rows, checksum, curves_of(run, curves), phases)
+    say_end(run, started)
+
+
 Steps = dict[int, list[float]]  # a value of each phase of a line
 _STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 # The curves to watch: (metrics of one panel, title). Dots are of held-out prompts.
@@ -96,6 +131,14 @@ THREE_CURVES = (
     (("reward", "heldout_avg"), "reward (dots: held out)"),
     (("kl",), "KL to the start, nats a token"),
     (("entropy",), "entropy, nats a token"),
+)
+
+# Further panels of methods that learn from rewards. One without a line is left out: the second needs a teacher, the
+# third a critic.
+METHOD_CURVES = (
+    ("length_mean", "tokens"),
+    ("distillation", "divergence from the teacher, nats a token"),
+    ("explained_variance", "variance of returns that the critic explains"),
 )
 
 

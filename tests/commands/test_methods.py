@@ -144,7 +144,7 @@ def test_ppo_has_its_own_defaults_a_table_a_page_and_a_control(ppo_run):
     assert set(results) == {"before", "after", "control", "params_sha256"}
     assert {"curves.png", "report.html"} <= {file.name for file in out.iterdir()}
     assert 'data-phase="ppo" data-step="2" open>' in (out / "report.html").read_text()
-    options = json.loads((out / "config.json").read_text())["ppo"]["run"]
+    options = json.loads((out / "config.json").read_text())["train"]["run"]
     assert (options["sampling"]["group_size"], options["loss"]["preset"]) == (1, "lite_ppo")
     assert (options["loss"]["kl_coef"], options["loss"]["kl_in_reward"]) == (0.02, True)
 
@@ -640,8 +640,8 @@ def test_a_run_of_another_method_starts_from_the_options_of_a_file(folder, tmp_p
     (tmp_path / "file.yaml").write_text(f"method: ppo\nmodel: {folder / 'model'}\ncritic: shared\nsteps: 2\n")
     args = ["--config", str(tmp_path / "file.yaml"), "--preset", "dapo", "--run-dir", str(tmp_path / "run")]
     config = flags.parse(train.module_of(train.method_of(args)).Config, None, args)
-    assert (config.method, config.ppo.critic.critic, config.ppo.run.steps) == ("ppo", "shared", 2)
-    assert config.ppo.run.loss.epsilon_high == 0.28
+    assert (config.method, config.train.critic.critic, config.train.run.steps) == ("ppo", "shared", 2)
+    assert config.train.run.loss.epsilon_high == 0.28
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from grpo_jax.checks import validate_ppo
 from grpo_jax.commands import evaluate, grpo, train
 from grpo_jax.config import PPOConfig, with_options
 from grpo_jax.errors import UsageError
+from grpo_jax.models.huggingface import load_pretrained
 from grpo_jax.options import option_types
 from grpo_jax.runs import flags
 
@@ -74,7 +75,7 @@ def test_a_prompt_of_a_million_characters_is_bounded_by_the_model_and_counted(tm
     given = ["--model", MODEL, "--task", tmp_path / "rows.jsonl", "--reward", "length(maximum=3)", "--max-tokens", 12]
     given += ["--overlong", overlong, "--num-prompts", 2, "--run-dir", tmp_path / "run"]
     config = flags.parse(grpo.Config, None, [str(arg) for arg in given])
-    with grpo.opened(config.model, config.task, config.train) as (_, task):
+    with grpo.task_of(config, load_pretrained(MODEL)) as task:
         assert task.prompts(0).ids.shape[1] <= 500  # 512 of the model, less 12
         said = " ".join(task.notes)
         assert ("1 longer than 500 tokens" if overlong == "drop" else "1 of 6 prompts lost their beginning") in said

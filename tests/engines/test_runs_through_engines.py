@@ -27,9 +27,8 @@ from grpo_jax.rl.sampler import completion_numbers, make_sampler
 from grpo_jax.rl.types import EVALUATION, SAMPLING, noise_of
 from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import Loaded
 from grpo_jax.tasks.task import Task
-from grpo_jax.train import open_engine, train
+from grpo_jax.train import train
 
 MODEL = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 V, EOS, PAD, P = 8, 6, 7, 3
@@ -202,7 +201,6 @@ def test_what_an_engine_does_not_do_is_refused_before_it_is_asked(options, words
     pretrained = huggingface.Pretrained(SHAPE, {}, None, (EOS,), None)
     with pytest.raises(UsageError, match=words):
         sampler_of(NOWHERE, pretrained, TASK, with_options(CONFIG, **options), note=print)
-    assert open_engine(EngineOptions(), Loaded(POLICY, {}, pretrained), TASK, CONFIG, note=print) is None
 
 
 def test_an_engine_does_not_sample_for_a_quantised_base(params):

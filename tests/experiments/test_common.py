@@ -8,8 +8,8 @@ from rich.console import Console
 
 from experiments import online_preference
 from experiments.common import over_seeds
-from grpo_jax.commands.common import explain_control
 from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.terminal import explain_control
 from grpo_jax.statistics import interval_over_runs
 
 

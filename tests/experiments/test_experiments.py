@@ -37,15 +37,16 @@ from experiments import (
 from grpo_jax.config import ModelOptions
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.huggingface import load_pretrained
+from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.lora import merge
 from grpo_jax.models.peft import load_adapter
 from grpo_jax.models.trainable import join, split
+from grpo_jax.prepare import load_model
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
-from grpo_jax.runs.pretrained import keep_description, load_model, load_run
+from grpo_jax.runs.pretrained import keep_description, load_run
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.arithmetic import EOS_ID
 from grpo_jax.tasks.stories import stories_task
@@ -282,7 +283,7 @@ def lora_run(tmp_path_factory):
     model = loaded.pretrained
     task = stories_task(model.tokenizer, model.eos_ids, vocab_size=512, num_prompts=4, seed=0)
     run = flags.open_run(config)
-    keep_description(run, loaded, config.model)
+    keep_description(run, model, config.model)
     programs, models = make_programs(loaded.policy, task, config.train), {"policy": loaded.params}
     state = train(models, task, config.train, run, programs, phase="grpo", reward=random_reward(0))
     return folder, state, join(state.params, split(models)[1])["policy"], run
@@ -385,14 +386,15 @@ def test_models_that_cannot_be_trained_as_asked(options, message):
 
 
 @needs_stories
-def test_a_run_does_not_go_on_with_another_base(lora_run):
+def test_a_run_does_not_go_on_with_another_base(lora_run, tmp_path):
     folder, _, trained, run = lora_run
     config = parse("--resume", "--run-dir", folder / "run", config=stories.Config)
-    loaded = load_model(config.model, seed=0)
+    loaded = load_model(config.model, seed=0).pretrained
     keep_description(run, loaded, config.model)
-    other = loaded.pretrained._replace(params=jax.tree.map(lambda x: x * 0.5, trained.base))
-    with pytest.raises(ValueError, match="have changed since this run began"):
-        keep_description(run, loaded._replace(pretrained=other), config.model)
+    params = jax.tree.map(lambda x: x * 0.5, trained.base)
+    other = save_pretrained(tmp_path / "other", params, loaded.config, source=loaded.folder)
+    with pytest.raises(ValueError, match=r"not what they were when the run .* began: .*model.safetensors of the model"):
+        keep_description(run, loaded._replace(folder=other), config.model)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from grpo_jax import hosts
-from grpo_jax.commands.common import learn
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import Prompts, pad_prompts, rng
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.tasks.task import Task
+from grpo_jax.train import learn
 
 N, EOS, PAD = 8, 6, 7
 

@@ -20,13 +20,13 @@ from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import join, split
+from grpo_jax.prepare import check_vocabulary, load_teacher
 from grpo_jax.rl.distillation import distillation_method, make_distillation_programs
 from grpo_jax.rl.grpo import grpo_method, make_programs
 from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
 from grpo_jax.rl.types import Batch, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.pretrained import check_vocabulary, load_teacher
 from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train

@@ -94,15 +94,22 @@ def test_the_five_lines(folder, tmp_path, monkeypatch, capsys, steps):
     assert "report:" in capsys.readouterr().out
 
 
+def test_settings_of_a_loaded_model_are_not_given_again(folder, tmp_path):
+    with pytest.raises(UsageError, match="the model is loaded already: give dtype to load_pretrained"):
+        GRPOTrainer(load_pretrained(folder), Threes(), dtype="bfloat16", run_dir=tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_adapters_rows_and_a_model_that_is_loaded_already(folder, tmp_path):
-    loaded, reward = load_pretrained(folder), Rising()
+    loaded, reward = load_pretrained(folder, attention="xla"), Rising()
     before = params_sha256(loaded.params)
     trainer = GRPOTrainer(
         loaded, reward, run_dir=tmp_path / "run", steps=1, max_tokens=2, lora_rank=2, learning_rate=0.1, minibatches=2
     )
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "3"}) + "\n" for p in PROMPTS))
     trained = trainer.train(tmp_path / "rows.jsonl")
+    options = flattened(json.loads((trainer.run.path / "config.json").read_text()))
+    assert (options["model"], options["attention"], options["lora_rank"]) == (folder, "xla", 2)
     assert {row["answer"] for row in reward.rows} == {"3"}
     assert len(reward.rows) == 2 * 8  # of three prompts as many as two minibatches take
     assert params_sha256(loaded.params) == before

@@ -8,33 +8,34 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from grpo_jax import prepare
 from grpo_jax.commands import grpo
-from grpo_jax.config import GRPOConfig, ModelOptions, recipe
+from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import from_json
-from grpo_jax.runs import flags, pretrained
-from grpo_jax.runs.pretrained import Loaded, planned
+from grpo_jax.prepare import Loaded, RunOptions, apply_memory_plan
+from grpo_jax.runs import flags
 
 STORIES = Path(__file__).parents[3] / "shared/data/stories260K-hf"
 MODEL = ModelConfig(64, 32, 128, 4, 4, 2, 8)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(RunOptions):
     """Of a run."""
 
     train: GRPOConfig = recipe(num_prompts=4, group_size=8, max_tokens=128)
-    model: ModelOptions = ModelOptions()
 
 
-def plan_with(monkeypatch, options: Options, limit: int):
-    monkeypatch.setattr(pretrained, "memory_limit", lambda devices: limit)
+def plan_with(monkeypatch, options: RunOptions, limit: int):
+    monkeypatch.setattr(prepare, "memory_limit", lambda devices: limit)
     loaded = Loaded(decoder_policy(MODEL), None, Pretrained(MODEL, None, None, (), Path(), ()))
     task = SimpleNamespace(prompts=lambda step: SimpleNamespace(ids=np.zeros((4, 16))))
-    return planned(options, options.train, loaded, task, devices=1, parts=1)
+    options, models, plan = apply_memory_plan(options, {"policy": loaded}, task)
+    return options, models["policy"], plan
 
 
 def test_a_plan_is_kept_with_the_run_and_used_again_whatever_memory_there_is(monkeypatch):
@@ -53,7 +54,7 @@ def test_a_plan_is_kept_with_the_run_and_used_again_whatever_memory_there_is(mon
 
 @pytest.mark.skipif(not STORIES.exists(), reason="needs the stories260K model")
 def test_a_run_that_does_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrained, "memory_limit", lambda devices: 2**20)
+    monkeypatch.setattr(prepare, "memory_limit", lambda devices: 2**20)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"Once {i}"}) + "\n" for i in range(12)))
     folder = tmp_path / "run"
     given = ["--model", STORIES, "--task", tmp_path / "rows.jsonl", "--reward", "length(maximum=3)"]

@@ -1,0 +1,317 @@
+"""Prepares training: loads models, plans memory, and makes the programs of a method that learns from rewards.
+
+The command line and `GRPOTrainer` take the same steps: `load_models`, a task, `prepare`, and `begin` when the run has
+its folder. An `Algorithm` holds what differs between GRPO and PPO.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+
+from grpo_jax.checks import validate, validate_ppo
+from grpo_jax.config import EngineOptions, GRPOConfig, ModelOptions, PPOConfig, run_of, with_options
+from grpo_jax.data.text import uses_chat
+from grpo_jax.devices import devices_of, load_shardings, parts, place, size
+from grpo_jax.errors import UsageError
+from grpo_jax.hardware import memory_limit
+from grpo_jax.hosts import gather
+from grpo_jax.models.huggingface import Pretrained, load_pretrained, load_tokenizer, model_folder
+from grpo_jax.models.lora import add_adapters
+from grpo_jax.models.policy import Policy, decoder_policy
+from grpo_jax.models.transformer import Params
+from grpo_jax.planning.plan import Plan, choose, shape_of
+from grpo_jax.rl.grpo import check_teacher, make_programs
+from grpo_jax.rl.guards import length_warning
+from grpo_jax.rl.iteration import Programs
+from grpo_jax.rl.sampler import Sampler
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.pretrained import keep_description, keep_files
+from grpo_jax.tasks.task import Task
+
+
+class Loaded(NamedTuple):
+    """A pretrained model, ready to be trained."""
+
+    policy: Policy
+    params: Params  # with adapters, if the options ask for them
+    pretrained: Pretrained
+
+
+Models = Mapping[str, Loaded]  # by role: "policy", and "teacher" if there is one
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run that learns from rewards, in groups."""
+
+    train: GRPOConfig | PPOConfig
+    model: ModelOptions = ModelOptions()
+
+
+Options = TypeVar("Options", bound=RunOptions)
+
+
+# ---- models
+
+
+def load_models(
+    options: ModelOptions, config: GRPOConfig, *, teacher: str | Path = "", pretrained: Pretrained | None = None
+) -> Models:
+    """Loads the policy, and its teacher if there is one, where the devices of the run take them.
+
+    Args:
+      options: of the model.
+      config: the run.
+      teacher: folder of a Hugging Face model, or its id on the hub; empty: there is none.
+      pretrained: as in `load_model`.
+
+    Raises:
+      UsageError: a model is missing, or models and options do not fit each other.
+    """
+    check_teacher(config, has_teacher=bool(teacher))
+    sharding = load_shardings(devices_of(config))
+    policy = load_model(options, seed=config.seed, pretrained=pretrained, sharding=sharding)
+    if not teacher:
+        return {"policy": policy}
+    return {"policy": policy, "teacher": load_teacher(teacher, options, policy.pretrained, sharding=sharding)}
+
+
+def load_model(
+    options: ModelOptions, *, seed: int, pretrained: Pretrained | None = None, sharding: Any = None
+) -> Loaded:
+    """Loads the model that the options name.
+
+    Args:
+      options: of the run.
+      seed: of new adapters.
+      pretrained: a model that is loaded already; only the LoRA options are then read.
+      sharding: as in `load_pretrained`.
+
+    Returns:
+      The model.
+
+    Raises:
+      UsageError: there is none, or it cannot be trained as asked.
+    """
+    rank = options.lora_rank
+    if rank < 0:
+        raise UsageError(f"lora_rank is {rank}: it must be at least 0")
+    if options.param_dtype != "float32" and not rank:
+        raise UsageError(
+            "param_dtype bfloat16 would lose small updates of parameters that are trained: set it to float32, or "
+            "lora_rank above 0"
+        )
+    if options.quantize != "none" and not rank:
+        raise UsageError(
+            f"quantize {options.quantize} is of frozen parameters, and without LoRA all are trained: set lora_rank "
+            "above 0, or quantize to none"
+        )
+    if pretrained is None:
+        pretrained = load_pretrained(
+            options.model,
+            param_dtype=options.param_dtype,
+            quantize=options.quantize,
+            dtype=options.dtype,
+            remat="none" if options.remat == "auto" else options.remat,  # auto: until it is planned
+            attention=options.attention,
+            router=options.router,
+            sharding=sharding,
+        )
+    params, width = pretrained.params, pretrained.config.hidden_size
+    if rank > width:
+        raise UsageError(f"lora_rank is {rank}: it must be at most {width}, the width of the model")
+    if rank:
+        key, targets = jax.random.key(seed), options.lora_targets
+        params = add_adapters(params, key, rank=rank, alpha=options.lora_alpha, targets=targets)
+    return Loaded(decoder_policy(pretrained.config), params, pretrained)
+
+
+def load_teacher(name: str | Path, options: ModelOptions, student: Pretrained, *, sharding: Any = None) -> Loaded:
+    """Loads a teacher, which is computed like the model that it teaches. Its parameters have the dtype of activations.
+
+    Args:
+      name: a folder of a Hugging Face model, or its id on the hub.
+      options: of the model that it teaches.
+      student: that model.
+      sharding: as in `load_pretrained`.
+
+    Raises:
+      UsageError: there is none, or its tokens differ from the student's.
+    """
+    teacher = load_pretrained(
+        name, param_dtype=options.dtype, dtype=options.dtype, attention=options.attention, sharding=sharding
+    )
+    tokens = student.tokenizer.get_vocab()
+    check_vocabulary(teacher.tokenizer.get_vocab(), tokens, name)
+    needed = min(student.config.vocab_size, 1 + max(tokens.values()))
+    if teacher.config.vocab_size < needed:
+        raise UsageError(f"the teacher {name} lacks tokens from {teacher.config.vocab_size} on: name one with {needed}")
+    return Loaded(decoder_policy(teacher.config), teacher.params, teacher)
+
+
+def check_vocabulary(teacher: Mapping[str, int], student: Mapping[str, int], name: str | Path) -> None:
+    """Refuses a teacher whose tokens are not those of the model.
+
+    Args:
+      teacher: token -> id of the teacher.
+      student: token -> id of the model.
+      name: the teacher's.
+
+    Raises:
+      UsageError: they differ; the sentence names a token.
+    """
+    for token in sorted(teacher.keys() | student.keys()):
+        ids = [vocabulary.get(token, "no token") for vocabulary in (teacher, student)]
+        if ids[0] != ids[1]:
+            raise UsageError(
+                f"the teacher {name} has another tokenizer than the model: {token!r} is {ids[0]} there and {ids[1]} "
+                "here; name a teacher with the model's own tokenizer"
+            )
+
+
+def decide_chat(chat: bool | None, options: ModelOptions) -> bool:
+    """Returns `uses_chat` for a model whose weights are not read yet.
+
+    Raises:
+      UsageError: there is no model, or it has no tokenizer.
+    """
+    return uses_chat(chat, load_tokenizer(model_folder(options.model)))
+
+
+# ---- methods that learn from rewards
+
+
+class Algorithm(NamedTuple):
+    """What the preparation of a method that learns from rewards does in its own way."""
+
+    phase: str  # names the lines and checkpoints of its runs
+    validate: Callable[..., None]  # (options, num_devices=...): refuses options that cannot work
+    # (models, task, options, sampler of an engine or None) -> programs, and the parameters by role that they start from
+    programs: Callable[[Models, Task, Any, Sampler | None], tuple[Programs, Params]]
+
+
+def grpo_programs(
+    models: Models, task: Task, config: GRPOConfig, sampler: Sampler | None = None
+) -> tuple[Programs, Params]:
+    """Makes the programs of GRPO, which learn from a teacher as well if there is one."""
+    policy, params = models["policy"].policy, {role: model.params for role, model in models.items()}
+    if "teacher" not in models:
+        return make_programs(policy, task, config, sampler=sampler), params
+    from grpo_jax.rl.distillation import make_distillation_programs  # a run without a teacher does not load it
+
+    return make_distillation_programs(policy, models["teacher"].policy, task, config, sampler=sampler), params
+
+
+def ppo_programs(
+    models: Models, task: Task, config: PPOConfig, sampler: Sampler | None = None
+) -> tuple[Programs, Params]:
+    """Makes the programs of PPO, and adds a critic to the policy."""
+    from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs  # a run without a critic does not load it
+
+    policy, params, pretrained = models["policy"]
+    programs = make_ppo_programs(policy, critic_policy(pretrained.config), task, config, sampler=sampler)
+    return programs, add_critic(pretrained.config, params, config.critic.critic)
+
+
+GRPO = Algorithm("grpo", validate, grpo_programs)
+PPO = Algorithm("ppo", validate_ppo, ppo_programs)
+
+
+class Prepared(NamedTuple, Generic[Options]):
+    """Everything that a run trains with, before it has a folder."""
+
+    options: Options  # with what was planned
+    models: Models
+    task: Task
+    programs: Programs
+    params: Params  # by role, on the run's devices
+    plan: Plan
+
+
+def prepare(
+    algorithm: Algorithm,
+    options: Options,
+    models: Models,
+    task: Task,
+    *,
+    engine: EngineOptions = EngineOptions(),
+    note: Callable[[str], None] = print,
+) -> Prepared[Options]:
+    """Plans the memory of a run and makes its programs, which are compiled at their first call.
+
+    Args:
+      algorithm: the method.
+      options: of the run.
+      models: of `load_models`.
+      task: prompts and rewards.
+      engine: a server that samples in place of this process, or none.
+      note: tells the user what takes long.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    options, models, plan = apply_memory_plan(options, models, task)
+    config, sampler = run_of(options.train), None
+    if engine.engine:
+        from grpo_jax.engines.sampler import sampler_of  # a run without an engine does not load it
+
+        sampler = sampler_of(engine, models["policy"].pretrained, task, config, note=note)
+    programs, params = algorithm.programs(models, task, options.train, sampler)
+    return Prepared(options, models, task, programs, place(params, devices_of(config)), plan)
+
+
+def apply_memory_plan(options: Options, models: Models, task: Task) -> tuple[Options, Models, Plan]:
+    """Chooses what the memory of a device leaves to choose: pieces, and remat.
+
+    The choice is then an option like others, kept in the run's config.json. So a resumed run is computed as it began,
+    also on a machine with other memory.
+
+    Args:
+      options: of the run.
+      models: the policy, and perhaps a teacher.
+      task: its prompts.
+
+    Returns:
+      The options and the models with the choice, and the plan.
+
+    Raises:
+      UsageError: nothing fits; the sentence names what would.
+    """
+    policy, devices = models["policy"], devices_of(run_of(options.train))
+    shape = shape_of(
+        options.train,
+        options.model,
+        task.prompts(0).ids.shape[-1],
+        parts=parts(devices),
+        teacher=models["teacher"].pretrained.config if "teacher" in models else None,
+    )
+    limits = gather("the memory of a device", memory_limit(min(size(devices), jax.local_device_count())))
+    plan = choose(policy.pretrained.config, shape, min(limits), remat=options.model.remat)
+    pretrained = policy.pretrained._replace(config=plan.model)
+    planned = policy._replace(policy=decoder_policy(plan.model), pretrained=pretrained)
+    return with_options(options, **plan.options), {**models, "policy": planned}, plan
+
+
+def begin(run: RunFolder, prepared: Prepared[Any], *, chat: bool | None = None) -> None:
+    """Writes into a run's folder what it starts from, and prints its plan.
+
+    Args:
+      run: new, or to be continued.
+      prepared: what it trains with.
+      chat: as in `keep_description`.
+
+    Raises:
+      UsageError: the run is resumed, and files of its models have changed.
+    """
+    plan, pretrained = prepared.plan, prepared.models["policy"].pretrained
+    run.console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
+    if not plan.fits:
+        run.warn_once("plan", f"{plan}: that is an estimate, but the run may stop for want of memory")
+    keep_description(run, pretrained, prepared.options.model, chat)
+    if "teacher" in prepared.models:
+        keep_files(run, "teacher", prepared.models["teacher"].pretrained.folder)
+    width = prepared.task.heldout.ids.shape[1] + prepared.programs.config.sampling.row_tokens
+    run.warn(length_warning(width, pretrained.config.max_position_embeddings))
