@@ -13,13 +13,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from grpo_jax import functional
-from grpo_jax.commands.offline import Job, constants_of, encoding, load_data, pair_job, run_method
-from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import ModelOptions
+from grpo_jax.commands.offline import Job, PairOptions, encoding, load_data, pair_job, run_method
+from grpo_jax.commands.train import Method
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences
 from grpo_jax.errors import UsageError
@@ -34,7 +32,7 @@ from grpo_jax.offline.pairs import (
     score_pairs,
 )
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.runs import flags
+from grpo_jax.options import Positive, Range, Size, Weight
 
 CURVES = (
     (("loss", "heldout_loss"), "loss (dots: held out)"),
@@ -42,6 +40,7 @@ CURVES = (
     (("margin", "heldout_margin"), "margin, nats (dots: held out)"),
     (("log_ratio_chosen", "heldout_log_ratio_chosen"), "log π/π_ref of chosen, nats"),
 )
+CONSTANTS = ("beta", "label_smoothing", "tau", "gamma", "odds_coef", "nll_coef")
 LOSSES: Mapping[str, PairLoss] = {
     "dpo": functional.dpo_loss,
     "robust": functional.robust_dpo_loss,
@@ -55,44 +54,29 @@ LOSSES: Mapping[str, PairLoss] = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(PairOptions):
     """Options of the run."""
 
     train: SupervisedConfig = SupervisedConfig(
         steps=100, learning_rate=1e-6, warmup_steps=10, decay="linear", checkpoint_every=50, log_every=10, eval_every=20
     )
-    model: ModelOptions = ModelOptions()
-    output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "dpo"
-    """What trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
     preference_loss: Literal["dpo", "robust", "length-normalized", "ipo", "hinge", "simpo", "orpo", "cpo"] = "dpo"
     """The loss of a pair. Its constants follow; None: that of the paper."""
-    beta: float | None = None
+    beta: Positive | None = None
     """β of dpo, robust, length-normalized, hinge, simpo and cpo."""
-    label_smoothing: float | None = None
+    label_smoothing: Annotated[float, Range(lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")] | None = None
     """Probability that a pair is the wrong way round: of dpo, robust and length-normalized."""
-    tau: float | None = None
+    tau: Positive | None = None
     """Weight of the KL in ipo."""
-    gamma: float | None = None
+    gamma: Weight | None = None
     """Margin that simpo asks for."""
-    odds_coef: float | None = None
+    odds_coef: Weight | None = None
     """Weight of the odds ratio in orpo."""
-    nll_coef: float | None = None
+    nll_coef: Weight | None = None
     """Weight of the NLL of the chosen completion in cpo."""
-    data: str = ""
-    """File, folder or hub id of preferences."""
-    chat: bool | None = None
-    """Whether a text is a user's message of the chat template, and a transcript several messages. None: if the
-    tokenizer has one."""
-    heldout_share: float = 0.1
-    """Share of the pairs that is evaluated and not trained on."""
-    max_tokens: int | None = None
-    """Longest completion with its EOS, in tokens (T); None: the length that the model was trained on. `overlong` says
-    what happens to pairs with more: they are dropped, or a completion loses its end."""
-    num_pairs: int = 16
+    num_pairs: Size = 16
     """Pairs of a step (N)."""
-    seed: int = 0
-    """Of the order of pairs, and of new adapters."""
 
 
 def prepare(config: Config) -> Job:
@@ -124,7 +108,8 @@ def loss_of(config: Config) -> PairLoss:
     Raises:
       UsageError: a constant is of another loss, or impossible.
     """
-    loss, constants = LOSSES[config.preference_loss], constants_of(config)
+    loss, options = LOSSES[config.preference_loss], {name: getattr(config, name) for name in CONSTANTS}
+    constants = {name: value for name, value in options.items() if value is not None}
     for name in constants:
         if name not in inspect.signature(loss).parameters:
             owners = [other for other, function in LOSSES.items() if name in inspect.signature(function).parameters]

@@ -54,8 +54,7 @@ class Config(RewardOptions):
 
     train: GRPOConfig = recipe(eval_every=20)
     teacher: str = ""
-    """Model that the policy learns from as --distillation says: folder of a Hugging Face model, or its id on the hub.
-    It may have any size, but needs the policy's tokenizer. Empty: none."""
+    """Folder or hub id of the model that the policy learns from. It must have the policy\'s tokenizer. Empty: none."""
 
 
 def main(config: Config) -> None:

@@ -12,14 +12,12 @@ completions of other prompts, in each step. Start from a model that was trained 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
 
-from grpo_jax.commands.offline import Job, constants_of, encoding, load_data, pair_job, run_method
-from grpo_jax.commands.train import RUN_DIR, Method
-from grpo_jax.config import ModelOptions
+from grpo_jax.commands.offline import Job, PairOptions, encoding, load_data, pair_job, run_method
+from grpo_jax.commands.train import Method
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs
 from grpo_jax.data.ratings import Rating, encode_ratings, read_ratings, with_mismatched, with_none
@@ -30,7 +28,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.offline.kto import RatedLoss, kto_objective, rated_terms, with_reference_point
 from grpo_jax.offline.pairs import PairBatch, evaluate_terms, pair_logprobs, score_pairs, with_intervals
 from grpo_jax.offline.phase import SupervisedConfig
-from grpo_jax.runs import flags
+from grpo_jax.options import Positive, Size, Weight
 
 CURVES = (
     (("loss", "heldout_loss"), "loss (dots: held out)"),
@@ -41,40 +39,23 @@ CURVES = (
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(PairOptions):
     """Options of the run."""
 
     train: SupervisedConfig = SupervisedConfig(
         steps=100, learning_rate=1e-6, warmup_steps=10, decay="linear", checkpoint_every=50, log_every=10, eval_every=20
     )
-    model: ModelOptions = ModelOptions()
-    output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "kto"
-    """What trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
-    beta: float = 0.1
+    beta: Positive = 0.1
     """β: how fast the loss saturates, in 1/nats. 0.1 from the paper."""
-    desirable_weight: float = 1.0
+    desirable_weight: Weight = 1.0
     """λ_D, weight of the loss of good completions; 1 from the paper."""
-    undesirable_weight: float = 1.0
-    """λ_U, weight of the loss of bad completions; 1 from the paper. For unequal numbers of both it advises a
-    (λ_D x good ones) / (λ_U x bad ones) between 1 and 4/3."""
+    undesirable_weight: Weight = 1.0
+    """λ_U, weight of the loss of bad completions. The paper advises λ_D n_D / λ_U n_U between 1 and 4/3."""
     reference_point: Literal["kl", "zero"] = "kl"
-    """z₀, what a log-ratio is compared with. kl: the estimate of KL(π ‖ π_ref) from completions of other prompts, of
-    the whole batch. zero: 0, which is APO-zero (2408.06266), for completions better than those of the model."""
-    data: str = ""
-    """File, folder or hub id of ratings or preferences."""
-    chat: bool | None = None
-    """Whether a text is a user's message of the chat template, and a transcript several messages. None: if the
-    tokenizer has one."""
-    heldout_share: float = 0.1
-    """Share of the completions that is evaluated and not trained on."""
-    max_tokens: int | None = None
-    """Longest completion with its EOS, in tokens (T); None: the length that the model was trained on. `overlong` says
-    what happens to longer ones: they are dropped, or lose their end."""
-    num_completions: int = 32
+    """z₀, which log-ratios are compared with. kl: an estimate of KL(π ‖ π_ref). zero: 0 (APO-zero, 2408.06266)."""
+    num_completions: Size = 32
     """Completions of a step (N)."""
-    seed: int = 0
-    """Of the order of completions, of which are mismatched, and of new adapters."""
 
 
 def prepare(config: Config) -> Job:
@@ -114,8 +95,9 @@ def loss_of(config: Config) -> RatedLoss:
     Raises:
       UsageError: a constant is impossible.
     """
-    constants, loss = constants_of(config), cast(RatedLoss, kto_loss)
-    if not constants["desirable_weight"] and not constants["undesirable_weight"]:
+    loss = cast(RatedLoss, kto_loss)
+    constants = {name: getattr(config, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
+    if not config.desirable_weight and not config.undesirable_weight:
         raise UsageError("desirable_weight and undesirable_weight are 0, so nothing is learned: set one above 0")
     return partial(loss, **constants)
 

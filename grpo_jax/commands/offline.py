@@ -5,14 +5,16 @@ work, before the run has a folder. `run_method` does the rest: it evaluates, tra
 curves, results and a page.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import ModelOptions, with_options
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, split_preferences
@@ -23,7 +25,8 @@ from grpo_jax.fit import fit
 from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.trainable import join, split
 from grpo_jax.offline.pairs import PairBatch, pair_batches, pair_widths, whole_batch, with_intervals
-from grpo_jax.offline.phase import Objective, check_supervised
+from grpo_jax.offline.phase import Objective, SupervisedConfig, check_supervised
+from grpo_jax.options import Seed, Size
 from grpo_jax.prepare import Loaded, decide_chat, load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, terminal
@@ -32,25 +35,32 @@ from grpo_jax.runs.folder import RunFolder, kept_arrays
 from grpo_jax.runs.pretrained import keep_description, keep_files
 from grpo_jax.statistics import cell, paired_difference
 
-AT_LEAST_0 = lambda x: x >= 0, "at least 0, and finite"
-ABOVE_0 = lambda x: x > 0, "above 0"
-# option -> what it must be, and in words
-RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
-    "beta": ABOVE_0,
-    "tau": ABOVE_0,
-    "gamma": AT_LEAST_0,
-    "label_smoothing": (lambda x: 0 <= x < 0.5, "at least 0 and below 0.5"),
-    "odds_coef": AT_LEAST_0,
-    "nll_coef": AT_LEAST_0,
-    "desirable_weight": AT_LEAST_0,
-    "undesirable_weight": AT_LEAST_0,
-    "center_coef": AT_LEAST_0,
-    "bins": (lambda x: x >= 1, "at least 1"),
-}
-
 Values = Mapping[str, np.ndarray]  # numbers of each held-out pair or text, by name; the first is what is minimised
 Rows = dict[str, dict[str, Any]]  # of the final table, by name
 Reference = Mapping[str, np.ndarray]  # "training" and "heldout": what the start says of the data; or nothing
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Options that all methods on pairs and ratings have."""
+
+    train: SupervisedConfig
+    model: ModelOptions = ModelOptions()
+    output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
+    method: Method = "dpo"
+    """What trains the model. Each method has options of its own, which `--method NAME --help` lists."""
+    data: str = ""
+    """File, folder or hub id of preferences; KTO also reads ratings."""
+    chat: bool | None = None
+    """Whether a text is a user's message of the chat template, and a transcript several messages. None: if the
+    tokenizer has one."""
+    heldout_share: float = 0.1
+    """Share of the rows that is evaluated and not trained on."""
+    max_tokens: Size | None = None
+    """Longest completion with its EOS, in tokens (T). None: the length that the model was trained on. `overlong`
+    decides about longer completions."""
+    seed: Seed = 0
+    """Seed of the order of rows, of mismatched completions and of new adapters."""
 
 
 class Job(NamedTuple):
@@ -295,17 +305,3 @@ def encoding(
         "chat": chat,
         "end_id": ending_id(pretrained.tokenizer, pretrained.eos_ids) if has_end else None,
     }
-
-
-def constants_of(config: Any) -> dict[str, Any]:
-    """Returns the options of `RANGES` that a config sets, by name.
-
-    Raises:
-      UsageError: one is impossible.
-    """
-    values = {name: getattr(config, name) for name in RANGES if getattr(config, name, None) is not None}
-    for name, value in values.items():
-        is_possible, words = RANGES[name]
-        if not (math.isfinite(value) and is_possible(value)):
-            raise UsageError(f"{name} is {value}: it must be {words}")
-    return values

@@ -15,13 +15,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_jax.commands.offline import Job, Rows, constants_of, encoding, load_data, pair_job, run_method
-from grpo_jax.commands.train import RUN_DIR, Method
+from grpo_jax.commands.offline import Job, PairOptions, Rows, encoding, load_data, pair_job, run_method
+from grpo_jax.commands.train import Method
 from grpo_jax.config import ModelOptions
 from grpo_jax.data import digests
 from grpo_jax.data.preferences import EncodedPairs, Preference, encode_preferences, read_preferences
@@ -31,15 +30,15 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.offline.pairs import score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.reward_model import PairEvaluation, evaluate_pairs, pair_rewards, reward_model_objective
+from grpo_jax.options import Size, Weight
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
-from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 
 CURVES = (("loss", "loss of a batch"), ("heldout_nll", "held-out NLL"), ("heldout_accuracy", "held-out accuracy"))
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(PairOptions):
     """Options of the run."""
 
     train: SupervisedConfig = SupervisedConfig(
@@ -53,27 +52,17 @@ class Config:
         eval_every=27,
     )
     model: ModelOptions = ModelOptions(max_prompt_tokens=32, overlong="truncate")
-    output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "reward-model"
-    """What trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
-    data: str = ""
-    """File, folder or hub id of preferences."""
-    chat: bool | None = None
-    """Whether a text is a user's message of the chat template, and a transcript several messages. None: if the
-    tokenizer has one."""
     heldout_share: float = 0.25
     """Share of the pairs that is evaluated and not trained on."""
-    max_tokens: int | None = 64
-    """Longest answer, in tokens (T); None: as long as they come. `overlong` says what happens to pairs with more: they
-    are dropped, or an answer loses its end."""
-    num_pairs: int = 16
+    max_tokens: Size | None = 64
+    """Longest answer, in tokens (T). None: as long as they come. `overlong` decides about longer answers."""
+    num_pairs: Size = 16
     """Pairs of a step (N)."""
-    center_coef: float = 0.0
+    center_coef: Weight = 0.0
     """Weight of (r_chosen + r_rejected)^2, which holds rewards near 0; 0.01 is usual."""
-    bins: int = 8
+    bins: Size = 8
     """Of the calibration curve."""
-    seed: int = 0
-    """Of the order of pairs."""
 
 
 def prepare(config: Config) -> Job:
@@ -82,7 +71,6 @@ def prepare(config: Config) -> Job:
     Raises:
       UsageError: one sentence that says what to change.
     """
-    constants_of(config)
     data = load_data(config, "num_pairs", "preferences", read_preferences, encode)
     loaded = data.model.pretrained
     shape, params = add_head(loaded.config, data.model.params)

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from grpo_jax.checks import validate_divergence
-from grpo_jax.commands.offline import Job, Reference, Values, constants_of, run_method
+from grpo_jax.commands.offline import Job, Reference, Values, run_method
 from grpo_jax.commands.train import RUN_DIR, Method
 from grpo_jax.config import DistillationConfig, ModelOptions
 from grpo_jax.data import digests
@@ -39,6 +39,7 @@ from grpo_jax.offline.sft import (
     sft_objective,
     text_nll,
 )
+from grpo_jax.options import Count, Seed, Size, Weight
 from grpo_jax.prepare import load_model, load_teacher
 from grpo_jax.rl.distillation import check_top_k
 from grpo_jax.rl.guards import length_warning
@@ -80,26 +81,24 @@ class Config:
     """System message before prompts that have none; needs a chat template."""
     num_heldout: int | None = None
     """Held-out prompts at most. None: 200, and at most a tenth of the rows."""
-    max_tokens: int | None = None
-    """Longest completion, in tokens, its EOS included (T); None: as long as the model was trained on. `overlong` says
-    what happens to longer ones: they are dropped, or lose their end."""
+    max_tokens: Size | None = None
+    """Longest completion with its EOS, in tokens (T). None: the length that the model was trained on. `overlong`
+    decides about longer completions."""
     teacher: str = ""
-    """Model whose probabilities are learned at each token of the completions, as --distillation says: folder of a
-    Hugging Face model, or its id on the hub. It may have any size, but needs the model's tokenizer. Empty: none."""
+    """Folder or hub id of the model that the policy learns from. It must have the policy\'s tokenizer. Empty: none."""
     distillation: Literal["none", "reverse_kl", "forward_kl", "jsd"] = "none"
-    """What the model π learns from a teacher π_T at each token, over the whole vocabulary. reverse_kl: KL(π ‖ π_T).
-    forward_kl: KL(π_T ‖ π). jsd: the generalised Jensen-Shannon divergence (GKD, 2306.13649). none: there is no
-    teacher."""
-    distillation_top_k: int = 0
+    """Divergence from a teacher π_T at each token. reverse_kl: KL(π ‖ π_T). forward_kl: KL(π_T ‖ π). jsd: generalised
+    Jensen-Shannon (2306.13649)."""
+    distillation_top_k: Count = 0
     """Compute the divergence over the teacher's k likeliest tokens, with all others counted as one; 0: over the whole
     vocabulary."""
     distillation_beta: float = 0.5
     """For jsd alone: weight β of the teacher in its mixture. Near 0 it is like forward_kl, near 1 like reverse_kl."""
-    nll_coef: float = 0.0
+    nll_coef: Weight = 0.0
     """With a teacher: weight λ of the NLL of the completions, beside the divergence. 0: from the teacher alone."""
-    num_rows: int = 8
+    num_rows: Size = 8
     """Packed rows of a step. The run says how many of them an epoch has."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the order of rows, and of new adapters."""
 
 
@@ -193,7 +192,6 @@ def divergence_of(config: Config) -> DistillationConfig:
         value = getattr(config, name)
         if kind == "none" and value != getattr(Config, name):
             raise UsageError(f"{name} is {value}, but distillation is none: leave it out, or choose {kinds}")
-    constants_of(config)
     divergence = DistillationConfig(
         kind, distillation_top_k=config.distillation_top_k, distillation_beta=config.distillation_beta
     )

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_jax import hosts
 from grpo_jax.commands import evaluate, kto, sft, train
-from grpo_jax.commands.offline import RANGES
+from grpo_jax.commands.dpo import CONSTANTS
 from grpo_jax.data.preferences import read_preferences
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -435,7 +435,7 @@ def test_completions_of_pairs_end_with_eos_and_count_it(folder):
 def test_every_loss_has_constants_of_its_own_and_the_sources_defaults(name):
     dpo = train.module_of("dpo")
     assert dpo.loss_of(dpo.Config(preference_loss=name)).keywords == {}
-    own = set(inspect.signature(dpo.LOSSES[name]).parameters) & RANGES.keys()
+    own = set(inspect.signature(dpo.LOSSES[name]).parameters) & set(CONSTANTS)
     keyword_only = {p.name for p in inspect.signature(dpo.LOSSES[name]).parameters.values() if p.kind == p.KEYWORD_ONLY}
     assert own == keyword_only
     config = dpo.Config(preference_loss=name, **dict.fromkeys(own, 0.25))
