@@ -143,7 +143,7 @@ def test_ppo_has_its_own_defaults_a_table_a_page_and_a_control(ppo_run):
     assert [line["step"] for line in lines if line["phase"] == "ppo" and "heldout_avg" in line] == [0, 1, 2]
     assert set(results) == {"before", "after", "control", "params_sha256"}
     assert {"curves.png", "report.html"} <= {file.name for file in out.iterdir()}
-    assert 'data-phase="ppo" data-step="2" open>' in (out / "report.html").read_text()
+    assert '"rollouts":{"ppo":[[1,[' in (out / "report.html").read_text()
     options = json.loads((out / "config.json").read_text())["ppo"]["run"]
     assert (options["sampling"]["group_size"], options["loss"]["preset"]) == (1, "lite_ppo")
     assert (options["loss"]["kl_coef"], options["loss"]["kl_in_reward"]) == (0.02, True)
