@@ -149,7 +149,6 @@ def inputs(tmp_path_factory):
         patch.setattr(flags, "open_run", reached)
         patch.setattr(evaluate, "sample_and_score", reached)
         patch.setattr(jax.distributed, "initialize", initialize)
-        patch.setattr(hosts, "_reach", lambda *_: None)
         patch.setattr(hosts, "leave", leave)
         yield folder
 
