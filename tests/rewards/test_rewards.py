@@ -349,7 +349,10 @@ def test_a_budget_bounds_a_function_that_always_hangs(file):
         assert answers == [None] * 40
         assert counts.keys() == {"timeout", "budget"}
         assert sum(counts.values()) == 40
-        assert graded(grader, "fine") == ([1.0], {})  # the next step has a budget of its own
+        started = time.monotonic()
+        while (answers := graded(grader, "fine")[0]) == [None] and time.monotonic() - started < 20:
+            pass  # the next step has a budget of its own, in which the process may not have started again yet
+        assert answers == [1.0]
 
 
 def test_a_budget_ends_a_call_before_its_deadline(file):
