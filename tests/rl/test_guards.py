@@ -138,7 +138,7 @@ def test_weights_of_completions_go_with_ratios_of_completions(preset):
     [
         ("raise RuntimeError('no such thing')", "no such thing"),
         ("return [1.0]", "returned 1 rewards for"),
-        ("return ['1'] * len(completions)", "a reward is of type str"),
+        ("return ['1'] * len(completions)", "returned a reward of type str"),
         ("return [[(0, 999, 1.0)] for _ in completions]", "from 0 to 999 is not one of a completion"),
     ],
 )
