@@ -135,7 +135,7 @@ def inputs(tmp_path_factory):
     rows = [{"prompt": sum_, "completion": total, "chosen": total, "rejected": total + "1"} for sum_, total in sums]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def reached(*_: Any) -> None:
+    def reached(*_: Any, **__: Any) -> None:
         raise Reached
 
     def initialize(**_: Any) -> None:
