@@ -15,21 +15,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from experiments import common
-from experiments.common import completions_batch
+from experiments.tasks import arithmetic
 from grpo_jax.config import GRPOConfig, recipe
-from grpo_jax.errors import UsageError
+from grpo_jax.data.types import Prompts
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
-from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.types import Batch
-from grpo_jax.runs import flags, terminal
+from grpo_jax.runs import flags
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.terminal import finish
-from grpo_jax.statistics import cell
-from grpo_jax.tasks import arithmetic
 from grpo_jax.train import train_with_control
 
 MODEL = ModelConfig(vocab_size=arithmetic.VOCAB_SIZE, initializer_range=0.1)
@@ -39,15 +37,9 @@ DIGITS = "Answers are written with the last digit first: '69' means 96."
 
 
 @dataclass(frozen=True)
-class WarmStart:
+class WarmStart(common.WarmOptions):
     """The supervised phase before."""
 
-    warm_steps: int = 700
-    """Supervised steps before training on rewards."""
-    warm_batch: int = 128
-    """Additions of a supervised step."""
-    warm_learning_rate: float = 2e-3
-    """Of the supervised steps."""
     wrong_share: float = 0.7
     """Share of wrong labels in the supervised steps."""
 
@@ -70,7 +62,7 @@ class Config:
 def main(config: Config) -> None:
     """Runs the warm start, GRPO and the control, and prints groups, accuracies and the checksum of the result."""
     started = time.perf_counter()
-    check_warm_start(config.warm)
+    common.check_warm_start(config.warm, "wrong_share")
     task = arithmetic.arithmetic_task(num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
     policy = decoder_policy(MODEL)
     programs = make_programs(policy, task, config.train)  # refuses bad options before anything is compiled
@@ -78,42 +70,29 @@ def main(config: Config) -> None:
     run.console.print(PHASES, highlight=False, soft_wrap=True)
     params = warm_start(policy, config.warm, config.train.seed, run)
     rows, checksum = train_with_control({"policy": params}, task, config.train, run, programs)
-    show(run, rows, "grpo")
+    show(run, rows)
     finish(run, rows, checksum, CURVES, started)
 
 
-def check_warm_start(config: WarmStart) -> None:
-    """Refuses labels that there cannot be.
-
-    Raises:
-      UsageError: one sentence that says what to change.
-    """
-    if config.warm_steps < 1 or config.warm_batch < 1 or not 0 <= config.wrong_share <= 1:
-        raise UsageError("warm_steps and warm_batch must be at least 1, and wrong_share between 0 and 1")
-
-
 def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder, *, phase: str = "warm") -> Params:
-    """Parameters that answer right sometimes; the run keeps what describes the model."""
+    """Returns parameters that answer right sometimes; the run keeps what describes the model."""
     common.keep_model(run, MODEL, arithmetic.TEXT)
 
-    def warm_batch(step: int) -> Batch:
+    def additions(step: int) -> tuple[Prompts, np.ndarray, np.ndarray]:
         prompts, labels = arithmetic.mixed_answers(
             batch_size=config.warm_batch, seed=seed, step=step, wrong_share=config.wrong_share
         )
-        return completions_batch(prompts, labels[:, None], (labels != arithmetic.PAD_ID)[:, None])
+        return prompts, labels, labels != arithmetic.PAD_ID
 
-    warm = SupervisedConfig(config.warm_steps, config.warm_learning_rate)
-    return common.warm_start(policy, warm_batch, warm, run, seed=seed, phase=phase)
+    return common.imitate(policy, additions, config, run, seed=seed, phase=phase)
 
 
-def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]], phase: str) -> None:
-    """Prints the last two groups of a phase, and accuracies before and after training."""
+def show(run: RunFolder, rows: Mapping[str, Mapping[str, float]]) -> None:
+    """Prints the last two groups, and accuracies before and after training."""
     run.console.print(DIGITS, highlight=False, soft_wrap=True)
-    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase][-2:])
-    names = ("avg", "greedy", "ended_share")
-    table = {title: [cell(row, name) for name in names] for title, row in rows.items()}
-    title = "accuracy on 1,000 held-out additions, with 95% intervals"
-    terminal.print_table(run, title, ("sampled", "greedy", "share ended"), table)
+    common.print_last_groups(run)
+    columns = {"avg": "sampled", "greedy": "greedy", "ended_share": "share ended"}
+    common.print_heldout(run, "accuracy on 1,000 held-out additions, with 95% intervals", rows, columns)
 
 
 if __name__ == "__main__":

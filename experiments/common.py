@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.tasks.characters import Characters
 from grpo_jax import hosts
 from grpo_jax.data.packing import Packed
 from grpo_jax.data.types import Prompts
@@ -22,9 +23,8 @@ from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs import terminal
-from grpo_jax.runs.folder import RunFolder
-from grpo_jax.statistics import interval_over_runs
-from grpo_jax.tasks.characters import Characters
+from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.statistics import cell, interval_over_runs
 
 # ---- small models of our own
 
@@ -85,7 +85,63 @@ def held_bytes(*trees: Any) -> int:
     return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(trees)}.values())
 
 
+@dataclass(frozen=True)
+class WarmOptions:
+    """The supervised phase before."""
+
+    warm_steps: int = 700
+    """Supervised steps before training on rewards."""
+    warm_batch: int = 128
+    """Examples of a supervised step."""
+    warm_learning_rate: float = 2e-3
+    """Learning rate of the supervised steps."""
+
+
+def check_warm_start(warm: WarmOptions, share: str) -> None:
+    """Refuses a supervised phase that there cannot be.
+
+    Args:
+      warm: its options.
+      share: name of the option that is a share of the examples.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    if warm.warm_steps < 1 or warm.warm_batch < 1 or not 0 <= getattr(warm, share) <= 1:
+        raise UsageError(f"warm_steps and warm_batch must be at least 1, and {share} between 0 and 1")
+
+
+def imitate(
+    policy: Policy,
+    examples: Callable[..., tuple[Prompts, np.ndarray, np.ndarray]],
+    warm: WarmOptions,
+    run: RunFolder,
+    *,
+    seed: int,
+    phase: str = "warm",
+) -> Params:
+    """Returns the parameters of a new model after supervised training on one completion of each prompt.
+
+    Args:
+      policy: the model's functions.
+      examples: (step=…) -> prompts, ids `[N, T]` and mask `[N, T]` of their completions.
+      warm: steps and learning rate.
+      run: logs it.
+      seed: of the model.
+      phase: the name of the phase in the run.
+    """
+
+    def batch(step: int) -> Batch:
+        prompts, ids, mask = examples(step=step)
+        return completions_batch(prompts, ids[:, None], mask[:, None])
+
+    options = SupervisedConfig(warm.warm_steps, warm.warm_learning_rate)
+    return warm_start(policy, batch, options, run, seed=seed, phase=phase)
+
+
 # ---- seeds
+
+NO_RUNS = ("start", "closed form")  # rows of tables without training
 
 
 @dataclass(frozen=True)
@@ -139,6 +195,52 @@ def over_seeds(
             row |= interval_over_runs(differences).named("difference") | {"wins": int((differences > 0).sum())}
         rows[method] = row
     return rows
+
+
+def save_over_seeds(
+    run: RunFolder,
+    runs: Mapping[str, Mapping[str, Sequence[float]]],
+    rows: Mapping[str, Mapping[str, float]],
+    seeds: range,
+    curves: Sequence[tuple[str | Sequence[str], str]],
+) -> None:
+    """Leaves results.json, and curves.png of the phases METHOD_SEED.
+
+    Args:
+      run: of the experiment.
+      runs: as for `over_seeds`; "start" and "closed form" are no runs.
+      rows: of `over_seeds`.
+      seeds: of the runs.
+      curves: metrics with their titles.
+    """
+    phases = {method: [f"{method}_{seed}" for seed in seeds] for method in runs if method not in NO_RUNS}
+    terminal.save_curves(run, curves, phases)
+    write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
+
+
+def print_last_groups(run: RunFolder, phase: str = "grpo") -> None:
+    """Prints the last two groups of a phase."""
+    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == phase][-2:])
+
+
+def print_heldout(
+    run: RunFolder,
+    title: str,
+    rows: Mapping[str, Mapping[str, float]],
+    columns: Mapping[str, str],
+    further: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Prints a table of held-out numbers with their intervals.
+
+    Args:
+      run: of the experiment.
+      title: of the table.
+      rows: name -> numbers.
+      columns: name of a number -> title of its column.
+      further: rows below, as text.
+    """
+    table = {name: [cell(row, column) for column in columns] for name, row in rows.items()}
+    terminal.print_table(run, title, tuple(columns.values()), table | dict(further or {}))
 
 
 def print_over_seeds(

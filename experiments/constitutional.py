@@ -26,6 +26,8 @@ import numpy as np
 
 from experiments import common
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
+from experiments.tasks import letters
+from experiments.tasks.characters import Characters
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.packing import Packed, pack, packed_batches
 from grpo_jax.data.types import Completion, Component, Reward, Rewards, rng
@@ -39,11 +41,9 @@ from grpo_jax.rewards.constitution import Judge, constitution, model_judge, read
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.terminal import explain_control
 from grpo_jax.statistics import cell
-from grpo_jax.tasks import letters
-from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
 
@@ -99,9 +99,7 @@ def main(config: Config) -> None:
         raise UsageError(f"the principles must be {', '.join(GOLD)}: GOLD says which words keep to each")
     seeds = seeds_of(config.train.seed, config.seeds)
     policy = decoder_policy(MODEL)
-    programs = make_programs(
-        policy, words_task(config), config.train
-    )  # refuses bad options before anything is compiled
+    programs = make_programs(policy, words_task(config), config.train)  # refuses bad options before compiling
     run = flags.open_run(config)
     common.keep_model(run, MODEL, TEXT)
     runs: dict[str, dict[str, list[float]]] = {}
@@ -215,9 +213,7 @@ def judgement(judge: Judge, held: HeldoutResult, task: Task) -> dict[str, float]
 
 def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) -> None:
     """Two groups, the tables, curves.png and results.json."""
-    phases = {name: [f"{name}_{seed}" for seed in seeds] for name in runs if name != "start"}
-    last = phases["constitution"][-1]
-    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == last][-2:])
+    common.print_last_groups(run, f"constitution_{seeds[-1]}")
     rows = over_seeds(runs, first="gold", control="control")
     table = {name: [cell(row, key) for key in ("gold", "difference", "all", "words")] for name, row in rows.items()}
     print_over_seeds(run, "gold of held-out words", seeds, ("kept", "above control", "all kept", "words"), table)
@@ -229,8 +225,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     terminal.print_table(run, "gold, the judge's yes, and how often they agree, before and after", titles, table)
     table = {name: [cell(rows[name], key) for key in ("believed", "injected")] for name in ("start", "constitution")}
     terminal.print_table(run, "the judge's yes where gold says no", ("word", "word?y"), table)
-    terminal.save_curves(run, CURVES, phases)
-    write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
+    common.save_over_seeds(run, runs, rows, seeds, CURVES)
 
 
 if __name__ == "__main__":

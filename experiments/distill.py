@@ -23,8 +23,9 @@ import jax
 import numpy as np
 
 from experiments import common
-from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
+from experiments.arithmetic import MODEL, WarmStart, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
+from experiments.tasks import arithmetic
 from grpo_jax import hosts
 from grpo_jax.config import Distillation, GRPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
@@ -40,9 +41,8 @@ from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures, make_sampler
 from grpo_jax.rl.types import SAMPLING, Batch, noise_of
 from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
-from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
 
@@ -119,7 +119,7 @@ def main(config: Config) -> None:
     """For each seed a student, a teacher, and every method; a table, curves and all numbers."""
     started = time.perf_counter()
     hosts.check_alone("experiments with supervised phases")
-    check_warm_start(config.warm)
+    common.check_warm_start(config.warm, "wrong_share")
     if not config.kinds or "none" in config.kinds:
         raise UsageError("kinds names no distillation: choose reverse_kl, forward_kl, jsd or k1")
     models = new_models(config)
@@ -266,10 +266,8 @@ def show(config: Config, run: RunFolder, runs: dict[str, dict[str, list[float]]]
     }
     print_over_seeds(run, "accuracy on 1,000 held-out additions", seeds, columns, table)
     run.console.print(f"control: {config.kinds[0]} with a teacher that was never trained.", soft_wrap=True)
-    phases = {method: [f"{method}_{seed}" for seed in seeds] for method in runs}
-    terminal.save_curves(run, CURVES, phases)
     save_samples(config, run, seeds, {method: row["teacher"] for method, row in rows.items()})
-    write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
+    common.save_over_seeds(run, runs, rows, seeds, CURVES)
 
 
 def save_samples(config: Config, run: RunFolder, seeds: range, scores: Mapping[str, float]) -> None:

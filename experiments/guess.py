@@ -24,38 +24,27 @@ from pathlib import Path
 import numpy as np
 
 from experiments import common
+from experiments.tasks import guess
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data.types import Example
-from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.policy import Policy, decoder_policy
-from grpo_jax.models.transformer import Params
-from grpo_jax.offline.phase import SupervisedConfig
+from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import Evaluation, Samples, summary
 from grpo_jax.rl.grpo import make_programs
-from grpo_jax.rl.types import Batch
-from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs import flags
 from grpo_jax.runs.terminal import finish
-from grpo_jax.statistics import cell
-from grpo_jax.tasks import guess
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import learn, train_with_control
 
 MODEL = ModelConfig(vocab_size=guess.VOCAB_SIZE, initializer_range=0.1)
+COLUMNS = {"avg": "sampled", "greedy": "greedy", "above_blind": "above blind", "turns_to_win": "turns of games won"}
 CURVES = (("reward", "games won (dots: held out)"), ("turns_mean", "turns"))
 
 
 @dataclass(frozen=True)
-class WarmStart:
+class WarmStart(common.WarmOptions):
     """The supervised phase before."""
 
-    warm_steps: int = 300
-    """Supervised steps before training on rewards."""
-    warm_batch: int = 128
-    """Games of a supervised step."""
-    warm_learning_rate: float = 3e-3
-    """Of the supervised steps."""
     deaf_share: float = 0.5
     """Share of guesses in the supervised games that pay no heed to the answers."""
 
@@ -82,7 +71,7 @@ class Config:
         divergence="full",
         eval_every=100,
     )
-    warm: WarmStart = WarmStart()
+    warm: WarmStart = WarmStart(warm_steps=300, warm_learning_rate=3e-3)
     output: flags.RunConfig = flags.RunConfig(Path("runs/guess"))
     noise: bool = True
     """Train with a coin toss for each answer as well."""
@@ -91,13 +80,17 @@ class Config:
 def main(config: Config) -> None:
     """Warm start, GRPO, controls; a table, a few groups, curves, a page, and the checksum of the result."""
     started = time.perf_counter()
-    check_warm_start(config.warm)
+    common.check_warm_start(config.warm, "deaf_share")
     train = config.train
     task = guess.guess_task(num_prompts=train.sampling.num_prompts, seed=train.seed)
     policy = decoder_policy(MODEL)
     programs = make_programs(policy, task, train)  # refuses bad options before anything is compiled
     run = flags.open_run(config)
-    params = warm_start(policy, config.warm, train.seed, run)
+    common.keep_model(run, MODEL, guess.TEXT)
+    games = partial(
+        guess.deaf_games, batch_size=config.warm.warm_batch, seed=train.seed, deaf_share=config.warm.deaf_share
+    )
+    params = common.imitate(policy, games, config.warm, run, seed=train.seed)
     measure = partial(examine, task)
     rows, checksum = train_with_control({"policy": params}, task, train, run, programs, measure)
     phases = ["grpo", "control"]
@@ -107,32 +100,10 @@ def main(config: Config) -> None:
         _, held = learn({"policy": params}, deaf, train, run, hearing_noise, phase="noise")
         rows["noise"] = summary(held.evaluation) | measure(*held)
         phases.append("noise")
-    show(run, rows, task)
+    common.print_last_groups(run)
+    title = f"share of games won on {guess.NUM_HELDOUT} held-out intervals, with 95% intervals"
+    common.print_heldout(run, title, rows, COLUMNS, players(task.heldout.examples))
     finish(run, rows, checksum, CURVES, started, phases=phases)
-
-
-def check_warm_start(config: WarmStart) -> None:
-    """Refuses games that there cannot be.
-
-    Raises:
-      UsageError: one sentence that says what to change.
-    """
-    if config.warm_steps < 1 or config.warm_batch < 1 or not 0 <= config.deaf_share <= 1:
-        raise UsageError("warm_steps and warm_batch must be at least 1, and deaf_share between 0 and 1")
-
-
-def warm_start(policy: Policy, config: WarmStart, seed: int, run: RunFolder) -> Params:
-    """Parameters that know the rules; the run keeps what describes the model."""
-    common.keep_model(run, MODEL, guess.TEXT)
-
-    def warm_batch(step: int) -> Batch:
-        prompts, ids, mask = guess.deaf_games(
-            batch_size=config.warm_batch, seed=seed, step=step, deaf_share=config.deaf_share
-        )
-        return common.completions_batch(prompts, ids[:, None], mask[:, None])
-
-    warm = SupervisedConfig(config.warm_steps, config.warm_learning_rate)
-    return common.warm_start(policy, warm_batch, warm, run, seed=seed, phase="warm")
 
 
 def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:
@@ -142,16 +113,6 @@ def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dic
     turns = [len(game.turns) for game in games if guess.is_won(game.turns)]
     above = guess.above_blind(len(turns) / len(games), task.heldout.examples)
     return {"above_blind": above, "turns_to_win": float(np.mean(turns)) if turns else float("nan")}
-
-
-def show(run: RunFolder, rows: dict[str, dict[str, float]], task: Task) -> None:
-    """Prints two groups of the end, and games won before and after beside what three players win."""
-    terminal.print_groups(run, [line for line in run.lines("rollouts.jsonl") if line["phase"] == "grpo"][-2:])
-    names = ("avg", "greedy", "above_blind", "turns_to_win")
-    table = {title: [cell(row, name) for name in names] for title, row in rows.items()}
-    title = f"share of games won on {guess.NUM_HELDOUT} held-out intervals, with 95% intervals"
-    titles = ("sampled", "greedy", "above blind", "turns of games won")
-    terminal.print_table(run, title, titles, table | players(task.heldout.examples))
 
 
 def players(examples: Sequence[Example]) -> dict[str, list[str]]:

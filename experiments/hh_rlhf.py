@@ -11,9 +11,9 @@ groups. `--kl-in-reward` moves the KL of both into the reward.
 
 The table: the judge's score in standard deviations of the SFT policy's answers, and how often it prefers an answer to
 the SFT policy's for the same prompt (harmlessness, as far as that judge can tell); two rules, analogues of helpfulness
-and honesty (`grpo_jax/tasks/dialogue.py`), which were written before the first run; length, and how much of the score's
-change it explains by the slope among SFT answers. Two rows need no training: of the SFT policy's answers to a prompt
-the shortest, and the one that the reward model likes best.
+and honesty (`experiments/tasks/dialogue.py`), which were written before the first run; length, and how much of the
+score's change it explains by the slope among SFT answers. Two rows need no training: of the SFT policy's answers to a
+prompt the shortest, and the one that the reward model likes best.
 
 With the 260-thousand-parameter TinyStories model and 796 training pairs of harmless-base's test set, the reward models
 are right in .57 to .59 of 728 held-out pairs and prefer the shorter answer in .84 to .87 of them. So expect answers to
@@ -50,6 +50,7 @@ from experiments.judging import (
     step_seconds,
     supervised_cost,
 )
+from experiments.tasks.dialogue import candid, dialogue_rows, taken_up
 from grpo_jax import hosts
 from grpo_jax.commands.offline import encoding
 from grpo_jax.commands.reward_model import answer_lengths
@@ -84,7 +85,6 @@ from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json, write_text
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.tasks.dataset import text_task
-from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import evaluate_heldout, learn
 
@@ -291,19 +291,18 @@ def with_critic(sft: Params, learned: RewardModel, model: Loaded, config: Config
     return add_critic(model.pretrained.config, sft, config.ppo.critic.critic)
 
 
+def supervised(config: Config, steps: int, learning_rate: float, **options: Any) -> SupervisedConfig:
+    """Returns the options of a supervised phase, on the devices of the run."""
+    options |= {"microbatches": config.ppo.run.optimizer.microbatches or 1, "devices": config.ppo.run.devices}
+    return SupervisedConfig(steps, learning_rate, warmup_steps=WARMUP_STEPS, decay="linear", **options)
+
+
 def fit_sft(
     start: Params, rows: Packed, model: Loaded, config: Config, run: RunFolder
 ) -> tuple[Params, dict[str, float]]:
     """The policy after SFT on chosen answers, and what that cost."""
     batches = packed_batches(rows, config.sft_rows, config.ppo.run.seed)
-    phase = SupervisedConfig(
-        config.sft_steps,
-        config.sft_learning_rate,
-        warmup_steps=WARMUP_STEPS,
-        decay="linear",
-        microbatches=config.ppo.run.optimizer.microbatches or 1,
-        devices=config.ppo.run.devices,
-    )
+    phase = supervised(config, config.sft_steps, config.sft_learning_rate)
     state = fit(sft_objective(model.policy), start, batches, phase, run, phase=f"sft_{config.ppo.run.seed}")
     frozen = split(start)[1]
     tokens = sum(int((batches(step).texts > 0).sum()) for step in range(config.sft_steps))
@@ -317,15 +316,7 @@ def fit_reward_model(
     loaded = model.pretrained
     shape, params = add_head(loaded.config, start)
     batches = pair_batches(pairs, config.num_pairs, config.ppo.run.seed)
-    options = SupervisedConfig(
-        config.reward_model_steps,
-        config.reward_model_learning_rate,
-        warmup_steps=WARMUP_STEPS,
-        decay="linear",
-        weight_decay=0.1,
-        microbatches=config.ppo.run.optimizer.microbatches or 1,
-        devices=config.ppo.run.devices,
-    )
+    options = supervised(config, config.reward_model_steps, config.reward_model_learning_rate, weight_decay=0.1)
     state = fit(reward_model_objective(shape), params, batches, options, run, phase=phase)
     frozen = split(params)[1]
     masks = [mask for step in range(options.steps) for mask in batches(step)[1:4:2]]

@@ -20,6 +20,7 @@ middle at equal weights (0.59). A better weight does much of the same: with 0.85
   python -m experiments.multi_objective
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ import numpy as np
 
 from experiments import common
 from experiments.common import Seeds, completions_batch, over_seeds, print_over_seeds, seeds_of
+from experiments.tasks import letters
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.types import Component, Rewards, pad_completions, rng
 from grpo_jax.errors import UsageError
@@ -45,8 +47,7 @@ from grpo_jax.rl.types import LABELLING, Batch, noise_of
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.folder import RunFolder, write_json
 from grpo_jax.runs.terminal import explain_control
-from grpo_jax.statistics import cell, hypervolume
-from grpo_jax.tasks import letters
+from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import HeldoutResult, evaluate_heldout, learn
 
@@ -253,9 +254,90 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     }
     title = "held-out own and order_score by the weight of own, and the share of the square that they cover"
     terminal.print_table(run, title, (*sweep["sum"], "covered"), lines)
-    terminal.save_front(run, sweep, {"start": point("start", EQUAL)}, SCORES[1:])
+    save_front(run, sweep, {"start": point("start", EQUAL)}, SCORES[1:])
     terminal.save_curves(run, CURVES, {method: phases[method] for method in (*METHODS, "coin")})
     write_json(run.path / "results.json", {"over_seeds": rows, "covered": covered, "runs": scores})
+
+
+# ---- fronts
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points to which no other is equal in one score and above in the other, or above in both.
+
+    Args:
+      points: pairs of scores, of which more is better.
+
+    Returns:
+      Them, by the first score, each once.
+    """
+    kept: list[tuple[float, float]] = []
+    for point in sorted(set(points), reverse=True):
+        if not kept or point[1] > kept[-1][1]:
+            kept.append(point)
+    return kept[::-1]
+
+
+def hypervolume(points: Sequence[tuple[float, float]]) -> float:
+    """The area between (0, 0) and the front: where some point has at least as much of both scores.
+
+    Args:
+      points: pairs of scores that are not below 0, of which more is better. In [0, 1] the area is a share of the
+        square.
+    """
+    area, left = 0.0, 0.0
+    for x, y in pareto_front(points):
+        area, left = area + (x - left) * y, x
+    return area
+
+
+def save_front(
+    run: RunFolder,
+    points: Mapping[str, Mapping[str, tuple[float, float]]],
+    marks: Mapping[str, tuple[float, float]],
+    names: Sequence[str],
+) -> None:
+    """front.png: pairs of scores in [0, 1], and the Pareto front of each method. It is readable without colours.
+
+    Args:
+      run: where it goes.
+      points: method -> what is written beside a point -> the point; up to three methods.
+      marks: name -> a point beside them, such as the start.
+      names: of both scores.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 6.5), layout="constrained")
+    # From the largest marker to the smallest, with the words on other sides, so that points in one place stay apart.
+    styles = (("s", "white", "-", 11, (0, 14)), ("o", "0.7", "--", 8, (0, -17)), ("^", "black", ":", 5, (10, 0)))
+    for (method, found), (marker, fill, line, size, offset) in zip(points.items(), styles, strict=False):
+        front = pareto_front(list(found.values()))
+        axis.plot(*zip(*front, strict=True), color="black", linestyle=line, linewidth=1)
+        axis.plot(
+            *zip(*found.values(), strict=True),
+            marker,
+            color="black",
+            markerfacecolor=fill,
+            markersize=size,
+            label=f"{method}: {hypervolume(front):.2f} of the square",
+        )
+        places: dict[tuple[float, float], list[str]] = {}
+        for label, point in found.items():
+            near = (place for place in places if math.dist(place, point) < 0.04)
+            places.setdefault(next(near, point), []).append(label)
+        for place, labels in places.items():
+            words, align = ", ".join(labels), "left" if offset[0] else "center"
+            axis.annotate(words, place, xytext=offset, textcoords="offset points", fontsize=7, ha=align, va="center")
+    for (name, point), marker in zip(marks.items(), ("x", "+", "*"), strict=False):
+        axis.plot(*point, marker, color="black", label=name)
+    axis.set(xlim=(0, 1.08), ylim=(0, 1.08), xlabel=names[0], ylabel=names[1])
+    axis.grid(alpha=0.3)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+    figure.savefig(run.path / "front.png", dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

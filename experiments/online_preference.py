@@ -31,6 +31,7 @@ import numpy as np
 
 from experiments import common
 from experiments.common import Seeds, collect, completions_batch, over_seeds, print_over_seeds, seeds_of
+from experiments.tasks import letters
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.data.preferences import bradley_terry_judge
 from grpo_jax.data.types import Component, Example, pad_completions, rng
@@ -48,10 +49,9 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.terminal import explain_control
 from grpo_jax.statistics import cell
-from grpo_jax.tasks import letters
 from grpo_jax.tasks.task import Task, random_reward
 from grpo_jax.train import evaluate_heldout, learn
 
@@ -247,9 +247,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
         method: [rows[method]["claimed"], gain[method], *(rows[method][x] for x in accuracies)] for method in LEARNED
     }
     terminal.print_table(run, title, columns, models)
-    phases = {method: [f"{method}_{seed}" for seed in seeds] for method in runs if method != "start"}
-    terminal.save_curves(run, CURVES, phases)
-    write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
+    common.save_over_seeds(run, runs, rows, seeds, CURVES)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ whole where others give each device its part. --topology compiles for TPUs inste
   python -m experiments.plan --model Qwen2.5-7B --topology v5p:2x2x2 --programs learn
 """
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -29,6 +26,8 @@ from experiments.benchmarks import shapes
 from experiments.paper.collectives import collectives
 from experiments.paper.lowered import lowered, peak_bytes, planned_bytes
 from experiments.paper.topology import as_if_here, devices_of_topology
+from experiments.planning.models import MODELS
+from experiments.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
 from grpo_jax.config import GRPOConfig, PlannedRemat, PPOConfig, recipe, with_options
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.products import CPU
@@ -40,9 +39,7 @@ from grpo_jax.models.params import Quantize
 from grpo_jax.models.weights import read_json
 from grpo_jax.planning.accelerators import DEVICES, Device
 from grpo_jax.planning.memory import Estimate, Shape, decoder_shapes, estimate, num_params, parts_of
-from grpo_jax.planning.models import MODELS
 from grpo_jax.planning.plan import GB, Plan, choose
-from grpo_jax.planning.traffic import Exchange, learn_traffic, moved, sample_traffic, score_traffic
 from grpo_jax.runs.flags import read_flags, refusing
 
 Program = Literal["sample", "score", "learn"]
@@ -101,8 +98,9 @@ def main(config: Config) -> None:
     """Prints the plan, and with --compile what the compiler makes of it."""
     config, devices = resolved(config)
     check(config)
-    if config.compile and not devices and _flag(config) not in os.environ.get("XLA_FLAGS", ""):
-        raise SystemExit(_again(config))
+    if config.compile and not devices:  # before JAX looks for devices
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.devices)
     console, shape, data = Console(), shape_of(config), data_of(config)
     model = replace(model_of(config.model), dtype=config.dtype)
     device = device_of(config)
@@ -305,17 +303,6 @@ def _axes(entry: sharding.Axes, shape: Shape) -> str:
 
 
 # ---- the compiler's word
-
-
-def _flag(config: Config) -> str:
-    return f"--xla_force_host_platform_device_count={config.devices}"
-
-
-def _again(config: Config) -> int:
-    """The same command in a process that sees so many devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {_flag(config)}"
-    command = [sys.executable, "-m", "experiments.plan", *sys.argv[1:]]
-    return subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}).returncode
 
 
 def run_of_plan(config: Config, plan: Plan, data: int) -> GRPOConfig | PPOConfig:

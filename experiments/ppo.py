@@ -16,18 +16,19 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments.arithmetic import MODEL, WarmStart, check_warm_start, warm_start
+from experiments import common
+from experiments.arithmetic import MODEL, WarmStart, warm_start
 from experiments.common import Seeds, collect, over_seeds, print_over_seeds, seeds_of
+from experiments.tasks import arithmetic
 from grpo_jax.config import GRPOConfig, PPOConfig, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.evaluate import summary
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
 from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.terminal import explain_control
 from grpo_jax.statistics import cell
-from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import random_reward
 from grpo_jax.train import evaluate_heldout, learn
 
@@ -60,7 +61,7 @@ class Config:
 def main(config: Config) -> None:
     """For each seed a warm start, PPO, GRPO and the control; a table, curves, and all numbers."""
     started = time.perf_counter()
-    check_warm_start(config.warm)
+    common.check_warm_start(config.warm, "wrong_share")
     seeds = seeds_of(config.ppo.run.seed, config.seeds)
     policy = decoder_policy(MODEL)
     task = arithmetic.arithmetic_task(num_prompts=config.ppo.run.sampling.num_prompts, seed=config.ppo.run.seed)
@@ -128,10 +129,7 @@ def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) 
     }
     print_over_seeds(run, "accuracy on 1,000 held-out additions", seeds, columns, table)
     explain_control(run, table)
-    terminal.save_curves(
-        run, terminal.curves_of(run, CURVES), {method: [f"{method}_{seed}" for seed in seeds] for method in runs}
-    )
-    write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
+    common.save_over_seeds(run, runs, rows, seeds, terminal.curves_of(run, CURVES))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from grpo_jax.offline.pairs import PairBatch, pair_batches, pair_logprobs, prefe
 from grpo_jax.offline.phase import SupervisedConfig, check_supervised
 from grpo_jax.rl.types import TrainState
 from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell
 
 VOCAB, TOKENS, PROMPTS = 8, 3, 4
@@ -106,10 +106,8 @@ def main(config: Config) -> None:
         for name, row in rows.items()
     }
     print_over_seeds(run, "exact, by enumeration", seeds, list(COLUMNS.values()), table)
-    phases = {method: [f"{method}_{seed}" for seed in seeds] for method in (config.loss, CONTROL)}
     curves = (("loss", "loss of a batch"), ("accuracy", "accuracy of a batch"), ("heldout_objective", "J"))
-    terminal.save_curves(run, curves, phases)
-    write_json(run.path / "results.json", {"seeds": list(seeds), "runs": runs, "over_seeds": rows})
+    common.save_over_seeds(run, runs, rows, seeds, curves)
     terminal.say_end(run, started)
 
 

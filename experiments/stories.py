@@ -1,6 +1,6 @@
 """Happier stories: GRPO on a real pretrained model, with a KL to its start that keeps the stories readable.
 
-The reward is the share of sentences that say something happy (grpo_jax/tasks/stories.py). The control gets a
+The reward is the share of sentences that say something happy (experiments/tasks/stories.py). The control gets a
 coin toss and must stay near the start. About a minute on two CPU cores with the 260-thousand-parameter
 TinyStories model; expect held-out reward to rise from about 0.2 to 0.8. The KL is this experiment's;
 another --preset brings its own. Left out of the paper: a learned reward model, and a
@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from experiments.tasks.stories import repeated_share, stories_task
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe
 from grpo_jax.devices import num_devices, place
 from grpo_jax.prepare import load_model
@@ -29,7 +30,6 @@ from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.runs.terminal import finish
 from grpo_jax.statistics import cell
-from grpo_jax.tasks.stories import repeated_share, stories_task
 from grpo_jax.train import train_with_control
 
 CURVES = (("length_mean", "tokens"),)

@@ -183,35 +183,6 @@ def paired_difference(
     return _percentiles(after - before, level, resamples, seed)
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points to which no other is equal in one score and above in the other, or above in both.
-
-    Args:
-      points: pairs of scores, of which more is better.
-
-    Returns:
-      Them, by the first score, each once.
-    """
-    front: list[tuple[float, float]] = []
-    for point in sorted(set(points), reverse=True):
-        if not front or point[1] > front[-1][1]:
-            front.append(point)
-    return front[::-1]
-
-
-def hypervolume(points: Sequence[tuple[float, float]]) -> float:
-    """The area between (0, 0) and the front: where some point has at least as much of both scores.
-
-    Args:
-      points: pairs of scores that are not below 0, of which more is better. In [0, 1] the area is a share of the
-        square.
-    """
-    area, left = 0.0, 0.0
-    for x, y in pareto_front(points):
-        area, left = area + (x - left) * y, x
-    return area
-
-
 def interval_over_runs(values: Sequence[float] | np.ndarray, *, level: float = 0.95) -> Interval:
     """The mean of a number over runs that differ in their seed, with Student's t interval.
 

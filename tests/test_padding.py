@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.tasks.characters import Characters
 from grpo_jax.data.packing import pack
 from grpo_jax.data.types import pad_prompts
 from grpo_jax.models.config import ModelConfig
@@ -14,7 +15,6 @@ from grpo_jax.rl.sampler import to_batch
 from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Rollout
 from grpo_jax.sampling.sampler import Completions, sample_groups
-from grpo_jax.tasks.characters import Characters
 from grpo_jax.tasks.task import Task
 
 TEXT = Characters("abc")

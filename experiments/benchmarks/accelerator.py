@@ -31,10 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.shapes import SHAPES, Shape
+from experiments.planning.models import MODELS
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.planning.memory import decoder_shapes
-from grpo_jax.planning.models import MODELS
 
 ShapeName = Literal["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen2.5-7b-lora", "tiny"]
 LORA = ("--lora-rank", "16", "--param-dtype", "bfloat16")

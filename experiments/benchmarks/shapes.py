@@ -3,8 +3,11 @@
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+import numpy as np
+
+from experiments.planning.models import MODELS
+from grpo_jax.data.types import Prompts, rng
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.planning.models import MODELS
 
 
 class Shape(NamedTuple):
@@ -33,18 +36,14 @@ SHAPES = {
     "qwen3-0.6b": Shape(MODELS["Qwen3-0.6B"], 16, 64, 256),
     "qwen3-0.6b-2048": Shape(MODELS["Qwen3-0.6B"], 256, 64, 128),
 }
-ShapeName = Literal[
-    "tiny",
-    "tiny256",
-    "tiny1024",
-    "mid",
-    "prompt",
-    "long-tail",
-    "qwen2.5-0.5b",
-    "qwen2.5-1.5b",
-    "qwen3-0.6b",
-    "qwen3-0.6b-2048",
-]
+CpuShape = Literal["tiny", "tiny256", "tiny1024", "mid", "prompt", "long-tail"]
+ShapeName = Literal[CpuShape, "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen3-0.6b-2048"]
+
+
+def random_prompts(shape: Shape, step: int, *, seed: int = 0) -> Prompts:
+    """Returns prompts of a step with random ids, and their text for an example."""
+    ids = rng(seed, step).integers(0, shape.model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
+    return Prompts(ids, np.ones(ids.shape, bool), [{"prompt": str(row)} for row in ids])
 
 
 class Cost(NamedTuple):

@@ -25,9 +25,9 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from experiments.benchmarks.shapes import SHAPES, ShapeName
+from experiments.benchmarks.shapes import SHAPES, ShapeName, random_prompts
 from grpo_jax.config import recipe
-from grpo_jax.data.types import Completion, Example, Prompts, rng
+from grpo_jax.data.types import Completion, Example, Prompts
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import grpo_method
 from grpo_jax.rl.iteration import compile_programs
@@ -74,8 +74,7 @@ def main(config: Config) -> None:
     def prompts(step: int) -> Prompts:
         """The loop asks for them when an iteration begins."""
         marks.append((time.perf_counter(), time.process_time()))
-        ids = rng(0, step).integers(0, shape.model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
-        return Prompts(ids, np.ones(ids.shape, bool), [{"prompt": str(row)} for row in ids])
+        return random_prompts(shape, step)
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
         return [sum(text.ids) % 97 / 97 for text in completions]

@@ -13,17 +13,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
 
-from experiments.benchmarks.shapes import SHAPES, ShapeName
+from experiments.benchmarks.shapes import SHAPES, Shape, ShapeName, random_prompts
 from grpo_jax.config import SamplingConfig, recipe
 from grpo_jax.data.episodes import Key, Reply, Transcript, environment
-from grpo_jax.data.types import Example, Prompts, rng
+from grpo_jax.data.types import Example, rng
 from grpo_jax.devices import to_devices, to_numpy
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.transformer import Params
@@ -51,7 +51,7 @@ class Config:
 def main(config: Config) -> None:
     """Prints a line of JSON."""
     shape = SHAPES[config.shape]
-    task = game(shape.model.vocab_size, shape.num_prompts, shape.prompt)
+    task = game(shape)
     sampling = recipe(
         num_prompts=shape.num_prompts,
         group_size=shape.group_size,
@@ -116,12 +116,9 @@ def measured(
     }
 
 
-def game(vocab_size: int, num_prompts: int, width: int) -> Task:
-    """Prompts at random, an environment that answers so many tokens as it was told, and no reward."""
-
-    def prompts(step: int) -> Prompts:
-        ids = rng(0, step).integers(0, vocab_size, (num_prompts, width)).astype(np.int32)
-        return Prompts(ids, np.ones(ids.shape, bool), [{"prompt": str(row)} for row in ids])
+def game(shape: Shape) -> Task:
+    """Returns random prompts, an environment that answers in proportion to what it was told, and no reward."""
+    vocab_size, prompts = shape.model.vocab_size, partial(random_prompts, shape)
 
     def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
         # The last turn has no reply, so those before have half as much again.

@@ -31,14 +31,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from experiments.claims.ablation import cores
+from experiments.claims.bench import cores
 from experiments.claims.testbeds import ARITHMETIC
+from experiments.tasks import arithmetic
 from experiments.whole_run import by_prompt, compile_runs, heldout_of, prompts_of, whole_run
 from grpo_jax.config import GRPOConfig, recipe, with_options
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.tasks import arithmetic
 from grpo_jax.train import learn
 
 RUNS = list(product((1e-4, 2e-4, 4e-4, 8e-4), (0, 1, 2)))  # learning rate, seed

@@ -9,7 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
+from experiments.claims.bench import Bench
+from experiments.claims.questions import COIN, START
+from experiments.common import collect
 from grpo_jax.statistics import calibration
+
+View = Callable[[np.ndarray], np.ndarray]
 
 
 class Draws(NamedTuple):
@@ -59,8 +64,8 @@ def concordance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return 2 * covariance / (x.var(axes) + y.var(axes) + (x.mean(axes) - y.mean(axes)) ** 2)
 
 
-def as_given(scores: np.ndarray) -> np.ndarray:
-    """The scores themselves."""
+def unchanged(scores: np.ndarray) -> np.ndarray:
+    """Returns the scores themselves."""
     return scores
 
 
@@ -74,12 +79,12 @@ def standardised(scores: np.ndarray) -> np.ndarray:
     return (scores - scores.mean(-1, keepdims=True)) / scores.std(-1, keepdims=True)
 
 
-def agreement(scores: np.ndarray, view: Callable[[np.ndarray], np.ndarray] = as_given, *, again: bool = False) -> float:
-    """Mean concordance of two annotators, or of the same annotator in two sessions.
+def agreement(scores: np.ndarray, view: View = unchanged, *, again: bool = False) -> float:
+    """Returns the mean concordance of two annotators, or of the same annotator in two sessions.
 
     Args:
       scores: of `scored`.
-      view: what is compared: `as_given`, `ranks` or `standardised`.
+      view: what is compared: `unchanged`, `ranks` or `standardised`.
       again: the same annotator.
     """
     seen = view(scores)
@@ -128,3 +133,30 @@ def _root(falling: Callable[[float], float], low: float, high: float, *, steps: 
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > 0 else (low, middle)
     return (low + high) / 2
+
+
+# ---- the question `agreement`
+
+SPREADS, NOISE = {"small": 0.25, "medium": 0.5, "large": 1.0}, 0.5
+VIEWS = {"scores": unchanged, "ranks": ranks, "advantages": standardised}
+
+
+def rows(bench: Bench) -> tuple[dict[str, dict[str, list[float]]], str]:
+    """Returns the table with the draws of each seed, and a note on the annotators that fit."""
+    table, fitted = dict[str, dict[str, list[float]]](), list[Kind]()
+    for seed in bench.seeds:
+        draws = draw(seed)
+        fitted.append(fit(draws, scores=0.61, ranks_=0.83))
+        kinds = {START: Kind(0.0, NOISE), COIN: Kind(0.0, 1.0, sees=0.0), "fitted": fitted[-1]}
+        kinds |= {f"{name}, noise": Kind(spread, NOISE) for name, spread in SPREADS.items()}
+        kinds |= {f"{name}, no noise": Kind(spread, 0.0) for name, spread in SPREADS.items()}
+        collect(table, {name: _row(draws, kind) for name, kind in kinds.items()})
+    spread, noise = np.mean(fitted, axis=0)[:2]
+    return table, f"These are annotators of a model, not people. Fitted: spread {spread:.2f}, noise {noise:.2f}."
+
+
+def _row(draws: Draws, kind: Kind) -> dict[str, float]:
+    scores = scored(draws, kind)
+    columns = {name: agreement(scores, view) for name, view in VIEWS.items()}
+    columns |= {f"{name} again": agreement(scores, VIEWS[name], again=True) for name in ("scores", "ranks")}
+    return columns | dict(zip(("error within", "error across"), calibration_errors(draws, kind), strict=True))

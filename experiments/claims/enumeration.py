@@ -13,12 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.claims.bench import Bench, make_setting
+from experiments.claims.questions import COIN, START
+from experiments.claims.testbeds import ARITHMETIC, first_prompts
+from experiments.common import collect
+from experiments.tasks.arithmetic import EOS_ID, MAX_TOKENS, PAD_ID
 from experiments.whole_run import DeviceTask
 from grpo_jax.data.types import Prompts
+from grpo_jax.functional import generalized_advantages, rewards_at_end
 from grpo_jax.models import heads
 from grpo_jax.models.heads import Headed
-from grpo_jax.models.policy import Policy
+from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.rl.ppo import critic_policy
 from grpo_jax.sampling.sampler import Completions
 
 
@@ -28,16 +35,6 @@ class Tree(NamedTuple):
     ids: np.ndarray  # int32 [L, T], the last token runs fastest
     mask: np.ndarray  # bool [L, T], true up to and including the EOS
     probabilities: np.ndarray  # float64 [N, V, …, V]: 0 where anything but padding follows an EOS
-
-
-class Quality(NamedTuple):
-    """Errors of an estimate of advantages: means over the tokens that the policy writes, divided by the mean of A². The
-    estimate 0 for every token has a bias and an error of 1."""
-
-    bias: float  # (E[Â | s, a] − A)²
-    tilt: float  # the same less its mean over the actions of a state, which no gradient sees: it acts as a baseline
-    variance: float  # Var[Â | s, a]
-    error: float  # E[(Â − A)² | s, a], the sum of bias and variance
 
 
 def all_token_lists(vocabulary: int, length: int) -> np.ndarray:
@@ -90,8 +87,13 @@ def values_of(policy: Policy, critic: Headed, tree: Tree, prompts: Prompts) -> j
     return jnp.repeat(values, vocabulary, axis=1)  # whatever the last token is
 
 
-def quality(tree: Tree, rewards: jax.Array, estimates: jax.Array) -> Quality:
-    """How far estimates are from A(s, a) = Q(s, a) − V(s) of the policy that the tree is of, without a discount.
+def quality(tree: Tree, rewards: jax.Array, estimates: jax.Array) -> dict[str, float]:
+    """Returns how far estimates are from A(s, a) = Q(s, a) − V(s) of the tree's policy, without a discount.
+
+    All are means over the tokens that the policy writes, divided by the mean of A²: the estimate 0 for every token has
+    a bias and an error of 1. "bias²" is of (E[Â | s, a] − A)²; "tilt²" the same less its mean over the actions of a
+    state, which no gradient sees, since it acts as a baseline; "variance" is of Var[Â | s, a]; "error" of
+    E[(Â − A)² | s, a], the sum of bias and variance.
 
     Args:
       tree: all completions.
@@ -102,17 +104,18 @@ def quality(tree: Tree, rewards: jax.Array, estimates: jax.Array) -> Quality:
     rewarded, estimated = np.asarray(rewards, np.float64).reshape(shape), np.asarray(estimates, np.float64)
     for t in range(tree.mask.shape[1]):
         estimate = estimated[..., t].reshape(shape)
-        expected = given(tree, estimate, t + 1)
-        advantage = given(tree, rewarded, t + 1) - given(tree, rewarded, t)
+        expected = expectation(tree, estimate, t + 1)
+        advantage = expectation(tree, rewarded, t + 1) - expectation(tree, rewarded, t)
         bias = expected - advantage
-        parts = bias, bias - given(tree, bias, t), estimate - expected, estimate - advantage, advantage
+        parts = bias, bias - expectation(tree, bias, t), estimate - expected, estimate - advantage, advantage
         seen = tree.probabilities * tree.mask[:, t].reshape(shape[1:])
         total += [np.sum(seen * part**2) for part in parts]
-    return Quality(*total[:4] / total[4])
+    bias, tilt, variance, error = (float(x) for x in total[:4] / total[4])
+    return {"bias²": bias, "tilt²": tilt, "variance": variance, "error": error, "error, tilt": tilt + variance}
 
 
-def given(tree: Tree, values: np.ndarray, t: int) -> np.ndarray:
-    """The expectation of a function of completions given their first t tokens, with axes of 1 behind those."""
+def expectation(tree: Tree, values: np.ndarray, t: int) -> np.ndarray:
+    """Returns the expectation of a function of completions, given their first t tokens, with axes of 1 behind those."""
     behind = tuple(range(1 + t, tree.probabilities.ndim))
     mass = tree.probabilities.sum(behind, keepdims=True)
     return (tree.probabilities * values).sum(behind, keepdims=True) / np.where(mass > 0, mass, 1)
@@ -121,12 +124,44 @@ def given(tree: Tree, values: np.ndarray, t: int) -> np.ndarray:
 @partial(jax.jit, static_argnums=0)
 def _next_tokens(policy: Policy, params: Params, ids: jax.Array, mask: jax.Array, rows: jax.Array) -> jax.Array:
     """Probabilities of each token of rows and of the one behind, `[N, rows, T, V]`."""
-    given = jnp.broadcast_to(jnp.pad(rows, [(0, 0), (0, 1)]), (len(ids), len(rows), rows.shape[1] + 1))
-    hidden = policy.hidden(params, ids, mask, given)
+    forced = jnp.broadcast_to(jnp.pad(rows, [(0, 0), (0, 1)]), (len(ids), len(rows), rows.shape[1] + 1))
+    hidden = policy.hidden(params, ids, mask, forced)
     return jax.nn.softmax(jnp.einsum("ngtd,vd->ngtv", hidden, policy.unembedding(params)))
 
 
 @partial(jax.jit, static_argnums=0)
 def _values(policy: Policy, critic: Headed, ids: jax.Array, mask: jax.Array, rows: jax.Array) -> jax.Array:
-    given = jnp.broadcast_to(rows, (len(ids), *rows.shape))
-    return heads.values(policy, critic, ids, mask, given, jnp.ones(given.shape, bool))
+    forced = jnp.broadcast_to(rows, (len(ids), *rows.shape))
+    return heads.values(policy, critic, ids, mask, forced, jnp.ones(forced.shape, bool))
+
+
+# ---- the question `gae_bias_variance`
+
+POLICY, CRITIC = decoder_policy(ARITHMETIC.model), critic_policy(ARITHMETIC.model)
+gae = jax.jit(generalized_advantages, static_argnames="num_steps")
+
+
+def rows(bench: Bench) -> tuple[dict[str, dict[str, list[float]]], str]:
+    """Returns the table, for the policy of each seed, and no note."""
+    settings = [make_setting(method="ppo", kl_coef=0.0, coin=x, steps=20, eval_every=20) for x in (0.0, 1.0)]
+    table = dict[str, dict[str, list[float]]]()
+    for trained, tossed in zip(*map(bench.trained, settings), strict=True):
+        collect(table, _rows_of_seed(bench.task(settings[0], 0), trained, tossed))
+    low, high = table["λ 0"], table["λ 1"]
+    table["better of λ 0 and 1"] = {name: np.minimum(low[name], high[name]).tolist() for name in low}
+    return table, ""
+
+
+def _rows_of_seed(task: DeviceTask, trained: Params, tossed: Params) -> dict[str, dict[str, float]]:
+    prompts = first_prompts(task.task.heldout, 8)
+    tree = all_completions(POLICY, trained["policy"], prompts, length=MAX_TOKENS, eos_id=EOS_ID, pad_id=PAD_ID)
+    rewards, mask = rewards_of(task, tree, prompts), jnp.broadcast_to(tree.mask, (8, *tree.mask.shape))
+
+    def row(critic: Headed, lam: float, steps: int | None = None) -> dict[str, float]:
+        values = values_of(CRITIC, critic, tree, prompts)
+        return quality(tree, rewards, gae(rewards_at_end(rewards, mask), values, mask, lam=lam, num_steps=steps))
+
+    untrained = trained["critic"]._replace(head=jnp.zeros(ARITHMETIC.model.hidden_size))
+    table = {START: row(untrained, 0.9), COIN: row(tossed["critic"], 0.9)}
+    table |= {f"λ {lam:g}": row(trained["critic"], lam) for lam in (0.0, 0.5, 0.9, 1.0)}
+    return table | {f"K {steps}": row(trained["critic"], 0.9, steps) for steps in (2, 3)}

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
 
-from experiments.claims.ablation import COIN, START
-from experiments.claims.primary import Primary
+from experiments.claims.questions import COIN, START, Claim
 from experiments.claims.verdicts import BANDS, Decision
 from grpo_jax.statistics import Interval
 
@@ -28,43 +28,27 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "0.45")
 REACH = {"difference": 0.12, "ratio": math.log(3)}  # of an axis; what lies beyond has an arrow and its number
 
 
-class Drawn(NamedTuple):
-    """A claim of the figure."""
-
-    claim: Primary
-    decision: Decision
-
-
-def save_forest(path: Path, drawn: Sequence[Drawn]) -> None:
+def save_forest(path: Path, drawn: Sequence[tuple[Claim, Decision]]) -> None:
     """The difference of each claim with its interval, by what it decides; ratios apart, on their own axis.
 
     The grey band is what does not matter. A hollow mark is the source's own figure. Beside each stands its number.
     """
-    panels = [[it for it in drawn if it.claim.scale == scale] for scale in ("difference", "ratio")]
+    panels = [[it for it in drawn if it[0].scale == scale] for scale in ("difference", "ratio")]
     panels = [panel for panel in panels if panel]
     heights = [len(panel) + 1.5 for panel in panels]
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        figsize=(8.5, 1.1 + 0.235 * sum(heights)),
-        layout="constrained",
-        squeeze=False,
-        height_ratios=heights,
-    )
+    size = (8.5, 1.1 + 0.235 * sum(heights))
+    figure, axes = plt.subplots(len(panels), figsize=size, layout="constrained", squeeze=False, height_ratios=heights)
     for axis, panel in zip(axes[:, 0], panels, strict=True):
         _forest(axis, panel)
-    handles = [
-        plt.Line2D([], [], color=colour, marker=mark, linestyle="", label=verdict)
-        for verdict, (colour, mark) in MARKS.items()
-    ]
+    handles = [plt.Line2D([], [], color=c, marker=m, linestyle="", label=verdict) for verdict, (c, m) in MARKS.items()]
     handles.append(plt.Line2D([], [], color="0.2", marker="o", fillstyle="none", linestyle="", label="as claimed"))
     handles.append(plt.Line2D([], [], color="0.9", linewidth=8, label="does not matter"))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
     _save(figure, path)
 
 
-def _forest(axis: Any, panel: Sequence[Drawn]) -> None:
-    scale = panel[0].claim.scale
+def _forest(axis: Any, panel: Sequence[tuple[Claim, Decision]]) -> None:
+    scale = panel[0][0].scale
     reach, band, ratio = REACH[scale], BANDS[scale], scale == "ratio"
     axis.axvspan(-band, band, color="0.9", zorder=0)
     axis.axvline(0, color="0.4", linewidth=0.8, zorder=0)
@@ -87,17 +71,16 @@ def _forest(axis: Any, panel: Sequence[Drawn]) -> None:
         axis.set_xticks(np.log(ticks), [f"{tick:.2g}" for tick in ticks], fontsize=8)
     else:
         axis.tick_params(axis="x", labelsize=8)
-    axis.set_yticks(range(len(panel)), [it.claim.label for it in reversed(panel)], fontsize=8.5)
+    axis.set_yticks(range(len(panel)), [it[0].label for it in reversed(panel)], fontsize=8.5)
     axis.set_ylim(-0.7, len(panel) - 0.3)
-    axis.set_xlabel(
-        "ratio" if ratio else "difference (of accuracy, unless named), 95% interval; n: seeds", fontsize=8.5
-    )
+    words = "ratio" if ratio else "difference (of accuracy, unless named), 95% interval; n: seeds"
+    axis.set_xlabel(words, fontsize=8.5)
 
 
 def save_curves(path: Path, curves: Mapping[str, Sequence[Interval]], steps: int) -> None:
     """Scores over the steps of a run, each point a part of it: means over seeds, their 95% intervals as bands."""
     figure, axis = plt.subplots(figsize=(8.5, 3.4), layout="constrained")
-    for (name, of), colour in zip(curves.items(), _cycle(len(curves)), strict=True):
+    for (name, of), colour in zip(curves.items(), cycle(COLOURS), strict=False):
         bounds = np.array(of)
         at = (np.arange(len(bounds)) + 0.5) * steps / len(bounds)
         axis.plot(at, bounds[:, 0], color=colour, linewidth=1.4, label=name)
@@ -139,10 +122,6 @@ def save_rows(path: Path, rows: Mapping[str, Mapping[str, Interval]], drawn: Seq
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=1, frameon=False)
     _save(figure, path)
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -5,15 +5,15 @@ Letters: N prompts, G completions of a group, T tokens, R sets of groups, M prom
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from experiments.claims.ablation import Bench
+from experiments.claims.bench import Bench
 from experiments.claims.testbeds import ADDITIONS
+from experiments.tasks.arithmetic import EOS_ID, PAD_ID
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
@@ -22,21 +22,15 @@ from grpo_jax.rl.sampler import to_batch
 from grpo_jax.rl.types import REWARD, SAMPLING, RewardArrays, step_key
 from grpo_jax.rl.update import loss_of
 from grpo_jax.sampling.sampler import Completions, sample_groups
-from grpo_jax.tasks.arithmetic import EOS_ID, PAD_ID
+
+SIGNAL = "signal in a prompt's gradient"  # the name of its column
 
 
-class GroupGradients(NamedTuple):
-    """Advantages and gradients of N groups."""
+def make_gradients(policy: Policy, config: GRPOConfig) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Returns a function of groups to gradients of the method's own loss on one group, before any step.
 
-    advantages: np.ndarray  # [N, G]
-    norms: np.ndarray  # [N], of the gradient of each group
-    gradients: np.ndarray  # [R, D], means over sets of groups
-
-
-def make_gradients(policy: Policy, config: GRPOConfig) -> Callable[..., GroupGradients]:
-    """(params, prompt ids, prompt mask, completions `[N, G, ...]`, rewards `[N, G]`, sets `[R, N]`) -> gradients.
-
-    A gradient is that of the method's own loss on one group, before any step. A set is the weights of groups in a mean.
+    It takes params, prompt ids, prompt mask, completions `[N, G, ...]`, rewards `[N, G]` and sets `[R, N]`, the weights
+    of groups in a mean. It returns the norm of each group's gradient, `[N]`, and the means over sets, `[R, D]`.
 
     Args:
       policy: the model's functions.
@@ -44,61 +38,57 @@ def make_gradients(policy: Policy, config: GRPOConfig) -> Callable[..., GroupGra
     """
     method = grpo_method(policy, config)
 
-    def of_group(params: Params, group: tuple) -> tuple[jax.Array, jax.Array]:
+    def of_group(params: Params, group: tuple) -> jax.Array:
         ids, mask, completions, rewards = jax.tree.map(lambda x: x[None], group)
         ones = jnp.ones(rewards.shape)
-        batch = to_batch(ids, mask, ones, completions)
-        graded = RewardArrays(rewards, ones > 0)
-        batch, advantages, _ = method.advantage(graded, batch, jnp.float32(0))
+        batch, _, _ = method.advantage(RewardArrays(rewards, ones > 0), to_batch(ids, mask, ones, completions), 0.0)
         batch = batch._replace(weights=method.aggregation(batch.completion_mask))
-
-        gradient = jax.grad(lambda params: loss_of(method, {"policy": params}, batch)[0])(params)
-        return advantages[0], ravel_pytree(gradient)[0]
+        return ravel_pytree(jax.grad(lambda params: loss_of(method, {"policy": params}, batch)[0])(params))[0]
 
     @jax.jit
-    def gradients_of(params, ids, mask, completions, rewards, sets) -> GroupGradients:
-        advantages, gradients = jax.lax.map(partial(of_group, params), (ids, mask, completions, rewards))
-        return GroupGradients(advantages, jnp.linalg.norm(gradients, axis=-1), sets @ gradients)
+    def gradients_of(params, ids, mask, completions, rewards, sets) -> tuple[jax.Array, jax.Array]:
+        gradients = jax.lax.map(partial(of_group, params), (ids, mask, completions, rewards))
+        return jnp.linalg.norm(gradients, axis=-1), sets @ gradients
 
-    return lambda *given: jax.device_get(gradients_of(*given))
+    return gradients_of
 
 
-def signal(found: GroupGradients) -> float:
+def signal(norms: np.ndarray, pairs: np.ndarray) -> float:
     """|mean|² / Tr Cov of the gradient of one group, Cov over groups of the same prompt. Neither is biased.
 
     With two groups of a prompt, g and g′, and their mean p: ½ |g − g′|² = |g|² + |g′|² − 2 |p|² has the expectation
     Tr Cov, and p · q of two prompts that of |mean|².
 
     Args:
-      found: of M prompts with two groups each, one after the other, and M sets: the pairs.
+      norms: of M prompts with two groups each, one after the other, `[2 M]`.
+      pairs: the mean gradient of each prompt's two groups, `[M, D]`.
 
     Returns:
       The ratio, about 0 (or below) where there is no signal.
     """
-    squared = np.square(found.norms).reshape(-1, 2).sum(-1)
-    of_pairs, count = np.square(found.gradients).sum(-1), len(found.gradients)
-    mean_squared = (np.square(found.gradients.sum(0)).sum() - of_pairs.sum()) / (count * (count - 1))
+    squared, count = np.square(norms).reshape(-1, 2).sum(-1), len(pairs)
+    of_pairs = np.square(pairs).sum(-1)
+    mean_squared = (np.square(pairs.sum(0)).sum() - of_pairs.sum()) / (count * (count - 1))
     return float(mean_squared / (squared - 2 * of_pairs).mean())
 
 
-def gradient_signal(bench: Bench, seed: int, group_size: int, *, prompts: int = 256, **options: float) -> float:
-    """`signal` of groups at the start of a seed.
+def gradient_signal(bench: Bench, seed: int, group_size: int, *, prompts: int = 256) -> float:
+    """Returns `signal` of groups of additions at the start of a seed.
 
     Args:
       bench: knows the start.
       seed: of it, of prompts and of completions.
       group_size: G.
       prompts: M.
-      options: of the reward.
     """
     task = ADDITIONS.task(num_prompts=prompts, seed=seed, heldout=1)
-    given, params = task.task.prompts(0), bench.start(ADDITIONS, seed)
-    examples = [example for example in given.examples for _ in range(2)]
-    ids, mask = (np.repeat(x, 2, axis=0) for x in (given.ids, given.mask))
+    drawn, params = task.task.prompts(0), bench.start(ADDITIONS, seed)
+    examples = [example for example in drawn.examples for _ in range(2)]
+    ids, mask = (np.repeat(x, 2, axis=0) for x in (drawn.ids, drawn.mask))
     completions = _sampled(params, ids, mask, step_key(seed, SAMPLING, 0), group_size)
-    rewards = task.reward(task.targets(examples), completions, step_key(seed, REWARD, 0), **options)
+    rewards = task.reward(task.targets(examples), completions, step_key(seed, REWARD, 0))
     pairs = np.repeat(np.eye(prompts), 2, axis=1) / 2
-    return signal(_gradients("grpo")(params, ids, mask, completions, rewards, pairs))
+    return signal(*jax.device_get(_gradients()(params, ids, mask, completions, rewards, pairs)))
 
 
 @partial(jax.jit, static_argnames="pool")
@@ -109,5 +99,5 @@ def _sampled(params: Params, ids: jax.Array, mask: jax.Array, key: jax.Array, po
 
 
 @cache
-def _gradients(preset: Literal["grpo", "dr_grpo"]) -> Callable[..., GroupGradients]:
-    return make_gradients(decoder_policy(ADDITIONS.model), recipe(preset, kl_coef=0.0))
+def _gradients() -> Callable[..., tuple[jax.Array, jax.Array]]:
+    return make_gradients(decoder_policy(ADDITIONS.model), recipe("grpo", kl_coef=0.0))

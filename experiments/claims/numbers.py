@@ -8,35 +8,27 @@ decides; or, where these values are lost, "claims" with their verdicts and "ques
 import hashlib
 import json
 import math
-import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
+import numpy as np
 
-from experiments.claims.ablation import Bench, code_checksum, cores
-from experiments.claims.findings import Answer, Rows, answer_of, bands_of, has_learned, intervals_of
-from experiments.claims.primary import PRIMARY
-from experiments.claims.verdicts import Decision, decide, needed
+from experiments.claims.bench import Size
+from experiments.claims.questions import CLAIMS, COIN, START
+from experiments.claims.verdicts import UNDECIDED, Decision, decide, needed
 from grpo_jax.errors import UsageError
 from grpo_jax.runs.folder import read_object, write_text
 from grpo_jax.statistics import Interval, interval_over_runs
 
+SCORES = ("accuracy", "score", "gold")  # columns that rise where something is learned
 DIGITS = 7  # of a number in the file: what float32 has
-UNKNOWN = Interval(math.nan, math.nan, math.nan)
 
-
-class Judged(NamedTuple):
-    """A claim with what the rule says of it."""
-
-    decision: Decision
-    diverged: int = 0  # runs behind it that diverged
-    needed: int | None = None  # seeds that would decide it, where it is undecided; None: over 10,000, or not known
+Values = Mapping[str, Mapping[str, Sequence[float]]]  # row -> column -> a value a seed
 
 
 class Besides(NamedTuple):
-    """What was measured without a verdict, as `findings.Also`."""
+    """A number without a verdict."""
 
     source: str
     words: str
@@ -44,7 +36,7 @@ class Besides(NamedTuple):
     interval: Interval
 
 
-class Told(NamedTuple):
+class Result(NamedTuple):
     """What the pages say of a question: means with Student's 95% intervals over its seeds."""
 
     seeds: int
@@ -52,7 +44,7 @@ class Told(NamedTuple):
     machine: str  # that computed it, and its jax
     code: str  # that computed it
     learned: bool  # whether a score rose above its start
-    rows: Rows
+    rows: Mapping[str, Mapping[str, Interval]]
     also: Sequence[Besides]
     drawn: Sequence[str]  # columns of the figure
     curves: Mapping[str, Sequence[Interval]]  # setting -> score in each part of a run; empty: none, or lost
@@ -66,45 +58,29 @@ class Numbers(NamedTuple):
     steps: int
     num_prompts: int
     source: str  # what a reader has to know of where it comes from; empty: as `reproduce` wrote it
-    claims: Mapping[str, Judged]  # by id, all that are registered
-    questions: Mapping[str, Told]
+    claims: Mapping[str, Decision]  # by id, all that are registered
+    questions: Mapping[str, Result]
     checksum: str  # of all its numbers
 
 
-def decisions_of(answers: Mapping[str, Answer]) -> dict[str, Decision]:
-    """What the rule says of each registered claim. Where nothing learned, nothing was measured."""
-    values = {
-        key: measured.values
-        for answer in answers.values()
-        if has_learned(answer.finding)
-        for key, measured in answer.finding.primary.items()
-    }
-    families = dict.fromkeys(claim.family for claim in PRIMARY)
-    return {
-        key: decision
-        for family in families
-        for key, decision in decide([claim for claim in PRIMARY if claim.family == family], values).items()
-    }
-
-
-def write_numbers(file: Path, bench: Bench, preset: str, names: Sequence[str]) -> None:
-    """Collects the answers in the bench's folder into one file, rounded to seven digits.
+def write_numbers(file: Path, preset: str, size: Size, folder: Path, names: Sequence[str]) -> None:
+    """Collects answers into one file, rounded to seven digits.
 
     Args:
       file: to write.
-      bench: of the answers.
-      preset: of the bench.
-      names: of the questions, which are answered.
+      preset: of the runs.
+      size: of the preset.
+      folder: of the answers, NAME.json.
+      names: of the questions.
     """
-    made = {"machine": hardware(), "code": f"checksum {code_checksum()}"}
-    answers = {name: read_object(bench.run.path / f"{name}.json") | made for name in names}
-    size = {"preset": preset, "steps": bench.size.steps, "num_prompts": bench.size.num_prompts}
-    known = _rounded(size | {"source": "", "answers": answers})
-    write_text(file, json.dumps(known, ensure_ascii=False, separators=(",", ":")) + "\n")
+    known = {"preset": preset, "steps": size.steps, "num_prompts": size.num_prompts, "source": ""}
+    text = json.dumps(known | {"answers": {name: read_object(folder / f"{name}.json") for name in names}})
+    rounded = json.loads(text, parse_float=lambda x: float(f"{float(x):.{DIGITS}g}"))
+    write_text(file, json.dumps(rounded, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
 def read_numbers(file: Path) -> Numbers:
-    """The numbers that `write_numbers` wrote.
+    """Reads the numbers that `write_numbers` wrote.
 
     Raises:
       UsageError: it is no such file.
@@ -116,104 +92,110 @@ def read_numbers(file: Path) -> Numbers:
         raise UsageError(f"{file} is no file of numbers as `reproduce` writes it ({error!r})") from None
 
 
-def hardware() -> str:
-    """What computes: without names of machines."""
-    if jax.default_backend() != "cpu":
-        return f"{jax.device_count()} × {jax.devices()[0].device_kind}, jax {jax.__version__}"
-    return f"{cores()} {platform.machine()} cores, jax {jax.__version__}"
-
-
-def _numbers_of(known: Mapping[str, Any]) -> Numbers:
-    shared = {key: known[key] for key in ("preset", "steps", "num_prompts", "source")}
+def _numbers_of(raw: Mapping[str, Any]) -> Numbers:
+    known = with_nan(raw)
     if "answers" in known:
-        answers = {name: answer_of(of) for name, of in known["answers"].items()}
-        claims = _judged(answers)
-        questions = {
-            name: _told(answer, known["answers"][name]["machine"], known["answers"][name]["code"])
-            for name, answer in answers.items()
-        }
-        counted = [[of[key] for key in ("rows", "primary", "also", "curves")] for of in known["answers"].values()]
+        claims = judge(known["answers"])
+        counted = [[it[key] for key in ("rows", "primary", "also", "curves")] for it in raw["answers"].values()]
     else:
-        undecided = Judged(Decision("undecided", 0, UNKNOWN))
-        claims = {claim.id: undecided for claim in PRIMARY}
-        claims |= {key: _judged_of(of) for key, of in known["claims"].items() if key in claims}
-        questions = {name: _told_of(of) for name, of in known["questions"].items()}
-        counted = [known["claims"], [[of[key] for key in ("rows", "also")] for of in known["questions"].values()]]
-    checksum = hashlib.sha256(repr(list(_values(counted))).encode()).hexdigest()
-    return Numbers(**shared, claims=claims, questions=questions, checksum=checksum)
-
-
-# ---- from a value for each seed
-
-
-def _judged(answers: Mapping[str, Answer]) -> dict[str, Judged]:
-    found, decisions = dict[str, Judged](), decisions_of(answers)
-    measured = {key: it for answer in answers.values() for key, it in answer.finding.primary.items()}
-    for claim in PRIMARY:
-        decision, of_claim = decisions[claim.id], measured.get(claim.id)
-        found[claim.id] = Judged(decision, of_claim.diverged if of_claim else 0)
-        if of_claim and decision.seeds and decision.verdict == "undecided":
-            family = sum(it.family == claim.family for it in PRIMARY)
-            found[claim.id] = found[claim.id]._replace(needed=needed(claim, of_claim.values, family))
-    return found
-
-
-def _told(answer: Answer, machine: str, code: str) -> Told:
-    finding = answer.finding
-    return Told(
-        seeds=len(answer.seeds),
-        seconds=answer.seconds,
-        machine=machine,
-        code=code,
-        learned=has_learned(finding),
-        rows=intervals_of(finding.rows),
-        also=[Besides(it.source, it.words, it.measure, interval_over_runs(it.values)) for it in finding.also],
-        drawn=finding.drawn,
-        curves=bands_of(finding.curves),
-        note=finding.note,
+        claims = {claim.id: UNDECIDED for claim in CLAIMS}
+        claims |= {key: _decision_of(it) for key, it in known["claims"].items() if key in claims}
+        counted = [raw["claims"], [[it[key] for key in ("rows", "also")] for it in raw["questions"].values()]]
+    return Numbers(
+        preset=known["preset"],
+        steps=known["steps"],
+        num_prompts=known["num_prompts"],
+        source=known["source"],
+        claims=claims,
+        questions={name: result_of(it) for name, it in known.get("answers", known.get("questions")).items()},
+        checksum=hashlib.sha256(repr(list(_values(counted))).encode()).hexdigest(),
     )
 
 
-# ---- from means and intervals
+def judge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Decision]:
+    """Returns what the rule says of each claim. Where nothing learned, nothing was measured."""
+    measured = {key: it for known in answers.values() for key, it in known["primary"].items()}
+    learned = [known["primary"] for known in answers.values() if has_learned(known["rows"])]
+    values = {key: of_claim for primary in learned for key, (of_claim, _) in primary.items()}
+    decisions = dict[str, Decision]()
+    for family in dict.fromkeys(claim.family for claim in CLAIMS):
+        claims = [claim for claim in CLAIMS if claim.family == family]
+        decisions |= decide(claims, values)
+        for claim in claims:
+            decision = decisions[claim.id]._replace(diverged=measured.get(claim.id, ([], 0))[1])
+            if decision.seeds and decision.verdict == "undecided":
+                decision = decision._replace(needed=needed(claim, values[claim.id], len(claims)))
+            decisions[claim.id] = decision
+    return {claim.id: decisions[claim.id] for claim in CLAIMS}
 
 
-def _judged_of(known: Mapping[str, Any]) -> Judged:
-    decision = Decision(known["verdict"], known["seeds"], _interval_of(known["interval"]))
-    return Judged(decision, known["diverged"], known["needed"])
+def _decision_of(known: Mapping[str, Any]) -> Decision:
+    return Decision(**(dict(known) | {"interval": Interval(*known["interval"])}))
 
 
-def _told_of(known: Mapping[str, Any]) -> Told:
-    rows = {row: {column: _interval_of(x) for column, x in of.items()} for row, of in known["rows"].items()}
-    also = [Besides(**it)._replace(interval=_interval_of(it["interval"])) for it in known["also"]]
-    seconds = math.nan if known["seconds"] is None else known["seconds"]
-    return Told(**(dict(known) | {"rows": rows, "also": also, "seconds": seconds, "curves": {}, "learned": True}))
-
-
-def _interval_of(known: Sequence[float | None]) -> Interval:
-    return Interval(*(math.nan if x is None else x for x in known))
-
-
-# ---- numbers in JSON
-
-
-def _rounded(known: Any) -> Any:
-    match known:
-        case dict():
-            return {key: _rounded(of) for key, of in known.items()}
-        case list():
-            return [_rounded(of) for of in known]
-        case float():
-            return float(f"{known:.{DIGITS}g}")
-    return known
+def result_of(known: Mapping[str, Any]) -> Result:
+    """Returns the result that was written as this object: with values of seeds, or with intervals."""
+    has_values = isinstance(known["seeds"], list)
+    read: Callable[[Any], Interval] = interval_over_runs if has_values else lambda it: Interval(*it)
+    return Result(
+        seeds=len(known["seeds"]) if has_values else known["seeds"],
+        seconds=math.nan if known["seconds"] is None else known["seconds"],
+        machine=known["machine"],
+        code=known["code"],
+        learned=not has_values or has_learned(known["rows"]),
+        rows={row: {column: read(it) for column, it in columns.items()} for row, columns in known["rows"].items()},
+        also=[
+            Besides(it["source"], it["words"], it["measure"], read(it["values" if has_values else "interval"]))
+            for it in known["also"]
+        ],
+        drawn=known["drawn"],
+        curves=bands_of(known.get("curves", {})),
+        note=known["note"],
+    )
 
 
 def _values(known: Any) -> Iterator[float | None]:
-    """All numbers, in their order, without any words."""
+    """Yields all numbers in their order, without any words."""
     match known:
         case dict():
             yield from _values(list(known.values()))
         case list():
-            for of in known:
-                yield from _values(of)
+            for it in known:
+                yield from _values(it)
         case int() | float() | None:
             yield known
+
+
+# ---- values of seeds
+
+
+def has_learned(rows: Values) -> bool:
+    """Returns whether some setting's score rose above that of its start, with its whole interval over seeds.
+
+    Where nothing did, differences between settings are noise, and no verdict follows from them. Tables without a score
+    are of no training: what they compare is there from the start.
+    """
+    score = next((name for name in SCORES if name in rows.get(START, {})), None)
+    if score is None:
+        return True
+    starts = [row for row in rows if row.endswith(START)]
+    trained = [row for row in rows if row not in starts and COIN not in row]
+    gains = [np.subtract(rows[row][score], rows[start_row(row, starts)][score]) for row in trained]
+    return any(interval_over_runs(gain).low > 0 for gain in gains)
+
+
+def start_row(row: str, starts: Sequence[str] | Mapping[str, str]) -> str:
+    """Returns the start of a row: "words, no training" of "words, β 0", else "no training"."""
+    return max((start for start in starts if row.startswith(start.removesuffix(START))), key=len)
+
+
+def with_nan(known: Any) -> Any:
+    """Returns an object of JSON with NaN for the nulls of its lists: JSON has neither NaN nor infinity."""
+    if isinstance(known, dict):
+        return {key: with_nan(it) for key, it in known.items()}
+    return [math.nan if it is None else with_nan(it) for it in known] if isinstance(known, list) else known
+
+
+def bands_of(curves: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[Interval]]:
+    """Returns curves with a mean and its interval for each part of a run."""
+    return {name: [interval_over_runs(part) for part in np.transpose(curve)] for name, curve in curves.items()}

@@ -1,109 +1,152 @@
 """The claims of the sources, measured and decided: runs the questions, and writes RESULTS.md.
 
-Questions are scripts of their own in `experiments.claims.questions` (try `--help` of
-`python -m experiments.claims.questions.ablate_kl`). What decides is in `primary` (claims and measures) and `verdicts`
-(the rule), both fixed before the runs. The first look is at 10 seeds. `--look 20` and `--look 40` add new seeds to the
-questions that have an undecided claim; runs that are there are never repeated, nor when only words, the rule or the
-page change. RESULTS.md has the answers, docs/results/ a page for each question, one with sortable tables, claims.html,
-and the numbers of all seeds, numbers.json. The pages are made of that file alone, without any run by `--numbers`. The
-last line of RESULTS.md is a checksum of all numbers, which the same seeds give again on the same kind of machine.
-Presets other than cpu write RESULTS-smoke.md and RESULTS-gpu.md.
+Each question is a file in experiments/claims/questions; `--only NAME` answers one and prints its table. What decides is
+in these files (claims and measures) and in `verdicts` (the rule), both fixed before the runs. The first look is at 10
+seeds. `--look 20` and `--look 40` add new seeds to the questions that have an undecided claim; runs that are there are
+never repeated, nor when only words, the rule or the page change. RESULTS.md has the answers, docs/results/ a page for
+each question and the numbers of all seeds, numbers.json. The pages are made of that file alone, without any run by
+`--numbers`. The last line of RESULTS.md is a checksum of all numbers, which the same seeds give again on the same kind
+of machine. Presets other than cpu write RESULTS-smoke.md and RESULTS-gpu.md.
 
   python -m experiments.claims.reproduce --preset cpu
   python -m experiments.claims.reproduce --preset cpu --look 20
+  python -m experiments.claims.reproduce --preset cpu --only ablate_kl
   python -m experiments.claims.reproduce --numbers docs/results/numbers.json docs/results/numbers2.json
 """
 
+import os
+import signal
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
+import jax
 from rich.console import Console
 
-from experiments.claims import ablation, findings
-from experiments.claims.ablation import Bench
-from experiments.claims.findings import Answer
-from experiments.claims.numbers import decisions_of, write_numbers
-from experiments.claims.primary import PRIMARY
-from experiments.claims.results import folder_of, write_results
-from experiments.claims.verdicts import LOOKS
+from experiments.claims import answers
+from experiments.claims.bench import Bench, Config, cores
+from experiments.claims.numbers import judge, result_of, write_numbers
+from experiments.claims.pages import (
+    UNLEARNED,
+    WHY_UNLEARNED,
+    folder_of,
+    number,
+    rows_as_text,
+    with_interval,
+    write_pages,
+)
+from experiments.claims.questions import BY_ID, CLAIMS, COIN, PAGES, QUESTIONS
+from experiments.claims.verdicts import LOOKS, interval
 from grpo_jax.errors import UsageError
-from grpo_jax.runs.flags import read_flags
+from grpo_jax.runs import flags, terminal
+from grpo_jax.runs.terminal import explain_control
 
-QUESTIONS = (*dict.fromkeys(claim.question for claim in PRIMARY), "curriculum", "agreement")  # no claims in these two
-
-
-@dataclass(frozen=True)
-class Config(ablation.Config):
-    """Options of the whole."""
-
-    look: Literal[10, 20, 40] | None = None
-    """Seeds of the look, for questions that the looks before left open. None: the first look, or `num_seeds`."""
-    out: Path = Path(".")
-    """Folder for RESULTS.md, and for its other pages in docs/."""
-    numbers: tuple[Path, ...] = ()
-    """Files of numbers to make the pages of, in place of runs. The first decides; others, of other machines, are put
-    beside it."""
+Answers = Mapping[str, Mapping[str, Any]]  # by question, as `answers.answer` returns them
 
 
 def main(config: Config) -> None:
-    """Writes the pages: of the files of numbers that are given, or of answers to all questions."""
-    out, console = config.out.expanduser(), Console()
+    """Writes the pages, of files of numbers or of answers to all questions; or prints the answers to some.
+
+    Raises:
+      UsageError: there is no such question, or the pages cannot be written.
+    """
+    if unknown := set(config.only) - QUESTIONS.keys():
+        raise UsageError(f"there is no question {', '.join(sorted(unknown))}: name some of {', '.join(QUESTIONS)}")
+    if config.only:
+        bench = bench_of(config)
+        for name, answer in answer_all(bench, config.only).items():
+            show(bench, name, answer)
+        return
+    out = config.out.expanduser()
     try:
         out.mkdir(parents=True, exist_ok=True)  # before hours of work
     except OSError as error:
         raise UsageError(f"{config.out} cannot hold results ({error}): name another --out") from None
-    page = write_results([file.expanduser() for file in config.numbers] or [ask(config, out)], out)
-    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    page = write_pages([file.expanduser() for file in config.numbers] or [ask(config, out)], out)
+    Console().print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
 
 
 def ask(config: Config, out: Path) -> Path:
     """Answers the questions that are not answered yet, and writes their numbers into one file."""
-    bench, answers = bench_of(config), dict[str, Answer]()
+    bench, known = bench_of(config), dict[str, Mapping[str, Any]]()
     looks = [look for look in LOOKS if look < len(bench.seeds)] if config.look else []
     for seeds in [*looks, len(bench.seeds)]:
-        wanted = [name for name in QUESTIONS if name not in answers or is_open(name, answers)]
-        answers |= answer_all(bench_of(replace(config, look=None, num_seeds=seeds)), wanted)
-    counts = Counter(decision.verdict for decision in decisions_of(answers).values())
+        names = [name for name in PAGES["questions"] if name not in known or is_open(name, known)]
+        known |= answer_all(bench_of(replace(config, look=None, num_seeds=seeds)), names)
+    counts = Counter(decision.verdict for decision in judge(known).values())
     bench.run.console.print(", ".join(f"{count} {word}" for word, count in counts.items()))
     file = folder_of(out, config.preset) / "numbers.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_numbers(file, bench, config.preset, list(answers))
+    write_numbers(file, config.preset, bench.size, bench.run.path, list(known))
     return file
 
 
 def bench_of(config: Config) -> Bench:
-    """The bench with the seeds of the look."""
+    """Returns the bench with the seeds of the look."""
     return Bench(replace(config, num_seeds=config.look) if config.look else config)
 
 
-def is_open(name: str, answers: Mapping[str, Answer]) -> bool:
-    """Whether a question has a claim without a verdict, by what is known."""
-    decisions = decisions_of(answers)
-    return any(decisions[it.id].verdict == "undecided" for it in PRIMARY if it.question == name)
+def is_open(name: str, known: Answers) -> bool:
+    """Returns whether a question has a claim without a verdict, by what is known."""
+    decisions = judge(known)
+    return any(decisions[it.id].verdict == "undecided" for it in CLAIMS if it.question == name)
 
 
-def answer_all(bench: Bench, names: list[str]) -> dict[str, Answer]:
-    """Answers of questions, those on disk read."""
-    answers = dict[str, Answer]()
-    with bench.run.progress("question", len(names), seldom=False) as show:
-        for number, name in enumerate(names):
-            bench.say = partial(_say, show, number, name)
-            if not findings.is_answered(bench, name):
-                findings.answer(bench, name, import_module(f"{findings.QUESTIONS}.{name}").measure)
-            answers[name] = findings.read_answer(bench, name)
-        show(len(names), "")
-    return answers
+def answer_all(bench: Bench, names: Sequence[str]) -> Answers:
+    """Returns the answers to questions; those on disk are read."""
+    known = dict[str, Mapping[str, Any]]()
+    with bench.run.progress("question", len(names), seldom=False) as progress:
+        for place, name in enumerate(names):
+            bench.say = partial(_say, progress, place, name)
+            known[name] = answers.present_answer(bench, name) or answers.answer(bench, name)
+        progress(len(names), "")
+    return known
 
 
-def _say(show: Callable[[int, str], None], number: int, name: str, words: str) -> None:
-    show(number, f"{name}: {words}")
+def _say(progress: Callable[[int, str], None], place: int, name: str, words: str) -> None:
+    progress(place, f"{name}: {words}")
+
+
+def show(bench: Bench, name: str, answer: Mapping[str, Any]) -> None:
+    """Prints the table and the numbers of an answer."""
+    run, result, seeds = bench.run, result_of(answer), ", ".join(map(str, bench.seeds))
+    columns, rows = rows_as_text(result)
+    terminal.print_table(
+        run, f"{name}: means ± half a 95% interval over seeds {seeds}; {bench.size.steps} steps", columns, rows
+    )
+    if not QUESTIONS[name].computed_by:  # else the coin's row is no run
+        explain_control(run, rows, control=COIN)
+    numbers = {
+        BY_ID[key].measure: [BY_ID[key].words, with_interval(BY_ID[key].scale, interval(BY_ID[key], values))]
+        for key, (values, _) in answer["primary"].items()
+    }
+    numbers |= {it.measure: [it.words, number(it.interval)] for it in result.also}
+    terminal.print_table(run, "what the sources say of it", ("", "measured"), numbers)
+    words = [result.note] if result.learned else [f"{UNLEARNED}: {WHY_UNLEARNED}", result.note]
+    words += [f"{result.seconds:.0f} s; to look at: {run.path / name}.png"]
+    run.console.print("\n".join(filter(None, words)), markup=False, highlight=False, soft_wrap=True)
+
+
+def run_guarded(config: Config) -> None:
+    """Runs `main` with all cores as devices, and products in float32; a refusal is one sentence."""
+    jax.config.update("jax_num_cpu_devices", cores())
+    # GPUs would round the factors of a product to TF32, and TPUs to bfloat16: then a machine would be an experiment.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    if config.compilation_cache:
+        flags.keep_programs()
+    try:
+        main(config)
+    except (UsageError, FloatingPointError) as error:
+        flags.refuse(str(error))
+    except KeyboardInterrupt:
+        flags.say_refusal("stopped; the same command continues")
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":
-    options = read_flags(Config, prog="python -m experiments.claims.reproduce", description=__doc__)
-    findings.run_guarded(lambda: main(options), options)
+    run_guarded(flags.read_flags(Config, prog="python -m experiments.claims.reproduce", description=__doc__))

@@ -3,8 +3,8 @@
 `ADDITIONS` is made so that runs have room to differ: its start is uneven, what carries is hardly ever right in it, and
 a tenth of its prompts has no answer. `COARSE` is the same with a sampler of few bits. `ARITHMETIC` is the task of
 `experiments.arithmetic` with its warm start, which all good settings solve. `WORDS` are those of
-`grpo_jax.tasks.letters`, with a start that writes words at random, several right answers to a prompt, and a reward that
-can be gamed.
+`experiments.tasks.letters`, with a start that writes words at random, several right answers to a prompt, and a reward
+that can be gamed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +17,7 @@ import numpy as np
 
 from experiments import arithmetic as additions, multi_objective as words
 from experiments.common import completions_batch, warm_start
+from experiments.tasks import arithmetic, letters
 from experiments.whole_run import DeviceTask
 from grpo_jax.config import with_options
 from grpo_jax.data.types import Example, Prompts, pad_completions, rng
@@ -27,7 +28,6 @@ from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.tasks import arithmetic, letters
 
 UNSOLVABLE = 0.1  # share of additions whose answer is never right, the same ones for every seed
 WRONG, WRONG_CARRIED = 0.5, 0.97  # shares of wrong labels in the start of `ADDITIONS`
@@ -61,11 +61,8 @@ def addition_reward(
     *,
     graded: Any = 0.0,
     coin: Any = 0.0,
-    gaussian: Any = 0.0,
     heavy: Any = 0.0,
-    flip: Any = 0.0,
     sharpness: Any = 0.0,
-    drift: Any = 0.0,
     shift: Any = 0.0,
     scale: Any = 0.0,
     draw: Any = 0.0,
@@ -78,11 +75,8 @@ def addition_reward(
       key: of the noise.
       graded: 1: the share of tokens that are right, in [0, 1]; 0: all or nothing.
       coin: 1: a coin toss instead.
-      gaussian: deviation of normal noise on each reward.
       heavy: scale of noise with Student's t distribution at 2 degrees of freedom, whose variance is infinite.
-      flip: probability that a reward r is 1 − r.
       sharpness: c of the distortion (exp(c r) − 1) / c, which keeps the order; 0: none.
-      drift: deviation of a number that is added to all rewards of a step.
       shift: deviation of a number that is added to all rewards of a prompt, the same whenever its answer comes.
       scale: deviation of the logarithm of a factor on all rewards of a prompt, likewise.
       draw: seed of shifts and factors, a whole number.
@@ -94,21 +88,15 @@ def addition_reward(
     reward = jnp.where(graded > 0, jnp.mean(right, axis=-1), jnp.all(right, axis=-1).astype(jnp.float32))
     keys, shape = jax.random.split(key, 5), reward.shape
     reward = jnp.where(coin > 0, jax.random.bernoulli(keys[0], 0.5, shape), reward)
-    reward = jnp.where(jax.random.bernoulli(keys[1], flip, shape), 1 - reward, reward)
     bent = jnp.expm1(sharpness * reward) / jnp.where(sharpness > 0, sharpness, 1)
     reward = jnp.where(sharpness > 0, bent, reward)
     u = jax.random.uniform(keys[3], shape, minval=1e-6, maxval=1 - 1e-6)
     student = (2 * u - 1) / jnp.sqrt(2 * u * (1 - u))  # its quantile
-    reward += gaussian * jax.random.normal(keys[2], shape) + heavy * student
+    reward += heavy * student
     number = jnp.sum(targets * arithmetic.VOCAB_SIZE ** jnp.arange(targets.shape[-1]), axis=-1)
     drawn = jax.random.key(jnp.asarray(draw, jnp.uint32))
     of_prompt = jax.vmap(lambda n: jax.random.normal(jax.random.fold_in(drawn, n), (2, 1)))(number)
-    return reward * jnp.exp(scale * of_prompt[:, 0]) + shift * of_prompt[:, 1] + drift * jax.random.normal(keys[4])
-
-
-def addition_is_right(targets: jax.Array, completions: Completions, key: jax.Array) -> jax.Array:
-    """1 where a completion is the answer and nothing but it."""
-    return addition_reward(targets, completions, key)
+    return reward * jnp.exp(scale * of_prompt[:, 0]) + shift * of_prompt[:, 1]
 
 
 def word_scores(targets: jax.Array, completions: Completions, key: jax.Array) -> jax.Array:
@@ -144,7 +132,6 @@ def word_reward(
     coin: Any = 0.0,
     length: Any = 0.0,
     repetition: Any = 0.0,
-    constant: Any = 0.0,
 ) -> jax.Array:
     """The gold score of words, with bonuses that a reward may pay.
 
@@ -155,14 +142,13 @@ def word_reward(
       coin: 1: a coin toss in place of everything else.
       length: bonus for T letters; fewer earn their share of it.
       repetition: the same for repeated letters.
-      constant: bonus for every word.
 
     Returns:
       Rewards `[N, G]`.
     """
     gold, letters_of, repeated = jnp.moveaxis(word_scores(targets, completions, key), -1, 0)
     share = letters_of / completions.completion_ids.shape[-1]
-    reward = gold + length * share + repetition * share * repeated + constant
+    reward = gold + length * share + repetition * share * repeated
     return jnp.where(coin > 0, jax.random.bernoulli(key, 0.5, reward.shape), reward)
 
 
@@ -176,16 +162,11 @@ def _additions(*, num_prompts: int, seed: int, heldout: int, unsolvable: float =
         answers = [[[*arithmetic.TEXT.encode(row["answer"]), arithmetic.EOS_ID]] for row in examples]
         ids, mask = pad_completions(answers, arithmetic.MAX_TOKENS)
         ids = np.where(mask, ids, arithmetic.PAD_ID)[:, 0].astype(np.int32)
-        return np.where(_has_no_answer(examples, unsolvable)[:, None], -1, ids)
+        never_right = rng(262).random((100, 100))[tuple(zip(*map(summands, examples), strict=True))] < unsolvable
+        return np.where(never_right[:, None], -1, ids)
 
-    return DeviceTask(
-        task._replace(heldout=first_prompts(task.heldout, heldout)), targets, addition_reward, addition_is_right
-    )
-
-
-def _has_no_answer(examples: Sequence[Example], share: float) -> np.ndarray:
-    """Which additions are unsolvable, bool `[N]`."""
-    return rng(262).random((100, 100))[tuple(zip(*map(summands, examples), strict=True))] < share
+    task = task._replace(heldout=first_prompts(task.heldout, heldout))
+    return DeviceTask(task, targets, addition_reward, addition_reward)
 
 
 def summands(example: Example) -> tuple[int, int]:
@@ -266,26 +247,13 @@ def first_prompts(prompts: Prompts, count: int) -> Prompts:
 
 
 # The last, `draw`, is the seed of a run.
-_SPOILT = ("graded", "coin", "gaussian", "heavy", "flip", "sharpness", "drift", "shift", "scale", "draw")
-ARITHMETIC = Testbed(
-    "additions",
-    additions.MODEL,
-    arithmetic.MAX_TOKENS,
-    _additions,
-    _start_of_additions,
-    dict.fromkeys(_SPOILT, 0.0),
-)
+_SPOILT = dict.fromkeys(("graded", "coin", "heavy", "sharpness", "shift", "scale", "draw"), 0.0)
+_BONUSES = dict.fromkeys(("coin", "length", "repetition"), 0.0)
+ARITHMETIC = Testbed("additions", additions.MODEL, arithmetic.MAX_TOKENS, _additions, _start_of_additions, _SPOILT)
 ADDITIONS = ARITHMETIC._replace(
     name="uneven", task=partial(_additions, unsolvable=UNSOLVABLE), start=_uneven_start, learning_rate=1e-3
 )
 COARSE = ADDITIONS._replace(name="coarse", policy=coarse_sampler)
-
-WORDS = Testbed(
-    "words",
-    WRITER,
-    letters.MAX_TOKENS,
-    _words,
-    _start_of_words,
-    dict.fromkeys(("coin", "length", "repetition", "constant"), 0.0),
-    learning_rate=4e-3,  # of PPO, of GRPO and on ranks, by the training reward on seeds 10 and 11
-)
+# The learning rate is that of PPO, of GRPO and on ranks, by the training reward on seeds 10 and 11.
+WORDS = Testbed("words", WRITER, letters.MAX_TOKENS, _words, _start_of_words, _BONUSES, learning_rate=4e-3)
+TESTBEDS = {"additions": ADDITIONS, "coarse": COARSE, "arithmetic": ARITHMETIC, "words": WORDS}

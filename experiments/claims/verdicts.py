@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy import special, stats
 
-from experiments.claims.primary import Primary, Scale
+from experiments.claims.questions import Claim, Scale
 from grpo_jax.statistics import Interval
 
 Verdict = Literal["no difference that matters", "supported", "contradicted", "undecided"]
@@ -43,10 +43,15 @@ class Decision(NamedTuple):
     verdict: Verdict
     seeds: int  # those that it was decided on, or that were looked at last
     interval: Interval  # Student's 95% over them, not adjusted for there being many claims and looks
+    diverged: int = 0  # runs behind it that diverged
+    needed: int | None = None  # seeds that would decide it, where it is undecided; None: over 10,000, or not known
+
+
+UNDECIDED = Decision("undecided", 0, Interval(math.nan, math.nan, math.nan))  # before any run
 
 
 def decide(
-    claims: Sequence[Primary], values: Mapping[str, Sequence[float] | np.ndarray], looks: Sequence[int] = LOOKS
+    claims: Sequence[Claim], values: Mapping[str, Sequence[float] | np.ndarray], looks: Sequence[int] = LOOKS
 ) -> dict[str, Decision]:
     """The verdicts of one family.
 
@@ -76,7 +81,7 @@ def decide(
     return decisions
 
 
-def p_values(claim: Primary, values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
+def p_values(claim: Claim, values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
     """The p of each of `VERDICTS`: small where the verdict is not by chance; 1 where a value is not finite."""
     if not np.isfinite(values).all():
         return 1.0, 1.0, 1.0
@@ -88,12 +93,12 @@ def p_values(claim: Primary, values: Sequence[float] | np.ndarray) -> tuple[floa
     return max(above[0], below[1]), max(above[2], below[3]), min(1.0, outside)
 
 
-def spread(claim: Primary, values: Sequence[float] | np.ndarray) -> float:
+def spread(claim: Claim, values: Sequence[float] | np.ndarray) -> float:
     """The standard deviation over seeds, at least the floor."""
     return max(float(np.std(values, ddof=1)), FLOORS[claim.scale])
 
 
-def interval(claim: Primary, values: Sequence[float] | np.ndarray) -> Interval:
+def interval(claim: Claim, values: Sequence[float] | np.ndarray) -> Interval:
     """The mean and Student's 95% interval, by the deviation that the tests have."""
     mean = float(np.mean(values)) if len(values) else math.nan
     if len(values) < 2:
@@ -102,13 +107,19 @@ def interval(claim: Primary, values: Sequence[float] | np.ndarray) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def standard_error(decision: Decision) -> float:
+    """Returns the standard error of the mean, from its interval."""
+    half = (decision.interval.high - decision.interval.low) / 2
+    return half / float(special.stdtrit(decision.seeds - 1, 0.975))
+
+
 def lone_level(family: int) -> float:
     """The level of a verdict that is the only one of its look, in a family of so many claims."""
     hypotheses = family * len(VERDICTS)
     return ALPHA / len(LOOKS) / (hypotheses * sum(1 / i for i in range(1, hypotheses + 1)))
 
 
-def needed(claim: Primary, values: Sequence[float] | np.ndarray, family: int, most: int = 10_000) -> int | None:
+def needed(claim: Claim, values: Sequence[float] | np.ndarray, family: int, most: int = 10_000) -> int | None:
     """The seeds at which a claim would be decided with probability 0.8, if its mean and deviation are those seen.
 
     It is the least n with (t at 1 − level + t at power) · deviation / √n below the distance of the mean from the

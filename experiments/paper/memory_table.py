@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from experiments.planning.models import MODELS
 from grpo_jax.planning.memory import Shape, estimate, num_params
-from grpo_jax.planning.models import MODELS
 
 GIB = 2**30
 

@@ -1,6 +1,5 @@
 """The end of a run: a table and a few groups in the terminal, curves.png, results.json, report.html."""
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -15,7 +14,6 @@ from rich.table import Table
 from grpo_jax.runs import report
 from grpo_jax.runs.compilation import in_words, programs_so_far
 from grpo_jax.runs.folder import RunFolder, is_coin, write_json
-from grpo_jax.statistics import hypervolume, pareto_front
 
 
 def print_table(run: RunFolder, title: str, columns: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> None:
@@ -238,52 +236,3 @@ def _moves(steps: Steps) -> bool:
     """Returns whether values differ by more than rounding."""
     values = np.array(list(steps.values()))
     return len(values) == 1 or bool(np.ptp(values) > 1e-6 * max(1e-6, np.abs(values).max()))
-
-
-def save_front(
-    run: RunFolder,
-    points: Mapping[str, Mapping[str, tuple[float, float]]],
-    marks: Mapping[str, tuple[float, float]],
-    names: Sequence[str],
-) -> None:
-    """front.png: pairs of scores in [0, 1], and the Pareto front of each method. It is readable without colours.
-
-    Args:
-      run: where it goes.
-      points: method -> what is written beside a point -> the point; up to three methods.
-      marks: name -> a point beside them, such as the start.
-      names: of both scores.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6, 6.5), layout="constrained")
-    # From the largest marker to the smallest, with the words on other sides, so that points in one place stay apart.
-    styles = (("s", "white", "-", 11, (0, 14)), ("o", "0.7", "--", 8, (0, -17)), ("^", "black", ":", 5, (10, 0)))
-    for (method, by_label), (marker, fill, line, size, offset) in zip(points.items(), styles, strict=False):
-        front = pareto_front(list(by_label.values()))
-        axis.plot(*zip(*front, strict=True), color="black", linestyle=line, linewidth=1)
-        axis.plot(
-            *zip(*by_label.values(), strict=True),
-            marker,
-            color="black",
-            markerfacecolor=fill,
-            markersize=size,
-            label=f"{method}: {hypervolume(front):.2f} of the square",
-        )
-        places: dict[tuple[float, float], list[str]] = {}
-        for label, point in by_label.items():
-            near = (place for place in places if math.dist(place, point) < 0.04)
-            places.setdefault(next(near, point), []).append(label)
-        for place, labels in places.items():
-            words, align = ", ".join(labels), "left" if offset[0] else "center"
-            axis.annotate(words, place, xytext=offset, textcoords="offset points", fontsize=7, ha=align, va="center")
-    for (name, point), marker in zip(marks.items(), ("x", "+", "*"), strict=False):
-        axis.plot(*point, marker, color="black", label=name)
-    axis.set(xlim=(0, 1.08), ylim=(0, 1.08), xlabel=names[0], ylabel=names[1])
-    axis.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
-    figure.savefig(run.path / "front.png", dpi=120)
-    plt.close(figure)

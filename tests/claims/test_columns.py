@@ -1,66 +1,104 @@
 """Columns of tables, and the numbers of claims, from runs with known scores."""
 
-import importlib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments.claims import ablation, columns, findings
-from experiments.claims.ablation import START, Runs
-from experiments.claims.primary import PRIMARY
-from experiments.claims.questions.reward_hacking import gold_at_equal_kl
+from experiments.claims import answers, bench as benches, columns
+from experiments.claims.bench import Runs, make_setting
+from experiments.claims.columns import gold_at_equal_kl, read_column
+from experiments.claims.questions import CLAIMS, QUESTIONS, START, Comparison, Question
+from grpo_jax.errors import UsageError
 
 
 def runs_of(gold, scores=None, **metrics):
     """Runs whose steps have this score."""
     gold = np.asarray(gold, float)
-    given = {"gold": gold, "reward": gold, "diverged": np.zeros(gold.shape)}
-    return Runs(given | metrics, np.zeros((len(gold), 2, 1, 2)) if scores is None else scores)
+    shared = {"gold": gold, "reward": gold, "diverged": np.zeros(gold.shape)}
+    return Runs(make_setting(), shared | metrics, np.zeros((len(gold), 2, 1, 2)) if scores is None else scores)
 
 
-def test_a_column_reads_runs_and_the_start():
+def measured(question, cases):
+    """The answer to a question whose runs are these, by row."""
+    return answers.measure(SimpleNamespace(seeds=[0, 1], runs=lambda settings: cases), question)
+
+
+def test_a_table_has_the_columns_of_runs_and_of_their_start():
     scores = np.zeros((2, 3, 4, 2))  # seeds, evaluations, prompts, a sample and the greedy one
     scores[:, 1, :2, 0], scores[:, 2, :, 0], scores[1, 2, 0, 0] = 1, 1, 0
     scores[..., 1] = 7  # greedy ones do not count
-    runs = runs_of([[0.0, 1.0, 0.0], [2.0, 2.0, 2.0]], scores)
-    read = {"accuracy": columns.accuracy, "reward": columns.last("reward", 1.0), "some": columns.on_the_way}
-    read["first prompts"] = columns.of_prompts(np.array([True, True, False, False]))
-    assert columns.table({"it": runs}, read, start="it") == {
-        START: {"accuracy": [0.0, 0.0], "reward": [0.0, 2.0], "some": [0.0, 2.0], "first prompts": [0.0, 0.0]},
+    runs = runs_of([[0.0, 1.0, 0.0], [2.0, 2.0, 2.0]], scores, kl=np.ones((2, 3)))
+    question = Question("it", "", "", ["reward"], ["accuracy", "reward", "on the way", "KL"], {"it": {}}, {START: "it"})
+    known = measured(question, {"it": runs})
+    assert known["rows"] == {
+        START: {"accuracy": [0.0, 0.0], "reward": [0.0, 2.0], "on the way": [0.0, 2.0], "KL": [1.0, 1.0]},
         "it": {
             "accuracy": [1.0, 0.75],
-            "reward": [pytest.approx(1 / 3), 2.0],
-            "some": [pytest.approx(1 / 3), 2.0],
-            "first prompts": [1.0, 0.5],
+            "reward": [0.0, 2.0],  # of the last tenth of the steps
+            "on the way": [pytest.approx(1 / 3), 2.0],
+            "KL": [1.0, 1.0],
         },
     }
+    # At eight updates a rollout the first step's KL is not of the start.
+    reused = runs._replace(setting=make_setting(reused=True))
+    rows = measured(question, {"it": reused})["rows"]
+    assert np.isnan(rows[START]["KL"]).all()
+    assert rows[START]["reward"] == [0.0, 2.0]
+
+
+def test_additions_with_a_carry_are_counted_apart():
+    runs = runs_of([[0.0]] * 2, np.zeros((2, 1, 30, 2)))
+    examples = runs.setting.testbed.task(num_prompts=1, seed=0, heldout=30).task.heldout.examples
+    carries = columns.has_carry(examples)
+    assert 0 < carries.sum() < 30
+    runs.scores[:, :, carries, 0] = 1
+    np.testing.assert_array_equal(read_column("carried", runs), [1, 1])
+    np.testing.assert_array_equal(read_column("without", runs), [0, 0])
+
+
+def test_a_column_that_is_not_there_is_refused():
+    with pytest.raises(UsageError, match="there is no column 'speed': name one of accuracy, "):
+        read_column("speed", runs_of([[0.0]]))
 
 
 def test_a_target_is_reached_by_the_mean_of_five_steps():
     rising = np.arange(10.0)  # the mean of steps 1 to 5 is 2, of 2 to 6 it is 3, and of the last five 7
-    reached = columns.steps_to(np.array([2.0, 2.5, 7.5]))(runs_of([rising] * 3))
+    reached = columns.steps_to(runs_of([rising] * 3), np.array([2.0, 2.5, 7.5]))
     np.testing.assert_array_equal(reached, [1, 2, 7])
-    assert columns.steps_to(np.array([0.5]))(runs_of([[0.0, 1.0]])) == [2]  # a run of two steps: never
+    assert columns.steps_to(runs_of([[0.0, 1.0]]), np.array([0.5])) == [2]  # a run of two steps: never
 
 
 def test_pass_at_k_of_the_last_evaluation():
     scores = np.zeros((1, 2, 2, 5))
     scores[0, 1, 0, 0] = scores[0, :, :, -1] = 1  # one of four samples of a prompt is right; greedy ones do not count
-    np.testing.assert_allclose(columns.pass_at(1)(runs_of([[0.0]], scores)), [1 / 8])
-    np.testing.assert_allclose(columns.pass_at(2)(runs_of([[0.0]], scores)), [1 / 4])
+    np.testing.assert_allclose(read_column("pass@1", runs_of([[0.0]], scores)), [1 / 8])
+    np.testing.assert_allclose(read_column("pass@2", runs_of([[0.0]], scores)), [1 / 4])
 
 
-def test_claims_are_differences_or_logarithms_of_ratios():
+def test_a_comparison_is_a_difference_or_the_logarithm_of_a_ratio():
+    cells = {("a", "x"): [2.0, 4.0], ("b", "x"): [1.0, 1.0], ("c", "x"): [5.0, 5.0], ("a", "y"): [0.5, 0.5]}
+
+    def value(rows, column="x", scale="difference"):
+        comparison = Comparison("source", "words", "measure", column, rows, scale)
+        return columns.compare(comparison, lambda row, column: np.array(cells[row, column]))
+
+    np.testing.assert_array_equal(value(["a"]), [2, 4])
+    np.testing.assert_array_equal(value(["a", "b"]), [1, 3])
+    np.testing.assert_array_equal(value(["a", "b", "c", "b"]), [1 - 4, 3 - 4])  # of two differences
+    np.testing.assert_array_equal(value(["a", "a"], ["x", "y"]), [1.5, 3.5])
+    np.testing.assert_allclose(value(["a", "b"], scale="ratio"), np.log([2, 4]))
+    assert np.isnan(columns.log_ratio(np.zeros(1), np.ones(1))).all()
+
+
+def test_runs_that_diverged_are_counted_with_their_claim():
     one, other = runs_of([[2.0] * 4, [4.0] * 4]), runs_of([[1.0] * 4, [1.0] * 4])
     one.metrics["diverged"][1, 2] = 1
-    runs = {"one": one, "other": other}
-    found = columns.compared(runs, columns.on_the_way, "one", "other")
-    np.testing.assert_array_equal(found.values, [1, 3])
-    assert found.diverged == 1
-    found = columns.compared(runs, columns.on_the_way, "one", "other", ratio=True)
-    np.testing.assert_allclose(found.values, np.log([2, 4]))
-    assert np.isnan(columns.log_ratio([0.0], [1.0])).all()
+    claim = QUESTIONS["ablate_kl"].claims[0]
+    rows = {row: {} for row in claim.rows}
+    question = Question("it", "", "", [], ["accuracy"], rows, {START: claim.rows[0]}, claims=[claim])
+    known = measured(question, dict(zip(claim.rows, (one, other), strict=True)))
+    assert known["primary"] == {claim.id: [[1.0, 3.0], 1]}
 
 
 def test_gold_is_compared_where_the_kl_is_equal():
@@ -70,23 +108,27 @@ def test_gold_is_compared_where_the_kl_is_equal():
     np.testing.assert_allclose(gold_at_equal_kl(one, other), [1.9 - 1.2])
 
 
+@pytest.fixture(autouse=True)
+def no_gradients(monkeypatch):
+    """Replaces the signal in gradients, which needs a trained start."""
+    monkeypatch.setattr(answers, "gradient_signal", lambda bench, seed, group_size: float(group_size))
+
+
 def planted(scores):
-    """A bench whose runs came to these scores by name; every metric is the score."""
+    """A bench whose runs came to these scores by row; every metric is the score."""
 
     def runs(settings):
-        def of(name):
-            score = next((score for part, score in scores.items() if part in name), 0.5)
+        def of(row, setting):
+            score = next((score for part, score in scores.items() if part in row), 0.5)
             seeds = score + np.array([-0.001, 0.0, 0.001])
-            shape = (3, 2, 16, 65, 3) if "eal" in name else (3, 2, 16, 65)
-            given = np.broadcast_to(seeds.reshape(3, *[1] * (len(shape) - 1)), shape)
+            shape = (3, 2, 16, 65, 3) if setting.testbed.name == "words" else (3, 2, 16, 65)
+            values = np.broadcast_to(seeds.reshape(3, *[1] * (len(shape) - 1)), shape)
             metrics = dict.fromkeys(METRICS, np.repeat(seeds[:, None], 6, axis=1))
-            return Runs(metrics | {"diverged": np.zeros((3, 6))}, given)
+            return Runs(setting, metrics | {"diverged": np.zeros((3, 6))}, values)
 
-        return {name: of(name) for name in settings}
+        return {row: of(row, setting) for row, setting in settings.items()}
 
-    bench = SimpleNamespace(size=ablation.SIZES["smoke"], seeds=[0, 1, 2], runs=runs)
-    bench.task = lambda setting, seed: setting.testbed.task(num_prompts=4, seed=seed, heldout=16)
-    return bench
+    return SimpleNamespace(size=benches.SIZES["smoke"], seeds=[0, 1, 2], runs=runs)
 
 
 METRICS = ("gold", "reward", "kl", "entropy", "distinct_share", "ratio_deviation", "first_sampler_mismatch")
@@ -108,16 +150,23 @@ METRICS += ("zero_spread_share",)
         ),
         ("staleness", {"corrected": 0.4}, {"stale": -0.1}),
         ("sampler_mismatch", {"GSPO": 0.9, "corrected": 0.6}, {"gspo_noise": 0.4, "mismatch": 0.1}),
+        ("reward_hacking", {"PPO: repetition": 0.8}, {"hacking": 0.3}),
+        ("field_since", {"centred": 0.7, "mean of tokens": 0.6}, {"std_weight": 0.2, "aggregation": 0.1}),
+        ("ablate_group_size", {"K 8": 0.6, "equal samples": 0.9}, {"group_size_2": 0.1, "group_size_samples": -0.3}),
         ("pass_at_k", {}, {"pass_at_k": 0.0}),
     ],
 )
-def test_primary_claims_look_the_right_way(name, scores, expected):
-    finding = importlib.import_module(f"experiments.claims.questions.{name}").measure(planted(scores))
-    findings.check(finding, name, seeds=3)
-    found = {key: float(np.mean(measured.values)) for key, measured in finding.primary.items()}
-    assert {key: found[key] for key in expected} == pytest.approx(expected)
+def test_claims_look_the_right_way(name, scores, expected):
+    known = answers.measure(planted(scores), QUESTIONS[name])["primary"]
+    assert known.keys() == {claim.id for claim in CLAIMS if claim.question == name}
+    means = {key: float(np.mean(values)) for key, (values, _) in known.items()}
+    assert {key: means[key] for key in expected} == pytest.approx(expected)
 
 
-def test_every_primary_claim_has_a_script_that_measures_it():
-    for claim in PRIMARY:
-        assert callable(importlib.import_module(f"experiments.claims.questions.{claim.question}").measure)
+@pytest.mark.parametrize("name", [name for name, question in QUESTIONS.items() if not question.computed_by])
+def test_every_question_of_runs_can_be_measured(name):
+    question = QUESTIONS[name]
+    known = answers.measure(planted({}), question)
+    assert next(iter(known["rows"])) == START
+    assert known["rows"].keys() == question.settings.keys() | question.starts.keys()
+    assert all(len(it["values"]) == 3 for it in known["also"])

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from costs import bytes_held, operations
 
-from experiments.claims.ablation import grpo, ppo
-from experiments.claims.costs import bytes_held, operations
-from experiments.claims.facts import FACTS
+from experiments.claims.bench import make_setting
+from experiments.claims.questions import FACTS
 from grpo_jax import functional as F
 
 REWARDS = jnp.array([0.1, 0.9, 0.4, 0.3, 0.7, 0.2, 0.8, 0.55])
@@ -72,20 +72,20 @@ PAID = {"num_prompts": 32, "prompt_tokens": 6}  # additions
 
 
 def compute():
-    share = operations(grpo(), **PAID) / operations(ppo(), **PAID)
+    share = operations(make_setting(), **PAID) / operations(make_setting(method="ppo"), **PAID)
     np.testing.assert_allclose(share, 0.56, atol=0.01)
     return 0.4 < share < 0.6
 
 
 def compute_of_groups():
-    one_a_prompt = operations(ppo(group_size=1), num_prompts=8 * 32, prompt_tokens=6)
-    share = operations(grpo(), **PAID) / one_a_prompt
+    one_a_prompt = operations(make_setting(method="ppo", group_size=1), num_prompts=8 * 32, prompt_tokens=6)
+    share = operations(make_setting(), **PAID) / one_a_prompt
     np.testing.assert_allclose(share, 0.26, atol=0.01)
     return 0.7 < share < 0.9
 
 
 def memory():
-    share = bytes_held(grpo()) / bytes_held(ppo())
+    share = bytes_held(make_setting()) / bytes_held(make_setting(method="ppo"))
     np.testing.assert_allclose(share, 0.57, atol=0.01)
     return 0.4 < share < 0.6
 

@@ -1,4 +1,4 @@
-"""What single questions to the seeds are made of: advantages counted up, annotators, groups."""
+"""What single questions to the sources are made of: advantages counted up, annotators, groups."""
 
 import itertools
 
@@ -83,10 +83,12 @@ def test_bias_and_variance_are_those_of_loops(tree, lam, steps):
         rewards_at_end(jnp.asarray(rewards), mask), jnp.asarray(values), mask, lam=lam, num_steps=steps
     )
     found = quality(tree, rewards, estimates)
-    np.testing.assert_allclose(found, by_hand(tree, rewards, np.asarray(estimates, np.float64)), rtol=1e-5, atol=1e-7)
-    assert found.error == pytest.approx(found.bias + found.variance)
-    assert (found.variance < 1e-12) == (lam == 0)  # the next state is known with the token
-    assert (found.tilt < 1e-12) == (lam == 1)  # V − V_critic is the same for all tokens
+    errors = [found[name] for name in ("bias²", "tilt²", "variance", "error")]
+    np.testing.assert_allclose(errors, by_hand(tree, rewards, np.asarray(estimates, np.float64)), rtol=1e-5, atol=1e-7)
+    assert found["error"] == pytest.approx(found["bias²"] + found["variance"])
+    assert found["error, tilt"] == pytest.approx(found["tilt²"] + found["variance"])
+    assert (found["variance"] < 1e-12) == (lam == 0)  # the next state is known with the token
+    assert (found["tilt²"] < 1e-12) == (lam == 1)  # V − V_critic is the same for all tokens
 
 
 def test_concordance_counts_a_shift_and_ranks_do_not():
@@ -113,16 +115,19 @@ def test_gradients_of_groups():
     drawn = Completions(ids, ids >= 0, logprobs, None, np.zeros(ids.shape[:2], bool))
     teach = groups.make_gradients(POLICY, recipe(kl_coef=0.0))
     rewards = np.array([[1.0, 1, 0, 0], [0.5] * 4], np.float32)
-    found = teach(PARAMS, PROMPTS.ids, PROMPTS.mask, drawn, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32))
-    np.testing.assert_allclose(found.advantages, [[0.866, 0.866, -0.866, -0.866], [0] * 4], atol=1e-3)
-    assert found.norms[0] > 0.01
-    assert found.norms[1] == 0  # equal rewards teach exactly nothing
-    assert np.linalg.norm(found.gradients[0]) == pytest.approx(found.norms[0], rel=1e-5)
-    np.testing.assert_allclose(found.gradients[1], found.gradients[0] / 2, rtol=1e-4, atol=1e-7)
+    norms, means = teach(
+        PARAMS, PROMPTS.ids, PROMPTS.mask, drawn, rewards, np.array([[1.0, 0.0], [0.5, 0.5]], np.float32)
+    )
+    assert norms[0] > 0.01
+    assert norms[1] == 0  # equal rewards teach exactly nothing
+    assert np.linalg.norm(means[0]) == pytest.approx(float(norms[0]), rel=1e-5)
+    np.testing.assert_allclose(means[1], means[0] / 2, rtol=1e-4, atol=1e-7)
+    # Advantages are divided by the deviation, so larger rewards teach no more.
+    scaled, _ = teach(PARAMS, PROMPTS.ids, PROMPTS.mask, drawn, 3 * rewards, np.eye(2, dtype=np.float32))
+    np.testing.assert_allclose(scaled[0], norms[0], rtol=1e-3)
 
 
 def test_signal_and_noise_are_without_bias():
     # Two prompts, with gradients 2 and 4, and −1 and 3: their means are 3 and 1, |mean|² is 3 · 1, and the noise
     # (½ · 2² + ½ · 4²) / 2 = 5.
-    found = groups.GroupGradients(np.zeros((4, 2)), np.array([2.0, 4.0, 1.0, 3.0]), np.array([[3.0], [1.0]]))
-    assert groups.signal(found) == pytest.approx(3 / 5)
+    assert groups.signal(np.array([2.0, 4.0, 1.0, 3.0]), np.array([[3.0], [1.0]])) == pytest.approx(3 / 5)

@@ -12,17 +12,16 @@ from experiments.claims.testbeds import (
     ARITHMETIC,
     UNSOLVABLE,
     WORDS,
-    addition_is_right,
     addition_reward,
     coarse_sampler,
     has_carry,
     word_reward,
 )
+from experiments.tasks import arithmetic, letters
 from grpo_jax.data.types import rng
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.tasks import arithmetic, letters
 
 KEY = jax.random.key(0)
 
@@ -69,7 +68,7 @@ def reward_of(targets, given, key=KEY, **options):
 
 @cache
 def is_right():
-    return np.array(jax.jit(addition_is_right)(ANSWERS, GIVEN, KEY))
+    return np.array(jax.jit(addition_reward)(ANSWERS, GIVEN, KEY))
 
 
 def test_an_addition_is_right_where_its_text_is():
@@ -93,14 +92,10 @@ def test_what_may_be_wrong_with_a_reward_of_additions():
     reward, right = partial(reward_of, ANSWERS, GIVEN), is_right()
     assert set(reward(coin=1.0).ravel()) == {0, 1}
     assert abs(np.corrcoef(reward(coin=1.0).ravel(), right.ravel())[0, 1]) < 0.2
-    np.testing.assert_array_equal(reward(flip=1.0), 1 - right)
-    assert np.mean(reward(flip=0.25) != right) == pytest.approx(0.25, abs=0.07)
     graded = reward(graded=1.0)
     bent = reward(graded=1.0, sharpness=5.0)
     np.testing.assert_array_equal(np.unique(graded, return_inverse=True)[1], np.unique(bent, return_inverse=True)[1])
     np.testing.assert_allclose(bent, np.expm1(5 * graded) / 5, rtol=1e-5)
-    noise = reward(gaussian=0.5) - right
-    assert np.std(noise) == pytest.approx(0.5, rel=0.15)
     # Half of what Student's t with 2 degrees of freedom gives is within sqrt(2 / 3).
     assert np.mean(np.abs(reward(heavy=2.0) - right) < 2 * np.sqrt(2 / 3)) == pytest.approx(0.5, abs=0.1)
 
@@ -120,14 +115,6 @@ def test_shift_and_scale_are_a_prompts_own():
     assert np.std(np.log(factors[factors > 0])) == pytest.approx(0.5, rel=0.35)
 
 
-def test_drift_is_a_steps_own():
-    def drift(key):
-        return reward_of(ANSWERS, GIVEN, key, drift=2.0) - is_right()
-
-    np.testing.assert_allclose(drift(KEY), drift(KEY)[0, 0], atol=1e-5)
-    assert drift(KEY)[0, 0] != drift(jax.random.key(9))[0, 0]
-
-
 # ---- additions with room
 
 
@@ -140,7 +127,7 @@ def test_some_additions_have_no_answer():
     assert unsolvable.mean() == pytest.approx(UNSOLVABLE, abs=0.03)
     assert task.targets(examples[:1])[0].tolist() == targets[0].tolist()  # whatever they stand beside
     given = Completions(exact[:, None], exact[:, None] >= 0, None, None, None)
-    np.testing.assert_array_equal(jax.jit(addition_is_right)(targets, given, KEY)[:, 0], ~unsolvable)
+    np.testing.assert_array_equal(jax.jit(addition_reward)(targets, given, KEY)[:, 0], ~unsolvable)
 
 
 def test_carries_are_of_the_last_digits():
@@ -199,5 +186,4 @@ def test_words_are_worth_what_their_text_is():
     np.testing.assert_allclose(reward(), gold, atol=1e-6)
     np.testing.assert_allclose(reward(length=2.0), gold + 2 * length / 16, atol=1e-6)
     np.testing.assert_allclose(reward(repetition=2.0), gold + 2 * length * repeated / 16, atol=1e-6)
-    np.testing.assert_allclose(reward(constant=2.0), gold + 2, atol=1e-6)
     assert set(np.array(reward(coin=1.0, length=1.0)).ravel()) == {0, 1}

@@ -7,12 +7,13 @@ import pytest
 from scipy import stats
 
 from experiments.claims import simulated, verdicts
-from experiments.claims.primary import BY_ID, HEADLINES, PRIMARY, Primary
+from experiments.claims.questions import BY_ID, CLAIMS, HEADLINES, Claim
 from experiments.claims.verdicts import decide, needed, p_values
 
 
 def claim(name="it", low=0.0, high=math.inf, scale="difference"):
-    return Primary(name, "question", "announcements", "source", "words", "label", "measure", scale, low, high)
+    shared = ("source", "words", "measure", "column", ["one", "other"], scale)
+    return Claim(*shared, id=name, question="question", family="announcements", label="label", low=low, high=high)
 
 
 def around(mean, deviation, count):
@@ -131,21 +132,21 @@ def test_intervals_are_not_narrower_than_the_floor_allows():
 
 
 def test_claims_are_told_apart():
-    assert len(BY_ID) == len(PRIMARY)
-    assert len({it.label for it in PRIMARY}) == len({it.measure for it in PRIMARY}) == len(PRIMARY)
-    assert all(it.low < it.high for it in PRIMARY)
+    assert len(BY_ID) == len(CLAIMS)
+    assert len({it.label for it in CLAIMS}) == len({it.measure for it in CLAIMS}) == len(CLAIMS)
+    assert all(it.low < it.high for it in CLAIMS)
     assert all(headline.id in BY_ID for headline in HEADLINES)
 
 
 @pytest.mark.parametrize("at", [simulated.no_difference, simulated.edge, simulated.bound])
 def test_false_verdicts_are_rare(at):
-    claims = [it for it in PRIMARY if it.family == "announcements"]
+    claims = [it for it in CLAIMS if it.family == "announcements"]
     rates = simulated.simulate(claims, [at(it) for it in claims], simulated.alike(claims, 0.01), sets=200)
     assert rates.wrong <= 0.05
 
 
 def test_a_difference_is_found_at_the_first_look():
-    claims = [it for it in PRIMARY if it.family == "since"]
+    claims = [it for it in CLAIMS if it.family == "since"]
     means = [0.03 if it.scale == "difference" else 0.15 for it in claims]
     assert simulated.simulate(claims, means, simulated.alike(claims, 0.01), sets=50).first >= 0.8
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import jax
 import pytest
 
+from experiments.tasks import arithmetic
 from grpo_jax import hosts
 from grpo_jax.commands import train
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.tasks import arithmetic
 
 # = the same bytes; w the same results, and a warning that names it; r refused in one sentence; . not of this place.
 TABLE = """

@@ -26,6 +26,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from rich.console import Console
 
+from experiments.tasks import arithmetic
 from grpo_jax import hosts
 from grpo_jax.commands import evaluate, train
 from grpo_jax.data.episodes import Reply, environment
@@ -42,7 +43,6 @@ from grpo_jax.runs.card import model_card
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import LoraDescription
 from grpo_jax.runs.report import write_report
-from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.tools import load_tools, schemas_of
 

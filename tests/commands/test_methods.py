@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.tasks import arithmetic
 from grpo_jax import hosts
 from grpo_jax.commands import evaluate, kto, sft, train
 from grpo_jax.commands.dpo import CONSTANTS
@@ -24,7 +25,6 @@ from grpo_jax.offline.sft import text_nll
 from grpo_jax.rewards.learned import load_reward_model
 from grpo_jax.runs import flags
 from grpo_jax.runs.export import Options, export
-from grpo_jax.tasks import arithmetic
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 CONFIG = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8)

@@ -12,6 +12,7 @@ import jax
 import pytest
 from test_faults import without_override
 
+from experiments.tasks import arithmetic
 from grpo_jax import commands, hosts
 from grpo_jax.commands import evaluate, sft
 from grpo_jax.errors import Interruption, UsageError, lacking
@@ -21,7 +22,6 @@ from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs import export as exporting, flags
 from grpo_jax.runs.report import write_report
-from grpo_jax.tasks import arithmetic
 
 
 @pytest.fixture(scope="module")

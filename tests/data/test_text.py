@@ -6,6 +6,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from experiments.tasks import arithmetic
+from experiments.tasks.stories import stories_task
 from grpo_jax.config import recipe
 from grpo_jax.data.text import encode_answers, encode_completions, encode_prompts
 from grpo_jax.errors import UsageError
@@ -14,8 +16,6 @@ from grpo_jax.models.huggingface import load_pretrained, load_tokenizer
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.tasks import arithmetic
-from grpo_jax.tasks.stories import stories_task
 from grpo_jax.train import train
 
 DATA = Path(__file__).parents[2].parent / "shared/data"

@@ -34,6 +34,8 @@ from experiments import (
     preferences,
     stories,
 )
+from experiments.tasks.arithmetic import EOS_ID
+from experiments.tasks.stories import stories_task
 from grpo_jax.config import ModelOptions
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
@@ -48,8 +50,6 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
 from grpo_jax.runs.pretrained import keep_description, load_run
 from grpo_jax.statistics import cell
-from grpo_jax.tasks.arithmetic import EOS_ID
-from grpo_jax.tasks.stories import stories_task
 from grpo_jax.tasks.task import random_reward
 from grpo_jax.train import train
 

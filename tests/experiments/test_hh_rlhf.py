@@ -10,6 +10,8 @@ import pytest
 
 from experiments import hh_rlhf as experiment
 from experiments.judging import best_answers, correlation, prompt_numbers
+from experiments.tasks.characters import Characters
+from experiments.tasks.dialogue import candid, dialogue_rows, taken_up
 from grpo_jax.data.packing import pack, packed_pieces
 from grpo_jax.data.preferences import Preference, opening, question, split_by_dialogue
 from grpo_jax.data.types import Completion
@@ -19,8 +21,6 @@ from grpo_jax.models.huggingface import load_pretrained, save_pretrained
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.runs import flags
 from grpo_jax.runs.export import Options, export
-from grpo_jax.tasks.characters import Characters
-from grpo_jax.tasks.dialogue import candid, dialogue_rows, taken_up
 
 TEXT = Characters(string.ascii_letters + string.digits + " \n:?.,'")
 FIRST = "\n\nHuman: how tall is tower {}?\n\nAssistant:"

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from experiments import multi_objective
-from experiments.multi_objective import gold, in_order, order, own
+from experiments.multi_objective import gold, hypervolume, in_order, order, own, pareto_front
 from grpo_jax.runs import flags
-from grpo_jax.statistics import hypervolume, pareto_front
 
 
 @pytest.mark.parametrize(

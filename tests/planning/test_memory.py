@@ -9,13 +9,13 @@ import pytest
 from experiments.benchmarks.shapes import MID, TINY
 from experiments.paper.lowered import lowered, params_of, planned_bytes
 from experiments.paper.memory_table import table
+from experiments.planning.models import MODELS
 from grpo_jax.config import PPOConfig, recipe, with_options
 from grpo_jax.functional.products import CPU
 from grpo_jax.models.config import ExpertsConfig, ModelConfig
 from grpo_jax.models.trainable import split
 from grpo_jax.planning import memory
 from grpo_jax.planning.memory import Estimate, Shape, estimate
-from grpo_jax.planning.models import MODELS
 
 README = Path(__file__).parents[2] / "README.md"
 MIXTURE = replace(TINY, experts=ExpertsConfig(8, 2, TINY.intermediate_size // 2, norm_topk_prob=True))

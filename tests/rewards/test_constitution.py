@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import constitutional as experiment
+from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer
 from grpo_jax.data.types import Completion
 from grpo_jax.errors import UsageError
@@ -26,7 +27,6 @@ from grpo_jax.rewards.constitution import (
 )
 from grpo_jax.rewards.reward import score_completions
 from grpo_jax.runs import flags
-from grpo_jax.tasks import arithmetic
 
 STORIES = Path(__file__).parents[2].parent / "shared/data/stories260K-hf"
 CONFIG = ModelConfig(arithmetic.VOCAB_SIZE, 16, 32, 1, 2, 1, 8, initializer_range=0.3)

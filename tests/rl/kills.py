@@ -78,10 +78,10 @@ def prepare(folder: Path) -> None:
         return
     import jax
 
+    from experiments.tasks import arithmetic
     from grpo_jax.models.config import ModelConfig
     from grpo_jax.models.huggingface import save_pretrained
     from grpo_jax.models.policy import decoder_policy
-    from grpo_jax.tasks import arithmetic
 
     config = ModelConfig(arithmetic.TEXT.vocab_size, 16, 32, 1, 2, 1, 8)
     save_pretrained(folder / "model", jax.jit(decoder_policy(config).init)(jax.random.key(3)), config)

@@ -11,6 +11,7 @@ import pytest
 from bigrams import PARAMS, POLICY, V
 from losses import loss_of
 
+from experiments.tasks import arithmetic
 from grpo_jax import functional as F
 from grpo_jax.checks import validate, validate_ppo
 from grpo_jax.config import GRPOConfig, ModelOptions, PPOConfig, recipe, with_options
@@ -27,7 +28,6 @@ from grpo_jax.rl.scorers import hidden_states, score_completion_tokens
 from grpo_jax.rl.types import Batch, RewardArrays
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 

@@ -10,6 +10,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy import stats
 
+from experiments.tasks.arithmetic import arithmetic_task
 from grpo_jax.config import recipe
 from grpo_jax.data.types import Completion, Component, pad_prompts, rng
 from grpo_jax.models.config import ModelConfig
@@ -18,7 +19,6 @@ from grpo_jax.rewards.builtin import formula_vote, number_vote
 from grpo_jax.rl.evaluate import Evaluation, evaluate, sample_heldout, summary
 from grpo_jax.rl.sampler import make_sampler
 from grpo_jax.statistics import best_of, bootstrap, majority, paired_difference
-from grpo_jax.tasks.arithmetic import arithmetic_task
 from grpo_jax.tasks.task import Task
 
 # ---- best of k

@@ -18,6 +18,7 @@ import on_hosts
 import pytest
 import test_devices as cases
 
+from experiments.tasks import arithmetic
 from grpo_jax import hosts
 from grpo_jax.commands import train
 from grpo_jax.config import with_options
@@ -26,7 +27,6 @@ from grpo_jax.hosts import HostOptions, start
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_pretrained
 from grpo_jax.models.policy import decoder_policy
-from grpo_jax.tasks import arithmetic
 
 Processes = list[subprocess.Popen]
 WORKER = Path(__file__).with_name("on_hosts.py")

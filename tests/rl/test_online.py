@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import online_preference as experiment
+from experiments.tasks import letters
 from grpo_jax.config import recipe
 from grpo_jax.data.preferences import Preference, ask_judge, bradley_terry_judge, read_preferences, write_preferences
 from grpo_jax.data.types import Component
@@ -23,7 +24,6 @@ from grpo_jax.runs import flags
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.sampling.sampler import Completions
-from grpo_jax.tasks import letters
 
 MODEL = ModelConfig(letters.TEXT.vocab_size, 16, 32, 1, 2, 1, 8, initializer_range=0.3)
 POLICY = decoder_policy(MODEL)

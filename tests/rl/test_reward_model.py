@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from scipy import special
 
+from experiments.tasks import arithmetic
+from experiments.tasks.stories import happy_sentences, stories_task
 from grpo_jax import GRPOTrainer
 from grpo_jax.commands import reward_model as experiment
 from grpo_jax.config import recipe
@@ -48,8 +50,6 @@ from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import calibration, paired_difference
-from grpo_jax.tasks import arithmetic
-from grpo_jax.tasks.stories import happy_sentences, stories_task
 
 GOLDEN = Path(__file__).parents[1] / "golden/llama"
 DATA = Path(__file__).parents[2].parent / "shared/data"

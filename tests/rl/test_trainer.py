@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.tasks import arithmetic
 from grpo_jax import GRPOTrainer
 from grpo_jax.data.episodes import Reply, episode_return
 from grpo_jax.data.types import Component
@@ -20,7 +21,6 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.options import flattened
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
-from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.adapters import trl_reward
 
 pytestmark = pytest.mark.usefixtures("without_curves")

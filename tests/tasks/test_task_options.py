@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from experiments.tasks import arithmetic
 from grpo_jax.data import digests
 from grpo_jax.data.types import Completion
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import Pretrained, load_tokenizer
 from grpo_jax.rewards.reward import Spec, open_rewards, parse_reward
-from grpo_jax.tasks import arithmetic
 from grpo_jax.tasks.options import TaskOptions, open_task
 
 BUILTIN = "grpo_jax.rewards.builtin:"

@@ -17,11 +17,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 from rich.console import Console
 from rich.table import Table
+
+from experiments.benchmarks.shapes import CpuShape
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -36,7 +38,7 @@ PEERS = tuple(PACKAGES)
 class Config:
     """Options of the benchmark."""
 
-    shape: Literal["tiny", "tiny256", "tiny1024", "mid", "prompt", "long-tail"] = "tiny"
+    shape: CpuShape = "tiny"
     """Decoder and rollout, as in benchmarks.step. All but tiny and tiny256 take up to a quarter of an hour a round."""
     steps: int = 6
     """Iterations of each process."""

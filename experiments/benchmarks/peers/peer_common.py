@@ -7,24 +7,17 @@ import argparse
 import json
 import os
 import resource
-import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 CORES = len(os.sched_getaffinity(0))
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("OMP_NUM_THREADS", str(CORES))
-os.environ.setdefault("OPENBLAS_NUM_THREADS", str(CORES))
-os.environ.setdefault("MKL_NUM_THREADS", str(CORES))
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
-os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(CORES))
+OFFLINE = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
+QUIET = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+os.environ |= {name: os.environ.get(name, value) for name, value in (THREADS | OFFLINE | QUIET | ON_CPU).items()}
 
 BETA, CLIP, LEARNING_RATE, MAX_GRAD_NORM, ROPE_THETA, NORM_EPS = 0.04, 0.2, 1e-6, 1.0, 10000.0, 1e-6
 
@@ -84,7 +77,6 @@ def arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps; the first is reported like the others")
-    parser.add_argument("--check", action="store_true", help="also compare weights before and after (costs memory)")
     return parser.parse_args()
 
 
@@ -134,8 +126,7 @@ def say(kind: str, **fields) -> None:
 class Steps:
     """Times steps end to end: a step lasts from the end of the one before (or `begin`) to its own `end`.
 
-    Probes between them, outside of every step's time. The medians leave out two steps if they can: Tunix compiles
-    one more small program in the second. `cpu_seconds` are those of all threads of the process: less than
+    Probes between them, outside of every step's time. `cpu_seconds` are those of all threads of the process: less than
     `seconds` on one core means that others had the core.
     """
 
@@ -144,7 +135,6 @@ class Steps:
         self.built = built
         self.start, self.cpu = self.ready, time.process_time()
         self.phases: dict[str, float] = {}
-        self.taken: list[dict[str, float]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -165,7 +155,6 @@ class Steps:
         seconds = now - self.start
         self.count += 1
         times = {"seconds": seconds, "cpu_seconds": time.process_time() - self.cpu, **self.phases}
-        self.taken.append(times)
         fields = {"step": self.count, **times}
         if self.count == 1:
             fields["seconds_process_start_to_ready"] = self.built
@@ -178,14 +167,4 @@ class Steps:
         self.start, self.cpu = time.perf_counter(), time.process_time()
 
     def summary(self, **fields) -> None:
-        warm = self.taken[2:] or self.taken[1:]
-        say(
-            "summary",
-            steps=self.count,
-            cores=CORES,
-            of_steps=[self.count - len(warm) + 1, self.count],
-            medians={name: round(statistics.median(t[name] for t in warm), 4) for name in warm[0]} if warm else None,
-            peak_rss_mib=peak_mib(),
-            probe_gflops=probe(),
-            **fields,
-        )
+        say("summary", steps=self.count, cores=CORES, peak_rss_mib=peak_mib(), probe_gflops=probe(), **fields)

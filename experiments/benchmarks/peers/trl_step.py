@@ -94,20 +94,8 @@ class StepEnds(TrainerCallback):
         self.trainer.steps.end(self.describe)
 
     def describe(self):
-        metrics = self.trainer._metrics["train"]  # of this step: the trainer empties them when it logs
-
-        def last(name):
-            return float(metrics[name][-1]) if metrics.get(name) else None
-
-        return {
-            "completions": len(SEEN["lengths"]),
-            "lengths": sorted(set(SEEN["lengths"])),
-            "tokens": sum(SEEN["lengths"]),
-            "forwards": SEEN.pop("forwards"),
-            "reward_std": last("reward_std"),
-            "kl": last("kl"),
-            "entropy": last("entropy"),
-        }
+        lengths = SEEN["lengths"]
+        return {"lengths": sorted(set(lengths)), "tokens": sum(lengths), "forwards": SEEN.pop("forwards")}
 
 
 def main() -> None:
@@ -156,15 +144,6 @@ def main() -> None:
         ends = StepEnds()
         ends.trainer = trainer
         trainer.add_callback(ends)
-        before = [p.detach().clone() for p in model.parameters()] if ARGS.check else None
-        if ARGS.check:  # shapes of what each of the decoder's calls reads, and how many there were
-            calls: dict[str, int] = {}
-
-            def count(_, args, kwargs):
-                shape = str(list((kwargs["input_ids"] if "input_ids" in kwargs else args[0]).shape))
-                calls[shape] = calls.get(shape, 0) + 1
-
-            model.model.register_forward_pre_hook(count, with_kwargs=True)
         assert trainer.ref_model not in (None, model)
         assert {len(ids) for ids in tokenizer(texts)["input_ids"]} == {SHAPE.prompt}
         parameters = sum(p.numel() for p in model.parameters())
@@ -177,7 +156,6 @@ def main() -> None:
             "threads": torch.get_num_threads(),
             "parameters": parameters,
             "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
-            "ref_dtype": str(trainer.ref_model.dtype),
             "attention": model.config._attn_implementation,
             "optimizer": str(config.optim),
         }
@@ -186,24 +164,7 @@ def main() -> None:
         trainer.train()
 
         history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        facts = {
-            "grad_norms": [float(entry["grad_norm"]) for entry in history],
-            "losses": [float(entry["loss"]) for entry in history],
-            "kls": [float(entry["kl"]) for entry in history],
-            "learning_rates": sorted({entry["learning_rate"] for entry in history}),
-            "min_length": min(entry["completions/min_length"] for entry in history),
-            "max_length": max(entry["completions/max_length"] for entry in history),
-        }
-        if before is not None:
-            facts["calls_of_policy_by_shape"] = calls
-            moved = [(p.detach() - b).abs() for p, b in zip(model.parameters(), before)]
-            facts["share_of_weights_moved"] = sum(int((m > 0).sum()) for m in moved) / parameters
-            facts["largest_move"] = max(float(m.max()) for m in moved)
-            reference = dict(trainer.ref_model.named_parameters())
-            facts["largest_move_of_reference"] = max(
-                float((reference[n].detach() - b).abs().max()) for (n, _), b in zip(model.named_parameters(), before)
-            )
-        trainer.steps.summary(**facts)
+        trainer.steps.summary(losses=[float(entry["loss"]) for entry in history])
 
 
 if __name__ == "__main__":

@@ -27,16 +27,6 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 PAD = SHAPE.vocabulary - 1 if SHAPE.ends else SHAPE.vocabulary
 EOS = SHAPE.vocabulary + 1
 SEEN: dict[str, object] = {}
-COMPILED = {"programs": 0, "seconds": 0.0}
-
-
-def on_duration(event: str, seconds: float, **_) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":  # XLA's part: tracing and lowering are not in it
-        COMPILED["programs"] += 1
-        COMPILED["seconds"] += seconds
-
-
-jax.monitoring.register_event_duration_secs_listener(on_duration)
 
 
 class IdTokenizer:
@@ -100,8 +90,7 @@ class Timed(GRPOLearner):
 
     def describe(self):
         buffered = self.rl_cluster.actor_trainer._prev_buffered_train_metrics
-        fields = {
-            "completions": len(SEEN["lengths"]),
+        return {
             "lengths": sorted(set(SEEN["lengths"])),
             "tokens": sum(SEEN["lengths"]),
             "ref_shape": SEEN["ref_shape"],
@@ -109,12 +98,7 @@ class Timed(GRPOLearner):
             "loss": float(buffered.loss),
             "grad_norm": float(np.asarray(buffered.additional_metrics["grad_norm"][0][-1])),
             "kl": float(np.asarray(buffered.additional_metrics["kl"][0][-1])),
-            "mean_abs_advantage": SEEN["advantage"],
-            "compiled_programs": COMPILED["programs"],
-            "compile_seconds": COMPILED["seconds"],
         }
-        COMPILED.update(programs=0, seconds=0.0)
-        return fields
 
 
 def time_phases(cluster: clusters.RLCluster, learner: Timed) -> None:
@@ -127,7 +111,6 @@ def time_phases(cluster: clusters.RLCluster, learner: Timed) -> None:
         SEEN["lengths"] = [len(tokens) for tokens in output.tokens]
         ids = np.concatenate(output.tokens)  # a completion is empty where its first token ends it
         SEEN["ids"] = [int(ids.min()), int(ids.max())]
-        SEEN["tokens"] = output.tokens
         return output
 
     def timed_reference(*args, **kwargs):
@@ -141,17 +124,9 @@ def time_phases(cluster: clusters.RLCluster, learner: Timed) -> None:
         with learner.steps.phase("update"):
             update(examples, *args, **kwargs)
             jax.block_until_ready(nnx.state(cluster.actor_trainer.model))
-        SEEN["advantage"] = float(jnp.abs(examples[0].advantages).mean())
 
-    cluster.generate, cluster.get_ref_per_token_logps, cluster.update_actor = (
-        timed_generate,
-        timed_reference,
-        timed_update,
-    )
-
-
-def flat(model) -> list[np.ndarray]:
-    return [np.array(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    cluster.generate, cluster.update_actor = timed_generate, timed_update
+    cluster.get_ref_per_token_logps = timed_reference
 
 
 def main() -> None:
@@ -201,7 +176,6 @@ def main() -> None:
     )
     time_phases(cluster, learner)
     model = cluster.actor_trainer.model
-    before = flat(model) if ARGS.check else None
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert parameters == SHAPE.parameters, (parameters, SHAPE.parameters)
     versions = [f"{p} {importlib.metadata.version(p)}" for p in ("google-tunix", "jax", "flax")]
@@ -216,26 +190,10 @@ def main() -> None:
         parameters=parameters,
         dtypes=sorted({str(x.dtype) for x in jax.tree.leaves(nnx.state(model, nnx.Param))}),
         sync_weights_each_step=learner.should_sync_weights,
-        compiled_programs=COMPILED["programs"],
-        compile_seconds=COMPILED["seconds"],
     )
-    COMPILED.update(programs=0, seconds=0.0)
     learner.steps = common.Steps(SHAPE, built)
     learner.train(data)
-    facts = {"least_and_greatest_sampled_id": SEEN["ids"]}
-    if before is not None:
-        after = flat(model)
-        moved = [np.abs(a - b) for a, b in zip(after, before)]
-        facts["share_of_weights_moved"] = sum(int((m > 0).sum()) for m in moved) / parameters
-        facts["largest_move"] = max(float(m.max()) for m in moved)
-        kept = flat(cluster.inference_worker.get_model("reference"))
-        facts["largest_move_of_reference"] = max(float(np.abs(a - b).max()) for a, b in zip(kept, before))
-        sampler = flat(cluster.rollout.model())
-        facts["largest_difference_of_sampler_and_policy"] = max(
-            float(np.abs(a - b).max()) for a, b in zip(sampler, after)
-        )
-        facts["distinct_completions"] = len({tuple(map(int, tokens)) for tokens in SEEN["tokens"]})
-    learner.steps.summary(**facts)
+    learner.steps.summary(least_and_greatest_sampled_id=SEEN["ids"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What plans on paper need: shapes of published models, and what devices exchange. It comes with a clone."""

@@ -1,0 +1,206 @@
+"""Runs of the questions: kept on disk, shared, continued with more seeds; and each question's script."""
+
+import json
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.claims import answers, bench as benches
+from experiments.claims.bench import Bench, Config, make_setting
+from experiments.claims.questions import COIN, FOLDER, PAGES, QUESTIONS, START, read_question
+from experiments.claims.testbeds import ARITHMETIC
+from experiments.tasks import arithmetic
+from experiments.whole_run import History, heldout_of
+from grpo_jax.errors import UsageError
+from grpo_jax.models.config import ModelConfig
+from grpo_jax.models.policy import decoder_policy
+from grpo_jax.options import options_of
+
+TINY = ARITHMETIC._replace(
+    model=ModelConfig(arithmetic.VOCAB_SIZE, 8, 16, 1, 1, 1, 8),
+    start=lambda seed, steps, run: INIT(jax.random.key(seed)),
+)
+INIT = jax.jit(decoder_policy(TINY.model).init)
+
+
+def test_runs_are_kept_and_more_seeds_are_new_runs(tmp_path, monkeypatch):
+    """With a program that does not train: a run's rewards are its seed, and its scores a hundred learning rates."""
+    done = list[int]()
+
+    def run_all(params, prompts, heldout, seeds, numbers):
+        done.extend(seeds)
+        rewards = np.tile(np.array(seeds, float)[:, None], 4)
+        scores = np.ones((len(seeds), 3, *heldout.counted.shape)) * 100
+        scores *= numbers["learning_rate"].reshape(-1, 1, 1, 1, 1)
+        return History(params, {"reward": rewards, "skipped": np.zeros_like(rewards)}, scores)
+
+    def program(bench, setting, width):
+        return run_all, heldout_of(bench.task(setting, 0), benches.config_of(setting, bench.size))
+
+    monkeypatch.setattr(Bench, "_compile", program)
+    settings = {COIN: make_setting(TINY, coin=1.0), "fast": make_setting(TINY, learning_rate=0.01)}
+    bench = Bench(Config(preset="smoke", run_dir=tmp_path))
+    first = bench.runs(settings)
+    assert set(done) == {0, 1}
+    done.clear()
+    files = {file: file.stat().st_mtime_ns for file in (bench.run.path / "runs").iterdir()}
+    assert len(files) == 4
+    more = Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=3)).runs(settings)
+    assert set(done) == {2}
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+    assert len(list((bench.run.path / "runs").iterdir())) == 6
+    for name, runs in first.items():
+        assert runs.scores.shape == (2, 3, 16, benches.SAMPLES + 1)
+        np.testing.assert_array_equal(more[name].scores[:2], runs.scores)
+        np.testing.assert_array_equal(more[name].metrics["reward"][:, 0], [0, 1, 2])
+    np.testing.assert_allclose(more["fast"].scores, 1)
+    assert not np.any(np.isclose(more[COIN].scores, 1))
+
+
+@pytest.mark.slow
+def test_runs_are_kept_and_share_programs(tmp_path):
+    settings = {COIN: make_setting(TINY, coin=1.0), "fast": make_setting(TINY, learning_rate=0.01)}
+    said = list[str]()
+    bench = Bench(Config(preset="smoke", run_dir=tmp_path), said.append)
+    first, compiled = bench.runs(settings), bench.run.programs().compiled
+    assert first["fast"].scores.shape == (2, 3, 16, benches.SAMPLES + 1)
+    assert not np.array_equal(first[COIN].metrics["reward"], first["fast"].metrics["reward"])
+    assert said[0] == "0 of 4 runs are done; compiling (may take minutes)"
+    # Another look has the same runs, and new ones for its new seeds alone.
+    again = Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=3))
+    again._programs |= bench._programs  # so that nothing is compiled again
+    files = {file: file.stat().st_mtime_ns for file in (bench.run.path / "runs").iterdir()}
+    more = again.runs(settings)
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+    assert len(list((bench.run.path / "runs").iterdir())) == len(files) + 2
+    for name, runs in first.items():
+        np.testing.assert_array_equal(more[name].scores[:2], runs.scores)
+    assert bench.run.programs().compiled == compiled
+
+
+def test_prompts_are_shifted_anew_by_each_seed(tmp_path):
+    bench = Bench(Config(preset="smoke", run_dir=tmp_path))
+    seen = []
+
+    def run_all(params, prompts, heldout, seeds, numbers):
+        seen.append(numbers["draw"].tolist())
+        return np.zeros(2)
+
+    setting = make_setting(TINY, shift=2.0)
+    bench._programs[bench.program(setting), 2] = (run_all, None)
+    bench.histories([(setting, 0), (setting, 1)], 2)
+    assert seen == [[0.0, 1.0]]
+
+
+def test_a_run_that_diverged_has_the_floor_from_there_on():
+    scores = np.ones((3, 2, 8))  # evaluations at steps 0, 5 and 10
+    diverged = np.arange(10) >= 7
+    np.testing.assert_array_equal(benches.with_floor(scores, diverged).mean((1, 2)), [1, 1, 0])
+    several = np.ones((3, 2, 8, 3))  # of several numbers the first is the score
+    np.testing.assert_array_equal(benches.with_floor(several, diverged)[2, 0, 0], [0, 1, 1])
+
+
+def test_only_what_makes_runs_counts_as_their_code():
+    names = {file.name for file in benches._sources()}
+    assert {"whole_run.py", "update.py", "sampler.py", "testbeds.py", "bench.py", "presets.py", "letters.py"} <= names
+    assert not {"questions.py", "verdicts.py", "reproduce.py", "report.py", "hh_rlhf.py", "pages.py"} & names
+
+
+def test_seeds_and_folders(tmp_path):
+    bench = Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=3, seed=9))
+    assert bench.seeds == [9, 15, 16]  # settings were tuned on those between
+    assert bench.run.path == tmp_path / "smoke"
+    for number in (0, 10**9):
+        with pytest.raises(UsageError, match=f"num_seeds is {number}"):
+            Bench(Config(preset="smoke", run_dir=tmp_path, num_seeds=number))
+    with pytest.raises(UsageError, match="epsilon_wide: neither"):
+        make_setting(epsilon_wide=1.0)
+    with pytest.raises(UsageError, match="there is no testbed 'subtractions': name one of additions, coarse"):
+        make_setting("subtractions")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_folders_and_files_that_are_damaged_are_named(tmp_path, text):
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(UsageError, match="name another run_dir"):
+        Bench(Config(preset="smoke", run_dir=tmp_path / "file"))
+    bench = Bench(Config(preset="smoke", run_dir=tmp_path))
+    for name in ("a.npz", "agreement.json"):
+        (bench.run.path / name).write_text(text)
+    with pytest.raises(UsageError, match="delete it, and the run is done again"):
+        benches.read_run(bench.run.path / "a.npz")
+    with pytest.raises(UsageError, match=r"agreement\.json"):
+        answers.present_answer(bench, "agreement")
+    (bench.run.path / "agreement.json").write_text(json.dumps({"made_by": answers.question_checksum("agreement")}))
+    with pytest.raises(UsageError, match="delete it, and the question is answered again"):
+        answers.present_answer(bench, "agreement")
+    del bench
+    (tmp_path / "smoke/config.json").write_text(text)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        Bench(Config(preset="smoke", run_dir=tmp_path))
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_question_is_short_and_its_settings_can_be_made(name):
+    question = QUESTIONS[name]
+    assert len((FOLDER / f"{name}.toml").read_text().splitlines()) <= 120
+    settings = {row: make_setting(**options) for row, options in question.settings.items()}
+    assert bool(settings) != bool(question.computed_by)
+    assert COIN in settings or question.computed_by
+    for setting in settings.values():
+        benches.config_of(setting, benches.SIZES["smoke"])
+    assert question.computed_by or set(question.drawn) <= set(question.columns)
+
+
+def test_settings_that_differ_in_numbers_alone_share_a_program(tmp_path):
+    bench = Bench(Config(preset="smoke", run_dir=tmp_path))
+    one, other = (make_setting(TINY, learning_rate=rate) for rate in (0.1, 0.2))
+    assert bench.program(one) == bench.program(other)
+    assert bench.file(one, 0) != bench.file(other, 0)
+    assert bench.program(one) != bench.program(make_setting(TINY, group_size=2))
+
+
+def test_sizes_of_a_setting_follow_the_preset():
+    config = benches.config_of(make_setting(prompts=0.5, evaluations=3, staleness=100), benches.SIZES["cpu"])
+    options = options_of(config)
+    assert (options["num_prompts"], options["eval_every"]) == (16, 20)
+    assert options["staleness"] == 59  # at most one less than there are steps
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("title = ", "is no question"),
+        ("title = 'a'\ntext = 'b'\ndrawn = []\nsetings = {}", "setings"),
+        ("title = 'a'", "text"),
+        (
+            "title = 'a'\ntext = 'b'\ndrawn = []\n[[also]]\nsource = ''\nwords = ''\nmeasure = ''\ncolumn = 'c'\n"
+            "rows = ['none']",
+            r"compares none: name it in \[settings\]",
+        ),
+    ],
+)
+def test_a_question_that_does_not_fit_is_refused(tmp_path, text, reason):
+    (tmp_path / "it.toml").write_text(text)
+    with pytest.raises(UsageError, match=reason):
+        read_question(tmp_path / "it.toml")
+
+
+@pytest.mark.slow
+def test_every_table_has_its_controls(tmp_path):
+    command = [sys.executable, "-m", "experiments.claims.reproduce", "--preset", "smoke"]
+    folders = ["--run-dir", str(tmp_path / "runs"), "--out", str(tmp_path)]
+    interrupted = subprocess.Popen([*command, *folders])
+    while not list((tmp_path / "runs/smoke/runs").glob("*.npz")):
+        assert interrupted.poll() is None
+        time.sleep(0.1)
+    interrupted.kill()
+    subprocess.run([*command, *folders], check=True)
+    bench = Bench(Config(preset="smoke", run_dir=tmp_path / "runs"))
+    for name in PAGES["questions"]:
+        known = answers.present_answer(bench, name)
+        assert list(known["rows"])[:2] == [START, COIN]

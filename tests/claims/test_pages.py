@@ -1,0 +1,306 @@
+"""What questions leave on disk, and the pages that are made of their numbers."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.claims import answers, numbers, pages, reproduce
+from experiments.claims.bench import Bench, Config
+from experiments.claims.numbers import Decision, Interval
+from experiments.claims.questions import CLAIMS, COIN, HEADLINES, START
+from grpo_jax.errors import UsageError
+from grpo_jax.runs.folder import write_json
+
+ROOT = Path(__file__).parents[2]
+MEANS = {"grpo_ppo": 0.001, "kl_none": 0.2, "kl_high": 0.05, "clip_none": -0.05, "samples_to_target": np.log(0.4)}
+
+
+def answer_of(name, seeds, spread=0.003):
+    """An answer whose numbers have these means, all others a mean of 0.03 that varies too much to be decided."""
+    noise = np.resize([1, -1, 0.5, -0.5], seeds)
+    rows = {row: {"accuracy": 0.5 + 0.01 * noise, "nothing": np.full(seeds, np.nan)} for row in (START, COIN, "it")}
+    rows["it"]["accuracy"] = rows["it"]["accuracy"] + 0.25
+    primary = {}
+    for claim in CLAIMS:
+        if claim.question == name:
+            values = MEANS[claim.id] + spread * noise if claim.id in MEANS else 0.03 + 0.1 * noise
+            primary[claim.id] = [values.tolist(), int(claim.id == "clip_none")]
+    return {
+        "rows": {row: {column: x.tolist() for column, x in columns.items()} for row, columns in rows.items()},
+        "primary": primary,
+        "also": [{"source": "source", "words": "words", "measure": f"also of {name}", "values": noise.tolist()}],
+        "drawn": ["accuracy"],
+        "curves": {"it": (np.tile(np.linspace(0, 1, 5), (seeds, 1)) + noise[:, None] / 100).tolist()},
+        "note": "",
+    }
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """The questions and seeds that were asked, instead of running them."""
+    calls = []
+
+    def measure(bench, question):
+        calls.append((question.name, len(bench.seeds)))
+        return answer_of(question.name, len(bench.seeds))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "measure", measure)
+        yield calls
+
+
+@pytest.fixture(scope="module")
+def config(asked, tmp_path_factory):
+    """Of the first look, which was taken."""
+    folder = tmp_path_factory.mktemp("claims")
+    config = Config(preset="smoke", num_seeds=10, run_dir=folder / "runs", out=folder)
+    reproduce.main(config)
+    assert {seeds for _, seeds in asked} == {10}
+    return config
+
+
+def test_answers_come_first_and_the_page_is_the_same_when_written_again(config, asked, undrawn):
+    text = (config.out / "RESULTS-smoke.md").read_text()
+    first = text[: text.index("![")]
+    assert (
+        "| GRPO or PPO, at equal samples? | No difference that matters. | [GRPO − PPO](docs/results-smoke/ppo_" in first
+    )
+    assert (
+        "All else equal, a group's mean or a critic? | Not settled; the group's mean is ahead. | [group baseline"
+        in first
+    )
+    assert "0.01 or none? | 0.01. | [β 0.01 − none](docs/results-smoke/ablate_kl.md), on the way: +0.200 [" in first
+    assert "eight updates a rollout? | No: learning is better without one." in first
+    for target in re.findall(r"\]\(#(\w+)\)", text):
+        assert f'<a id="{target}"></a>' in text
+    for target in re.findall(r"\]\((docs/[^)]+)\)", text):
+        assert (config.out / target).exists()
+    (row,) = re.findall(r"\| samples until 95%.*", text)
+    assert "× 0.4 [" in row
+    assert row.endswith("| below 0.5 | × 0.35 | 10 | supported |")
+    assert "1 runs diverged" in text
+    asked.clear()
+    reproduce.main(config)
+    assert (config.out / "RESULTS-smoke.md").read_text() == text
+    assert not asked
+
+
+@pytest.mark.parametrize("draws", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["words", "figures too"])
+def test_the_pages_are_made_of_the_file_of_numbers_alone(config, asked, tmp_path, draws, request):
+    written = config.out / "docs/results-smoke"
+    if not draws:  # pages show the figures that are there
+        request.getfixturevalue("undrawn")
+        (tmp_path / "docs/results-smoke").mkdir(parents=True)
+        for figure in written.glob("*.png"):
+            shutil.copy(figure, tmp_path / "docs/results-smoke")
+    asked.clear()
+    file = written / "numbers.json"
+    reproduce.main(Config(numbers=(file,), run_dir=tmp_path / "none", out=tmp_path))
+    assert not asked
+    assert not (tmp_path / "none").exists()
+    for path in written.iterdir():
+        assert (tmp_path / "docs/results-smoke" / path.name).read_bytes() == path.read_bytes()
+    assert (tmp_path / "RESULTS-smoke.md").read_text() == (config.out / "RESULTS-smoke.md").read_text()
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Without new figures, for tests of words."""
+    for draw in ("save_forest", "save_rows", "save_curves"):
+        monkeypatch.setattr(pages, draw, lambda *of: None)
+
+
+def test_the_pages_of_the_repository_are_those_of_its_numbers(undrawn, tmp_path):
+    files = sorted((ROOT / "docs/results").glob("numbers*.json"))
+    reproduce.main(Config(numbers=tuple(files), out=tmp_path))
+    for path in (Path("RESULTS.md"), *(file.relative_to(tmp_path) for file in tmp_path.glob("docs/results/*.md"))):
+        assert (tmp_path / path).read_text() == (ROOT / path).read_text()
+    text = (tmp_path / "RESULTS.md").read_text()
+    for headline in HEADLINES:  # each has its row, with what is said beside it
+        (row,) = re.findall(rf"\| {re.escape(headline.question)} \|.*", text)
+        assert headline.beside[0] in row
+
+
+def test_the_file_has_the_values_of_all_seeds(config):
+    known = json.loads((config.out / "docs/results-smoke/numbers.json").read_text())
+    values, diverged = known["answers"]["ablate_clip"]["primary"]["clip_none"]
+    np.testing.assert_allclose(values, answer_of("ablate_clip", 10)["primary"]["clip_none"][0], rtol=1e-6)
+    assert diverged == 1
+    assert known["answers"]["ablate_clip"]["rows"]["it"]["nothing"] == [None] * 10
+
+
+def test_numbers_of_other_seeds_have_another_checksum(config, tmp_path):
+    file = config.out / "docs/results-smoke/numbers.json"
+    known, first = json.loads(file.read_text()), numbers.read_numbers(file).checksum
+    other = tmp_path / "numbers.json"
+    known["answers"]["ablate_kl"] |= {"seconds": 1e9, "machine": "another", "note": "other words"}
+    other.write_text(json.dumps(known))
+    assert numbers.read_numbers(other).checksum == first
+    known["answers"]["ablate_kl"]["primary"]["kl_none"][0][3] += 1e-6
+    other.write_text(json.dumps(known))
+    assert numbers.read_numbers(other).checksum != first
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"preset": "cpu", "answers": 3}'])
+def test_a_file_that_has_no_numbers_is_named(tmp_path, text):
+    (tmp_path / "numbers.json").write_text(text)
+    with pytest.raises(UsageError, match=r"numbers\.json"):
+        numbers.read_numbers(tmp_path / "numbers.json")
+
+
+def lose_values(file):
+    """Leaves the file as it would be if the values of seeds were lost."""
+    known, results = json.loads(file.read_text()), numbers.read_numbers(file)
+    seconds = {name: it["seconds"] for name, it in known.pop("answers").items()}
+    known["claims"] = {key: it._asdict() for key, it in results.claims.items()}
+    known["questions"] = {
+        name: {key: value for key, value in it._asdict().items() if key not in ("learned", "curves")}
+        | {"also": [also._asdict() for also in it.also], "seconds": seconds[name]}
+        for name, it in results.questions.items()
+    }
+    write_json(file, known)
+
+
+def test_where_values_are_lost_means_and_verdicts_make_the_same_pages(config, undrawn, tmp_path):
+    before = config.out / "docs/results-smoke"
+    shutil.copytree(before, tmp_path / "before")
+    file = tmp_path / "before/numbers.json"
+    lose_values(file)
+    reproduce.main(Config(numbers=(file,), out=tmp_path))
+    first = (config.out / "RESULTS-smoke.md").read_text()
+    again = (tmp_path / "RESULTS-smoke.md").read_text()
+    assert again.rpartition("SHA-256")[0] == first.rpartition("SHA-256")[0]
+    for path in (*before.glob("*.md"), *before.glob("*_curves.png")):  # these as they were
+        assert (tmp_path / "docs/results-smoke" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.fixture
+def other(config, tmp_path):
+    """Numbers of another machine, of one question: one claim is reversed, the other undecided."""
+    known = json.loads((config.out / "docs/results-smoke/numbers.json").read_text())
+    of_kl = known["answers"]["ablate_kl"] | {"machine": "another"}
+    of_kl["primary"] = {"kl_none": [[-x for x in of_kl["primary"]["kl_none"][0]], 0], "kl_high": [[0.05, -0.05] * 5, 0]}
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(known | {"answers": {"ablate_kl": of_kl}}))
+    return file
+
+
+def test_another_machine_stands_beside_the_first(config, other):
+    first = numbers.read_numbers(config.out / "docs/results-smoke/numbers.json")
+    text = pages._again(first, numbers.read_numbers(other))
+    assert "; then another, " in text
+    assert (
+        ": of 2 claims the intervals of 0 overlap, and the means of 2 are more than 1.96 standard errors apart. "
+        in text
+    )
+    assert "in at most 0% of repetitions. Verdicts: 1 different, 1 decided at first only" in text
+    assert re.search(
+        r"\| β 0.01 − none \| \+0.200 .*: supported \| −0.200 .*: contradicted \| no \| [\d.]+ \| different \|", text
+    )
+
+
+@pytest.mark.slow
+def test_another_machine_has_a_page_and_a_link(config, other, tmp_path):
+    file = config.out / "docs/results-smoke/numbers.json"
+    reproduce.main(Config(numbers=(file, other), out=tmp_path))
+    text, before = (tmp_path / "RESULTS-smoke.md").read_text(), (config.out / "RESULTS-smoke.md").read_text()
+    assert "](docs/results-smoke/replication.md)" in text
+    assert (tmp_path / "docs/results-smoke/replication.md").exists()
+    assert (tmp_path / "docs/results-smoke/numbers2.json").read_text() == other.read_text()
+    assert text.splitlines()[-1] == before.splitlines()[-1]  # nothing of the other enters the page's numbers
+    assert text[text.index('id="every"') : text.index('id="rule"')] in before
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"), [((0.0, 0.1), True), ((0.1, 0.2), True), ((0.11, 0.2), False), ((-0.3, -0.21), False)]
+)
+def test_intervals_overlap_where_they_share_a_point(bounds, expected):
+    one, other = Interval(0.0, -0.2, 0.1), Interval(0.0, *bounds)
+    assert pages.overlap(one, other) == pages.overlap(other, one) == expected
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "expected"),
+    [
+        ("supported", "supported", "the same"),
+        ("supported", "contradicted", "different"),
+        ("no difference that matters", "supported", "different"),
+        ("contradicted", "undecided", "decided at first only"),
+        ("undecided", "contradicted", "decided again only"),
+        ("undecided", "undecided", "undecided in both"),
+    ],
+)
+def test_what_two_verdicts_are_to_each_other(first, again, expected):
+    both = [Decision(verdict, 10, Interval(0.0, 0.0, 0.0)) for verdict in (first, again)]
+    assert pages.relation(*both) == expected
+
+
+def test_how_far_two_means_are_apart_by_hand():
+    # 9 degrees of freedom: t is 2.262. Standard errors of 0.03 and 0.04 are 0.05 together, and 0.1 is two of them.
+    both = [
+        Decision("undecided", 10, Interval(mean, mean - 2.262 * e, mean + 2.262 * e))
+        for mean, e in ((0.3, 0.03), (0.2, 0.04))
+    ]
+    assert pages.apart(*both) == pytest.approx(2, rel=1e-3)
+
+
+def test_what_chance_gives_by_hand():
+    assert pages.by_chance([1.96]) == pytest.approx(0.05, abs=1e-4)
+    assert pages.by_chance([0.3, 1.96, 1.0]) == pytest.approx(0.15, abs=1e-4)
+    assert pages.by_chance([0.3] * 9) == 1
+
+
+@pytest.mark.slow
+def test_a_later_look_asks_only_what_is_open(config, asked, tmp_path):
+    shutil.copytree(config.out, tmp_path, dirs_exist_ok=True)
+    config = reproduce.replace(config, run_dir=tmp_path / "runs", out=tmp_path)
+    asked.clear()
+    reproduce.main(reproduce.replace(config, num_seeds=None, look=20))
+    assert {seeds for _, seeds in asked} == {20}
+    assert "ablate_kl" not in dict(asked)  # both of its claims have their verdicts
+    assert "ablate_group_size" in dict(asked)
+    asked.clear()
+    reproduce.main(reproduce.replace(config, num_seeds=None, look=20))
+    assert not asked
+    assert "; the look at 40 seeds takes up to" in (tmp_path / "RESULTS-smoke.md").read_text()
+
+
+def test_each_claim_has_a_value_for_each_seed(config, monkeypatch):
+    monkeypatch.setattr(answers, "measure", lambda bench, question: answer_of(question.name, 9))
+    with pytest.raises(UsageError, match="has 9 values: give one for each of 10 seeds"):
+        answers.answer(Bench(config), "ablate_kl")
+
+
+def test_one_question_is_printed_without_pages(config, asked, capsys):
+    page = (config.out / "RESULTS-smoke.md").read_text()
+    asked.clear()
+    reproduce.main(reproduce.replace(config, only=("ablate_kl",), out=config.out / "none"))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert not asked
+    assert not (config.out / "none").exists()
+    assert "ablate_kl: means ± half a 95% interval over seeds 0, 1, " in printed
+    assert "+0.200 [" in printed
+    assert "ablate_kl.png" in printed
+    assert (config.out / "RESULTS-smoke.md").read_text() == page
+    with pytest.raises(UsageError, match="there is no question ablate_kk: name some of ablate_clip, "):
+        reproduce.main(reproduce.replace(config, only=("ablate_kk",)))
+
+
+def test_where_nothing_learned_there_is_no_verdict():
+    known = answer_of("ablate_kl", 10)
+    assert numbers.judge({"ablate_kl": known})["kl_none"].verdict == "supported"
+    rows = known["rows"] | {"it": known["rows"][START]}
+    assert not numbers.has_learned(rows)
+    assert numbers.judge({"ablate_kl": known | {"rows": rows}})["kl_none"].verdict == "undecided"
+    # A table without a score is of no training; one of a second testbed has its own start.
+    assert numbers.has_learned({START: {"signal": [0.0] * 3}})
+    words = {f"words, {START}": {"accuracy": [0.8] * 10}, "words, it": {"accuracy": [0.7] * 10}}
+    assert not numbers.has_learned(rows | words)
+
+
+def test_words_of_a_table_cannot_break_it():
+    assert pages.table(("a|b",), [("x | <b>",)]) == "| a\\|b |\n| --- |\n| x \\| <b> |"
