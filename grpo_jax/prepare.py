@@ -22,6 +22,7 @@ from grpo_jax.models.huggingface import Pretrained, load_pretrained, load_tokeni
 from grpo_jax.models.lora import add_adapters
 from grpo_jax.models.policy import Policy, decoder_policy
 from grpo_jax.models.transformer import Params
+from grpo_jax.options import check_ranges
 from grpo_jax.planning.plan import Plan, choose, shape_of
 from grpo_jax.rl.grpo import check_teacher, make_programs
 from grpo_jax.rl.guards import length_warning
@@ -96,9 +97,8 @@ def load_model(
     Raises:
       UsageError: there is none, or it cannot be trained as asked.
     """
+    check_ranges(options)
     rank = options.lora_rank
-    if rank < 0:
-        raise UsageError(f"lora_rank is {rank}: it must be at least 0")
     if options.param_dtype != "float32" and not rank:
         raise UsageError(
             "param_dtype bfloat16 would lose small updates of parameters that are trained: set it to float32, or "

@@ -23,7 +23,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.lora import Adapted, merge
 from grpo_jax.models.params import format_of
 from grpo_jax.models.trainable import join, split
-from grpo_jax.options import fits, option_types, suggestion
+from grpo_jax.options import check_known, fits, option_types
 from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs.checkpoint import params_sha256
@@ -214,8 +214,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     hints = option_types(GRPOConfig) | option_types(ModelOptions)
     for name in ("model", "eval_every", "eval_samples"):
         del hints[name]
-    for name in options.keys() - hints.keys():
-        raise UsageError(f"there is no option {name}: {suggestion(name, hints)}")
+    check_known(options, hints)
     return {name: _checked(name, value, hints[name]) for name, value in options.items()}
 
 
