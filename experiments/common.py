@@ -23,7 +23,8 @@ from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.sft import sft_objective
 from grpo_jax.rl.types import Batch
 from grpo_jax.runs import terminal
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.files import write_json
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.statistics import cell, interval_over_runs
 
 # ---- small models of our own

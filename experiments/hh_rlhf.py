@@ -82,7 +82,8 @@ from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.ppo import add_critic, critic_policy, make_ppo_programs
 from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.folder import RunFolder, write_json, write_text
+from grpo_jax.runs.files import write_json, write_text
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description
 from grpo_jax.tasks.dataset import text_task
 from grpo_jax.tasks.task import Task, random_reward

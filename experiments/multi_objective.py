@@ -45,7 +45,8 @@ from grpo_jax.rl.iteration import Programs
 from grpo_jax.rl.sampler import completion_numbers, group_temperatures
 from grpo_jax.rl.types import LABELLING, Batch, noise_of
 from grpo_jax.runs import flags, terminal
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.files import write_json
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.terminal import explain_control
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.task import Task, random_reward

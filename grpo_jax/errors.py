@@ -29,7 +29,7 @@ class Interruption(UsageError):
     saved, and it can be resumed."""
 
 
-def shown(value: object) -> str:
+def abbreviate(value: object) -> str:
     """A value in an error: one line, and not more than one can read."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
@@ -71,9 +71,11 @@ def user_path(name: str | Path) -> Path:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
     except UnicodeEncodeError:
-        raise UsageError(f"the path {shown(str(name))} is not UTF-8: rename it, or set PYTHONUTF8=1") from None
+        raise UsageError(f"the path {abbreviate(str(name))} is not UTF-8: rename it, or set PYTHONUTF8=1") from None
     except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(f"the path {shown(str(name))} cannot be used ({reason_of(error)}): name another") from None
+        raise UsageError(
+            f"the path {abbreviate(str(name))} cannot be used ({reason_of(error)}): name another"
+        ) from None
     return path
 
 

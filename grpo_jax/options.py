@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from grpo_jax.errors import UsageError, shown
+from grpo_jax.errors import UsageError, abbreviate
 
 Config = TypeVar("Config", bound=Any)  # a dataclass whose fields are options or dataclasses of options
 
@@ -134,7 +134,7 @@ def from_json(default: Config, saved: Mapping[str, Any]) -> Config:
     check_known(options, types)
     for name, value in options.items():
         if not fits(value, types[name]):
-            raise UsageError(f"{name} is {shown(value)} in the file: that is not of its type")
+            raise UsageError(f"{name} is {abbreviate(value)} in the file: that is not of its type")
         options[name] = Path(value) if types[name] is Path else tuple(value) if isinstance(value, list) else value
     return replace_options(default, options)
 

@@ -27,8 +27,9 @@ from grpo_jax.options import check_known, fits, option_types
 from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare
 from grpo_jax.rewards.worker import check_takes_examples_first
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder, fresh_folder
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import restore
+from grpo_jax.runs.resume import fresh_folder
 from grpo_jax.runs.terminal import METHOD_CURVES, finish
 from grpo_jax.tasks.adapters import trl_environment, trl_rows, trl_tools
 from grpo_jax.tasks.dataset import text_task

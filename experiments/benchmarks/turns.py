@@ -122,7 +122,7 @@ def game(shape: Shape) -> Task:
 
     def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
         # The last turn has no reply, so those before have half as much again.
-        count = max(1, 3 * len(transcript[-1].said.ids) // 2)
+        count = max(1, 3 * len(transcript[-1].action.ids) // 2)
         return Reply(ids=rng(*key).integers(0, vocab_size, count).tolist())
 
     ends = tuple(range(vocab_size // TURN))

@@ -21,7 +21,7 @@ from experiments.claims.groups import SIGNAL, gradient_signal
 from experiments.claims.numbers import result_of, start_row, with_nan
 from experiments.claims.questions import QUESTIONS, Comparison, Question
 from grpo_jax.errors import UsageError
-from grpo_jax.runs.folder import read_object, write_json
+from grpo_jax.runs.files import read_object, write_json
 
 
 def measure(bench: Bench, question: Question) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from experiments.claims.bench import Size
 from experiments.claims.questions import CLAIMS, COIN, START
 from experiments.claims.verdicts import UNDECIDED, Decision, decide, needed
 from grpo_jax.errors import UsageError
-from grpo_jax.runs.folder import read_object, write_text
+from grpo_jax.runs.files import read_object, write_text
 from grpo_jax.statistics import Interval, interval_over_runs
 
 SCORES = ("accuracy", "score", "gold")  # columns that rise where something is learned

@@ -17,7 +17,7 @@ from experiments.claims.figures import save_curves, save_forest, save_rows
 from experiments.claims.numbers import Numbers, Result, read_numbers
 from experiments.claims.questions import Claim, Headline, Scale
 from experiments.claims.verdicts import LOOKS, VERDICTS, Decision, standard_error
-from grpo_jax.runs.folder import write_text
+from grpo_jax.runs.files import write_text
 from grpo_jax.statistics import Interval
 
 UNLEARNED = "nothing learned"  # in place of a verdict

@@ -53,7 +53,7 @@ _CALL = re.compile(r"\[(\d{1,4})([+*])(\d{1,4})\]")
 def calculate(example: Example, transcript: Transcript, key: Key) -> Reply:
     """The result of a call, which costs something; or whether an answer is right, which ends the episode."""
     del key
-    said = transcript[-1].said
+    said = transcript[-1].action
     call = _CALL.fullmatch(said)
     if call is None:
         return Reply(done=True, reward=float(said == example["answer"]))
@@ -63,7 +63,7 @@ def calculate(example: Example, transcript: Transcript, key: Key) -> Reply:
 
 def is_call(completion: Completion) -> bool:
     """Whether an episode began with a call."""
-    return _CALL.fullmatch(completion.turns[0].said) is not None
+    return _CALL.fullmatch(completion.turns[0].action) is not None
 
 
 def is_right(completion: Completion) -> bool:

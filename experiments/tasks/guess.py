@@ -99,8 +99,8 @@ def number_of(example: Example, key: Key) -> int:
 
 
 def _reply(example: Example, transcript: Transcript, number: int, *, is_higher: Callable[[int], bool]) -> Reply:
-    said, turn = transcript[-1].said, len(transcript)
-    told = ends_of(str(transcript[-2].heard) if turn > 1 else example["prompt"])
+    said, turn = transcript[-1].action, len(transcript)
+    told = ends_of(str(transcript[-2].observation) if turn > 1 else example["prompt"])
     before = _halving(told, MAX_TURNS - turn + 1)  # 1 in the first turn
     if said == NUMBERS[number]:
         return Reply(done=True, reward=2.0 - before)

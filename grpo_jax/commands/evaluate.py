@@ -29,7 +29,7 @@ from grpo_jax.checks import validate
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data import digests
 from grpo_jax.data.text import Overlong, prompt_limit
-from grpo_jax.errors import UsageError, shown, user_path
+from grpo_jax.errors import UsageError, abbreviate, user_path
 from grpo_jax.models.config import Dtype
 from grpo_jax.models.huggingface import Pretrained, load_pretrained
 from grpo_jax.models.policy import decoder_policy
@@ -40,8 +40,9 @@ from grpo_jax.rl.evaluate import Evaluation, evaluate, summary
 from grpo_jax.rl.guards import check_tokens, check_turns
 from grpo_jax.rl.sampler import make_sampler
 from grpo_jax.runs import flags
-from grpo_jax.runs.folder import read_inputs, write_json, write_text
+from grpo_jax.runs.files import write_json, write_text
 from grpo_jax.runs.pretrained import load_run, phase_of
+from grpo_jax.runs.resume import read_inputs
 from grpo_jax.statistics import cell
 from grpo_jax.tasks.options import TaskOptions, check_task_options, open_task
 from grpo_jax.tasks.task import Task
@@ -124,7 +125,7 @@ def saved_options(model: str) -> dict[str, Any]:
     types["max_tokens"] = int | None  # None: of a run that learned completions as long as they came
     for name, value in saved.items():
         if name in types and not fits(value, types[name]):
-            raise UsageError(f"{name} in {file} is {shown(value)}: that is not of its type")
+            raise UsageError(f"{name} in {file} is {abbreviate(value)}: that is not of its type")
     return saved
 
 

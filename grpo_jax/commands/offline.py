@@ -31,7 +31,8 @@ from grpo_jax.prepare import Loaded, decide_chat, load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, terminal
 from grpo_jax.runs.checkpoint import params_sha256
-from grpo_jax.runs.folder import RunFolder, kept_arrays
+from grpo_jax.runs.files import load_or_compute_arrays
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import keep_description, keep_files
 from grpo_jax.statistics import cell, paired_difference
 
@@ -157,7 +158,7 @@ def reference_arrays(run: RunFolder, job: Job, params: Any) -> Reference:
         with run.waiting("scoring all completions by the reference (may take minutes)"):
             return compute(params)
 
-    arrays = kept_arrays(run.path / "reference.npz", make)
+    arrays = load_or_compute_arrays(run.path / "reference.npz", make)
     names = sorted(arrays)
     run.keep_inputs("reference", {"reference.npz": digests.of_values(names, *(arrays[name] for name in names))})
     return arrays

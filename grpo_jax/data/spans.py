@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_jax.data.pieces import pieces
 from grpo_jax.data.types import MOST_SPANS, Completion, Span
-from grpo_jax.errors import shown
+from grpo_jax.errors import abbreviate
 
 
 class BadSpans(ValueError):
@@ -53,9 +53,9 @@ def _span(part: Any) -> Span:
         start, end, reward, *unit = part
         span = Span(int(start), int(end), float(reward), *unit)
     except (TypeError, ValueError, OverflowError):
-        raise BadSpans(f"{shown(part)} is no span: it must be (start, end, reward)") from None
+        raise BadSpans(f"{abbreviate(part)} is no span: it must be (start, end, reward)") from None
     if span[:2] != (start, end) or span.unit not in ("characters", "tokens"):
-        raise BadSpans(f"{shown(part)} is no span of characters or tokens")
+        raise BadSpans(f"{abbreviate(part)} is no span of characters or tokens")
     return span
 
 

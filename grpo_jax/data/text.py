@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from grpo_jax.errors import UsageError, reason_of, shown
+from grpo_jax.errors import UsageError, abbreviate, reason_of
 
 Message = dict[str, str]  # {"role": "user", "content": "…"}
 Overlong = Literal["drop", "truncate"]
@@ -171,7 +171,7 @@ def check_text(text: str, where: str = "a text") -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        place = shown(text[max(error.start - 20, 0) : error.start + 20])
+        place = abbreviate(text[max(error.start - 20, 0) : error.start + 20])
         raise UsageError(f"{where} holds half of a surrogate pair, which is no text: mend {place}") from None
 
 

@@ -29,8 +29,8 @@ class Span(NamedTuple):
 class Turn(NamedTuple):
     """An action of the policy, and the observation that an environment answered with."""
 
-    said: "Completion"  # of the policy
-    heard: "Completion | None" = None  # of the environment; None at the end of the episode
+    action: "Completion"  # of the policy
+    observation: "Completion | None" = None  # of the environment; None at the end of the episode
     reward: Number = None  # that the environment gave for the turn
 
 

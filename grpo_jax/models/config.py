@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
-from grpo_jax.errors import UsageError, shown
+from grpo_jax.errors import UsageError, abbreviate
 
 # The largest that is believed: beyond any model, and below what makes a machine stand still.
 MOST = {
@@ -179,7 +179,7 @@ class ModelConfig:
             raise UsageError(f"{name} ({self.rotary_features}) must be even: rotary positions turn pairs of features")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in get_args(choices):
-                raise UsageError(f"{name} is {shown(getattr(self, name))}: choose one of {get_args(choices)}")
+                raise UsageError(f"{name} is {abbreviate(getattr(self, name))}: choose one of {get_args(choices)}")
         if self.attention == "cudnn" and self.dtype != "bfloat16":
             raise UsageError('attention "cudnn" computes in bfloat16: set dtype to bfloat16, or attention to "shared"')
         if self.attention in ("xla", "cudnn") and self.attn_logit_softcapping is not None:
@@ -259,13 +259,13 @@ def _check_experts(experts: ExpertsConfig, activation: Activation) -> None:
             f"{experts.num_experts}"
         )
     if not isinstance(experts.norm_topk_prob, bool):
-        raise UsageError(f"norm_topk_prob is {shown(experts.norm_topk_prob)}: it must be true or false")
+        raise UsageError(f"norm_topk_prob is {abbreviate(experts.norm_topk_prob)}: it must be true or false")
 
 
 def check_whole(name: str, value: Any, most: int) -> None:
     """Refuses what is no whole number from 1 to `most`."""
     if not isinstance(value, Integral) or isinstance(value, bool) or not 1 <= int(value) <= most:
-        raise UsageError(f"{name} is {shown(value)}: it must be a whole number from 1 to {most}")
+        raise UsageError(f"{name} is {abbreviate(value)}: it must be a whole number from 1 to {most}")
 
 
 def check_number(
@@ -279,4 +279,4 @@ def check_number(
     ):
         bounds = [f"above {above}"] * (above > -math.inf) + [f"at least {least}"] * (least > -math.inf)
         bounds += [f"at most {most}"] * (most < math.inf)
-        raise UsageError(f"{name} is {shown(value)}: it must be a finite number {' and '.join(bounds)}")
+        raise UsageError(f"{name} is {abbreviate(value)}: it must be a finite number {' and '.join(bounds)}")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpo_jax.errors import UsageError, shown
+from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.models.config import (
     MOST,
     DynamicScaling,
@@ -54,7 +54,9 @@ def config_from_huggingface(config: File, **overrides: Any) -> ModelConfig:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         reason = _refused(config)
-        raise UsageError(f"model_type {shown(model_type)} is not supported{reason}; choose one of {tuple(FAMILIES)}")
+        raise UsageError(
+            f"model_type {abbreviate(model_type)} is not supported{reason}; choose one of {tuple(FAMILIES)}"
+        )
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
     _check(config)
@@ -135,14 +137,14 @@ def _check(file: File) -> None:
     """
     for unsupported in ("quantization_config", "use_bidirectional_attention"):
         if file.get(unsupported):
-            raise UsageError(f"{unsupported} {shown(file[unsupported])} is not supported")
+            raise UsageError(f"{unsupported} {abbreviate(file[unsupported])} is not supported")
     if missing := [name for name in _SIZES if name not in file]:
         raise UsageError(f"config.json lacks {', '.join(missing)}")
     for name in _SIZES:
         check_whole(name, file[name], MOST[name])
     for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
         if not isinstance(file.get(name), bool | None):
-            raise UsageError(f"{name} is {shown(file[name])}: it must be true or false")
+            raise UsageError(f"{name} is {abbreviate(file[name])}: it must be true or false")
     heads = file["num_attention_heads"]
     if file.get("head_dim") is None and file["hidden_size"] % heads:
         raise UsageError(
@@ -180,14 +182,14 @@ def _rope(file: File) -> Fields:
         raise UsageError("rope_parameters that differ between layers are not supported in this family")
     for part in (rope, file):
         if part.get("partial_rotary_factor") not in (None, 1.0):
-            raise UsageError(f"partial_rotary_factor {shown(part['partial_rotary_factor'])} is not supported")
+            raise UsageError(f"partial_rotary_factor {abbreviate(part['partial_rotary_factor'])} is not supported")
     return _one_rope(rope, file)
 
 
 def _rope_object(file: File) -> dict[str, Any]:
     rope = file.get("rope_parameters") or file.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise UsageError(f"the rope scaling is {shown(rope)}: it must be an object")
+        raise UsageError(f"the rope scaling is {abbreviate(rope)}: it must be an object")
     return rope
 
 
@@ -211,7 +213,7 @@ def _scaling(rope: dict[str, Any], file: File) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind not in _SCALINGS:
-        raise UsageError(f"rope scaling {shown(rope)} is not supported, only {tuple(_SCALINGS)}")
+        raise UsageError(f"rope scaling {abbreviate(rope)} is not supported, only {tuple(_SCALINGS)}")
     scaling: Any = _SCALINGS[kind]
     fields = {name: value for name, value in rope.items() if value is not None}
     fields |= _implied(kind, fields, file)
@@ -252,7 +254,7 @@ def _rope_by_layer(file: File) -> Fields:
     if rope.keys() <= {"full_attention", "sliding_attention"}:
         everywhere, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
     if _scaling(local, file):
-        raise UsageError(f"rope scaling {shown(local)} of layers with a window is not supported")
+        raise UsageError(f"rope scaling {abbreviate(local)} of layers with a window is not supported")
     local_theta = _or(local.get("rope_theta"), file["rope_local_base_freq"])
     return _one_rope(everywhere, file) | {"rope_local_base_freq": local_theta}
 
@@ -280,7 +282,7 @@ def _layers_of_kind(kind: str, file: File) -> tuple[int, ...] | None:
     if not kinds:
         return None
     if not isinstance(kinds, Sequence) or len(kinds) < count:
-        raise UsageError(f"layer_types is {shown(kinds)}: it must name the kind of each of {count} layers")
+        raise UsageError(f"layer_types is {abbreviate(kinds)}: it must name the kind of each of {count} layers")
     return tuple(layer for layer in range(count) if kinds[layer] == kind)
 
 
@@ -315,7 +317,7 @@ def _qwen_window(file: File) -> Fields:
         return {}
     first = file["max_window_layers"]
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise UsageError(f"max_window_layers is {shown(first)}: it must be a whole number of at least 0")
+        raise UsageError(f"max_window_layers is {abbreviate(first)}: it must be a whole number of at least 0")
     return _window_in(_or(_layers_of_kind("sliding_attention", file), range(file["num_hidden_layers"])[first:]), file)
 
 
@@ -384,7 +386,9 @@ def _smollm3(file: File) -> Fields:
         check_whole("no_rope_layer_interval", interval, MOST["num_hidden_layers"])
         rotates = [(layer + 1) % interval for layer in layers]
     if not isinstance(rotates, Sequence) or len(rotates) < len(layers):
-        raise UsageError(f"no_rope_layers is {shown(rotates)}: it must have a 0 or 1 for each of {len(layers)} layers")
+        raise UsageError(
+            f"no_rope_layers is {abbreviate(rotates)}: it must have a 0 or 1 for each of {len(layers)} layers"
+        )
     unrotated = tuple(layer for layer in layers if not rotates[layer])
     sliding = _or(_layers_of_kind("sliding_attention", file), unrotated) if file.get("use_sliding_window") else ()
     return {"unrotated_layers": unrotated, **_window_in(sliding, file), **_llama(file)}

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.errors import UsageError, missing, shown, user_path
+from grpo_jax.errors import UsageError, abbreviate, missing, user_path
 from grpo_jax.models.huggingface import complete_or_not_at_all
 from grpo_jax.models.lora import Adapted, sites
 from grpo_jax.models.quantised import split_shape
@@ -161,7 +161,9 @@ def load_adapter(folder: str | Path, params: Params) -> Adapted:
     by_name = find_tensors(folder, ["adapter_model.safetensors"])
     rank, alpha, left = config.get("r", 8), config.get("lora_alpha", 8), set(by_name)  # 8 and 8 are PEFT's defaults
     if type(alpha) not in (int, float) or not abs(alpha) < 1e30:  # also NaN
-        raise UsageError(f"lora_alpha in {folder}/adapter_config.json is {shown(alpha)}: it must be a finite number")
+        raise UsageError(
+            f"lora_alpha in {folder}/adapter_config.json is {abbreviate(alpha)}: it must be a finite number"
+        )
 
     def take(name: str, shape: tuple[int, int]) -> np.ndarray:
         if name not in by_name or by_name[name].shape != shape or by_name[name].dtype not in FLOAT_DTYPES:

@@ -40,7 +40,7 @@ _LONGEST_FORMULA = 500
 
 def last_turn(completion: str) -> str:
     """Returns what the policy said last: of an episode the text of its last turn, otherwise the whole completion."""
-    return completion.turns[-1].said if isinstance(completion, Completion) else completion
+    return completion.turns[-1].action if isinstance(completion, Completion) else completion
 
 
 def text_answer(text: str) -> str:
@@ -383,12 +383,12 @@ def repetition(n: int = 3) -> Reward:
         return len(set(grams)) / len(grams) - 1 if grams else 0.0
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        return [repeated([i for turn in completion.turns for i in turn.said.ids]) for completion in completions]
+        return [repeated([i for turn in completion.turns for i in turn.action.ids]) for completion in completions]
 
     return reward
 
 
 def _lengths(completions: Sequence[Completion]) -> np.ndarray:
     """|o|, float64 `[B]`: the policy's tokens in all turns. The token that ended a turn counts, if there is one."""
-    said = [[turn.said for turn in completion.turns] for completion in completions]
+    said = [[turn.action for turn in completion.turns] for completion in completions]
     return np.array([sum(len(x.ids) + (not x.truncated) for x in turns) for turns in said], np.float64)

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpo_jax
 from grpo_jax.errors import UsageError
 from grpo_jax.options import fits, flattened
-from grpo_jax.runs.folder import read_object
+from grpo_jax.runs.files import read_object
 from grpo_jax.statistics import cell
 
 COMMAND = "command.txt"  # of a run folder: how it was started, a line each time

@@ -18,8 +18,8 @@ from rich.console import Console
 from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.models import huggingface, peft, weights
 from grpo_jax.runs.card import model_card
+from grpo_jax.runs.files import write_text
 from grpo_jax.runs.flags import program, read_flags, refusing
-from grpo_jax.runs.folder import write_text
 from grpo_jax.runs.pretrained import phase_of, restore
 
 

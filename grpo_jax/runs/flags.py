@@ -33,7 +33,9 @@ from grpo_jax.hosts import HostOptions
 from grpo_jax.options import between, check_ranges, flattened, from_json, option_types, options_of
 from grpo_jax.runs import compilation, stopping
 from grpo_jax.runs.card import COMMAND
-from grpo_jax.runs.folder import RunFolder, fresh_folder, numbered_runs, read_object
+from grpo_jax.runs.files import read_object
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.resume import fresh_folder, numbered_runs
 from grpo_jax.runs.trackers import weights_and_biases
 
 

@@ -8,14 +8,10 @@ With several hosts the first one writes, and holds the lock. For the others a ru
 All hosts read the same folder.
 """
 
-import glob
 import hashlib
 import json
-import math
-import os
 import re
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -23,19 +19,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
 from grpo_jax import hosts
-from grpo_jax.data import digests
-from grpo_jax.errors import UsageError, reason_of, shown
+from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.hardware import peak_memory_mb
-from grpo_jax.options import fits, flattened
+from grpo_jax.options import flattened
 from grpo_jax.runs.checkpoint import Checkpoints
 from grpo_jax.runs.compilation import count_programs
-from grpo_jax.runs.lock import hold
+from grpo_jax.runs.files import complete_lines, finite, hold, read_lines, read_object, write_json, write_text
 from grpo_jax.runs.progress import Show, progress, waiting
+from grpo_jax.runs.resume import (
+    FREE_OPTIONS,
+    INPUTS_FILE,
+    OPTIONS_FILE,
+    ROUNDING_OPTIONS,
+    check_inputs,
+    check_more_steps,
+    differing_options,
+    noted_options,
+    read_inputs,
+    run_digest,
+)
 from grpo_jax.runs.trackers import Tracker, tensorboard
 
 _NUMBER_FILES = ("metrics.jsonl", "times.jsonl")
@@ -59,28 +65,6 @@ SIDE_PHASES = ("warm", "control")
 def is_coin(phase: str) -> bool:
     """Returns whether a phase is a control that is rewarded by a coin toss, perhaps with a seed in its name."""
     return re.fullmatch(r"(control|coin)(_\d+)?", phase) is not None
-
-
-# Options that a resumed run may change: its results do not depend on them.
-_FREE_OPTIONS = frozenset(
-    {
-        "devices",  # but for rounding
-        "parallel",
-        "fsdp",
-        "tensor",
-        "keep_checkpoints",
-        "checkpoint_every",
-        "save_every_minutes",
-        "wandb",
-        "compilation_cache",
-        "stop_code",
-        "engine_timeout",
-        "engine_folder",
-    }
-)
-_DEVICES = {"devices": 1, "parallel": "auto", "fsdp": 1, "tensor": 1}  # options that change rounding, with defaults
-_OPTIONS, _INPUTS = "config.json", "inputs.json"
-_UNBEGUN = {"lock", f"{_OPTIONS}.tmp"}  # what a run leaves that is killed before it has written its options
 
 
 class RunFolder:
@@ -137,18 +121,18 @@ class RunFolder:
 
         config.json is there to be read, and so it may be edited; inputs.json holds the options that matter as well.
         """
-        file, now = self.path / _OPTIONS, flattened(json.loads(json.dumps(config)))  # as the file holds them
+        file, now = self.path / OPTIONS_FILE, flattened(json.loads(json.dumps(config)))  # as the file holds them
         saved = flattened(read_object(file)) if file.exists() else None
-        noted = _noted_options(self.path, read_inputs(self.path))
+        noted = noted_options(self.path, read_inputs(self.path))
         began = next(options for options in (noted, saved, now) if options is not None)
         if not read_inputs(self.path) and (self.path / "checkpoints").exists():
             self.warn_once(
                 "inputs",
-                f"{self.path / _INPUTS} is gone, so it is not known whether options, rows, rewards and model are those "
-                "that the run began with",
+                f"{self.path / INPUTS_FILE} is gone, so it is not known whether options, rows, rewards and model are "
+                "those that the run began with",
             )
         if edited := [name for name in differing_options(began, saved or began) if name != "steps"]:
-            before = ", ".join(f"{name} was {shown(began.get(name))}" for name in edited)
+            before = ", ".join(f"{name} was {abbreviate(began.get(name))}" for name in edited)
             raise UsageError(f"{file} is not what it was when the run began ({before}): mend it, or start a new run")
         differing = differing_options(began, now)
         if differing == ["steps"]:
@@ -162,14 +146,14 @@ class RunFolder:
             write_text(file, json.dumps(config, indent=2) + "\n")
         if noted is None or differing:  # after config.json, so that a crash in between leaves more steps there
             began |= {name: now[name] for name in differing}
-            remaining = began.keys() - (_FREE_OPTIONS - _DEVICES.keys())
+            remaining = began.keys() - (FREE_OPTIONS - ROUNDING_OPTIONS.keys())
             as_text = {name: json.dumps(began[name]) for name in sorted(remaining)}
-            write_json(self.path / _INPUTS, read_inputs(self.path) | {_OPTIONS: as_text})
-        self._warn_of_devices(_DEVICES | began, _DEVICES | now)
+            write_json(self.path / INPUTS_FILE, read_inputs(self.path) | {OPTIONS_FILE: as_text})
+        self._warn_of_devices(ROUNDING_OPTIONS | began, ROUNDING_OPTIONS | now)
 
     def _warn_of_devices(self, began: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Says which options differ by rounding."""
-        if differing := [name for name in _DEVICES if began[name] != now[name]]:
+        if differing := [name for name in ROUNDING_OPTIONS if began[name] != now[name]]:
             before, after = (" ".join(f"--{name} {options[name]}" for name in differing) for options in (began, now))
             self.warn_once(
                 "devices",
@@ -194,7 +178,7 @@ class RunFolder:
         known = read_inputs(self.path)
         before = known.get(part, dict(inputs))
         check_inputs(self.path, before, inputs)
-        write_json(self.path / _INPUTS, known | {part: dict(inputs)})
+        write_json(self.path / INPUTS_FILE, known | {part: dict(inputs)})
 
     # ---- lines
 
@@ -259,7 +243,7 @@ class RunFolder:
             if not file.exists():
                 continue
             remaining = ""
-            for line, record in _complete_lines(file, fields):
+            for line, record in complete_lines(file, fields):
                 if record["phase"] == phase and (record["step"] > step or step == 0):
                     continue
                 remaining += line + "\n"
@@ -359,230 +343,3 @@ class RunFolder:
         if {"message": message} not in known:  # the file is written whole: `rewind` mends none without phases
             text = "".join(json.dumps(line) + "\n" for line in [*known, {"message": message}])
             write_text(self.path / "warnings.jsonl", text)
-
-
-def finite(value: Any) -> Any:
-    """The value with null for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_inputs(folder: Path) -> dict[str, dict[str, str]]:
-    """Returns what inputs.json of a run holds: part -> name of an input -> its digest, or an option's value as JSON."""
-    file = folder / _INPUTS
-    return read_object(file, dict[str, dict[str, str]]) if file.exists() else {}
-
-
-def check_inputs(folder: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Refuses to go on with other inputs than those that the run in a folder began with.
-
-    Raises:
-      UsageError: they differ; the sentence names them.
-    """
-    if names := ", ".join(sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))):
-        raise UsageError(
-            f"not what they were when the run in {folder} began: {names}; put them back, or start a new run"
-        )
-
-
-def numbered_runs(folder: Path) -> dict[int, Path]:
-    """Runs in folder (number 1), folder-2, folder-3 …"""
-    runs = {1: folder} if (folder / "config.json").exists() else {}
-    for path in folder.parent.glob(f"{glob.escape(folder.name)}-*/config.json"):
-        number = path.parent.name.removeprefix(f"{folder.name}-")
-        if number.isdecimal():
-            runs[int(number)] = path.parent
-    return runs
-
-
-def fresh_folder(folder: Path) -> Path:
-    """`folder`, or where it holds a run, folder-n with the next number.
-
-    Raises:
-      UsageError: it holds something else.
-    """
-    runs = numbered_runs(folder)
-    if not runs and folder.exists() and (not folder.is_dir() or {file.name for file in folder.iterdir()} - _UNBEGUN):
-        raise UsageError(f"{folder} exists and is no run: name another run_dir")
-    return folder.with_name(f"{folder.name}-{max(runs) + 1}") if runs else folder
-
-
-def differing_options(saved: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Options that change what a run computes and are not the same in both."""
-    saved, present = _shaping(flattened(saved)), _shaping(flattened(json.loads(json.dumps(config))))  # as in the file
-    return sorted(name for name in saved.keys() | present.keys() if saved.get(name) != present.get(name))
-
-
-def _shaping(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that change what a run computes: an engine may be at any address."""
-    shaping = {name: value for name, value in options.items() if name not in _FREE_OPTIONS}
-    return shaping | {"engine": bool(options.get("engine"))}
-
-
-def run_digest(run: Path, phase: str) -> str | None:
-    """Returns the digest of the options and rows that a phase began with; None where the run has not noted them.
-
-    Runs that compute the same have the same digest. A run that may be continued with more steps keeps its digest.
-
-    Args:
-      run: its folder.
-      phase: of the run.
-    """
-    inputs = read_inputs(run)
-    if (noted := _noted_options(run, inputs)) is None:
-        return None
-    options = _shaping(noted) | {"steps": _shaped_by_steps(noted)}  # their number matters only where it shapes steps
-    return digests.of_values(phase, dict(sorted(options.items())), inputs.get(phase))
-
-
-def _noted_options(run: Path, inputs: Mapping[str, Mapping[str, str]]) -> dict[str, Any] | None:
-    """Returns the options in inputs.json by name; None: there are none, as in runs of earlier versions."""
-    try:
-        return {name: json.loads(value) for name, value in inputs[_OPTIONS].items()} if _OPTIONS in inputs else None
-    except ValueError:
-        raise UsageError(f"{run / _INPUTS} is not as a run writes it: mend it, or start a new run") from None
-
-
-def check_more_steps(saved: dict[str, Any], config: dict[str, Any]) -> None:
-    """Refuses to continue a run with this number of steps, where its steps so far depended on the earlier number.
-
-    Args:
-      saved: options of the run so far, by name.
-      config: those that it is to be continued with; they differ in `steps`.
-
-    Raises:
-      UsageError: one sentence that says what to do.
-    """
-    if config["steps"] < saved["steps"]:
-        raise UsageError(f"the run is of {saved['steps']} steps: continue it with more, or leave out steps")
-    if reason := _shaped_by_steps(saved):
-        raise UsageError(f"{reason}: to go on, export the run and start a new one from it")
-
-
-def _shaped_by_steps(options: Mapping[str, Any]) -> str:
-    """Returns how the steps of a run depend on their number, in words; "" if they do not."""
-    if options.get("decay", "none") != "none":
-        return f"the learning rate of the run falls until step {options['steps']}"
-    if options.get("max_rollouts", 1) > 1 or "rounds" in options:
-        return f"the prompts of the run were chosen for {options['steps']} steps"
-    return ""
-
-
-def read_object(file: Path, hint: Any = dict) -> dict[str, Any]:
-    """A JSON file of a run.
-
-    Args:
-      file: that exists.
-      hint: its type.
-
-    Raises:
-      UsageError: it cannot be read, or holds something else.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file} cannot be read ({reason_of(error)}): mend it, or start a new run") from None
-    if not fits(value, hint):
-        raise UsageError(f"{file} is not as a run writes it: mend it, or start a new run")
-    return value
-
-
-def read_lines(file: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines of a .jsonl file of a run, which may not exist yet; one cut off at the end is left out.
-
-    Args:
-      file: of the run.
-      fields: name -> type of what each line must have.
-
-    Raises:
-      UsageError: a line is not as a run writes it.
-    """
-    return [record for _, record in _complete_lines(file, fields)] if file.exists() else []
-
-
-def _complete_lines(file: Path, fields: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a file that end, as text and as what they say."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read ({reason_of(error)}): mend or remove it") from None
-    for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], 1):
-        yield line, parse_line(line, f"line {number} of {file}", fields)
-
-
-def parse_line(line: str | bytes, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Parses a line of a .jsonl file of a run.
-
-    Args:
-      line: its text.
-      where: names it.
-      fields: name -> type of what it must have.
-
-    Raises:
-      UsageError: it is not as a run writes it.
-    """
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON ({reason_of(error)}): mend or remove it") from None
-    if not isinstance(record, dict):
-        raise UsageError(f"{where} holds no object: mend or remove it")
-    check_fields(record, where, fields)
-    return record
-
-
-def check_fields(record: Mapping[str, Any], where: str, fields: Mapping[str, Any]) -> None:
-    """Refuses a record that lacks a field, or has one of another type.
-
-    Args:
-      record: of a file of the run.
-      where: names it.
-      fields: name -> type.
-
-    Raises:
-      UsageError: one sentence that names the field.
-    """
-    for name, hint in fields.items():
-        if not fits(record.get(name), hint):
-            raise UsageError(f'{where} has no "{name}" as a run writes it: mend or remove it')
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that a reader sees the old file or the new one, never a part."""
-    write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file at once, by renaming a complete one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", errors="replace")  # names of files may hold lone surrogates
-    os.replace(temporary, path)
-
-
-def kept_arrays(file: Path, make: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Arrays that are made once: read from the file where it is there, and written to it where it is not.
-
-    Args:
-      file: .npz, which all hosts see; a reader sees all of it or nothing.
-      make: the arrays by name; all hosts make them together, and the first writes them.
-
-    Raises:
-      UsageError: the file is damaged.
-    """
-    if not hosts.first_says(f"whether there is {file.name}", file.exists()):
-        made = dict(make())
-        if not hosts.is_first():
-            return made
-        temporary = file.with_name(file.name + ".tmp")
-        with temporary.open("wb") as opened:
-            np.savez(opened, **made)  # type: ignore[arg-type]
-        os.replace(temporary, file)
-        return made
-    try:
-        with np.load(file) as arrays:
-            return dict(arrays)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-        raise UsageError(f"{file} cannot be read: delete it, and it is computed anew") from None

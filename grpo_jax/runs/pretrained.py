@@ -21,9 +21,9 @@ from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.trainable import split
 from grpo_jax.models.transformer import Params
-from grpo_jax.runs import folder as folders
+from grpo_jax.runs import files, resume
 from grpo_jax.runs.checkpoint import Checkpoints
-from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.folder import SIDE_PHASES, RunFolder
 
 _LORA_FILE = "lora.json"
 
@@ -52,8 +52,8 @@ class LoraDescription(NamedTuple):
         file = folder / _LORA_FILE
         if not file.exists():
             return None
-        saved, hints = folders.read_object(file), get_type_hints(LoraDescription)
-        folders.check_fields(saved, str(file), hints)
+        saved, hints = files.read_object(file), get_type_hints(LoraDescription)
+        files.check_fields(saved, str(file), hints)
         return LoraDescription(**{name: saved[name] for name in hints})
 
 
@@ -82,7 +82,7 @@ def keep_description(run: RunFolder, pretrained: Pretrained, options: ModelOptio
         return
     huggingface.save_description(run.path / "model", pretrained.config, source=pretrained.folder)
     if lora:
-        folders.write_json(run.path / "model" / _LORA_FILE, lora._asdict())
+        files.write_json(run.path / "model" / _LORA_FILE, lora._asdict())
 
 
 def _describe_lora(pretrained: Pretrained, options: ModelOptions) -> LoraDescription:
@@ -116,11 +116,11 @@ def keep_files(run: RunFolder, part: str, folder: Path) -> None:
 
 def _check_description(run: Path) -> None:
     """Refuses a run whose model/ has other files than the model that it began with."""
-    noted, folder = folders.read_inputs(run).get("model"), run / "model"
+    noted, folder = resume.read_inputs(run).get("model"), run / "model"
     if noted is not None:  # a loop of your own may have noted nothing
         before = {name: noted[name] for name in noted if huggingface.is_copied(name.partition(" of ")[0])}
         now = digests.of_files(folder, filter(huggingface.is_copied, huggingface.files_of(folder)))
-        folders.check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
+        resume.check_inputs(run, before, {f"{name} of the model": digest for name, digest in now.items()})
 
 
 # ---- out of it
@@ -180,7 +180,7 @@ def phase_of(run: Path, phase: str | None = None) -> str:
     """
     phases = sorted(folder.name for folder in (run / "checkpoints").glob("*") if folder.is_dir())
     if phase is None:
-        meant = [name for name in phases if name not in folders.SIDE_PHASES]
+        meant = [name for name in phases if name not in SIDE_PHASES]
         if len(meant) != 1:
             raise UsageError(f"{run} has checkpoints of the phases {phases}: choose one with --phase")
         (phase,) = meant
@@ -221,7 +221,7 @@ def restore(
         raise UsageError(f"{run} did not train adapters: leave out --adapter and --base")
     config = config_from_huggingface(weights.read_json(description / "config.json"), **overrides)
     like = jax.eval_shape(decoder_policy(config).init, jax.random.key(0))
-    with Checkpoints(run / "checkpoints" / phase, run=partial(folders.run_digest, run, phase)) as checkpoints:
+    with Checkpoints(run / "checkpoints" / phase, run=partial(resume.run_digest, run, phase)) as checkpoints:
         if lora is None:
             params, step = checkpoints.restore_params(like, step)
         else:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.options import flattened
-from grpo_jax.runs.folder import SIDE_PHASES, finite, is_coin, parse_line, read_lines, read_object, write_text
+from grpo_jax.runs.files import finite, parse_line, read_lines, read_object, write_text
+from grpo_jax.runs.folder import SIDE_PHASES, is_coin
 
 MAX_BYTES = 5_000_000  # of the page; rollouts are left out to keep to it
 _CURVE_POINTS = 500  # of a curve, at most

@@ -3,15 +3,17 @@
 It knows nothing of what a step does. The line of a step is read while the devices work on the next one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 
 from grpo_jax.data.line import Line, Skipped
 from grpo_jax.errors import Interruption
 from grpo_jax.runs.folder import RunFolder
-from grpo_jax.runs.profiling import profiling
 from grpo_jax.runs.stopping import between_steps
 
 S = TypeVar("S", bound=Any)  # a NamedTuple with a field `params`, such as `rl.types.TrainState`
@@ -147,3 +149,40 @@ def _keep_skipped(run: RunFolder, skipped: Skipped) -> None:
         raise FloatingPointError(
             f"gradients were not finite {skipped.most} times in a row: lower the learning rate, or look at {file}"
         )
+
+
+# ---- profiles: what devices and host do at each moment of some steps
+
+# Programs are compiled in the first iteration of a call, and the second may read what the first left behind.
+_UNPROFILED = 2
+
+
+@contextmanager
+def profiling(folder: Path, begin: int, steps: int) -> Iterator[Callable[[int], None]]:
+    """Records some steps of a loop by JAX's profiler. Call what this yields when a step begins.
+
+    `plugins/profile/…/perfetto_trace.json.gz` in the folder opens in ui.perfetto.dev, the rest in XProf.
+
+    Args:
+      folder: for the profile; one of earlier steps stays beside it.
+      begin: the first step of the loop, numbered from 0. Recording begins two steps later.
+      steps: how many are recorded; 0: none.
+    """
+    first, recording = begin + _UNPROFILED, False
+
+    def at_step(step: int) -> None:
+        nonlocal recording
+        if steps and step == first:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # calls of Python would be most of the profile
+            jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
+            recording = True
+        elif recording and step == first + steps:
+            jax.profiler.stop_trace()
+            recording = False
+
+    try:
+        yield at_step
+    finally:
+        if recording:
+            jax.profiler.stop_trace()

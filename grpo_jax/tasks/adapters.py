@@ -48,7 +48,7 @@ def gymnasium_environment(make: Factory) -> ReplyFn:
         try:
             environment.reset(seed=example["seed"])
             for turn in transcript:
-                observation, reward, terminated, truncated, _ = environment.step(str(turn.said))
+                observation, reward, terminated, truncated, _ = environment.step(str(turn.action))
         finally:
             environment.close()
         return Reply(_observed(observation), done=bool(terminated or truncated), reward=float(reward))
@@ -256,7 +256,7 @@ def _row(example: Example) -> Mapping[str, Any]:
 
 
 def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
-    spoken = [("assistant", turn.said, "tool", turn.heard) for turn in turns]
+    spoken = [("assistant", turn.action, "tool", turn.observation) for turn in turns]
     return [
         {"role": role, "content": str(text)}
         for said_by, said, heard_from, heard in spoken
@@ -312,7 +312,7 @@ def verifiers_environment(environment: Any) -> ReplyFn:
         del key
         with _drawing(_draws_of(_row(example))):
             rollout = run_to_end(_rolled_out(environment, example, transcript))
-        return Reply(done=True) if rollout.heard is None else Reply(rollout.heard)
+        return Reply(done=True) if rollout.observation is None else Reply(rollout.observation)
 
     return reply
 
@@ -341,7 +341,7 @@ def verifiers_reward(environment: Any) -> Reward:
 
 class _Rollout(NamedTuple):
     state: Any
-    heard: str | None  # what follows the last turn; None where the rollout has ended
+    observation: str | None  # what follows the last turn; None where the rollout has ended
 
 
 async def _rolled_out(environment: Any, example: Example, turns: Sequence[Turn]) -> _Rollout:
@@ -370,7 +370,7 @@ class _Sayings:
         turn = next(self._left, None)
         if turn is None:
             raise _NothingLeft(prompt, options["state"])
-        message = ResponseMessage(content=str(turn.said), finish_reason="stop", is_truncated=False)
+        message = ResponseMessage(content=str(turn.action), finish_reason="stop", is_truncated=False)
         return Response(id="", created=0, model=model, message=message)
 
 

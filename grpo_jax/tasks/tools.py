@@ -99,11 +99,11 @@ def reply_with(tools: Tools) -> ReplyFn:
     """
 
     async def reply_later(example: Example, transcript: Transcript, key: Key) -> Reply:
-        results = [await _awaited(_result(tools, call)) for call in calls_of(transcript[-1].said)]
+        results = [await _awaited(_result(tools, call)) for call in calls_of(transcript[-1].action)]
         return _reply(results)
 
     def reply(example: Example, transcript: Transcript, key: Key) -> Reply:
-        return _reply([_result(tools, call) for call in calls_of(transcript[-1].said)])
+        return _reply([_result(tools, call) for call in calls_of(transcript[-1].action)])
 
     return reply_later if any(inspect.iscoroutinefunction(tool) for tool in tools.values()) else reply
 
@@ -148,9 +148,9 @@ def _text(result: Any) -> str:
 
 def count_calls(completion: Completion) -> dict[str, float]:
     """How often an episode called a tool, and how many of these calls were answered by an error."""
-    turns = [turn for turn in completion.turns if turn.heard is not None]
-    calls = sum(len(calls_of(turn.said)) for turn in turns)
-    return {"calls": calls, "bad_calls": sum(len(_ERRORS.findall(turn.heard or "")) for turn in turns)}
+    turns = [turn for turn in completion.turns if turn.observation is not None]
+    calls = sum(len(calls_of(turn.action)) for turn in turns)
+    return {"calls": calls, "bad_calls": sum(len(_ERRORS.findall(turn.observation or "")) for turn in turns)}
 
 
 # ---- as a command line names them

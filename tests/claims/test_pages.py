@@ -13,7 +13,7 @@ from experiments.claims.bench import Bench, Config
 from experiments.claims.numbers import Decision, Interval
 from experiments.claims.questions import CLAIMS, COIN, HEADLINES, START
 from grpo_jax.errors import UsageError
-from grpo_jax.runs.folder import write_json
+from grpo_jax.runs.files import write_json
 
 ROOT = Path(__file__).parents[2]
 MEANS = {"grpo_ppo": 0.001, "kl_none": 0.2, "kl_high": 0.05, "clip_none": -0.05, "samples_to_target": np.log(0.4)}

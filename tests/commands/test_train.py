@@ -50,7 +50,7 @@ def own(tmp_path_factory):
         "def make():\n"
         "    def reply(example, transcript, key):\n"
         "        if key[3] == 5: time.sleep(1000)\n"
-        "        vowels = sum(map(transcript[-1].said.count, 'aeiou'))\n"
+        "        vowels = sum(map(transcript[-1].action.count, 'aeiou'))\n"
         "        return Reply(f' and the {example[\"word\"]}', reward=vowels / 8)\n"
         "    return reply\n"
         "def tool(a: int) -> int:\n"

@@ -67,7 +67,7 @@ def test_whoever_hears_noise_wins_what_the_best_policy_without_answers_does_at_m
         assert sum(map(guess.is_won, turns)) <= guess.MAX_TURNS
         heard.append(max(turns, key=len)[0])
     if player is halving:
-        assert 0.25 < np.mean([turn.heard[0] > turn.said for turn in heard]) < 0.75
+        assert 0.25 < np.mean([turn.observation[0] > turn.action for turn in heard]) < 0.75
 
 
 def test_naming_any_number_left_wins_what_it_should():

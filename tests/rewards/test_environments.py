@@ -42,12 +42,12 @@ ACTIONS = {
 
 
 def act(example, transcript, key):
-    return ACTIONS[transcript[-1].said]()
+    return ACTIONS[transcript[-1].action]()
 
 
 async def later(example, transcript, key):
     await asyncio.sleep(example["seconds"])
-    return Reply(f"{[(turn.said.ids, turn.heard) for turn in transcript]} {key}")
+    return Reply(f"{[(turn.action.ids, turn.observation) for turn in transcript]} {key}")
 
 
 def make(word):

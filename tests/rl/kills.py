@@ -45,7 +45,7 @@ from grpo_jax.data.types import rng
 
 async def reply(example, transcript, key):
     await asyncio.sleep(random.random() / 50)
-    said = transcript[-1].said
+    said = transcript[-1].action
     return Reply("".join(str(int(x)) for x in rng(*key).integers(0, 8, 2)), reward=float(said.count("3")))
 
 def make():

@@ -49,7 +49,7 @@ def prompts(step):
 
 
 def says_three(examples, completions):
-    return [sum(turn.said.count("3") for turn in completion.turns) / 3 for completion in completions]
+    return [sum(turn.action.count("3") for turn in completion.turns) / 3 for completion in completions]
 
 
 def decode(ids):
@@ -65,7 +65,7 @@ TASK = Task(prompts, says_three, prompts(999), decode, (EOS,), PAD, V)
 
 def echo(example, transcript, key):
     """As many tokens as the policy said, up to three, and of three what the key says."""
-    said = transcript[-1].said
+    said = transcript[-1].action
     count = min(len(said), 3)
     return Reply("".join(str(int(x)) for x in rng(*key).integers(0, V, count)), reward=float(count))
 
@@ -276,7 +276,10 @@ def test_an_environment_reads_what_was_said_and_heard():
     seen = {}
 
     def reply(example, transcript, key):
-        seen[key] = example["prompt"], [(turn.said.ids, turn.heard and turn.heard.ids) for turn in transcript]
+        seen[key] = (
+            example["prompt"],
+            [(turn.action.ids, turn.observation and turn.observation.ids) for turn in transcript],
+        )
         return Reply("12", reward=0.25)
 
     task = with_environment(reply, reward=episode_return)
@@ -289,11 +292,11 @@ def test_an_environment_reads_what_was_said_and_heard():
         for number in range(len(turns)):
             prompt, told = seen[(0, SAMPLING, 0, 4 * i + j, number)]
             assert prompt == prompts(0).examples[i]["prompt"]
-            assert told == [(turn.said.ids, (1, 2)) for turn in turns[:number]] + [(turns[number].said.ids, None)]
+            assert told == [(turn.action.ids, (1, 2)) for turn in turns[:number]] + [(turns[number].action.ids, None)]
         assert [turn.reward for turn in turns] == [0.25] * len(turns)
         own = completions.completion_ids[i, j][completions.completion_mask[i, j]]
-        assert [x for turn in turns for x in turn.said.ids] == [x for x in own.tolist() if x != EOS]
-        assert "12".join(turn.said for turn in turns) == texts[i][j]
+        assert [x for turn in turns for x in turn.action.ids] == [x for x in own.tolist() if x != EOS]
+        assert "12".join(turn.action for turn in turns) == texts[i][j]
         assert episode_return([{}], [texts[i][j]]) == [0.25 * len(turns)]
 
 

@@ -35,7 +35,8 @@ from grpo_jax.rl.scorers import score_completion_tokens
 from grpo_jax.rl.types import Batch, RewardArrays, TrainState
 from grpo_jax.runs.checkpoint import params_sha256
 from grpo_jax.runs.export import Options, export
-from grpo_jax.runs.folder import RunFolder, write_json
+from grpo_jax.runs.files import write_json
+from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.pretrained import LoraDescription, restore
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train as train_models

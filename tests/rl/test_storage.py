@@ -26,11 +26,11 @@ from grpo_jax.errors import UsageError, lacking
 from grpo_jax.rewards.processes import Grader
 from grpo_jax.rl.grpo import make_programs
 from grpo_jax.rl.types import TrainState
-from grpo_jax.runs import seal
-from grpo_jax.runs.checkpoint import Checkpoints, params_sha256
-from grpo_jax.runs.folder import RunFolder, fresh_folder
-from grpo_jax.runs.lock import hold
-from grpo_jax.runs.seal import check_seal
+from grpo_jax.runs import checkpoint as seal
+from grpo_jax.runs.checkpoint import Checkpoints, check_seal, params_sha256
+from grpo_jax.runs.files import hold
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.resume import fresh_folder
 from grpo_jax.tasks.task import Task
 from grpo_jax.train import train
 
@@ -311,7 +311,7 @@ def test_other_devices_are_allowed_and_said_to_round_differently(finished, tmp_p
 HOLDS = """
 import sys, time
 from pathlib import Path
-from grpo_jax.runs.lock import hold
+from grpo_jax.runs.files import hold
 lock = hold(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

@@ -6,7 +6,6 @@ import jax
 import pytest
 from rich.console import Console
 
-from grpo_jax.runs import progress as shown
 from grpo_jax.runs.progress import in_time, progress, waiting
 
 
