@@ -19,7 +19,7 @@ ADDRESS = "https://huggingface.co/learn/llm-course/chapter12/3b"
 group_advantages, kl_full = jax.jit(F.group_advantages), jax.jit(F.kl_full)  # compiled whole, which is quicker
 
 
-def abbreviate(values: jax.Array) -> str:
+def signed(values: jax.Array) -> str:
     """Numbers with signs, in a row."""
     return " ".join(f"{value:+.4f}" for value in np.ravel(values))
 
@@ -33,7 +33,7 @@ def about_sampling(tokenizer: Any, prompt: str) -> list[str]:
     return [
         "The chapter samples with num_return_sequences = batch_size * num_generations: 8 completions of one prompt, "
         "and x = 4 is never asked. The last four outputs that it prints, 10.0 2.0 5.0 5.0, would as answers to x = 4 "
-        f"have advantages of {abbreviate(second)}; its text has 10 2 9 9. As one group of 8, which they are, the right ones "
+        f"have advantages of {signed(second)}; its text has 10 2 9 9. As one group of 8, which they are, the right ones "
         f"get {one_group[0]:.4f}, not 0.8660.",
         "The chapter prints 5.0 and 10.0 as outputs of max_new_tokens=1, which samples one token: here they take "
         f"{five} tokens and {ten} after the prompt.",
@@ -51,7 +51,7 @@ def about_advantages() -> list[str]:
         f"±{group_advantages(eight)[0]:.4f} among 8, ±{group_advantages(four)[0]:.4f} among 4, and with n "
         f"±{group_advantages(four, ddof=0)[0]:.4f}.",
         "The chapter prints 0.8659 beside −0.8660: advantages of a group add up to 0. With its ε of 1e-8 they are "
-        f"{abbreviate(group_advantages(four, eps=1e-8))}, with 1e-4 {abbreviate(group_advantages(four, eps=1e-4))}.",
+        f"{signed(group_advantages(four, eps=1e-8))}, with 1e-4 {signed(group_advantages(four, eps=1e-4))}.",
         f'The chapter writes "1 - 0.5 / 0.5774", which is {1 - 0.5 / 0.5774:.4f}; meant is (1 - 0.5) / 0.5774 = '
         f"{(1 - 0.5) / 0.5774:.4f}.",
         "The chapter divides by the deviation + 1e-8, which does not silence equal rewards: seven times 0.7 get "

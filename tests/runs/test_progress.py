@@ -6,6 +6,7 @@ import jax
 import pytest
 from rich.console import Console
 
+from grpo_jax.runs import progress as module
 from grpo_jax.runs.progress import in_time, progress, waiting
 
 
@@ -22,7 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(shown, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     return clock
 
 
