@@ -26,7 +26,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from experiments import chapter
-from experiments.chapter import abbreviate
+from experiments.chapter import signed
 from grpo_jax import functional as F
 from grpo_jax.config import GRPOConfig, ModelOptions, recipe, with_options
 from grpo_jax.data.text import check_ids, encode_prompts
@@ -302,7 +302,7 @@ def show_advantages(rewards: np.ndarray, advantages: np.ndarray) -> None:
     """Those of each group, beside what they are computed from."""
     for number, (of_group, group) in enumerate(zip(rewards, advantages, strict=True), 1):
         say(f"prompt {number}: mean {of_group.mean():.4f}, standard deviation (n − 1) {of_group.std(ddof=1):.4f}")
-        say(f"  advantages {abbreviate(group)}, sum {abs(group.sum()):.4f}")
+        say(f"  advantages {signed(group)}, sum {abs(group.sum()):.4f}")
     correct(*chapter.about_advantages())
 
 

@@ -1,4 +1,4 @@
-"""What a user can mend."""
+"""Errors that a user can mend."""
 
 import contextlib
 import errno
@@ -42,7 +42,7 @@ def reason_of(error: Exception) -> str:
 
 
 def missing(package: str | None) -> ImportError:
-    """What to raise where a package of the extra `train` cannot be imported."""
+    """Returns the error for a package of the extra `train` that cannot be imported."""
     return ImportError(
         f"this part of grpo_jax needs the package {package}: pip install 'grpo_jax[train]'", name=package
     )
@@ -90,7 +90,7 @@ _UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}  # somet
 
 
 def lacking(error: BaseException) -> str:
-    """What the machine lacks, in a sentence without its end, where that is why an error was raised; else nothing."""
+    """Returns what the machine lacks, as a sentence without its end, if an error was raised for that; else nothing."""
     number, text = getattr(error, "errno", None), " ".join(str(error).split())
     for numbers, words, sentence in _LIMITS:
         if number in numbers or re.search(words, text):

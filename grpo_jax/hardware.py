@@ -1,4 +1,4 @@
-"""What this machine's devices can do, how much memory they have, and how much of both a run uses."""
+"""Speed and memory of this machine's devices, and how much of both a run uses."""
 
 import resource
 import sys

@@ -116,20 +116,20 @@ def start(options: HostOptions, say: Callable[[str], None], note: Callable[[str]
 
 
 def _check(options: HostOptions) -> None:
-    address, number, own = options.coordinator_address, options.num_processes, options.process_id
-    named = [bool(address), number is not None, own is not None]
+    address, number, process = options.coordinator_address, options.num_processes, options.process_id
+    named = [bool(address), number is not None, process is not None]
     if any(named) and not all(named):
         raise UsageError(
             "coordinator_address, num_processes and process_id belong together: give all three, or distributed alone"
         )
-    if number is None or own is None:
+    if number is None or process is None:
         return
     if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
         raise UsageError(f"coordinator_address is {address}: it must be an address and a port, such as 10.0.0.1:8476")
     if not 0 < int(address.rpartition(":")[2]) < 2**16:
         raise UsageError(f"coordinator_address is {address}: a port is between 1 and 65535")
-    if number < 1 or not 0 <= own < number:
-        raise UsageError(f"process_id is {own} of {number} processes: it must be from 0 to num_processes - 1")
+    if number < 1 or not 0 <= process < number:
+        raise UsageError(f"process_id is {process} of {number} processes: it must be from 0 to num_processes - 1")
 
 
 def check_alone(what: str) -> None:

@@ -160,22 +160,22 @@ def sample_pairs(
       UsageError: four times as many rollouts as should do hold no such number.
     """
     numbers, temperature = completion_numbers(config.sampling), group_temperatures(config.sampling)
-    found: list[tuple[Example, Completion, Completion]] = []
+    sampled: list[tuple[Example, Completion, Completion]] = []
     for index in range(first, first + _most_rollouts(number, config)):
         prompts, noise = task.prompts(index), noise_of(config.seed, LABELLING, index)
         completions = programs.sampler.complete(params, prompts, numbers, temperature, noise)
         for example, group in zip(prompts.examples, decode_groups(completions, task), strict=True):
             pairs = zip(group[::2], group[1::2], strict=False)
-            found += [
+            sampled += [
                 (example, one, other)
                 for one, other in pairs
                 if one.strip() and other.strip() and one.strip() != other.strip()
             ]
-        if len(found) >= number:
-            examples, ones, others = zip(*found[:number], strict=True)
+        if len(sampled) >= number:
+            examples, ones, others = zip(*sampled[:number], strict=True)
             return list(examples), list(ones), list(others)
     raise UsageError(
-        f"of {number} pairs for the judge only {len(found)} could be sampled, because nearly all completions of a "
+        f"of {number} pairs for the judge only {len(sampled)} could be sampled, because nearly all completions of a "
         "prompt are equal or empty: lower the learning rate, or raise the temperature"
     )
 

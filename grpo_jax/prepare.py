@@ -185,7 +185,7 @@ def decide_chat(chat: bool | None, options: ModelOptions) -> bool:
 
 
 class Algorithm(NamedTuple):
-    """What the preparation of a method that learns from rewards does in its own way."""
+    """The parts of the preparation that differ between methods that learn from rewards."""
 
     phase: str  # names the lines and checkpoints of its runs
     validate: Callable[..., None]  # (options, num_devices=...): refuses options that cannot work

@@ -154,7 +154,7 @@ class GRPOTrainer:
 
     @property
     def _uses_chat(self) -> bool:
-        """Whether a prompt that is a text becomes a user's message, which something answers."""
+        """Returns whether a prompt that is a text becomes a user's message, which an environment answers."""
         return bool(self._reply and self._models["policy"].pretrained.tokenizer.chat_template)
 
     def _task(self, rows: Sequence[Mapping[str, Any]], *, num_prompts: int) -> Task:

@@ -56,7 +56,7 @@ _SAMPLING = ("max_tokens", "max_turns", "environment_tokens", "temperature", "to
 
 @dataclass(frozen=True)
 class Options(TaskOptions):
-    """What to evaluate, and how to sample."""
+    """Options of an evaluation."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
     """Folder of a model or of a run, or an id on the hub."""
@@ -71,7 +71,7 @@ class Options(TaskOptions):
     environment_tokens: int = 0
     """Tokens of the environment at most, in all its replies of an episode."""
     temperature: float = 1.0
-    """Of the sampled completions."""
+    """Temperature of the sampled completions."""
     top_k: int = 0
     """Sample among the k likeliest tokens; 0 for all."""
     top_p: float = 1.0
@@ -81,11 +81,11 @@ class Options(TaskOptions):
     max_prompt_tokens: int | None = None
     """Longest prompt, in tokens; None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"
-    """What happens to longer prompts: dropped, or their beginning is cut off."""
+    """Longer prompts are dropped, or lose their beginning."""
     num_prompts: int = 16
     """Prompts sampled at once. No number depends on it."""
     dtype: Dtype = "float32"
-    """Of activations and matrix products, of a model that is no run."""
+    """Dtype of activations and matrix products, for a model that is no run."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
     phase: str | None = None
@@ -93,7 +93,7 @@ class Options(TaskOptions):
     step: int | None = None
     """Step of a run's checkpoint; None: the newest."""
     seed: int = 0
-    """Of the sampling."""
+    """Seed of the sampling."""
     out: Path | None = None
     """Folder for numbers.json, with every option and the checkpoint's step, and completions.jsonl."""
 
@@ -229,7 +229,7 @@ def show(console: Console, numbers: dict[str, float], title: str) -> None:
 
 
 def changed(run: Path, phase: str | None, task: Task) -> bool:
-    """Whether the held-out prompts of a run are others now."""
+    """Returns whether the held-out prompts of a run have changed."""
     inputs = read_inputs(run).get(phase_of(run, phase), {})
     return inputs.get("held-out prompts") != digests.of_prompts(task.heldout)
 
@@ -255,8 +255,8 @@ def save(options: Options, folder: Path, numbers: dict[str, float], evaluation: 
         for row, texts, scores, lengths in groups
     )
     write_text(folder / "completions.jsonl", "".join(line + "\n" for line in lines))
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    write_json(folder / "numbers.json", {**numbers, "options": given})
+    as_text = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    write_json(folder / "numbers.json", {**numbers, "options": as_text})
 
 
 def command() -> None:

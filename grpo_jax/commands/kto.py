@@ -78,7 +78,7 @@ def prepare(config: Config) -> Job:
         objective=kto_objective(data.model.policy, loss, estimates_kl=estimates_kl),
         score=partial(score_pairs, pair_logprobs, data.model.policy),
         evaluate=evaluate,
-        digest=lambda pairs: digests.of_values(pairs.prompts, [own for own, _ in pairs.answers], pairs.desirable),
+        digest=lambda pairs: digests.of_values(pairs.prompts, [ids for ids, _ in pairs.answers], pairs.desirable),
         has_reference=True,
         summary=summary,
         curves=CURVES,

@@ -49,11 +49,11 @@ class PairOptions:
     model: ModelOptions = ModelOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "dpo"
-    """What trains the model. Each method has options of its own, which `--method NAME --help` lists."""
+    """The method of training. Each has options of its own, which `--method NAME --help` lists."""
     data: str = ""
     """File, folder or hub id of preferences; KTO also reads ratings."""
     chat: bool | None = None
-    """Whether a text is a user's message of the chat template, and a transcript several messages. None: if the
+    """A text becomes a user's message of the chat template, a transcript several messages. None: if the
     tokenizer has one."""
     heldout_share: float = 0.1
     """Share of the rows that is evaluated and not trained on."""
@@ -65,7 +65,7 @@ class PairOptions:
 
 
 class Job(NamedTuple):
-    """What a method makes of its options: data, and functions of them."""
+    """Data and functions that a method makes of its options."""
 
     config: Any  # the options, with what was decided on the way
     phase: str

@@ -62,7 +62,7 @@ class Config(PairOptions):
     center_coef: Weight = 0.0
     """Weight of (r_chosen + r_rejected)^2, which holds rewards near 0; 0.01 is usual."""
     bins: Size = 8
-    """Of the calibration curve."""
+    """Bins of the calibration curve."""
 
 
 def prepare(config: Config) -> Job:

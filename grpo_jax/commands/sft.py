@@ -66,7 +66,7 @@ class Config:
     model: ModelOptions = ModelOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "sft"
-    """What trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
+    """The method of training. Each has options of its own, which `--method NAME --help` lists."""
     task: str = ""
     """Rows with prompts and completions: a .jsonl or .json file, a folder with train.jsonl, an id on the hub."""
     completion_column: str = "completion"
@@ -76,7 +76,7 @@ class Config:
     template: str | None = None
     """Prompt with {column} in it, in place of a column."""
     chat: bool | None = None
-    """Whether a text is a user's message for the tokenizer's chat template; None: if it has one."""
+    """A text becomes a user's message of the tokenizer's chat template. None: if it has one."""
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
     num_heldout: int | None = None
@@ -99,7 +99,7 @@ class Config:
     num_rows: Size = 8
     """Packed rows of a step. The run says how many of them an epoch has."""
     seed: Seed = 0
-    """Of the order of rows, and of new adapters."""
+    """Seed of the order of rows, and of new adapters."""
 
 
 class Texts(NamedTuple):

@@ -74,10 +74,10 @@ def check_options(method: str, args: Sequence[str]) -> None:
     Raises:
       UsageError: one sentence that says which methods have the option.
     """
-    own = option_types(module_of(method).Config)
+    known = option_types(module_of(method).Config)
     for flag in flags.flags_of(args):
         names = {flag.removeprefix("--").replace("-", "_"), flag.removeprefix("--no-").replace("-", "_")}
-        if names & own.keys():
+        if names & known.keys():
             continue
         others = [other for other in METHODS if names & option_types(module_of(other).Config).keys()]
         if others:

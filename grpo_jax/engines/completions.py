@@ -23,7 +23,7 @@ _ROUNDING = 1e-3  # by which a log-probability may be above 0
 
 
 class Wrong(Exception):
-    """What is wrong with an answer, as the rest of a sentence that begins with "the engine"."""
+    """An answer is wrong. The text continues a sentence that begins with "the engine"."""
 
 
 class Asked(NamedTuple):
@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What ids may be, and what they mean."""
+    """The range and the meaning of ids."""
 
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -141,20 +141,20 @@ def _check_ids(ids: Any, asked: Asked, tokens: Tokens) -> None:
 
 def _checked_logprobs(values: Any, count: int) -> list[float]:
     if not isinstance(values, list) or len(values) != count:
-        found = len(values) if isinstance(values, list) else "no"
-        raise Wrong(f"gave {found} log-probabilities for {count} tokens")
+        num_values = len(values) if isinstance(values, list) else "no"
+        raise Wrong(f"gave {num_values} log-probabilities for {count} tokens")
     for value in values:
         if type(value) not in (int, float) or not -math.inf < value <= _ROUNDING:
             raise Wrong(f"gave {value} for a log-probability")
     return [float(value) for value in values]
 
 
-def _agree(said: Any, own: str) -> bool:
-    """Whether two texts of the same ids may be of one tokenizer: the letters of one begin with those of the other.
+def _agree(answered: Any, expected: str) -> bool:
+    """Returns whether texts of the same ids may be of one tokenizer: the letters of one begin with those of the other.
 
     Spaces, and characters that are not complete, depend on what stands before and behind.
     """
-    if not isinstance(said, str):
+    if not isinstance(answered, str):
         return True
-    first, second = ("".join(filter(str.isalnum, text)) for text in (said, own))
+    first, second = ("".join(filter(str.isalnum, text)) for text in (answered, expected))
     return first.startswith(second) or second.startswith(first)

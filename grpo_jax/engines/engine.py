@@ -219,12 +219,12 @@ class Engine:
         """Posts what the server has to do; some say in their answer that they have not."""
         answer = self._post(path, body)
         try:
-            said = json.loads(answer)
+            reply = json.loads(answer)
         except ValueError:
             return  # a plain text
-        if isinstance(said, dict) and said.get("success") is False:
+        if isinstance(reply, dict) and reply.get("success") is False:
             raise Interruption(
-                f"the engine at {self._url} does not load parameters ({said.get('message', 'it does not say why')}): "
+                f"the engine at {self._url} does not load parameters ({reply.get('message', 'it does not say why')}): "
                 f"it must see {self._folder} under the same path: set engine_folder to a folder that both see"
             )
 

@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
-    """What a server answers.
+    """Asks a server and returns its answer.
 
     Args:
       url: of the resource.
@@ -54,10 +54,10 @@ def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
         with _OPENER.open(request, timeout=timeout) as answer:
             return answer.read()
     except urllib.error.HTTPError as error:
-        said = f"{error.code} {error.reason}: {_message(error)}"
+        message = f"{error.code} {error.reason}: {_message(error)}"
         if error.code in _PASSING or error.code >= _SERVERS_FAULT:
-            raise Gone(said) from None
-        raise Refused(said, error.code) from None
+            raise Gone(message) from None
+        raise Refused(message, error.code) from None
     except TimeoutError:
         raise Gone(f"nothing came for {timeout:g} s") from None
     except (OSError, http.client.HTTPException) as error:
@@ -67,15 +67,15 @@ def ask(url: str, body: Any = None, *, timeout: float) -> bytes:
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """What the server says of an error: the message of its JSON, or the beginning of its page."""
+    """Returns a server's words about an error: the message of its JSON, or the beginning of its page."""
     try:
         text = error.read(2**16).decode(errors="replace")
     except (OSError, http.client.HTTPException):
         return ""
     try:
-        found = json.loads(text)
-        said = found.get("error", found)
-        text = str(said.get("message", said) if isinstance(said, dict) else said)
+        document = json.loads(text)
+        error = document.get("error", document)
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
         pass
     return _one_line(text)

@@ -46,7 +46,7 @@ class SupervisedConfig(CheckpointConfig, AdamWConfig, PhaseConfig):
 
 
 class Objective(NamedTuple):
-    """What a phase minimises. Each method of this folder makes one."""
+    """The loss that a phase minimises. Each method of this folder makes one."""
 
     # (parameters, batch with weights) -> Σ weights · loss, logs
     loss_fn: Callable[[Any, Any], tuple[jax.Array, Logs]]

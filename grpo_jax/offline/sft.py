@@ -130,14 +130,14 @@ def teacher_divergence(
       hidden: the policy's `predicting_states`, if they are computed already.
     """
     hidden = predicting_states(policy, params["policy"], batch) if hidden is None else hidden
-    ours, theirs = (
+    ours, taught = (
         Head(model.unembedding(params[role]), model.softcap)
         for role, model in (("policy", policy), ("teacher", target.teacher))
     )
     temperature = 1.0 if isinstance(batch, Packed) else batch.temperature[..., None]
     states = jax.lax.stop_gradient(predicting_states(target.teacher, params["teacher"], batch))
-    outputs = outputs_of_states(target.divergence, states, theirs, temperature, vocab_size=len(ours.unembedding))
-    return token_divergence(target.divergence, hidden, ours, theirs, outputs, temperature)
+    outputs = outputs_of_states(target.divergence, states, taught, temperature, vocab_size=len(ours.unembedding))
+    return token_divergence(target.divergence, hidden, ours, taught, outputs, temperature)
 
 
 # ---- evaluation

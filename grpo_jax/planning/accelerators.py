@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """What one device can do at most."""
+    """Limits of one device."""
 
     flops: float  # dense products in bfloat16, a second
     memory: float  # bytes

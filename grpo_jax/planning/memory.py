@@ -285,7 +285,7 @@ def _activations(model: ModelConfig, shape: Shape) -> int:
     piece, tokens, projected = shape.piece, tokens_of_piece(shape), _projected(model, shape)
     inputs = 0 if model.remat == "offload" and shape.traits.offloads else model.hidden_size
     decoders = 2 if shape.critic == "own" else 1
-    kept = decoders * model.num_hidden_layers * (inputs + (projected if model.remat == "none" else 0)) * tokens
+    stored = decoders * model.num_hidden_layers * (inputs + (projected if model.remat == "none" else 0)) * tokens
     # Projections and their gradients; with remat the projections are computed again.
     working = (2 if model.remat == "none" else 3) * projected * tokens
     if model.experts:  # a token is copied to each of its experts
@@ -296,7 +296,7 @@ def _activations(model: ModelConfig, shape: Shape) -> int:
     scores = 4 * FLOAT32 * piece.rows * piece.texts * (model.num_attention_heads // shape.tensor) * _scores(shape)
     whole_layers = (shape.fsdp > 1 or shape.quantize != "none") + (model.experts is not None)  # gradients of experts
     layer = working * BYTES[model.dtype] + scores + whole_layers * _whole_layer(model, shape)
-    return kept * _bytes(model, shape) + max(layer, _logits(model, shape))
+    return stored * _bytes(model, shape) + max(layer, _logits(model, shape))
 
 
 def _scores(shape: Shape) -> int:
@@ -312,9 +312,9 @@ def _logits(model: ModelConfig, shape: Shape) -> int:
     piece = shape.piece
     rows = piece.rows * piece.texts * piece.width // shape.tensor
     width = -(-model.vocab_size // slices_of_vocabulary(rows, model.vocab_size, shape.traits))
-    kept = model.vocab_size if keeps_logits(rows, model.vocab_size, shape.traits) else width
+    stored = model.vocab_size if keeps_logits(rows, model.vocab_size, shape.traits) else width
     cast = 0 if model.dtype == "float32" else model.vocab_size * model.hidden_size * _bytes(model, shape)
-    return FLOAT32 * rows * (2 * width + kept + 2 * model.hidden_size) + cast
+    return FLOAT32 * rows * (2 * width + stored + 2 * model.hidden_size) + cast
 
 
 def _teacher(model: ModelConfig, shape: Shape) -> int:

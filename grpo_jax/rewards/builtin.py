@@ -50,19 +50,19 @@ def text_answer(text: str) -> str:
 
 def last_number(text: str) -> str | None:
     """The last number of a text."""
-    found = _IN_TEXT.findall(text)
-    return found[-1] if found else None
+    matches = _IN_TEXT.findall(text)
+    return matches[-1] if matches else None
 
 
 def hash_answer(text: str) -> str | None:
-    """What follows the last "####" on its line."""
+    """Returns the text after the last "####" on its line."""
     _, mark, after = text.rpartition("####")
     lines = after.strip().splitlines()
     return lines[0].strip() if mark and lines else None
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""What the last \boxed{...} holds; None also if its braces do not close."""
+    r"""Returns the contents of the last \boxed{...}; None also if its braces do not close."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -96,27 +96,27 @@ def stated_answer(text: str) -> str | None:
 # ---- whether two answers are the same
 
 
-def same_number(given: str, expected: str) -> bool:
-    """Whether both are numbers, and equal: "1,000" and "1000.0", "$18" and "18", "50%" and "50", "1/2" and "0.5"."""
-    first, second = _number(given), _number(expected)
+def same_number(stated: str, expected: str) -> bool:
+    """Returns whether both are equal numbers: "1,000" and "1000.0", "$18" and "18", "50%" and "50", "1/2" and "0.5"."""
+    first, second = _number(stated), _number(expected)
     return first is not None and first == second
 
 
 def _number(text: str) -> Fraction | None:
     text = text.strip().rstrip(".").replace("\\$", "$").replace("\\%", "%").removesuffix("%").strip()
-    found = _NUMBER.fullmatch(text) if len(text) <= _LONGEST_NUMBER else None
-    if found is None:
+    match = _NUMBER.fullmatch(text) if len(text) <= _LONGEST_NUMBER else None
+    if match is None:
         return None
-    sign, digits, divisor = found.groups()
+    sign, digits, divisor = match.groups()
     with contextlib.suppress(ZeroDivisionError):
         number = Fraction(digits.replace(",", "")) / Fraction(divisor or 1)
         return -number if sign in ("-", "−") else number
     return None
 
 
-def same_text(given: str, expected: str) -> bool:
-    """Whether both are the same number or the same text."""
-    return given.strip() == expected.strip() or same_number(given, expected)
+def same_text(stated: str, expected: str) -> bool:
+    """Returns whether both are the same number or the same text."""
+    return stated.strip() == expected.strip() or same_number(stated, expected)
 
 
 _LEFT_OUT = re.compile(
@@ -142,14 +142,14 @@ def normal_formula(text: str) -> str:
     return _PLAIN_FRACTION.sub(r"\1\2/\3", text) if _PLAIN_FRACTION.fullmatch(text) else text
 
 
-def same_formula(given: str, expected: str) -> bool:
-    """Whether both are the same number, or the same formula written in two ways that `normal_formula` knows."""
-    first, second = normal_formula(given), normal_formula(expected)
+def same_formula(stated: str, expected: str) -> bool:
+    """Returns whether both are the same number, or the same formula in two forms that `normal_formula` knows."""
+    first, second = normal_formula(stated), normal_formula(expected)
     return (first == second and bool(first)) or same_number(first, second)
 
 
-def _same_by_sympy(given: str, expected: str) -> bool:
-    """Whether math-verify finds both the same. It can take for ever."""
+def _same_by_sympy(stated: str, expected: str) -> bool:
+    """Returns whether math-verify considers both the same. It can take for ever."""
     import math_verify
 
     # Their deadlines are this process's; they warn that there is none.
@@ -160,9 +160,9 @@ def _same_by_sympy(given: str, expected: str) -> bool:
     def parsed(formula: str):
         return math_verify.parse(f"${formula}$", latex, fallback_mode="no_fallback", parsing_timeout=None)
 
-    if len(given) > _LONGEST_FORMULA or "$" in given:
+    if len(stated) > _LONGEST_FORMULA or "$" in stated:
         return False
-    return bool(math_verify.verify(parsed(expected), parsed(given), timeout_seconds=None))
+    return bool(math_verify.verify(parsed(expected), parsed(stated), timeout_seconds=None))
 
 
 # ---- answers
@@ -231,8 +231,8 @@ def math_answer(column: str = "answer", lenient: bool = False, sympy: bool | Non
     if by_sympy:
         _same_by_sympy("x+1", "1+x")  # imports and makes its tables now, outside of any deadline
 
-    def same(given: str, expected: str) -> bool:
-        return same_formula(given, expected) or (by_sympy and _same_by_sympy(given, expected))
+    def same(stated: str, expected: str) -> bool:
+        return same_formula(stated, expected) or (by_sympy and _same_by_sympy(stated, expected))
 
     def expected(text: str) -> str:
         boxed = boxed_answer(text)
@@ -272,7 +272,7 @@ def number_vote(example: Example, completion: Completion) -> Hashable | None:
 
 
 def formula_vote(example: Example, completion: Completion) -> Hashable | None:
-    r"""What a completion states as its answer (`stated_answer`), as a number or in its normal form; None: nothing.
+    r"""Returns the answer that a completion states (`stated_answer`), as a number or in its normal form; None: nothing.
 
     1/2, 0.5 and \dfrac12 are one vote; formulas that sympy alone finds equal are several.
     """
@@ -390,5 +390,5 @@ def repetition(n: int = 3) -> Reward:
 
 def _lengths(completions: Sequence[Completion]) -> np.ndarray:
     """|o|, float64 `[B]`: the policy's tokens in all turns. The token that ended a turn counts, if there is one."""
-    said = [[turn.action for turn in completion.turns] for completion in completions]
-    return np.array([sum(len(x.ids) + (not x.truncated) for x in turns) for turns in said], np.float64)
+    actions = [[turn.action for turn in completion.turns] for completion in completions]
+    return np.array([sum(len(x.ids) + (not x.truncated) for x in turns) for turns in actions], np.float64)

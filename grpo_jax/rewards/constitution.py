@@ -85,9 +85,9 @@ def parse_principles(lines: Iterable[str]) -> dict[str, str]:
     for line in (line.strip() for line in (lines.splitlines() if isinstance(lines, str) else lines)):
         if not line or line.startswith("#"):
             continue
-        found = _NAMED.fullmatch(line)
-        assert found  # any line without an end in it does
-        name, text = found["name"] or f"principle_{len(principles) + 1}", found["text"]
+        match = _NAMED.fullmatch(line)
+        assert match  # any line without an end in it does
+        name, text = match["name"] or f"principle_{len(principles) + 1}", match["text"]
         if name in principles:
             raise UsageError(f"two principles are called {name}: give one another name")
         if text.casefold() in map(str.casefold, principles.values()):
@@ -185,8 +185,8 @@ def model_judge(
             columns = {**example, "completion": completion}
             if missing := fields - columns.keys() - {"principle"}:
                 raise UsageError(f"the judge's template has {{{min(missing)}}}, but an example has no such column")
-            given = {name: _without(control, _plain(columns[name])) for name in fields - {"principle"}}
-            texts.append(template.format(**given, principle=principle))
+            row = {name: _without(control, _plain(columns[name])) for name in fields - {"principle"}}
+            texts.append(template.format(**row, principle=principle))
         ids = _encoded(model, texts)
         prompts, groups = _shared(ids, common_group_size([example["prompt"] for example in examples]))
         return score_batches(score, prompts, groups, batch_size=batch_size)
@@ -225,14 +225,14 @@ def log_odds(config: ModelConfig, params: Params, yes: Any, no: Any, *arrays: An
 
 def _single_tokens(tokenizer: Any, spellings: Sequence[str], vocab_size: int) -> list[int]:
     encoded = [encode_completion(tokenizer, spelling) for spelling in spellings]
-    found = {ids[0] for ids in encoded if len(ids) == 1 and ids[0] < vocab_size} - {tokenizer.unk_token_id}
-    if not found:
+    match = {ids[0] for ids in encoded if len(ids) == 1 and ids[0] < vocab_size} - {tokenizer.unk_token_id}
+    if not match:
         raise UsageError(f"none of {list(spellings)} is one token of the judge's tokenizer: give a word that is")
-    return sorted(found)
+    return sorted(match)
 
 
 def _control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """What a tokenizer reads as a special token, such as the end of a turn, wherever it stands."""
+    """Returns texts that a tokenizer reads as special tokens, such as the end of a turn."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
 

@@ -155,14 +155,14 @@ def score_batches(
     prompt_width = prompt_width or _width(prompts)
     width = width or _width([ids for group in groups for ids in group])
     count = max(batch_size // len(groups[0]), 1)
-    found = []
+    scores = []
     for start in range(0, len(groups), count):
         # The last piece is filled up with the first group, so that it has the same shape.
         chosen = [i if i < len(groups) else 0 for i in range(start, start + count)]
         padded = pad_prompts([prompts[i] for i in chosen], [{}] * count, width=prompt_width, pad_id=0)
         arrays = pad_completions([groups[i] for i in chosen], width)
-        found.append(np.asarray(score(padded.ids, padded.mask, *arrays)).reshape(-1))
-    return np.concatenate(found)[: len(groups) * len(groups[0])].tolist()
+        scores.append(np.asarray(score(padded.ids, padded.mask, *arrays)).reshape(-1))
+    return np.concatenate(scores)[: len(groups) * len(groups[0])].tolist()
 
 
 def _prompt_ids(model: RewardModel, prompts: Sequence[Any], longest: int | None) -> list[list[int]]:

@@ -41,7 +41,7 @@ from grpo_jax.runs.trackers import weights_and_biases
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run is kept, and how it starts."""
+    """The folder of a run, and how it starts."""
 
     run_dir: Path
     """Folder of the run. If it holds a run already, a number is added to its name."""
@@ -66,7 +66,7 @@ class HasOutput(Protocol):
 
     @property
     def output(self) -> RunConfig:
-        """Where it is kept."""
+        """Folder of the run."""
 
 
 # Options that --help shows, in this order, if a command has them; and those that belong to no group of the command.
@@ -139,12 +139,12 @@ def _read(config_class: type[Config], default: Config, args: list[str], prog: st
 def _first_options(config_class: type, default: Any) -> type:
     """Returns a dataclass of the options that --help shows, with these defaults."""
     values, types, texts = options_of(default), option_types(config_class), option_texts(config_class)
-    own = (name for name, value in vars(default).items() if not dataclasses.is_dataclass(value))
+    plain = (name for name, value in vars(default).items() if not dataclasses.is_dataclass(value))
     return dataclasses.make_dataclass(
         "Options",
         [
             (name, Annotated[types[name], tyro.conf.arg(help=texts[name])], dataclasses.field(default=values[name]))
-            for name in dict.fromkeys((*FIRST_OPTIONS, *own))
+            for name in dict.fromkeys((*FIRST_OPTIONS, *plain))
             if name in types
         ],
     )
@@ -243,12 +243,12 @@ def _of_run(config_class: type[Config], file: Path) -> Config:
 
 
 def value_of(flag: str, args: Sequence[str]) -> str:
-    """What the command line gives to a flag, such as "--run-dir"; the last counts."""
+    """Returns the value of a flag on the command line, such as "--run-dir"; the last counts."""
     value = ""
     for arg, following in pairwise([*args, ""]):
-        name, given, rest = arg.partition("=")
+        name, has_value, rest = arg.partition("=")
         if _spelled(name) == flag:
-            value = rest if given else following
+            value = rest if has_value else following
     return value
 
 

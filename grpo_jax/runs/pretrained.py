@@ -32,7 +32,7 @@ _LORA_FILE = "lora.json"
 
 
 class LoraDescription(NamedTuple):
-    """What a run that trains adapters says of them, in model/lora.json."""
+    """The description of trained adapters, in model/lora.json."""
 
     base: str  # folder or hub id
     fingerprint: str  # of its weights

@@ -1,4 +1,4 @@
-"""Whether a run may be continued: with the options and inputs that it began with, and perhaps with more steps."""
+"""Rules of resuming: a run continues with the options and inputs that it began with, and perhaps more steps."""
 
 import glob
 import json

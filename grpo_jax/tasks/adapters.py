@@ -259,8 +259,8 @@ def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
     spoken = [("assistant", turn.action, "tool", turn.observation) for turn in turns]
     return [
         {"role": role, "content": str(text)}
-        for said_by, said, heard_from, heard in spoken
-        for role, text in ((said_by, said), (heard_from, heard))
+        for action_role, action, observation_role, heard in spoken
+        for role, text in ((action_role, action), (observation_role, heard))
         if text is not None
     ]
 
