@@ -6,7 +6,15 @@ A check yields a sentence for everything that it refuses; a run is refused with 
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from grpo_jax.config import CONSTANTS, DistillationConfig, GRPOConfig, LossConfig, MeshConfig, PPOConfig
+from grpo_jax.config import (
+    CONSTANTS,
+    DistillationConfig,
+    GRPOConfig,
+    LossConfig,
+    MeshConfig,
+    PPOConfig,
+    SamplingConfig,
+)
 from grpo_jax.errors import UsageError
 from grpo_jax.functional.numerics import is_zero
 from grpo_jax.functional.policy_gradient import gmpo_term, reinforce_term
@@ -70,6 +78,15 @@ def validate_divergence(config: DistillationConfig) -> None:
     """Refuses constants that the divergence from a teacher does not have, as `validate` does."""
     check_ranges(config)
     _refuse_first(_divergence(config))
+
+
+def check_episodes(options: SamplingConfig, *, has_environment: bool) -> None:
+    """Refuses turns without an environment, and an environment without room for its replies.
+
+    Raises:
+      UsageError: one sentence that says what to change.
+    """
+    _refuse_first(_episodes(options, has_environment))
 
 
 def _refuse_first(*checks: Iterable[str]) -> None:
@@ -137,6 +154,18 @@ def _sampling(config: GRPOConfig, compares_groups: bool) -> Sentences:
         yield f"temperature_spread is {options.temperature_spread}: temperature plus this must be above 0, and finite"
     if options.filter_metric and options.max_rollouts == 1:
         yield f'filter_metric "{options.filter_metric}" needs dynamic sampling: leave it out, or raise max_rollouts'
+
+
+def _episodes(options: SamplingConfig, has_environment: bool) -> Sentences:
+    if not has_environment and (options.max_turns > 1 or options.environment_tokens):
+        yield (
+            "max_turns and environment_tokens are for tasks with an environment, and this one has none: leave them out"
+        )
+    if has_environment and options.max_turns > 1 and not options.environment_tokens:
+        yield (
+            "environment_tokens is 0, so no episode could go on after its first turn: set it to the tokens of all "
+            "replies of an episode"
+        )
 
 
 def _constants(loss: LossConfig) -> Sentences:

@@ -20,8 +20,8 @@ from grpo_jax.data.types import Component, Reward, Rewards
 from grpo_jax.devices import devices_of, parts
 from grpo_jax.errors import UsageError, user_path
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.lora import Adapted, merge
-from grpo_jax.models.params import format_of
+from grpo_jax.models.lora import merge
+from grpo_jax.models.params import Adapted, format_of
 from grpo_jax.models.trainable import join, split
 from grpo_jax.options import check_known, fits, option_types
 from grpo_jax.prepare import GRPO, RunOptions, begin, load_models, prepare

@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from grpo_jax.checks import validate
+from grpo_jax.checks import check_episodes, validate
 from grpo_jax.config import GRPOConfig, recipe
 from grpo_jax.data import digests
 from grpo_jax.data.text import Overlong, prompt_limit
@@ -37,7 +37,7 @@ from grpo_jax.models.weights import read_json
 from grpo_jax.options import fits, flattened, from_json, option_types
 from grpo_jax.rewards.reward import place_and_reason, ungraded_messages
 from grpo_jax.rl.evaluate import Evaluation, evaluate, summary
-from grpo_jax.rl.guards import check_tokens, check_turns
+from grpo_jax.rl.guards import check_tokens
 from grpo_jax.rl.sampler import make_sampler
 from grpo_jax.runs import flags
 from grpo_jax.runs.files import write_json, write_text
@@ -164,7 +164,7 @@ def main(options: Options) -> None:
     )
     with task_of as task:
         check_tokens(task)
-        check_turns(task, options.max_turns, options.environment_tokens)
+        check_episodes(config.sampling, has_environment=task.environment is not None)
         notes = [note for note in (*pretrained.notes, *task.notes) if "no prompt is held out" not in note]
         if of_run and changed(Path(options.model), options.phase, task):
             notes.append("the held-out prompts are no longer those of the run, which may have trained on some of them")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.pieces import pieces
+from grpo_jax.data.text import token_pieces
 from grpo_jax.data.types import MOST_SPANS, Completion, Span
 from grpo_jax.errors import abbreviate
 
@@ -78,7 +78,7 @@ def in_tokens(
       The spans, ordered by their ends. One token may be in two of them.
     """
     if any(span.unit == "characters" for span in spans):
-        ends = np.cumsum([len(piece) for piece in pieces(completion.ids, completion, decode)])
+        ends = np.cumsum([len(piece) for piece in token_pieces(completion.ids, completion, decode)])
 
         def token(character: int) -> int:
             """The first token whose piece ends behind it; the text has one for each of its characters."""

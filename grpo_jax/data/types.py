@@ -55,6 +55,11 @@ class Completion(str):
         """The turns of an episode. Where no environment answers, the completion is its only turn."""
         return self._turns or (Turn(self),)
 
+    @property
+    def actions(self) -> tuple["Completion", ...]:
+        """The actions of the policy, one in each turn."""
+        return tuple(turn.action for turn in self.turns)
+
     def __getnewargs__(self):
         # So that it can be sent to another process.
         return str(self), self.ids, self.truncated, self._turns, self.ending
@@ -145,3 +150,26 @@ def check_num_prompts(num_prompts: int, available: int) -> None:
 def rng(*key: int) -> np.random.Generator:
     """NumPy's generator for a tuple of non-negative ints such as (seed, stream, step)."""
     return np.random.default_rng(np.random.SeedSequence(key))
+
+
+# ---- lines, which steps of training make and the runner writes
+
+
+class Skipped(NamedTuple):
+    """Optimizer steps whose gradients were not finite."""
+
+    name: str  # of the first one, for its file
+    in_a_row: int
+    most: int  # skipped steps in a row at which the run stops
+    arrays: Callable[[], Mapping[str, Any]]  # the batch, by name
+
+
+class Line(NamedTuple):
+    """Metrics, warnings and groups of a step, to be written."""
+
+    metrics: Mapping[str, Any]  # plain numbers, the same in a rerun; empty: nothing is written
+    words: str  # for the progress bar; empty: it stays as it is
+    warnings: Mapping[str, str] = {}  # key -> sentence, said once in a run
+    groups: Sequence[dict[str, Any]] = ()  # of the rollout, for people to read
+    times: Mapping[str, Any] | None = None  # arguments of `RunFolder.log_times`; None: no times are written
+    skipped: Skipped | None = None

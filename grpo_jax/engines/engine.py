@@ -19,7 +19,7 @@ from grpo_jax.config import EngineOptions
 from grpo_jax.engines.completions import Answer, Asked, Tokens, Wrong, believed, body_of
 from grpo_jax.engines.http import Gone, Refused, ask
 from grpo_jax.errors import Interruption, UsageError, lacking, user_path
-from grpo_jax.models.lora import Adapted
+from grpo_jax.models.params import Adapted
 from grpo_jax.models.transformer import Params
 
 _COMPLETIONS = "/v1/completions"

@@ -14,8 +14,7 @@ from grpo_jax.errors import UsageError
 from grpo_jax.hosts import check_alone
 from grpo_jax.models import huggingface, peft
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.lora import Adapted
-from grpo_jax.models.params import holds_quantised
+from grpo_jax.models.params import Adapted, holds_quantised
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.sampler import Sampler
 from grpo_jax.sampling.sampler import Completions

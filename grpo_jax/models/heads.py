@@ -15,8 +15,7 @@ import jax.numpy as jnp
 
 from grpo_jax.models import lora
 from grpo_jax.models.config import ModelConfig
-from grpo_jax.models.lora import Adapted
-from grpo_jax.models.params import Headed as Headed, Params
+from grpo_jax.models.params import Adapted, Headed as Headed, Params
 from grpo_jax.models.policy import Policy, decoder_policy
 
 

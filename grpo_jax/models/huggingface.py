@@ -19,8 +19,7 @@ from grpo_jax.errors import UsageError, reason_of, user_path
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import FAMILIES, config_from_huggingface, config_to_huggingface
 from grpo_jax.models.heads import Headed, without_vocabulary
-from grpo_jax.models.lora import Adapted
-from grpo_jax.models.params import Params, Quantize, holds_quantised
+from grpo_jax.models.params import Adapted, Params, Quantize, holds_quantised
 from grpo_jax.models.weights import load_params, read_json, save_params, write_json
 
 # What a folder holds besides weights, and what of it a run and an export take over. Never a pickle.

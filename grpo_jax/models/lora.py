@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +20,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.params import Params, holds_quantised
+from grpo_jax.models.params import Adapted, Params, holds_quantised
 from grpo_jax.models.quantised import split_shape
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
-
-
-class Adapted(NamedTuple):
-    """Parameters of a policy with adapters."""
-
-    base: Params  # frozen, as without adapters
-    adapters: Params  # trained
-    scale: jax.Array  # float32 scalar, α/r
 
 
 def variables(params: Params) -> dict[str, Any]:

@@ -33,8 +33,16 @@ class Quantised:
 class Headed(NamedTuple):
     """Parameters of a decoder with a scalar head: see `heads`."""
 
-    decoder: Params  # without an unembedding; may be `lora.Adapted`
+    decoder: Params  # without an unembedding; may be `Adapted`
     head: jax.Array  # float32 [D], w
+
+
+class Adapted(NamedTuple):
+    """Parameters of a policy with adapters (`models.lora`)."""
+
+    base: Params  # frozen, as without adapters
+    adapters: Params  # trained
+    scale: jax.Array  # float32 scalar, α/r
 
 
 def is_quantised(x: Any) -> bool:

@@ -77,10 +77,10 @@ def _yarn(frequencies: jax.Array, scaling: YarnScaling, theta: float, features: 
     Frequencies in between are mixed linearly in their number, 0 to R/2 − 1 (2309.00071).
     """
 
-    def place(turns: float) -> float:
+    def place(rotations: float) -> float:
         """The number of the frequency with so many turns, a fraction."""
         original = scaling.original_max_position_embeddings
-        return features * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return features * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = place(scaling.beta_fast), place(scaling.beta_slow)
     if scaling.truncate:

@@ -6,8 +6,7 @@ Parameters are those of one model, or a dict of models by their role: "policy", 
 from typing import Any
 
 from grpo_jax.models.heads import Headed
-from grpo_jax.models.lora import Adapted
-from grpo_jax.models.params import Params
+from grpo_jax.models.params import Adapted, Params
 
 FROZEN_ROLES = ("teacher",)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_jax.checks import validate_mesh
 from grpo_jax.config import AdamWConfig, CheckpointConfig, PhaseConfig
-from grpo_jax.data.line import Line, Skipped
+from grpo_jax.data.types import Line, Skipped
 from grpo_jax.devices import (
     Devices,
     Mesh,

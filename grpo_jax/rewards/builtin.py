@@ -38,9 +38,9 @@ _LONGEST_FORMULA = 500
 # ---- what a text answers
 
 
-def last_turn(completion: str) -> str:
+def last_action(completion: str) -> str:
     """Returns what the policy said last: of an episode the text of its last turn, otherwise the whole completion."""
-    return completion.turns[-1].action if isinstance(completion, Completion) else completion
+    return completion.actions[-1] if isinstance(completion, Completion) else completion
 
 
 def text_answer(text: str) -> str:
@@ -257,7 +257,7 @@ def _graded(
         raise UsageError(
             f"a reward compares with the column {column!r}, which an example does not have: name it by column=..."
         )
-    answers = (extract(last_turn(completion)) for completion in completions)
+    answers = (extract(last_action(completion)) for completion in completions)
     truths = (expected(str(example[column])) for example in examples)
     return [float(a is not None and same(a, truth)) for a, truth in zip(answers, truths, strict=True)]
 
@@ -267,7 +267,7 @@ def _graded(
 
 def number_vote(example: Example, completion: Completion) -> Hashable | None:
     """The last number of a completion; None: it has none. 18, 18.0 and $18 are one vote."""
-    answer = last_number(last_turn(completion))
+    answer = last_number(last_action(completion))
     return None if answer is None else _number(answer)
 
 
@@ -276,7 +276,7 @@ def formula_vote(example: Example, completion: Completion) -> Hashable | None:
 
     1/2, 0.5 and \dfrac12 are one vote; formulas that sympy alone finds equal are several.
     """
-    formula = normal_formula(stated_answer(last_turn(completion)) or "")
+    formula = normal_formula(stated_answer(last_action(completion)) or "")
     number = _number(formula)
     return number if number is not None else formula or None
 
@@ -304,7 +304,7 @@ def matches(pattern: str) -> Reward:
         raise UsageError(f"{pattern!r} is no regular expression: {error}") from None
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        return [float(compiled.fullmatch(last_turn(completion)) is not None) for completion in completions]
+        return [float(compiled.fullmatch(last_action(completion)) is not None) for completion in completions]
 
     return reward
 
@@ -383,12 +383,12 @@ def repetition(n: int = 3) -> Reward:
         return len(set(grams)) / len(grams) - 1 if grams else 0.0
 
     def reward(examples: Sequence[Example], completions: Sequence[Completion]) -> list[float]:
-        return [repeated([i for turn in completion.turns for i in turn.action.ids]) for completion in completions]
+        return [repeated([i for action in completion.actions for i in action.ids]) for completion in completions]
 
     return reward
 
 
 def _lengths(completions: Sequence[Completion]) -> np.ndarray:
     """|o|, float64 `[B]`: the policy's tokens in all turns. The token that ended a turn counts, if there is one."""
-    actions = [[turn.action for turn in completion.turns] for completion in completions]
-    return np.array([sum(len(x.ids) + (not x.truncated) for x in turns) for turns in actions], np.float64)
+    lengths = [sum(len(x.ids) + (not x.truncated) for x in completion.actions) for completion in completions]
+    return np.array(lengths, np.float64)

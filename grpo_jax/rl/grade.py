@@ -36,14 +36,14 @@ def grading(task: Task, reward: Reward | Rewards, config: GRPOConfig, devices: D
       devices: where rollouts lie.
     """
     reward = reward if config.distillation.reward_coef else no_reward
-    compares_turns, parts_of = config.loss.advantages_of == "turns", reader_of(task).parts
+    compares_parts, parts_of = config.loss.advantages_of == "turns", reader_of(task).parts
 
     def grade(rollout: Rollout) -> Rollout:
         before = ungraded_counts(reward)
         completions = read_completions(rollout)
         prompts = take_prompts(rollout.prompts, local_numbers(devices, len(rollout.prompts.examples)))
         graded = grade_completions(prompts, completions, task, reward)
-        if compares_turns and parts_of is not None:
+        if compares_parts and parts_of is not None:
             graded = graded._replace(parts=parts_of(completions, shares_a_function(reward, task.reward)))
         counts = _sum_everywhere(reward, new_counts(before, ungraded_counts(reward)))
         everywhere = gather_rows("rewards", graded, devices)

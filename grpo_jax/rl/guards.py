@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_jax.checks import check_episodes
 from grpo_jax.config import GRPOConfig
 from grpo_jax.data.types import Reward, Rewards
 from grpo_jax.devices import host_count
@@ -32,7 +33,7 @@ def check_task(task: Task, config: GRPOConfig) -> None:
         )
     if task.environment is not None and host_count() > 1:
         raise UsageError(f"an environment runs on one host, and there are {host_count()}: leave out --distributed")
-    check_turns(task, sampling.max_turns, sampling.environment_tokens)
+    check_episodes(sampling, has_environment=task.environment is not None)
     if loss.mask_truncated and task.open_ended:
         raise UsageError(
             "completions of this task are meant to be cut off: mask_truncated would leave nothing to learn"
@@ -79,23 +80,6 @@ def check_tokens(task: Task) -> None:
     if largest > last:
         raise UsageError(
             f"a prompt has token {largest}, but the model has the tokens 0 to {last}: take the model's own tokenizer"
-        )
-
-
-def check_turns(task: Task, max_turns: int, environment_tokens: int) -> None:
-    """Refuses turns without an environment, and an environment without room for its replies.
-
-    Raises:
-      UsageError: one sentence that says what to change.
-    """
-    if task.environment is None and (max_turns > 1 or environment_tokens):
-        raise UsageError(
-            "max_turns and environment_tokens are for tasks with an environment, and this one has none: leave them out"
-        )
-    if task.environment and max_turns > 1 and not environment_tokens:
-        raise UsageError(
-            "environment_tokens is 0, so no episode could go on after its first turn: set it to the tokens of all "
-            "replies of an episode"
         )
 
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.config import GRPOConfig, LoggingConfig, MeshConfig
-from grpo_jax.data.line import Line, Skipped
-from grpo_jax.data.types import Reward, Rewards
+from grpo_jax.data.types import Line, Reward, Rewards, Skipped
 from grpo_jax.devices import (
     Devices,
     compiled,

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from grpo_jax.errors import UsageError
-from grpo_jax.models.lora import Adapted
-from grpo_jax.models.params import holds_quantised
+from grpo_jax.models.params import Adapted, holds_quantised
 from grpo_jax.models.transformer import Params
 from grpo_jax.rl.types import TrainState
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_jax.data.pieces import pieces
+from grpo_jax.data.text import token_pieces
 from grpo_jax.devices import Devices, local_numbers
 from grpo_jax.rl.grade import decode_groups, reader_of
 from grpo_jax.rl.types import Graded, Rollout
@@ -101,7 +101,7 @@ def _rounded(values: np.ndarray, digits: int = 4) -> list[float]:
 
 
 def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
-    """Returns the part of a completion's text that each token adds (`data.pieces`). EOS adds nothing.
+    """Returns the part of a completion's text that each token adds (`data.text.token_pieces`). EOS adds nothing.
 
     Args:
       ids: as sampled, with what ended it.
@@ -113,7 +113,7 @@ def token_texts(ids: list[int], text: str, task: Task) -> list[str]:
     """
     texts = [""] * len(ids)
     content = [place for place, token in enumerate(ids) if token not in task.eos_ids]
-    for place, part in zip(content, pieces([ids[place] for place in content], text, task.decode), strict=True):
+    for place, part in zip(content, token_pieces([ids[place] for place in content], text, task.decode), strict=True):
         texts[place] = part
     if texts and not content:
         texts[0] = text

@@ -15,8 +15,8 @@ from grpo_jax.models import huggingface, weights
 from grpo_jax.models.config import Dtype, ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.huggingface import Pretrained
-from grpo_jax.models.lora import Adapted, Target, add_adapters, fingerprint, merge
-from grpo_jax.models.params import Quantize
+from grpo_jax.models.lora import Target, add_adapters, fingerprint, merge
+from grpo_jax.models.params import Adapted, Quantize
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.quantised import quantise_params
 from grpo_jax.models.trainable import split

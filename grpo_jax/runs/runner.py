@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from grpo_jax.data.line import Line, Skipped
+from grpo_jax.data.types import Line, Skipped
 from grpo_jax.errors import Interruption
 from grpo_jax.runs.folder import RunFolder
 from grpo_jax.runs.stopping import between_steps

@@ -50,13 +50,13 @@ def _episode(group: Mapping[str, Any], i: int) -> str:
     The group's "turns" have the turn of each token, negative in observations. A damaged line may lack entries.
     """
     rows = [group.get(name) or [] for name in ("turns", "tokens", "turn_advantages")]
-    turns, tokens, advantages = (row[i] if i < len(row) else [] for row in rows)
+    numbers, tokens, advantages = (row[i] if i < len(row) else [] for row in rows)
     lines = []
-    for turn, part in groupby(zip(turns, tokens, strict=False), key=itemgetter(0)):
+    for number, part in groupby(zip(numbers, tokens, strict=False), key=itemgetter(0)):
         text = "".join(token for _, token in part)
-        advantage = advantages[turn - 1] if 0 < turn <= len(advantages) else None
+        advantage = advantages[number - 1] if 0 < number <= len(advantages) else None
         compared = "" if advantage is None else f"  ({advantage:+.2f})"
-        lines.append(f"{turn} {text!r}{compared}" if turn > 0 else f"  > {text!r}")
+        lines.append(f"{number} {text!r}{compared}" if number > 0 else f"  > {text!r}")
     return "\n".join(lines)
 
 

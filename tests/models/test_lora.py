@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 from grpo_jax.errors import UsageError
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.huggingface import save_pretrained
-from grpo_jax.models.lora import TARGETS, Adapted, add_adapters, fingerprint, merge, sites
+from grpo_jax.models.lora import TARGETS, add_adapters, fingerprint, merge, sites
+from grpo_jax.models.params import Adapted
 from grpo_jax.models.peft import load_adapter, save_adapter
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import join, split

@@ -20,7 +20,7 @@ from grpo_jax.devices import place, to_devices
 from grpo_jax.models.config import ModelConfig
 from grpo_jax.models.families import config_from_huggingface
 from grpo_jax.models.heads import Headed
-from grpo_jax.models.lora import Adapted
+from grpo_jax.models.params import Adapted
 from grpo_jax.models.policy import decoder_policy
 from grpo_jax.models.trainable import join, split
 from grpo_jax.models.weights import load_params, read_json
