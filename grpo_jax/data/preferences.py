@@ -155,9 +155,9 @@ def parse_transcripts(chosen: str, rejected: str, *, chat: bool = False) -> Pref
     prompt = shared[:end]
     if not chat:
         return _checked(Preference(prompt, chosen[end:], rejected[end:]))
-    _, *turns = _TURN.split(prompt.removesuffix(ASSISTANT))
+    _, *spoken = _TURN.split(prompt.removesuffix(ASSISTANT))
     messages = [
-        {"role": _ROLES[who], "content": text.strip()} for who, text in zip(turns[::2], turns[1::2], strict=True)
+        {"role": _ROLES[who], "content": text.strip()} for who, text in zip(spoken[::2], spoken[1::2], strict=True)
     ]
     return _checked(Preference(messages, chosen[end:].strip(), rejected[end:].strip()))
 
