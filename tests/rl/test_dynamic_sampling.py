@@ -204,7 +204,7 @@ def test_a_cap_that_was_hit_is_said(tmp_path, capsys):
     ("changes", "sentence"),
     [
         ({"max_rollouts": 0}, "max_rollouts is 0"),
-        ({"max_rollouts": 1, "filter_metric": "answer"}, "set max_rollouts above 1"),
+        ({"max_rollouts": 1, "filter_metric": "answer"}, "raise max_rollouts"),
         ({"filter_metric": "anwser"}, "answer, length"),
     ],
 )

@@ -569,7 +569,7 @@ def test_stories_become_happier_by_a_reward_that_was_learned_from_pairs(tmp_path
         (lambda model, folder: pair_batches(PAIRS, 65, 0), "num_pairs is 65, but there are 64"),
         (
             lambda model, folder: fit_pairs(folder / "run", replace(PHASE, steps=0)),
-            "steps of supervised training",
+            "steps is 0: it must be at least 1",
         ),
         (lambda model, folder: split_preferences([Preference("a", "b", "c")]), "of 1 rows"),
     ],
