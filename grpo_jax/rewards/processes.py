@@ -302,12 +302,12 @@ def _read_reward(value: Any) -> Earned | Unanswered:
         return None
     if isinstance(value, dict):
         return _read_failure(value)
-    spans = tuple(Span(*part) for part in value) if isinstance(value, list) else ()
-    numbers = [float(span.reward) for span in spans] if isinstance(value, list) else [float(value)]
+    parts = tuple(Span(*part) for part in value) if isinstance(value, list) else ()
+    numbers = [float(part.reward) for part in parts] if isinstance(value, list) else [float(value)]
     for number in (*numbers, sum(numbers)):
         if not abs(number) <= LARGEST_REWARD:
             return Unanswered("nan", f"the function returned {number}")
-    return spans if isinstance(value, list) else numbers[0]
+    return parts if isinstance(value, list) else numbers[0]
 
 
 def _read_failure(answer: Mapping[str, Any]) -> Unanswered:

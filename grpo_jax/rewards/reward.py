@@ -36,7 +36,7 @@ class RewardScores(NamedTuple):
     rewards: np.ndarray  # float32 [B], Σ weight · component over those that apply; 0 where none does
     applicable: np.ndarray  # bool [B], whether any does
     components: dict[str, np.ndarray]  # name -> float32 [B], unweighted, NaN where it does not apply
-    spans: np.ndarray  # object [B], of tuples of `Span`: weighted parts of `rewards`; () where there are none
+    parts: np.ndarray  # object [B], of tuples of `Span`: weighted parts of `rewards`; () where there are none
 
 
 @np.errstate(invalid="ignore", over="ignore")  # an infinite reward is told by the run, once
@@ -74,7 +74,7 @@ def score_completions(
             applicable |= applies
             for place, value in enumerate(earned):
                 if isinstance(value, tuple):
-                    parts[place] += tuple(span._replace(reward=component.weight * span.reward) for span in value)
+                    parts[place] += tuple(part._replace(reward=component.weight * part.reward) for part in value)
     return RewardScores(total, applicable, components, parts)
 
 
@@ -174,7 +174,7 @@ def _total(earned: Number | tuple[Span, ...]) -> float:
     """Returns a reward as one number, NaN if it does not apply."""
     if earned is None:
         return math.nan
-    return sum(span.reward for span in earned) if isinstance(earned, tuple) else earned
+    return sum(part.reward for part in earned) if isinstance(earned, tuple) else earned
 
 
 # ---- as a command line writes them

@@ -126,11 +126,11 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
     examples = [example for example in prompts.examples for _ in range(shape[1])]
     flat = [text for group in texts for text in group]
     scores = score_completions(reward, examples, flat)
-    if any(scores.spans):
+    if any(scores.parts):
         from grpo_jax.data.spans import in_tokens  # a run without spans does not load it
 
-        for number, (parts, text) in enumerate(zip(scores.spans, flat, strict=True)):
-            scores.spans[number] = in_tokens(parts, text, task.decode)
+        for number, (parts, text) in enumerate(zip(scores.parts, flat, strict=True)):
+            scores.parts[number] = in_tokens(parts, text, task.decode)
     scores = jax.tree.map(lambda x: x.reshape(shape), scores)
     return Graded(
         scores.rewards,
@@ -139,7 +139,7 @@ def grade_completions(prompts: Prompts, completions: Completions, task: Task, re
         lengths=np.asarray(completions.completion_mask).sum(-1),
         truncated=np.asarray(completions.truncated),
         distinct=np.array([_distinct(group) for group in texts]),
-        parts=scores.spans,
+        parts=scores.parts,
         episodes=reader_of(task).numbers(completions, texts),
     )
 

@@ -250,7 +250,7 @@ def test_spans_are_added_up_by_weight_beside_numbers():
     scores = score_completions(rewards, [{}] * 3, texts("abc", "de", "f"))
     assert scores.rewards.tolist() == [2.0, 0.5, 0.5]
     assert scores.components["lines"].tolist() == pytest.approx([0.75, 0.0, math.nan], nan_ok=True)
-    assert scores.spans.tolist() == [(Span(0, 1, 0.5), Span(1, 3, 1.0)), (), ()]
+    assert scores.parts.tolist() == [(Span(0, 1, 0.5), Span(1, 3, 1.0)), (), ()]
 
 
 def test_bad_spans_are_refused_in_a_sentence():
