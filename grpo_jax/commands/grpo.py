@@ -54,7 +54,7 @@ class Config(RewardOptions):
 
     train: GRPOConfig = recipe(eval_every=20)
     teacher: str = ""
-    """Folder or hub id of the model that the policy learns from. It must have the policy\'s tokenizer. Empty: none."""
+    """Folder or hub id of the model that the policy learns from. It must have the policy's tokenizer. Empty: none."""
 
 
 def main(config: Config) -> None:
