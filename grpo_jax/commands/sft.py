@@ -85,7 +85,7 @@ class Config:
     """Longest completion with its EOS, in tokens (T). None: the length that the model was trained on. `overlong`
     decides about longer completions."""
     teacher: str = ""
-    """Folder or hub id of the model that the policy learns from. It must have the policy\'s tokenizer. Empty: none."""
+    """Folder or hub id of the model that the policy learns from. It must have the policy's tokenizer. Empty: none."""
     distillation: Literal["none", "reverse_kl", "forward_kl", "jsd"] = "none"
     """Divergence from a teacher π_T at each token. reverse_kl: KL(π ‖ π_T). forward_kl: KL(π_T ‖ π). jsd: generalised
     Jensen-Shannon (2306.13649)."""
