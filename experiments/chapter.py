@@ -33,8 +33,8 @@ def about_sampling(tokenizer: Any, prompt: str) -> list[str]:
     return [
         "The chapter samples with num_return_sequences = batch_size * num_generations: 8 completions of one prompt, "
         "and x = 4 is never asked. The last four outputs that it prints, 10.0 2.0 5.0 5.0, would as answers to x = 4 "
-        f"have advantages of {signed(second)}; its text has 10 2 9 9. As one group of 8, which they are, the right ones "
-        f"get {one_group[0]:.4f}, not 0.8660.",
+        f"have advantages of {signed(second)}; its text has 10 2 9 9. As one group of 8, which they are, the right "
+        f"ones get {one_group[0]:.4f}, not 0.8660.",
         "The chapter prints 5.0 and 10.0 as outputs of max_new_tokens=1, which samples one token: here they take "
         f"{five} tokens and {ten} after the prompt.",
     ]

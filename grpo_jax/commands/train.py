@@ -1,7 +1,7 @@
 """`grpo-jax train`: one command for every method.
 
 Each method is a module of this folder with its own options. So `grpo-jax train --method sft --help` lists those of
-supervised fine-tuning alone.
+supervised fine-tuning.
 """
 
 import sys
