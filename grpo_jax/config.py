@@ -222,8 +222,8 @@ class LossConfig:
     """KL in the loss: the preset's, of sampled tokens, or of the whole vocabulary, KL(π ‖ π_ref) (full) or KL(π_ref ‖
     π) (reverse)."""
     advantages_of: AdvantagesOf = "sum"
-    """Numbers that a group compares: the sum of the rewards, each of its components (GDPO, 2601.05242), the rewards
-    from each turn on, or spans of completions."""
+    """Comparison in a group: the sum of the rewards, each of its components (GDPO, 2601.05242), the rewards from each
+    turn on, or spans of completions."""
     old_logprobs: OldLogprobs = "trainer"
     """Denominator of the ratio. trainer: the update's own pass, before its first step. sampler: probabilities reported
     at sampling, by an older policy with `staleness`."""

@@ -216,7 +216,7 @@ def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
         raise UsageError("--completion-column names the column of the prompt: name that of the completion")
     rows = read_rows(config.task)
     for row in rows:
-        text_column(row, config.completion_column)
+        text_column(row, config.completion_column, remedy="set --completion-column")
     return rows
 
 
