@@ -3,7 +3,7 @@
 A README.md beside it holds the results of the run, the command line and the options; --push-to-hub uploads the folder.
 With LoRA the adapters are merged into the model, or written separately (--adapter) as a folder that PEFT loads.
 
-  grpo-jax export runs/stories trained-model
+  grpo-jax export runs/train trained-model
 """
 
 from dataclasses import dataclass

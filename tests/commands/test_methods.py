@@ -288,7 +288,7 @@ def test_every_method_trains_adapters_on_a_quantised_base(folder, tmp_path, meth
         (["--quantize", "int8"], "quantize int8 is of frozen parameters, and without LoRA all are trained"),
         (
             ["--completion-column", "answer"],
-            "line 1 has no column answer: its columns are prompt, completion; set --completion-column",
+            "line 1 has no column answer: its columns are prompt, completion, chosen, rejected; set --completion-column",
         ),
         (["--completion-column", "prompt"], "--completion-column names the column of the prompt"),
         (["--task", "gsm8k"], "gsm8k is a task of rewards"),
