@@ -64,8 +64,8 @@ class ModelOptions:
     """Storage of LoRA's frozen projections: int8 takes 8 bits a weight, nf4 (QLoRA) 4.25. Layers are dequantised when
     they are used. Needs lora_rank."""
     remat: PlannedRemat = "auto"
-    """Parts that the backward pass computes again to save memory: little, whole layers, or layers whose inputs wait on
-    the host. auto: as memory requires."""
+    """Recomputation in the backward pass, to save memory. none: little. layer: whole layers. offload: layers, with
+    inputs stored on the host. auto: as memory requires."""
     attention: AttentionKind = "auto"
     """Attention's implementation. shared: plain JAX. xla, cudnn: those of jax.nn; cudnn needs bfloat16 and an NVIDIA
     GPU. auto: cudnn if possible, else shared."""
@@ -80,7 +80,7 @@ class ModelOptions:
     max_prompt_tokens: Size | None = None
     """Longest prompt, in tokens (P). None: the longest text that the model was trained on, less max_tokens."""
     overlong: Overlong = "drop"
-    """Longer prompts: drop leaves them out, truncate cuts their beginning. The run reports how many."""
+    """Treatment of longer prompts: drop leaves them out, truncate cuts their beginning. The run reports how many."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class LossConfig:
     """KL in the loss: the preset's, of sampled tokens, or of the whole vocabulary, KL(π ‖ π_ref) (full) or KL(π_ref ‖
     π) (reverse)."""
     advantages_of: AdvantagesOf = "sum"
-    """Rewards that a group compares: their sum, each of its components (GDPO, 2601.05242), the rewards from each
+    """Comparison in a group: the sum of the rewards, each of its components (GDPO, 2601.05242), the rewards from each
     turn on, or spans of completions."""
     old_logprobs: OldLogprobs = "trainer"
     """Denominator of the ratio. trainer: the update's own pass, before its first step. sampler: probabilities reported

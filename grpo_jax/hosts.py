@@ -44,15 +44,15 @@ class HostOptions:
     """Several hosts, each with a process of its own. Names are those of `jax.distributed.initialize`."""
 
     distributed: bool = False
-    """The same command is started on several hosts, which JAX finds by itself: under Slurm, Open MPI, Kubernetes or on
-    a TPU pod."""
+    """Run on several hosts, each started with the same command. JAX finds the hosts under Slurm, Open MPI, Kubernetes
+    or on a TPU pod."""
     coordinator_address: str = ""
-    """In its place, where JAX cannot find the hosts: address and free port of host 0, such as 10.0.0.1:8476. It needs
-    num_processes and process_id."""
+    """Address and free port of host 0, such as 10.0.0.1:8476, if JAX cannot find the hosts. It needs num_processes and
+    process_id, and replaces distributed."""
     num_processes: int | None = None
-    """How many hosts there are."""
+    """Number of hosts."""
     process_id: int | None = None
-    """The number of this one, from 0."""
+    """Number of this host, from 0."""
 
 
 # ---- which

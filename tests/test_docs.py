@@ -87,7 +87,7 @@ def test_commands_run_one_after_another(tmp_path):
     pairs = [{"prompt": f"Once there was a {word}.", "completion": f" The {word} was red."} for word in "abcdefghijkl"]
     (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     shown = [make, train.rstrip() + short, evaluate, preset.rstrip() + short]
-    shown += [export.replace("runs/stories", "runs/train"), memory]
+    shown += [export, memory]
     shown += [teacher.replace("SMALL", "DIR").replace("LARGE", "DIR").rstrip() + short]
     shown += [ppo.rstrip() + short, sft.replace("--run-dir", "--steps 2 --run-dir")]
     program = ".venv/bin/python -c 'from grpo_jax.commands import main; main()'"

@@ -1,9 +1,9 @@
-"""A policy from preferences, without a reward model: DPO and its relatives.
+"""Trains a policy on preferences without a reward model, by DPO or a related loss.
 
 --data are rows with prompt, chosen and rejected, or transcripts of HH-RLHF; a share is held out by a hash of the
 prompt. The policy learns to raise the log-probability of the chosen completion over that of the rejected one, compared
-with the model that it starts from (the reference). --preference-loss has others; simpo, orpo and cpo have no reference.
-Start from a model that was trained on such completions: `--method sft`.
+with the model that it starts from (the reference). --preference-loss selects another loss; simpo, orpo and cpo have no
+reference. Start from a model that was trained on such completions: `--method sft`.
 
   grpo-jax train --method dpo --model DIR --data FILE.jsonl
   grpo-jax train --method dpo --model DIR --data FILE.jsonl --preference-loss ipo --tau 0.5
@@ -62,15 +62,15 @@ class Config(PairOptions):
     )
     method: Method = "dpo"
     preference_loss: Literal["dpo", "robust", "length-normalized", "ipo", "hinge", "simpo", "orpo", "cpo"] = "dpo"
-    """The loss of a pair. Its constants follow; None: that of the paper."""
+    """Loss of a pair. Its constants are the next options."""
     beta: Positive | None = None
-    """β of dpo, robust, length-normalized, hinge, simpo and cpo."""
+    """β of dpo, robust, length-normalized, hinge, simpo and cpo. None: the paper's value, as in the other constants."""
     label_smoothing: Annotated[float, Range(lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")] | None = None
-    """Probability that a pair is the wrong way round: of dpo, robust and length-normalized."""
+    """Probability that a pair's labels are swapped, for dpo, robust and length-normalized."""
     tau: Positive | None = None
     """Weight of the KL in ipo."""
     gamma: Weight | None = None
-    """Margin that simpo asks for."""
+    """Target margin in simpo."""
     odds_coef: Weight | None = None
     """Weight of the odds ratio in orpo."""
     nll_coef: Weight | None = None

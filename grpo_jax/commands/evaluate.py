@@ -1,9 +1,9 @@
-"""How good is a model at a task: greedy, avg@n, pass@k and maj@n, with 95% intervals over prompts.
+"""Measures a model on a task: greedy, avg@n, pass@k and maj@n, with 95% intervals over prompts.
 
-MODEL is a folder in Hugging Face format, an id on the hub, or the folder of a run: then its newest checkpoint is taken,
-and its task, held-out prompts and sampling unless others are given (its rewards are code that is run: evaluate only
-runs that you trust). Of a task that is given all rows are evaluated. Completions do not depend on how many prompts are
-sampled at once. pass@k is the unbiased estimate; of rewards other than 0 and 1 it is the mean best of k.
+MODEL is a folder in Hugging Face format, an id on the hub, or the folder of a run. For a run, the command evaluates the
+newest checkpoint with the run's task, held-out prompts and sampling options, unless you give others. It executes the
+run's rewards, so evaluate only runs that you trust. If you give a task, all its rows are evaluated. --num-prompts does
+not change the completions. pass@k is the unbiased estimate; if rewards are not 0 or 1, it is the mean best of k.
 
   grpo-jax evaluate DIR --task gsm8k --data DIR --samples 8 --max-tokens 256
   grpo-jax evaluate runs/train --samples 31
@@ -56,36 +56,36 @@ _SAMPLING = ("max_tokens", "max_turns", "environment_tokens", "temperature", "to
 
 @dataclass(frozen=True)
 class Options(TaskOptions):
-    """Options of an evaluation."""
+    """Options of the evaluation: the model, the task and the sampling."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
     """Folder of a model or of a run, or an id on the hub."""
     samples: int = 8
     """Sampled completions of each prompt (n), besides a greedy one."""
     metric: str = ""
-    """Reward that counts; none: the weighted sum."""
+    """Name of the reward that is evaluated. Empty: the weighted sum."""
     max_tokens: int = 256
     """Longest completion, in tokens."""
     max_turns: int = 1
-    """Turns of an episode at most, where an environment or tools answer."""
+    """Largest number of turns of an episode, for tasks with an environment or tools."""
     environment_tokens: int = 0
-    """Tokens of the environment at most, in all its replies of an episode."""
+    """Largest number of tokens that the environment adds to an episode."""
     temperature: float = 1.0
     """Temperature of the sampled completions."""
     top_k: int = 0
-    """Sample among the k likeliest tokens; 0 for all."""
+    """Number of likeliest tokens to sample from; 0: all."""
     top_p: float = 1.0
-    """Sample among the fewest likeliest tokens of this mass; 1 for all."""
+    """Sample from the fewest likeliest tokens whose probabilities add up to this; 1: all."""
     min_p: float = 0.0
-    """Sample among tokens of at least this share of the largest probability; 0 for all."""
+    """Sample from tokens with at least this share of the largest probability; 0: all."""
     max_prompt_tokens: int | None = None
     """Longest prompt, in tokens; None: what max_tokens leaves of the length that the model was trained on."""
     overlong: Overlong = "drop"
-    """Longer prompts are dropped, or lose their beginning."""
+    """Treatment of longer prompts: drop leaves them out, truncate cuts their beginning."""
     num_prompts: int = 16
-    """Prompts sampled at once. No number depends on it."""
+    """Number of prompts sampled at once. Results do not depend on it."""
     dtype: Dtype = "float32"
-    """Dtype of activations and matrix products, for a model that is no run."""
+    """Dtype of activations and matrix products. A run keeps the dtype that it was trained with."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
     phase: str | None = None
@@ -93,7 +93,7 @@ class Options(TaskOptions):
     step: int | None = None
     """Step of a run's checkpoint; None: the newest."""
     seed: int = 0
-    """Seed of the sampling."""
+    """Random seed of the sampling."""
     out: Path | None = None
     """Folder for numbers.json, with every option and the checkpoint's step, and completions.jsonl."""
 

@@ -43,7 +43,7 @@ class RewardOptions(RunOptions):
     task: TaskOptions = TaskOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "grpo"
-    """The method of training. Each has options of its own, which `--method NAME --help` lists."""
+    """Method that trains the model. Each method has options of its own, which `--method NAME --help` lists."""
     control: bool = False
     """Train on a coin toss as well, from the same start."""
 

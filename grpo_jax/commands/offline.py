@@ -49,23 +49,23 @@ class PairOptions:
     model: ModelOptions = ModelOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "dpo"
-    """The method of training. Each has options of its own, which `--method NAME --help` lists."""
+    """Method that trains the model. Each method has options of its own, which `--method NAME --help` lists."""
     data: str = ""
     """File, folder or hub id of preferences; KTO also reads ratings."""
     chat: bool | None = None
-    """A text becomes a user's message of the chat template, a transcript several messages. None: if the
+    """Put prompts into the chat template: a text as the user's message, a transcript as several messages. None: if the
     tokenizer has one."""
     heldout_share: float = 0.1
-    """Share of the rows that is evaluated and not trained on."""
+    """Share of the rows that is held out: evaluated, but not trained on."""
     max_tokens: Size | None = None
     """Longest completion with its EOS, in tokens (T). None: the length that the model was trained on. `overlong`
     decides about longer completions."""
     seed: Seed = 0
-    """Seed of the order of rows, of mismatched completions and of new adapters."""
+    """Random seed of the order of rows, of mismatched completions and of new adapters."""
 
 
 class Job(NamedTuple):
-    """Data and functions that a method makes of its options."""
+    """Data of a method and functions of them, made from its options."""
 
     config: Any  # the options, with what was decided on the way
     phase: str

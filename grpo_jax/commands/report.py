@@ -3,7 +3,7 @@
 It shows warnings, results, the curves that decide whether the run learned, all other metrics, and groups of completions
 with rewards, advantages and the probabilities of tokens. It can be written while the run continues.
 
-  grpo-jax report runs/stories
+  grpo-jax report runs/train
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,12 @@
-"""A reward model from preferences: how often does it prefer the chosen one of two held-out answers, and how surely?
+"""Trains a reward model on preferences, and measures how often it prefers the chosen one of two held-out answers.
 
 --data are rows with prompt, chosen and rejected, or transcripts of HH-RLHF; a share is held out by a hash of the
-prompt. The model gets a scalar head and learns −log σ(r_chosen − r_rejected). What comes out is a folder that
-`load_reward_model` makes a reward of, and transformers a classifier. Shown beside it: how often the shorter answer was
-the chosen one. With the 260-thousand-parameter TinyStories model and the 2,312 pairs of harmless-base's test set,
-expect an accuracy of 0.53 to 0.61 in one to two minutes on two CPU cores, by which quarter of the pairs is held out:
-such a model learns little more than that shorter answers were preferred.
-Left out of the papers: pretraining on preferences, and ensembles.
+prompt. The model gets a scalar head and learns −log σ(r_chosen − r_rejected). The run leaves the folder
+reward-model, which `load_reward_model` turns into a reward, and transformers into a classifier. For comparison, the
+command prints how often the shorter answer was chosen. With the TinyStories model of 260 thousand parameters and the
+2,312 pairs of harmless-base's test set, expect an accuracy of 0.53 to 0.61, depending on the held-out quarter. It takes
+one to two minutes on two CPU cores. Such a model learns little more than that shorter answers were preferred. The
+papers' pretraining on preferences and ensembles are left out.
 
   grpo-jax train --method reward-model --model DIR --data FILE.jsonl.gz
 """
@@ -54,15 +54,15 @@ class Config(PairOptions):
     model: ModelOptions = ModelOptions(max_prompt_tokens=32, overlong="truncate")
     method: Method = "reward-model"
     heldout_share: float = 0.25
-    """Share of the pairs that is evaluated and not trained on."""
+    """Share of the pairs that is held out: evaluated, but not trained on."""
     max_tokens: Size | None = 64
-    """Longest answer, in tokens (T). None: as long as they come. `overlong` decides about longer answers."""
+    """Longest answer, in tokens (T). None: no limit. `overlong` decides about longer answers."""
     num_pairs: Size = 16
     """Pairs of a step (N)."""
     center_coef: Weight = 0.0
     """Weight of (r_chosen + r_rejected)^2, which holds rewards near 0; 0.01 is usual."""
     bins: Size = 8
-    """Bins of the calibration curve."""
+    """Number of bins of the calibration curve."""
 
 
 def prepare(config: Config) -> Job:

@@ -66,7 +66,7 @@ class Config:
     model: ModelOptions = ModelOptions()
     output: flags.RunConfig = flags.RunConfig(Path(RUN_DIR))
     method: Method = "sft"
-    """The method of training. Each has options of its own, which `--method NAME --help` lists."""
+    """Method that trains the model. Each method has options of its own: `--method grpo --help` lists those of GRPO."""
     task: str = ""
     """Rows with prompts and completions: a .jsonl or .json file, a folder with train.jsonl, an id on the hub."""
     completion_column: str = "completion"
@@ -74,13 +74,13 @@ class Config:
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     template: str | None = None
-    """Prompt with {column} in it, in place of a column."""
+    """Prompt with {column} where the text of a column goes. It replaces prompt_column. None: no template."""
     chat: bool | None = None
-    """A text becomes a user's message of the tokenizer's chat template. None: if it has one."""
+    """Put prompts that are text into the chat template, as the user's message. None: if the tokenizer has one."""
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
     num_heldout: int | None = None
-    """Held-out prompts at most. None: 200, and at most a tenth of the rows."""
+    """Largest number of held-out prompts. None: 200, and at most a tenth of the rows."""
     max_tokens: Size | None = None
     """Longest completion with its EOS, in tokens (T). None: the length that the model was trained on. `overlong`
     decides about longer completions."""
@@ -93,13 +93,13 @@ class Config:
     """Compute the divergence over the teacher's k likeliest tokens, with all others counted as one; 0: over the whole
     vocabulary."""
     distillation_beta: float = 0.5
-    """For jsd alone: weight β of the teacher in its mixture. Near 0 it is like forward_kl, near 1 like reverse_kl."""
+    """Only for jsd: weight β of the teacher in its mixture. Near 0 it is like forward_kl, near 1 like reverse_kl."""
     nll_coef: Weight = 0.0
-    """With a teacher: weight λ of the NLL of the completions, beside the divergence. 0: from the teacher alone."""
+    """With a teacher: weight λ of the NLL of the completions, which is added to the divergence. 0: no NLL."""
     num_rows: Size = 8
-    """Packed rows of a step. The run says how many of them an epoch has."""
+    """Number of packed rows in a step. The run prints how many rows an epoch has."""
     seed: Seed = 0
-    """Seed of the order of rows, and of new adapters."""
+    """Random seed of the order of rows and of new adapters."""
 
 
 class Texts(NamedTuple):
@@ -216,7 +216,7 @@ def read_completions(config: Config) -> Sequence[Mapping[str, Any]]:
         raise UsageError("--completion-column names the column of the prompt: name that of the completion")
     rows = read_rows(config.task)
     for row in rows:
-        text_column(row, config.completion_column)
+        text_column(row, config.completion_column, remedy="set --completion-column")
     return rows
 
 

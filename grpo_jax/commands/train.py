@@ -1,7 +1,7 @@
 """`grpo-jax train`: one command for every method.
 
 Each method is a module of this folder with its own options. So `grpo-jax train --method sft --help` lists those of
-supervised fine-tuning alone.
+supervised fine-tuning.
 """
 
 import sys
@@ -81,9 +81,10 @@ def check_options(method: str, args: Sequence[str]) -> None:
             continue
         others = [other for other in METHODS if names & option_types(module_of(other).Config).keys()]
         if others:
+            listed = " and ".join(filter(None, (", ".join(others[:-1]), others[-1])))
             raise UsageError(
-                f"{flag} is an option of --method {' and '.join(others)}, and the method is {method}: leave it out, or "
-                "choose another method"
+                f"{flag} is an option of --method {listed}, and the method is {method}: leave it out, or choose "
+                "another method"
             )
 
 

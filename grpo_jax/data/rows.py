@@ -59,13 +59,14 @@ def read_rows(source: str | Path, *, split: str | None = None, subset: str | Non
     return rows
 
 
-def column(row: Mapping[str, Any], name: str, where: str = "a row") -> Any:
+def column(row: Mapping[str, Any], name: str, where: str = "a row", *, remedy: str = "") -> Any:
     """Returns the value of a column in a row.
 
     Args:
       row: its columns.
       name: of the column.
       where: names a row that was not read by `read_rows`.
+      remedy: how to name another column, as the end of the refusal.
 
     Returns:
       The value.
@@ -75,17 +76,19 @@ def column(row: Mapping[str, Any], name: str, where: str = "a row") -> Any:
     """
     if name not in row:
         there = ", ".join(map(str, row)) or "none"
-        raise UsageError(f"{getattr(row, 'where', where)} has no column {name}: its columns are {there}")
+        raise UsageError(
+            f"{getattr(row, 'where', where)} has no column {name}: its columns are {there}{remedy and f'; {remedy}'}"
+        )
     return row[name]
 
 
-def text_column(row: Mapping[str, Any], name: str, where: str = "a row") -> str:
+def text_column(row: Mapping[str, Any], name: str, where: str = "a row", *, remedy: str = "") -> str:
     """Returns the text of a column in a row, as `column`.
 
     Raises:
       UsageError: there is no such column, or it holds something else.
     """
-    value = column(row, name, where)
+    value = column(row, name, where, remedy=remedy)
     if not isinstance(value, str):
         raise UsageError(f"{getattr(row, 'where', where)}: column {name} holds {kind_of(value)}, and should hold text")
     check_text(value, f"{getattr(row, 'where', where)}: column {name}")

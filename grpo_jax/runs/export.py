@@ -1,9 +1,9 @@
 """Writes a checkpoint of a run as a Hugging Face folder, which transformers, vLLM and load_pretrained load.
 
 A README.md beside it holds the results of the run, the command line and the options; --push-to-hub uploads the folder.
-With LoRA the adapters are merged into the model, or written alone (--adapter) as a folder that PEFT loads.
+With LoRA the adapters are merged into the model, or written separately (--adapter) as a folder that PEFT loads.
 
-  grpo-jax export runs/stories trained-model
+  grpo-jax export runs/train trained-model
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Options:
     base: Path | None = None
     """Folder of the base of a LoRA run, if it has moved."""
     adapter: bool = False
-    """Write the adapters of a LoRA run alone."""
+    """Write only the adapters of a LoRA run."""
     push_to_hub: str = ""
     """Repository on the hub, as user/name, to upload the folder to; a new one is private."""
 

@@ -41,7 +41,7 @@ from grpo_jax.runs.trackers import weights_and_biases
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The folder of a run, and how it starts."""
+    """Folder of the run, and options of its start."""
 
     run_dir: Path
     """Folder of the run. If it holds a run already, a number is added to its name."""
@@ -66,7 +66,7 @@ class HasOutput(Protocol):
 
     @property
     def output(self) -> RunConfig:
-        """Folder of the run."""
+        """Folder and start of the run."""
 
 
 # Options that --help shows, in this order, if a command has them; and those that belong to no group of the command.

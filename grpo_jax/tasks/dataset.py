@@ -214,7 +214,8 @@ def _item(row: Mapping[str, Any], where: str, prompt_column: str, template: str 
     Raises:
       UsageError: the prompt is neither text nor messages, or the template does not fit.
     """
-    prompt = column(row, prompt_column, where) if template is None else _fill(template, row, where)
+    remedy = "put the prompt there, or set prompt_column or template"
+    prompt = column(row, prompt_column, where, remedy=remedy) if template is None else _fill(template, row, where)
     if not isinstance(prompt, str):
         check_messages(prompt, f"{where}: column {prompt_column}")
         prompt = list(prompt)

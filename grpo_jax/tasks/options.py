@@ -31,12 +31,12 @@ _REWARDS = {
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Options of the task."""
+    """Options of the task: prompts, rewards and the environment."""
 
     task: str = ""
     """gsm8k, math, countdown, or your own rows: a .jsonl or .json file, a folder with train.jsonl, an id on the hub."""
     data: str = ""
-    """Rows of gsm8k or math: a folder, a file, or an id on the hub; needed for math."""
+    """Folder, file or hub id with the rows of gsm8k or math. math needs it."""
     reward: tuple[str, ...] = ()
     """Rewards, each as name=weight*function(argument=value), where only the function is needed: file.py:function or a
     built-in one, such as exact_answer or length. Weight 0 only logs."""
@@ -52,10 +52,10 @@ class TaskOptions:
     prompt_column: str = "prompt"
     """Column of your own rows with the prompt: text, or a list of chat messages."""
     template: str | None = None
-    """Prompt with {column} where a row's column is to stand, such as "Q: {question} A:". It replaces prompt_column or
+    """Prompt with {column} where the text of a column goes, such as "Q: {question} A:". It replaces prompt_column or
     the task's own. None: no template."""
     chat: bool | None = None
-    """A prompt that is text becomes a user's message of the chat template. None: if the tokenizer has one."""
+    """Put prompts that are text into the chat template, as the user's message. None: if the tokenizer has one."""
     system: str | None = None
     """System message before prompts that have none; needs a chat template."""
     num_heldout: Size | None = None

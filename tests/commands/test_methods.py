@@ -286,7 +286,10 @@ def test_every_method_trains_adapters_on_a_quantised_base(folder, tmp_path, meth
     ("args", "sentence"),
     [
         (["--quantize", "int8"], "quantize int8 is of frozen parameters, and without LoRA all are trained"),
-        (["--completion-column", "answer"], "rows.jsonl, line 1 has no column answer: its columns are prompt"),
+        (
+            ["--completion-column", "answer"],
+            "line 1 has no column answer: its columns are prompt, completion, chosen, rejected; set --completion-co",
+        ),
         (["--completion-column", "prompt"], "--completion-column names the column of the prompt"),
         (["--task", "gsm8k"], "gsm8k is a task of rewards"),
         (["--task", ""], "--task is needed"),
@@ -650,7 +653,11 @@ def test_a_run_of_another_method_starts_from_the_options_of_a_file(folder, tmp_p
         (["--critic", "shared"], "--critic is an option of --method ppo, and the method is grpo"),
         (["--method", "grpo", "--critic_learning_rate=1"], "--critic-learning-rate is an option of --method ppo"),
         (["--method", "sft", "--no-whiten"], "--no-whiten is an option of --method ppo, and the method is sft"),
-        (["--method", "sft", "--reward", "f"], "--reward is an option of --method grpo and ppo"),
+        (["--method", "sft", "--reward", "f"], "--reward is an option of --method grpo and ppo, and the method is sft"),
+        (
+            ["--method", "dpo", "--task", "f"],
+            "--task is an option of --method grpo, ppo and sft, and the method is dpo",
+        ),
         (["--method", "ppo", "--bins", "8"], "--bins is an option of --method reward-model"),
         (["--method", "pop"], "there is no method pop: is it ppo or dpo?"),
         (["--config", "none.yaml"], "none.yaml cannot be read"),

@@ -261,7 +261,10 @@ def test_a_prompt_is_text_or_messages(prompt, sentence):
         ({"heldout_share": 1e-9}, "no prompt is left for held out among 100 rows"),
         ({"heldout_share": 1.5}, "heldout_share is 1.5: it must be at least 0, and below 1"),
         ({"heldout_rows": []}, "no prompt is left for held out"),
-        ({"heldout_rows": [{"text": "x"}]}, "held-out row 0 has no column prompt: its columns are text"),
+        (
+            {"heldout_rows": [{"text": "x"}]},
+            "held-out row 0 has no column prompt: its columns are text; put the prompt there, or set",
+        ),
         ({"prompt_column": "question"}, "row 0 has no column question: its columns are prompt, number"),
         ({"system": "Be"}, "a system message needs chat messages"),
         ({"vocab_size": ord("w")}, "the tokenizer writes token 119, but the model has the tokens 0 to 118: take the"),
