@@ -85,7 +85,7 @@ def main(config: Config) -> None:
 
 
 def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:
-    """Of the sampled completions to sums and to products: shares of right answers and of calls."""
+    """Returns shares of right answers and of calls in the sampled completions to sums and to products."""
     del calls
     products = np.array([calculator.is_product(example) for example in task.heldout.examples])
     numbers: dict[str, float] = {}

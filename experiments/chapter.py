@@ -1,4 +1,4 @@
-"""What the DeepSeekMath chapter of Hugging Face's course has wrong, with the numbers that show it.
+"""Errors in the DeepSeekMath chapter of Hugging Face's course, with the numbers that show them.
 
 As `experiments.walkthrough` prints it step by step: what the chapter says, what is right, and a number. What takes a
 model to show is in the walk itself.

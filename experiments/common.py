@@ -1,4 +1,4 @@
-"""What the experiments share: small models of our own, and the numbers of several seeds."""
+"""Common parts of the experiments: small models of our own, and the numbers of several seeds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -128,7 +128,7 @@ def main(config: Config) -> None:
 
 
 def keeps(name: str, word: str) -> bool:
-    """Whether a completion keeps a principle; one that is not a word of letters keeps none."""
+    """Returns whether a completion follows a principle; one that is not a word of letters keeps none."""
     return word.isalpha() and GOLD[name](word)
 
 

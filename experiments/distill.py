@@ -56,7 +56,7 @@ SHARE = 0.95  # of the teacher's accuracy, which samples are counted to
 
 @dataclass(frozen=True)
 class GRPOOptions:
-    """Of GRPO, which needs groups, as in `experiments.arithmetic`."""
+    """Options of GRPO, which needs groups, as in `experiments.arithmetic`."""
 
     grpo_steps: int = 152
     """Steps of GRPO."""
@@ -65,7 +65,7 @@ class GRPOOptions:
     grpo_group_size: int = 8
     """Completions of each prompt."""
     grpo_learning_rate: float = 4e-4
-    """Of AdamW."""
+    """Learning rate of AdamW."""
     grpo_kl_coef: float = 0.04
     """Weight of the KL to the start."""
 
@@ -96,7 +96,7 @@ class Config:
 
 
 class World(NamedTuple):
-    """What the methods of one seed have in common."""
+    """The parts that the methods of one seed share."""
 
     config: GRPOConfig  # with the seed
     task: Task
@@ -108,7 +108,7 @@ class World(NamedTuple):
 
 
 class Models(NamedTuple):
-    """What all seeds have in common."""
+    """The parts that all seeds share."""
 
     policy: Policy
     teacher: Policy
@@ -234,7 +234,7 @@ def points_of(method: str, config: Config, seed: int, run: RunFolder) -> dict[in
 
 
 def numbers_of(method: str, config: Config, world: World, score: float) -> dict[str, float]:
-    """Of one method and seed: accuracies, as shares of the teacher's too, and samples until `SHARE` of it."""
+    """Summarises one method and seed: accuracies, as shares of the teacher's too, and samples until `SHARE` of it."""
     points = points_of(method, config, world.config.seed, world.run)
     sampling = config.train.sampling
     budget = config.train.steps * sampling.num_prompts * sampling.group_size

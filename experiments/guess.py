@@ -107,7 +107,7 @@ def main(config: Config) -> None:
 
 
 def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dict[str, float]:
-    """Of the sampled games: where the share won lies above blind play, and the turns that games won took."""
+    """Summarises the sampled games: how far the share won lies above blind play, and the turns of won games."""
     del calls
     games = [completion for group in evaluation.texts for completion in group[:-1]]
     turns = [len(game.turns) for game in games if guess.is_won(game.turns)]

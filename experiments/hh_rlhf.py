@@ -139,7 +139,7 @@ class Config:
     reward_model_learning_rate: float = 3e-4
     """Peak learning rate of either reward model."""
     critic_start: Literal["reward_model", "policy"] = "reward_model"
-    """What a critic of its own starts from: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
+    """Start of a separate critic: the reward model, as in InstructGPT (2203.02155), or the SFT policy."""
 
 
 class Thirds(NamedTuple):
@@ -151,7 +151,7 @@ class Thirds(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What all seeds have in common."""
+    """The parts that all seeds share."""
 
     model: Loaded
     start: Params  # of SFT
@@ -162,7 +162,7 @@ class Shared(NamedTuple):
 
 
 class Seed(NamedTuple):
-    """What was trained with one seed, and how it answers the held-out prompts."""
+    """The models of one seed, and their answers to the held-out prompts."""
 
     answers: dict[str, Evaluation]  # row of the table -> answers
     nll: dict[str, float]  # of the held-out chosen answers, before and after SFT, nats a token
@@ -350,7 +350,7 @@ def timed(run: RunFolder, name: str, reward: Reward) -> Reward:
 
 
 def summarised(found: Sequence[Seed], shared: Shared) -> dict[str, Any]:
-    """What results.json holds: nothing that differs when a run is resumed."""
+    """Returns the contents of results.json: nothing that differs when a run is resumed."""
     thirds, pairs = shared.thirds, shared.thirds.pairs[2]
 
     def scores(model: RewardModel):

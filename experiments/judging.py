@@ -1,4 +1,4 @@
-"""What a judge's scores of answers come to, and what answers cost: numbers and tables of `experiments.hh_rlhf`.
+"""Summaries of a judge's scores and of the cost of answers: numbers and tables of `experiments.hh_rlhf`.
 
 M prompts, n sampled answers to each, S seeds.
 """
@@ -33,7 +33,7 @@ def sampled_answers(evaluation: Evaluation) -> Answers:
 
 
 def best_answers(answers: Answers, scores: np.ndarray) -> Answers:
-    """Of the answers to each prompt the one with the highest score `[M, n]`; of equal ones the first."""
+    """Returns the answer with the highest score `[M, n]` for each prompt, the first of equal ones."""
     best = scores.argmax(-1)[:, None]
     return {name: np.take_along_axis(values, best, -1) for name, values in answers.items()}
 
@@ -129,7 +129,7 @@ def agreement(learned: np.ndarray, judge: np.ndarray, pairs: EncodedPairs, start
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> float:
-    """Of y over x within prompts, `[M, n]` each; 0 where x does not vary."""
+    """Returns the slope of y over x within prompts, `[M, n]` each; 0 where x does not vary."""
     x, y = (values - values.mean(-1, keepdims=True) for values in (x, y))
     return float((x * y).sum() / (x * x).sum()) if np.any(x) else 0.0
 

@@ -83,7 +83,7 @@ class Config:
     seeds: Seeds = Seeds()
     output: flags.RunConfig = flags.RunConfig(Path("runs/multi_objective"))
     weights: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
-    """Of `own` in the sweep; `order` has what is left to 1."""
+    """Weights of `own` in the sweep; `order` has the rest to 1."""
     warm_steps: int = 300
     """Supervised steps on words at random, before training on rewards."""
 

@@ -85,7 +85,7 @@ class Config:
     labels: int = 8192
     """Pairs that the judge sees in a run."""
     rounds: int = 8
-    """Of the online method; labels and steps are spread evenly over them."""
+    """Rounds of the online method; labels and steps are spread evenly over them."""
     replay_share: float = OnlineConfig._field_defaults["replay_share"]
     """Share of the pairs of earlier rounds that the reward model is trained on again."""
 
@@ -190,7 +190,7 @@ def word_numbers(evaluation: Evaluation) -> dict[str, float]:
 
 
 def opinion(model: RewardModel, evaluation: Evaluation, task: Task) -> np.ndarray:
-    """What a reward model says of the sampled words of an evaluation, `[M, n]`."""
+    """Returns a reward model's scores of the sampled words of an evaluation, `[M, n]`."""
     examples = [example for example, group in zip(task.heldout.examples, evaluation.texts, strict=True) for _ in group]
     words = [word for group in evaluation.texts for word in group]
     widths = {"max_prompt_tokens": letters.PROMPT_TOKENS, "max_tokens": letters.MAX_TOKENS}

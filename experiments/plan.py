@@ -55,11 +55,11 @@ class Config:
     devices: int = 0
     """Devices of the run; 0: those of the topology, or 8."""
     fsdp: int = 0
-    """As in a run; 0: what tensor leaves of the devices."""
+    """The same option as in a run; 0: what tensor leaves of the devices."""
     tensor: int = 1
-    """As in a run."""
+    """The same option as in a run."""
     device: Literal["h100", "v5e", "v5p", "v6e"] = "h100"
-    """What the devices are; with a topology those of its name."""
+    """Kind of the devices; with a topology those of its name."""
     tflops: float = 0.0
     """10^12 operations a second of a device; 0: its data sheet's."""
     bandwidth_gb_s: float = 0.0
@@ -75,15 +75,15 @@ class Config:
     max_tokens: int = 512
     """T."""
     dtype: Dtype = "bfloat16"
-    """Of activations and matrix products."""
+    """Dtype of activations and matrix products."""
     remat: PlannedRemat = "auto"
-    """As in a run."""
+    """The same option as in a run."""
     microbatches: int = 0
-    """As in a run."""
+    """The same option as in a run."""
     lora_rank: int = 0
-    """As in a run; the frozen parameters are then bfloat16."""
+    """The same option as in a run; the frozen parameters are then bfloat16."""
     quantize: Quantize = "none"
-    """As in a run."""
+    """The same option as in a run."""
     method: Literal["grpo", "ppo"] = "grpo"
     """PPO has an own critic."""
     compile: bool = False
@@ -194,7 +194,7 @@ def data_of(config: Config) -> int:
 
 
 def shape_of(config: Config) -> Shape:
-    """What the memory of the run depends on, on one device."""
+    """Returns what the memory of the run depends on, on one device."""
     return Shape(
         num_prompts=config.prompts_per_device,
         group_size=config.group_size,
@@ -219,7 +219,7 @@ def device_of(config: Config) -> Device:
 
 
 def traffic_of(plan: Plan, data: int) -> dict[str, list[Exchange]]:
-    """What is exchanged in each program."""
+    """Returns the exchanges of each program."""
     return {
         "sample": sample_traffic(plan.model, plan.shape),
         "score": score_traffic(plan.model, plan.shape),

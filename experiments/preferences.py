@@ -163,14 +163,14 @@ def train_on_ratings(
 
 
 def heldout(numbers: Callable[[np.ndarray], dict[str, float]]) -> Callable[[Params, int], dict[str, float]]:
-    """What is logged of parameters while they are trained."""
+    """Returns a function that evaluates parameters while they are trained."""
     return lambda params, step: {f"heldout_{name}": value for name, value in numbers(log_probabilities(params)).items()}
 
 
 def judge(
     policy: np.ndarray, *, reference: np.ndarray, worth: np.ndarray, best: np.ndarray, beta: float
 ) -> dict[str, float]:
-    """What a policy earns, all `[prompts, completions]`: log-probabilities, and the worth of each completion."""
+    """Measures a policy by its log-probabilities and the worth of completions, all `[prompts, completions]`."""
     probabilities = np.exp(policy)
     utility, kl, kl_to_best = (
         float((probabilities * x).sum(-1).mean()) for x in (worth, policy - reference, policy - best)

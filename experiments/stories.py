@@ -78,7 +78,7 @@ def main(config: Config) -> None:
     score = jax.jit(partial(score_completion_tokens, model.policy))
 
     def examine(evaluation, calls) -> dict[str, float]:
-        """Of sampled stories: nats a token under the start and to it, and the share of repeated sentences."""
+        """Summarises sampled stories: nats a token under the start and to it, and the share of repeated sentences."""
         start_logprob = logprob = tokens = 0.0
         for call in calls:
             ids, mask = call.completions.completion_ids, call.completions.completion_mask

@@ -1,4 +1,4 @@
-"""What happens in one step of GRPO? The DeepSeekMath chapter of Hugging Face's course, with numbers from your model.
+"""Walks through one step of GRPO: the DeepSeekMath chapter of Hugging Face's course, with numbers from your model.
 
 Everything as in the chapter (https://huggingface.co/learn/llm-course/chapter12/3b): two prompts, four completions each
 of one token, top-k 10, temperature 0.7, ε 0.2, β 0.04. Each step names the function that computes it; where the
@@ -62,11 +62,11 @@ class Config:
     model: str = ""
     """Folder of a Hugging Face model, or its id on the hub."""
     dtype: Dtype = "float32"
-    """Of activations and matrix products."""
+    """Dtype of activations and matrix products."""
     prompts: tuple[str, ...] = ("Solve y = 2x + 1 for x = 2, y = ", "Solve y = 2x + 1 for x = 4, y = ")
     """Prompts of the batch."""
     answers: tuple[str, ...] = ("5", "9")
-    """What is right, one a prompt."""
+    """The right answers, one a prompt."""
     reward: Literal["auto", "answer", "vowels", "even"] = "auto"
     """answer: 1 where it is right. vowels: their share of the letters. even: 1 where the first token's id is even.
     auto: the first of these in which completions of a prompt differ."""
@@ -77,7 +77,7 @@ class Config:
     top_k: int = 10
     """Sample among the k likeliest tokens; 0 for all."""
     temperature: float = 0.7
-    """Of sampling."""
+    """Temperature of sampling."""
     epsilon_low: float = 0.2
     """How far below 1 the ratio may go."""
     epsilon_high: float = 0.2
@@ -85,15 +85,15 @@ class Config:
     kl_coef: float = 0.04
     """Weight of the KL divergence from the start (β); 0 for none."""
     learning_rate: float = 1e-5
-    """Of AdamW, for one step that is seen; the chapter names none."""
+    """Learning rate of AdamW, for one visible step; the chapter names none."""
     seed: int = 0
-    """Of sampling."""
+    """Seed of sampling."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, so that the next start reads them."""
 
 
 class Terms(NamedTuple):
-    """What the loss is made of, `[N, G, T]` each, and the loss."""
+    """The parts of the loss, `[N, G, T]` each, and the loss."""
 
     logprobs: Array
     ratio: Array
@@ -291,7 +291,7 @@ def exact_kl(policy: Policy, params: Params, reference: Params, batch: Batch) ->
 
 
 def show_completions(task: Task, sampled: Completions) -> None:
-    """What was sampled, and what is right."""
+    """Prints the samples, and the right answers."""
     pairs = zip(task.heldout.examples, decode_groups(sampled, task), strict=True)
     for number, (example, texts) in enumerate(pairs, 1):
         say(f"prompt {number}: {example['prompt']!r}, right: {example['answer']}")
@@ -299,7 +299,7 @@ def show_completions(task: Task, sampled: Completions) -> None:
 
 
 def show_advantages(rewards: np.ndarray, advantages: np.ndarray) -> None:
-    """Those of each group, beside what they are computed from."""
+    """Prints the advantages of each group, with the rewards that they are computed from."""
     for number, (of_group, group) in enumerate(zip(rewards, advantages, strict=True), 1):
         say(f"prompt {number}: mean {of_group.mean():.4f}, standard deviation (n − 1) {of_group.std(ddof=1):.4f}")
         say(f"  advantages {signed(group)}, sum {abs(group.sum()):.4f}")
@@ -309,7 +309,7 @@ def show_advantages(rewards: np.ndarray, advantages: np.ndarray) -> None:
 def show_logprobs(
     config: Config, sampled: Completions, tokens: list[str], start: np.ndarray, plain: np.ndarray
 ) -> None:
-    """Those of the policy, `start`, beside those among the top k and those at temperature 1, `plain`."""
+    """Prints log-probabilities of the policy, `start`, those among the top k, and those at temperature 1, `plain`."""
     mask = sampled.completion_mask
     drawn = sampled.sampler_logprobs if sampled.truncated_logprobs is None else sampled.truncated_logprobs
     columns = {"log π": start, "π": np.exp(start), "π among top k": np.exp(drawn), "π, temperature 1": np.exp(plain)}
@@ -353,7 +353,7 @@ def show_moves(
 def show_changes(
     config: Config, batch: Batch, after: Terms, as_expected: np.ndarray, kl: np.ndarray, kl_now: float
 ) -> None:
-    """What the chapter says of the update, beside the numbers of this one."""
+    """Compares the chapter's words on the update with the numbers of this one."""
     mask, side = batch.completion_mask, batch.advantages[..., None]
     low, high = 1 - config.epsilon_low, 1 + config.epsilon_high
     ratio, above, below = after.ratio[mask], (after.ratio > high) & mask, (after.ratio < low) & mask
@@ -376,7 +376,7 @@ def show_changes(
 
 
 def heading(title: str, functions: str) -> None:
-    """Of a step, with what computes it."""
+    """Prints the numbers of a step, with the functions that compute them."""
     CONSOLE.print(f"\n[bold]{title}[/]\n[dim]grpo_jax: {functions}[/]")
 
 
@@ -386,7 +386,7 @@ def say(text: str) -> None:
 
 
 def correct(*corrections: str) -> None:
-    """What is wrong in the chapter."""
+    """Prints the errors of the chapter."""
     for text in corrections:
         CONSOLE.print(Padding(f"[yellow]Correction:[/] {escape(text)}", (0, 0, 0, 2), expand=False))
 

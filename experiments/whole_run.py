@@ -77,7 +77,7 @@ class Heldout(NamedTuple):
 
 
 class History(NamedTuple):
-    """What a run leaves behind; from `compile_runs` with a leading axis R."""
+    """Results of a run; from `compile_runs` with a leading axis R."""
 
     params: Params  # the trained ones by role, at the end
     # name -> [S]; those of the ordinary loop that can be had on the device, and "gold": the mean of what gold gives the
@@ -209,7 +209,7 @@ def compile_runs(
 
 
 class _Run(NamedTuple):
-    """What the iterations of a run share."""
+    """The parts that the iterations of a run share."""
 
     policy: Policy
     method: Method
@@ -223,7 +223,7 @@ class _Run(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What passes from one iteration to the next."""
+    """The state that passes from one iteration to the next."""
 
     state: TrainState
     earlier: tuple[Params, ...]  # trained parameters of the policy, the oldest first: as many as `staleness` says

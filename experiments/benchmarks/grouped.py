@@ -1,4 +1,4 @@
-"""What does the product of groups of rows cost, each group with a kernel of its own?
+"""Times the product of groups of rows, each group with a kernel of its own.
 
     python -m experiments.benchmarks.grouped
 

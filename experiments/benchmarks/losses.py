@@ -1,4 +1,4 @@
-"""What does a loss cost that is put together from functions, against the same expression written out by hand?
+"""Times losses that are put together from functions, against the same expressions written out by hand.
 
     python -m experiments.benchmarks.losses
 
@@ -116,7 +116,7 @@ def grpo(logprobs, old_logprobs, ref_logprobs, advantages, mask, weights):
 
 
 def divergence(function: Loss) -> Loss:
-    """Of the reference, Σ w · D."""
+    """Σ w · D, by the reference."""
     return lambda logprobs, old, ref, a, mask, weights: jnp.sum(weights * function(logprobs, ref))
 
 

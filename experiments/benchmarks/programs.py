@@ -47,11 +47,11 @@ class Config:
     programs: tuple[str, ...] = ("sample", "score", "learn")
     """Which to time."""
     dtype: Dtype = "float32"
-    """Of activations and matrix products."""
+    """Dtype of activations and matrix products."""
     attention: AttentionKind = "auto"
-    """As in a run."""
+    """The same option as in a run."""
     remat: Remat = "none"
-    """As in a run."""
+    """The same option as in a run."""
     microbatches: int = 0
     """Pieces of an update; 0: chosen by the library."""
     repeats: int = 3

@@ -74,8 +74,8 @@ def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: ja
 
 
 def compare(config: ModelConfig, options: Options) -> tuple[float, float, float, float, float]:
-    """Of places and of tokens the share that went elsewhere; mean exp |Δ log p| of all tokens, and of those that went
-    the same way in all layers; and the largest |Δ log p| of these."""
+    """Returns the shares of places and of tokens that went elsewhere; mean exp |Δ log p| of all tokens, and of those that
+    went the same way in all layers; and the largest |Δ log p| of these."""
     policy, rng = decoder_policy(config), np.random.default_rng(0)
     params = jax.jit(policy.init)(jax.random.key(0))
     ids = jnp.asarray(rng.integers(0, config.vocab_size, (options.prompts, options.prompt_tokens)), jnp.int32)

@@ -47,7 +47,7 @@ def random_prompts(shape: Shape, step: int, *, seed: int = 0) -> Prompts:
 
 
 class Cost(NamedTuple):
-    """Of one rollout with completions of full length."""
+    """Operations and bytes of one rollout with completions of full length."""
 
     forward_flops: float  # of sampling, and of scoring; an update takes three times as many
     sample_bytes: float  # read from memory: in every step the weights, and the keys and values that are there

@@ -1,4 +1,4 @@
-"""Where does the time of episodes go: the host, what is computed of prompts and replies, or tokens one by one?
+"""Measures where the time of episodes goes: the host, prompts and replies, or tokens one by one.
 
 A decoder with random weights plays three turns, in float32. A turn ends by a token that is as likely as any other,
 after 16 tokens in the mean. Replies are half as long again, and the last turn has none, so that half of the tokens are
@@ -41,9 +41,9 @@ class Config:
     """Options of the benchmark."""
 
     shape: ShapeName = "tiny"
-    """Of `experiments.benchmarks.step`: the decoder, prompts and groups of it."""
+    """Shape of `experiments.benchmarks.step`: the decoder, prompts and groups of it."""
     turns: int = 3
-    """Of an episode."""
+    """Turns of an episode."""
     rollouts: int = 5
     """Rollouts that are measured."""
 

@@ -1,4 +1,4 @@
-"""What does it save to run the runs of an ablation as one program?
+"""Measures what it saves to run the runs of an ablation as one program.
 
 Twelve runs of GRPO on additions (four learning rates, three seeds) from known starts, in five ways: as processes one
 after another, by the ordinary loop in one process, as whole runs one after another, and all in one call, either by
@@ -53,7 +53,7 @@ class Config:
     """Options of the benchmark."""
 
     steps: int = 100
-    """Of a run."""
+    """Steps of a run."""
     rounds: int = 3
     """How often each way takes its turn."""
     warm_steps: int = 700
@@ -111,7 +111,7 @@ def child(steps: int, way: Way, runs: list[int], folder: str) -> None:
 
 
 def config_of(steps: int) -> GRPOConfig:
-    """What all runs have in common."""
+    """The parts that all runs share."""
     return recipe(
         steps=steps,
         num_prompts=32,

@@ -27,7 +27,7 @@ class Draws(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What annotators are like."""
+    """Properties of annotators."""
 
     spread: float  # deviation of their biases; that of the logarithm of their factors is half of it
     noise: float  # deviation of it on a score
@@ -105,8 +105,8 @@ def fit(draws: Draws, *, scores: float, ranks_: float, rounds: int = 4) -> Kind:
 
 
 def calibration_errors(draws: Draws, kind: Kind) -> tuple[float, float]:
-    """Of P(i better than j) = σ(k · difference of their scores): the expected calibration error within a prompt, and
-    across prompts and annotators.
+    """Measures P(i better than j) = σ(k · difference of their scores): the expected calibration error within a prompt,
+    and across prompts and annotators.
 
     k is fitted on pairs within a prompt of half of the annotators, as a reward model is, and used on the other half.
     """
@@ -128,7 +128,7 @@ def calibration_errors(draws: Draws, kind: Kind) -> tuple[float, float]:
 
 
 def _root(falling: Callable[[float], float], low: float, high: float, *, steps: int = 12) -> float:
-    """Where a falling function is 0, by halves."""
+    """Finds the zero of a falling function by bisection."""
     for _ in range(steps):
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > 0 else (low, middle)

@@ -37,7 +37,7 @@ class Besides(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What the pages say of a question: means with Student's 95% intervals over its seeds."""
+    """The numbers of a question on the pages: means with Student's 95% intervals over its seeds."""
 
     seeds: int
     seconds: float  # that it took; NaN: not known

@@ -63,7 +63,7 @@ class Claim(Comparison):
 
 @dataclass(frozen=True)
 class Question:
-    """What is varied, what is compared, and what the sources claim."""
+    """A question: what is varied, what is compared, and what the sources claim."""
 
     name: str
     title: str
@@ -104,7 +104,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Earlier:
-    """What an earlier page said of a claim, by a rule without a correction on 5 seeds with a sample a prompt."""
+    """The verdict of an earlier page, by a rule without a correction on 5 seeds with a sample a prompt."""
 
     id: str
     number: str  # mean ± half a 95% interval

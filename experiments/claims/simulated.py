@@ -35,11 +35,11 @@ class Config:
     sets: int = 2000
     """Simulated families for each line."""
     seed: int = 0
-    """Of the simulation."""
+    """Seed of the simulation."""
     last_look: int = LOOKS[-1]
     """Seeds of the last look: how many more would find."""
     numbers: Path = Path("docs/results/numbers.json")
-    """What `reproduce` measured: for the deviation of each claim."""
+    """Results of `reproduce`, for the deviation of each claim."""
 
 
 class Rates(NamedTuple):
@@ -66,7 +66,7 @@ def bound(claim: Claim) -> float:
 
 
 def is_false(claim: Claim, mean: float, verdict: Verdict) -> bool:
-    """Whether a verdict is wrong. At a bound all verdicts that the bound parts are."""
+    """Returns whether a verdict is wrong. At a bound both verdicts that it separates are right."""
     if verdict == "no difference that matters":
         return abs(mean) >= BANDS[claim.scale]
     if verdict == "supported":

@@ -67,7 +67,7 @@ def addition_reward(
     scale: Any = 0.0,
     draw: Any = 0.0,
 ) -> jax.Array:
-    """Whether an answer is right, or how many of its tokens are; with noise and distortions that a reward may have.
+    """Rewards right answers, or the share of right tokens, with noise and distortions that a reward may have.
 
     Args:
       targets: the answers with EOS and padding, int32 `[N, T]`; −1 where nothing is right.
@@ -186,7 +186,7 @@ def _start_of_additions(seed: int, steps: int, run: RunFolder) -> Params:
 
 
 def _uneven_start(seed: int, steps: int, run: RunFolder) -> Params:
-    """Where an addition carries, 97 labels in 100 forget it; of the others one in two is too large by one."""
+    """Trains on wrong additions: 97 in 100 carries are forgotten, and every second other label is too large by one."""
     of_start = arithmetic.arithmetic_task(num_prompts=128, seed=seed + 2**20)  # other prompts than the run's
 
     def batch(step: int) -> Batch:

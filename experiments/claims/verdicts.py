@@ -38,7 +38,7 @@ FLOORS: Mapping[Scale, float] = {"difference": 0.0017, "ratio": 0.01}
 
 
 class Decision(NamedTuple):
-    """What the rule says of a claim."""
+    """The rule's verdict on a claim."""
 
     verdict: Verdict
     seeds: int  # those that it was decided on, or that were looked at last

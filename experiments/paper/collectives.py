@@ -1,4 +1,4 @@
-"""What the devices of a compiled program exchange, read from its text.
+"""Reads from the text of a compiled program what its devices exchange.
 
 A collective in a loop counts as often as the loop turns. XLA writes that down where it knows it, or it is what the
 condition of the loop compares with; where it is neither, as in decoding, the caller says it.

@@ -133,14 +133,14 @@ def spread(devices: Devices, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDty
 
 
 def planned_bytes(compiled: jax.stages.Compiled) -> Mapping[str, int]:
-    """What the compiler plans for one device: arguments, results that are not in their place, and what is temporary."""
+    """Returns the bytes that the compiler plans for one device: arguments, other results, and temporary arrays."""
     memory: Any = compiled.memory_analysis()
     out = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {"arguments": memory.argument_size_in_bytes, "results": out, "temporary": memory.temp_size_in_bytes}
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """What a program for TPUs has on one device at its fullest, arguments included.
+    """Returns the peak memory of a program for TPUs on one device, arguments included.
 
     That is the size of its buffers. What the compiler for TPUs calls temporary is more than that: 46.0 GB of `learn` of
     Qwen2.5-7B, whose buffers are 48.4 GB with 11.4 GB of arguments. XLA on a CPU has no such number.

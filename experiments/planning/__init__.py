@@ -1,1 +1,1 @@
-"""What plans on paper need: shapes of published models, and what devices exchange. It comes with a clone."""
+"""Shapes of published models and exchanges of devices, for plans on paper. It comes with a clone."""

@@ -1,4 +1,4 @@
-"""What the devices of a mesh exchange in an iteration, by formula.
+"""Exchanges of the devices of a mesh in an iteration, by formula.
 
 Written down from what `models.sharding` says of each array, and held against the collectives of compiled programs
 (tests/planning/test_traffic.py). Letters as in `models.transformer`; a are the tokens of a piece on one device, D their

@@ -62,17 +62,17 @@ def calculate(example: Example, transcript: Transcript, key: Key) -> Reply:
 
 
 def is_call(completion: Completion) -> bool:
-    """Whether an episode began with a call."""
+    """Returns whether an episode began with a call."""
     return _CALL.fullmatch(completion.turns[0].action) is not None
 
 
 def is_right(completion: Completion) -> bool:
-    """Whether it ended with the right answer."""
+    """Returns whether an episode ended with the right answer."""
     return completion.turns[-1].reward == 1
 
 
 def is_product(example: Example) -> bool:
-    """Whether the prompt is a product."""
+    """Returns whether the prompt is a product."""
     return "*" in example["prompt"]
 
 

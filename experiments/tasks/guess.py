@@ -77,7 +77,7 @@ def guess_task(*, num_prompts: int, seed: int, reply: ReplyFn | None = None) -> 
 
 
 def higher_or_lower(example: Example, transcript: Transcript, key: Key) -> Reply:
-    """What is left after the last guess, or how the game ended. What is no number ends it."""
+    """Returns the range after the last guess, or how the game ended. A guess that is no number ends it."""
     number = number_of(example, key)
     return _reply(example, transcript, number, is_higher=lambda guess: number > guess)
 
@@ -118,7 +118,7 @@ def games_won(examples: Sequence[Example], completions: Sequence[Completion]) ->
 
 
 def is_won(turns: Transcript) -> bool:
-    """Whether a game that has ended was won."""
+    """Returns whether a game that has ended was won."""
     return sum(turn.reward or 0.0 for turn in turns) > 0.5
 
 
@@ -170,7 +170,7 @@ def _found(width: int, turns: int) -> float:
 
 
 def above_blind(won: float, examples: Sequence[Example]) -> float:
-    """Where a share of games won lies between the best policy without answers, 0, and halving, 1."""
+    """Scales a share of won games: 0 is the best policy without answers, 1 is halving."""
     blind = float(np.mean([blind_return(example) for example in examples]))
     return (won - blind) / (1 - blind)
 

@@ -47,7 +47,7 @@ class Config:
     cores: tuple[int, ...] = (0,)
     """Cores that each process may use."""
     folder: Path = Path.home() / ".cache" / "grpo_jax" / "peers"
-    """Where the peers' environments are made."""
+    """Folder in which the peers' environments are made."""
     pip_options: tuple[str, ...] = ()
     """Further arguments of pip install, such as an index with the CPU build of torch."""
 
@@ -96,7 +96,7 @@ def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
     kept = steps[2:-1] or steps[-1:]
 
     def median(*names: str) -> float:
-        """Of the first of these that the lines have."""
+        """Returns the value of the first of these names that the lines have."""
         return statistics.median(next(line[name] for name in names if name in line) for line in kept)
 
     return {

@@ -1,4 +1,4 @@
-"""What the runners of the peers share: the workload's shapes, clocks, a probe of the machine, lines of JSON.
+"""Common parts of the peers' runners: the workload's shapes, clocks, a probe of the machine, lines of JSON.
 
 Imports nothing of the peers, so that their threads can be set up before they load.
 """
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Of a Qwen2 decoder with tied embeddings: biases on q, k and v, two norms a layer and a last one."""
+        """Parameters of a Qwen2 decoder with tied embeddings: biases on q, k and v, two norms a layer and a last one."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * q + 2 * kv) + q + 2 * kv
         layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
