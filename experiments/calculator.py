@@ -90,8 +90,11 @@ def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dic
     products = np.array([calculator.is_product(example) for example in task.heldout.examples])
     numbers: dict[str, float] = {}
     for name, measure in (("right", calculator.is_right), ("calls", calculator.is_call)):
-        found = np.array([[measure(text) for text in group[:-1]] for group in evaluation.texts])
-        numbers |= {f"{name}_products": float(found[products].mean()), f"{name}_sums": float(found[~products].mean())}
+        results = np.array([[measure(text) for text in group[:-1]] for group in evaluation.texts])
+        numbers |= {
+            f"{name}_products": float(results[products].mean()),
+            f"{name}_sums": float(results[~products].mean()),
+        }
     return numbers
 
 

@@ -164,9 +164,9 @@ def seeds_of(first: int, seeds: Seeds) -> range:
     return range(first, first + seeds.num_seeds)
 
 
-def collect(runs: dict[str, dict[str, list[float]]], found: Mapping[str, Mapping[str, float]]) -> None:
+def collect(runs: dict[str, dict[str, list[float]]], results: Mapping[str, Mapping[str, float]]) -> None:
     """Adds the numbers of one seed, by method and name, to those of the seeds before it."""
-    for method, row in found.items():
+    for method, row in results.items():
         for name, value in row.items():
             runs.setdefault(method, {}).setdefault(name, []).append(value)
 

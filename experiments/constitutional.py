@@ -109,7 +109,7 @@ def main(config: Config) -> None:
         start = warm_start(policy, settings, run)
         judge = judge_of(start, run)
         held = evaluate_heldout(programs, start, task, settings.train, run)
-        found = {"start": numbers(held) | judgement(judge, held, task)}
+        results = {"start": numbers(held) | judgement(judge, held, task)}
         rewards: dict[str, Reward | Rewards] = {
             "control": random_reward(seed),
             "untrained": constitution(PRINCIPLES, judge_of(untrained, run, probability=not config.log_odds)),
@@ -121,8 +121,8 @@ def main(config: Config) -> None:
             _, end = learn(
                 {"policy": start}, task, settings.train, run, programs, phase=phase, reward=reward, start=held
             )
-            found[name] = numbers(end) | judgement(judge, end, task)
-        collect(runs, found)
+            results[name] = numbers(end) | judgement(judge, end, task)
+        collect(runs, results)
     show(run, runs, seeds)
     terminal.say_end(run, started)
 
@@ -187,9 +187,9 @@ def judge_of(params: Params, run: RunFolder, *, probability: bool = True) -> Jud
 
 def numbers(held: HeldoutResult) -> dict[str, float]:
     """Gold of held-out words: the share of principles kept, whether all are, and each; and how many are words."""
-    found, texts = summary(held.evaluation), held.evaluation.texts
+    results, texts = summary(held.evaluation), held.evaluation.texts
     words = float(np.mean([text.isalpha() for group in texts for text in group[:-1]]))  # the last is greedy
-    return {"gold": found["avg"], "words": words} | {name: found[f"reward_{name}"] for name in ("all", *GOLD)}
+    return {"gold": results["avg"], "words": words} | {name: results[f"reward_{name}"] for name in ("all", *GOLD)}
 
 
 def judgement(judge: Judge, held: HeldoutResult, task: Task) -> dict[str, float]:
@@ -199,16 +199,16 @@ def judgement(judge: Judge, held: HeldoutResult, task: Task) -> dict[str, float]
     examples = [example for example, group in zip(task.heldout.examples, texts, strict=False) for _ in group]
     words = [word for group in texts for word in group]
     injected = [Completion(f"{word}?y") for word in words]
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     believed: dict[str, list[bool]] = {"believed": [], "injected": []}
     for name, principle in PRINCIPLES.items():
         gold = held.evaluation.components[name][:64].ravel() > 0
-        plain, told = (np.asarray(judge(principle, examples, said)) for said in (words, injected))
+        plain, arguments = (np.asarray(judge(principle, examples, answer)) for answer in (words, injected))
         agrees = (plain > 0.5) == gold
-        found |= {f"yes_{name}": float(plain.mean()), f"agrees_{name}": float(agrees.mean())}
+        results |= {f"yes_{name}": float(plain.mean()), f"agrees_{name}": float(agrees.mean())}
         believed["believed"] += (plain > 0.5)[~gold].tolist()
-        believed["injected"] += (told > 0.5)[~gold].tolist()
-    return found | {name: float(np.mean(cases)) if cases else np.nan for name, cases in believed.items()}
+        believed["injected"] += (arguments > 0.5)[~gold].tolist()
+    return results | {name: float(np.mean(cases)) if cases else np.nan for name, cases in believed.items()}
 
 
 def show(run: RunFolder, runs: dict[str, dict[str, list[float]]], seeds: range) -> None:

@@ -139,26 +139,26 @@ def new_models(config: Config) -> Models:
     """Functions of both models, and programs of GRPO and of each kind of distillation."""
     policy, teacher = decoder_policy(MODEL), decoder_policy(TEACHER)
     task = arithmetic.arithmetic_task(num_prompts=config.train.sampling.num_prompts, seed=config.train.seed)
-    found = {
+    results = {
         kind: make_distillation_programs(policy, teacher, task, with_options(config.train, distillation=kind))
         for kind in config.kinds
     }
     grpo = make_programs(policy, task, of_grpo(config, config.train))
-    return Models(policy, teacher, found | {"grpo": grpo, "control": found[config.kinds[0]]})
+    return Models(policy, teacher, results | {"grpo": grpo, "control": results[config.kinds[0]]})
 
 
 def of_grpo(config: Config, train: GRPOConfig) -> GRPOConfig:
     """GRPO on the reward."""
-    own = config.grpo
+    separate = config.grpo
     return with_options(
         train,
         distillation="none",
         reward_coef=1.0,
-        steps=own.grpo_steps,
-        eval_every=own.grpo_eval_every,
-        group_size=own.grpo_group_size,
-        learning_rate=own.grpo_learning_rate,
-        kl_coef=own.grpo_kl_coef,
+        steps=separate.grpo_steps,
+        eval_every=separate.grpo_eval_every,
+        group_size=separate.grpo_group_size,
+        learning_rate=separate.grpo_learning_rate,
+        kl_coef=separate.grpo_kl_coef,
     )
 
 
@@ -197,8 +197,8 @@ def train_on_samples(config: Config, models: Models, world: World, phase: str) -
 
     def evaluate(params: Params, step: int) -> dict[str, float]:
         settings = of_grpo(config, train)  # whose sampler's shape is quicker here; completions do not depend on it
-        found = evaluate_heldout(grpo, params, world.task, settings, world.run)
-        return {f"heldout_{name}": value for name, value in summary(found.evaluation).items()}
+        results = evaluate_heldout(grpo, params, world.task, settings, world.run)
+        return {f"heldout_{name}": value for name, value in summary(results.evaluation).items()}
 
     supervised = SupervisedConfig(
         train.steps,
@@ -279,9 +279,9 @@ def save_samples(config: Config, run: RunFolder, seeds: range, scores: Mapping[s
 
     figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
     for number, method in enumerate(scores):
-        found = [points_of(method, config, seed, run) for seed in seeds]
-        samples = [count for count in sorted(found[0]) if count]  # a logarithm has no 0
-        values = np.array([[points[count] for count in samples] for points in found])
+        results = [points_of(method, config, seed, run) for seed in seeds]
+        samples = [count for count in sorted(results[0]) if count]  # a logarithm has no 0
+        values = np.array([[points[count] for count in samples] for points in results])
         axis.plot(samples, values.mean(0), color=f"C{number}", label=method, linewidth=1.3)
         axis.fill_between(samples, values.min(0), values.max(0), color=f"C{number}", alpha=0.2, linewidth=0)
     axis.axhline(SHARE * max(scores.values()), color="0.4", linestyle=":", label=f"{SHARE:.0%} of the teacher")

@@ -189,11 +189,11 @@ def main(config: Config) -> None:
     start = place(model.params, num_devices(config.ppo.run.devices))
     judge, _ = fit_reward_model(start, thirds.pairs[1], model, config, run, "judge")
     shared = Shared(model, start, thirds, judge, programs, run)
-    found = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]
-    results = summarised(found, shared)
+    matches = [run_seed(shared, task, one) for task, one in zip(tasks, configs, strict=True)]
+    results = summarised(matches, shared)
     write_json(run.path / "results.json", results)
     prompts = [example["prompt"] for example in tasks[0].heldout.examples]
-    write_text(run.path / "samples.md", samples_text(found[0].answers, prompts, 20))
+    write_text(run.path / "samples.md", samples_text(matches[0].answers, prompts, 20))
     phases = {title: [f"{name}_{seed}" for seed in seeds] for name, title in METHODS.items()}
     times = {title: step_seconds(run, names) for title, names in phases.items()}
     print_tables(run, results, times, control=METHODS["control"])
@@ -349,30 +349,30 @@ def timed(run: RunFolder, name: str, reward: Reward) -> Reward:
 # ---- what it came to
 
 
-def summarised(found: Sequence[Seed], shared: Shared) -> dict[str, Any]:
+def summarised(matches: Sequence[Seed], shared: Shared) -> dict[str, Any]:
     """Returns the contents of results.json: nothing that differs when a run is resumed."""
     thirds, pairs = shared.thirds, shared.thirds.pairs[2]
 
     def scores(model: RewardModel):
         return score_pairs(pair_rewards, model.config, model.params, pairs, num_pairs=32)
 
-    of_judge, of_learned = scores(shared.judge), [scores(one.reward_model) for one in found]
+    of_judge, of_learned = scores(shared.judge), [scores(one.reward_model) for one in matches]
     models = {f"reward model {i + 1}": values for i, values in enumerate(of_learned)} | {
         "judge": of_judge,
         "the shorter one": -answer_lengths(pairs),
     }
     agreements = [
         agreement(values, of_judge, pairs, sampled_answers(one.answers[SFT]))
-        for values, one in zip(of_learned, found, strict=True)
+        for values, one in zip(of_learned, matches, strict=True)
     ]
     return {
         "pairs": dict(zip(("training", "judge", "heldout"), map(len, thirds.preferences), strict=True)),
-        "prompts": len(found[0].answers[SFT].texts),
-        **compare_methods([one.answers for one in found], METHODS["control"]),
+        "prompts": len(matches[0].answers[SFT].texts),
+        **compare_methods([one.answers for one in matches], METHODS["control"]),
         "reward_models": {name: pair_numbers(values) for name, values in models.items()},
         "agreement": {name: [one[name] for one in agreements] for name in agreements[0]},
-        "nll": {name: [one.nll[name] for one in found] for name in ("before", "after")},
-        "costs": {name: [one.costs[name] for one in found] for name in found[0].costs},
+        "nll": {name: [one.nll[name] for one in matches] for name in ("before", "after")},
+        "costs": {name: [one.costs[name] for one in matches] for name in matches[0].costs},
     }
 
 

@@ -55,8 +55,8 @@ def prompt_numbers(answers: Answers, start: Answers) -> dict[str, np.ndarray]:
     numbers = {name: _means(values) for name, values in answers.items()}
     for name in ("judge", "learned"):
         numbers[name] = (numbers[name] - start[name].mean()) / start[name].std()
-    ours, theirs = answers["judge"][:, :, None], start["judge"][:, None, :]
-    numbers["win_rate"] = ((ours > theirs) + 0.5 * (ours == theirs)).mean((1, 2))
+    ours, others = answers["judge"][:, :, None], start["judge"][:, None, :]
+    numbers["win_rate"] = ((ours > others) + 0.5 * (ours == others)).mean((1, 2))
     longer = numbers["length"] - _means(start["length"])
     return numbers | {"by_length": slope(start["length"], start["judge"]) / start["judge"].std() * longer}
 

@@ -91,7 +91,7 @@ class Config:
 # ---- rewards
 
 
-def own(examples, words) -> list[float]:
+def own_letters(examples, words) -> list[float]:
     """How many letters are of the prompt, up to ENOUGH, in [0, 1]."""
     pairs = zip(examples, words, strict=True)
     return [min(sum(letter in example["letters"] for letter in word), ENOUGH) / ENOUGH for example, word in pairs]
@@ -118,12 +118,12 @@ def order_score(examples, words) -> list[float]:
 
 def gold(examples, words) -> list[float]:
     """The mean of both scores in [0, 1]."""
-    return np.mean([own(examples, words), order_score(examples, words)], axis=0).tolist()
+    return np.mean([own_letters(examples, words), order_score(examples, words)], axis=0).tolist()
 
 
 def weighted(weight: float, scales: Sequence[float] = (1.0, 1.0)) -> Rewards:
     """Both rewards divided by their scales, with `weight` on `own` and the rest on `order`; scores are watched."""
-    parts = {"own": Component(own, weight / scales[0]), "order": Component(order, (1 - weight) / scales[1])}
+    parts = {"own": Component(own_letters, weight / scales[0]), "order": Component(order, (1 - weight) / scales[1])}
     return parts | WATCHED
 
 
@@ -154,7 +154,7 @@ def main(config: Config) -> None:
     for seed in seeds:
         seeded = with_options(config, seed=seed)
         start, task = warm_start(policy, seeded, run), task_of(seeded)
-        coin = {"coin": Component(random_reward(seed)), "own": Component(own, 0.0)} | WATCHED
+        coin = {"coin": Component(random_reward(seed)), "own": Component(own_letters, 0.0)} | WATCHED
         rewards: dict[tuple[str, float], Rewards] = {("coin", EQUAL): coin}
         scales = deviations(sum_programs, start, task, seeded.train)
         for weight in sorted({EQUAL, *(config.weights if seed == config.train.seed else ())}):
@@ -189,7 +189,7 @@ def warm_start(
     phase: str = "warm",
 ) -> Params:
     """Parameters that write words with some letters of the prompt and some in order, of a length between these two."""
-    prompts_of = letters.letters_task(own, num_prompts=WARM_BATCH, seed=config.train.seed).prompts
+    prompts_of = letters.letters_task(own_letters, num_prompts=WARM_BATCH, seed=config.train.seed).prompts
 
     def words(step: int) -> Batch:
         prompts, generator = prompts_of(step), rng(config.train.seed, 1, step)
@@ -204,12 +204,12 @@ def warm_start(
     return common.warm_start(policy, words, warm, run, seed=seed, phase=f"{phase}_{seed}")
 
 
-def word(given: str, generator: np.random.Generator, shortest: int = 1, longest: int = LONGEST) -> list[int]:
+def word(inputs: str, generator: np.random.Generator, shortest: int = 1, longest: int = LONGEST) -> list[int]:
     """Ids of letters at random, and EOS: each letter is one of those given, or the next in the alphabet, or any."""
     ids: list[int] = []
     for kind in generator.choice(3, generator.integers(shortest, longest + 1), p=(0.25, 0.25, 0.5)):
         following = ids[-1] + 1 if ids and ids[-1] + 1 < len(letters.LETTERS) else 0
-        of_given = letters.LETTERS.index(given[generator.integers(3)])
+        of_given = letters.LETTERS.index(inputs[generator.integers(3)])
         ids.append((of_given, following, int(generator.integers(len(letters.LETTERS))))[kind])
     return [*ids, letters.TEXT.eos_id]
 
@@ -243,8 +243,8 @@ def show(run: RunFolder, config: Config, scores: Mapping[str, Mapping[str, float
     explain_control(run, table, control="coin")
 
     def point(method: str, weight: float) -> tuple[float, float]:
-        found = scores[phase_of(method, weight, config.train.seed)]
-        return found["own"], found["order_score"]
+        results = scores[phase_of(method, weight, config.train.seed)]
+        return results["own"], results["order_score"]
 
     weights = sorted(config.weights)
     sweep = {method: {f"{weight:g}": point(method, weight) for weight in weights} for method in METHODS}
@@ -272,11 +272,11 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
     Returns:
       Them, by the first score, each once.
     """
-    kept: list[tuple[float, float]] = []
+    selected: list[tuple[float, float]] = []
     for point in sorted(set(points), reverse=True):
-        if not kept or point[1] > kept[-1][1]:
-            kept.append(point)
-    return kept[::-1]
+        if not selected or point[1] > selected[-1][1]:
+            selected.append(point)
+    return selected[::-1]
 
 
 def hypervolume(points: Sequence[tuple[float, float]]) -> float:
@@ -314,11 +314,11 @@ def save_front(
     figure, axis = plt.subplots(figsize=(6, 6.5), layout="constrained")
     # From the largest marker to the smallest, with the words on other sides, so that points in one place stay apart.
     styles = (("s", "white", "-", 11, (0, 14)), ("o", "0.7", "--", 8, (0, -17)), ("^", "black", ":", 5, (10, 0)))
-    for (method, found), (marker, fill, line, size, offset) in zip(points.items(), styles, strict=False):
-        front = pareto_front(list(found.values()))
+    for (method, results), (marker, fill, line, size, offset) in zip(points.items(), styles, strict=False):
+        front = pareto_front(list(results.values()))
         axis.plot(*zip(*front, strict=True), color="black", linestyle=line, linewidth=1)
         axis.plot(
-            *zip(*found.values(), strict=True),
+            *zip(*results.values(), strict=True),
             marker,
             color="black",
             markerfacecolor=fill,
@@ -326,7 +326,7 @@ def save_front(
             label=f"{method}: {hypervolume(front):.2f} of the square",
         )
         places: dict[tuple[float, float], list[str]] = {}
-        for label, point in found.items():
+        for label, point in results.items():
             near = (place for place in places if math.dist(place, point) < 0.04)
             places.setdefault(next(near, point), []).append(label)
         for place, labels in places.items():

@@ -96,8 +96,8 @@ def gold(examples: Sequence[Example], words: Sequence[str]) -> list[float]:
 
     def worth(example: Example, word: str) -> float:
         known = set(word) & set(letters.LETTERS)
-        wanted = len(known & set(example["letters"])) + len(known & set("aeiou")) / 2
-        return wanted - (len(word) - len(known)) - max(len(word) - 8, 0)
+        required = len(known & set(example["letters"])) + len(known & set("aeiou")) / 2
+        return required - (len(word) - len(known)) - max(len(word) - 8, 0)
 
     return [worth(example, word) for example, word in zip(examples, words, strict=True)]
 
@@ -118,8 +118,8 @@ def main(config: Config) -> None:
     seeds = seeds_of(config.train.seed, config.seeds)
     runs: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
-        found = run_seed(policy, start, untrained, with_options(config, seed=seed), run, programs)
-        collect(runs, found)
+        results = run_seed(policy, start, untrained, with_options(config, seed=seed), run, programs)
+        collect(runs, results)
     show(run, runs, seeds)
     terminal.say_end(run, started)
 
@@ -135,12 +135,12 @@ def run_seed(
         return evaluate_heldout(programs, params, task, config.train, run).evaluation
 
     before = evaluate_heldout(programs, start, task, config.train, run)
-    found, models = {"start": before.evaluation}, {}
+    results, models = {"start": before.evaluation}, {}
     for method, rounds in zip(LEARNED, (1, config.rounds), strict=True):
 
         def heldout(model: RewardModel, params: Params, step: int) -> dict[str, float]:
-            now = held(params) if step else found["start"]
-            scores, at_start = (opinion(model, evaluation, task) for evaluation in (now, found["start"]))
+            now = held(params) if step else results["start"]
+            scores, at_start = (opinion(model, evaluation, task) for evaluation in (now, results["start"]))
             return {
                 "heldout_avg": float(now.scores.mean()),
                 "claimed": float(scores.mean() - at_start.mean()),
@@ -161,20 +161,22 @@ def run_seed(
             programs=programs,
             evaluate=heldout,
         )
-        found[method] = held(state.params["policy"])
+        results[method] = held(state.params["policy"])
     for method, reward in (("coin", random_reward(config.train.seed)), ("gold", gold)):
         rewards = {method: Component(reward), **({} if method == "gold" else watched)}
         phase = f"{method}_{config.train.seed}"
         _, end = learn({"policy": start}, task, config.train, run, programs, phase=phase, reward=rewards, start=before)
-        found[method] = end.evaluation
-    rows = {method: word_numbers(evaluation) for method, evaluation in found.items()}
-    for method in found.keys() - {"start"}:
+        results[method] = end.evaluation
+    rows = {method: word_numbers(evaluation) for method, evaluation in results.items()}
+    for method in results.keys() - {"start"}:
         lines = [line for line in run.lines() if line["phase"] == f"{method}_{config.train.seed}"]
         rows[method]["best"] = max(line["heldout_avg"] for line in lines if "heldout_avg" in line)
     for method, model in models.items():
         for other in ("start", *LEARNED):
-            rows[method][f"accuracy_{other}"] = pair_accuracy(opinion(model, found[other], task), found[other].scores)
-        scores, at_start = (opinion(model, found[name], task) for name in (method, "start"))
+            rows[method][f"accuracy_{other}"] = pair_accuracy(
+                opinion(model, results[other], task), results[other].scores
+            )
+        scores, at_start = (opinion(model, results[name], task) for name in (method, "start"))
         rows[method]["claimed"] = float(scores.mean() - at_start.mean())
     return rows
 
@@ -200,8 +202,8 @@ def opinion(model: RewardModel, evaluation: Evaluation, task: Task) -> np.ndarra
 
 def pair_accuracy(scores: np.ndarray, worth: np.ndarray) -> float:
     """Share of pairs of a prompt's words `[M, n]` that are ordered as by their worth, of those that differ in it."""
-    found, right = (np.sign(x[:, :, None] - x[:, None]) for x in (scores, worth))
-    return float(np.mean((1 + found * right) / 2, where=right != 0))
+    results, right = (np.sign(x[:, :, None] - x[:, None]) for x in (scores, worth))
+    return float(np.mean((1 + results * right) / 2, where=right != 0))
 
 
 def warm_start(policy: Policy, config: Config, run: RunFolder) -> Params:

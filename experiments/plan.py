@@ -109,9 +109,9 @@ def main(config: Config) -> None:
     console.print(f"{config.model}: {in_words(num_params(model))} parameters on {mesh} {config.device}")
     console.print(f"{plan}, each device", highlight=False)
     console.print(memory_table(plan.estimate))
-    found = traffic_of(plan, data)
-    console.print(traffic_table(found, device))
-    console.print(time_table(plan, found, device))
+    results = traffic_of(plan, data)
+    console.print(traffic_table(results, device))
+    console.print(time_table(plan, results, device))
     console.print(sharding_table(model, plan.shape))
     if devices:
         with as_if_here(devices):
@@ -214,8 +214,8 @@ def shape_of(config: Config) -> Shape:
 
 def device_of(config: Config) -> Device:
     """The device, with the rates that are given."""
-    given = {"flops": config.tflops * 1e12, "bandwidth": config.bandwidth_gb_s * 1e9, "link": config.link_gb_s * 1e9}
-    return DEVICES[config.device]._replace(**{name: rate for name, rate in given.items() if rate})
+    inputs = {"flops": config.tflops * 1e12, "bandwidth": config.bandwidth_gb_s * 1e9, "link": config.link_gb_s * 1e9}
+    return DEVICES[config.device]._replace(**{name: rate for name, rate in inputs.items() if rate})
 
 
 def traffic_of(plan: Plan, data: int) -> dict[str, list[Exchange]]:
@@ -246,22 +246,22 @@ def memory_table(of: Estimate) -> Table:
     return table
 
 
-def traffic_table(found: dict[str, list[Exchange]], device: Device) -> Table:
+def traffic_table(results: dict[str, list[Exchange]], device: Device) -> Table:
     """Each exchange of an iteration."""
     table = Table("program", "exchanged", "by", "devices", "GB", "GB sent", "s", box=None)
-    for program, exchanges in found.items():
+    for program, exchanges in results.items():
         for one in exchanges:
             sent = f"{one.moved / GB:.2f}", f"{one.moved / device.link:.3f}"
             table.add_row(program, one.what, one.kind, str(one.devices), f"{one.size / GB:.2f}", *sent)
     return table
 
 
-def time_table(plan: Plan, found: dict[str, list[Exchange]], device: Device) -> Table:
+def time_table(plan: Plan, results: dict[str, list[Exchange]], device: Device) -> Table:
     """Seconds of each program at least: if everything else is hidden behind the longest, and if nothing is."""
     table = Table("program", "s computing", "s reading", "s exchanging", "s at least", "s one by one", box=None)
     totals = [0.0, 0.0]
     for program, (flops, read) in costs(plan).items():
-        sent = sum(one.moved for one in found[program])
+        sent = sum(one.moved for one in results[program])
         seconds = flops / device.flops, read / device.bandwidth, sent / device.link
         bounds = max(seconds), max(seconds[:2]) + seconds[2]
         totals = [total + bound for total, bound in zip(totals, bounds, strict=True)]
@@ -272,11 +272,11 @@ def time_table(plan: Plan, found: dict[str, list[Exchange]], device: Device) -> 
 
 def costs(plan: Plan) -> dict[str, tuple[float, float]]:
     """Operations of products, and bytes read in decoding, of each program on one device."""
-    own, cut = plan.shape, plan.shape.fsdp * plan.shape.tensor
-    together = own.num_prompts * own.fsdp  # prompts of all devices that share one copy of the parameters
-    rollout = shapes.Shape(plan.model, together, own.prompt_tokens, own.max_tokens, own.group_size)
+    separate, cut = plan.shape, plan.shape.fsdp * plan.shape.tensor
+    together = separate.num_prompts * separate.fsdp  # prompts of all devices that share one copy of the parameters
+    rollout = shapes.Shape(plan.model, together, separate.prompt_tokens, separate.max_tokens, separate.group_size)
     cost = shapes.cost_of(rollout, element=2 if plan.model.dtype == "bfloat16" else 4)
-    forward, critics = cost.forward_flops / cut, 2 if own.critic == "own" else 1
+    forward, critics = cost.forward_flops / cut, 2 if separate.critic == "own" else 1
     passes = 3 if plan.model.remat == "none" else 4
     return {
         "sample": (forward, cost.sample_bytes / cut),
@@ -342,13 +342,13 @@ def compiled_table(config: Config, plan: Plan, data: int) -> Table:
             continue
         compiled = made[program].compile()
         took = f"{time.perf_counter() - began:.0f}"
-        given, added = memory_of(compiled, on_tpu=bool(config.topology))
-        rows = _memory_rows(program, ours, given, added)
+        inputs, added = memory_of(compiled, on_tpu=bool(config.topology))
+        rows = _memory_rows(program, ours, inputs, added)
         turns = config.max_tokens - 1 if program == "sample" else plan.shape.num_pieces
         rows += _traffic_rows(traffic[program], str(compiled.as_text()), turns)
-        for name, planned, found in rows:
-            share = f"{found / planned:.2f}" if planned else ""
-            table.add_row(program, name, f"{planned / GB:.2f}", f"{found / GB:.2f}", share, took)
+        for name, planned, results in rows:
+            share = f"{results / planned:.2f}" if planned else ""
+            table.add_row(program, name, f"{planned / GB:.2f}", f"{results / GB:.2f}", share, took)
     return table
 
 
@@ -358,29 +358,29 @@ def _in_float32(plan: Plan) -> Plan:
 
 def memory_of(compiled: jax.stages.Compiled, *, on_tpu: bool) -> tuple[int, int]:
     """Bytes that a program is given on a device, and that it adds."""
-    found = planned_bytes(compiled)
-    given = found["arguments"]
-    return given, peak_bytes(compiled) - given if on_tpu else found["temporary"] + found["results"]
+    results = planned_bytes(compiled)
+    inputs = results["arguments"]
+    return inputs, peak_bytes(compiled) - inputs if on_tpu else results["temporary"] + results["results"]
 
 
-def _memory_rows(program: str, ours: Estimate, given: int, added: int) -> list[tuple[str, float, float]]:
+def _memory_rows(program: str, ours: Estimate, inputs: int, added: int) -> list[tuple[str, float, float]]:
     """(name, planned, compiled) of what a program is given, and of what it adds."""
     planned = {"learn": ours.params + ours.optimizer}.get(program, ours.params)
     adds = {"learn": ours.learning, "sample": ours.sampling}
-    return [("given", planned, given), *([("added", adds[program], added)] if program in adds else [])]
+    return [("given", planned, inputs), *([("added", adds[program], added)] if program in adds else [])]
 
 
 def _traffic_rows(exchanges: Iterable[Exchange], text: str, turns: int) -> list[tuple[str, float, float]]:
     """(name, planned, compiled) bytes by what is done with them; a sum may leave a part on each device, or all."""
     groups = {"put together": ("all-gather",), "summed": ("reduce-scatter", "all-reduce")}
     groups |= {"moved": ("all-to-all", "collective-permute")}
-    found = collectives(text, unknown_trips=turns)
+    results = collectives(text, unknown_trips=turns)
     rows = []
     for name, kinds in groups.items():
         planned = sum(one.size for one in exchanges if one.kind in kinds)
-        compiled = sum(one.size * one.times for one in found if one.kind in kinds)
+        compiled = sum(one.size * one.times for one in results if one.kind in kinds)
         rows.append((name, planned, compiled))
-    sent = sum(moved(one.kind, one.size * one.times, one.devices) for one in found)
+    sent = sum(moved(one.kind, one.size * one.times, one.devices) for one in results)
     return [*rows, ("sent in a ring", sum(one.moved for one in exchanges), sent)]
 
 

@@ -82,8 +82,8 @@ def main(config: Config) -> None:
             start = {"policy": policy_start} if method == "grpo" else add_critic(MODEL, policy_start, critic)
             reward = random_reward(seed) if method == "control" else None
             state, held = learn(start, task, settings, run, programs, phase=phase, reward=reward, start=before)
-            found = summary(held.evaluation)
-            row = {"before": float(before.evaluation.scores.mean()), "avg": found["avg"], "greedy": found["greedy"]}
+            results = summary(held.evaluation)
+            row = {"before": float(before.evaluation.scores.mean()), "avg": results["avg"], "greedy": results["greedy"]}
             row["steps"] = steps_to(run, phase)
             row["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))
             collect(runs, {method: row})

@@ -118,22 +118,22 @@ def one_seed(config: Config, seed: int, run: RunFolder) -> dict[str, dict[str, f
     worth = utilities(seed)
     best = special.log_softmax(reference + worth / config.beta, axis=-1)
     numbers = partial(judge, reference=reference, worth=worth, best=best, beta=config.beta)
-    found = {"start": numbers(reference)}
+    results = {"start": numbers(reference)}
     total = config.train.steps * config.num_pairs
     for method in (config.loss, CONTROL):
         pairs = sample_pairs(reference, worth, total, seed, shuffled=method == CONTROL)
         train = {"dpo": train_dpo, "kto": train_on_ratings}[config.loss]
         state = train(config, params, pairs, seed, run, phase=f"{method}_{seed}", evaluate=heldout(numbers))
-        found[method] = numbers(log_probabilities(state.params))
-    found["closed form"] = numbers(best)
-    first, last = found["start"], found["closed form"]
+        results[method] = numbers(log_probabilities(state.params))
+    results["closed form"] = numbers(best)
+    first, last = results["start"], results["closed form"]
     return {
         name: row
         | {
             "share": (row["objective"] - first["objective"]) / (last["objective"] - first["objective"]),
             "below_best": last["accuracy"] - row["accuracy"],
         }
-        for name, row in found.items()
+        for name, row in results.items()
     }
 
 
@@ -237,8 +237,8 @@ def sample_pairs(reference: np.ndarray, worth: np.ndarray, number: int, seed: in
     prompts = draws.integers(0, PROMPTS, number)
 
     def completions_at(places: np.ndarray) -> np.ndarray:
-        found = [np.searchsorted(ends[prompt], place, "right") for prompt, place in zip(prompts, places, strict=True)]
-        return np.minimum(found, len(COMPLETIONS) - 1)
+        results = [np.searchsorted(ends[prompt], place, "right") for prompt, place in zip(prompts, places, strict=True)]
+        return np.minimum(results, len(COMPLETIONS) - 1)
 
     first = completions_at(draws.random(number))
     taken = probabilities[prompts, first]

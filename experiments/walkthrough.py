@@ -314,12 +314,13 @@ def show_logprobs(
     drawn = sampled.sampler_logprobs if sampled.truncated_logprobs is None else sampled.truncated_logprobs
     columns = {"log π": start, "π": np.exp(start), "π among top k": np.exp(drawn), "π, temperature 1": np.exp(plain)}
     table({"token": tokens} | {name: values[mask] for name, values in columns.items()})
-    off, kept = np.exp(plain - start)[mask], np.exp(start - drawn)[mask]
+    off, selected = np.exp(plain - start)[mask], np.exp(start - drawn)[mask]
     correct(
         "The chapter samples with temperature=0.7 and top_k=10, and takes log-probabilities without either. A "
         f"temperature of {config.temperature:g} alone takes the ratio of one policy, scored so and sampled, from 1 to "
         f"between {off.min():.3f} and {off.max():.3f}. Here the temperature is part of π, on both sides. Top-k is not: "
-        f"π is a softmax over all tokens, of which those sampled among hold {kept.min():.4f} to {kept.max():.4f}.",
+        "π is a softmax over all tokens, of which those sampled among hold "
+        f"{selected.min():.4f} to {selected.max():.4f}.",
         *chapter.about_logprobs(),
     )
 

@@ -178,10 +178,10 @@ def measure(folder: Path, lengths: str, shape: Shape, config: Config, options: t
     args += ["--steps", str(config.steps), "--dtype", config.dtype, "--run-dir", str(run), "--no-compilation-cache"]
     args += ["--num-heldout", "1", "--eval-samples", "1", "--eval-every", "0", "--checkpoint-every", "0", *options]
     began = time.perf_counter()
-    said = in_child("-c", "from grpo_jax.commands import main; main()", "train", *args)
+    answer = in_child("-c", "from grpo_jax.commands import main; main()", "train", *args)
     print(f"{lengths}: {time.perf_counter() - began:.0f} s for {config.steps} iterations", flush=True)
     times, metrics = (read(run / name) for name in ("times.jsonl", "metrics.jsonl"))
-    return summary(times, [line for line in metrics if line["step"]], said)
+    return summary(times, [line for line in metrics if line["step"]], answer)
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -189,7 +189,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def summary(times: list[dict[str, Any]], metrics: list[dict[str, Any]], said: str) -> Measured:
+def summary(times: list[dict[str, Any]], metrics: list[dict[str, Any]], answer: str) -> Measured:
     """Returns the numbers of a run.
 
     Args:
@@ -201,7 +201,7 @@ def summary(times: list[dict[str, Any]], metrics: list[dict[str, Any]], said: st
     iteration = statistics.median(seconds[1:] or seconds)
     tokens = statistics.median(line["tokens"] for line in metrics[2:] or metrics)
     mfu = [line["mfu"] for line in times[2:] if "mfu" in line]
-    planned = re.search(r"about ([\d.]+) of", said)
+    planned = re.search(r"about ([\d.]+) of", answer)
     return Measured(
         iteration_s=iteration,
         tokens_per_s=tokens / iteration,

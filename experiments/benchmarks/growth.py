@@ -50,36 +50,36 @@ def main(config: Config) -> None:
         for name in config.sizes
         for times in range(1, config.doublings + 1)
     }
-    console, found = Console(), dict[str, dict[str, float]]()
+    console, results = Console(), dict[str, dict[str, float]]()
     for name, of in sizes.items():
-        with console.status(f"{len(found)} of {len(sizes)} sizes"):
-            found[name] = measured(of, config.repeats)
-    show(console, found)
-    print(json.dumps(found))
+        with console.status(f"{len(results)} of {len(sizes)} sizes"):
+            results[name] = measured(of, config.repeats)
+    show(console, results)
+    print(json.dumps(results))
     if config.plot:
-        draw(config, found).savefig(config.plot, dpi=120)
+        draw(config, results).savefig(config.plot, dpi=120)
 
 
 def measured(sizes: dict[str, int], repeats: int) -> dict[str, float]:
     """Seconds and temporary MB of each program, and the operations of one forward pass."""
     shape = Shape(replace(TINY, vocab_size=sizes["V"]), sizes["N"], sizes["P"], sizes["T"], sizes["G"])
     run = recipe(num_prompts=sizes["N"], group_size=sizes["G"], max_tokens=sizes["T"])
-    found = measure(shape, run, PROGRAMS, repeats)
-    seconds = {f"{name}_s": found[f"{name}_s"] for name in PROGRAMS}
-    memory = {f"{name}_mb": 1000 * found[f"{name}_temporary_gb"] for name in PROGRAMS}
+    results = measure(shape, run, PROGRAMS, repeats)
+    seconds = {f"{name}_s": results[f"{name}_s"] for name in PROGRAMS}
+    memory = {f"{name}_mb": 1000 * results[f"{name}_temporary_gb"] for name in PROGRAMS}
     return seconds | memory | {"gflop": cost_of(shape, element=4).forward_flops / 1e9}
 
 
-def show(console: Console, found: dict[str, dict[str, float]]) -> None:
+def show(console: Console, results: dict[str, dict[str, float]]) -> None:
     """A row a size. The first is that of which one size is doubled."""
     base = ", ".join(f"{name} {size}" for name, size in BASE.items())
-    table = Table("", *next(iter(found.values())), box=None, title=f"{base}, with one size changed")
-    for name, numbers in found.items():
+    table = Table("", *next(iter(results.values())), box=None, title=f"{base}, with one size changed")
+    for name, numbers in results.items():
         table.add_row(name or "as above", *(f"{number:.3g}" for number in numbers.values()))
     console.print(table)
 
 
-def draw(config: Config, found: dict[str, dict[str, float]]) -> Figure:
+def draw(config: Config, results: dict[str, dict[str, float]]) -> Figure:
     """A column a size: seconds above, MB below. Both axes are logarithmic, and the grey line is the operations'."""
     matplotlib.use("agg")
     from matplotlib import pyplot
@@ -89,7 +89,7 @@ def draw(config: Config, found: dict[str, dict[str, float]]) -> Figure:
     )
     for column, name in enumerate(config.sizes):
         places = [BASE[name] * 2**times for times in range(config.doublings + 1)]
-        points = [found[""], *(found[f"{name} {place}"] for place in places[1:])]
+        points = [results[""], *(results[f"{name} {place}"] for place in places[1:])]
         for row, unit in enumerate(("s", "mb")):
             axis = axes[row, column]
             for program in PROGRAMS:

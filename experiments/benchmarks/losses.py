@@ -166,12 +166,12 @@ def medians(functions: list[Callable], arguments: tuple, repeats: int) -> list[f
     """Milliseconds of each, timed in turns."""
     times: list[list[float]] = [[] for _ in functions]
     for repeat in range(repeats + 3):
-        for function, own in zip(functions, times, strict=True):
+        for function, separate in zip(functions, times, strict=True):
             start = time.perf_counter()
             jax.block_until_ready(function(*arguments))
             if repeat >= 3:  # the first calls compile and warm up
-                own.append(1e3 * (time.perf_counter() - start))
-    return [statistics.median(own) for own in times]
+                separate.append(1e3 * (time.perf_counter() - start))
+    return [statistics.median(separate) for separate in times]
 
 
 def gradient(loss: Loss) -> Callable:

@@ -102,19 +102,19 @@ def measure(
     timed = partial(_timed, repeats=repeats, trace=trace)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, model.vocab_size, (shape.num_prompts, shape.prompt)).astype(np.int32)
-    given = Prompts(ids, np.ones(ids.shape, bool), [])
-    prompts = jnp.asarray(given.ids), jnp.asarray(given.mask)
-    task = Task(lambda _: given, lambda *_: [], given, str, (-1,), 0, model.vocab_size)
+    inputs = Prompts(ids, np.ones(ids.shape, bool), [])
+    prompts = jnp.asarray(inputs.ids), jnp.asarray(inputs.mask)
+    task = Task(lambda _: inputs, lambda *_: [], inputs, str, (-1,), 0, model.vocab_size)
     method = grpo_method(policy, run)
     programs = compile_programs(method, policy, task, run)
     params = jax.jit(policy.init)(jax.random.key(0))
     trained, frozen = split({"policy": params})
     numbers, temperature = jnp.asarray(completion_numbers(run.sampling)), jnp.asarray(group_temperatures(run.sampling))
     arguments = *prompts, numbers, temperature, noise_of(0, 0, 0)
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     assert programs.sampler.program
     if "sample" in names:
-        completions = timed("sample", programs.sampler.program, found, params, *arguments)
+        completions = timed("sample", programs.sampler.program, results, params, *arguments)
     else:
         shapes = jax.eval_shape(programs.sampler.program, params, *arguments)
         completions = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -122,24 +122,24 @@ def measure(
     batch = to_batch(*prompts, temperature, completions)
     if "score" in names:
         models = models_of(trained, frozen, params, {})
-        fields = timed("score", jax.jit(partial(score_rollout, method, run)), found, models, batch)
+        fields = timed("score", jax.jit(partial(score_rollout, method, run)), results, models, batch)
         if "sample" in names:  # of the same parameters: what is left is rounding
-            found["mismatch"] = float(jnp.mean(jnp.abs(batch.sampler_logprobs - fields["ref_logprobs"])))
+            results["mismatch"] = float(jnp.mean(jnp.abs(batch.sampler_logprobs - fields["ref_logprobs"])))
     if "learn" in names:
         batch = batch._replace(ref_logprobs=jnp.zeros(batch.completion_ids.shape))
         rewards = RewardArrays(jnp.asarray(rng.random(numbers.shape, np.float32)), numbers >= 0)
         state = programs.initial_state(trained)  # a copy: the start stays, as a reference does
-        timed("learn", programs.learn, found, state, frozen, params, batch, rewards, jnp.zeros(2, jnp.uint32))
-    return found
+        timed("learn", programs.learn, results, state, frozen, params, batch, rewards, jnp.zeros(2, jnp.uint32))
+    return results
 
 
-def _timed(name: str, program: Any, found: dict[str, float], *args: Any, repeats: int, trace: str) -> Any:
+def _timed(name: str, program: Any, results: dict[str, float], *args: Any, repeats: int, trace: str) -> Any:
     """The last result of several calls. Of `learn` the first part is the state, which the next call takes."""
     began = time.perf_counter()
     compiled = program.lower(*args).compile()
-    found[f"{name}_compile_s"] = time.perf_counter() - began
+    results[f"{name}_compile_s"] = time.perf_counter() - began
     if memory := compiled.memory_analysis():
-        found[f"{name}_temporary_gb"] = memory.temp_size_in_bytes / 1e9
+        results[f"{name}_temporary_gb"] = memory.temp_size_in_bytes / 1e9
 
     def call(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         out = jax.block_until_ready(compiled(*args))
@@ -150,7 +150,7 @@ def _timed(name: str, program: Any, found: dict[str, float], *args: Any, repeats
         began = time.perf_counter()
         out, args = call(args)
         seconds.append(time.perf_counter() - began)
-    found[f"{name}_s"] = statistics.median(seconds[1:])
+    results[f"{name}_s"] = statistics.median(seconds[1:])
     if trace:
         with jax.profiler.trace(f"{trace}/{name}"):
             out, args = call(args)

@@ -62,10 +62,10 @@ def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: ja
     cache = tuple(KeyValues(cache_keys(values), values) for _ in range(config.num_hidden_layers))
 
     def step(cache, token):
-        given, number = token
+        inputs, number = token
         seen = geometry_of_step(config, prefix, g, size - 1, number)
         past = prefix, cache
-        (hidden, cache), sown = model.apply(separate, given, seen, past=past, mutable=["routing"])
+        (hidden, cache), sown = model.apply(separate, inputs, seen, past=past, mutable=["routing"])
         layers = sown["routing"].values()  # layer_0, layer_1, …
         return cache, (hidden, jnp.stack([layer["mlp"]["routing"].experts for layer in layers], axis=2))
 
@@ -74,7 +74,7 @@ def decoded(config: ModelConfig, params: Params, ids: jax.Array, completions: ja
 
 
 def compare(config: ModelConfig, options: Options) -> tuple[float, float, float, float, float]:
-    """Returns the shares of places and of tokens that went elsewhere; mean exp |Δ log p| of all tokens, and of those that
+    """Returns the shares of places and tokens that went elsewhere; mean exp |Δ log p| of all tokens, and of those that
     went the same way in all layers; and the largest |Δ log p| of these."""
     policy, rng = decoder_policy(config), np.random.default_rng(0)
     params = jax.jit(policy.init)(jax.random.key(0))
@@ -90,8 +90,8 @@ def compare(config: ModelConfig, options: Options) -> tuple[float, float, float,
     same = np.sort(by_step, axis=-1) == np.sort(routing.experts[:, :, 1:], axis=-1)
     places = ~same.all(-1)
     difference = np.abs(scores.logprobs - sampled.sampler_logprobs)[:, :, 1:]
-    kept = difference[~places.any(-1)]
-    return places.mean(), places.any(-1).mean(), np.exp(difference).mean(), np.exp(kept).mean(), kept.max()
+    selected = difference[~places.any(-1)]
+    return places.mean(), places.any(-1).mean(), np.exp(difference).mean(), np.exp(selected).mean(), selected.max()
 
 
 def main(options: Options) -> None:

@@ -74,6 +74,6 @@ def cost_of(shape: Shape, *, element: int) -> Cost:
     forward = 2 * layers * (prompts + tokens) + attention * (seen_by_prompts + seen) + 2 * unembedding * tokens
     key_values = 2 * model.num_hidden_layers * kv_heads * features
     prefixes = prompts * shape.completion
-    own = completions * shape.completion * (shape.completion + 1) / 2
-    read = (layers + unembedding) * shape.completion + key_values * (prefixes + own)
+    separate = completions * shape.completion * (shape.completion + 1) / 2
+    read = (layers + unembedding) * shape.completion + key_values * (prefixes + separate)
     return Cost(forward, element * read)

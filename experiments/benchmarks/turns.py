@@ -66,10 +66,10 @@ def main(config: Config) -> None:
     one = replace(sampling, max_tokens=1, environment_tokens=sampling.row_tokens - 1)
     prompts_alone = episode_programs(policy, task, one, 1).first_turn
     rollouts = [measured(programs, prompts_alone, params, task, sampling, step) for step in range(config.rollouts + 1)]
-    found = {name: statistics.median(line[name] for line in rollouts[1:]) for name in rollouts[0]}
-    whole = sum(found[f"{name}_s"] for name in PARTS)
-    shares = {f"{name}_share": found[f"{name}_s"] / whole for name in PARTS}
-    print(json.dumps({name: round(value, 4) for name, value in (found | shares).items()}))
+    results = {name: statistics.median(line[name] for line in rollouts[1:]) for name in rollouts[0]}
+    whole = sum(results[f"{name}_s"] for name in PARTS)
+    shares = {f"{name}_share": results[f"{name}_s"] / whole for name in PARTS}
+    print(json.dumps({name: round(value, 4) for name, value in (results | shares).items()}))
 
 
 def measured(
@@ -100,19 +100,19 @@ def measured(
         return timed(programs.next_turn, whole, params, episodes, replies, counts, continues)
 
     prompts = task.prompts(step)
-    given = to_devices((prompts.ids, prompts.mask, completion_numbers(sampling), group_temperatures(sampling)))
+    inputs = to_devices((prompts.ids, prompts.mask, completion_numbers(sampling), group_temperatures(sampling)))
     began = time.perf_counter()
     timed_programs, noise = EpisodePrograms(first_turn, next_turn), noise_of(0, SAMPLING, step)
-    out = play(timed_programs, params, given, noise, prompts.examples, task, sampling, 1)
+    out = play(timed_programs, params, inputs, noise, prompts.examples, task, sampling, 1)
     host = time.perf_counter() - began - prefill[0] - whole[0] - aside[0]
-    turn, own = to_numpy((out.turn, out.completion_mask))
+    turn, separate = to_numpy((out.turn, out.completion_mask))
     return {
         "host_s": host,
         "prefill_s": prefill[0],
         "decode_s": whole[0] - prefill[0],
         "turns_mean": float(turn.max(-1).mean()),
         "tokens": int((turn > 0).sum()),
-        "environment_share": float(((turn > 0) & ~own).sum() / (turn > 0).sum()),
+        "environment_share": float(((turn > 0) & ~separate).sum() / (turn > 0).sum()),
     }
 
 

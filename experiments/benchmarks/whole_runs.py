@@ -64,7 +64,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Times the ways in turns, and compares what they came to."""
-    console, seconds, found = Console(), dict[str, list[float]](), dict[str, np.ndarray]()
+    console, seconds, results = Console(), dict[str, list[float]](), dict[str, np.ndarray]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_starts(config, folder)
@@ -73,7 +73,7 @@ def main(config: Config) -> None:
             runs = [[run] for run in range(len(RUNS))] if way == "processes" else [list(range(len(RUNS)))]
             parts = [in_process(config, way, chosen, folder) for chosen in runs]
             seconds.setdefault(way, []).append(time.perf_counter() - began)
-            found[way] = np.concatenate(parts)
+            results[way] = np.concatenate(parts)
     medians = {way: statistics.median(times) for way, times in seconds.items()}
     first = config.ways[0]
     table = Table(
@@ -82,7 +82,7 @@ def main(config: Config) -> None:
     for column in ("", "seconds", f"{first} takes", "accuracy differs by"):
         table.add_column(column)
     for name, median in medians.items():
-        difference = np.abs(found[name] - found[first]).max()
+        difference = np.abs(results[name] - results[first]).max()
         table.add_row(name, f"{median:.1f}", f"{medians[first] / median:.2f} x", f"{difference:.4f}")
     console.print(table)
 
@@ -97,8 +97,8 @@ def make_starts(config: Config, folder: Path) -> None:
 
 def in_process(config: Config, way: Way, runs: list[int], folder: Path) -> np.ndarray:
     """Held-out accuracies of some runs, by a process of their own."""
-    given = json.dumps([config.steps, way, runs, str(folder)])
-    subprocess.run([sys.executable, "-m", "experiments.benchmarks.whole_runs", "--child", given], check=True)
+    inputs = json.dumps([config.steps, way, runs, str(folder)])
+    subprocess.run([sys.executable, "-m", "experiments.benchmarks.whole_runs", "--child", inputs], check=True)
     return np.load(folder / "accuracies.npy")
 
 
@@ -134,12 +134,12 @@ def by_loop(runs: list[int], config: GRPOConfig, folder: Path) -> np.ndarray:
     """The ordinary loop; a learning rate is part of its programs."""
     accuracies = []
     for rate, seed in (RUNS[run] for run in runs):
-        own = with_options(config, learning_rate=rate, seed=seed)
-        task = ARITHMETIC.task(num_prompts=own.sampling.num_prompts, seed=seed, heldout=HELDOUT).task
+        separate = with_options(config, learning_rate=rate, seed=seed)
+        task = ARITHMETIC.task(num_prompts=separate.sampling.num_prompts, seed=seed, heldout=HELDOUT).task
         with tempfile.TemporaryDirectory() as place:
             run = RunFolder(Path(place) / "run", {}, console=Console(quiet=True))
-            programs = make_programs(POLICY, task, own)
-            _, held = learn({"policy": start(folder, seed)}, task, own, run, programs, phase="grpo")
+            programs = make_programs(POLICY, task, separate)
+            _, held = learn({"policy": start(folder, seed)}, task, separate, run, programs, phase="grpo")
         accuracies.append(held.evaluation.scores.mean())
     return np.array(accuracies)
 
@@ -167,9 +167,9 @@ def by_whole_runs(
 WAYS_TO_RUN: dict[Way, Callable[[list[int], GRPOConfig, Path], np.ndarray]] = {
     "processes": by_loop,
     "ordinary loop": by_loop,
-    "whole runs": lambda *given: by_whole_runs(*given, together=False),
+    "whole runs": lambda *inputs: by_whole_runs(*inputs, together=False),
     "one call": by_whole_runs,
-    "side by side": lambda *given: by_whole_runs(*given, side_by_side=True),
+    "side by side": lambda *inputs: by_whole_runs(*inputs, side_by_side=True),
 }
 
 

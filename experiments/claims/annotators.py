@@ -21,7 +21,7 @@ class Draws(NamedTuple):
     """Standard normal numbers that all kinds of annotators are made from."""
 
     quality: np.ndarray  # [P, K], of responses: deviation 1 within a prompt, and 1 between prompts
-    own: np.ndarray  # [A, 2], of an annotator's bias and factor
+    separate: np.ndarray  # [A, 2], of an annotator's bias and factor
     mood: np.ndarray  # [S, A, 2], the same in a session
     noise: np.ndarray  # [S, A, P, K]
 
@@ -44,7 +44,7 @@ def draw(seed: int, *, annotators: int = 64, prompts: int = 100, responses: int 
 
 def scored(draws: Draws, kind: Kind) -> np.ndarray:
     """Scores: bias + factor · quality + noise, `[S, A, P, K]`. A session's mood varies half as much as annotators."""
-    person = kind.spread * (draws.own + draws.mood / 2)
+    person = kind.spread * (draws.separate + draws.mood / 2)
     bias, log_factor = np.moveaxis(person, -1, 0)[..., None, None]
     return bias + np.exp(log_factor / 2) * kind.sees * draws.quality + kind.noise * draws.noise
 

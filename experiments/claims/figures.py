@@ -96,12 +96,12 @@ def save_curves(path: Path, curves: Mapping[str, Sequence[Interval]], steps: int
 
 def save_rows(path: Path, rows: Mapping[str, Mapping[str, Interval]], drawn: Sequence[str]) -> None:
     """Means with their intervals as dots and bars, a panel a column. Controls are lines where they fit, else named."""
-    shown = [name for name in rows if name not in (START, COIN)]
-    size = (2.2 + 2.6 * len(drawn), 1.2 + min(0.24, 5.5 / len(shown)) * len(shown))
+    visible = [name for name in rows if name not in (START, COIN)]
+    size = (2.2 + 2.6 * len(drawn), 1.2 + min(0.24, 5.5 / len(visible)) * len(visible))
     figure, axes = plt.subplots(1, len(drawn), figsize=size, layout="constrained", squeeze=False, sharey=True)
     for axis, column in zip(axes[0], drawn, strict=True):
         least = -math.inf if any(row[column].mean < 0 for row in rows.values()) else 0.0  # no bar below it
-        for place, name in enumerate(reversed(shown)):
+        for place, name in enumerate(reversed(visible)):
             mean, low, high = rows[name][column]
             axis.plot(mean, place, "o", color="black", markersize=4)
             if not math.isnan(low):
@@ -115,8 +115,8 @@ def save_rows(path: Path, rows: Mapping[str, Mapping[str, Interval]], drawn: Seq
                 axis.plot([], [], " ", label=f"{control}: {value:.3g}")
         axis.set_xlim(limits)
         axis.xaxis.set_major_locator(MaxNLocator(4))
-        axis.set_yticks(range(len(shown)), reversed(shown), fontsize=8)
-        axis.set_ylim(-0.7, len(shown) - 0.3)
+        axis.set_yticks(range(len(visible)), reversed(visible), fontsize=8)
+        axis.set_ylim(-0.7, len(visible) - 0.3)
         axis.set_xlabel(column, fontsize=9)
         axis.grid(axis="x", alpha=0.3)
         if axis.get_legend_handles_labels()[0]:

@@ -117,10 +117,10 @@ def word_scores(targets: jax.Array, completions: Completions, key: jax.Array) ->
     is_letter = completions.completion_mask & (completions.completion_ids != letters.TEXT.eos_id)
     ids = jnp.where(is_letter, completions.completion_ids, -1)
     has = jnp.any(ids[..., None] == jnp.arange(letters.TEXT.vocab_size), axis=-2)  # [N, G, V]
-    given = jnp.mean(jnp.take_along_axis(has, targets[:, None], axis=-1), axis=-1)
+    inputs = jnp.mean(jnp.take_along_axis(has, targets[:, None], axis=-1), axis=-1)
     length = jnp.sum(is_letter, axis=-1)
     new = jnp.sum(has, axis=-1) / jnp.maximum(length, 1)
-    gold = given * new * jnp.minimum(1, LONG_ENOUGH / jnp.maximum(length, 1))
+    gold = inputs * new * jnp.minimum(1, LONG_ENOUGH / jnp.maximum(length, 1))
     return jnp.stack([gold, length, jnp.where(length > 0, 1 - new, 0)], axis=-1)
 
 
@@ -215,8 +215,8 @@ def coarse_sampler(model: ModelConfig, *, bits: int = 2) -> Policy:
     def coarse(hidden: jax.Array) -> jax.Array:
         return jax.lax.reduce_precision(hidden, exponent_bits=8, mantissa_bits=bits)
 
-    def prefill(*given: Any) -> tuple:
-        last, decode, cache = exact.prefill(*given)
+    def prefill(*inputs: Any) -> tuple:
+        last, decode, cache = exact.prefill(*inputs)
 
         def step(*of_step: Any) -> tuple:
             hidden, after = decode(*of_step)
@@ -228,7 +228,7 @@ def coarse_sampler(model: ModelConfig, *, bits: int = 2) -> Policy:
 
 
 def _words(*, num_prompts: int, seed: int, heldout: int) -> DeviceTask:
-    task = letters.letters_task(words.own, num_prompts=num_prompts, seed=seed)
+    task = letters.letters_task(words.own_letters, num_prompts=num_prompts, seed=seed)
 
     def targets(examples: Sequence[Example]) -> np.ndarray:
         return np.array([letters.TEXT.encode(row["letters"]) for row in examples], np.int32)

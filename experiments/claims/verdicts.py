@@ -63,20 +63,20 @@ def decide(
     Returns:
       A decision for each claim, by its id.
     """
-    found: dict[str, tuple[Verdict, int]] = {}
+    results: dict[str, tuple[Verdict, int]] = {}
     for look in looks:
-        tested = [claim for claim in claims if claim.id not in found and len(values.get(claim.id, ())) >= look]
+        tested = [claim for claim in claims if claim.id not in results and len(values.get(claim.id, ())) >= look]
         p = np.ones((len(claims), len(VERDICTS)))
         for claim in tested:
             p[claims.index(claim)] = p_values(claim, values[claim.id][:look])
         rejected = stats.false_discovery_control(p.ravel(), method="by").reshape(p.shape) <= ALPHA / len(looks)
         for claim in tested:
             if (of_claim := rejected[claims.index(claim)]).any():
-                found[claim.id] = VERDICTS[int(np.argmax(of_claim))], look
+                results[claim.id] = VERDICTS[int(np.argmax(of_claim))], look
     decisions = {}
     for claim in claims:
         of_claim = values.get(claim.id, ())
-        verdict, seeds = found.get(claim.id, ("undecided", len(of_claim)))
+        verdict, seeds = results.get(claim.id, ("undecided", len(of_claim)))
         decisions[claim.id] = Decision(verdict, seeds, interval(claim, of_claim[:seeds]))
     return decisions
 

@@ -49,17 +49,17 @@ def collectives(text: str, *, unknown_trips: int = 1) -> list[Collective]:
 
     walk(entry, 1)
     return [
-        found._replace(times=times[name])
+        results._replace(times=times[name])
         for name, lines in bodies.items()
         if times[name]
-        for found in filter(None, map(_collective, lines))
+        for results in filter(None, map(_collective, lines))
     ]
 
 
-def sizes(found: list[Collective]) -> dict[str, int]:
+def sizes(results: list[Collective]) -> dict[str, int]:
     """Bytes of all arrays that are exchanged, by kind of collective."""
     total: Counter[str] = Counter()
-    for one in found:
+    for one in results:
         total[one.kind] += one.size * one.times
     return dict(total)
 
@@ -106,7 +106,7 @@ def _collective(line: str) -> Collective | None:
     if match is None:
         return None
     result, kind = match[1], match[2]
-    arrays = [_bytes(*found) for found in _ARRAY.findall(result)]
+    arrays = [_bytes(*results) for results in _ARRAY.findall(result)]
     if match[3] and kind != "all-reduce":  # of an asynchronous one: operands, then results
         arrays = arrays[len(arrays) // 2 :]
     devices = _group_size(line)

@@ -50,7 +50,7 @@ def lowered(
       quantize: of its frozen projections.
       programs: which to lower.
     """
-    run, found = run_of(config), dict[str, jax.stages.Lowered]()
+    run, results = run_of(config), dict[str, jax.stages.Lowered]()
     made: Any = programs_of(model, config)
     made_of = params_of(model, config, lora_rank=lora_rank, param_dtype=param_dtype, quantize=quantize)
     params = placed(made_of, devices_of(run))
@@ -62,7 +62,7 @@ def lowered(
     noise = jax.ShapeDtypeStruct((3,), jnp.uint32)
     sampling = params["policy"], *prompts, array((n, g), jnp.int32), temperature, noise
     if "sample" in programs:
-        found["sample"] = made.sampler.program.lower(*sampling)
+        results["sample"] = made.sampler.program.lower(*sampling)
     completions = jax.eval_shape(made.sampler.program, *sampling)
     completions = jax.tree.map(lambda x: array(x.shape, x.dtype), completions)
     batch = to_batch(*prompts, temperature, completions)
@@ -72,14 +72,14 @@ def lowered(
         score: Any = compiled(scorers, 0, devices=devices_of(run))
         models = params if start is None else params | {"reference": start}
         if "score" in programs:
-            found["score"] = score.lower(models, batch)
+            results["score"] = score.lower(models, batch)
         fields = jax.eval_shape(score, models, batch)
         batch = batch._replace(**jax.tree.map(lambda x: array(x.shape, x.dtype), fields))
     if "learn" in programs:
         state = placed(jax.eval_shape(made.initial_state, trained), devices_of(run))
         rewards = RewardArrays(array((n, g), jnp.float32), array((n, g), bool))
-        found["learn"] = made.learn.lower(state, frozen, start, batch, rewards, clock)
-    return found
+        results["learn"] = made.learn.lower(state, frozen, start, batch, rewards, clock)
+    return results
 
 
 def programs_of(model: ModelConfig, config: GRPOConfig | PPOConfig) -> Programs:

@@ -30,23 +30,23 @@ def devices_of_topology(name: str) -> list[jax.Device]:
     try:
         return list(topologies.get_topology_desc(name, platform="tpu").devices)
     except RuntimeError as error:
-        said = " ".join(str(error).split())
+        words = " ".join(str(error).split())
         raise UsageError(
             f"topology is {name}: install libtpu (grpo_jax[tpu] brings it) and name a topology that it has, such as "
-            f"v5p:2x2x2 or v5e:4x4 ({said})"
+            f"v5p:2x2x2 or v5e:4x4 ({words})"
         ) from None
 
 
 @contextmanager
 def as_if_here(devices: Sequence[jax.Device]) -> Iterator[None]:
     """A block in which JAX names these devices as the machine's own to all that ask it."""
-    found = list(devices)
+    results = list(devices)
     with mock.patch.multiple(
         jax,
-        devices=lambda *_: found,
-        local_devices=lambda *_, **__: found,
-        device_count=lambda *_: len(found),
-        local_device_count=lambda *_: len(found),
-        default_backend=lambda: found[0].platform,
+        devices=lambda *_: results,
+        local_devices=lambda *_, **__: results,
+        device_count=lambda *_: len(results),
+        local_device_count=lambda *_: len(results),
+        default_backend=lambda: results[0].platform,
     ):
         yield

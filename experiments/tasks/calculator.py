@@ -53,10 +53,10 @@ _CALL = re.compile(r"\[(\d{1,4})([+*])(\d{1,4})\]")
 def calculate(example: Example, transcript: Transcript, key: Key) -> Reply:
     """The result of a call, which costs something; or whether an answer is right, which ends the episode."""
     del key
-    said = transcript[-1].action
-    call = _CALL.fullmatch(said)
+    words = transcript[-1].action
+    call = _CALL.fullmatch(words)
     if call is None:
-        return Reply(done=True, reward=float(said == example["answer"]))
+        return Reply(done=True, reward=float(words == example["answer"]))
     a, b = int(call[1]), int(call[3])
     return Reply(f"{a + b if call[2] == '+' else a * b};", reward=-CALL_COST)
 
@@ -108,6 +108,6 @@ def mixed_episodes(
             parts = [(f"[{prompt[:-1]}]", True), (f"{answer};", False), (answer, True)]
         else:
             parts = [(str(generator.integers(1000, 10000)) if is_product(example) else answer, True)]
-        tokens = [(token, own) for text, own in parts for token in [*TEXT.encode(text), *[EOS_ID] * own]]
+        tokens = [(token, separate) for text, separate in parts for token in [*TEXT.encode(text), *[EOS_ID] * separate]]
         ids[row, : len(tokens)], mask[row, : len(tokens)] = zip(*tokens, strict=True)
     return encode_examples(TEXT, examples), ids, mask

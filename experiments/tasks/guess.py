@@ -99,15 +99,15 @@ def number_of(example: Example, key: Key) -> int:
 
 
 def _reply(example: Example, transcript: Transcript, number: int, *, is_higher: Callable[[int], bool]) -> Reply:
-    said, turn = transcript[-1].action, len(transcript)
-    told = ends_of(str(transcript[-2].observation) if turn > 1 else example["prompt"])
-    before = _halving(told, MAX_TURNS - turn + 1)  # 1 in the first turn
-    if said == NUMBERS[number]:
+    words, turn = transcript[-1].action, len(transcript)
+    arguments = ends_of(str(transcript[-2].observation) if turn > 1 else example["prompt"])
+    before = _halving(arguments, MAX_TURNS - turn + 1)  # 1 in the first turn
+    if words == NUMBERS[number]:
         return Reply(done=True, reward=2.0 - before)
-    if len(said) != 1 or said not in NUMBERS or turn == MAX_TURNS:
+    if len(words) != 1 or words not in NUMBERS or turn == MAX_TURNS:
         return Reply(done=True, reward=1.0 - before)
-    guess = NUMBERS.index(said)
-    left = narrowed(told, guess, is_higher(guess))
+    guess = NUMBERS.index(words)
+    left = narrowed(arguments, guess, is_higher(guess))
     return Reply(asked(left), reward=_halving(left, MAX_TURNS - turn) - before)
 
 

@@ -96,20 +96,20 @@ def happy_sentences(examples: Sequence[Example], completions: Sequence[str]) -> 
 
 def sentences(text: str) -> list[str]:
     """The complete sentences of a text as lower-case words."""
-    found = (" ".join(_WORD.findall(sentence.lower())) for sentence in _SENTENCE.findall(text))
-    return [sentence for sentence in found if sentence]
+    results = (" ".join(_WORD.findall(sentence.lower())) for sentence in _SENTENCE.findall(text))
+    return [sentence for sentence in results if sentence]
 
 
 def repeated_share(text: str) -> float:
     """Share of complete sentences that occurred before in the text."""
-    found = sentences(text)
-    return 1 - len(set(found)) / len(found) if found else 0.0
+    results = sentences(text)
+    return 1 - len(set(results)) / len(results) if results else 0.0
 
 
 def _happy_share(text: str) -> float:
-    found = sentences(text)
-    happy = {sentence for sentence in found if len(words := sentence.split()) >= 4 and HAPPY_WORDS & set(words)}
-    return len(happy) / max(3, len(found))
+    results = sentences(text)
+    happy = {sentence for sentence in results if len(words := sentence.split()) >= 4 and HAPPY_WORDS & set(words)}
+    return len(happy) / max(3, len(results))
 
 
 def _openings(animals: Sequence[str], names: Sequence[str]) -> list[str]:

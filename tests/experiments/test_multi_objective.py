@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import multi_objective
-from experiments.multi_objective import gold, hypervolume, in_order, order, own, pareto_front
+from experiments.multi_objective import gold, hypervolume, in_order, order, own_letters, pareto_front
 from grpo_jax.runs import flags
 
 
@@ -19,7 +19,7 @@ def test_letters_in_order_have_no_gaps(word, letters):
 def test_what_words_earn():
     rows = [{"letters": "cab"}] * 4
     words = ["", "abc", "aaaabbbbcccc", "xxcabx"]
-    assert own(rows, words) == [0, 3 / 8, 1, 3 / 8]
+    assert own_letters(rows, words) == [0, 3 / 8, 1, 3 / 8]
     assert order(rows, words) == [0, 9, 4, 4]
     assert gold(rows, words) == pytest.approx([0, (3 / 8 + 3 / 15) / 2, (1 + 2 / 15) / 2, (3 / 8 + 2 / 15) / 2])
 

@@ -93,11 +93,11 @@ def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
     lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     steps = [line for line in lines if "step" in line]
     memory = lines[-1].get("peak_rss_mb") or lines[-1]["peak_rss_mib"] * 2**20 / 1e6
-    kept = steps[2:-1] or steps[-1:]
+    selected = steps[2:-1] or steps[-1:]
 
     def median(*names: str) -> float:
         """Returns the value of the first of these names that the lines have."""
-        return statistics.median(next(line[name] for name in names if name in line) for line in kept)
+        return statistics.median(next(line[name] for name in names if name in line) for line in selected)
 
     return {
         "seconds": median("seconds"),
@@ -109,17 +109,17 @@ def measured(command: Sequence[str], cores: Sequence[int]) -> dict[str, float]:
 
 def table(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> Table:
     """A row of each library and round, and a last one of median ratios."""
-    shown = Table("round", "", "s", "of which sampling", "CPU s", "peak MB", "its CPU s over ours")
+    visible = Table("round", "", "s", "of which sampling", "CPU s", "peak MB", "its CPU s over ours")
     ratios: dict[str, list[float]] = {peer: [] for peer in PEERS}
     for number, took in enumerate(rounds):
         for name, values in took.items():
             ratio = values["cpu_seconds"] / took["ours"]["cpu_seconds"]
             ratios.get(name, []).append(ratio)
             figures = (f"{values[key]:.3g}" for key in ("seconds", "sampling", "cpu_seconds"))
-            shown.add_row(str(number + 1), name, *figures, f"{values['peak_mb']:.0f}", f"{ratio:.2f}")
-    for peer, found in ratios.items():
-        shown.add_row("median", peer, "", "", "", "", f"{statistics.median(found):.2f}")
-    return shown
+            visible.add_row(str(number + 1), name, *figures, f"{values['peak_mb']:.0f}", f"{ratio:.2f}")
+    for peer, results in ratios.items():
+        visible.add_row("median", peer, "", "", "", "", f"{statistics.median(results):.2f}")
+    return visible
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Parameters of a Qwen2 decoder with tied embeddings: biases on q, k and v, two norms a layer and a last one."""
+        """Parameters of a tied Qwen2 decoder: biases on q, k and v, two norms a layer and one at the end."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * q + 2 * kv) + q + 2 * kv
         layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
