@@ -90,11 +90,8 @@ def examine(task: Task, evaluation: Evaluation, calls: Sequence[Samples]) -> dic
     products = np.array([calculator.is_product(example) for example in task.heldout.examples])
     numbers: dict[str, float] = {}
     for name, measure in (("right", calculator.is_right), ("calls", calculator.is_call)):
-        results = np.array([[measure(text) for text in group[:-1]] for group in evaluation.texts])
-        numbers |= {
-            f"{name}_products": float(results[products].mean()),
-            f"{name}_sums": float(results[~products].mean()),
-        }
+        marks = np.array([[measure(text) for text in group[:-1]] for group in evaluation.texts])
+        numbers |= {f"{name}_products": float(marks[products].mean()), f"{name}_sums": float(marks[~products].mean())}
     return numbers
 
 
