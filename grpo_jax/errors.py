@@ -84,6 +84,7 @@ _LIMITS = (
     ({errno.ENOSPC, errno.EDQUOT}, "No space left on device|Disk quota exceeded", "the disk is full: free some space"),
     ({errno.EFBIG}, "File too large", "a file is larger than a limit allows: raise the limit (ulimit -f)"),
     ({errno.EMFILE, errno.ENFILE}, "Too many open files", "too many files are open: raise the limit (ulimit -n)"),
+    ({errno.EPIPE}, r"^\[Errno 32\]", "nothing reads the output any more: write it to a file, or read it to its end"),
 )
 _UNWRITABLE = {errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ENAMETOOLONG}
 _UNWRITABLE |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}  # something else, or a dead link, in its place

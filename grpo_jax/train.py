@@ -200,6 +200,7 @@ def train_with_control(
 
     for phase in phases:  # before the start is evaluated, which takes long
         run.keep_inputs(phase, inputs_of(task))
+    run.announce_checkpoints(*phases)
     with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
         start = evaluate_heldout(programs, params["policy"], task, config, run)
     rows, checksum = {"before": row(start)}, ""

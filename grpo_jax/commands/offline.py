@@ -26,7 +26,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.models.trainable import join, split
 from grpo_jax.offline.pairs import PairBatch, pair_batches, pair_widths, whole_batch, with_intervals
 from grpo_jax.offline.phase import Objective, SupervisedConfig, check_supervised
-from grpo_jax.options import Seed, Size
+from grpo_jax.options import Fraction, Seed, Size
 from grpo_jax.prepare import Loaded, decide_chat, load_model
 from grpo_jax.rl.guards import length_warning
 from grpo_jax.runs import flags, terminal
@@ -55,7 +55,7 @@ class PairOptions:
     chat: bool | None = None
     """Put prompts into the chat template: a text as the user's message, a transcript as several messages. None: if the
     tokenizer has one."""
-    heldout_share: float = 0.1
+    heldout_share: Fraction = 0.1
     """Share of the rows that is held out: evaluated, but not trained on."""
     max_tokens: Size | None = None
     """Longest completion with its EOS, in tokens (T). None: the length that the model was trained on. `overlong`
@@ -115,6 +115,7 @@ def run_method(prepare: Callable[[Any], Job], config: Any) -> None:
         numbers = job.log(params, evaluation) if job.log else job.summary(evaluation)
         return {f"heldout_{name}": value for name, value in numbers.items()}
 
+    run.announce_checkpoints(job.phase)
     with run.waiting("evaluating the initial model (may take minutes if programs must be compiled)"):
         before = evaluate(params, 0)
     batches = job.batches(reference)

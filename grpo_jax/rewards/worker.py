@@ -147,6 +147,8 @@ def import_place(kind: str, place: str, spec: str) -> Any:
     """
     try:
         if not place.endswith(".py"):
+            if not {"", os.getcwd()} & {*sys.path}:  # an installed command's path lacks the current folder
+                sys.path.append(os.getcwd())
             return importlib.import_module(place)
         path = Path(place).resolve()
         if not path.is_file():
@@ -161,7 +163,9 @@ def import_place(kind: str, place: str, spec: str) -> Any:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:  # whatever the module's own lines raise
-        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {_one_line(error)}") from error
+        is_relative = isinstance(error, ImportError) and "no known parent package" in str(error)
+        remedy = "; name it as package.module:function" if is_relative else ""
+        raise UsageError(f"the {kind} {spec!r} cannot be loaded: {_one_line(error)}{remedy}") from error
 
 
 def digest_of_source(spec: str) -> str:

@@ -139,7 +139,7 @@ class Checkpoints:
 
     def _where_to_go_on(self) -> tuple[int, Mapping[str, str]]:
         """The newest step that verifies, and its lines; 0 where nothing was saved. What is newer gets another name."""
-        if not (steps := self._steps()):
+        if not (steps := saved_steps(self._folder)):
             return 0, {}
         step, lines, passed = self._newest(steps)
         for wrong in passed:
@@ -169,11 +169,6 @@ class Checkpoints:
             f"{self._folder}: {_in_words(passed)}, and there is no other: put its files back, or start a new run"
         )
 
-    def _steps(self) -> list[int]:
-        """Steps that something is named after."""
-        names = [entry.name for entry in self._folder.iterdir()] if self._folder.is_dir() else []
-        return [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
-
     def restore_params(self, like: Params, step: int | None = None) -> tuple[Params, int]:
         """The policy's trained parameters alone, without reading the optimizer's state or a critic.
 
@@ -187,7 +182,7 @@ class Checkpoints:
         Raises:
           UsageError: there is no such checkpoint.
         """
-        steps = sorted(self._steps())
+        steps = sorted(saved_steps(self._folder))
         if step not in (None, *steps) or not steps:
             raise UsageError(f"there is no checkpoint of step {step or 0} in {self._folder}, only of {steps}")
         chosen, _, passed = self._newest([step] if step else steps, "params/")
@@ -235,6 +230,12 @@ class Checkpoints:
         if "_manager" in vars(self):
             self._manager.wait_until_finished()
             self._manager.close()
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Returns the steps that something in a folder of checkpoints is named after, in any order."""
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
 
 
 def _say(sentence: str) -> None:

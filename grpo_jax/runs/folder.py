@@ -26,10 +26,10 @@ from grpo_jax import hosts
 from grpo_jax.errors import UsageError, abbreviate
 from grpo_jax.hardware import peak_memory_mb
 from grpo_jax.options import flattened
-from grpo_jax.runs.checkpoint import Checkpoints
+from grpo_jax.runs.checkpoint import Checkpoints, saved_steps
 from grpo_jax.runs.compilation import count_programs
 from grpo_jax.runs.files import complete_lines, finite, hold, read_lines, read_object, write_json, write_text
-from grpo_jax.runs.progress import Show, progress, waiting
+from grpo_jax.runs.progress import RunConsole, Show, progress, waiting
 from grpo_jax.runs.resume import (
     FREE_OPTIONS,
     INPUTS_FILE,
@@ -94,7 +94,7 @@ class RunFolder:
           UsageError: `path` holds a run with other options.
         """
         self.path, self.writes = path, hosts.is_first()
-        self.console = console or Console(quiet=not self.writes)
+        self.console = console or RunConsole(quiet=not self.writes)
         self._warned: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._started = time.perf_counter()
@@ -301,6 +301,18 @@ class RunFolder:
             run=partial(run_digest, self.path, phase),
             warn=partial(self.warn_once, f"checkpoints of {phase}"),
         )
+
+    def announce_checkpoints(self, *phases: str) -> None:
+        """Prints where a resumed run continues, before it evaluates its start again. A new run prints nothing."""
+        for phase in phases:
+            if steps := saved_steps(self.path / "checkpoints" / phase):
+                self.console.print(
+                    f"{phase}: the newest checkpoint is that of step {max(steps)}; the initial model is evaluated "
+                    "again before the run continues",
+                    markup=False,
+                    highlight=False,
+                    soft_wrap=True,
+                )
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

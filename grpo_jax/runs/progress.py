@@ -19,6 +19,14 @@ _COMPILING = "compiling or loading programs (may take minutes)"
 Show = Callable[..., None]  # (step, words="")
 
 
+class RunConsole(Console):
+    """The output of a run. A closed pipe raises `BrokenPipeError`, where rich would exit without a word."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises the error that rich handles."""
+        raise
+
+
 @contextmanager
 def progress(console: Console, phase: str, total: int, completed: int = 0, *, seldom: bool = True) -> Iterator[Show]:
     """Shows progress; call what this yields with the step reached and a few words.

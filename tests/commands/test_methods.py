@@ -656,8 +656,9 @@ def test_a_run_of_another_method_starts_from_the_options_of_a_file(folder, tmp_p
         (["--method", "sft", "--reward", "f"], "--reward is an option of --method grpo and ppo, and the method is sft"),
         (
             ["--method", "dpo", "--task", "f"],
-            "--task is an option of --method grpo, ppo and sft, and the method is dpo",
+            "--task is an option of --method grpo, ppo and sft, and the method is dpo: name its rows with --data, or",
         ),
+        (["--method", "sft", "--data", "f"], "and the method is sft: name its rows with --task, or choose another"),
         (["--method", "ppo", "--bins", "8"], "--bins is an option of --method reward-model"),
         (["--method", "pop"], "there is no method pop: is it ppo or dpo?"),
         (["--config", "none.yaml"], "none.yaml cannot be read"),

@@ -178,6 +178,7 @@ def test_a_command_line_of_any_bytes_is_kept(place, monkeypatch):
         (ValueError("RESOURCE_EXHAUSTED: Error opening d/1: Too many open files"), "too many files are open"),
         (OSError(36, "File name too long", "x" * 300), "cannot be read or written (File name too long)"),
         (OSError(28, "No space left on device"), "the disk is full"),
+        (BrokenPipeError(32, "Broken pipe"), "nothing reads the output any more"),
     ],
 )
 def test_a_limit_of_the_machine_has_a_sentence(error, sentence):

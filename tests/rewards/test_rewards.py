@@ -440,6 +440,13 @@ def test_what_cannot_be_loaded_is_told_in_one_sentence(spec, said):
     assert "\n" not in str(caught.value)
 
 
+def test_a_module_of_the_current_folder_is_loaded_by_an_installed_command_too(tmp_path, monkeypatch):
+    (tmp_path / "of_this_folder.py").write_text("def f(examples, completions):\n    return [1.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    assert load("reward", "of_this_folder:f")([{}], texts("a")) == [1.0]
+
+
 def test_what_makes_a_reward_may_call_its_keywords_as_it_likes(tmp_path):
     body = "def f(prompts):\n    return lambda examples, completions: [prompts] * len(completions)\n"
     (tmp_path / "made.py").write_text(body)
@@ -452,6 +459,7 @@ def test_what_makes_a_reward_may_call_its_keywords_as_it_likes(tmp_path):
         ("g = 1", "has no 'f'"),
         ("def f(:", "SyntaxError"),
         ("raise SystemExit(1)", "SystemExit"),
+        ("from . import other", "name it as package.module:function"),
         ("import os; os._exit(7)", "exit status 7"),
         ("import time; time.sleep(1000)", "cannot be loaded: no answer within its deadline"),
         (

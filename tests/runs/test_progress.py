@@ -1,13 +1,16 @@
 """What is shown of progress where there is no terminal."""
 
 import io
+import os
+from contextlib import suppress
 
 import jax
 import pytest
 from rich.console import Console
 
 from grpo_jax.runs import progress as module
-from grpo_jax.runs.progress import in_time, progress, waiting
+from grpo_jax.runs.folder import RunFolder
+from grpo_jax.runs.progress import RunConsole, in_time, progress, waiting
 
 
 class Clock:
@@ -70,6 +73,25 @@ def test_a_phase_that_compiles_nothing_does_not_speak_of_it(clock):
 
 def test_a_resumed_phase_says_where_it_goes_on(clock):
     assert lines_of(clock, 10, 1, completed=4)[0] == "grpo: continues after step 4 of 10"
+
+
+def test_a_resumed_run_says_where_it_continues_before_it_evaluates(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    run = RunFolder(tmp_path / "run", {}, console=console)
+    run.announce_checkpoints("grpo", "control")
+    assert console.file.getvalue() == ""
+    for step in (8, 10):
+        (tmp_path / f"run/checkpoints/grpo/{step}").mkdir(parents=True)
+    run.announce_checkpoints("grpo", "control")
+    assert console.file.getvalue().startswith("grpo: the newest checkpoint is that of step 10; the initial model")
+
+
+def test_a_closed_pipe_is_an_error_and_no_silent_exit():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), open(writer, "w") as pipe:  # it is flushed once more as it closes
+        with pytest.raises(BrokenPipeError):
+            RunConsole(file=pipe).print("words")
 
 
 def test_a_phase_that_is_complete_says_nothing(clock):
