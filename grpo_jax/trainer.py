@@ -230,8 +230,10 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     origin, kinds = get_origin(hint), get_args(hint) or (hint,)
     if origin is Literal:
         instead = f"choose among {', '.join(kinds)}"
+    elif origin is tuple:
+        instead = f"give a list of {', '.join(get_args(kinds[0])) or 'texts'}"
     else:
-        instead = "give a list of texts" if origin is tuple else f"it must be {_NAMES[kinds[0]]}"
+        instead = f"it must be {_NAMES[kinds[0]]}"
     raise UsageError(f"{name} is {value!r}: {instead}")
 
 
@@ -250,6 +252,8 @@ def _checked_reward(reward: Reward | Mapping[str, Reward | Component]) -> Reward
         raise UsageError("reward_model is empty: give at least one reward")
     components = {name: part if isinstance(part, Component) else Component(part) for name, part in reward.items()}
     for name, component in components.items():
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"a reward is called {name!r}: give it a text as its name")
         _check_callable(component.reward)
         _checked(f"the weight of reward {name}", component.weight, float)
     return components
