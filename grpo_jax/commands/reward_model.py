@@ -30,7 +30,7 @@ from grpo_jax.models.huggingface import Pretrained
 from grpo_jax.offline.pairs import score_pairs
 from grpo_jax.offline.phase import SupervisedConfig
 from grpo_jax.offline.reward_model import PairEvaluation, evaluate_pairs, pair_rewards, reward_model_objective
-from grpo_jax.options import Size, Weight
+from grpo_jax.options import Fraction, Size, Weight
 from grpo_jax.rewards.learned import RewardModel, save_reward_model
 from grpo_jax.runs.folder import RunFolder
 
@@ -53,7 +53,7 @@ class Config(PairOptions):
     )
     model: ModelOptions = ModelOptions(max_prompt_tokens=32, overlong="truncate")
     method: Method = "reward-model"
-    heldout_share: float = 0.25
+    heldout_share: Fraction = 0.25
     """Share of the pairs that is held out: evaluated, but not trained on."""
     max_tokens: Size | None = 64
     """Longest answer, in tokens (T). None: no limit. `overlong` decides about longer answers."""

@@ -459,6 +459,7 @@ def test_every_loss_has_constants_of_its_own_and_the_sources_defaults(name):
         (["--max-tokens", 1], "no pair is left"),
         (["--max-tokens", 0], "max_tokens is 0: it must be at least 1"),
         (["--heldout-share", 0], "0 are held out"),
+        (["--heldout-share", 2], "heldout_share is 2.0: it must be between 0 and 1"),
         (["--steps", 0], "steps is 0: it must be at least 1"),
         (["--seed", -1], "seed is -1: it must be between 0 and 2^32 - 1"),
     ],

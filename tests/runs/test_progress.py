@@ -89,9 +89,9 @@ def test_a_resumed_run_says_where_it_continues_before_it_evaluates(tmp_path):
 def test_a_closed_pipe_is_an_error_and_no_silent_exit():
     reader, writer = os.pipe()
     os.close(reader)
-    with suppress(BrokenPipeError), open(writer, "w", closefd=False) as pipe:  # it is flushed once more as it closes
-        pytest.raises(BrokenPipeError, RunConsole(file=pipe).print, "words")
-    os.close(writer)
+    # The file is flushed once more as it closes.
+    with suppress(BrokenPipeError), open(writer, "w") as pipe, pytest.raises(BrokenPipeError):
+        RunConsole(file=pipe).print("words")
 
 
 def test_a_phase_that_is_complete_says_nothing(clock):
