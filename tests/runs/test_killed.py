@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 from compare import EPISODES, FAMILIES, GRPO, MESH, ONLINE, PMAP, PPO, write_inputs
 
-LONG = "--steps 5 --checkpoint-every 1 --learning-rate 1e-2 --adam-epsilon 1e-8"
+FIT = "--steps 5 --checkpoint-every 1"
+LONG = f"{FIT} --learning-rate 1e-2 --adam-epsilon 1e-8"
 MODULE = "experiments.online_preference"
 LOW = f"{GRPO} --reward user.py:low {LONG}"
 # name -> virtual devices, arguments, moments of the kills
@@ -33,10 +34,10 @@ RUNS = {
     "moving_reference": (1, f"{LOW} --ref-sync-steps 2 --ref-mixup-alpha 0.5 --kl-coef 0.1", "line"),
     "adaptive_kl": (1, f"{LOW} --preset rloo --kl-coef 0.1 --kl-target 0.01 --kl-horizon 16", "line"),
     "distillation": (1, f"{LOW} --teacher teacher --distillation reverse_kl", "line"),
-    "sft": (1, f"{FAMILIES['sft'].args} {LONG}", "line save"),
-    "reward_model": (1, f"{FAMILIES['reward_model'].args} {LONG}", "line"),
-    "dpo": (1, f"{FAMILIES['dpo'].args} {LONG}", "line"),
-    "kto": (1, f"{FAMILIES['kto'].args} {LONG}", "line"),
+    "sft": (1, f"{FAMILIES['sft'].args} {FIT}", "line save"),
+    "reward_model": (1, f"{FAMILIES['reward_model'].args} {FIT}", "line"),
+    "dpo": (1, f"{FAMILIES['dpo'].args} {FIT}", "line"),
+    "kto": (1, f"{FAMILIES['kto'].args} {FIT}", "line"),
     "online_preferences": (1, ONLINE, "line"),
     "pmap": (4, f"{LOW} {PMAP}", "line save"),
     "mesh": (8, f"{LOW} {MESH}", "line line"),
