@@ -107,8 +107,8 @@ def test_commands_run(page, tmp_path):
     subprocess.run(["bash", "-euxc", script], cwd=tmp_path, env=environment, check=True, timeout=900)
 
 
-H100 = Shape(num_prompts=16, prompt_tokens=272)
-V5E = Shape(num_prompts=2, prompt_tokens=272, fsdp=8)
+H100 = Shape(num_prompts=16, prompt_tokens=272, piece_tokens=0)
+V5E = H100._replace(num_prompts=2, fsdp=8)
 COLUMNS = [
     (H100, 60 * GB),
     (H100._replace(lora_rank=16), 60 * GB),
