@@ -39,10 +39,14 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
 
 
-def command_lines(page: str) -> list[str]:
-    """Returns the lines of a page's blocks that are commands, those that continue on the next line as one."""
-    joined = (code.replace("\\\n", " ") for language, code in blocks(page) if language in ("bash", "yaml"))
-    return [line for code in joined for line in code.splitlines()]
+def train_commands(page: str) -> list[str]:
+    """Returns the arguments of each `grpo-jax train` of a page, also of one that is kept in $RUN."""
+    commands = []
+    for language, code in blocks(page):
+        joined = code.partition("ports:")[0].replace("\n", " ") if language == "yaml" else code.replace("\\\n", " ")
+        for line in joined.splitlines():
+            commands += re.findall(r"(?:grpo-jax train|^\$RUN)(.*?)(?:  +#|$)", line)
+    return commands
 
 
 def runnable(page: str) -> str:
@@ -76,12 +80,10 @@ def test_every_block_runs_or_says_what_it_needs(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_options_exist(page):
-    for line in command_lines(page):
-        if "grpo-jax train" not in line:
-            continue
-        method = (re.findall(r"--method (\S+)", line) or ["grpo"])[-1]
+    for command in train_commands(page):
+        method = (re.findall(r"--method (\S+)", command) or ["grpo"])[-1]
         known = option_types(module_of(method).Config)
-        for flag in re.findall(r"--[a-z][a-z-]*", line.partition("grpo-jax train")[2].partition("  #")[0]):
+        for flag in re.findall(r"--[a-z][a-z-]*", command):
             assert flag.removeprefix("--").replace("-", "_") in known, f"{page}: {flag}"
 
 
