@@ -10,15 +10,11 @@ import re
 import subprocess
 import sys
 from ast import literal_eval
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 
 from grpo_jax import functional as F
-from grpo_jax.commands import dpo, kto, sft
-from grpo_jax.config import CriticConfig, EngineOptions, GRPOConfig, ModelOptions, PPOConfig
-from grpo_jax.options import options_of
 
 ROOT = Path(__file__).parents[1]
 EXPORTS = {name for name, value in vars(F).items() if not name.startswith("_") and not inspect.ismodule(value)}
@@ -78,25 +74,17 @@ def test_page_runs(file, tmp_path, monkeypatch):
 @needs_model
 @pytest.mark.slow
 def test_commands_run_one_after_another(tmp_path):
-    """Rows, training, evaluation, presets, methods, export, memory: each command of a page, made shorter by options."""
+    """Rows, training, evaluation and export: each command of a page, made shorter by options."""
     make, train, evaluate = blocks("rewards.md", "bash")
-    preset, teacher, ppo, sft = blocks("training.md", "bash")
     (export,) = blocks("pretrained.md", "bash")
-    *_, memory = blocks("scaling.md", "bash")  # the others start several hosts
     short = " --steps 2 --group-size 2 --max-tokens 8 --num-prompts 2\n"
-    pairs = [{"prompt": f"Once there was a {word}.", "completion": f" The {word} was red."} for word in "abcdefghijkl"]
-    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    shown = [make, train.rstrip() + short, evaluate, preset.rstrip() + short]
-    shown += [export, memory]
-    shown += [teacher.replace("SMALL", "DIR").replace("LARGE", "DIR").rstrip() + short]
-    shown += [ppo.rstrip() + short, sft.replace("--run-dir", "--steps 2 --run-dir")]
+    shown = [make, train.rstrip() + short, evaluate, export]
     program = ".venv/bin/python -c 'from grpo_jax.commands import main; main()'"
     commands = "".join(shown).replace("DIR", str(MODEL)).replace(".venv/bin/grpo-jax", program)
     commands = commands.replace(".venv/bin/python", sys.executable)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run(["bash", "-euc", commands], cwd=tmp_path, env=environment, check=True, timeout=900)
     assert (tmp_path / "trained-model/model.safetensors").exists()
-    assert (tmp_path / "start/model.safetensors").exists()
 
 
 def test_what_pages_and_the_notebook_import_is_there():
@@ -112,10 +100,22 @@ def test_what_pages_and_the_notebook_import_is_there():
         assert found, f"{module} has no {name}"
 
 
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as mkdocs and GitHub make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    named = re.findall(r'<a id="([^"]+)">', text)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings} | set(named)
+
+
 def test_links_between_pages_lead_somewhere():
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+            if target.startswith("http"):
+                continue
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(file), f"{page.name}: {target}#{anchor}"
 
 
 @pytest.mark.slow
@@ -202,47 +202,3 @@ def test_row_of_preset_has_its_functions_and_constants(name):
         assert divergence == "k1 in the reward"
     else:
         assert divergence == (f"`{objective.divergence.__name__}`" if objective.kl_coef else "")
-
-
-# --- the tables of options
-
-OPTION_ROWS = table("option", "training.md")
-
-
-def test_every_option_is_in_its_group_with_its_default():
-    stated, group = {}, ""
-    for name, default, sentence in OPTION_ROWS:
-        if name.startswith("**"):
-            group = name.strip("*")
-        else:
-            stated[group, name.strip("`")] = literal_eval(default.strip("`"))
-            assert sentence.endswith(".")
-    config = GRPOConfig()
-    groups = {name: options_of(value) for name, value in vars(config).items() if is_dataclass(value)}
-    groups["run"] = {name: value for name, value in vars(config).items() if name not in groups}
-    groups["critic (PPO)"] = options_of(CriticConfig())
-    assert stated == {(group, name): value for group, options in groups.items() for name, value in options.items()}
-
-
-@pytest.mark.parametrize(("title", "options"), [("of an engine", EngineOptions()), ("of the model", ModelOptions())])
-def test_options_without_a_method_have_their_defaults(title, options):
-    written = {row[0].strip("`"): row[1] for row in table(title, "training.md")}
-    assert written.pop("lora_targets", "all") == "all"
-    defaults = {name: value for name, value in options_of(options).items() if name != "lora_targets"}
-    assert {name: literal_eval(default.strip("`")) for name, default in written.items()} == defaults
-
-
-def test_defaults_of_ppo_are_as_written():
-    text = (DOCS / "training.md").read_text()
-    ours, others = options_of(PPOConfig().run), options_of(GRPOConfig())
-    differing = {name: value for name, value in ours.items() if value != others[name]}
-    assert f"preset `{differing.pop('preset')}`" in text
-    assert all(f"`{name}={value}`" in text for name, value in differing.items())
-
-
-@pytest.mark.parametrize(("method", "config"), [("sft", sft.Config), ("dpo", dpo.Config), ("kto", kto.Config)])
-def test_options_on_given_data_have_their_defaults(method, config):
-    stated = {row[0].strip("`"): literal_eval(row[1].strip("`")) for row in table(f"of `{method}`", "training.md")}
-    own = {field.name: field.default for field in fields(config) if not is_dataclass(field.default)}
-    own |= options_of(config().train)
-    assert stated == {name: value for name, value in own.items() if name != "method"}

@@ -176,7 +176,7 @@ class Engine:
             if error.code == _NOT_FOUND and self._adapter and path == _COMPLETIONS:
                 raise Gone(str(error)) from None  # it was started again, and has no adapters
             raise Interruption(
-                f"the engine at {self._url} refuses {path} ({error}): start it as docs/training.md says"
+                f"the engine at {self._url} refuses {path} ({error}): start it as docs/engines.md says"
             ) from None
 
     # ---- parameters
